@@ -18,9 +18,11 @@ VISIBLE = re.compile(r"VISIBLE_DEVICES$|^ZE_AFFINITY_MASK$")  # the variables th
 
 
 def choose_device(device: str) -> torch.device:
-    """Return the device that a setting (`"name"` or `"name:1"`) names, as torch knows it, with its number.
+    """Return the device that a setting (`"name"` or `"name:1"`) names, as torch knows it, with its
+    number.
 
-    Without a number, it is the device numbered like the process's local rank under `torchrun`, else the current device.
+    Without a number, it is the device numbered like the process's local rank under `torchrun`, else
+    the current device.
 
     Raises:
         BackendUnavailable: it cannot be used; the message says what is missing.
@@ -64,7 +66,9 @@ def _check_usable(device: str, kind: Kind) -> None:
         warnings.simplefilter("always")
         usable = torch.accelerator.is_available()
     if not usable:
-        reason = str(caught[0].message) if caught else starting_error(torch.get_device_module(kind.type))
+        reason = (
+            str(caught[0].message) if caught else starting_error(torch.get_device_module(kind.type))
+        )
         raise BackendUnavailable(
             f"no {kind.words} device can be used: {' '.join(reason.split())}",
             where=f"device: {device}",
@@ -94,12 +98,15 @@ def _number(device: str, number: str | None, count: int) -> int:
         return int(number)
     if processes == "1" or not local_rank.isdigit():
         return torch.accelerator.current_device_index()
-    # Some launchers show each process its own device alone. Whether that is so here `identity` tells, later.
+    # Some launchers show each process its own device alone. Whether that is so here `identity`
+    # tells, later.
     return int(local_rank) % count if count == 1 else int(local_rank)
 
 
 def identity(device: torch.device) -> str | None:
-    """Return what tells a device that this process sees alone from others; None: the process sees several."""
+    """Return what tells a device that this process sees alone from others; None: the process
+    sees several.
+    """
     if torch.accelerator.device_count() > 1:
         return None
     asked = getattr(torch.get_device_module(device), "get_device_properties", None)

@@ -1,4 +1,6 @@
-"""The devices that are known by name, in words and by what torch calls them; others have the name of torch's device."""
+"""The devices that are known by name, in words and by what torch calls them; others have the
+name of torch's device.
+"""
 
 from __future__ import annotations
 
@@ -45,23 +47,34 @@ KINDS = {
             "cuda",
             "cuda",
             "CUDA",
-            f"install a CUDA build of torch (its version ends in +cu and CUDA's version; {INSTALL_PAGE})",
-            "check that `nvidia-smi` lists a device, that the driver is new enough for this torch, and "
+            (
+                "install a CUDA build of torch (its version ends in +cu and CUDA's version; "
+                f"{INSTALL_PAGE})"
+            ),
+            "check that `nvidia-smi` lists a device, that the driver is new enough for "
+            "this torch, and "
             "CUDA_VISIBLE_DEVICES",
         ),
         Kind(
             "rocm",
             "cuda",
             "ROCm",
-            f"install a ROCm build of torch (its version ends in +rocm and ROCm's version; {INSTALL_PAGE})",
-            "check that `rocminfo` lists a device, that this user is in the groups render and video, and "
+            (
+                "install a ROCm build of torch (its version ends in +rocm and ROCm's version; "
+                f"{INSTALL_PAGE})"
+            ),
+            "check that `rocminfo` lists a device, that this user is in the groups render "
+            "and video, and "
             "HIP_VISIBLE_DEVICES",
         ),
         Kind(
             "xpu",
             "xpu",
             "XPU",
-            f"install an XPU build of torch for Intel GPUs (its version ends in +xpu; {INSTALL_PAGE})",
+            (
+                "install an XPU build of torch for Intel GPUs (its version ends in +xpu; "
+                f"{INSTALL_PAGE})"
+            ),
             "check that `xpu-smi discovery` lists a device, its driver, and ZE_AFFINITY_MASK",
         ),
         Kind(
@@ -85,5 +98,10 @@ KINDS = {
 
 def kind_of(name: str) -> Kind:
     """Return the kind of that name; torch knows one that is not listed by the same name."""
-    build = f"install the package that brings {name!r} to torch, and check that `import torch` loads it"
-    return KINDS.get(name, Kind(name, name, name, build, "check its driver, and which devices the process may see"))
+    build = (
+        f"install the package that brings {name!r} to torch, and check that `import torch` loads it"
+    )
+    return KINDS.get(
+        name,
+        Kind(name, name, name, build, "check its driver, and which devices the process may see"),
+    )

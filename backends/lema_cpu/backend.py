@@ -1,7 +1,8 @@
-"""The `cpu` backend. By default nothing is copied: a layer computes with the buffer that the reader filled.
+"""The `cpu` backend. By default nothing is copied: a layer computes with the buffer that the reader
+filled.
 
-With `poison=True` (tests) it behaves like a device with memory of its own: bytes are copied into private slots, and a
-released slot is filled with NaN, so that tests notice a use after release.
+With `poison=True` (tests) it behaves like a device with memory of its own: bytes are copied into
+private slots, and a released slot is filled with NaN, so that tests notice a use after release.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class _AliasSlots:
 
 
 class _PoisonedUpload:
-    """A copy of the bytes for each lease. It is NaN once it is released, even if the slot is leased again."""
+    """A copy of the bytes for each lease. It is NaN once it is released, even if the slot is
+    leased again.
+    """
 
     def __init__(self, slots: _PoisonedSlots, clean: Tensor, nbytes: int) -> None:
         self._slots = slots
@@ -77,7 +80,9 @@ class _PoisonedUpload:
 
     def wait(self) -> Tensor:
         if self._released:
-            assert self._slots.uploads == self._number, "a slot was asked for that something else was uploaded to"
+            assert self._slots.uploads == self._number, (
+                "a slot was asked for that something else was uploaded to"
+            )
             self._released = False
             self._slots.free -= 1
         if self._leased is None:
@@ -109,7 +114,9 @@ class _PoisonedSlots:
         layout = layout or SlotLayout(source.numel(), (Span(0, source.numel(), 0),))
         clean = torch.full((self._nbytes,), NAN_BYTE, dtype=torch.uint8)
         for span in layout.spans:
-            clean[span.slot : span.slot + span.nbytes].copy_(source[span.start : span.start + span.nbytes])
+            clean[span.slot : span.slot + span.nbytes].copy_(
+                source[span.start : span.start + span.nbytes]
+            )
         self.free -= 1
         self.uploads += 1
         return _PoisonedUpload(self, clean, layout.nbytes)
@@ -122,7 +129,8 @@ class CpuBackend:
         device: `"cpu"`.
         options: layers are not divided.
         poison: copy into private slots and fill them with NaN on release.
-        joined: the other processes, and how to leave them; None: the backend joins those that `torchrun` started.
+        joined: the other processes, and how to leave them; None: the backend joins those that
+            `torchrun` started.
 
     Raises:
         BackendUnavailable: a device number was given; this backend has one device.
@@ -185,16 +193,22 @@ class CpuBackend:
         return Downloaded()
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """Autocast to the weights' dtype if that is half precision; full precision needs no autocast."""
+        """Autocast to the weights' dtype if that is half precision; full precision needs no
+        autocast.
+        """
         return nullcontext() if dtype == torch.float32 else _autocast(dtype)
 
     @staticmethod
     def fast_dtype(dtype: torch.dtype) -> torch.dtype:
-        """Return fp32 for half precision that this processor has no instructions for, and that is slow."""
+        """Return fp32 for half precision that this processor has no instructions for, and that
+        is slow.
+        """
         return products.fast_dtype(dtype)
 
     def attention(self) -> str:
-        """Return the name by which transformers knows the attention that is fast here; importing it takes seconds."""
+        """Return the name by which transformers knows the attention that is fast here; importing
+        it takes seconds.
+        """
         from lema_cpu.attention import NAME
 
         return NAME

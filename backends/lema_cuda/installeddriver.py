@@ -1,4 +1,6 @@
-"""Checks of the NVIDIA driver that do not use torch, because torch may not be able to use the driver."""
+"""Checks of the NVIDIA driver that do not use torch, because torch may not be able to use the
+driver.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ COLUMNS = {
 
 def driver_version(root: Path = ROOT) -> str | None:
     """Return the version of the loaded driver; None: no driver is loaded."""
-    if match := re.search(r"\s(\d+\.\d+(\.\d+)*)(\s|$)", _first_line(root / "proc/driver/nvidia/version")):
+    if match := re.search(
+        r"\s(\d+\.\d+(\.\d+)*)(\s|$)", _first_line(root / "proc/driver/nvidia/version")
+    ):
         return match[1]
     return _first_line(root / "sys/module/nvidia/version") or None
 
@@ -54,7 +58,10 @@ def driver(root: Path = ROOT) -> Finding:
             "driver",
             Level.WARNING,
             "An NVIDIA device is in this machine, and no NVIDIA driver is loaded.",
-            "install NVIDIA's driver and load it (modprobe nvidia); in a container: docker run --gpus all",
+            (
+                "install NVIDIA's driver and load it (modprobe nvidia); in a container: docker "
+                "run --gpus all"
+            ),
             facts=facts,
         )
     how = "nothing, if this machine has no NVIDIA device; in a container: docker run --gpus all"
@@ -64,7 +71,9 @@ def driver(root: Path = ROOT) -> Finding:
 def _on_the_bus(root: Path) -> Iterator[Path]:
     """Yield the NVIDIA display and compute devices on the PCI bus."""
     for device in (root / "sys/bus/pci/devices").glob("*"):
-        if _first_line(device / "vendor") == "0x10de" and _first_line(device / "class").startswith("0x03"):
+        if _first_line(device / "vendor") == "0x10de" and _first_line(device / "class").startswith(
+            "0x03"
+        ):
             yield device
 
 
@@ -83,7 +92,9 @@ def system_management(command: str = "nvidia-smi") -> Iterator[Finding]:
     try:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=PATIENCE, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        yield Finding(SECTION, "nvidia-smi", Level.WARNING, f"nvidia-smi does not answer: {error}.", "reboot")
+        yield Finding(
+            SECTION, "nvidia-smi", Level.WARNING, f"nvidia-smi does not answer: {error}.", "reboot"
+        )
         return
     if done.returncode:
         message = (done.stdout + done.stderr).strip().partition("\n")[0]

@@ -1,9 +1,10 @@
 """Norms, rotary embeddings and gated MLPs of package `liger-kernel`, for `arithmetic: fast`.
 
-Liger's own table of model types says which modules of a model get a `forward` of its own. Only those of the decoder
-layers keep it. Liger also replaces names in `transformers`' code, such as `apply_rotary_pos_emb`, for every model of
-the process. They are put back at once, and a module whose `forward` calls such a function gets a copy of it that finds
-Liger's. So a model with `arithmetic: exact` in the same process computes as before.
+Liger's own table of model types says which modules of a model get a `forward` of its own. Only
+those of the decoder layers keep it. Liger also replaces names in `transformers`' code, such as
+`apply_rotary_pos_emb`, for every model of the process. They are put back at once, and a module
+whose `forward` calls such a function gets a copy of it that finds Liger's. So a model with
+`arithmetic: exact` in the same process computes as before.
 """
 
 from __future__ import annotations
@@ -32,30 +33,43 @@ __all__ = ["PACKAGE", "fuse"]
 PACKAGE = "liger-kernel"
 # The activation that each kernel of a gated MLP has built in, whatever the model's is.
 ACTIVATIONS = {"swiglu": ("silu", "swish"), "geglu": ("gelu_pytorch_tanh",)}
-# The loss is LEMA's own, the layers have no such norm, and the last one goes into a table that all models share.
+# The loss is LEMA's own, the layers have no such norm, and the last one goes into a table that all
+# models share.
 OTHERS = ("cross_entropy", "fused_linear_cross_entropy", "layer_norm", "relu_squared")
 NOTHING = "it has nothing for these layers"
-UNFIT = (ImportError, AttributeError, TypeError, ValueError, RuntimeError, AssertionError)  # what it may raise then
+UNFIT = (
+    ImportError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+    AssertionError,
+)  # what it may raise then
 
 
 @dataclass(frozen=True, eq=False)
 class Fused:
-    """In the place of a module's `forward`: `kernel`. The module's own computes what has no values, which a kernel
-    cannot read, and what a mode of torch follows by its operations, which a kernel has none of."""
+    """In the place of a module's `forward`: `kernel`. The module's own computes what has no values,
+    which a kernel cannot read, and what a mode of torch follows by its operations, which a kernel
+    has none of."""
 
     module: nn.Module
     kernel: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module's `forward` returns, except for rounding."""
-        followed = any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+        followed = any(
+            not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
+        )
         if followed or not all(map(has_values, tensors_in((args, kwargs)))):
             return type(self.module).forward(self.module, *args, **kwargs)
         return self.kernel(*args, **kwargs)
 
 
 def fuse(model: PreTrainedModel, layers: nn.ModuleList) -> str:
-    """Have modules of a model's decoder layers compute by Liger's kernels; return in words which, or why none do."""
+    """Have modules of a model's decoder layers compute by Liger's kernels; return in words
+    which, or why none do.
+    """
     if (version := installed_version(PACKAGE)) is None:
         return f"{PACKAGE} fuses nothing, because it is not installed"
     _import_patched(model)
@@ -73,7 +87,9 @@ def fuse(model: PreTrainedModel, layers: nn.ModuleList) -> str:
     counts = Counter[str]()
     new = dict[int, dict[str, Any]]()
     for names, were in zip(code, originals, strict=True):
-        new[id(names)] = {name: names[name] for name, original in were.items() if names[name] is not original}
+        new[id(names)] = {
+            name: names[name] for name, original in were.items() if names[name] is not original
+        }
         names.update(were)
         for name in names.keys() - were.keys():
             del names[name]
@@ -83,7 +99,8 @@ def fuse(model: PreTrainedModel, layers: nn.ModuleList) -> str:
         kernel = vars(module).pop("forward", None)
         if forward is not None:
             attributes["forward"] = forward
-        # Not where matrices are: LEMA leases and adapts those of experts in ways that a kernel does not know.
+        # Not where matrices are: LEMA leases and adapts those of experts in ways that a kernel does
+        # not know.
         if (
             module not in inside
             or forward is not None
@@ -92,7 +109,9 @@ def fuse(model: PreTrainedModel, layers: nn.ModuleList) -> str:
             continue
         if (kernel := kernel or _rotating(module, new)) is not None:
             attributes["forward"] = Fused(module, kernel)
-            if "in_place" in attributes:  # in the gradient that a norm is given, which may be the residual's, too
+            if (
+                "in_place" in attributes
+            ):  # in the gradient that a norm is given, which may be the residual's, too
                 attributes["in_place"] = False
             counts[module._get_name()] += 1
     fused = ", ".join(f"{count} {name}" for name, count in counts.items())
@@ -100,7 +119,9 @@ def fuse(model: PreTrainedModel, layers: nn.ModuleList) -> str:
 
 
 def _apply(model: PreTrainedModel) -> str | None:
-    """Let Liger replace what it knows of a model; return why that is nothing, if it does not know the model."""
+    """Let Liger replace what it knows of a model; return why that is nothing, if it does not
+    know the model.
+    """
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KNOWN
 
     text = model.config.get_text_config()
@@ -117,8 +138,9 @@ def _apply(model: PreTrainedModel) -> str | None:
 
 
 def _import_patched(model: PreTrainedModel) -> None:
-    """Import the code of `transformers` in which Liger replaces names, because what Liger imports is not known before,
-    and cannot be put back. A multimodal type's function imports the code of every text model that it may have."""
+    """Import the code of `transformers` in which Liger replaces names, because what Liger imports
+    is not known before, and cannot be put back. A multimodal type's function imports the code of
+    every text model that it may have."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KNOWN
 
     waiting = [KNOWN.get(model.config.model_type)]
@@ -129,21 +151,38 @@ def _import_patched(model: PreTrainedModel) -> None:
         seen.add(function)
         names = function.__code__.co_names
         packages = [name for name in names if name.startswith("transformers.models.")]
-        parts = [f"{package}.{name}" for package in packages for name in names if name.startswith("modeling_")]
+        parts = [
+            f"{package}.{name}"
+            for package in packages
+            for name in names
+            if name.startswith("modeling_")
+        ]
         for name in (*packages, *parts):
-            with suppress(ImportError):  # a part of another package, or what Liger will fail to find, too
+            with suppress(
+                ImportError
+            ):  # a part of another package, or what Liger will fail to find, too
                 import_module(name)
-        waiting += [function.__globals__.get(name) for name in names if name.startswith("apply_liger_")]
+        waiting += [
+            function.__globals__.get(name) for name in names if name.startswith("apply_liger_")
+        ]
 
 
 def _rotating(module: nn.Module, new: Mapping[int, Mapping[str, Any]]) -> Callable[..., Any] | None:
-    """Return a module's `forward` with Liger's functions in the place of those that it calls; None: it calls none."""
-    forward: Any = unwrap(type(module).forward)  # a decorator, such as one for renamed arguments, calls none
+    """Return a module's `forward` with Liger's functions in the place of those that it calls;
+    None: it calls none.
+    """
+    forward: Any = unwrap(
+        type(module).forward
+    )  # a decorator, such as one for renamed arguments, calls none
     names = new.get(id(getattr(forward, "__globals__", None)), {})
-    replacements = {name: function for name, function in names.items() if isinstance(function, FunctionType)}
+    replacements = {
+        name: function for name, function in names.items() if isinstance(function, FunctionType)
+    }
     if not (replacements and replacements.keys() & set(forward.__code__.co_names)):
         return None
     namespace = {**forward.__globals__, **replacements}
-    copy = FunctionType(forward.__code__, namespace, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy = FunctionType(
+        forward.__code__, namespace, forward.__name__, forward.__defaults__, forward.__closure__
+    )
     copy.__kwdefaults__ = forward.__kwdefaults__
     return MethodType(copy, module)

@@ -1,7 +1,9 @@
-"""The collectives that parallel layers need from the processes that share them; all are out of place.
+"""The collectives that parallel layers need from the processes that share them; all are out of
+place.
 
-`C10dComm` goes through `torch.distributed` (gloo, nccl, native Trainium), `XlaComm` through `torch_xla`, `Solo` is one
-process. Every process of a group makes the same calls in the same order, and sums have the same bits on all.
+`C10dComm` goes through `torch.distributed` (gloo, nccl, native Trainium), `XlaComm` through
+`torch_xla`, `Solo` is one process. Every process of a group makes the same calls in the same order,
+and sums have the same bits on all.
 """
 
 from __future__ import annotations
@@ -117,13 +119,17 @@ class C10dComm:
 
     @classmethod
     def over(cls, groups: Sequence[Sequence[int]]) -> C10dComm:
-        """Return this process's group of several that cover all processes; every process passes all of them."""
+        """Return this process's group of several that cover all processes; every process passes
+        all of them.
+        """
         dist: Any = torch.distributed
         process_groups = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
         return cls(next(group for ranks, group in process_groups if dist.get_rank() in ranks))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum over the group; it is formed once for each element, so that all ranks get the same bits."""
+        """Return the sum over the group; it is formed once for each element, so that all ranks
+        get the same bits.
+        """
         if tensor.is_meta:  # the layer is only traced for its shapes
             return tensor
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -162,14 +168,18 @@ class C10dComm:
         self._dist.barrier(group=self.group)
 
     def split(self, parts: Sequence[Sequence[int]]) -> Comm:
-        """Return this rank's part of the group; all processes call it, those of other groups too."""
+        """Return this rank's part of the group; all processes call it, those of other groups
+        too.
+        """
         key = tuple(tuple(part) for part in parts)
         if key not in self._parts:
             mine = self._dist.get_process_group_ranks(self.group or self._dist.group.WORLD)
             groups_by_rank: list[Any] = [None] * self._dist.get_world_size()
             self._dist.all_gather_object(groups_by_rank, tuple(mine))
             groups = sorted(set(groups_by_rank))
-            self._parts[key] = C10dComm.over([[group[rank] for rank in part] for group in groups for part in key])
+            self._parts[key] = C10dComm.over(
+                [[group[rank] for rank in part] for group in groups for part in key]
+            )
         return self._parts[key]
 
 
@@ -191,7 +201,10 @@ class XlaComm:
         self._ordinal = ordinal
         mine = next((group for group in self._groups if ordinal in group), None)
         if mine is None:
-            raise ConfigError(f"rank {ordinal} is in none of the groups {self._groups}", how="name every rank once")
+            raise ConfigError(
+                f"rank {ordinal} is in none of the groups {self._groups}",
+                how="name every rank once",
+            )
         self.rank = mine.index(ordinal)
         self.size = len(mine)
         self._parts: dict[Groups, Comm] = {}
@@ -201,12 +214,16 @@ class XlaComm:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over the group."""
-        total: Tensor = self._xm.all_reduce(self._xm.REDUCE_SUM, tensor, groups=self._groups, pin_layout=False)
+        total: Tensor = self._xm.all_reduce(
+            self._xm.REDUCE_SUM, tensor, groups=self._groups, pin_layout=False
+        )
         return total
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """Return every rank's tensor, joined along `dim` in rank order."""
-        gathered: Tensor = self._xm.all_gather(tensor, dim=dim % tensor.dim(), groups=self._groups, pin_layout=False)
+        gathered: Tensor = self._xm.all_gather(
+            tensor, dim=dim % tensor.dim(), groups=self._groups, pin_layout=False
+        )
         return gathered
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
@@ -224,7 +241,9 @@ class XlaComm:
         return total
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Return the tensor of rank `source`, by a sum with zeros of the others: all ranks build the same graph."""
+        """Return the tensor of rank `source`, by a sum with zeros of the others: all ranks build
+        the same graph.
+        """
         mine = torch.tensor(self.rank == source, device=tensor.device)
         return self.all_reduce(torch.where(mine, tensor, torch.zeros_like(tensor)))
 
@@ -244,9 +263,10 @@ class XlaComm:
 class Counted:
     """A group that counts the bytes that its collectives exchange, and those of its parts.
 
-    For `n` bytes over `T` processes, a ring sends `2 (T-1)/T n` in an all-reduce, and `(T-1)/T n` in an all-gather or a
-    reduce-scatter, which is the least that is possible (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce
-    algorithms for clusters of workstations", https://doi.org/10.1016/j.jpdc.2008.09.002).
+    For `n` bytes over `T` processes, a ring sends `2 (T-1)/T n` in an all-reduce, and `(T-1)/T n`
+    in an all-gather or a reduce-scatter, which is the least that is possible (Patarasuk and Yuan
+    2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+    https://doi.org/10.1016/j.jpdc.2008.09.002).
 
     Args:
         comm: the group.
@@ -303,7 +323,8 @@ def comm_of(group: Any = None) -> Comm:
     """Return the group that a layer's argument `tensor_model_parallel_group` means.
 
     Args:
-        group: a `Comm`; a process group of `torch.distributed`; None: all processes that were joined, or this one.
+        group: a `Comm`; a process group of `torch.distributed`; None: all processes that were
+            joined, or this one.
     """
     dist: Any = torch.distributed
     if group is None:

@@ -1,7 +1,8 @@
-"""A model whose adapters are attached, divided among the ranks: `lema.backend.Parallel` over a communication group.
+"""A model whose adapters are attached, divided among the ranks: `lema.backend.Parallel` over a
+communication group.
 
-Adapters are attached to the whole model first, with the numbers PEFT draws for it; then both are cut. So the
-initial values of an adapter are bitwise the same on any number of ranks.
+Adapters are attached to the whole model first, with the numbers PEFT draws for it; then both are
+cut. So the initial values of an adapter are bitwise the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Division:
         kv_layout: where copies of key and value heads lie, if there are fewer of them than ranks.
     """
 
-    def __init__(self, comm: Comm, *, sequence_parallel: bool = False, kv_layout: KvLayout = "tile") -> None:
+    def __init__(
+        self, comm: Comm, *, sequence_parallel: bool = False, kv_layout: KvLayout = "tile"
+    ) -> None:
         self._comm = Counted(comm)
         self._kv_layout = kv_layout
         self._sequence_parallel = sequence_parallel and comm.size > 1
@@ -69,20 +72,26 @@ class Division:
         return self._comm.exchanged
 
     def shard(self, layer: nn.Module, words: Collection[str] = ()) -> None:
-        """Replace the modules of every decoder layer, and the adapters on them, by this rank's share of them.
+        """Replace the modules of every decoder layer, and the adapters on them, by this rank's
+        share of them.
 
         Args:
             layer: the model; its layers are on `meta`, its adapters real, or there are none.
-            words: names of weights of the input embeddings and the head, whose rows are divided as well.
+            words: names of weights of the input embeddings and the head, whose rows are divided as
+                well.
 
         Raises:
-            ModelError: the model has no tensor-parallel plan, or the plan does not cover a module; it is named.
-            ConfigError: something cannot be cut for so many ranks, or the adapter is not exact when it is cut.
+            ModelError: the model has no tensor-parallel plan, or the plan does not cover a module;
+                it is named.
+            ConfigError: something cannot be cut for so many ranks, or the adapter is not exact when
+                it is cut.
         """
         if not isinstance(layer, PreTrainedModel):
             if self.size == 1:
                 return
-            raise ModelError("layers are divided by the plan of their model", where=type(layer).__name__)
+            raise ModelError(
+                "layers are divided by the plan of their model", where=type(layer).__name__
+            )
         model = layer
         adapters = _take_off(model)
         plan = TensorParallel(
@@ -95,13 +104,19 @@ class Division:
         for decoder_layer in find_layers(model)[1]:
             plan.shard(decoder_layer)
         for name, adapter in adapters.items():
-            model.set_submodule(name, _put_back(model.get_submodule(name), adapter, name, self._comm))
+            model.set_submodule(
+                name, _put_back(model.get_submodule(name), adapter, name, self._comm)
+            )
         divide_words(model, words, self._comm)
         self._words = words_of(find_embed_head(model)[1])
         mark(model, self._comm)
 
-    def cross_entropy(self, logits: Callable[[], Tensor], targets: Tensor, **options: Any) -> Tensor:
-        """Return the cross-entropy of the head's logits. With a divided head, each rank computes those of its words."""
+    def cross_entropy(
+        self, logits: Callable[[], Tensor], targets: Tensor, **options: Any
+    ) -> Tensor:
+        """Return the cross-entropy of the head's logits. With a divided head, each rank computes
+        those of its words.
+        """
         if self._words is None:
             return SingleProcess().cross_entropy(logits, targets, **options)
         with self._words.only_local():
@@ -109,11 +124,15 @@ class Division:
         return self._words.cross_entropy(local_logits, targets, **options)
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients that are partial, because each rank has computed only a part of them."""
+        """Sum the gradients that are partial, because each rank has computed only a part of
+        them.
+        """
         reduce_gradients(self._marked(parameters))
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Return the norm of all gradients of the group; a parameter that several ranks hold counts once."""
+        """Return the norm of all gradients of the group; a parameter that several ranks hold
+        counts once.
+        """
         return global_norm(self._marked(parameters), self._comm)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
@@ -140,7 +159,9 @@ class Division:
 
 
 def _take_off(model: PreTrainedModel) -> dict[str, LoraLayer]:
-    """Detach the adapters, so that the modules which they wrap are back in place; return adapters by module name."""
+    """Detach the adapters, so that the modules which they wrap are back in place; return
+    adapters by module name.
+    """
     config: LoraConfig | None = getattr(model, "peft_config", {}).get(ADAPTER)
     if config is None:
         return {}
@@ -148,14 +169,20 @@ def _take_off(model: PreTrainedModel) -> dict[str, LoraLayer]:
     inside = f"{find_layers(model)[0]}."
     adapters: dict[str, LoraLayer] = {}
     for name, module in list(model.named_modules()):
-        nested = name.removesuffix(".base_layer") in adapters  # adapters on several weights of a module are nested
+        # adapters on several weights of a module are nested
+        nested = name.removesuffix(".base_layer") in adapters
         if not isinstance(module, LoraLayer) or not name.startswith(inside) or nested:
             continue
         base = module.get_base_layer()
         on_weight = isinstance(module, ParamWrapper) and bool(stacked_weights(base))
-        if not (on_weight or isinstance(base, nn.Linear)) or getattr(module, "lora_embedding_A", None):
+        if not (on_weight or isinstance(base, nn.Linear)) or getattr(
+            module, "lora_embedding_A", None
+        ):
             raise ConfigError(
-                f"an adapter on {name}, which is neither linear nor experts, cannot be divided among processes",
+                (
+                    f"an adapter on {name}, which is neither linear nor experts, cannot be "
+                    "divided among processes"
+                ),
                 where="lora_target_modules",
                 how="name linear modules of attention and of the dense network",
             )
@@ -165,7 +192,9 @@ def _take_off(model: PreTrainedModel) -> dict[str, LoraLayer]:
 
 
 def _put_back(base: nn.Module, adapter: LoraLayer, name: str, comm: Comm) -> nn.Module:
-    """Return an adapter over a module that has been divided, with this rank's share of its values."""
+    """Return an adapter over a module that has been divided, with this rank's share of its
+    values.
+    """
     if isinstance(adapter, ParamWrapper):
         shard_adapters(adapter, name, comm)
         return adapter
@@ -177,14 +206,19 @@ def _put_back(base: nn.Module, adapter: LoraLayer, name: str, comm: Comm) -> nn.
     }
     with torch.device("meta"):
         parallel_linear = ParallelLinear(
-            base, ADAPTER, adapter.r[ADAPTER], lora_alpha=adapter.lora_alpha[ADAPTER], config=_config_of(adapter)
+            base,
+            ADAPTER,
+            adapter.r[ADAPTER],
+            lora_alpha=adapter.lora_alpha[ADAPTER],
+            config=_config_of(adapter),
         )
     parts = parallel_linear.parts()
     for owner in ("lora_A", "lora_B"):
         module = getattr(parallel_linear, owner)[ADAPTER]
         list_parts = getattr(module, "parts", None)
         parts |= {
-            f"{owner}.{ADAPTER}.{leaf}": part for leaf, part in (list_parts() if callable(list_parts) else {}).items()
+            f"{owner}.{ADAPTER}.{leaf}": part
+            for leaf, part in (list_parts() if callable(list_parts) else {}).items()
         }
     for path, factor in factors.items():
         owner, _, leaf = path.rpartition(".")

@@ -1,7 +1,7 @@
 """How gradients are summed when layers are divided over several ranks.
 
-Each parameter carries a `Part`, which says it. Partial gradients are summed over the ranks that hold the parameter.
-Then the norm of all gradients is computed, and copies count once.
+Each parameter carries a `Part`, which says it. Partial gradients are summed over the ranks that
+hold the parameter. Then the norm of all gradients is computed, and copies count once.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["carry", "global_norm", "is_marked", "mark", "part_of", "parts", "red
 def parts(model: nn.Module, comm: Comm) -> dict[str, Part | None]:
     """Return how each parameter is divided, by its name in the model.
 
-    A module's method `parts` gives this for its own and its children's parameters. A parameter that no module lists has
-    the `whole_part` of the nearest module above it (None: it is unknown whether its gradient is partial). Without
-    that, it is whole and its gradient is complete.
+    A module's method `parts` gives this for its own and its children's parameters. A parameter that
+    no module lists has the `whole_part` of the nearest module above it (None: it is unknown whether
+    its gradient is partial). Without that, it is whole and its gradient is complete.
     """
     part_by_name: dict[str, Part | None] = {}
     for prefix, module in model.named_modules():
@@ -50,13 +50,17 @@ def mark(model: nn.Module, comm: Comm) -> None:
     """Store its part on every parameter; call this again whenever parameters were replaced.
 
     Raises:
-        ModelError: a parameter trains, and it is unknown whether its gradient is partial; the message names it.
+        ModelError: a parameter trains, and it is unknown whether its gradient is partial; the
+            message names it.
     """
     part_by_name = parts(model, comm)
     for name, parameter in model.named_parameters():
         if part_by_name[name] is None and parameter.requires_grad:
             raise ModelError(
-                "this parameter, whole on every rank, cannot train inside a block that lies over ranks",
+                (
+                    "this parameter, whole on every rank, cannot train inside a block that "
+                    "lies over ranks"
+                ),
                 where=name,
                 how="freeze it, or train without tensor parallelism",
             )
@@ -65,7 +69,9 @@ def mark(model: nn.Module, comm: Comm) -> None:
 
 
 def carry(parameter: nn.Parameter, part: Part) -> None:
-    """Store its part on a parameter: the layout in the attribute that the core reads, the rest in another."""
+    """Store its part on a parameter: the layout in the attribute that the core reads, the rest
+    in another.
+    """
     untyped: Any = parameter
     untyped.parallel_layout = part.layout
     untyped.gradient_rule = (part.sum_over, part.counted)
@@ -86,14 +92,18 @@ def part_of(parameter: nn.Parameter) -> Part:
         raise ModelError(
             "a parameter does not say how it lies over the tensor-parallel ranks",
             where=f"shape {list(parameter.shape)}",
-            how="call lema_neuron.gradients.mark(model, comm) after parameters were made or replaced",
+            how=(
+                "call lema_neuron.gradients.mark(model, comm) after parameters were made or "
+                "replaced"
+            ),
         )
     untyped: Any = parameter
     return Part(untyped.parallel_layout, *untyped.gradient_rule)
 
 
 def reduce_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Sum partial gradients, in place, over the ranks that their parameters' parts name; all get the same bits.
+    """Sum partial gradients, in place, over the ranks that their parameters' parts name; all get
+    the same bits.
 
     One collective for each group and dtype. Every rank passes its parameters in one order.
     """
@@ -117,7 +127,9 @@ def _all_reduce(gradients: list[Tensor], comm: Comm) -> None:
 
 
 def global_norm(parameters: Iterable[nn.Parameter], comm: Comm) -> Tensor:
-    """Return the 2-norm of all gradients of the whole model, copies counted once; the same bits on every rank."""
+    """Return the 2-norm of all gradients of the whole model, copies counted once; the same bits
+    on every rank.
+    """
     squares = [
         gradient.float().square().sum() * part_of(parameter).counted
         for parameter, gradient in _with_gradients(parameters)

@@ -1,7 +1,9 @@
-"""Chooses the runtime that drives this machine's Neuron devices, by the installed packages or by name.
+"""Chooses the runtime that drives this machine's Neuron devices, by the installed packages or by
+name.
 
-PyTorch/XLA (torch-neuronx up to 2.9) drives Trn1; TorchNeuron (torch-neuronx from 2.13 on) drives Trn2 and Trn3. They
-are one package under one name, so an environment has one of them. This module imports neither to find out.
+PyTorch/XLA (torch-neuronx up to 2.9) drives Trn1; TorchNeuron (torch-neuronx from 2.13 on) drives
+Trn2 and Trn3. They are one package under one name, so an environment has one of them. This module
+imports neither to find out.
 """
 
 from __future__ import annotations
@@ -22,11 +24,15 @@ __all__ = ["Machine", "Runtime", "choose_runtime", "probe_machine"]
 
 Runtime = Literal["xla", "native", "emulated"]
 
-INDEX = "https://pip.repos.neuron.amazonaws.com"  # AWS's own; the public index has stand-ins for two of its packages
+# AWS's own; the public index has stand-ins for two of its packages
+INDEX = "https://pip.repos.neuron.amazonaws.com"
 FIRST_NATIVE = Version("2.10")
 PACKAGES = ("torch", "torch-neuronx", "torch-xla", "neuronx-distributed")
 INSTALL: Mapping[str, str] = {
-    "xla": f'Trn1: {installing("neuron-xla")} "torch-neuronx==2.9.*" neuronx-cc --extra-index-url {INDEX}',
+    "xla": (
+        f'Trn1: {installing("neuron-xla")} "torch-neuronx==2.9.*" neuronx-cc --extra-index-url '
+        f"{INDEX}"
+    ),
     "native": f'Trn2, Trn3: {installing("neuron")} "torch-neuronx>=2.13" --extra-index-url {INDEX}',
 }
 ELSE = "without a device: neuron_runtime: emulated"
@@ -39,7 +45,8 @@ class Machine:
     Attributes:
         versions: those of the packages that matter; None: not installed.
         devices: how many Neuron devices there are.
-        stand_ins: a sentence for each installed package that is empty but has a real one's name, with the fix.
+        stand_ins: a sentence for each installed package that is empty but has a real one's name,
+            with the fix.
         on_cpu: the user has told torch_xla to compute on the CPU (`PJRT_DEVICE=CPU`), as for tests.
     """
 
@@ -58,29 +65,40 @@ class Machine:
 
     def summary(self) -> str:
         """The versions, in one line."""
-        listed = [f"{name} {version or 'is not installed'}" for name, version in self.versions.items()]
-        return f"{', '.join(listed)}; {self.devices} Neuron device{'' if self.devices == 1 else 's'}"
+        listed = [
+            f"{name} {version or 'is not installed'}" for name, version in self.versions.items()
+        ]
+        return (
+            f"{', '.join(listed)}; {self.devices} Neuron device{'' if self.devices == 1 else 's'}"
+        )
 
 
 def probe_machine(root: Path = Path("/")) -> Machine:
     """Look at what is installed and which devices there are."""
-    devices = [path for path in (root / "dev").glob("neuron*") if path.name.removeprefix("neuron").isdigit()]
+    devices = [
+        path
+        for path in (root / "dev").glob("neuron*")
+        if path.name.removeprefix("neuron").isdigit()
+    ]
     wrong = tuple(f"{finding.what} {finding.how}" for finding in stubs(STUBS, SECTION))
     on_cpu = os.environ.get("PJRT_DEVICE") == "CPU"
-    return Machine({name: installed_version(name) for name in PACKAGES}, len(devices), wrong, on_cpu)
+    return Machine(
+        {name: installed_version(name) for name in PACKAGES}, len(devices), wrong, on_cpu
+    )
 
 
 def choose_runtime(asked: str, machine: Machine) -> Runtime:
     """Return the runtime to use.
 
     Args:
-        asked: `auto` or the name of one. `auto` never chooses `emulated`, so that nobody thinks that a device trains.
-            `xla` accepts the CPU device of torch_xla, if the user has chosen it.
+        asked: `auto` or the name of one. `auto` never chooses `emulated`, so that nobody thinks
+            that a device trains. `xla` accepts the CPU device of torch_xla, if the user has chosen
+            it.
         machine: the machine's packages and devices.
 
     Raises:
-        BackendUnavailable: packages or the device are missing, or the packages are of another runtime. The message has
-            the versions, and says what to install from where.
+        BackendUnavailable: packages or the device are missing, or the packages are of another
+            runtime. The message has the versions, and says what to install from where.
     """
     if asked == "emulated":
         return "emulated"
@@ -92,12 +110,20 @@ def choose_runtime(asked: str, machine: Machine) -> Runtime:
         raise _missing("torch-neuronx is not installed", asked, machine)
     if asked not in ("auto", installed):
         raise BackendUnavailable(
-            f"neuron_runtime is {asked}, and torch-neuronx {machine.versions['torch-neuronx']} is for {installed}",
+            (
+                f"neuron_runtime is {asked}, and torch-neuronx "
+                f"{machine.versions['torch-neuronx']} is for {installed}"
+            ),
             where=machine.summary(),
-            how=f"set neuron_runtime: {installed}, or in another environment {_lowered(INSTALL[asked])}",
+            how=(
+                f"set neuron_runtime: {installed}, or in another environment "
+                f"{_lowered(INSTALL[asked])}"
+            ),
         )
     if installed == "xla" and machine.versions.get("torch-xla") is None:
-        raise _missing("torch-xla is not installed, through which this torch-neuronx computes", "xla", machine)
+        raise _missing(
+            "torch-xla is not installed, through which this torch-neuronx computes", "xla", machine
+        )
     if not machine.devices:
         raise BackendUnavailable(
             "there is no Neuron device in this machine",

@@ -1,4 +1,6 @@
-"""From a layout: the size of a parameter on a rank, the ranks that hold the same part, and the gradient's sum."""
+"""From a layout: the size of a parameter on a rank, the ranks that hold the same part, and the
+gradient's sum.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def local_size(layout: Layout, size: int) -> int:
 
 def along(layout: Layout, dim: int) -> Layout:
     """Return the same layout of another dimension."""
-    return replace(layout, dim=dim, parts=tuple((size, along(part, dim)) for size, part in layout.parts))
+    return replace(
+        layout, dim=dim, parts=tuple((size, along(part, dim)) for size, part in layout.parts)
+    )
 
 
 def sharing(layout: Layout, size: int) -> tuple[tuple[int, ...], ...]:
@@ -33,7 +37,9 @@ def sharing(layout: Layout, size: int) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=64)
 def in_order(layout: Layout, size: int) -> tuple[int, ...]:
-    """Return where each position of the axis is in the ranks' shares, joined in order; for copies, the first one."""
+    """Return where each position of the axis is in the ranks' shares, joined in order; for
+    copies, the first one.
+    """
     source_positions: dict[int, int] = {}
     position = 0
     for rank in range(layout.tp):
@@ -59,8 +65,9 @@ def is_plain(layout: Layout, size: int) -> bool:
 class Part:
     """How one parameter is divided over the ranks, and how its gradient is summed.
 
-    A parameter that is whole on every rank may have been used for a part of the tokens only (sequence parallelism), or
-    for a part of the next layer. Then its gradient is partial and is summed. In a norm, only one of its copies counts.
+    A parameter that is whole on every rank may have been used for a part of the tokens only
+    (sequence parallelism), or for a part of the next layer. Then its gradient is partial and is
+    summed. In a norm, only one of its copies counts.
 
     Attributes:
         layout: how it is cut; None: every rank holds all of it.
@@ -82,7 +89,8 @@ class Part:
         return full.clone() if self.layout is None else shard(full, self.layout, rank)
 
     def consolidate(self, mine: Tensor, comm: Comm) -> Tensor:
-        """Return the whole parameter, or its reduced gradient, from all ranks' shares; every rank calls it.
+        """Return the whole parameter, or its reduced gradient, from all ranks' shares; every rank
+        calls it.
 
         Raises:
             DataError: copies differ from rank to rank.
@@ -92,12 +100,16 @@ class Part:
 
 
 def sharded_part(layout: Layout, size: int, comm: Comm) -> Part:
-    """Return the part of a parameter that is cut; ranks that hold copies of a share sum their gradients."""
+    """Return the part of a parameter that is cut; ranks that hold copies of a share sum their
+    gradients.
+    """
     groups = sharing(layout, size)
     mine = next(group for group in groups if comm.rank in group)
     return Part(layout, comm.split(groups) if len(mine) > 1 else None, comm.rank == mine[0])
 
 
 def replicated_part(comm: Comm, *, partial: bool) -> Part:
-    """Return the part of a parameter that is whole on every rank, with a gradient that is partial or complete."""
+    """Return the part of a parameter that is whole on every rank, with a gradient that is
+    partial or complete.
+    """
     return Part(sum_over=comm if partial and comm.size > 1 else None, counted=comm.rank == 0)

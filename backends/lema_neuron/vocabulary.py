@@ -1,9 +1,11 @@
-"""The input embeddings and the head of a model, divided over a group by their rows, one row for each word.
+"""The input embeddings and the head of a model, divided over a group by their rows, one row for
+each word.
 
-Each rank looks up its own words. The sum of the vectors over the ranks is bitwise that of the whole table. Each rank
-computes the logits of its words, and these are gathered. For a loss they are not gathered: for every token each rank
-finds the largest of its logits, the sum of their exponentials and the target's logit. The ranks exchange only these
-three numbers (Megatron-LM's cross-entropy, Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053).
+Each rank looks up its own words. The sum of the vectors over the ranks is bitwise that of the whole
+table. Each rank computes the logits of its words, and these are gathered. For a loss they are not
+gathered: for every token each rank finds the largest of its logits, the sum of their exponentials
+and the target's logit. The ranks exchange only these three numbers (Megatron-LM's cross-entropy,
+Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053).
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class Words:
     Attributes:
         words_per_rank: how many words a rank has; the last ranks may have fewer.
         first: this rank's first word.
-        is_local_only: whether the head returns only the logits of this rank's words, and no vectors are needed.
+        is_local_only: whether the head returns only the logits of this rank's words, and no vectors
+            are needed.
     """
 
     def __init__(self, comm: Comm, size: int) -> None:
@@ -56,18 +59,31 @@ class Words:
 
     def local_rows(self, full: nn.Parameter) -> nn.Parameter:
         """Return this rank's rows of a weight, or of a bias, without padding."""
-        rows = shard(full.detach(), self.layout, self.comm.rank)[: min(self.words_per_rank, self.size - self.first)]
+        rows = shard(full.detach(), self.layout, self.comm.rank)[
+            : min(self.words_per_rank, self.size - self.first)
+        ]
         return nn.Parameter(rows, requires_grad=full.requires_grad)
 
     def here(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of words in this rank's weight (any row for words of other ranks), and which words it has."""
+        """Return the rows of words in this rank's weight (any row for words of other ranks), and
+        which words it has.
+        """
         at = ids - self.first
-        return at.clamp(0, min(self.words_per_rank, self.size - self.first) - 1), (at >= 0) & (at < self.words_per_rank)
+        return at.clamp(0, min(self.words_per_rank, self.size - self.first) - 1), (at >= 0) & (
+            at < self.words_per_rank
+        )
 
     def cross_entropy(
-        self, logits: Tensor, targets: Tensor, *, reduction: str, ignore_index: int = -100, label_smoothing: float = 0.0
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        *,
+        reduction: str,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
     ) -> Tensor:
-        """Return the same as torch's `cross_entropy` of all words' logits, from the logits of this rank's words.
+        """Return the same as torch's `cross_entropy` of all words' logits, from the logits of this
+        rank's words.
 
         Args:
             logits: `[..., words of this rank]`, of any precision; the loss is in fp32.
@@ -85,8 +101,8 @@ class Words:
 
     @contextmanager
     def only_local(self) -> Iterator[None]:
-        """Make the head return only the logits of this rank's words, in a `with` block. The block discards outputs of
-        embeddings, so other ranks need not send them."""
+        """Make the head return only the logits of this rank's words, in a `with` block. The block
+        discards outputs of embeddings, so other ranks need not send them."""
         self.is_local_only = True
         try:
             yield
@@ -100,19 +116,23 @@ def words_of(module: nn.Module | None) -> Words | None:
 
 
 def divide_words(model: nn.Module, names: Collection[str], comm: Comm) -> None:
-    """Cut the weights of embeddings and a head to this rank's rows, in place; tied weights stay one weight. If there
-    are fewer words than ranks, the weights stay whole.
+    """Cut the weights of embeddings and a head to this rank's rows, in place; tied weights stay one
+    weight. If there are fewer words than ranks, the weights stay whole.
 
     Args:
         model: the model.
         names: those of the weights, of modules `nn.Embedding` that take only ids, or `nn.Linear`.
         comm: the group.
     """
-    shared: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # keeps the whole ones, so that each `id` stays unique
+    shared: dict[
+        int, tuple[nn.Parameter, nn.Parameter]
+    ] = {}  # keeps the whole ones, so that each `id` stays unique
     vocabularies: dict[int, Words] = {}
     for name in sorted(names):
         module = model.get_submodule(name.rpartition(".")[0])
-        assert isinstance(module, nn.Linear | nn.Embedding), f"{name} is of a {type(module).__name__}"
+        assert isinstance(module, nn.Linear | nn.Embedding), (
+            f"{name} is of a {type(module).__name__}"
+        )
         words = vocabularies.setdefault(module.weight.shape[0], Words(comm, module.weight.shape[0]))
         if not words.is_enough:
             continue
@@ -120,14 +140,17 @@ def divide_words(model: nn.Module, names: Collection[str], comm: Comm) -> None:
         assert isinstance(full, nn.Parameter)
         module.weight = shared.setdefault(id(full), (full, words.local_rows(full)))[1]
         if isinstance(module, nn.Embedding):
-            module.padding_idx = None  # the id whose row gets no gradient; here it would be another row
+            module.padding_idx = (
+                None  # the id whose row gets no gradient; here it would be another row
+            )
         elif module.bias is not None:
             module.bias = words.local_rows(module.bias)
-        # Methods of this one module, because models check the class of their embeddings, and have their own classes
-        # that scale them; a copy of the module has its own methods.
+        # Methods of this one module, because models check the class of their embeddings, and have
+        # their own classes that scale them; a copy of the module has its own methods.
         module.words = words  # type: ignore[assignment]
         module.parts = MethodType(_parts, module)  # type: ignore[assignment]
-        module.forward = MethodType(_vectors if isinstance(module, nn.Embedding) else _logits, module)  # type: ignore[method-assign]
+        forward = _vectors if isinstance(module, nn.Embedding) else _logits
+        module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
 
 def _parts(module: Any) -> dict[str, Part]:
@@ -141,7 +164,11 @@ def _vectors(module: Any, input: Tensor) -> Tensor:
     vectors: Tensor = type(module).forward(module, at)
     # Selected instead of multiplied by 0, because a row of another word may not be finite.
     mine_alone = torch.where(mine.unsqueeze(-1), vectors, 0.0)
-    return mine_alone if module.words.is_local_only else reduce_from_group(mine_alone, module.words.comm)
+    return (
+        mine_alone
+        if module.words.is_local_only
+        else reduce_from_group(mine_alone, module.words.comm)
+    )
 
 
 def _logits(module: Any, input: Tensor) -> Tensor:
@@ -153,27 +180,34 @@ def _logits(module: Any, input: Tensor) -> Tensor:
     local_logits = linear(copy_to_group(input, words.comm), module.weight, module.bias)
     if words.is_local_only:
         return local_logits
-    return gather_from_group(pad(local_logits, (0, words.words_per_rank - local_logits.shape[-1])), words.comm)[
-        ..., : words.size
-    ]
+    return gather_from_group(
+        pad(local_logits, (0, words.words_per_rank - local_logits.shape[-1])), words.comm
+    )[..., : words.size]
 
 
 class _CrossEntropy(torch.autograd.Function):
     """The loss of each token, `[tokens]` in fp32, from this rank's logits, `[tokens, words]`."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, words: Words, smoothing: float) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, words: Words, smoothing: float
+    ) -> Tensor:
         at, inside = words.here(targets)
         at = at.unsqueeze(-1)
         most = logits.amax(-1).float()
         # torch computes in fp32 if only one operand is in fp32, so no copy of the logits is needed.
         total = torch.sub(logits, most.unsqueeze(-1)).exp_().sum(-1)
         hit = torch.where(inside, logits.gather(-1, at).squeeze(-1).float(), 0.0)
-        statistics = [most, total, hit] + ([logits.sum(-1, dtype=torch.float32)] if smoothing else [])
-        every = words.comm.all_gather(torch.stack(statistics).unsqueeze(0), 0).unbind(1)  # each [ranks, tokens]
+        statistics = [most, total, hit] + (
+            [logits.sum(-1, dtype=torch.float32)] if smoothing else []
+        )
+        every = words.comm.all_gather(torch.stack(statistics).unsqueeze(0), 0).unbind(
+            1
+        )  # each [ranks, tokens]
         most = every[0].amax(0)
         total = (every[1] * (every[0] - most).exp()).sum(0).log()
-        # Subtract first, because the sum's logarithm and the largest logit may have very different sizes.
+        # Subtract first, because the sum's logarithm and the largest logit may have very different
+        # sizes.
         losses = total - (every[2].sum(0) - most)
         if smoothing:
             mean = every[3].sum(0) / words.size

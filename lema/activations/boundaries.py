@@ -1,8 +1,10 @@
-"""Where boundary activations wait between the forward and the backward: on the device, in host memory, or on disk.
+"""Where boundary activations wait between the forward and the backward: on the device, in host
+memory, or on disk.
 
-A tier keeps its memory from step to step. It grows when a step needs more and never shrinks: batches of a run differ in
-length, and what the longest needed will be needed again. Off the device boundaries are pieces in a store, whose order
-is known beforehand: so a few slots on the device serve all that come back.
+A tier keeps its memory from step to step. It grows when a step needs more and never shrinks:
+batches of a run differ in length, and what the longest needed will be needed again. Off the device
+boundaries are pieces in a store, whose order is known beforehand: so a few slots on the device
+serve all that come back.
 """
 
 from collections import deque
@@ -29,16 +31,24 @@ NUM_BUFFERS = 3  # boundaries between where they wait and the layer: one in use,
 ALIGNMENT = 64  # of a boundary in memory: torch's own
 
 
-def make_tier(name: TierName, backend: Carrier, directory: Path, trace: NoTrace = NO_TRACE) -> "Tier":
-    """Return an empty tier; `directory` has its file if it is on disk, `trace` records what goes there."""
+def make_tier(
+    name: TierName, backend: Carrier, directory: Path, trace: NoTrace = NO_TRACE
+) -> "Tier":
+    """Return an empty tier; `directory` has its file if it is on disk, `trace` records what goes
+    there.
+    """
     if name == "device":
         return _OnDevice(backend.device)
-    return _Away(backend, _Pool(backend.host_buffer) if name == "host" else _DiskPool(backend, directory, trace))
+    return _Away(
+        backend,
+        _Pool(backend.host_buffer) if name == "host" else _DiskPool(backend, directory, trace),
+    )
 
 
 class _Pool:
-    """Memory that is handed out from the start again in every step: one allocation, unless a step outgrows it. Not
-    buffers of a `HostPool`, because those would be made again, page-locked, whenever batches change in length."""
+    """Memory that is handed out from the start again in every step: one allocation, unless a step
+    outgrows it. Not buffers of a `HostPool`, because those would be made again, page-locked,
+    whenever batches change in length."""
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         self._allocate = allocate
@@ -54,12 +64,15 @@ class _Pool:
         nbytes = sum(map(_aligned, sizes))
         if len(self._chunks) > 1 or self.memory_bytes < nbytes:
             nbytes = max(nbytes, self.memory_bytes)
-            self._chunks.clear()  # before more is taken, because the old and the new shall not add up
+            # before more is taken, because the old and the new shall not add up
+            self._chunks.clear()
             self._chunks.append(self._allocate(nbytes))
         self._chunk = self._used = 0
 
     def take(self, nbytes: int, to_come: int) -> Tensor:
-        """Return the next `nbytes`; if the room is used up, allocate more for all boundaries `to_come`."""
+        """Return the next `nbytes`; if the room is used up, allocate more for all boundaries
+        `to_come`.
+        """
         while self._chunk < len(self._chunks):
             chunk = self._chunks[self._chunk]
             start = self._used
@@ -79,8 +92,9 @@ class _Pool:
 
 
 class _OnDevice:
-    """Boundaries in one allocation on the device; on a lazy device, whose memory is the runtime's, as they are. In
-    memory of ours each would there be written to a place of its own, and every layer's graph would be another."""
+    """Boundaries in one allocation on the device; on a lazy device, whose memory is the runtime's,
+    as they are. In memory of ours each would there be written to a place of its own, and every
+    layer's graph would be another."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = _Pool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device))
@@ -115,10 +129,15 @@ class _OnDevice:
 
 
 class _DiskPool:
-    """A file, and a few buffers in host memory through which boundaries go there and come back; used as `_Pool` is."""
+    """A file, and a few buffers in host memory through which boundaries go there and come back;
+    used as `_Pool` is.
+    """
 
     def __init__(self, backend: Carrier, directory: Path, trace: NoTrace) -> None:
-        how = "free some space, set offload_dir to a directory on another disk, or use boundary_activations: host"
+        how = (
+            "free some space, set offload_dir to a directory on another disk, or use "
+            "boundary_activations: host"
+        )
         file = OffloadFile(directory, "boundary activations", how, trace)
         self._store = DiskStore(file, HostPool(backend.host_buffer, num_buffers=NUM_BUFFERS))
 
@@ -147,14 +166,16 @@ class _Fetch:
 
 
 class _Away:
-    """Boundaries that leave the device, each as a piece in a store, and come back in an order that is known.
-    Copies are queued behind the compute that makes the state, and those back behind them, a few ahead; nobody waits."""
+    """Boundaries that leave the device, each as a piece in a store, and come back in an order that
+    is known. Copies are queued behind the compute that makes the state, and those back behind them,
+    a few ahead; nobody waits."""
 
     def __init__(self, backend: Carrier, pool: _Pool | _DiskPool) -> None:
         self._backend = backend
         self._pool = pool
         self._waiting: list[_Fetch] = []  # until the backward begins
-        self._leaving: deque[Download] = deque()  # the last few, which keep their boundaries on the device
+        # the last few, which keep their boundaries on the device
+        self._leaving: deque[Download] = deque()
         self._to_fetch: deque[_Fetch] = deque()
         self._fetches: deque[_Fetch] = deque()  # under way
         self._slots: deque[DeviceSlots] = deque()  # that are free
@@ -170,17 +191,22 @@ class _Away:
         self._pool.begin([like.nbytes for like in likes])
 
     def keep(self, key: Key, state: Tensor, like: Tensor, to_come: int) -> None:
-        """Keep a copy of `state`. It must not be written to any more: it may be copied later, and is held until then.
-        Where this boundary and those `to_come` are unlike those that `begin` was told of, room is made for them."""
+        """Keep a copy of `state`. It must not be written to any more: it may be copied later, and
+        is held until then. Where this boundary and those `to_come` are unlike those that `begin`
+        was told of, room is made for them."""
         piece = self._pool.allocate(like.nbytes, to_come)
         self._waiting.append(_Fetch(key, like, piece))
-        if len(self._leaving) == NUM_BUFFERS:  # not at once, because compute need not wait for a copy then
+        if (
+            len(self._leaving) == NUM_BUFFERS
+        ):  # not at once, because compute need not wait for a copy then
             self._leaving.popleft().release()
         self._leaving.append(self._backend.download(state, view_like(piece.fill(), like)))
         piece.filled(self._leaving[-1].landed)
 
     def end_forward(self) -> None:
-        """Begin to fetch in the order of use: the top layer's first, each layer's in the order of micro-batches."""
+        """Begin to fetch in the order of use: the top layer's first, each layer's in the order
+        of micro-batches.
+        """
         self._let_go()
         order = sorted(self._waiting, key=lambda fetch: (-fetch.key[0], fetch.key[1]))
         self._waiting = []
@@ -192,11 +218,13 @@ class _Away:
         self._pump()
 
     def fetched(self, key: Key, *, again: bool = False) -> Generator[Tensor, None, None]:
-        """Yield the boundary, on the device; it may be gone when the generator goes on or is closed. `again`: it waits
-        for another backward then, which `end_forward` begins."""
+        """Yield the boundary, on the device; it may be gone when the generator goes on or is
+        closed. `again`: it waits for another backward then, which `end_forward` begins."""
         self._pump()
         fetch = self._fetches.popleft()
-        assert fetch.key == key, "boundaries were requested in another order than that of the backward"
+        assert fetch.key == key, (
+            "boundaries were requested in another order than that of the backward"
+        )
         self._num_in_use += 1
         try:
             if fetch.upload is None:
@@ -214,7 +242,9 @@ class _Away:
         self._pool.close()
 
     def _forget(self) -> None:
-        """Drop the boundaries of a step that was given up. Uploads of stale bytes may still end; no code reads them."""
+        """Drop the boundaries of a step that was given up. Uploads of stale bytes may still end;
+        no code reads them.
+        """
         while fetches := self._to_fetch or self._fetches:
             self._give_back(fetches.popleft())
         self._let_go()
@@ -226,7 +256,9 @@ class _Away:
             self._leaving.popleft().release()
 
     def _pump(self) -> None:
-        """Have as many pieces read as there are slots, and begin every upload whose bytes are there."""
+        """Have as many pieces read as there are slots, and begin every upload whose bytes are
+        there.
+        """
         while self._to_fetch and len(self._fetches) + self._num_in_use < NUM_BUFFERS:
             self._fetches.append(self._to_fetch.popleft())
         waiting = [fetch for fetch in self._fetches if fetch.upload is None]
@@ -234,7 +266,9 @@ class _Away:
             fetch.piece.expect()
         for fetch in waiting:
             if not fetch.piece.ready():
-                break  # because compute wants them in this order, and so must the queue of uploads have them
+                # because compute wants them in this order, and so must the queue of uploads have
+                # them
+                break
             self._upload(fetch)
 
     def _upload(self, fetch: _Fetch) -> None:
@@ -246,7 +280,8 @@ class _Away:
         if fetch.upload is not None and fetch.slot is not None:
             fetch.upload.release()
             self._slots.append(fetch.slot)
-            # Not before: on a device that computes in host memory the slot is the piece's own buffer.
+            # Not before: on a device that computes in host memory the slot is the piece's own
+            # buffer.
             fetch.piece.used(fetch.upload.drained)
         if again:
             self._waiting.append(_Fetch(fetch.key, fetch.like, fetch.piece))

@@ -1,7 +1,8 @@
 """Hidden states that wait in host memory between two layers, in a pass that forms no gradients.
 
-They leave behind the compute that makes them, and come back behind that, so the host waits for nothing. Each
-micro-batch has one buffer, which the next layer's output overwrites: it leaves only after what was computed with it.
+They leave behind the compute that makes them, and come back behind that, so the host waits for
+nothing. Each micro-batch has one buffer, which the next layer's output overwrites: it leaves only
+after what was computed with it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class HostState:
 
 
 class HostStates:
-    """Page-locked buffers for one hidden state of each micro-batch, which the next pass uses again."""
+    """Page-locked buffers for one hidden state of each micro-batch, which the next pass uses
+    again.
+    """
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
@@ -52,14 +55,20 @@ class HostStates:
         self._leaving: deque[Download] = deque()
 
     def keep(self, number: int, state: Tensor) -> HostState:
-        """Copy the hidden state of micro-batch `number` to host memory, over the one before; the caller goes on."""
+        """Copy the hidden state of micro-batch `number` to host memory, over the one before; the
+        caller goes on.
+        """
         like = torch.empty_like(state, device="meta", requires_grad=False)
         memory = self._buffer(number, like.nbytes)[: like.nbytes]
         target = view_like(memory, like)
         source = state.detach()
         if source.stride() != target.stride():
-            source = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=state.device).copy_(source)
-        if len(self._leaving) == NUM_LEAVING:  # not at once, because compute need not wait for the copy then
+            source = torch.empty_strided(
+                like.shape, like.stride(), dtype=like.dtype, device=state.device
+            ).copy_(source)
+        if (
+            len(self._leaving) == NUM_LEAVING
+        ):  # not at once, because compute need not wait for the copy then
             self._leaving.popleft().release()
         self._leaving.append(self._carrier.download(source, target))
         return HostState(self._carrier, memory, like)

@@ -1,4 +1,6 @@
-"""A store of activations in host memory, with a bound, and another store for what the bound does not hold."""
+"""A store of activations in host memory, with a bound, and another store for what the bound does
+not hold.
+"""
 
 import threading
 from collections import deque
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["HostPiece", "HostPool", "HostStore"]
 
 FLOOR_PART = 20
-FLOOR_BYTES = 256 << 20  # of the machine's memory, what is left alone: a twentieth, at least so much
+# of the machine's memory, what is left alone: a twentieth, at least so much
+FLOOR_BYTES = 256 << 20
 
 
 def floor_bytes() -> int:
@@ -29,13 +32,15 @@ def floor_bytes() -> int:
 class HostPool:
     """Host buffers, handed out, given back and used again. Any thread may call it.
 
-    A buffer is used again for the size it was made for; if a new one would make the pool larger than the most that was
-    in use at once, also for half of that and more. So batches of all lengths do not add up.
+    A buffer is used again for the size it was made for; if a new one would make the pool larger
+    than the most that was in use at once, also for half of that and more. So batches of all lengths
+    do not add up.
 
-    `allocate`: returns uint8 `[nbytes]`, at a page boundary, in a storage of its own. `limit`: bytes of all buffers,
-    free and in use; None: as many as the machine has. `available`: returns the bytes of memory that can still be had;
-    None: the machine and the control groups say it. `num_buffers`: let there be so many, each as large as the largest
-    ever asked for; this sets the limit."""
+    `allocate`: returns uint8 `[nbytes]`, at a page boundary, in a storage of its own. `limit`:
+    bytes of all buffers, free and in use; None: as many as the machine has. `available`: returns
+    the bytes of memory that can still be had; None: the machine and the control groups say it.
+    `num_buffers`: let there be so many, each as large as the largest ever asked for; this sets the
+    limit."""
 
     def __init__(
         self,
@@ -52,12 +57,17 @@ class HostPool:
         self._available = available or memory_available
         self._floor = floor_bytes()
         self._lock = threading.Lock()
-        # A garbage collector may return buffers at any point of the code, so the methods that it calls take no lock.
+        # A garbage collector may return buffers at any point of the code, so the methods that it
+        # calls take no lock.
         self._returned: deque[tuple[int, bool]] = deque()
-        self._out: dict[int, tuple[Tensor, int]] = {}  # by address, with the number of bytes requested
+        self._out: dict[
+            int, tuple[Tensor, int]
+        ] = {}  # by address, with the number of bytes requested
         self._free: dict[int, deque[Tensor]] = {}  # by size, that which came back last at the end
         self._allocated_bytes = self._requested = self._most_wanted = 0
-        self.allocated = self.reused = 0  # how many buffers were made, and how often one was handed out again
+        self.allocated = self.reused = (
+            0  # how many buffers were made, and how often one was handed out again
+        )
         self.peak_bytes = 0  # the most that all buffers ever had
 
     @property
@@ -68,14 +78,16 @@ class HostPool:
             return self._allocated_bytes
 
     def take(self, nbytes: int, *, must: bool = False) -> Tensor | None:
-        """Return uint8 `[nbytes]`, of whole blocks in a storage of its own; None: there is no room. If it `must`, room
-        is taken all the same where there is none; it is given back to the system, not to the pool."""
+        """Return uint8 `[nbytes]`, of whole blocks in a storage of its own; None: there is no room.
+        If it `must`, room is taken all the same where there is none; it is given back to the
+        system, not to the pool."""
         assert nbytes > 0, "a buffer of no bytes was requested"
         size = whole_blocks(nbytes)
         with self._lock:
             self._sort()
             if self._num_buffers is not None:
-                # Because otherwise pieces of changing sizes would allocate and free buffers in every step.
+                # Because otherwise pieces of changing sizes would allocate and free buffers in
+                # every step.
                 size = self._smallest = max(size, self._smallest)
                 self.limit = self._num_buffers * size
             buffer = self._again(size)
@@ -83,7 +95,10 @@ class HostPool:
                 buffer = self._new(size)
             if buffer is None:
                 buffer = self._again(
-                    min((free_size for free_size in self._free if size < free_size <= 2 * size), default=size)
+                    min(
+                        (free_size for free_size in self._free if size < free_size <= 2 * size),
+                        default=size,
+                    )
                 )
             while buffer is None and self._free:
                 self._let_go()
@@ -138,7 +153,9 @@ class HostPool:
         return buffer
 
     def _new(self, size: int) -> Tensor | None:
-        if self._free and self._allocated_bytes + size > max(self._most_wanted, self._requested + size):
+        if self._free and self._allocated_bytes + size > max(
+            self._most_wanted, self._requested + size
+        ):
             return None
         if self.limit is not None and self._allocated_bytes + size > self.limit:
             return None
@@ -164,9 +181,10 @@ class HostPool:
 
 
 class HostStore:
-    """Room in host memory for pieces; what has none there goes to the store `beyond` it, if there is one. A buffer
-    is used again for the next piece while the copy from there may still be under way: whoever drops a place must have
-    made compute wait for that copy, which the next copy to the buffer comes after."""
+    """Room in host memory for pieces; what has none there goes to the store `beyond` it, if there
+    is one. A buffer is used again for the next piece while the copy from there may still be under
+    way: whoever drops a place must have made compute wait for that copy, which the next copy to the
+    buffer comes after."""
 
     def __init__(self, pool: HostPool, beyond: "DiskStore | None" = None) -> None:
         self.pool = pool
@@ -186,8 +204,9 @@ class HostStore:
 
 
 class HostPiece:
-    """One piece in host memory, uint8 `[nbytes]`, with the methods of `lema.activations.diskstore.DiskPiece`. `give`
-    takes the buffer back; a garbage collector may call it."""
+    """One piece in host memory, uint8 `[nbytes]`, with the methods of
+    `lema.activations.diskstore.DiskPiece`. `give` takes the buffer back; a garbage collector may
+    call it."""
 
     def __init__(self, buffer: Tensor, give: Callable[[Tensor], None]) -> None:
         self._buffer = [buffer]

@@ -1,7 +1,9 @@
-"""Offloading on a lazy device, which runs operations later, as graphs, and whose tensors have no memory to show.
+"""Offloading on a lazy device, which runs operations later, as graphs, and whose tensors have no
+memory to show.
 
-On such a device nothing is known of storages, views or streams, and looking at a tensor in the middle of a layer would
-cut the graph in two. So only the inputs of layers are moved, whole, between two layers, where the graph is cut anyway.
+On such a device nothing is known of storages, views or streams, and looking at a tensor in the
+middle of a layer would cut the graph in two. So only the inputs of layers are moved, whole, between
+two layers, where the graph is cut anyway.
 """
 
 from collections.abc import Callable
@@ -22,24 +24,27 @@ class _Value:
         self.device = source.device
         self.nbytes = source.numel() * source.element_size()
         self.host = source.to("cpu")
-        self.waiting: WeakSet[_Away] = WeakSet()  # references of graphs that have not fetched it yet
-        self.back: Tensor | None = None  # the returned value; it stays until all of them have fetched it
+        # references of graphs that have not fetched it yet
+        self.waiting: WeakSet[_Away] = WeakSet()
+        self.back: Tensor | None = (
+            None  # the returned value; it stays until all of them have fetched it
+        )
         self.reached = False  # one of them has asked, and others are waiting
 
 
 class ByValue:
-    """Moves what a choice says to host memory, as values; used as `lema.activations.offload.Offload` is. `choice` must
-    not look at a tensor's memory. `sync` runs what was computed so far; it is called where a value leaves and, in the
-    backward, where it is wanted, so the device holds no more than is computed in between. One is brought back ahead."""
+    """Moves what a choice says to host memory, as values; used as
+    `lema.activations.offload.Offload` is. `choice` must not look at a tensor's memory. `sync` runs
+    what was computed so far; it is called where a value leaves and, in the backward, where it is
+    wanted, so the device holds no more than is computed in between. One is brought back ahead."""
 
     def __init__(self, choice: Choice, *, sync: Callable[[], None]) -> None:
         self._choice = choice
         self._sync = sync
         self.counters = Counters()
         self._values: WeakSet[_Value] = WeakSet()
-        self._value_by_tensor: Any = (
-            WeakTensorKeyDictionary()
-        )  # by tensor: its version then, and a reference to the value
+        # by tensor: its version then, and a reference to the value
+        self._value_by_tensor: Any = WeakTensorKeyDictionary()
         self._order: Order[_Value] = Order()
 
     @property
@@ -62,7 +67,9 @@ class ByValue:
         return _Away(self, self._value_of(tensor), order or self._order)
 
     def expect(self, order: Order[_Value]) -> None:
-        """Begin to bring back the tensors that were packed last, because their backward comes soon."""
+        """Begin to bring back the tensors that were packed last, because their backward comes
+        soon.
+        """
         self.bring_ahead(order, len(order.pieces))
 
     def let_go(self) -> None:
@@ -118,7 +125,9 @@ class _Away:
         value.waiting.add(self)
 
     def unpack(self) -> Tensor:
-        """Return the tensor. Tensors that share a value share one copy; a second use by a graph fetches it again."""
+        """Return the tensor. Tensors that share a value share one copy; a second use by a graph
+        fetches it again.
+        """
         offload = self._offload
         value = self._value
         offload.counters.restored += 1

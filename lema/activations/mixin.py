@@ -1,10 +1,12 @@
-"""A trainer of `transformers` or TRL whose training steps offload the tensors saved for their backwards.
+"""A trainer of `transformers` or TRL whose training steps offload the tensors saved for their
+backwards.
 
     class MyTrainer(ActivationOffloadingMixin, Trainer): ...
 
     MyTrainer(model, arguments, train_dataset=rows, activation_offloading="disk").train()
 
-A step is inside the offloading context as a whole: forward, loss and backward. Evaluation and prediction are outside.
+A step is inside the offloading context as a whole: forward, loss and backward. Evaluation and
+prediction are outside.
 """
 
 import warnings
@@ -65,7 +67,10 @@ class ActivationOffloadingMixin(Below):
         bases = [base for base in before if not issubclass(base, ActivationOffloadingMixin)]
         stepping = [base.__name__ for base in bases if "training_step" in vars(base)]
         if stepping and not any("training_step" in vars(base) for base in after):
-            raise TypeError(f"{cls.__name__}: ActivationOffloadingMixin must stand before {stepping[-1]} in the bases")
+            raise TypeError(
+                f"{cls.__name__}: ActivationOffloadingMixin must stand before "
+                f"{stepping[-1]} in the bases"
+            )
 
     def __init__(
         self,
@@ -75,7 +80,12 @@ class ActivationOffloadingMixin(Below):
         **kwargs: Any,
     ) -> None:
         arguments: Any = next(
-            (argument for argument in (*args, *kwargs.values()) if hasattr(argument, "activation_offloading")), None
+            (
+                argument
+                for argument in (*args, *kwargs.values())
+                if hasattr(argument, "activation_offloading")
+            ),
+            None,
         )
         if activation_offloading is None:
             activation_offloading = getattr(arguments, "activation_offloading", None)
@@ -88,7 +98,9 @@ class ActivationOffloadingMixin(Below):
             if asked:
                 arguments.activation_offloading = asked
         if hasattr(self, THEIRS):
-            setattr(self, THEIRS, nullcontext())  # because a subclass may have made one all the same
+            setattr(
+                self, THEIRS, nullcontext()
+            )  # because a subclass may have made one all the same
         if activation_offloading is None:
             asked = getattr(self.args, "activation_offloading", True)
             activation_offloading = False if asked is None else asked
@@ -114,8 +126,14 @@ class ActivationOffloadingMixin(Below):
         """
         if self.activation_offloading and isinstance(model, nn.DataParallel):
             raise ConfigError(
-                "activation_offloading does not work for a model that runs in other threads (torch.nn.DataParallel)",
-                how="start one process for each device (torchrun, accelerate launch), or show only one of them",
+                (
+                    "activation_offloading does not work for a model that runs in other "
+                    "threads (torch.nn.DataParallel)"
+                ),
+                how=(
+                    "start one process for each device (torchrun, accelerate launch), or show "
+                    "only one of them"
+                ),
             )
         with self._offloading():
             return super().training_step(model, *args, **kwargs)
@@ -136,12 +154,19 @@ class ActivationOffloadingMixin(Below):
             self.close_activation_offloading()
         counters = getattr(self.activation_offload_context, "counters", None)
         if counters is not None and counters.seen and not counters.moved:
-            why = ", ".join(f"{reason.value} ({count:,})" for reason, count in counters.kept.most_common(3))
-            warnings.warn(f"activation_offloading={self.activation_offloading!r} moved nothing: {why}", stacklevel=2)
+            why = ", ".join(
+                f"{reason.value} ({count:,})" for reason, count in counters.kept.most_common(3)
+            )
+            warnings.warn(
+                f"activation_offloading={self.activation_offloading!r} moved nothing: {why}",
+                stacklevel=2,
+            )
         return result
 
     def close_activation_offloading(self) -> None:
-        """Remove the hooks from the model and free the memory. The next training step makes a new context."""
+        """Remove the hooks from the model and free the memory. The next training step makes a
+        new context.
+        """
         if self._offloaded is None:
             return
         self._offloaded = None
@@ -149,7 +174,9 @@ class ActivationOffloadingMixin(Below):
         context.close()
 
     def _offloading(self) -> AbstractContextManager[Any]:
-        """Return the context of a step; a new one where the model is not the one of the last step."""
+        """Return the context of a step; a new one where the model is not the one of the last
+        step.
+        """
         if not self.activation_offloading:
             return nullcontext()
         model: Any = self.model
@@ -165,10 +192,14 @@ class ActivationOffloadingMixin(Below):
         return self.activation_offload_context
 
     def _check_offloading(self) -> None:
-        """Raise if the mode is unknown, or if checkpoints move their inputs themselves, which our hooks cannot see."""
+        """Raise if the mode is unknown, or if checkpoints move their inputs themselves, which
+        our hooks cannot see.
+        """
         if self.activation_offloading not in (*MODES, False):
             modes = ", ".join(map(repr, (*MODES, False)))
-            raise ConfigError(f"activation_offloading must be one of {modes}, not {self.activation_offloading!r}")
+            raise ConfigError(
+                f"activation_offloading must be one of {modes}, not {self.activation_offloading!r}"
+            )
         if not self.activation_offloading:
             return
         for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):

@@ -1,6 +1,8 @@
-"""What offloading is told to move (`Choice`), why the rest stays, and the counters of what was done.
+"""What offloading is told to move (`Choice`), why the rest stays, and the counters of what was
+done.
 
-Where to is a store (`lema.activations.diskstore.Store`); how bytes travel is `lema.backend.Carrier`, as every backend.
+Where to is a store (`lema.activations.diskstore.Store`); how bytes travel is
+`lema.backend.Carrier`, as every backend.
 """
 
 from collections import Counter
@@ -36,14 +38,17 @@ class Counters:
     """Counted from the beginning, or since `reset`."""
 
     seen: int = 0  # tensors that autograd saved
-    moved: int = 0  # of these, those that wait elsewhere; several that share memory are moved together
+    moved: int = (
+        0  # of these, those that wait elsewhere; several that share memory are moved together
+    )
     restored: int = 0  # how often a moved one was requested
     kept: Counter[StayReason] = field(default_factory=Counter)  # those that stayed, by reason
     copies_out: int = 0  # pieces of memory that were copied away
     copies_back: int = 0  # pieces of memory that were copied back
     bytes_out: int = 0  # of these, in bytes
     bytes_back: int = 0  # in the same way
-    early: int = 0  # tensors requested while their memory was still on the device, so that nothing was copied
+    # tensors requested while their memory was still on the device, so that nothing was copied
+    early: int = 0
 
     def reset(self) -> None:
         """Begin again."""
@@ -56,4 +61,6 @@ class Counters:
 
 
 Choice = Callable[[Tensor], StayReason | None]
-"""What to move: returns why a tensor that autograd is about to save stays where it is; None: it is to be moved."""
+"""What to move: returns why a tensor that autograd is about to save stays where it is; None: it
+is to be moved.
+"""

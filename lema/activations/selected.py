@@ -1,7 +1,9 @@
-"""Selective checkpointing whose kept outputs wait off the device; everything else in the checkpoint is recomputed.
+"""Selective checkpointing whose kept outputs wait off the device; everything else in the checkpoint
+is recomputed.
 
-For `torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=offloaded_ops(...))`. Attention costs much
-to compute again and little to keep. Torch's own keeps such outputs on the device; here they are moved.
+For `torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=offloaded_ops(...))`.
+Attention costs much to compute again and little to keep. Torch's own keeps such outputs on the
+device; here they are moved.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -40,16 +42,24 @@ Contexts = tuple[TorchDispatchMode, TorchDispatchMode]
 def offloaded_ops(
     offload: Offload | OffloadActivations, ops: Collection[Any] = DEFAULT_ATTENTION_OPS
 ) -> Callable[[], Contexts]:
-    """Return a `context_fn` for checkpoints that are not reentrant. `offload` is what moves the outputs, or the context
-    that does, which need not be open. `ops` are the operators whose outputs are kept: names as "aten::mm", or what
-    `torch.ops` has under these. All others' are recomputed. `ConfigError`: one of `ops` is unknown, writes into what it
-    is given or returns a view of it, or is made of other operators, so that it never runs itself."""
+    """Return a `context_fn` for checkpoints that are not reentrant. `offload` is what moves the
+    outputs, or the context that does, which need not be open. `ops` are the operators whose outputs
+    are kept: names as "aten::mm", or what `torch.ops` has under these. All others' are recomputed.
+    `ConfigError`: one of `ops` is unknown, writes into what it is given or returns a view of it, or
+    is made of other operators, so that it never runs itself."""
     core = offload if isinstance(offload, Offload) else offload.offload
     if not isinstance(core, Offload):
-        raise ConfigError("outputs of operations are moved as storages, and tensors of this device have none")
-    chosen = frozenset(overload for op in ops for overload in _overloads(op, needed=ops is not DEFAULT_ATTENTION_OPS))
+        raise ConfigError(
+            "outputs of operations are moved as storages, and tensors of this device have none"
+        )
+    chosen = frozenset(
+        overload
+        for op in ops
+        for overload in _overloads(op, needed=ops is not DEFAULT_ATTENTION_OPS)
+    )
 
-    # One pair for each call of a checkpoint, because the graph of that call holds it until its backward.
+    # One pair for each call of a checkpoint, because the graph of that call holds it until its
+    # backward.
     def contexts() -> Contexts:
         forward = _Keeping(chosen, core)
         return forward, _BringingBack(chosen, forward.calls)
@@ -68,11 +78,15 @@ class _Waiting:
 class _Call:
     op: Any  # the operator
     out: Any  # what it returned, with `_Waiting` for tensors
-    drawn: dict[torch.device, tuple[Tensor, Tensor]]  # where it drew, the generator's state before and after
+    drawn: dict[
+        torch.device, tuple[Tensor, Tensor]
+    ]  # where it drew, the generator's state before and after
 
 
 class _Keeping(TorchDispatchMode):
-    """One run of a checkpointed function, and the calls of chosen operators that it made, in order."""
+    """One run of a checkpointed function, and the calls of chosen operators that it made, in
+    order.
+    """
 
     supports_higher_order_operators = True
 
@@ -81,7 +95,9 @@ class _Keeping(TorchDispatchMode):
         self._ops = ops
         self._offload = offload
         self.calls = list[_Call]()
-        self._outputs: dict[int, tuple[StorageWeakRef, Any]] = {}  # storages of outputs, and whose they are
+        self._outputs: dict[
+            int, tuple[StorageWeakRef, Any]
+        ] = {}  # storages of outputs, and whose they are
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -93,7 +109,11 @@ class _Keeping(TorchDispatchMode):
         before = {device: _random_state(device) for device in devices}
         out = func(*args, **kwargs)
         after = {device: _random_state(device) for device in devices}
-        drawn = {device: (old, after[device]) for device, old in before.items() if not torch.equal(old, after[device])}
+        drawn = {
+            device: (old, after[device])
+            for device, old in before.items()
+            if not torch.equal(old, after[device])
+        }
         self.calls.append(_Call(func, tree_map_only(Tensor, self._packed, out), drawn))
         for tensor in _tensors(out):
             for key in storages_of(tensor):
@@ -101,8 +121,8 @@ class _Keeping(TorchDispatchMode):
         return out
 
     def _packed(self, tensor: Tensor) -> _Waiting:
-        # Down here aliases do not share their version with what they are aliases of. Those that `pack` makes must, so
-        # that a write into the tensor is seen, and with this they do.
+        # Down here aliases do not share their version with what they are aliases of. Those that
+        # `pack` makes must, so that a write into the tensor is seen, and with this they do.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             if (scope := current()) is None:
                 return _Waiting(self._offload.pack(tensor))
@@ -149,10 +169,12 @@ class _BringingBack(TorchDispatchMode):
             )
         self._next += 1
         for device, (before, after) in call.drawn.items():
-            # The code after it must draw the same numbers. A checkpoint that does not preserve the state draws again.
+            # The code after it must draw the same numbers. A checkpoint that does not preserve the
+            # state draws again.
             if torch.equal(_random_state(device), before):
                 _set_random_state(device, after)
-        # An alias, because autograd makes it part of a graph, and a tensor that stayed may be requested again.
+        # An alias, because autograd makes it part of a graph, and a tensor that stayed may be
+        # requested again.
         return tree_map_only(_Waiting, lambda waiting: waiting.packed.unpack().detach(), call.out)
 
 
@@ -181,22 +203,34 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
         return
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors(args[position] if position < len(args) else kwargs.get(argument.name))
+            yield from _tensors(
+                args[position] if position < len(args) else kwargs.get(argument.name)
+            )
 
 
 def _overloads(op: Any, *, needed: bool) -> Iterator[Any]:
-    """Yield an operator's overloads that can be kept; if not `needed`, there may be no such operator."""
+    """Yield an operator's overloads that can be kept; if not `needed`, there may be no such
+    operator.
+    """
     if isinstance(op, str):
         space, _, name = op.partition("::")
         packet = getattr(getattr(torch.ops, space), name, None) if name else None
         if packet is None and needed:
-            raise ConfigError(f"there is no operator {op!r}", where="offloaded_ops", how='name it as in "aten::mm"')
+            raise ConfigError(
+                f"there is no operator {op!r}",
+                where="offloaded_ops",
+                how='name it as in "aten::mm"',
+            )
         if packet is None:
             return
         op = packet
     # Every overload, because which of them runs depends on how a model calls the operator.
-    all_overloads = [getattr(op, name) for name in op.overloads()] if hasattr(op, "overloads") else [op]
-    refused = [(overload, why) for overload in all_overloads if (why := _why_refused(overload)) is not None]
+    all_overloads = (
+        [getattr(op, name) for name in op.overloads()] if hasattr(op, "overloads") else [op]
+    )
+    refused = [
+        (overload, why) for overload in all_overloads if (why := _why_refused(overload)) is not None
+    ]
     if len(refused) == len(all_overloads):
         what = f"the output of {refused[0][0]} cannot be kept: {refused[0][1]}"
         how = "choose operators that return new tensors"

@@ -1,9 +1,11 @@
-"""What a streamed step keeps from its forward to its backward: graphs of layers, and the layers' inputs.
+"""What a streamed step keeps from its forward to its backward: graphs of layers, and the layers'
+inputs.
 
-The inputs (boundary activations) lie in memory, or in a file, that serves every step, because tensors kept one by one
-would lie in the heap between the short-lived tensors of their layers and leave holes that grow with the model's depth.
-Of layers that are not recomputed the saved tensors of each micro-batch's graph are one order of pieces. The backward
-takes the graphs in turn, and while one is differentiated the copies for the next one begin.
+The inputs (boundary activations) lie in memory, or in a file, that serves every step, because
+tensors kept one by one would lie in the heap between the short-lived tensors of their layers and
+leave holes that grow with the model's depth. Of layers that are not recomputed the saved tensors of
+each micro-batch's graph are one order of pieces. The backward takes the graphs in turn, and while
+one is differentiated the copies for the next one begin.
 """
 
 import tempfile
@@ -33,8 +35,9 @@ STAGING = 256 * 2**20  # bytes of host memory through which things go to the dis
 
 
 class SavedGraphs:
-    """Where what the graphs of a model's steps hold waits; the model's own parameters and buffers stay. A file is in
-    `directory`; None: where the system keeps temporary files. `at_once`: no copy holds device memory or is early."""
+    """Where what the graphs of a model's steps hold waits; the model's own parameters and buffers
+    stay. A file is in `directory`; None: where the system keeps temporary files. `at_once`: no copy
+    holds device memory or is early."""
 
     def __init__(
         self,
@@ -53,7 +56,8 @@ class SavedGraphs:
         self._trace = trace
         self._directory = directory or Path(tempfile.gettempdir())
         self._at_once = at_once
-        self._excluded_storages: set[int] = set()  # storages that the graph now built may hold as they are
+        # storages that the graph now built may hold as they are
+        self._excluded_storages: set[int] = set()
         self._offload: Offload | None = None
         self.counters = Counters()  # bytes moved so far
 
@@ -65,7 +69,11 @@ class SavedGraphs:
     def step(self) -> "StepGraphs":
         """Return what takes the graphs of one step; a file that cannot be made is a `DiskError`."""
         if self._offload is None:
-            choice = everything(self._weights, {self._carrier.device.type}, excluded_storages=self._excluded_storages)
+            choice = everything(
+                self._weights,
+                {self._carrier.device.type},
+                excluded_storages=self._excluded_storages,
+            )
             ahead = 1 if self._at_once else STASH
             self._offload = Offload(
                 choice,
@@ -91,7 +99,10 @@ class SavedGraphs:
         file = OffloadFile(
             self._directory,
             "activations",
-            "free some space, set offload_dir to a directory on another disk, or use gradient_checkpointing: true",
+            (
+                "free some space, set offload_dir to a directory on another disk, or use "
+                "gradient_checkpointing: true"
+            ),
             self._trace,
         )
         return DiskStore(file, pool)
@@ -105,8 +116,12 @@ class StepGraphs:
         self._excluded_storages = excluded_storages
         self._orders: dict[Key, Order[Piece]] = {}
 
-    def keep(self, layer: int, index: int, excluded: Iterable[Tensor]) -> Callable[[Tensor], Packed]:
-        """Return what packs the next graph's tensors, of micro-batch `index` through `layer`; those `excluded` stay."""
+    def keep(
+        self, layer: int, index: int, excluded: Iterable[Tensor]
+    ) -> Callable[[Tensor], Packed]:
+        """Return what packs the next graph's tensors, of micro-batch `index` through `layer`;
+        those `excluded` stay.
+        """
         self._excluded_storages.clear()
         self._excluded_storages.update(tensor.untyped_storage()._cdata for tensor in excluded)
         order = self._orders[layer, index] = self._offload.order()
@@ -121,7 +136,9 @@ class StepGraphs:
         return pack
 
     def end_forward(self) -> None:
-        """Move all graphs off the device once every graph is built, because the next phase needs the room."""
+        """Move all graphs off the device once every graph is built, because the next phase needs
+        the room.
+        """
         self._excluded_storages.clear()
         self._offload.let_go()
 
@@ -137,11 +154,16 @@ class StepGraphs:
 
 
 class BoundaryArena:
-    """Where the boundary activations of a model's steps wait: on the device, in host memory or on disk, as `tier` says.
-    The file is in `directory`; None: where the system keeps temporary files."""
+    """Where the boundary activations of a model's steps wait: on the device, in host memory or on
+    disk, as `tier` says. The file is in `directory`; None: where the system keeps temporary files.
+    """
 
     def __init__(
-        self, backend: Carrier, tier: TierName = "device", directory: Path | None = None, trace: NoTrace = NO_TRACE
+        self,
+        backend: Carrier,
+        tier: TierName = "device",
+        directory: Path | None = None,
+        trace: NoTrace = NO_TRACE,
     ) -> None:
         self._backend = backend
         self.tier = tier
@@ -162,10 +184,11 @@ class BoundaryArena:
         return 0 if self.tier == "device" else self._away.bytes_out
 
     def step(self, hidden: Sequence[Tensor], layers: Collection[int]) -> "StepBoundaries":
-        """Return where the boundaries of one step go, of the `layers` that keep their inputs. `hidden` are the hidden
-        states before the first of these, `[batch, sequence, hidden]` per micro-batch; where those of later layers look
-        otherwise, more room is made on the way. The memory of the step before is used again, unless that step still
-        waits for its backward. `DiskError`: the disk has no room."""
+        """Return where the boundaries of one step go, of the `layers` that keep their inputs.
+        `hidden` are the hidden states before the first of these, `[batch, sequence, hidden]` per
+        micro-batch; where those of later layers look otherwise, more room is made on the way. The
+        memory of the step before is used again, unless that step still waits for its backward.
+        `DiskError`: the disk has no room."""
         before = None if self._step is None else self._step()
         if self._storage_tier is None or (before is not None and not before.done):
             self._storage_tier = make_tier(self.tier, self._backend, self._directory, self._trace)
@@ -184,7 +207,12 @@ class StepBoundaries:
     """The boundary activations of one step; see `BoundaryArena.step`."""
 
     def __init__(
-        self, tier: Tier, hidden: Sequence[Tensor], layers: Collection[int], trace: NoTrace, counters: Counters
+        self,
+        tier: Tier,
+        hidden: Sequence[Tensor],
+        layers: Collection[int],
+        trace: NoTrace,
+        counters: Counters,
     ) -> None:
         self._tier = tier
         self._trace = trace
@@ -198,8 +226,9 @@ class StepBoundaries:
         return self._to_fetch == 0
 
     def keep(self, layer: int, index: int, state: Tensor) -> Tensor:
-        """Keep a copy of micro-batch `index`'s input to `layer`; return what the layer is to compute with. It has the
-        copy's strides, so that the recomputation rounds as the forward did. `DiskError`: a boundary was not written."""
+        """Keep a copy of micro-batch `index`'s input to `layer`; return what the layer is to
+        compute with. It has the copy's strides, so that the recomputation rounds as the forward
+        did. `DiskError`: a boundary was not written."""
         like = _like(state)
         layer_input = state.detach() if like.stride() == state.stride() else state.detach().clone()
         self._to_come -= 1
@@ -213,9 +242,10 @@ class StepBoundaries:
 
     @contextmanager
     def fetch(self, layer: int, index: int, *, again: bool = False) -> Iterator[Tensor]:
-        """Yield what was kept, on the device, for the length of a `with` block. The top layer's come first, each
-        layer's in the order of micro-batches, once in each backward; `again`: another backward comes, in which all are
-        there once more. `ReadError`, `DiskError`: one could not be read, or written."""
+        """Yield what was kept, on the device, for the length of a `with` block. The top layer's
+        come first, each layer's in the order of micro-batches, once in each backward; `again`:
+        another backward comes, in which all are there once more. `ReadError`, `DiskError`: one
+        could not be read, or written."""
         with closing(self._tier.fetched((layer, index), again=again)) as fetched:
             with self._trace.span("boundaries", f"fetch layer {layer}"):
                 boundary = next(fetched)
@@ -228,5 +258,7 @@ class StepBoundaries:
 
 
 def _like(state: Tensor) -> Tensor:
-    """Return what a copy of `state` looks like: dtype, shape and, where it has no holes, strides."""
+    """Return what a copy of `state` looks like: dtype, shape and, where it has no holes,
+    strides.
+    """
     return torch.empty_like(state, device="meta", requires_grad=False)

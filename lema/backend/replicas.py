@@ -16,8 +16,8 @@ __all__ = ["QueuedReplicas"]
 class QueuedReplicas:
     """`lema.backend.protocols.Replicas` that gathers in a separate queue.
 
-    That queue waits for the upload, sends and receives, and releases the uploaded part. Meanwhile the device
-    computes.
+    That queue waits for the upload, sends and receives, and releases the uploaded part. Meanwhile
+    the device computes.
 
     Args:
         replicas: the processes; their work goes to the queue that is current in the calling thread.
@@ -59,16 +59,22 @@ class QueuedReplicas:
         return self._replicas.num_processes
 
     def sum(self, tensor: Tensor) -> None:
-        """Add up a tensor on the device over all processes, in place, in the queue that computes."""
+        """Add up a tensor on the device over all processes, in place, in the queue that
+        computes.
+        """
         self._replicas.sum(tensor)
 
     def gather(self, upload: Upload, target: Tensor) -> Gathering:
-        """Start to put the parts together in `target`, after the compute queued so far; the caller goes on."""
+        """Start to put the parts together in `target`, after the compute queued so far; the
+        caller goes on.
+        """
         compute = self._queues.compute
         gathers = self._queues.gathers
         gathers.wait(compute.record())  # which may still use the last content of `target`
         with gathers.current():
-            self._replicas.gather(upload, target).wait()  # waits in that queue, and releases the part there
+            self._replicas.gather(
+                upload, target
+            ).wait()  # waits in that queue, and releases the part there
         return _Gathering(self._queues, gathers.record(), compute, target)
 
     def exchange(self, value: Any) -> list[Any]:

@@ -1,8 +1,10 @@
-"""Sees signals as they arrive, also while the main thread is within a library, where Python runs no handler.
+"""Sees signals as they arrive, also while the main thread is within a library, where Python runs no
+handler.
 
-Python runs handlers in the main thread alone, between two of its instructions. A product of large matrices, a tokenizer
-or the import of a library may take longer than whoever pressed Ctrl-C waits. The C part of Python writes each signal
-that has a handler to a descriptor at once (`signal.set_wakeup_fd`), and a thread reads it here.
+Python runs handlers in the main thread alone, between two of its instructions. A product of large
+matrices, a tokenizer or the import of a library may take longer than whoever pressed Ctrl-C waits.
+The C part of Python writes each signal that has a handler to a descriptor at once
+(`signal.set_wakeup_fd`), and a thread reads it here.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ __all__ = ["SignalWatch"]
 
 
 class SignalWatch:
-    """Calls `seen` with the number of each signal, in a thread of its own, for the length of a `with` block. Only a
-    signal that Python has a handler for is seen. Outside of the main thread the block does nothing."""
+    """Calls `seen` with the number of each signal, in a thread of its own, for the length of a
+    `with` block. Only a signal that Python has a handler for is seen. Outside of the main thread
+    the block does nothing."""
 
     def __init__(self, seen: Callable[[int], None]) -> None:
         self._seen = seen
@@ -31,7 +34,8 @@ class SignalWatch:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             _disable_after_fork()
-            numbers, self._out = socket.socketpair()  # because not every system has pipes that never wait
+            # because not every system has pipes that never wait
+            numbers, self._out = socket.socketpair()
             self._out.setblocking(False)
             self._before = signal.set_wakeup_fd(self._out.fileno(), warn_on_full_buffer=False)
             self._thread = threading.Thread(target=self._observe, args=(numbers,), daemon=True)

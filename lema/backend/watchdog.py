@@ -1,8 +1,9 @@
 """A watchdog for a run in which nothing moves any more: it writes the stacks of all threads.
 
-A disk that does not answer, or a process that waits for another which has gone, would otherwise hang without a word. A
-thread looks every few seconds at the counters of finished work. When no number has changed for ten times as long as a
-layer takes, the work under way and the stacks go to standard error and into a file, once, until something moves again.
+A disk that does not answer, or a process that waits for another which has gone, would otherwise
+hang without a word. A thread looks every few seconds at the counters of finished work. When no
+number has changed for ten times as long as a layer takes, the work under way and the stacks go to
+standard error and into a file, once, until something moves again.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ EXIT = 1
 
 
 class Watchdog:
-    """Looks on while a `with` block runs, in a thread of its own, in which it calls `moves` for the counters of
-    finished work: first the visits of layers, then whatever else changes while something moves. `awaited` returns, in
-    words, the work that is under way. The file of stacks goes to `directory`, made if need be. After so many seconds
-    without a move as `end_after` says the process is ended by `end`, with an exit code, because nothing can be cleaned
-    up where a thread does not answer; None: it never is."""
+    """Looks on while a `with` block runs, in a thread of its own, in which it calls `moves` for the
+    counters of finished work: first the visits of layers, then whatever else changes while
+    something moves. `awaited` returns, in words, the work that is under way. The file of stacks
+    goes to `directory`, made if need be. After so many seconds without a move as `end_after` says
+    the process is ended by `end`, with an exit code, because nothing can be cleaned up where a
+    thread does not answer; None: it never is."""
 
     def __init__(
         self,
@@ -64,12 +66,16 @@ class Watchdog:
     @property
     def limit(self) -> float:
         """Seconds without a move that are too many."""
-        layer_limit = max(AT_LEAST, FACTOR * statistics.median(self._seconds)) if self._seconds else AT_FIRST
+        layer_limit = (
+            max(AT_LEAST, FACTOR * statistics.median(self._seconds)) if self._seconds else AT_FIRST
+        )
         return max(layer_limit, AT_FIRST) if self._slow else layer_limit
 
     @contextmanager
     def patient(self, what: str) -> Iterator[None]:
-        """Wait longer for what a `with` block does, in which layers do not move: a checkpoint, a merge."""
+        """Wait longer for what a `with` block does, in which layers do not move: a checkpoint, a
+        merge.
+        """
         self._slow.append(what)
         self._moved = self._clock()
         try:
@@ -79,10 +85,14 @@ class Watchdog:
             self._moved = self._layer = self._clock()
 
     def poll(self) -> None:
-        """See whether anything has moved since the last look; if nothing has for too long, say so."""
+        """See whether anything has moved since the last look; if nothing has for too long, say
+        so.
+        """
         now = self._clock()
         seen = self._moves()
-        if (gone := now - self._polled) > 4 * INTERVAL:  # this thread was stopped, too, so the run is not to blame
+        if (
+            gone := now - self._polled
+        ) > 4 * INTERVAL:  # this thread was stopped, too, so the run is not to blame
             self._moved = self._moved + gone
             self._layer = self._layer + gone
         self._polled = now
@@ -118,18 +128,27 @@ class Watchdog:
 
     def _words(self, idle: float, over: bool) -> str:
         where = ", ".join([*self._slow, self._awaited()])
-        how = "the run still waits; check the disk, the device and the other processes, or stop it and use --resume"
+        how = (
+            "the run still waits; check the disk, the device and the other processes, or stop "
+            "it and use --resume"
+        )
         if over:
             how = "the process ends (hang_timeout); start it again with --resume"
         return f"nothing has moved for {idle:.0f} seconds\n  where: {where}\n  fix:   {how}"
 
 
-def write_stacks(words: str, directory: Path | None = None, out: TextIO | None = None) -> Path | None:
-    """Write `words`, which say what is wrong, and the stack of every thread to `out`, and into a new file. Standard
-    error, the default of `out`, comes first, because it may be the disk that does not answer. The file is
-    `stacks-<time>.txt` in `directory`, and is returned; None: it could not be written, or no directory was given."""
+def write_stacks(
+    words: str, directory: Path | None = None, out: TextIO | None = None
+) -> Path | None:
+    """Write `words`, which say what is wrong, and the stack of every thread to `out`, and into a
+    new file. Standard error, the default of `out`, comes first, because it may be the disk that
+    does not answer. The file is `stacks-<time>.txt` in `directory`, and is returned; None: it could
+    not be written, or no directory was given."""
     to = sys.stderr if out is None else out
-    names = "".join(f"\n  thread 0x{thread.ident or 0:016x} is {thread.name}" for thread in threading.enumerate())
+    names = "".join(
+        f"\n  thread 0x{thread.ident or 0:016x} is {thread.name}"
+        for thread in threading.enumerate()
+    )
     head = f"warning: {words}{names}\n"
     print(head, file=to, flush=True)
     direct = True
@@ -146,7 +165,11 @@ def write_stacks(words: str, directory: Path | None = None, out: TextIO | None =
             print(head, file=written, flush=True)
             faulthandler.dump_traceback(file=written, all_threads=True)
     except OSError as error:
-        print(f"warning: the stacks cannot be written to {file}: {error.strerror}", file=to, flush=True)
+        print(
+            f"warning: the stacks cannot be written to {file}: {error.strerror}",
+            file=to,
+            flush=True,
+        )
         return None
     if not direct:
         with suppress(OSError):

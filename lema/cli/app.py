@@ -1,4 +1,6 @@
-"""The `lema` command: each verb reads its arguments and calls the library; errors become exit codes."""
+"""The `lema` command: each verb reads its arguments and calls the library; errors become exit
+codes.
+"""
 
 import contextlib
 import json
@@ -36,7 +38,8 @@ _core_app = typer.Typer(
     name="lema",
     cls=Verbs,
     help="Fine-tune language models larger than the device's memory.",
-    epilog="Exit codes: 0 done, 2 config, 3 data, 4 memory, 5 non-finite or nothing learnt, 6 disk, 7 `lema prove` "
+    epilog="Exit codes: 0 done, 2 config, 3 data, 4 memory, 5 non-finite or nothing learnt, 6 "
+    "disk, 7 `lema prove` "
     "found a difference, 75 stopped with a checkpoint, 130 Ctrl-C.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -58,12 +61,20 @@ def main() -> NoReturn:
     hide_kernels()
     hush()  # `peft` and `transformers` import any optional package that is installed
     with ending_on_interrupt():
-        sys.exit(run(_core_app if sys.argv[1:2] and sys.argv[1] in OWN else _full_app(), sys.argv[1:], by="main"))
+        sys.exit(
+            run(
+                _core_app if sys.argv[1:2] and sys.argv[1] in OWN else _full_app(),
+                sys.argv[1:],
+                by="main",
+            )
+        )
 
 
 @cache
 def _full_app() -> typer.Typer:
-    """Return the command line with the verbs of other packages, which take as long to find and import as its own."""
+    """Return the command line with the verbs of other packages, which take as long to find and
+    import as its own.
+    """
     for point in sorted(entry_points(group="lema.verbs"), key=lambda point: point.name):
         _core_app.command(name=point.name, cls=Verb)(point.load())
     return _core_app
@@ -96,23 +107,32 @@ def _common(
 def train(
     context: typer.Context,
     config: ConfigFile,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest valid checkpoint.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the newest valid checkpoint.")
+    ] = False,
     weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="With --resume: continue with an empty optimizer.")
+        bool,
+        typer.Option("--weights-only", help="With --resume: continue with an empty optimizer."),
     ] = False,
     settings: Settings = None,
     trust_remote_code: Trust = False,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Record every read, upload and computation, for ui.perfetto.dev."),
+        typer.Option(
+            metavar="FILE", help="Record every read, upload and computation, for ui.perfetto.dev."
+        ),
     ] = None,
     start: Annotated[
         Path | None,
         typer.Option(
-            "--from", metavar="PATH", help="Phases: start from this checkpoint, or train adapters on this model."
+            "--from",
+            metavar="PATH",
+            help="Phases: start from this checkpoint, or train adapters on this model.",
         ),
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show the whole plan instead of one sentence.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show the whole plan instead of one sentence.")
+    ] = False,
 ) -> None:
     """Fine-tune with the settings of a YAML file. If it has `phases`, run them in order."""
     from lema.backend.trace import BEGIN
@@ -134,7 +154,11 @@ def train(
 
     console = Console(highlight=False)  # one for both: a bar makes room for the lines
     with contextlib.closing(ProgressDisplay(console)) as display, tracing(trace) as recorded:
-        shared: dict[str, Any] = {"resume": resume, "console": console, "callbacks": [progress_callback(display)]}
+        shared: dict[str, Any] = {
+            "resume": resume,
+            "console": console,
+            "callbacks": [progress_callback(display)],
+        }
         shared |= {"trust_remote_code": trust_remote_code, "trace": recorded}
         if phased:
             from lema.train.phases.run import train_phases
@@ -151,29 +175,48 @@ def train(
 def _check_options(*, phased: bool, resume: bool, weights_only: bool, start: Path | None) -> None:
     """Refuse options of `lema train` that do not go together, or not with what the file holds."""
     if weights_only and not resume:
-        raise ConfigError("only a resumed run can do this", where="--weights-only", how="add --resume")
+        raise ConfigError(
+            "only a resumed run can do this", where="--weights-only", how="add --resume"
+        )
     if weights_only and phased:
         how = "leave it out: if the newest checkpoint is damaged, LEMA takes an older one"
-        raise ConfigError("a run of phases resumes with its optimizer", where="--weights-only", how=how)
+        raise ConfigError(
+            "a run of phases resumes with its optimizer", where="--weights-only", how=how
+        )
     if start is not None and not phased:
         how = "use --resume for the newest checkpoint in output_dir"
-        raise ConfigError("only a run of phases can start from another checkpoint", where=f"--from {start}", how=how)
+        raise ConfigError(
+            "only a run of phases can start from another checkpoint",
+            where=f"--from {start}",
+            how=how,
+        )
 
 
 def plan(
     context: typer.Context,
     config: ConfigFile,
     profile: Annotated[
-        str | None, typer.Option(help="Machine to plan for (t4, 4090, h200, trn1, cpu). Default: measure this machine.")
+        str | None,
+        typer.Option(
+            help="Machine to plan for (t4, 4090, h200, trn1, cpu). Default: measure this machine."
+        ),
     ] = None,
-    price: Annotated[float | None, typer.Option(min=0.0, help="Price of a machine-hour, to price an epoch.")] = None,
+    price: Annotated[
+        float | None, typer.Option(min=0.0, help="Price of a machine-hour, to price an epoch.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw step time against tokens per step.")] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show every part instead of sums.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw step time against tokens per step.")
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show every part instead of sums.")
+    ] = False,
     settings: Settings = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Predict memory, time and the limit of a run or its phases. It reads no weights. Exit code 4: does not fit."""
+    """Predict memory, time and the limit of a run or its phases. It reads no weights. Exit code
+    4: does not fit.
+    """
     from lema.train.phases.file import has_phases
 
     if phased := has_phases(config):

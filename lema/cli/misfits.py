@@ -1,8 +1,9 @@
 """Errors of packages that do not fit each other, in the words of who installs them.
 
-torchvision is made for one release of torch, and for one build of it, and registers its operators as it is imported.
-transformers imports it wherever it is installed, though LEMA does not need it, and reports that something of its own
-could not be imported. What torchvision said is among the causes.
+torchvision is made for one release of torch, and for one build of it, and registers its operators
+as it is imported. transformers imports it wherever it is installed, though LEMA does not need it,
+and reports that something of its own could not be imported. What torchvision said is among the
+causes.
 """
 
 from collections.abc import Iterator
@@ -27,10 +28,18 @@ def misfit(error: BaseException) -> ConfigError | None:
         return None
     requirements = package.requires or ()
     needs = next((entry for entry in requirements if entry.startswith("torch==")), "")
-    what = f"torchvision {package.version}{f', which needs {needs},' if needs else ''} does not fit torch {torch}"
+    what = (
+        f"torchvision {package.version}{f', which needs {needs},' if needs else ''} does not "
+        f"fit torch {torch}"
+    )
     release, _, build = torch.partition("+")
-    again = f'pip install "torch=={release}" torchvision{f" --index-url {BUILDS}/{build}" if build else ""}'
-    how = f"pip uninstall torchvision, which LEMA does not need; to have one that fits, then {again}"
+    again = (
+        f'pip install "torch=={release}" '
+        f"torchvision{f' --index-url {BUILDS}/{build}' if build else ''}"
+    )
+    how = (
+        f"pip uninstall torchvision, which LEMA does not need; to have one that fits, then {again}"
+    )
     return ConfigError(what, where=str(package.locate_file("torchvision")), how=how)
 
 

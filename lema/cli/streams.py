@@ -16,14 +16,16 @@ from lema.errors import NO_TEXT, printable
 
 __all__ = ["TextStream", "full", "text_streams"]
 
-# What draws bars and colours on a terminal (ECMA-48, control sequences), and goes back to the beginning of a line.
+# What draws bars and colours on a terminal (ECMA-48, control sequences), and goes back to the
+# beginning of a line.
 DRAWING = r"\x1b\[[0-9;?]*[A-Za-z]|\r"
 ON_TERMINAL = re.compile(f"{DRAWING}|{NO_TEXT.pattern}")
 IN_FILE = re.compile(rf"\r|{NO_TEXT.pattern}")
 
 
 class TextStream:
-    """A standard stream that writes out what is no text, and takes what is written after its reader has gone.
+    """A standard stream that writes out what is no text, and takes what is written after its reader
+    has gone.
 
     Attributes:
         lost: the error that ended the writing; None: it goes on.
@@ -69,7 +71,9 @@ class TextStream:
         return text.encode(encoding, "backslashreplace").decode(encoding)
 
     def _lose(self, error: Exception) -> None:
-        """Let the descriptor lead nowhere, because Python writes once more as it ends, what waits in its buffer."""
+        """Let the descriptor lead nowhere, because Python writes once more as it ends, what
+        waits in its buffer.
+        """
         self.lost = error
         if isinstance(error, OSError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -85,10 +89,16 @@ class _Record(logging.LogRecord):
 
 
 def _warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
 ) -> str:
     shown = Warning("\n".join(map(printable, str(message).split("\n"))))
-    if category is UserWarning:  # it is for who uses the command, to whom a line of code says nothing
+    if (
+        category is UserWarning
+    ):  # it is for who uses the command, to whom a line of code says nothing
         return f"warning: {shown}\n"
     return _formatted(shown, category, printable(filename), lineno, line)
 
@@ -98,8 +108,8 @@ _formatted = warnings.formatwarning
 
 @contextmanager
 def text_streams() -> Iterator[list[TextStream]]:
-    """Let the process write text alone to its standard streams, log and warn in such, for the length of a `with` block;
-    give the two. A stream that is closed is left out."""
+    """Let the process write text alone to its standard streams, log and warn in such, for the
+    length of a `with` block; give the two. A stream that is closed is left out."""
     before = (sys.stdout, sys.stderr)
     factory = logging.getLogRecordFactory()
     form = warnings.formatwarning

@@ -1,4 +1,6 @@
-"""The problems of the settings a user gave: all of them at once, in plain words, with the nearest right name."""
+"""The problems of the settings a user gave: all of them at once, in plain words, with the
+nearest right name.
+"""
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,8 +14,9 @@ from lema.config.foreign import CALLED_HERE, FOREIGN_HINTS
 from lema.config.peft import SETTING_OF
 from lema.errors import ConfigError, listed
 
-# Names that other trainers, and other settings here, use for the same thing, where spelling alone would not lead a
-# newcomer there. Of the settings that are meant the first is offered that there is where the name stands.
+# Names that other trainers, and other settings here, use for the same thing, where spelling alone
+# would not lead a newcomer there. Of the settings that are meant the first is offered that there is
+# where the name stands.
 _MEANT: tuple[tuple[tuple[str, ...], str], ...] = (
     (("batch_size",), "global_batch global_batch_size per_device_train_batch_size"),
     (("block_size",), "max_length"),
@@ -28,7 +31,10 @@ _MEANT: tuple[tuple[tuple[str, ...], str], ...] = (
     (("lr_scheduler_type", "schedule"), "lr_scheduler schedule_type scheduler"),
     (("lr_scheduler_type",), "schedule"),
     (("max_grad_norm",), "gradient_clipping"),
-    (("max_length", "block_size"), "block max_seq_len max_seq_length seq_len sequence_len sequence_length"),
+    (
+        ("max_length", "block_size"),
+        "block max_seq_len max_seq_length seq_len sequence_len sequence_length",
+    ),
     (("max_length",), "block_size"),
     (("micro_batch_size",), "per_device_batch_size"),
     (("mixture", "datasets"), "train_data"),
@@ -50,7 +56,8 @@ _ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     **{name: settings for settings, names in _MEANT for name in names.split()},
 }
 
-# Likeness below which a name is not offered, and how far below the best still counts as about as close.
+# Likeness below which a name is not offered, and how far below the best still counts as about as
+# close.
 _LIKE = 0.5
 _TIE = 0.1
 
@@ -92,7 +99,9 @@ class Problem:
 
 
 class Several(ValueError):
-    """What a validator has found wrong: problems whose keys are as seen from the settings that it validates."""
+    """What a validator has found wrong: problems whose keys are as seen from the settings that
+    it validates.
+    """
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -108,11 +117,14 @@ class SettingsError(ConfigError):
             only = self.problems[0]
             super().__init__(only.what, where=only.location or only.key, how=only.how)
         else:
-            super().__init__(f"{len(self.problems)} settings are wrong:{listed([*map(str, self.problems)])}")
+            super().__init__(
+                f"{len(self.problems)} settings are wrong:{listed([*map(str, self.problems)])}"
+            )
 
     def located(self, locations: Mapping[str, str], outside: Iterable[str] = ()) -> "SettingsError":
-        """Return the same problems, each with its place in a file: that of its key, or else of the settings around it.
-        `locations` are `file:line` by path (`phases[1].tokens`), that of "" the file; those `outside` are not in it."""
+        """Return the same problems, each with its place in a file: that of its key, or else of the
+        settings around it. `locations` are `file:line` by path (`phases[1].tokens`), that of "" the
+        file; those `outside` are not in it."""
         problems = []
         elsewhere = set(outside)
         for problem in self.problems:
@@ -127,17 +139,23 @@ class SettingsError(ConfigError):
 
 
 def problem_at(key: str, what: str, how: str) -> Problem:
-    """Return a problem whose sentence begins with the path of its setting, because several phases have one of it."""
+    """Return a problem whose sentence begins with the path of its setting, because several
+    phases have one of it.
+    """
     return Problem(key, f"{key}: {what}", how)
 
 
 def prefixed(problem: Problem, path: str) -> Problem:
-    """Return a problem of nested settings with its name from outside; `path` leads to those settings."""
+    """Return a problem of nested settings with its name from outside; `path` leads to those
+    settings.
+    """
     if not path:
         return problem
     key = _joined(path, problem.key)
     head = problem.what.partition(": ")[0]  # a path of the problem already, or its words
-    begins = problem.key and (problem.what.startswith(problem.key) or problem.key.startswith((f"{head}.", f"{head}[")))
+    begins = problem.key and (
+        problem.what.startswith(problem.key) or problem.key.startswith((f"{head}.", f"{head}["))
+    )
     what = _joined(path, problem.what) if begins else f"{path}: {problem.what}"
     return replace(problem, key=key, what=what)
 
@@ -154,16 +172,23 @@ def nearest(name: str, names: Iterable[str]) -> list[str]:
         return meant[:1]
     likeness = {}
     for candidate in names:
-        # Half counts letters in order, half whatever their order, because swapped letters are a common slip.
+        # Half counts letters in order, half whatever their order, because swapped letters are a
+        # common slip.
         compared = difflib.SequenceMatcher(None, lowered, candidate, autojunk=False)
         likeness[candidate] = (compared.ratio() + compared.quick_ratio()) / 2
     ranked = sorted(names, key=lambda candidate: -likeness[candidate])[:3]
     # One clear winner is offered alone; names about as close are offered with it.
-    return [candidate for candidate in ranked if likeness[candidate] >= max(_LIKE, likeness[ranked[0]] - _TIE)]
+    return [
+        candidate
+        for candidate in ranked
+        if likeness[candidate] >= max(_LIKE, likeness[ranked[0]] - _TIE)
+    ]
 
 
 def meant(name: str, names: Iterable[str]) -> str:
-    """Return a question whether the nearest of the known names is meant; empty where none is near."""
+    """Return a question whether the nearest of the known names is meant; empty where none is
+    near.
+    """
     near = nearest(name, names)
     return f"did you mean {' or '.join(near)}?" if near else ""
 
@@ -176,21 +201,30 @@ def unknown_setting(key: str, names: Iterable[str]) -> Problem:
     if "device" in names:
         listed = "`lema config schema` lists every setting"
     else:
-        listed = f"there are {', '.join(names)}" if len(names) <= _FEW else "docs/phases.md lists every setting"
+        listed = (
+            f"there are {', '.join(names)}"
+            if len(names) <= _FEW
+            else "docs/phases.md lists every setting"
+        )
     return Problem(key, f"unknown setting {key!r}", meant(key, names) or listed)
 
 
 def problems_of(error: ValidationError, defaults: Mapping[str, Any]) -> list[Problem]:
-    """Pydantic's complaints, those of settings inside settings too: one problem per setting, in the order of checking.
-    A path is written as in Python: `phases[1].mixture[0].rate`. The keys of `defaults` are the known settings."""
+    """Pydantic's complaints, those of settings inside settings too: one problem per setting, in the
+    order of checking. A path is written as in Python: `phases[1].mixture[0].rate`. The keys of
+    `defaults` are the known settings."""
     by_path: dict[str, list[Problem]] = {}
     by_key: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         cause = detail.get("ctx", {}).get("error")
         loc = detail["loc"]
         if isinstance(cause, Several):
-            path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
-            by_path.setdefault(path, []).extend(prefixed(problem, path) for problem in cause.problems)
+            path = "".join(
+                f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc
+            ).removeprefix(".")
+            by_path.setdefault(path, []).extend(
+                prefixed(problem, path) for problem in cause.problems
+            )
         else:
             key = str(loc[0]) if loc else ""
             by_path.setdefault(key, [])
@@ -208,20 +242,27 @@ def _problem(key: str, details: list[ErrorDetails], defaults: Mapping[str, Any])
     if "missing" in kinds:
         return Problem(key, f"{key} is not given", f"add `{key}: ...`")
     if first["input"] is None and "value_error" not in kinds:
-        return Problem(key, f"{key} is empty", f"leave it out for the default, {defaults.get(key)!r}")
-    # A value that fits one form of a setting but breaks its bounds is more telling than the forms it does not fit.
+        return Problem(
+            key, f"{key} is empty", f"leave it out for the default, {defaults.get(key)!r}"
+        )
+    # A value that fits one form of a setting but breaks its bounds is more telling than the forms
+    # it does not fit.
     telling = [detail for detail in details if detail["type"] not in _NOUNS] or details
     what = " or ".join(dict.fromkeys(_demand(detail) for detail in telling))
     input_value = first["input"]
     # The words a literal setting allows, from pydantic's `'a', 'b' or 'c'`.
     allowed = [
-        str(detail.get("ctx", {}).get("expected", "")) for detail in telling if detail["type"] == "literal_error"
+        str(detail.get("ctx", {}).get("expected", ""))
+        for detail in telling
+        if detail["type"] == "literal_error"
     ]
     words = [word.strip("' ") for text in allowed for word in text.replace(" or ", ", ").split(",")]
     how = meant(input_value, words) if isinstance(input_value, str) else ""
     if "value_error" in kinds:
         named = what.startswith(key) or not first["loc"]
-        return Problem(key, f"{key} {what}" if what.startswith("must") else what if named else f"{key}: {what}")
+        return Problem(
+            key, f"{key} {what}" if what.startswith("must") else what if named else f"{key}: {what}"
+        )
     if what == _EMPTY:
         return Problem(key, f"{key} is empty", "leave it out for the default")
     return Problem(key, f"{key or 'a setting'} must be {what}, not {input_value!r}", how)
@@ -242,7 +283,8 @@ def _demand(detail: ErrorDetails) -> str:
     if kind in ("string_too_short", "too_short"):
         return _EMPTY
     noun = _NOUNS.get(kind, detail["msg"])
-    last = detail["loc"][-1] if detail["loc"] else "[key]"  # no place: the name of a setting has half a character
+    # no place: the name of a setting has half a character
+    last = detail["loc"][-1] if detail["loc"] else "[key]"
     if last == "[key]":  # of a mapping
         return f"named by {noun}"
     # Inside a list: ("lora_target_modules", "list[str]", 0)

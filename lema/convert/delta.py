@@ -1,7 +1,8 @@
 """A delta: the tensors that training changed, as they are now, and the model they belong to.
 
-A delta holds new values and not differences, since differences do not restore bits. It is three kinds of files: shards
-(`delta.safetensors`, or several and their index), and `lema_delta.json`, which names the base and its fingerprint.
+A delta holds new values and not differences, since differences do not restore bits. It is three
+kinds of files: shards (`delta.safetensors`, or several and their index), and `lema_delta.json`,
+which names the base and its fingerprint.
 """
 
 import os
@@ -73,12 +74,13 @@ def apply_delta(
     *,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write the model that a delta makes of its base, in the hub's format. `ConfigError`: `out_dir` is not empty, or
-    lies in what is read, or `max_shard_size` is not positive; `WeightsError`: the delta is damaged, the base is
-    missing, or it is not the one that was trained; `DiskError`: a file could not be written; nothing is left behind.
-    `delta_dir`: a directory that `save_delta` wrote. `base`: where the base is now; None: where it was.
-    `max_shard_size`: bytes of the tensors of one file, at most; a larger tensor has a file to itself.
-    `trust_remote_code`: run code that comes with the base model, and copy it."""
+    """Write the model that a delta makes of its base, in the hub's format. `ConfigError`: `out_dir`
+    is not empty, or lies in what is read, or `max_shard_size` is not positive; `WeightsError`: the
+    delta is damaged, the base is missing, or it is not the one that was trained; `DiskError`: a
+    file could not be written; nothing is left behind. `delta_dir`: a directory that `save_delta`
+    wrote. `base`: where the base is now; None: where it was. `max_shard_size`: bytes of the tensors
+    of one file, at most; a larger tensor has a file to itself. `trust_remote_code`: run code that
+    comes with the base model, and copy it."""
     out = free_directory(out_dir, max_shard_size)
     delta = Path(delta_dir)
     about = DeltaFile.read(delta)
@@ -94,14 +96,20 @@ def apply_delta(
         )
     check_separate(out, [delta, stored.directory])
     if (fingerprint := base_fingerprint(stored.index)) != about.fingerprint:
-        what = f"the base is not the model that was trained: its fingerprint is {fingerprint}, and it was {about.fingerprint}"
+        what = (
+            f"the base is not the model that was trained: its fingerprint is {fingerprint}, "
+            f"and it was {about.fingerprint}"
+        )
         how = f"name the directory of the unchanged base model ({about.base})"
         raise WeightsError(what, where=str(stored.index.path), how=how)
-    # Each of the delta's tensors must be one of the model's, of its shape and the type it is written in.
+    # Each of the delta's tensors must be one of the model's, of its shape and the type it is
+    # written in.
     single = delta / f"{STEM}.safetensors"
     new = GlobalBinaryIndex(single if single.exists() else delta / f"{STEM}.safetensors.index.json")
     if mismatch := sorted(new.keys() ^ set(about.tensors)):
-        raise damaged(delta / DELTA_NAME, f"it and the other files list different tensors: {mismatch[0]!r}")
+        raise damaged(
+            delta / DELTA_NAME, f"it and the other files list different tensors: {mismatch[0]!r}"
+        )
     state = stored.skeleton.state_dict()
     for name, record in new.items():
         model_name = stored.classes.in_own(name)
@@ -111,7 +119,10 @@ def apply_delta(
             else None
         )
         if (record.dtype, record.shape) != expected:
-            what = f"tensor {name!r} ({record.dtype} {list(record.shape)}) is not a tensor of the base model"
+            what = (
+                f"tensor {name!r} ({record.dtype} {list(record.shape)}) is not a tensor of the "
+                "base model"
+            )
             raise WeightsError(what, where=str(record.file), how="the delta is of another model")
     form = stored.form()
     trained = stored.by_own_names(new)

@@ -13,9 +13,9 @@ __all__ = ["read_as_they_are"]
 def read_as_they_are(
     model: PreTrainedModel, readers: Iterable[tuple[PreTrainedModel, Callable[[str], str]]]
 ) -> set[str]:
-    """Return the tensors of a model that each of some classes reads from a file where they have the names and shapes
-    that they have in memory. `readers`: models of these classes on `meta`, and from names in the model to those in
-    them; what a class does not have it need not read."""
+    """Return the tensors of a model that each of some classes reads from a file where they have the
+    names and shapes that they have in memory. `readers`: models of these classes on `meta`, and
+    from names in the model to those in them; what a class does not have it need not read."""
     readable = dict(model.state_dict())
     for reader, rename in readers:
         rules = NameRules(reader, get_model_conversion_mapping(reader))

@@ -1,8 +1,10 @@
-"""A shuffled order of any number of rows in which each place is computed alone, in constant time and memory.
+"""A shuffled order of any number of rows in which each place is computed alone, in constant time
+and memory.
 
-The order is a Feistel network over the bits of a place, which is a bijection whatever its round function is. Places
-beyond the last are sent through again until they fall inside ("cycle walking"), less than twice on average. Black and
-Rogaway, "Ciphers with arbitrary finite domains" (2002), describe both. It is made for shuffling, not for secrets.
+The order is a Feistel network over the bits of a place, which is a bijection whatever its round
+function is. Places beyond the last are sent through again until they fall inside ("cycle walking"),
+less than twice on average. Black and Rogaway, "Ciphers with arbitrary finite domains" (2002),
+describe both. It is made for shuffling, not for secrets.
 """
 
 import json
@@ -12,13 +14,16 @@ from hashlib import blake2b
 __all__ = ["Permutation", "permutation", "shuffled_row"]
 
 ROUNDS = 12
-ROUNDS_OF_FEW = 24  # a network of fewer than six bits needs more until all its orders are equally likely
+ROUNDS_OF_FEW = (
+    24  # a network of fewer than six bits needs more until all its orders are equally likely
+)
 MASK = 2**64 - 1
 
 
 class Permutation:
-    """A permutation of `range(count)`, called with a place and returning the number there. The order depends on
-    `count`, 1 or more, and the numbers and words of the key, and on nothing else."""
+    """A permutation of `range(count)`, called with a place and returning the number there. The
+    order depends on `count`, 1 or more, and the numbers and words of the key, and on nothing else.
+    """
 
     def __init__(self, count: int, *key: int | str) -> None:
         if count < 1:
@@ -53,7 +58,9 @@ class Permutation:
 
 
 def _mixed(value: int) -> int:
-    """64 bits that each depend on all of `value`: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    """64 bits that each depend on all of `value`: the finalizer of SplitMix64 (Steele, Lea and
+    Flood, 2014).
+    """
     value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & MASK
     value = ((value ^ value >> 27) * 0x94D049BB133111EB) & MASK
     return value ^ value >> 31
@@ -64,7 +71,7 @@ permutation = lru_cache(maxsize=256)(Permutation)
 
 
 def shuffled_row(count: int, index: int, *key: int | str) -> tuple[int, int]:
-    """Return epoch and row of the `index`-th row drawn from `count` rows, with a different order in each epoch.
-    Every row comes once in an epoch: in `count` draws from a multiple of `count` on."""
+    """Return epoch and row of the `index`-th row drawn from `count` rows, with a different order in
+    each epoch. Every row comes once in an epoch: in `count` draws from a multiple of `count` on."""
     epoch, position = divmod(index, count)
     return epoch, permutation(count, *key, epoch)(position)

@@ -1,7 +1,9 @@
-"""Examples for preference objectives: pairs of a chosen and a rejected row, or rows with a label, and their batches.
+"""Examples for preference objectives: pairs of a chosen and a rejected row, or rows with a label,
+and their batches.
 
-Rows are tokenised as TRL does: prompt and completion together, as the model meets them, and the completion begins where
-these tokens part from those of the prompt alone. A pair without a prompt has one: what its sides begin with alike.
+Rows are tokenised as TRL does: prompt and completion together, as the model meets them, and the
+completion begins where these tokens part from those of the prompt alone. A pair without a prompt
+has one: what its sides begin with alike.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ if TYPE_CHECKING:
 __all__ = ["EXAMPLE", "ExampleColumn", "PreferenceDataset", "prepare_preferences"]
 
 EXAMPLE = "example"
-"""The name, in a micro-batch, of int64 `[rows, 7]`, with the values that `Of` names for each row."""
+"""The name, in a micro-batch, of int64 `[rows, 7]`, with the values that `Of` names for each
+row.
+"""
 
 
 class ExampleColumn(IntEnum):
@@ -61,11 +65,13 @@ TokenRow = dict[str, list[int]]
 
 
 class PreferenceDataset(Sequence[list[TokenRow]]):
-    """Examples in order: each a list of its rows, `[chosen, rejected]`, or one row. `rows`: of all examples, one after
-    the other; labels are -100 in the prompts. `labels`: whether each example is desirable; None: examples are pairs.
-    `max_length`: rows are cut at this many tokens."""
+    """Examples in order: each a list of its rows, `[chosen, rejected]`, or one row. `rows`: of all
+    examples, one after the other; labels are -100 in the prompts. `labels`: whether each example is
+    desirable; None: examples are pairs. `max_length`: rows are cut at this many tokens."""
 
-    def __init__(self, rows: TokenDataset, labels: npt.NDArray[np.int64] | None, max_length: int) -> None:
+    def __init__(
+        self, rows: TokenDataset, labels: npt.NDArray[np.int64] | None, max_length: int
+    ) -> None:
         self.rows = rows
         self._labels = labels
         self._max_length = max_length
@@ -83,14 +89,18 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
     def __getitem__(self, index: int | slice) -> list[TokenRow] | list[list[TokenRow]]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        return [self._cut(self.rows[index * self.rows_each + side]) for side in range(self.rows_each)]
+        return [
+            self._cut(self.rows[index * self.rows_each + side]) for side in range(self.rows_each)
+        ]
 
     def _cut(self, row: TokenRow) -> TokenRow:
         return {name: values[: self._max_length] for name, values in row.items()}
 
     @property
     def lengths(self) -> npt.NDArray[np.int32]:
-        """The length of each example's longest row in tokens, int32 `[examples]`; no token is read for it."""
+        """The length of each example's longest row in tokens, int32 `[examples]`; no token is
+        read for it.
+        """
         longest: npt.NDArray[np.int32] = self.rows.lengths.reshape(-1, self.rows_each).max(axis=1)
         return np.minimum(longest, self._max_length)
 
@@ -107,8 +117,12 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
         labels = None if self._labels is None else self._labels[indices]
         return PreferenceDataset(self.rows.select(rows), labels, self._max_length)
 
-    def split(self, eval_split: float | int, seed: int) -> tuple[PreferenceDataset, PreferenceDataset]:
-        """Examples to train on and examples to evaluate on, drawn as `TokenDataset.split` draws rows."""
+    def split(
+        self, eval_split: float | int, seed: int
+    ) -> tuple[PreferenceDataset, PreferenceDataset]:
+        """Examples to train on and examples to evaluate on, drawn as `TokenDataset.split` draws
+        rows.
+        """
         chosen = eval_mask(len(self), eval_split, seed)
         return self.select(np.flatnonzero(~chosen)), self.select(np.flatnonzero(chosen))
 
@@ -118,16 +132,24 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
         return min(self._max_length, max(map(self.rows.num_tokens, rows)))
 
     def batch_of(
-        self, examples: Sequence[int], mine: Sequence[int], pad_token_id: int = 0, number: int = 0, count: int = 1
+        self,
+        examples: Sequence[int],
+        mine: Sequence[int],
+        pad_token_id: int = 0,
+        number: int = 0,
+        count: int = 1,
     ) -> Batch:
-        """Return the rows of `mine`, which this process has of a batch of `examples`, the `number`-th of `count` in its
-        step. Each row of labelled examples also comes with the completion of the one before it in the batch, the first
-        with that of the last: `mismatched_input_ids` and so on."""
+        """Return the rows of `mine`, which this process has of a batch of `examples`, the
+        `number`-th of `count` in its step. Each row of labelled examples also comes with the
+        completion of the one before it in the batch, the first with that of the last:
+        `mismatched_input_ids` and so on."""
         rows = [row for index in mine for row in self[index]]
         batch = collate(rows, pad_token_id, untrained=True)
         about = torch.zeros((len(rows), len(ExampleColumn)), dtype=torch.long)
         first_rows = [self[index][0] for index in examples]
-        chosen_rows = [row for row, index in zip(first_rows, examples, strict=True) if self._label(index, 0)]
+        chosen_rows = [
+            row for row, index in zip(first_rows, examples, strict=True) if self._label(index, 0)
+        ]
         about[:, ExampleColumn.TOKENS] = sum(
             sum(label != IGNORED for label in row["labels"][1:]) for row in chosen_rows
         )
@@ -141,7 +163,9 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
             about[number, ExampleColumn.LABEL] = self._label(index, number % self.rows_each)
         batch[EXAMPLE] = about  # type: ignore[literal-required] # of rows alone
         if self._labels is not None:
-            mismatched = collate([self._mismatched(index, examples[at[index] - 1]) for index in mine], untrained=True)
+            mismatched = collate(
+                [self._mismatched(index, examples[at[index] - 1]) for index in mine], untrained=True
+            )
             mismatched.setdefault("attention_mask", torch.ones_like(mismatched["input_ids"]))
             batch.update({f"mismatched_{name}": tensor for name, tensor in mismatched.items()})  # type: ignore[typeddict-item]
         return batch
@@ -157,7 +181,9 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
         begins = _start(completion_row["labels"])
         completion = completion_row["input_ids"][begins:]
         labels = [IGNORED] * start + completion
-        return self._cut({"input_ids": prompt_row["input_ids"][:start] + completion, "labels": labels})
+        return self._cut(
+            {"input_ids": prompt_row["input_ids"][:start] + completion, "labels": labels}
+        )
 
 
 def prepare_preferences(
@@ -171,9 +197,10 @@ def prepare_preferences(
     forms: Forms | None = None,
     cache: Path | None = None,
 ) -> PreferenceDataset:
-    """Read and tokenise examples, given and cached as `prepare_data` takes them; with `labelled` they are rows with a
-    label, which a pair is made two of. "drop" leaves out the example of a longer row; so is one of which no token of a
-    completion would be left. `DataError`: no rows, a malformed row (named by file and line), or none left."""
+    """Read and tokenise examples, given and cached as `prepare_data` takes them; with `labelled`
+    they are rows with a label, which a pair is made two of. "drop" leaves out the example of a
+    longer row; so is one of which no token of a completion would be left. `DataError`: no rows, a
+    malformed row (named by file and line), or none left."""
     forms = forms or Forms()
     tokenizer = forms.with_template(tokenizer)
     date = date_for(tokenizer, forms.template_date)
@@ -181,7 +208,9 @@ def prepare_preferences(
     def gather(rows: Iterable[Row], _: Row | None = None) -> Columns:
         columns = Columns()
         remarks = Remarks()
-        for row, examples, ahead in _read(map(forms.renamed, rows), tokenizer, date, labelled=labelled):
+        for row, examples, ahead in _read(
+            map(forms.renamed, rows), tokenizer, date, labelled=labelled
+        ):
             if examples is None:
                 columns.leave_out(row)
                 continue
@@ -194,42 +223,59 @@ def prepare_preferences(
                     continue
                 mark = GOOD * label | SECOND * (number > 0)
                 for ids, learnt in tokens:
-                    # Labelled rows stay whole, because completions also stand behind shorter prompts.
+                    # Labelled rows stay whole, because completions also stand behind shorter
+                    # prompts.
                     end = len(ids) if labelled else max_length
                     columns.append(row, ids[:end], learnt[:end], learnt[max_length:], mark)
         columns.remarks = remarks.counts
         return columns
 
-    settings: dict[str, Any] = {"task": "kto" if labelled else "pairs", "columns": dict(forms.columns)}
+    settings: dict[str, Any] = {
+        "task": "kto" if labelled else "pairs",
+        "columns": dict(forms.columns),
+    }
     settings |= {"max_length": max_length, "overlong": overlong, "vocab_size": vocab_size}
     settings |= {} if date is None else {"template_date": date}
     rows = TokenDataset(table_of(data, gather, tokenizer, settings, cache))
     marks = rows.marks[:: 1 if labelled else 2]
-    dataset = PreferenceDataset(rows, (marks & GOOD).astype(np.int64) if labelled else None, max_length)
-    # Rejected rows come after all chosen ones, because next to a row with its prompt a completion is not mismatched.
+    dataset = PreferenceDataset(
+        rows, (marks & GOOD).astype(np.int64) if labelled else None, max_length
+    )
+    # Rejected rows come after all chosen ones, because next to a row with its prompt a completion
+    # is not mismatched.
     second = (marks & SECOND) > 0
     return dataset.select(np.argsort(second, kind="stable")) if second.any() else dataset
 
 
-def _fits(row: Row, tokens: Sequence[tuple[list[int], list[int]]], max_length: int, overlong: Overlong) -> bool:
-    """Whether the rows of an example are kept: they are short enough, or some of each completion is left of them."""
+def _fits(
+    row: Row, tokens: Sequence[tuple[list[int], list[int]]], max_length: int, overlong: Overlong
+) -> bool:
+    """Whether the rows of an example are kept: they are short enough, or some of each completion
+    is left of them.
+    """
     longest = max(len(ids) for ids, _ in tokens)
     if longest > max_length and overlong == "error":
         how = "raise max_length, shorten the row, or set overlong to truncate or drop"
-        raise row.broken(f"the row has {longest:,} tokens, more than max_length={max_length:,}", how=how)
+        raise row.broken(
+            f"the row has {longest:,} tokens, more than max_length={max_length:,}", how=how
+        )
     start = min(_start(learnt) for _, learnt in tokens)
     return longest <= max_length or (overlong != "drop" and start < max_length)
 
 
 GOOD = 1
 SECOND = 2
-"""What rows of examples are marked with: desirable; the second of two examples that a pair was made of."""
+"""What rows of examples are marked with: desirable; the second of two examples that a pair was
+made of.
+"""
 
 Side: TypeAlias = tuple[Value, Value]
 """A prompt and a completion."""
 
 Examples: TypeAlias = list[tuple[list[Value], bool]] | None
-"""Of a row, each with its label: the prompt, and the prompt with each completion. None: the row is left out."""
+"""Of a row, each with its label: the prompt, and the prompt with each completion. None: the row
+is left out.
+"""
 
 
 def _examples(row: Row, *, labelled: bool) -> Iterator[tuple[list[Side], bool]]:
@@ -265,7 +311,9 @@ def _pair(row: Row) -> tuple[Value, Value, Value]:
     rejected = _value(row, "rejected")
     _check_alike(row, chosen, rejected)
     if chosen == rejected:
-        raise row.broken("'chosen' and 'rejected' are equal", how="remove the row, because it has no preference")
+        raise row.broken(
+            "'chosen' and 'rejected' are equal", how="remove the row, because it has no preference"
+        )
     if row.values.get("prompt") is not None:
         prompt = _value(row, "prompt", may_be_empty=True)
         _check_alike(row, prompt, chosen)
@@ -274,7 +322,10 @@ def _pair(row: Row) -> tuple[Value, Value, Value]:
     if isinstance(chosen, str) and end > 0 and chosen[end - 1] == " ":
         end -= 1  # because tokens of words begin with the space before them
     if not isinstance(chosen, str) and end == 0:
-        raise row.broken("'chosen' and 'rejected' begin differently, so they have no prompt", how="give a 'prompt'")
+        raise row.broken(
+            "'chosen' and 'rejected' begin differently, so they have no prompt",
+            how="give a 'prompt'",
+        )
     return chosen[:end], chosen[end:], rejected[end:]
 
 
@@ -288,7 +339,9 @@ def _value(row: Row, column: str, *, may_be_empty: bool = False) -> Value:
     """Return a column that holds text or messages, checked as those of other rows are."""
     value: Any = row.values[column]
     if not isinstance(value, str):
-        return read_messages(Row({"messages": value}, row.source, row.line), "messages", {}).messages
+        return read_messages(
+            Row({"messages": value}, row.source, row.line), "messages", {}
+        ).messages
     if not (may_be_empty and not value):
         parse(Row({"text": value}, row.source, row.line), ("text",), chat_template=False)
     return str(value)
@@ -297,8 +350,9 @@ def _value(row: Row, column: str, *, may_be_empty: bool = False) -> Value:
 def _read(
     rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, date: str | None, *, labelled: bool
 ) -> Iterator[tuple[Row, Examples, Ahead]]:
-    """Yield each row with its examples and what templates have written for them, of several rows at once, because that
-    is faster. What is wrong with a row is raised after those before it are yielded."""
+    """Yield each row with its examples and what templates have written for them, of several rows at
+    once, because that is faster. What is wrong with a row is raised after those before it are
+    yielded."""
     for batch in _batches(rows, labelled=labelled):
         asked = []
         for row, examples in batch:
@@ -308,7 +362,9 @@ def _read(
                         template = open_template(tokenizer, read_tools(row), row, date)
                         asked.append((template, prompt, True))
                         asked += [
-                            (template, conversation, False) for conversation in wholes if isinstance(conversation, list)
+                            (template, conversation, False)
+                            for conversation in wholes
+                            if isinstance(conversation, list)
                         ]
         ahead = render_ahead(asked)
         yield from ((row, examples, ahead) for row, examples in batch)
@@ -345,19 +401,30 @@ class _Encoding(NamedTuple):
     ahead: Ahead
 
     def ids_of(self, value: Value, *, is_prompt: bool = False) -> list[int]:
-        """Return the tokens of a prompt, or of a prompt with a completion, which ends in the token of an end."""
+        """Return the tokens of a prompt, or of a prompt with a completion, which ends in the
+        token of an end.
+        """
         tokenizer = self.tokenizer
         row = self.row
         if not isinstance(value, str):
             template = open_template(tokenizer, read_tools(row), row, self.date, self.ahead)
-            return encoded(tokenizer, template.render(value, row, prompt=is_prompt), row, has_special=True)
+            return encoded(
+                tokenizer, template.render(value, row, prompt=is_prompt), row, has_special=True
+            )
         end = tokenizer.eos_token
         if end is None:
-            what = "the tokenizer has no end-of-sequence token, so the model cannot learn where a text ends"
-            raise DataError(what, where="tokenizer", how="set eos_token in its tokenizer_config.json")
+            what = (
+                "the tokenizer has no end-of-sequence token, so the model cannot learn where a "
+                "text ends"
+            )
+            raise DataError(
+                what, where="tokenizer", how="set eos_token in its tokenizer_config.json"
+            )
         if is_prompt:
             return encoded(tokenizer, value, row, has_special=False)
-        ids = encoded(tokenizer, value if value.endswith(end) else value + end, row, has_special=False)
+        ids = encoded(
+            tokenizer, value if value.endswith(end) else value + end, row, has_special=False
+        )
         while len(ids) > 1 and ids[-2] == ids[-1] == tokenizer.eos_token_id:
             ids.pop()  # because the data, or the tokenizer, may write it too
         return ids
@@ -366,13 +433,17 @@ class _Encoding(NamedTuple):
 def _tokenized(
     values: Sequence[Value], encoding: _Encoding, vocab_size: int | None
 ) -> list[tuple[list[int], list[int]]]:
-    """Return the tokens of each side, and labels that are -100 in the prompt, which is as long on all sides."""
+    """Return the tokens of each side, and labels that are -100 in the prompt, which is as long
+    on all sides.
+    """
     before = encoding.ids_of(values[0], is_prompt=True)
     wholes = [encoding.ids_of(value) for value in values[1:]]
     start = min(num_alike(before, ids) for ids in wholes)
     for ids in wholes:
         if len(ids) <= max(start, 1):
-            raise encoding.row.broken("a completion has no token to train on", how="remove the row, or fill it")
+            raise encoding.row.broken(
+                "a completion has no token to train on", how="remove the row, or fill it"
+            )
         check_ids(encoding.row, {"input_ids": ids}, vocab_size)
     return [(ids, [IGNORED] * start + ids[start:]) for ids in wholes]
 

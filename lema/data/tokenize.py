@@ -29,8 +29,8 @@ NOTHING = np.empty(0, np.int32)
 BATCH = 64
 BATCH_CHARACTERS = 1 << 17  # that are tokenised at once
 Draft: TypeAlias = Tokens | tuple[str, list[Span], bool] | None
-"""A row before it is tokenised: text, its trained parts, and whether it has its special tokens; or tokens that were
-given; None, where it is not to be trained on."""
+"""A row before it is tokenised: text, its trained parts, and whether it has its special tokens; or
+tokens that were given; None, where it is not to be trained on."""
 
 
 @dataclass
@@ -53,16 +53,23 @@ class Reading:
         """The tokenizer's chats."""
         assert self.tokenizer is not None
         cache = TemplateCache.of(self.tokenizer, trains_prompt=self.forms.trains_prompt)
-        return Chats(self.tokenizer, self.forms.train_on, self.remarks, cache, self.forms.template_date)
+        return Chats(
+            self.tokenizer, self.forms.train_on, self.remarks, cache, self.forms.template_date
+        )
 
 
-def tokenize_rows(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[tuple[Row, Ints, Ints]]:
-    """Yield token ids and labels of rows, none of a row that says not to be trained on. Text and completions end in the
-    end-of-sequence token, once, as a trained token: else the model never learns to stop. Tokens that the tokenizer puts
-    in front stand there once, also where the text already begins with them. `DataError`: a row is malformed, has
-    nothing to learn, or holds ids outside the vocabulary. All rows before it have been yielded."""
+def tokenize_rows(
+    rows: Iterable[tuple[Row, Kind]], reading: Reading
+) -> Iterator[tuple[Row, Ints, Ints]]:
+    """Yield token ids and labels of rows, none of a row that says not to be trained on. Text and
+    completions end in the end-of-sequence token, once, as a trained token: else the model never
+    learns to stop. Tokens that the tokenizer puts in front stand there once, also where the text
+    already begins with them. `DataError`: a row is malformed, has nothing to learn, or holds ids
+    outside the vocabulary. All rows before it have been yielded."""
     for drafts in _drafts(rows, reading):
-        encoded = iter([reading.tokenize(*draft) for _, draft in drafts if isinstance(draft, tuple)])
+        encoded = iter(
+            [reading.tokenize(*draft) for _, draft in drafts if isinstance(draft, tuple)]
+        )
         for row, draft in drafts:
             if draft is None:
                 yield row, NOTHING, NOTHING
@@ -74,7 +81,9 @@ def tokenize_rows(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterato
             else:
                 ids, learnt = next(encoded)
                 if not draft[2]:
-                    ids, learnt = _bordered(ids, learnt, cast("PreTrainedTokenizerBase", reading.tokenizer))
+                    ids, learnt = _bordered(
+                        ids, learnt, cast("PreTrainedTokenizerBase", reading.tokenizer)
+                    )
                 check_ids(row, {"input_ids": ids}, reading.vocab_size)
                 labels = np.where(learnt, ids, np.int32(IGNORED))
             if num_trained(labels) == 0:
@@ -83,9 +92,11 @@ def tokenize_rows(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterato
             yield row, ids, labels
 
 
-def _drafts(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[list[tuple[Row, Draft]]]:
-    """Yield rows before they are tokenised, several at once, because a processor is faster at one thing after another;
-    what is wrong with a row is raised after those before it are yielded."""
+def _drafts(
+    rows: Iterable[tuple[Row, Kind]], reading: Reading
+) -> Iterator[list[tuple[Row, Draft]]]:
+    """Yield rows before they are tokenised, several at once, because a processor is faster at one
+    thing after another; what is wrong with a row is raised after those before it are yielded."""
     for examples in _examples(rows, reading):
         chats = [(example, row) for row, example in examples if isinstance(example, Chat)]
         if chats:
@@ -103,7 +114,9 @@ def _drafts(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[list
         yield drafts
 
 
-def _examples(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[list[tuple[Row, Example | None]]]:
+def _examples(
+    rows: Iterable[tuple[Row, Kind]], reading: Reading
+) -> Iterator[list[tuple[Row, Example | None]]]:
     """Yield what rows hold, of several at once; None, of a row that is not to be trained on."""
     examples = list[tuple[Row, Example | None]]()
     size = 0
@@ -128,20 +141,31 @@ def _size(example: Example | None) -> int:
         return 64 * len(example.ids)  # a Python number takes more memory than a character
     if isinstance(example, Chat):
         texts = (message.get("content") for message in example.messages)
-        return sum(len(text) if isinstance(text, str) else BATCH_CHARACTERS // BATCH for text in texts)
+        return sum(
+            len(text) if isinstance(text, str) else BATCH_CHARACTERS // BATCH for text in texts
+        )
     return len(example.prompt) + len(example.completion) if example is not None else 0
 
 
 def _example(row: Row, kind: Kind, reading: Reading) -> Example:
     tokenizer = reading.tokenizer
-    if tokenizer is not None and kind[0] in ("text", "prompt", "instruction") and tokenizer.eos_token_id is None:
-        what = "the tokenizer has no end-of-sequence token, so the model cannot learn where a text ends"
+    if (
+        tokenizer is not None
+        and kind[0] in ("text", "prompt", "instruction")
+        and tokenizer.eos_token_id is None
+    ):
+        what = (
+            "the tokenizer has no end-of-sequence token, so the model cannot learn where a "
+            "text ends"
+        )
         how = "set eos_token in its tokenizer_config.json"
         raise DataError(what, where=str(tokenizer.name_or_path) or "tokenizer", how=how)
     has_template = tokenizer is not None and bool(tokenizer.chat_template)
     example = parse(row, kind, chat_template=has_template, forms=reading.forms)
     if tokenizer is None and not isinstance(example, Tokens):
-        raise row.broken(f"the data are '{kind[0]}' and there is no tokenizer", how="give the model's tokenizer")
+        raise row.broken(
+            f"the data are '{kind[0]}' and there is no tokenizer", how="give the model's tokenizer"
+        )
     return example
 
 
@@ -156,7 +180,9 @@ def _draft(row: Row, example: Example, reading: Reading) -> Draft:
 
 
 def _bordered(ids: Ints, learnt: Learnt, tokenizer: PreTrainedTokenizerBase) -> tuple[Ints, Learnt]:
-    """The tokens with one that begins a sequence, at most, and one that ends it, which is trained on."""
+    """The tokens with one that begins a sequence, at most, and one that ends it, which is
+    trained on.
+    """
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
     first = int(bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos)

@@ -1,10 +1,12 @@
-"""Visits of layers whose experts are leased in groups: what is no expert, then each group for all micro-batches.
+"""Visits of layers whose experts are leased in groups: what is no expert, then each group for all
+micro-batches.
 
-Every micro-batch runs through the layer as far as it goes without the experts' result, and waits there
-(`lema.model.flow.Suspended`). Then each group of experts is leased in turn, and adds what it makes of the tokens that
-are routed to it. In the backward the same groups come the other way round, between two parts of each micro-batch's
-backward; what each keeps of the layer waits on the device until then, or is let go and made again
-(`Engine.runs_again`). docs/internals/experts.md has the reasons.
+Every micro-batch runs through the layer as far as it goes without the experts' result, and waits
+there (`lema.model.flow.Suspended`). Then each group of experts is leased in turn, and adds what it
+makes of the tokens that are routed to it. In the backward the same groups come the other way round,
+between two parts of each micro-batch's backward; what each keeps of the layer waits on the device
+until then, or is let go and made again (`Engine.runs_again`). docs/internals/experts.md has the
+reasons.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ Sums = dict[nn.Parameter, Tensor]
 
 @dataclass(frozen=True)
 class _Groups:
-    """The groups of experts of one layer, which is on lease; `at` says where memory runs out, if somebody asks."""
+    """The groups of experts of one layer, which is on lease; `at` says where memory runs out, if
+    somebody asks.
+    """
 
     split: Split
     stream: LayerStream
@@ -51,14 +55,22 @@ class _Groups:
         span = self.stream.trace.span(direction, name)
         experts = self.split.experts_of(layer)
         assert experts is not None
-        with self.at(f"in the {direction} of {name}"), self.stream.lease(group.number) as group_lease, span:
+        with (
+            self.at(f"in the {direction} of {name}"),
+            self.stream.lease(group.number) as group_lease,
+            span,
+        ):
             weights = self.split.renamed(layer, {**self.lease.weights, **group_lease.weights})
             with experts.narrowed(weights, group) as narrowed:
                 yield narrowed
 
     @torch.no_grad()
-    def results(self, expert_inputs: Sequence[ExpertInputs], direction: Direction = "forward") -> list[Tensor]:
-        """Return the experts' outputs for their inputs from each micro-batch, `[tokens, hidden]`."""
+    def results(
+        self, expert_inputs: Sequence[ExpertInputs], direction: Direction = "forward"
+    ) -> list[Tensor]:
+        """Return the experts' outputs for their inputs from each micro-batch, `[tokens,
+        hidden]`.
+        """
         groups = self.split.groups[self.lease.layer]
         routed = [Routed.of(inputs, groups) for inputs in expert_inputs]
         sums = [routing.sums() for routing in routed]
@@ -77,8 +89,9 @@ class _Groups:
     def differentiated(
         self, expert_inputs: Sequence[ExpertInputs], gradients: Sequence[Tensor], sums: Sums
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return of each micro-batch the gradients of what the experts were given: hidden states, and weights of
-        experts; `gradients` are those of the experts' results. Those of the experts' adapters are added to `sums`."""
+        """Return of each micro-batch the gradients of what the experts were given: hidden states,
+        and weights of experts; `gradients` are those of the experts' results. Those of the experts'
+        adapters are added to `sums`."""
         groups = self.split.groups[self.lease.layer]
         routed = [Routed.of(inputs, groups) for inputs in expert_inputs]
         by_hidden = [routing.sums() for routing in routed]
@@ -86,11 +99,15 @@ class _Groups:
         for number in reversed(range(len(groups))):
             with self._leased(groups[number], "backward") as experts:
                 adapted = [
-                    leaf_and_sum for adapter_factors in experts.factors for leaf_and_sum in adapter_factors.sums(sums)
+                    leaf_and_sum
+                    for adapter_factors in experts.factors
+                    for leaf_and_sum in adapter_factors.sums(sums)
                 ]
                 leaves = [leaf for leaf, _ in adapted]
                 trained = experts.trained()
-                for routing, gradient, states, factors in zip(routed, gradients, by_hidden, by_weights, strict=True):
+                for routing, gradient, states, factors in zip(
+                    routed, gradients, by_hidden, by_weights, strict=True
+                ):
                     if not len(routing.pairs[number]):
                         continue
                     tokens, (hidden, chosen, expert_weights) = routing.of_group(number)
@@ -118,8 +135,12 @@ class _Groups:
 def call_in_groups(
     split: Split, stream: LayerStream, lease: Lease, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call a layer's own forward as `Split.call_layer` does, its experts in groups; no gradient is formed."""
-    half = split.suspended(lease.layer, lambda: split.call_layer(lease.layer, lease.weights, args, kwargs))
+    """Call a layer's own forward as `Split.call_layer` does, its experts in groups; no gradient
+    is formed.
+    """
+    half = split.suspended(
+        lease.layer, lambda: split.call_layer(lease.layer, lease.weights, args, kwargs)
+    )
     return half.resume(_Groups(split, stream, lease).results([(None, half.expert_inputs)])[0])
 
 
@@ -138,16 +159,24 @@ def _resumed(engine: Engine, call: LayerCall, half: Suspended, result: Tensor) -
     return output
 
 
-def through_groups(engine: Engine, lease: Lease, calls: Sequence[LayerCall], hidden: Iterable[Tensor]) -> list[Tensor]:
-    """Run every micro-batch through a layer that is on lease, and whose experts are leased in groups here. Nothing of a
-    graph is kept; that there is one says of what routers make whether it will have a gradient."""
+def through_groups(
+    engine: Engine, lease: Lease, calls: Sequence[LayerCall], hidden: Iterable[Tensor]
+) -> list[Tensor]:
+    """Run every micro-batch through a layer that is on lease, and whose experts are leased in
+    groups here. Nothing of a graph is kept; that there is one says of what routers make whether it
+    will have a gradient."""
     halves = list[Suspended]()
     for call, state in zip(calls, hidden, strict=True):
         engine.stop.poll()
-        with saved_tensors_hooks(lambda _: None, _forgotten), torch.set_grad_enabled(call.routers is not None):
+        with (
+            saved_tensors_hooks(lambda _: None, _forgotten),
+            torch.set_grad_enabled(call.routers is not None),
+        ):
             halves.append(_half(engine, lease, call, state))
     after = engine.backend.rng_state()
-    expert_inputs = [(call.autocast, half.expert_inputs) for call, half in zip(calls, halves, strict=True)]
+    expert_inputs = [
+        (call.autocast, half.expert_inputs) for call, half in zip(calls, halves, strict=True)
+    ]
     results = _Groups(engine.split, engine.stream, lease, engine.retry.at).results(expert_inputs)
     outputs = []
     for index, (call, half) in enumerate(zip(calls, halves, strict=True)):
@@ -164,7 +193,9 @@ def _forgotten(_: None) -> Tensor:
 
 @dataclass(eq=False)
 class GroupedVisit:
-    """One layer, forward and backward, over all micro-batches of a step, its experts leased in groups."""
+    """One layer, forward and backward, over all micro-batches of a step, its experts leased in
+    groups.
+    """
 
     _engine: Engine
     _layer: int
@@ -188,18 +219,27 @@ class GroupedVisit:
         def layer_inputs() -> Iterator[Tensor]:
             for index, (state, needs) in enumerate(zip(hidden, needs_grad, strict=True)):
                 self._states.append(engine.generator_state())
-                yield self._boundaries.keep(layer, index, state).detach().requires_grad_(needs and self._routers)
+                yield (
+                    self._boundaries.keep(layer, index, state)
+                    .detach()
+                    .requires_grad_(needs and self._routers)
+                )
 
         with engine.leased(layer, "forward") as lease:
             outputs = through_groups(engine, lease, calls, layer_inputs())
         return tuple(
             tensor.detach()
             for output, call in zip(outputs, calls, strict=True)
-            for tensor in (output, *(logits for logits in call.routers or () if logits.requires_grad))
+            for tensor in (
+                output,
+                *(logits for logits in call.routers or () if logits.requires_grad),
+            )
         )
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Turn the gradients of the outputs into those of the inputs; adapters' gradients are added to `.grad`."""
+        """Turn the gradients of the outputs into those of the inputs; adapters' gradients are
+        added to `.grad`.
+        """
         engine = self._engine
         layer = self._layer
         again = differentiated_again()
@@ -211,7 +251,8 @@ class GroupedVisit:
             parts = list[_Part]()
             for index, (call, state) in enumerate(zip(self._calls, self._states, strict=True)):
                 with self._boundaries.fetch(layer, index, again=again) as boundary:
-                    # A copy, because the layer waits for its experts longer than a boundary is kept here.
+                    # A copy, because the layer waits for its experts longer than a boundary is kept
+                    # here.
                     copied = boundary.detach().clone().requires_grad_(self._needs[index])
                     parts.append(_Part(engine, lease, call, copied, state, self._routers))
                     parts[-1].run()
@@ -222,7 +263,9 @@ class GroupedVisit:
             reads_values = any(part.reads_values for part in parts)
             expert_inputs = [part.expert_inputs for part in parts]
             results = list[Tensor]()
-            values: list[Any] = groups.results(expert_inputs, "backward") if reads_values else [None] * len(parts)
+            values: list[Any] = (
+                groups.results(expert_inputs, "backward") if reads_values else [None] * len(parts)
+            )
             for index, part in enumerate(parts):
                 results.append(part.begin(gradients[index * num_outputs], values[index]))
                 values[index] = None
@@ -234,7 +277,8 @@ class GroupedVisit:
                 part = parts.pop(0)
                 results[index] = torch.empty(0)
                 roots = part.roots(
-                    *expert_gradients.pop(0), gradients[index * num_outputs + 1 : (index + 1) * num_outputs]
+                    *expert_gradients.pop(0),
+                    gradients[index * num_outputs + 1 : (index + 1) * num_outputs],
                 )
                 torch.autograd.backward([*roots], [*roots.values()])
                 of_inputs.append(part.input.grad)
@@ -248,8 +292,9 @@ class GroupedVisit:
 
 @dataclass(eq=False)
 class _Part:
-    """One micro-batch in the backward of a layer, which stops at the experts and goes on behind them. What comes before
-    them has a graph, which waits; or is let go, and made again at the end by another run."""
+    """One micro-batch in the backward of a layer, which stops at the experts and goes on behind
+    them. What comes before them has a graph, which waits; or is let go, and made again at the end
+    by another run."""
 
     _engine: Engine
     _lease: Lease
@@ -278,8 +323,8 @@ class _Part:
         self.routers = [logits for logits in call.routers or () if logits.requires_grad]
 
     def probe(self) -> None:
-        """Make what the layer returns of a result of zeros, which is as good unless the backward looks at its values;
-        note whether it does."""
+        """Make what the layer returns of a result of zeros, which is as good unless the backward
+        looks at its values; note whether it does."""
         assert self._half is not None
         with self._half.looking() as observed:
             self.made_of(torch.zeros_like(self._half.expert_inputs[0]))
@@ -291,7 +336,9 @@ class _Part:
         self._again = True
         self._half = self._half.detached()
         router_logits = self._call.routers or []
-        router_logits[:] = [logits.detach().requires_grad_(logits.requires_grad) for logits in router_logits]
+        router_logits[:] = [
+            logits.detach().requires_grad_(logits.requires_grad) for logits in router_logits
+        ]
         self.expert_inputs = (self._call.autocast, self._half.expert_inputs)
         self.routers = []
         self.output = self._result = None
@@ -306,24 +353,30 @@ class _Part:
         return self.output
 
     def begin(self, gradient: Tensor, result: Tensor | None = None) -> Tensor:
-        """Return the gradient of the experts' result, given that of what the layer returns. The `result` is where its
-        values are wanted and not there yet."""
+        """Return the gradient of the experts' result, given that of what the layer returns. The
+        `result` is where its values are wanted and not there yet."""
         if result is not None or self.output is None:
             self.made_of(torch.zeros_like(self.expert_inputs[1][0]) if result is None else result)
         assert self.output is not None and self._result is not None
         self._gradient = gradient
-        (result_gradient,) = torch.autograd.grad(self.output, [self._result], gradient, retain_graph=not self._again)
+        (result_gradient,) = torch.autograd.grad(
+            self.output, [self._result], gradient, retain_graph=not self._again
+        )
         if self._again:  # only the experts' inputs are needed, or only their result
             self._half = self.output = None
             self._result = self._result if self.reads_values else None
         return result_gradient
 
-    def roots(self, by_hidden: Tensor, by_weights: Tensor, routers: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-        """Return all that is differentiated in the end, with gradients: of what the experts were given, and of what
-        routers made, these."""
+    def roots(
+        self, by_hidden: Tensor, by_weights: Tensor, routers: Sequence[Tensor]
+    ) -> dict[Tensor, Tensor]:
+        """Return all that is differentiated in the end, with gradients: of what the experts were
+        given, and of what routers made, these."""
         if self._again:
             self.run()
-            self.made_of(torch.zeros_like(self.expert_inputs[1][0]) if self._result is None else self._result)
+            self.made_of(
+                torch.zeros_like(self.expert_inputs[1][0]) if self._result is None else self._result
+            )
         self._call.routers = None
         hidden, _, weights = self.expert_inputs[1]
         assert self.output is not None
@@ -340,21 +393,26 @@ def top_in_groups(
     hidden: Sequence[Tensor],
     needs_grad: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor | None], list[list[tuple[Tensor, Tensor | None]]]]:
-    """Run all micro-batches through the top layer, the head and the loss, and back; return the loss, the gradients of
-    what was given, and what else has gradients, with these, of each micro-batch."""
+    """Run all micro-batches through the top layer, the head and the loss, and back; return the
+    loss, the gradients of what was given, and what else has gradients, with these, of each
+    micro-batch."""
     top = engine.split.num_layers - 1
     parts = list[_Part]()
     after = engine.backend.rng_state()
     groups = _Groups(engine.split, engine.stream, lease, engine.retry.at)
     for call, state, needs in zip(calls, hidden, needs_grad, strict=True):
         leaf = state.detach().requires_grad_(needs)
-        parts.append(_Part(engine, lease, call, leaf, engine.generator_state(), call.routers is not None))
+        parts.append(
+            _Part(engine, lease, call, leaf, engine.generator_state(), call.routers is not None)
+        )
         parts[-1].run()
         after = engine.backend.rng_state()
         if engine.runs_again:
             parts[-1].probe()
             parts[-1].let_go()
-            engine.backend.set_rng_state(after)  # because a look draws the part after the experts again
+            engine.backend.set_rng_state(
+                after
+            )  # because a look draws the part after the experts again
     results = groups.results([part.expert_inputs for part in parts])
     shares = list[Tensor]()
     routed = list[list[Tensor]]()
@@ -371,13 +429,21 @@ def top_in_groups(
         if engine.routers is not None:
             share, router_gradients = engine.routers.loss_and_grad(index)
             value = value + share
-        routed.append([by for logits in call.routers or () if (by := router_gradients.pop(logits)) is not None])
+        routed.append(
+            [
+                by
+                for logits in call.routers or ()
+                if (by := router_gradients.pop(logits)) is not None
+            ]
+        )
         below.append([*router_gradients.values()])
         shares.append(value)
         results[index] = part.begin(gradient)
         del output, gradient
     adapters: Sums = {}
-    expert_gradients = groups.differentiated([part.expert_inputs for part in parts], results, adapters)
+    expert_gradients = groups.differentiated(
+        [part.expert_inputs for part in parts], results, adapters
+    )
     inputs = list[Tensor | None]()
     formed = list[list[tuple[Tensor, Tensor | None]]]()
     for index, call in enumerate(calls):
@@ -385,10 +451,14 @@ def top_in_groups(
         results[index] = torch.empty(0)
         roots = part.roots(*expert_gradients.pop(0), routed[index])
         needs = part.input.requires_grad
-        call_tensors = [tensor for tensor in tensors_in(call.captured_values) if tensor.requires_grad]
+        call_tensors = [
+            tensor for tensor in tensors_in(call.captured_values) if tensor.requires_grad
+        ]
         grad_inputs: list[Tensor] = [*[part.input] * needs, *engine.adapters_of(top), *call_tensors]
         gradients = (
-            torch.autograd.grad([*roots], grad_inputs, [*roots.values()], allow_unused=True) if grad_inputs else ()
+            torch.autograd.grad([*roots], grad_inputs, [*roots.values()], allow_unused=True)
+            if grad_inputs
+            else ()
         )
         engine.observe(top, gradients[:needs])
         inputs += [gradients[0] if needs else None, *below[index]]

@@ -1,6 +1,8 @@
-"""How numbers come out: products in fp32 rounded as fp32 or as TF32, and sums in an order that is always the same.
+"""How numbers come out: products in fp32 rounded as fp32 or as TF32, and sums in an order that is
+always the same.
 
-torch keeps these switches for the whole process. They are set as long as a model is open, and put back when it closes.
+torch keeps these switches for the whole process. They are set as long as a model is open, and put
+back when it closes.
 """
 
 from __future__ import annotations
@@ -46,13 +48,16 @@ OPERATIONS = ("matmul", "conv", "rnn")
 
 
 class ProductPrecision:
-    """The precision of fp32 products from now on, until it is put back: `tf32`, on devices that do that, or fp32.
+    """The precision of fp32 products from now on, until it is put back: `tf32`, on devices that do
+    that, or fp32.
 
-    Torch has two generations of switches. The old ones are one for products and one for convolutions, which torch
-    rounds as TF32 unless it is told not to. The new ones, `fp32_precision`, form a tree: one for everything, one for
-    each library, one for each of its operations. The old ones write to the new ones, but not the other way round, and
-    torch refuses to read an old one that a new one contradicts. So the switches above the operations are taken out of
-    force, and the operations set by the old ones: then both generations say the same, whoever asks.
+    Torch has two generations of switches. The old ones are one for products and one for
+    convolutions, which torch rounds as TF32 unless it is told not to. The new ones,
+    `fp32_precision`, form a tree: one for everything, one for each library, one for each of its
+    operations. The old ones write to the new ones, but not the other way round, and torch refuses
+    to read an old one that a new one contradicts. So the switches above the operations are taken
+    out of force, and the operations set by the old ones: then both generations say the same,
+    whoever asks.
     """
 
     def __init__(self, tf32: bool) -> None:
@@ -82,13 +87,17 @@ class ProductPrecision:
 class _Precision:
     """What all switches say, each for itself."""
 
-    old: tuple[str | None, bool | None]  # of products and of convolutions; None: contradicted by a new switch
+    old: tuple[
+        str | None, bool | None
+    ]  # of products and of convolutions; None: contradicted by a new switch
     above: tuple[str, ...]
     operations: tuple[str, ...]
 
     @classmethod
     def now(cls) -> _Precision:
-        """Read all switches. Those above are out of force meanwhile, because they speak for those below."""
+        """Read all switches. Those above are out of force meanwhile, because they speak for
+        those below.
+        """
         above = []
         effective = [switch.fp32_precision for switch in _operations()]
         for switch in _above():
@@ -104,7 +113,9 @@ class _Precision:
         return precision
 
     def restore_above(self) -> None:
-        """Set the switches for several operations, the widest last, because another's setter may set that one too."""
+        """Set the switches for several operations, the widest last, because another's setter may
+        set that one too.
+        """
         for switch, value in reversed([*zip(_above(), self.above, strict=True)]):
             _write(switch, value)
 
@@ -120,7 +131,9 @@ class _Precision:
 
 
 def _above() -> list[Any]:
-    """Return what has torch's new switch for several operations, the widest first; without new switches nothing."""
+    """Return what has torch's new switch for several operations, the widest first; without new
+    switches nothing.
+    """
     return [library for library in _libraries() if hasattr(library, "fp32_precision")]
 
 
@@ -131,19 +144,29 @@ def _operations() -> list[Any]:
 
 
 def _libraries() -> list[Any]:
-    """Return `torch.backends` and torch's modules for its libraries, by which none needs to be named here."""
+    """Return `torch.backends` and torch's modules for its libraries, by which none needs to be
+    named here.
+    """
     inside = f"{torch.backends.__name__}."  # asked first, because thousands of modules are loaded
-    below = [module for name, module in sys.modules.items() if name.startswith(inside) and name.count(".") == 2]
+    below = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith(inside) and name.count(".") == 2
+    ]
     return [torch.backends, *below]
 
 
 def _write(switch: Any, value: str) -> None:
-    if switch.fp32_precision != value:  # because some of torch's setters set the switch for everything
+    if (
+        switch.fp32_precision != value
+    ):  # because some of torch's setters set the switch for everything
         switch.fp32_precision = value
 
 
 def _unless_refused(read: Callable[[], Any]) -> Any:
-    """Return what an old switch says; None: torch refuses to read it, because a new one contradicts it."""
+    """Return what an old switch says; None: torch refuses to read it, because a new one
+    contradicts it.
+    """
     try:
         return read()
     except RuntimeError:
@@ -153,9 +176,10 @@ def _unless_refused(read: Callable[[], Any]) -> Any:
 class DeterministicSums:
     """Torch's deterministic algorithms from now on, until the switches are put back.
 
-    A device adds up many numbers at once, in whatever order they arrive, unless an operation has a form that keeps one
-    order. Torch then uses that form, and refuses operations without one. A library that tries several algorithms and
-    takes the fastest could take another one next time, so it tries none.
+    A device adds up many numbers at once, in whatever order they arrive, unless an operation has a
+    form that keeps one order. Torch then uses that form, and refuses operations without one. A
+    library that tries several algorithms and takes the fastest could take another one next time, so
+    it tries none.
     """
 
     def __init__(self) -> None:
@@ -180,13 +204,18 @@ def _deterministic() -> tuple[bool, bool, bool]:
     return chosen, warns, torch.backends.cudnn.benchmark
 
 
-REFUSED = re.compile(r"(\S+) does not have a deterministic implementation")  # what torch says of an operation
-NOT_SET_IN_TIME = "Deterministic behavior was enabled"  # of a library that was used before it was told
+REFUSED = re.compile(
+    r"(\S+) does not have a deterministic implementation"
+)  # what torch says of an operation
+NOT_SET_IN_TIME = (
+    "Deterministic behavior was enabled"  # of a library that was used before it was told
+)
 
 
 @contextmanager
 def deterministic_only(location: str) -> Iterator[None]:
-    """Name the operation that torch refuses in the `with` block, because it has no deterministic form.
+    """Name the operation that torch refuses in the `with` block, because it has no deterministic
+    form.
 
     Args:
         location: where in the run the block is, as "in the forward of layer 3".
@@ -207,12 +236,23 @@ def _refusal(error: RuntimeError, location: str) -> ConfigError | None:
     refused = partial(ConfigError, where=f"deterministic: true, {location}")
     text = str(error)
     if (named := REFUSED.search(text)) is not None:
-        how = "set deterministic: false, and two runs are equal to rounding; or, where attention or experts use the "
+        how = (
+            "set deterministic: false, and two runs are equal to rounding; or, where attention "
+            "or experts use the "
+        )
         how += "operation, choose another attn_implementation or experts_implementation"
-        return refused(f"the operation {named[1]} has no deterministic form on this device", how=how)
+        return refused(
+            f"the operation {named[1]} has no deterministic form on this device", how=how
+        )
     if NOT_SET_IN_TIME in text:
         variable = re.search(r"[A-Z_]+=:\S+", text)
-        what = "a library of this device was used in this process before it was asked for deterministic results"
-        how = f"start the process with {'the variable' if variable is None else variable[0]} in its environment"
+        what = (
+            "a library of this device was used in this process before it was asked for "
+            "deterministic results"
+        )
+        how = (
+            f"start the process with {'the variable' if variable is None else variable[0]} in "
+            "its environment"
+        )
         return refused(what, how=how)
     return None

@@ -1,9 +1,10 @@
 """Retries after the device's memory ran out: attempts, each with less to hold at once.
 
-The forward of one micro-batch through one layer depends on its input and the generator alone, so it is attempted again
-on the spot, with one slot for weights fewer. A pass adds to gradients as it goes, so it is begun again, with fewer
-slots or with micro-batches of half the rows; each one's loss is weighted by the trained tokens of the whole step, so
-that changes no mathematics. What a run gave up it does not take back, and it says so in a warning.
+The forward of one micro-batch through one layer depends on its input and the generator alone, so it
+is attempted again on the spot, with one slot for weights fewer. A pass adds to gradients as it
+goes, so it is begun again, with fewer slots or with micro-batches of half the rows; each one's loss
+is weighted by the trained tokens of the whole step, so that changes no mathematics. What a run gave
+up it does not take back, and it says so in a warning.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ T = TypeVar("T")
 NOTE_PREFIX = "ran out of device memory "  # how the note on an error begins that says where
 
 GENERAL_ADVICE = (
-    "set gradient_checkpointing: true or boundary_activations: host, or lower max_length, loss_chunk_tokens or "
+    "set gradient_checkpointing: true or boundary_activations: host, or lower max_length, "
+    "loss_chunk_tokens or "
     "lora_rank; `lema plan` shows what takes how much"
 )
 
@@ -50,10 +52,11 @@ class Shortage:
 
 
 class OomRetry:
-    """The retries of a run, and what it has given up so far so that its work fits on the device. `recomputes`: whether
-    activations are recomputed; where they are not, the warning names that setting too. `cuts`: whether smaller
-    micro-batches change no mathematics of training. `location`: where the pass is now, as `at` was told last. `advise`:
-    returns the settings that would help with a shortage; set by the part of the run that knows the plan."""
+    """The retries of a run, and what it has given up so far so that its work fits on the device.
+    `recomputes`: whether activations are recomputed; where they are not, the warning names that
+    setting too. `cuts`: whether smaller micro-batches change no mathematics of training.
+    `location`: where the pass is now, as `at` was told last. `advise`: returns the settings that
+    would help with a shortage; set by the part of the run that knows the plan."""
 
     def __init__(self, stream: LayerStream, backend: Backend, state: ModelState) -> None:
         self._stream = stream
@@ -62,26 +65,37 @@ class OomRetry:
         self.recomputes = self.cuts = True
         self.location = ""
         self.advise: Callable[[Shortage], str] = lambda _: GENERAL_ADVICE
-        self._rows: dict[Purpose, int] = {}  # of the largest micro-batch, where the settings' own did not fit
-        # What was given up since the last warning: how much of it there was and is, and where memory ran out first.
+        self._rows: dict[
+            Purpose, int
+        ] = {}  # of the largest micro-batch, where the settings' own did not fit
+        # What was given up since the last warning: how much of it there was and is, and where
+        # memory ran out first.
         self._given_up: dict[str, tuple[int, int]] = {}
         self._short_at = ""
         self._passes = 0  # how many are being attempted now, one within the other
 
     @property
     def _alone(self) -> bool:
-        """Whether no other process takes part in a pass; if one does, this process cannot begin again by itself."""
+        """Whether no other process takes part in a pass; if one does, this process cannot begin
+        again by itself.
+        """
         return not self._stream.sharded
 
-    def cut(self, micro_batches: MicroBatches, purpose: Purpose = "training") -> list[Mapping[str, Tensor]]:
-        """Return the micro-batches, each with more rows than are known to fit cut into smaller ones."""
+    def cut(
+        self, micro_batches: MicroBatches, purpose: Purpose = "training"
+    ) -> list[Mapping[str, Tensor]]:
+        """Return the micro-batches, each with more rows than are known to fit cut into smaller
+        ones.
+        """
         rows = self._rows.get(purpose)
         if rows is None:
             return list(micro_batches)
         return [
             part
             for micro_batch in micro_batches
-            for part in (split_batch(micro_batch, rows) if _rows_of(micro_batch) > rows else [micro_batch])
+            for part in (
+                split_batch(micro_batch, rows) if _rows_of(micro_batch) > rows else [micro_batch]
+            )
         ]
 
     def run_pass(
@@ -93,16 +107,19 @@ class OomRetry:
         outputs: list[Any] | None = None,
         purpose: Purpose = "training",
     ) -> T:
-        """Return what `run` makes in one pass. Each attempt finds gradients, generator, what modules keep from call to
-        call, and `outputs` as the first did. It is given the micro-batches, smaller ones where they did not fit; how many
-        rows fit is remembered for each `purpose`. It adds to gradients of `parameters`, and to `outputs`.
-        `MemoryLimitError`: one row does not fit."""
+        """Return what `run` makes in one pass. Each attempt finds gradients, generator, what
+        modules keep from call to call, and `outputs` as the first did. It is given the
+        micro-batches, smaller ones where they did not fit; how many rows fit is remembered for each
+        `purpose`. It adds to gradients of `parameters`, and to `outputs`. `MemoryLimitError`: one
+        row does not fit."""
         state = self._backend.rng_state()
         mark = self._state.mark()
         count = len(outputs or ())
         with self.once("before the pass"):
             before = [
-                None if parameter.grad is None else parameter.grad.clone() for parameter in parameters if self._alone
+                None if parameter.grad is None else parameter.grad.clone()
+                for parameter in parameters
+                if self._alone
             ]
         while True:
             parts = self.cut(micro_batches, purpose)
@@ -118,8 +135,9 @@ class OomRetry:
                 self._free_memory(error, parts, purpose)
             finally:
                 self._passes -= 1
-            # Here and not where the error was caught, because until that ends the error holds the tensors of the
-            # functions that it interrupted; where it is part of a cycle of references, the collector must find it.
+            # Here and not where the error was caught, because until that ends the error holds the
+            # tensors of the functions that it interrupted; where it is part of a cycle of
+            # references, the collector must find it.
             _put_back(parameters, before)
             if outputs is not None:
                 del outputs[count:]
@@ -129,11 +147,14 @@ class OomRetry:
         self._warn()
         return result
 
-    def run_forward(self, location: str, run: Callable[[], T], state: Tensor, sums: Sized = ()) -> T:
-        """Return what `run` makes: the forward of one micro-batch through one leased layer, at a `location` of the pass.
-        Each attempt begins from the generator's `state`, and one that fails must leave none of its tensors in a
-        variable of the caller. `sums` are the sums of gradients that attempts add to: once there is one, memory that
-        runs out ends the pass, because an addition to a sum cannot be taken back."""
+    def run_forward(
+        self, location: str, run: Callable[[], T], state: Tensor, sums: Sized = ()
+    ) -> T:
+        """Return what `run` makes: the forward of one micro-batch through one leased layer, at a
+        `location` of the pass. Each attempt begins from the generator's `state`, and one that fails
+        must leave none of its tensors in a variable of the caller. `sums` are the sums of gradients
+        that attempts add to: once there is one, memory that runs out ends the pass, because an
+        addition to a sum cannot be taken back."""
         while True:
             try:
                 with self.at(location):
@@ -142,7 +163,8 @@ class OomRetry:
             except RuntimeError as error:
                 if sums or not is_out_of_memory(error) or not self._shrink(error, 1):
                     raise
-            gc.collect()  # what the error interrupted may be held by a cycle of references, as in `run_pass`
+            # what the error interrupted may be held by a cycle of references, as in `run_pass`
+            gc.collect()
             self._backend.set_rng_state(state)
         if not self._passes:
             self._warn()
@@ -150,8 +172,9 @@ class OomRetry:
 
     @contextmanager
     def at(self, location: str) -> Iterator[None]:
-        """Note on an out-of-memory error that leaves the `with` block where it was, unless an inner block noted it.
-        `ConfigError`: the device lacks an operation in the block, or the deterministic form that it must have."""
+        """Note on an out-of-memory error that leaves the `with` block where it was, unless an inner
+        block noted it. `ConfigError`: the device lacks an operation in the block, or the
+        deterministic form that it must have."""
         self.location = location
         try:
             with supported_only(location), deterministic_only(location):
@@ -163,7 +186,9 @@ class OomRetry:
 
     @contextmanager
     def once(self, location: str) -> Iterator[None]:
-        """Attempt once, in the `with` block, what cannot be attempted again. `MemoryLimitError`: memory ran out."""
+        """Attempt once, in the `with` block, what cannot be attempted again. `MemoryLimitError`:
+        memory ran out.
+        """
         try:
             with self.at(location):
                 yield
@@ -173,7 +198,9 @@ class OomRetry:
             raise self._refusal(error, ()) from _let_go(error)
 
     def _free_memory(self, error: RuntimeError, parts: MicroBatches, purpose: Purpose) -> None:
-        """Give up half of the slots, because one is enough; where there is only one, half of a micro-batch's rows."""
+        """Give up half of the slots, because one is enough; where there is only one, half of a
+        micro-batch's rows.
+        """
         if self._shrink(error, max(1, self._stream.num_slots // 2)):
             return
         rows = max(map(_rows_of, parts), default=1)
@@ -204,7 +231,9 @@ class OomRetry:
         reason = str(error).partition("\n")[0][:200].rstrip(". ")
         what = f"the device's memory is too small: {reason}"
         if parts:
-            what += f"; {_count(short.rows, 'row')} of {_count(short.length, 'token')} at once next to "
+            what += (
+                f"; {_count(short.rows, 'row')} of {_count(short.length, 'token')} at once next to "
+            )
             what += f"{_count(short.slots, 'layer slot')} do not fit"
         if not self._alone:
             what += "; with shard_weights a process cannot try again alone"
@@ -233,15 +262,19 @@ class OomRetry:
         if not self.recomputes:
             settings.append("gradient_checkpointing: true (the others may then not be needed)")
         warnings.warn(
-            f"device memory ran out {location}; from here on there are {' and '.join(now)}, which changes no "
-            f"mathematics. To begin so, write into the config {', '.join(settings)}; or set device_memory to what "
+            f"device memory ran out {location}; from here on there are "
+            f"{' and '.join(now)}, which changes no "
+            f"mathematics. To begin so, write into the config {', '.join(settings)}; or "
+            "set device_memory to what "
             "there is, and what is kept on the device is chosen to fit it, as `lema plan` shows",
             stacklevel=3,
         )
 
 
 def _let_go(error: RuntimeError) -> RuntimeError:
-    """Clear the frames that an error has left, because an error that is kept would keep their tensors."""
+    """Clear the frames that an error has left, because an error that is kept would keep their
+    tensors.
+    """
     chained: BaseException | None = error
     while chained is not None:
         clear_frames(chained.__traceback__)
@@ -260,7 +293,9 @@ def _put_back(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | N
 
 def _location_of(error: BaseException) -> str:
     notes = getattr(error, "__notes__", ())
-    return next((note.removeprefix(NOTE_PREFIX) for note in notes if note.startswith(NOTE_PREFIX)), "")
+    return next(
+        (note.removeprefix(NOTE_PREFIX) for note in notes if note.startswith(NOTE_PREFIX)), ""
+    )
 
 
 def _rows_of(micro_batch: Mapping[str, Tensor]) -> int:

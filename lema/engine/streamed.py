@@ -1,4 +1,5 @@
-"""The layer-major pass: every micro-batch of a step goes through a layer before the next layer is leased.
+"""The layer-major pass: every micro-batch of a step goes through a layer before the next layer is
+leased.
 
 So weights are transferred twice per optimizer step, however many micro-batches it has.
 """
@@ -48,27 +49,36 @@ class StreamedModel:
     """A model whose decoder layers are leased from a stream, one visit after the other.
 
     Args:
-        recompute: keep only boundary activations and recompute each layer in the backward; else keep the graph, in
-            which weights are references that pin nothing. On a lazy device every layer is recomputed.
+        recompute: keep only boundary activations and recompute each layer in the backward; else
+            keep the graph, in which weights are references that pin nothing. On a lazy device every
+            layer is recomputed.
         saved: layers whose graph is kept all the same.
-        products: layers that keep their products by frozen weights for the recomputation. On a lazy device none does.
-        saved_on: where kept graphs have what they hold wait for the backward: "device", "host" or "disk".
+        products: layers that keep their products by frozen weights for the recomputation. On a lazy
+            device none does.
+        saved_on: where kept graphs have what they hold wait for the backward: "device", "host" or
+            "disk".
         loss_chunk_tokens: logits exist for this many tokens at a time.
         boundaries: where boundary activations wait for the backward: "device", "host" or "disk".
-        offload_dir: where what waits on disk has its file; None: where the system keeps temporary files.
+        offload_dir: where what waits on disk has its file; None: where the system keeps temporary
+            files.
         at_once: wait for each copy of what waits elsewhere, before the step goes on.
-        head: the head, where its weight is leased in pieces after the layers; None: it is on the device.
+        head: the head, where its weight is leased in pieces after the layers; None: it is on the
+            device.
 
     Attributes:
         graphs: has what kept graphs hold wait elsewhere; None: it stays on the device.
         engine: the objects that the visits work with.
-        prefix: keeps the hidden states that layers below the lowest trained one make, in a run that repeats batches.
+        prefix: keeps the hidden states that layers below the lowest trained one make, in a run that
+            repeats batches.
         retry: attempts again what ran out of device memory, with less at once.
         watchdog: reports a pass that comes to no next layer in time; None: there is none.
         objective: what the loss of rows is; None: the cross-entropy of tokens.
-        reference: the adapter of the model that an objective compares with; None: that model has no adapter.
-        dft: weigh the cross-entropy of each token with its probability. smoothing: see `LossChunks`.
-        measured: what the objective has measured in the last pass, or the loss of routers (`Engine.routers`).
+        reference: the adapter of the model that an objective compares with; None: that model has no
+            adapter.
+        dft: weigh the cross-entropy of each token with its probability. smoothing: see
+            `LossChunks`.
+        measured: what the objective has measured in the last pass, or the loss of routers
+            (`Engine.routers`).
     """
 
     def __init__(
@@ -92,7 +102,9 @@ class StreamedModel:
         self.stream = stream
         self.backend = backend
         self.head = head
-        if split.lazy:  # because a graph that is kept refers to weights by address, and here would keep copies of them
+        # because a graph that is kept refers to weights by address, and here would keep copies of
+        # them
+        if split.lazy:
             recompute = True
             saved = ()
             saved_on = "device"
@@ -108,7 +120,9 @@ class StreamedModel:
             # Because a slot is the host's buffer there, and tensors that come back would lie in it.
             if backend.memory().shared:
                 carrier = TorchCarrier(backend.device, at_once=True)
-            self.graphs = SavedGraphs(split.model, carrier, saved_on, offload_dir, at_once=at_once, trace=stream.trace)
+            self.graphs = SavedGraphs(
+                split.model, carrier, saved_on, offload_dir, at_once=at_once, trace=stream.trace
+            )
         self.engine = Engine(split, stream, backend)
         self.retry = self.engine.retry
         self.retry.recomputes = recompute
@@ -121,7 +135,9 @@ class StreamedModel:
         self.dft = False
         self.smoothing = 0.0
         self.measured: Measured = {}
-        self.starts_below: bool | None = None  # whether something before the layers trains; learnt from a step
+        self.starts_below: bool | None = (
+            None  # whether something before the layers trains; learnt from a step
+        )
 
     def close(self) -> None:
         """Give back the memory and the files in which activations wait."""
@@ -132,30 +148,46 @@ class StreamedModel:
     @property
     def counters(self) -> StreamCounters:
         """What streaming has cost so far, and the bytes of activations that left the device."""
-        left = self.arena.bytes_away + (0 if self.graphs is None else self.graphs.counters.bytes_out)
+        left = self.arena.bytes_away + (
+            0 if self.graphs is None else self.graphs.counters.bytes_out
+        )
         return replace(self.stream.counters, bytes_offloaded=left)
 
     def train_weights(self, trained: TrainedWeights) -> None:
-        """Let weights of the layers train, from the next step on. `ConfigError`: compiled layers hand no gradients."""
+        """Let weights of the layers train, from the next step on. `ConfigError`: compiled layers
+        hand no gradients.
+        """
         if self.split.compiled is not None:
-            raise ConfigError("weights of compiled layers cannot train", where="torch_compile", how="set it to false")
+            raise ConfigError(
+                "weights of compiled layers cannot train",
+                where="torch_compile",
+                how="set it to false",
+            )
         self.engine.trained = trained
 
     @cached_property
     def shifts_labels(self) -> bool:
-        """Whether a position is trained on the label of the next one; if not, on its own, as the model does itself."""
+        """Whether a position is trained on the label of the next one; if not, on its own, as the
+        model does itself.
+        """
         return shifts_labels(self.split.model, self.split.layers)
 
     @property
     def stop(self) -> Interrupt:
-        """The interrupt that is asked before each layer and micro-batch whether the run is to stop."""
+        """The interrupt that is asked before each layer and micro-batch whether the run is to
+        stop.
+        """
         return self.engine.stop
 
     @contextmanager
     def interruptible(self, stop: Stop) -> Iterator[None]:
-        """Let `stop` end a run at a layer or micro-batch within `Interrupt.opened`; all processes do this, or none."""
+        """Let `stop` end a run at a layer or micro-batch within `Interrupt.opened`; all
+        processes do this, or none.
+        """
         leaving: Leaving = "alone" if self.backend.parallel.size == 1 else "as a copy"
-        interrupt = Interrupt(stop, self.backend.replicas, "together" if self.stream.sharded else leaving)
+        interrupt = Interrupt(
+            stop, self.backend.replicas, "together" if self.stream.sharded else leaving
+        )
         before = self.engine.stop, self.stream.before_lease
         self.engine.stop = interrupt
         self.stream.before_lease = interrupt.at_lease
@@ -165,12 +197,16 @@ class StreamedModel:
             self.engine.stop, self.stream.before_lease = before
 
     def patient(self, what: str) -> AbstractContextManager[None]:
-        """Give the watchdog, if there is one, more patience for what the `with` block does beside the layers."""
+        """Give the watchdog, if there is one, more patience for what the `with` block does
+        beside the layers.
+        """
         return nullcontext() if self.watchdog is None else self.watchdog.patient(what)
 
     @contextmanager
     def seen_by(self, observe: Callable[[int, Sequence[Tensor | None]], None]) -> Iterator[None]:
-        """Have the backwards in a `with` block show the gradients of hidden states; see `lema.engine.visit.Engine`."""
+        """Have the backwards in a `with` block show the gradients of hidden states; see
+        `lema.engine.visit.Engine`.
+        """
         before = self.engine.observe
         self.engine.observe = observe
         try:
@@ -193,8 +229,8 @@ class StreamedModel:
         return next(trained, self.split.num_layers - 1)
 
     def announce_step(self, micro_batches: MicroBatches | None = None) -> None:
-        """Announce the leases of one training step, so that its first layers are read before it starts. With `prefix`,
-        the step's micro-batches say which layers it leaves out."""
+        """Announce the leases of one training step, so that its first layers are read before it
+        starts. With `prefix`, the step's micro-batches say which layers it leaves out."""
         first = 0 if micro_batches is None else self._first_layer(self.retry.cut(micro_batches))
         self.stream.announce(self.stream.training_order(self.lowest_trained, first))
 
@@ -210,15 +246,19 @@ class StreamedModel:
         scale: float | Tensor = 1.0,
         logits: list[Tensor] | None = None,
     ) -> Tensor:
-        """Return the cross-entropy of a step, averaged over all its trained tokens; call `.backward()` on it. With an
-        `objective` it is that one's loss: the mean over the batches of the step, which the micro-batches say of their
-        rows (`lema.data.preference`), and in each of them over its examples. `micro_batches`: each with `input_ids` and
-        `labels`, int64 `[batch, sequence]`, and `attention_mask` where something is padded. Labels are not shifted;
-        -100 is not trained. In host memory they are looked at without waiting for the device. `num_tokens`: divide the
-        summed loss by this instead (gradient accumulation over several calls). `scale`: gradients are formed of `scale`
-        times the loss (for half-precision gradients); the gradient that arrives from above is divided by it. `logits`:
-        a list to which the logits `[batch, sequence, vocabulary]` of every micro-batch are appended."""
-        device_batches, chunks = self._prepare(micro_batches, num_tokens=num_tokens, scale=scale, logits=logits)
+        """Return the cross-entropy of a step, averaged over all its trained tokens; call
+        `.backward()` on it. With an `objective` it is that one's loss: the mean over the batches of
+        the step, which the micro-batches say of their rows (`lema.data.preference`), and in each of
+        them over its examples. `micro_batches`: each with `input_ids` and `labels`, int64 `[batch,
+        sequence]`, and `attention_mask` where something is padded. Labels are not shifted; -100 is
+        not trained. In host memory they are looked at without waiting for the device. `num_tokens`:
+        divide the summed loss by this instead (gradient accumulation over several calls). `scale`:
+        gradients are formed of `scale` times the loss (for half-precision gradients); the gradient
+        that arrives from above is divided by it. `logits`: a list to which the logits `[batch,
+        sequence, vocabulary]` of every micro-batch are appended."""
+        device_batches, chunks = self._prepare(
+            micro_batches, num_tokens=num_tokens, scale=scale, logits=logits
+        )
         if not self.stream.announced:
             self.announce_step(micro_batches)
         top = self.split.num_layers - 1
@@ -228,13 +268,18 @@ class StreamedModel:
         before = self.engine.generator_state()
         inputs = [model_inputs(batch) for batch in micro_batches]
         around = list[dict[str, Any]]()
-        # The first layer is leased before the prelude and kept for its visit, because the prelude may need its weights.
+        # The first layer is leased before the prelude and kept for its visit, because the prelude
+        # may need its weights.
         with nullcontext() if start else self._first_lease(device_batches) as first:
             hidden, calls = self.prelude(
-                device_batches, first, differentiate=bool(outside), around=None if prefix is None else around
+                device_batches,
+                first,
+                differentiate=bool(outside),
+                around=None if prefix is None else around,
             )
             if start and prefix is not None and not prefix.fits(inputs, around):
-                self.stream.cancel()  # what was announced, because the layers below are needed all the same
+                # what was announced, because the layers below are needed all the same
+                self.stream.cancel()
                 self.announce_step()
                 start = 0
             embed_head = EmbedHead(self.backend, chunks, hidden, calls, outside)
@@ -243,9 +288,12 @@ class StreamedModel:
             hidden = self.split.enter(embed_head.start(self.engine.anchor))
             self.starts_below = embed_head.reach_below
             lowest = self.lowest_trained
-            last = top if self.head is None else top + 1  # before the turn, which is that of the head's pieces
+            # before the turn, which is that of the head's pieces
+            last = top if self.head is None else top + 1
             boundaries, graphs = self.activation_stores(hidden, lowest, last)
-            reference_rows = reference_rows_of(self, chunks, micro_batches, device_batches, calls, first)
+            reference_rows = reference_rows_of(
+                self, chunks, micro_batches, device_batches, calls, first
+            )
             through = partial(self.visit_layer, lowest, boundaries, graphs, reference_rows)
             if start and prefix is not None:
                 hidden = prefix.fetch(inputs)
@@ -254,14 +302,26 @@ class StreamedModel:
         for layer in range(max(start, 1), top + 1):
             if prefix is not None and layer == prefix.layer > start:
                 drawn = not torch.equal(before, self.backend.rng_state())
-                more = any(call.received is not None and call.received.more for call in calls[layer])
+                more = any(
+                    call.received is not None and call.received.more for call in calls[layer]
+                )
                 stateful = any(map(self.split.state.layers.keeps, range(layer)))
-                prefix.keep(inputs, hidden, around, lowest=lowest, drawn=drawn, handed_on=more, stateful=stateful)
+                prefix.keep(
+                    inputs,
+                    hidden,
+                    around,
+                    lowest=lowest,
+                    drawn=drawn,
+                    handed_on=more,
+                    stateful=stateful,
+                )
             if layer < last:
-                # Not by a variable, which would hold this layer's inputs until the next layer is done.
+                # Not by a variable, which would hold this layer's inputs until the next layer is
+                # done.
                 hidden = through(layer, calls[layer], hidden)
         if graphs is not None:
-            graphs.end_forward()  # because the top layer, the head and the loss need the room on the device
+            # because the top layer, the head and the loss need the room on the device
+            graphs.end_forward()
         loss = self._top_loss(calls[top], hidden, embed_head, reference_rows)
         if graphs is not None:
             graphs.expect(last - 1)
@@ -292,30 +352,48 @@ class StreamedModel:
         return value
 
     def join_idle(self, *, training: bool = True) -> None:
-        """Take part in a step, or an evaluation, in which this process has no rows, for the processes that have some.
-        `ConfigError`: the others may visit layers in an order that this process cannot know yet."""
+        """Take part in a step, or an evaluation, in which this process has no rows, for the
+        processes that have some. `ConfigError`: the others may visit layers in an order that this
+        process cannot know yet."""
         stream = self.stream
         self.measured = {}
-        if training and self.stream.sharded and self.starts_below is None and self.trained_outside():
-            what = "this process has no rows in the first step, so it does not know which layers get gradients"
+        if (
+            training
+            and self.stream.sharded
+            and self.starts_below is None
+            and self.trained_outside()
+        ):
+            what = (
+                "this process has no rows in the first step, so it does not know which layers "
+                "get gradients"
+            )
             how = "give every process rows: lower micro_batch_size, or start fewer processes"
             raise ConfigError(what, where="shard_weights", how=how)
         if not training:
             stream.cancel()  # as an evaluation does
-        stream.join_idle(stream.training_order(self.lowest_trained) if training else stream.forward_order())
+        stream.join_idle(
+            stream.training_order(self.lowest_trained) if training else stream.forward_order()
+        )
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: MicroBatches, logits: list[Tensor] | None = None) -> tuple[Tensor, int]:
-        """Return the mean cross-entropy of the trained tokens (fp32 scalar) and how many they are. With an `objective`:
-        its loss of the batch, and the number of examples that it is the mean of."""
+    def evaluate(
+        self, micro_batches: MicroBatches, logits: list[Tensor] | None = None
+    ) -> tuple[Tensor, int]:
+        """Return the mean cross-entropy of the trained tokens (fp32 scalar) and how many they are.
+        With an `objective`: its loss of the batch, and the number of examples that it is the mean
+        of."""
         run = partial(self._evaluate, logits)
         return self.retry.run_pass(run, micro_batches, outputs=logits, purpose="evaluation")
 
-    def _evaluate(self, logits: list[Tensor] | None, micro_batches: MicroBatches) -> tuple[Tensor, int]:
+    def _evaluate(
+        self, logits: list[Tensor] | None, micro_batches: MicroBatches
+    ) -> tuple[Tensor, int]:
         device_batches, chunks = self._prepare(micro_batches, logits=logits)
         joined: list[ReferenceRows] = []
         *_, hidden = self._forward(
-            device_batches, partial(reference_rows_of, self, chunks, micro_batches, device_batches), joined
+            device_batches,
+            partial(reference_rows_of, self, chunks, micro_batches, device_batches),
+            joined,
         )
         if isinstance(chunks, RowLoss):
             value = joined[0].evaluated(chunks, hidden)
@@ -325,14 +403,19 @@ class StreamedModel:
             if self.head is None:
                 values = [chunks.forward(index, state) for index, state in enumerate(hidden)]
             else:
-                values, _ = piece_passes(self.head, self.stream.lease, chunks, hidden, differentiate=False)
+                values, _ = piece_passes(
+                    self.head, self.stream.lease, chunks, hidden, differentiate=False
+                )
         if logits is not None:
             cut(logits, micro_batches)
         return torch.stack(values).sum(), chunks.trained_tokens
 
-    def hidden_states(self, micro_batches: MicroBatches, *, on_host: bool = False) -> Iterator[tuple[Any, ...]]:
-        """Yield the hidden states of each micro-batch, before the first layer and after each; none has a graph. If
-        `on_host` they wait in host memory between layers, as `lema.activations.hoststates` has them."""
+    def hidden_states(
+        self, micro_batches: MicroBatches, *, on_host: bool = False
+    ) -> Iterator[tuple[Any, ...]]:
+        """Yield the hidden states of each micro-batch, before the first layer and after each; none
+        has a graph. If `on_host` they wait in host memory between layers, as
+        `lema.activations.hoststates` has them."""
         away = self._away if on_host and not self.backend.memory().shared else None
         batches = list(map(self.padding.of, self.retry.cut(micro_batches)))
         return self._forward(self.inputs.to_device(batches), away=away)
@@ -340,11 +423,15 @@ class StreamedModel:
     def _forward(
         self,
         micro_batches: MicroBatches,
-        join: Callable[[list[list[LayerCall]], Lease | None], ReferenceRows | None] = lambda *_: None,
+        join: Callable[[list[list[LayerCall]], Lease | None], ReferenceRows | None] = lambda *_: (
+            None
+        ),
         joined: list[ReferenceRows] | None = None,
         away: HostStates | None = None,
     ) -> Iterator[tuple[Any, ...]]:
-        """Yield the hidden states before the first layer and after each; rows from `join` are added to `joined`."""
+        """Yield the hidden states before the first layer and after each; rows from `join` are
+        added to `joined`.
+        """
         self.stream.cancel()
         self.stream.announce(self.stream.forward_order())
         with self._first_lease(micro_batches) as first:
@@ -380,10 +467,14 @@ class StreamedModel:
         if objective is None:
             return device_batches, LossChunks(head, there, chunk, parallel=over, **options)
         scale = options.get("scale", 1.0)
-        return device_batches, RowLoss(head, objective, batches, there, chunk, scale=scale, parallel=over)
+        return device_batches, RowLoss(
+            head, objective, batches, there, chunk, scale=scale, parallel=over
+        )
 
     def _first_lease(self, micro_batches: MicroBatches) -> AbstractContextManager[Lease | None]:
-        """Lease the first layer if the prelude needs its weights, which on a lazy device it does not."""
+        """Lease the first layer if the prelude needs its weights, which on a lazy device it does
+        not.
+        """
         has_learned = self.split.has_learned(model_inputs(micro_batches[0]))
         return nullcontext() if has_learned else self.stream.lease(0)
 
@@ -396,29 +487,42 @@ class StreamedModel:
         away: HostStates | None = None,
         around: list[dict[str, Any]] | None = None,
     ) -> tuple[tuple[Any, ...], list[list[LayerCall]]]:
-        """Return each micro-batch's hidden state before the layers, and per layer the call of each micro-batch. States
-        that go `away` do so as each is made, as the first layer is given them. `around` receives, as JSON types, what
-        the modules before the layers keep after each."""
+        """Return each micro-batch's hidden state before the layers, and per layer the call of each
+        micro-batch. States that go `away` do so as each is made, as the first layer is given them.
+        `around` receives, as JSON types, what the modules before the layers keep after each."""
         hidden: list[Any] = []
         preludes = []
         weights = {} if first is None else first.weights  # used once; None: they have been
-        with self.retry.at("before the layers"), nullcontext() if self.head is None else self.head.standing_in():
+        with (
+            self.retry.at("before the layers"),
+            nullcontext() if self.head is None else self.head.standing_in(),
+        ):
             for number, batch in enumerate(micro_batches):
-                prelude = self.split.prelude(model_inputs(batch), weights, differentiate=differentiate)
+                prelude = self.split.prelude(
+                    model_inputs(batch), weights, differentiate=differentiate
+                )
                 state = prelude.hidden
-                hidden.append(state if away is None else away.keep(number, *self.split.enter([state])))
+                hidden.append(
+                    state if away is None else away.keep(number, *self.split.enter([state]))
+                )
                 preludes.append(prelude.calls)
                 if around is not None:
                     around.append(self.split.state.around())
-        calls = [[batch_calls[layer] for batch_calls in preludes] for layer in range(self.split.num_layers)]
+        calls = [
+            [batch_calls[layer] for batch_calls in preludes]
+            for layer in range(self.split.num_layers)
+        ]
         return tuple(hidden), calls
 
     def activation_stores(
         self, hidden: Sequence[Tensor], lowest: int, end: int
     ) -> tuple[StepBoundaries | None, StepGraphs | None]:
-        """Return where the inputs and the graphs of the layers from `lowest` to `end` wait for the backward of a step,
-        whose micro-batches are `hidden` before the first layer; None: there are none, or they stay on the device."""
-        again = [layer for layer in range(lowest, end) if self.recompute and layer not in self.saved]
+        """Return where the inputs and the graphs of the layers from `lowest` to `end` wait for the
+        backward of a step, whose micro-batches are `hidden` before the first layer; None: there are
+        none, or they stay on the device."""
+        again = [
+            layer for layer in range(lowest, end) if self.recompute and layer not in self.saved
+        ]
         graphs = None if self.graphs is None or lowest >= end else self.graphs.step()
         with self.retry.at("for the inputs of layers that wait for the backward"):
             return self.arena.step(hidden, again) if again else None, graphs
@@ -434,7 +538,9 @@ class StreamedModel:
         hidden: tuple[Tensor, ...],
         budget: int = 0,
     ) -> tuple[Tensor, ...]:
-        """Run every micro-batch through a layer: by `visit` from the layer `lowest` on, by `visit_frozen` below it."""
+        """Run every micro-batch through a layer: by `visit` from the layer `lowest` on, by
+        `visit_frozen` below it.
+        """
         hooks = self.split.state.hooks.of(layer, self.split.extra_outputs, frozen=layer < lowest)
         if hooks is not None:
             calls, hidden = hooks.before(calls, hidden)

@@ -1,8 +1,10 @@
-"""Visits: one layer, forward and backward, over all micro-batches of a step, as one autograd function.
+"""Visits: one layer, forward and backward, over all micro-batches of a step, as one autograd
+function.
 
-The forward of a visit keeps only each micro-batch's input to the layer (its boundary activation). The backward leases
-the layer again and recomputes (Chen et al. 2016, https://arxiv.org/abs/1604.06174), one micro-batch at a time. The top
-layer, the head and the loss are one visit: the graph is formed, used and freed while the layer is on lease.
+The forward of a visit keeps only each micro-batch's input to the layer (its boundary activation).
+The backward leases the layer again and recomputes (Chen et al. 2016,
+https://arxiv.org/abs/1604.06174), one micro-batch at a time. The top layer, the head and the loss
+are one visit: the graph is formed, used and freed while the layer is on lease.
 """
 
 from __future__ import annotations
@@ -39,30 +41,39 @@ __all__ = ["Engine", "visit", "visit_frozen", "visit_top"]
 
 Direction: TypeAlias = Literal["forward", "backward"]
 LossAndGrad: TypeAlias = Callable[[int, Tensor], tuple[Tensor, Tensor]]
-"""Makes of a micro-batch's number and the top layer's output its share of the loss, and the gradient of the output."""
+"""Makes of a micro-batch's number and the top layer's output its share of the loss, and the
+gradient of the output.
+"""
 
 
 class Engine:
-    """The objects that every visit works with: the model in its parts, the stream of weights, the device.
+    """The objects that every visit works with: the model in its parts, the stream of weights, the
+    device.
 
     Attributes:
-        anchor: requires grad, so that a visit is differentiated even when the lowest hidden state does not.
+        anchor: requires grad, so that a visit is differentiated even when the lowest hidden state
+            does not.
         retry: attempts again what ran out of device memory.
-        outer: stands for the anchor in the graph that the visits are in; inside of them, `anchor` is in the graphs.
+        outer: stands for the anchor in the graph that the visits are in; inside of them, `anchor`
+            is in the graphs.
         trained: the weights of layers that train themselves.
-        gradients: takes what visits that are made now add to `.grad`, where a caller asks for it; None: nobody can.
+        gradients: takes what visits that are made now add to `.grad`, where a caller asks for it;
+            None: nobody can.
         routers: the loss of routers, which is added to steps of `visit_top`; None: it is left out.
-        runs_again: whether what comes before experts in groups is run twice in a backward, so that no graph waits.
+        runs_again: whether what comes before experts in groups is run twice in a backward, so that
+            no graph waits.
         stop: asked before each micro-batch whether the run is to stop.
-        observe: called in the backward as soon as gradients of hidden states are formed, with the number of the layer of
-            whose inputs they are (the number of layers for the top layer's outputs) and with them, some of them None.
+        observe: called in the backward as soon as gradients of hidden states are formed, with the
+            number of the layer of whose inputs they are (the number of layers for the top layer's
+            outputs) and with them, some of them None.
     """
 
     def __init__(self, split: Split, stream: LayerStream, backend: Backend) -> None:
         self.split = split
         self.stream = stream
         self.backend = backend
-        # Copied, not computed, and no scalar: of a lazy device's graphs it is an input from the first on.
+        # Copied, not computed, and no scalar: of a lazy device's graphs it is an input from the
+        # first on.
         self.anchor = torch.zeros(1).to(backend.device).requires_grad_()
         self.retry = OomRetry(stream, backend, split.state)
         self.outer = self.anchor
@@ -71,13 +82,16 @@ class Engine:
         self.routers: RouterLoss | None = None
         self.runs_again = False
         self.stop = NEVER
-        self._end_visit: Callable[[], None] = getattr(backend, "end_visit", lambda: None)  # a backend may have one
+        self._end_visit: Callable[[], None] = getattr(
+            backend, "end_visit", lambda: None
+        )  # a backend may have one
         self.observe: Callable[[int, Sequence[Tensor | None]], None] = lambda *_: None
         self._state: Tensor | None = None
 
     def generator_state(self) -> Tensor:
-        """Return the generator's state, in the tensor returned last time if nothing was drawn since. One tensor is
-        enough, because without dropout every layer and micro-batch has the same state of kilobytes."""
+        """Return the generator's state, in the tensor returned last time if nothing was drawn
+        since. One tensor is enough, because without dropout every layer and micro-batch has the
+        same state of kilobytes."""
         state = self.backend.rng_state()
         if self._state is None or not torch.equal(state, self._state):
             self._state = state
@@ -85,9 +99,15 @@ class Engine:
 
     @contextmanager
     def leased(self, layer: int, direction: Direction) -> Iterator[Lease]:
-        """Lease a layer for its visit, which is traced; an error of memory in it says where it was."""
+        """Lease a layer for its visit, which is traced; an error of memory in it says where it
+        was.
+        """
         span = self.stream.trace.span(direction, f"layer {layer}")
-        with self.retry.at(f"in the {direction} of layer {layer}"), self.stream.lease(layer) as lease, span:
+        with (
+            self.retry.at(f"in the {direction} of layer {layer}"),
+            self.stream.lease(layer) as lease,
+            span,
+        ):
             yield lease
         self._end_visit()
 
@@ -111,26 +131,34 @@ def visit(
     budget: int = 0,
     products: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Run every micro-batch through a layer, to be differentiated: `[batch, sequence, hidden]` each, in and out.
-    `calls` are the layer's other arguments, for each micro-batch. The inputs wait for the backward in `boundaries`, and
-    the layer is recomputed there, but for the first micro-batches, whose activations fill `budget` bytes; None: all are
-    kept, in `graphs` or, without them, on the device. The rows `reference_rows` those that train go through in the same lease.
-    `products`: of a layer that is recomputed, the products by frozen weights are kept on the device.
+    """Run every micro-batch through a layer, to be differentiated: `[batch, sequence, hidden]`
+    each, in and out. `calls` are the layer's other arguments, for each micro-batch. The inputs wait
+    for the backward in `boundaries`, and the layer is recomputed there, but for the first
+    micro-batches, whose activations fill `budget` bytes; None: all are kept, in `graphs` or,
+    without them, on the device. The rows `reference_rows` those that train go through in the same
+    lease. `products`: of a layer that is recomputed, the products by frozen weights are kept on the
+    device.
     """
     # Apart, because the graph inside has weights that are on lease only during the two visits.
     visit: _LayerVisit | GroupedVisit
     if layer in engine.split.groups:
-        assert boundaries is not None and reference_rows is None, "a layer in parts keeps its graph, or has rows beside"
+        assert boundaries is not None and reference_rows is None, (
+            "a layer in parts keeps its graph, or has rows beside"
+        )
         visit = GroupedVisit(engine, layer, calls, boundaries)
     else:
         away = graphs if boundaries is None else None
-        visit = _LayerVisit(engine, layer, calls, boundaries, away, reference_rows, budget, products)
+        visit = _LayerVisit(
+            engine, layer, calls, boundaries, away, reference_rows, budget, products
+        )
     outputs = detached(visit.forward, visit.backward, engine.outer, hidden)
     num_outputs = len(outputs) // len(calls)
     for index, call in enumerate(calls):
         more = iter(outputs[index * num_outputs + 1 :])
         if call.routers:  # is differentiated by way of this visit, as the hidden states are
-            call.routers[:] = [next(more) if logits.requires_grad else logits for logits in call.routers]
+            call.routers[:] = [
+                next(more) if logits.requires_grad else logits for logits in call.routers
+            ]
     return outputs[::num_outputs]
 
 
@@ -143,14 +171,16 @@ def visit_frozen(
     reference_rows: ReferenceRows | None = None,
     away: HostStates | None = None,
 ) -> tuple[Any, ...]:
-    """Run every micro-batch through a layer that no gradient reaches; arguments as `visit`'s. Hidden states come from
-    host memory, and go `away` there; None: they are on the device."""
+    """Run every micro-batch through a layer that no gradient reaches; arguments as `visit`'s.
+    Hidden states come from host memory, and go `away` there; None: they are on the device."""
     outputs = list[Any]()
     location = f"in the forward of layer {layer}"
     with engine.leased(layer, "forward") as lease:
 
         def run(index: int) -> Tensor | HostState:
-            output = engine.split.run_layer(layer, lease.weights, calls[index], on_device(hidden, index))
+            output = engine.split.run_layer(
+                layer, lease.weights, calls[index], on_device(hidden, index)
+            )
             return output if away is None else away.keep(index, output)
 
         if layer in engine.split.groups:
@@ -160,11 +190,15 @@ def visit_frozen(
             return (
                 tuple(group_outputs)
                 if away is None
-                else tuple(away.keep(*indexed_output) for indexed_output in enumerate(group_outputs))
+                else tuple(
+                    away.keep(*indexed_output) for indexed_output in enumerate(group_outputs)
+                )
             )
         for index in range(len(calls)):
             engine.stop.poll()
-            outputs.append(engine.retry.run_forward(location, partial(run, index), engine.generator_state()))
+            outputs.append(
+                engine.retry.run_forward(location, partial(run, index), engine.generator_state())
+            )
         if reference_rows is not None:
             reference_rows.through(layer, lease, hidden)
     return tuple(outputs)
@@ -177,10 +211,19 @@ def visit_top(
     embed_head: EmbedHead,
     reference_rows: ReferenceRows | None = None,
 ) -> Tensor:
-    """Run the top layer, the head and the loss; return the loss of all micro-batches, an fp32 scalar."""
+    """Run the top layer, the head and the loss; return the loss of all micro-batches, an fp32
+    scalar.
+    """
     visit = _TopVisit(engine, calls, embed_head, reference_rows)
-    below = [[] if engine.routers is None else engine.routers.outputs(index) for index in range(len(calls))]
-    inputs = [tensor for state, router_logits in zip(hidden, below, strict=True) for tensor in (state, *router_logits)]
+    below = [
+        [] if engine.routers is None else engine.routers.outputs(index)
+        for index in range(len(calls))
+    ]
+    inputs = [
+        tensor
+        for state, router_logits in zip(hidden, below, strict=True)
+        for tensor in (state, *router_logits)
+    ]
     return detached(visit.forward, visit.backward, engine.anchor, inputs)
 
 
@@ -202,8 +245,8 @@ class _LayerVisit:
     _leaves: Leaves = field(default_factory=dict)  # for the weights that train
 
     def __post_init__(self) -> None:
-        # No product is skipped where weights are cast for it, because it saves what they were cast to; nor is anything
-        # kept, because that would keep the cast weights.
+        # No product is skipped where weights are cast for it, because it saves what they were cast
+        # to; nor is anything kept, because that would keep the cast weights.
         cast = any(call.autocast not in (None, self._engine.split.dtype) for call in self._calls)
         layer = self._engine.split.layers[self._layer]
         self._linears = None if self._boundaries is None or cast else AdaptedLinears(layer)
@@ -211,8 +254,8 @@ class _LayerVisit:
         self._asked = self._engine.gradients
 
     def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
-        """Run every micro-batch through the layer: `[batch, sequence, hidden]` each, in and out. After each comes what
-        its routers made, where somebody asks and it has a graph."""
+        """Run every micro-batch through the layer: `[batch, sequence, hidden]` each, in and out.
+        After each comes what its routers made, where somebody asks and it has a graph."""
         engine = self._engine
         layer = self._layer
         outputs = list[Tensor]()
@@ -220,7 +263,11 @@ class _LayerVisit:
             self._leaves = engine.trained.leaves(layer, lease)
             for index, (state, needs) in enumerate(zip(hidden, needs_grad, strict=True)):
                 engine.stop.poll()
-                layer_input = state.detach() if self._boundaries is None else self._boundaries.keep(layer, index, state)
+                layer_input = (
+                    state.detach()
+                    if self._boundaries is None
+                    else self._boundaries.keep(layer, index, state)
+                )
                 drawn = engine.generator_state()
                 run = partial(self._run, lease, index, layer_input, needs=needs, state=drawn)
                 outputs += engine.retry.run_forward(f"in the forward of layer {layer}", run, drawn)
@@ -229,7 +276,9 @@ class _LayerVisit:
         self._reference_rows = None
         return tuple(outputs)
 
-    def _run(self, lease: Lease, index: int, layer_input: Tensor, *, needs: bool, state: Tensor) -> list[Tensor]:
+    def _run(
+        self, lease: Lease, index: int, layer_input: Tensor, *, needs: bool, state: Tensor
+    ) -> list[Tensor]:
         """Run one micro-batch through the layer, and keep its graph; `state` is the generator's."""
         engine = self._engine
         call = self._calls[index]
@@ -237,11 +286,17 @@ class _LayerVisit:
         again = None
         if self._boundaries is not None and not self._budget:
             again = self._runner(index, state, needs=needs, compiled=compiled)
-        keep = None if self._away is None else self._away.keep(self._layer, index, tensors_in(call.captured_values))
+        keep = (
+            None
+            if self._away is None
+            else self._away.keep(self._layer, index, tensors_in(call.captured_values))
+        )
         # Whole where tensors have no address, because no tensor is known for a weight there.
         # And where modules have hooks, which would see values that were not formed.
         recompute_all = compiled or not lease.has_address or call.hooks is not None
-        graph = Graph(again, self._linears, products=self._products, recompute_all=recompute_all, keep=keep)
+        graph = Graph(
+            again, self._linears, products=self._products, recompute_all=recompute_all, keep=keep
+        )
         with graph.built(lease):
             if again is not None:
                 layer_input = layer_input.detach().requires_grad_(needs)
@@ -255,15 +310,20 @@ class _LayerVisit:
         return [output.detach() for output in outputs]
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Turn the gradients of the outputs into those of the inputs; adapters' gradients are added to `.grad`."""
+        """Turn the gradients of the outputs into those of the inputs; adapters' gradients are
+        added to `.grad`.
+        """
         engine = self._engine
         again = differentiated_again()
-        after = engine.backend.rng_state()  # put back below, because recomputing draws what the forward drew
+        # put back below, because recomputing draws what the forward drew
+        after = engine.backend.rng_state()
         num_outputs = len(gradients) // len(self._graphs)
         collected = nullcontext() if self._asked is None else self._asked.collected()
         with engine.leased(self._layer, "backward") as lease, collected:
             for name, weight in engine.trained.leaves(self._layer, lease).items():
-                self._leaves[name].data = weight.detach()  # the slot of the forward holds another layer now
+                self._leaves[
+                    name
+                ].data = weight.detach()  # the slot of the forward holds another layer now
             for index, (graph, edges) in enumerate(self._graphs):
                 engine.stop.poll()
                 if self._away is not None:
@@ -271,11 +331,16 @@ class _LayerVisit:
                 with ExitStack() as stack:
                     if self._boundaries is not None:
                         self._boundary.append(
-                            stack.enter_context(self._boundaries.fetch(self._layer, index, again=again))
+                            stack.enter_context(
+                                self._boundaries.fetch(self._layer, index, again=again)
+                            )
                         )
                         stack.callback(self._boundary.clear)
                     graph.backward(
-                        lease, edges, gradients[index * num_outputs : (index + 1) * num_outputs], again=again
+                        lease,
+                        edges,
+                        gradients[index * num_outputs : (index + 1) * num_outputs],
+                        again=again,
                     )
                 if not again:
                     self._graphs[index] = None  # type: ignore[call-overload] # this micro-batch's graph is done with
@@ -291,9 +356,12 @@ class _LayerVisit:
             self._away = None
         return input_gradients
 
-    def _runner(self, index: int, state: Tensor, *, needs: bool, compiled: bool) -> Callable[[Lease], Sequence[Tensor]]:
-        """Return the function that runs a micro-batch through the layer again, from the generator's first `state`. It
-        does not refer to the visit, because the visit's graph holds it, and a circle would keep tensors too long."""
+    def _runner(
+        self, index: int, state: Tensor, *, needs: bool, compiled: bool
+    ) -> Callable[[Lease], Sequence[Tensor]]:
+        """Return the function that runs a micro-batch through the layer again, from the generator's
+        first `state`. It does not refer to the visit, because the visit's graph holds it, and a
+        circle would keep tensors too long."""
         engine = self._engine
         layer = self._layer
         boundary = self._boundary
@@ -306,28 +374,45 @@ class _LayerVisit:
             engine.backend.set_rng_state(state)
             layer_input = boundary[0].detach()
             if needs or not lease.has_address:
-                # On a device that compiles graphs also for an input whose gradient is not needed, so that the lowest
-                # layer's backward is the graph of the others'.
+                # On a device that compiles graphs also for an input whose gradient is not needed,
+                # so that the lowest layer's backward is the graph of the others'.
                 layer_input = graph_input(engine.anchor, layer_input, input_gradients, index)
             rerun_call = replace(
                 call, routers=[] if asked else None
             )  # what the first run has noted is looked at no more
-            return _run_layer(engine, layer, {**lease.weights, **leaves}, rerun_call, layer_input, compiled=compiled)
+            return _run_layer(
+                engine,
+                layer,
+                {**lease.weights, **leaves},
+                rerun_call,
+                layer_input,
+                compiled=compiled,
+            )
 
         return run
 
 
 def _run_layer(
-    engine: Engine, layer: int, weights: Mapping[str, Tensor], call: LayerCall, layer_input: Tensor, *, compiled: bool
+    engine: Engine,
+    layer: int,
+    weights: Mapping[str, Tensor],
+    call: LayerCall,
+    layer_input: Tensor,
+    *,
+    compiled: bool,
 ) -> list[Tensor]:
-    """Run a layer; return its output, and what its routers made, where somebody asks and it has a graph."""
+    """Run a layer; return its output, and what its routers made, where somebody asks and it has
+    a graph.
+    """
     output = engine.split.run_layer(layer, weights, call, layer_input, compiled=compiled)
     return [output, *(logits for logits in call.routers or () if logits.requires_grad)]
 
 
 @dataclass(eq=False)
 class _TopVisit:
-    """The top layer, the head and the loss: gradients are formed in the forward, handed on in the backward."""
+    """The top layer, the head and the loss: gradients are formed in the forward, handed on in
+    the backward.
+    """
 
     _engine: Engine
     _calls: Sequence[LayerCall]
@@ -363,16 +448,34 @@ class _TopVisit:
             after = None
             if self._reference_rows is not None:
                 total, logp_gradients, states = top_row_loss(
-                    engine, lease, self._leaves, self._calls, hidden, embed_head, self._reference_rows
+                    engine,
+                    lease,
+                    self._leaves,
+                    self._calls,
+                    hidden,
+                    embed_head,
+                    self._reference_rows,
                 )
                 loss_and_grad = _scaled_loss_and_grad(embed_head, logp_gradients)
                 after = engine.backend.rng_state()
             for index, (call, state) in enumerate(zip(self._calls, hidden, strict=True)):
                 engine.stop.poll()
-                if states is not None:  # because what dropout drew when the loss was formed is drawn again
+                if (
+                    states is not None
+                ):  # because what dropout drew when the loss was formed is drawn again
                     engine.backend.set_rng_state(states[index])
                 needs = needs_grad[index]
-                run = partial(_top_layer, engine, lease, self._leaves, call, loss_and_grad, index, state, needs=needs)
+                run = partial(
+                    _top_layer,
+                    engine,
+                    lease,
+                    self._leaves,
+                    call,
+                    loss_and_grad,
+                    index,
+                    state,
+                    needs=needs,
+                )
                 value, input_gradients, weight_gradients = retry.run_forward(
                     location, run, engine.generator_state(), embed_head.sums
                 )
@@ -386,18 +489,28 @@ class _TopVisit:
         return total
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Turn the gradient of the loss into those of the inputs; those of all else are added to `.grad`."""
+        """Turn the gradient of the loss into those of the inputs; those of all else are added to
+        `.grad`.
+        """
         factor = gradients[0] / self._embed_head.loss.scale
         self._embed_head.head_backward(factor)
         for weight_gradients in self._weight_gradients:
-            pairs = [(leaf, gradient * factor) for leaf, gradient in weight_gradients if gradient is not None]
+            pairs = [
+                (leaf, gradient * factor)
+                for leaf, gradient in weight_gradients
+                if gradient is not None
+            ]
             if pairs:
-                torch.autograd.backward([p for p, _ in pairs], [g for _, g in pairs])  # adds to .grad, in order
+                torch.autograd.backward(
+                    [p for p, _ in pairs], [g for _, g in pairs]
+                )  # adds to .grad, in order
         for leaf in self._leaves.values():
             if leaf.grad is not None:
                 leaf.grad *= factor  # 1, but where the loss was changed after it was formed
         self._engine.trained.end(self._engine.split.num_layers - 1, self._leaves)
-        scaled = [None if state is None else state * factor.to(state.dtype) for state in self._inputs]
+        scaled = [
+            None if state is None else state * factor.to(state.dtype) for state in self._inputs
+        ]
         self._inputs = []
         self._weight_gradients = []
         self._leaves = {}
@@ -416,8 +529,9 @@ def _top_layer(
     *,
     needs: bool,
 ) -> tuple[Tensor, list[Tensor | None], list[tuple[Tensor, Tensor | None]]]:
-    """Run one micro-batch through the top layer, the head and the loss, and back; return the loss, the gradients of
-    `state`, if it is needed, and of what routers below have made, and what else has a gradient, with that."""
+    """Run one micro-batch through the top layer, the head and the loss, and back; return the loss,
+    the gradients of `state`, if it is needed, and of what routers below have made, and what else
+    has a gradient, with that."""
     top = engine.split.num_layers - 1
     retry = engine.retry
     trace = engine.stream.trace
@@ -432,13 +546,23 @@ def _top_layer(
     if engine.routers is not None:
         share, below = engine.routers.loss_and_grad(index)
         value = value + share
-        roots |= {logits: by for logits in call.routers or () if (by := below.pop(logits)) is not None}
-    # The gradients are returned and not added, because the one that arrives in the backward may still scale them.
+        roots |= {
+            logits: by for logits in call.routers or () if (by := below.pop(logits)) is not None
+        }
+    # The gradients are returned and not added, because the one that arrives in the backward may
+    # still scale them.
     call_tensors = [tensor for tensor in tensors_in(call.captured_values) if tensor.requires_grad]
-    grad_inputs: list[Tensor] = [*[leaf] * needs, *engine.adapters_of(top), *call_tensors, *leaves.values()]
+    grad_inputs: list[Tensor] = [
+        *[leaf] * needs,
+        *engine.adapters_of(top),
+        *call_tensors,
+        *leaves.values(),
+    ]
     with retry.at(f"in the backward of layer {top}"), trace.span("backward", f"layer {top}"):
         gradients = (
-            torch.autograd.grad([*roots], grad_inputs, [*roots.values()], allow_unused=True) if grad_inputs else ()
+            torch.autograd.grad([*roots], grad_inputs, [*roots.values()], allow_unused=True)
+            if grad_inputs
+            else ()
         )
     pairs: Iterator[tuple[Tensor, Tensor | None]] = zip(grad_inputs, gradients, strict=True)
     weight_gradients = list(pairs)[needs:]
@@ -454,8 +578,9 @@ def _top_layer(
 
 
 def _scaled_loss_and_grad(embed_head: EmbedHead, gradients: list[Tensor]) -> LossAndGrad:
-    """Return what stands for the head where the loss is formed already, and how it changes is `gradients` but for a factor.
-    An attempt that fails is made again, so nothing is let go before the pass has gone on to the next micro-batch."""
+    """Return what stands for the head where the loss is formed already, and how it changes is
+    `gradients` but for a factor. An attempt that fails is made again, so nothing is let go before
+    the pass has gone on to the next micro-batch."""
     loss = embed_head.loss
     assert isinstance(loss, RowLoss), "the loss is formed with the head"
 

@@ -1,9 +1,11 @@
-"""The names of modules in two classes of one model: the one that trains, and the one that `config.json` names.
+"""The names of modules in two classes of one model: the one that trains, and the one that
+`config.json` names.
 
-Of some types the causal class of `transformers` reads text alone, while what is published is a class that sees images
-as well and has the same layers under longer names. Published weights and adapters have the names of that class. Which
-name is which is asked of `transformers`: the names of the published class are sent to those in its files, as
-`save_pretrained` does, and these into the class that trains, as `from_pretrained` does.
+Of some types the causal class of `transformers` reads text alone, while what is published is a
+class that sees images as well and has the same layers under longer names. Published weights and
+adapters have the names of that class. Which name is which is asked of `transformers`: the names of
+the published class are sent to those in its files, as `save_pretrained` does, and these into the
+class that trains, as `from_pretrained` does.
 """
 
 from __future__ import annotations
@@ -32,9 +34,13 @@ Prefixes = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, eq=False)
 class ClassNames:
-    """How the names in a model are written in the class that `config.json` names, and in the one that trains."""
+    """How the names in a model are written in the class that `config.json` names, and in the one
+    that trains.
+    """
 
-    published: PreTrainedModel | None = None  # that class, on `meta`; None: its names are those of the one that trains
+    published: PreTrainedModel | None = (
+        None  # that class, on `meta`; None: its names are those of the one that trains
+    )
     prefixes: Prefixes = ()  # beginnings of names: in the published class, in the one that trains
     own_published: bool = False  # the model is of the published class
 
@@ -52,8 +58,8 @@ class ClassNames:
         )
 
     def in_own(self, name: str) -> str:
-        """Return what the model calls a module or tensor that has the name of either class. A name that the model does
-        not have, as that of an image tower, stays."""
+        """Return what the model calls a module or tensor that has the name of either class. A name
+        that the model does not have, as that of an image tower, stays."""
         text = _renamed(name, self.prefixes)
         if not self.own_published:
             return text
@@ -63,34 +69,48 @@ class ClassNames:
     def _depth(self, name: str) -> int:
         """Return how many parts of a name lead to a module of the published class."""
         parts = name.split(".")
-        return next((n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in self._modules), 0)
+        return next(
+            (n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in self._modules), 0
+        )
 
     @cached_property
     def _modules(self) -> frozenset[str]:
-        return frozenset(name for name, _ in self.published.named_modules()) if self.published else frozenset()
+        return (
+            frozenset(name for name, _ in self.published.named_modules())
+            if self.published
+            else frozenset()
+        )
 
 
 _names_by_model: WeakKeyDictionary[nn.Module, ClassNames] = WeakKeyDictionary()
 
 
 def class_names(model: nn.Module) -> ClassNames:
-    """Return how the names of a model that `compare_classes` knows are written; of any other, alike."""
+    """Return how the names of a model that `compare_classes` knows are written; of any other,
+    alike.
+    """
     return _names_by_model.get(model, ClassNames())
 
 
-def compare_classes(model: PreTrainedModel, config: PreTrainedConfig, *, trust_remote_code: bool = False) -> ClassNames:
-    """Return how the names of a model are written in the class that `config`, all of `config.json`, names. It is
-    remembered as long as the model lives, because what saves an adapter has the model, whose config may be a part."""
+def compare_classes(
+    model: PreTrainedModel, config: PreTrainedConfig, *, trust_remote_code: bool = False
+) -> ClassNames:
+    """Return how the names of a model are written in the class that `config`, all of `config.json`,
+    names. It is remembered as long as the model lives, because what saves an adapter has the model,
+    whose config may be a part."""
     if model not in _names_by_model:
         kind = None if scores_texts(model) else published_class(config)
         names = ClassNames() if kind is None else _compared(config, kind, trust_remote_code)
-        _names_by_model[model] = replace(names, own_published=kind is not None and type(model) is kind)
+        _names_by_model[model] = replace(
+            names, own_published=kind is not None and type(model) is kind
+        )
     return _names_by_model[model]
 
 
 def published_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the class that a config names in `architectures`, where it is of this type and of another name than the
-    one that trains; None: the class that trains, or one that `transformers` does not have."""
+    """Return the class that a config names in `architectures`, where it is of this type and of
+    another name than the one that trains; None: the class that trains, or one that `transformers`
+    does not have."""
     named = (getattr(config, "architectures", None) or [None])[0]
     kind: Any = getattr(transformers, named, None) if isinstance(named, str) else None
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
@@ -100,8 +120,9 @@ def published_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def named_reader(config: PreTrainedConfig) -> Callable[[str], bool]:
-    """Return what says whether the class that a config names reads a tensor of its files, where that is not the class
-    that trains; what a class reads that `transformers` does not have is not known, so any may be."""
+    """Return what says whether the class that a config names reads a tensor of its files, where
+    that is not the class that trains; what a class reads that `transformers` does not have is not
+    known, so any may be."""
     named = (getattr(config, "architectures", None) or [None])[0]
     if (kind := published_class(config)) is None:
         unknown = isinstance(named, str) and not hasattr(transformers, named)
@@ -119,14 +140,17 @@ def _compared(config: PreTrainedConfig, kind: type[PreTrainedModel], trust: bool
     names = ClassNames(published, prefixes)
     state = published.state_dict()
     alike = all(published_prefix == model_prefix for published_prefix, model_prefix in prefixes)
-    # Where the published class does not have all that trains, as one with another head, it is of another use.
+    # Where the published class does not have all that trains, as one with another head, it is of
+    # another use.
     if alike or any(names.in_published(name) not in state for name in trains.state_dict()):
         return ClassNames()
     return names
 
 
 def _prefixes(published: PreTrainedModel, trains: PreTrainedModel) -> Prefixes:
-    """Return with what the names of tensors begin in two classes, where they go on alike; the longest first."""
+    """Return with what the names of tensors begin in two classes, where they go on alike; the
+    longest first.
+    """
     written = _in_files(published)
     read = _from_files(published, written.values()), _from_files(trains, written.values())
     states = published.state_dict(), trains.state_dict()
@@ -148,9 +172,12 @@ def _prefixes(published: PreTrainedModel, trains: PreTrainedModel) -> Prefixes:
 def _in_files(model: PreTrainedModel) -> dict[str, str]:
     """Name the tensors of a model as `revert_weight_conversion` does; nothing is converted."""
     mapping = get_model_conversion_mapping(model, add_legacy=False)[::-1]
-    # Left out as there: whether a beginning was removed is known only of a model that was read from files.
+    # Left out as there: whether a beginning was removed is known only of a model that was read from
+    # files.
     back = [
-        conversion.reverse_transform() for conversion in mapping if not isinstance(conversion, loading.PrefixChange)
+        conversion.reverse_transform()
+        for conversion in mapping
+        if not isinstance(conversion, loading.PrefixChange)
     ]
     return {name: _sent(name, back, reverse=True) for name in model.state_dict()}
 
@@ -161,16 +188,26 @@ def _from_files(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     return {name: _sent(name, mapping, model) for name in names}
 
 
-def _sent(name: str, transforms: list[Any], model: PreTrainedModel | None = None, *, reverse: bool = False) -> str:
-    renamings = [transform for transform in transforms if isinstance(transform, loading.WeightRenaming)]
-    converters = [transform for transform in transforms if isinstance(transform, loading.WeightConverter)]
+def _sent(
+    name: str, transforms: list[Any], model: PreTrainedModel | None = None, *, reverse: bool = False
+) -> str:
+    renamings = [
+        transform for transform in transforms if isinstance(transform, loading.WeightRenaming)
+    ]
+    converters = [
+        transform for transform in transforms if isinstance(transform, loading.WeightConverter)
+    ]
     prefix, state = (None, None) if model is None else (model.base_model_prefix, model.state_dict())
-    new_name: str = loading.rename_source_key(name, renamings, converters, prefix, state, reverse=reverse)[0]
+    new_name: str = loading.rename_source_key(
+        name, renamings, converters, prefix, state, reverse=reverse
+    )[0]
     return new_name
 
 
 def _renamed(name: str, pairs: Iterable[tuple[str, str]]) -> str:
-    """Return a name with the longest beginning that it has of the first of each pair replaced by the second."""
+    """Return a name with the longest beginning that it has of the first of each pair replaced by
+    the second.
+    """
     for begin, instead in sorted(pairs, key=lambda pair: -len(pair[0])):
         suffix = name if not begin else name.removeprefix(begin)
         if not begin or (name.startswith(begin) and suffix[:1] in ("", ".")):

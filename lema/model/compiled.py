@@ -1,10 +1,12 @@
 """Decoder layers compiled with `torch.compile`, one compilation for all layers that are alike.
 
-The first layer of each kind is the template. It is called with every tensor of the current layer in place of its own:
-leased weights, adapters, buffers. So one graph serves all layers, and gradients reach the right adapters.
+The first layer of each kind is the template. It is called with every tensor of the current layer in
+place of its own: leased weights, adapters, buffers. So one graph serves all layers, and gradients
+reach the right adapters.
 
-A compiled layer is tried before it is trusted: every shape that is new to a kind is run once next to the training,
-forward and backward. A layer that cannot be compiled, or that draws random numbers, runs uncompiled, with a warning.
+A compiled layer is tried before it is trusted: every shape that is new to a kind is run once next
+to the training, forward and backward. A layer that cannot be compiled, or that draws random
+numbers, runs uncompiled, with a warning.
 
 What is compiled is kept below the user's cache directory, so that a later start only reads it.
 """
@@ -38,7 +40,8 @@ from lema.storage.diskspace import make_private, user_cache
 __all__ = ["CompiledLayers"]
 
 COMPILER = "inductor"  # torch's own name of it
-CACHE = "TORCHINDUCTOR_CACHE_DIR"  # the variable for the directory of its code; default: a temporary one
+# the variable for the directory of its code; default: a temporary one
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
 LONGEST_REASON = 300  # characters
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -52,8 +55,9 @@ class _NotCompiled(Exception):
 
 
 class CompiledLayers:
-    """The layers of one model, each called through the compiled template of its kind. `layers`: the model's decoder
-    layers, adapters attached. Make another after changing one. `compilations`: how many graphs there are."""
+    """The layers of one model, each called through the compiled template of its kind. `layers`: the
+    model's decoder layers, adapters attached. Make another after changing one. `compilations`: how
+    many graphs there are."""
 
     def __init__(self, layers: Sequence[nn.Module], name: str, backend: Backend) -> None:
         _keep_what_is_made()
@@ -69,9 +73,11 @@ class CompiledLayers:
         self._forwards = [_separate(template, self._compile) for template in self._templates]
         self._modules = [list(layer.modules()) for layer in layers]
         self._hooks = [
-            [getattr(part, hook_attribute) for part in parts for hook_attribute in HOOKS] for parts in self._modules
+            [getattr(part, hook_attribute) for part in parts for hook_attribute in HOOKS]
+            for parts in self._modules
         ]
-        # Where each layer keeps its own tensors: their names, and the object and key under which they are stored.
+        # Where each layer keeps its own tensors: their names, and the object and key under which
+        # they are stored.
         self._layer_tensors = [
             [
                 (f"{path}.{key}" if path else key, registry, key)
@@ -91,21 +97,26 @@ class CompiledLayers:
         self._warned: set[Any] = set()
 
     def compiles(self, index: int) -> bool:
-        """Whether a layer is called compiled, as far as is known; where it is not, that is said in a warning, once."""
+        """Whether a layer is called compiled, as far as is known; where it is not, that is said
+        in a warning, once.
+        """
         why = self._unfit(index)
         if why is not None:
             self._warn(index, why)
         return why is None
 
     def call(self, index: int, tensors: Mapping[str, Tensor], args: Args, kwargs: Kwargs) -> Any:
-        """Call a layer compiled, with leased weights by their names in the layer and a hidden state that is
-        differentiated where there is a graph. Returns what the layer does, or, after a warning, `NotImplemented`."""
+        """Call a layer compiled, with leased weights by their names in the layer and a hidden state
+        that is differentiated where there is a graph. Returns what the layer does, or, after a
+        warning, `NotImplemented`."""
         if not self.compiles(index):
             return NotImplemented
         kind = self.kinds[index]
         training = self._layers[index].training
         all_tensors = {
-            name: tensor for name, registry, key in self._layer_tensors[index] if (tensor := registry[key]) is not None
+            name: tensor
+            for name, registry, key in self._layer_tensors[index]
+            if (tensor := registry[key]) is not None
         } | dict(tensors)
         seen = (_signature((args, kwargs)), torch.is_grad_enabled(), training)
         if seen not in self._tried[kind]:
@@ -119,7 +130,9 @@ class CompiledLayers:
         runs = self._runs
         out = self._run(index, all_tensors, args, kwargs)
         if self._runs == runs:
-            self._warn(index, "torch.compile failed on it, perhaps because it uses the number of the layer")
+            self._warn(
+                index, "torch.compile failed on it, perhaps because it uses the number of the layer"
+            )
         return out
 
     def _unfit(self, index: int) -> str | None:
@@ -133,7 +146,10 @@ class CompiledLayers:
         if any(self._hooks[self._firsts[self.kinds[index]]]):
             return "a module of the compiled layer has a hook"
         if [part.training for part in layer] != [part.training for part in first]:
-            return "some of its modules are in training mode and some are not, unlike the compiled layer"
+            return (
+                "some of its modules are in training mode and some are not, unlike the "
+                "compiled layer"
+            )
         return self._refused.get((self.kinds[index], self._layers[index].training))
 
     def _warn(self, index: int, why: str) -> None:
@@ -142,17 +158,23 @@ class CompiledLayers:
             return
         self._warned.add(warning)
         num_same_kind = self.kinds.count(self.kinds[index]) - 1
-        alike = f", like the {num_same_kind} of its kind" if num_same_kind and why in self._refused.values() else ""
+        alike = (
+            f", like the {num_same_kind} of its kind"
+            if num_same_kind and why in self._refused.values()
+            else ""
+        )
         warnings.warn(f"{self._name}.{index} is not compiled{alike}: {why}", stacklevel=2)
 
     def _try(self, index: int, tensors: Mapping[str, Tensor], args: Args, kwargs: Kwargs) -> None:
-        """Run a layer once, outside the training and without effects; later calls use the code compiled here.
-        `_NotCompiled`: it cannot be compiled, or draws random numbers."""
+        """Run a layer once, outside the training and without effects; later calls use the code
+        compiled here. `_NotCompiled`: it cannot be compiled, or draws random numbers."""
         state = self._backend.rng_state()
         compilations = self.compilations
         runs = self._runs
         args, kwargs = tree_map_only(
-            Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), (args, kwargs)
+            Tensor,
+            lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad),
+            (args, kwargs),
         )
         changed_names: set[str] = set()
         hooks = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
@@ -161,16 +183,30 @@ class CompiledLayers:
                 out = self._run(index, tensors, args, kwargs)
                 changed_names = {name for names in before.changed().values() for name in names}
                 outputs = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
-                inputs = [tensor for tensor in (*tensors_in((args, kwargs)), *tensors.values()) if tensor.requires_grad]
-                if torch.is_grad_enabled() and self.compilations > compilations and outputs and inputs:
+                inputs = [
+                    tensor
+                    for tensor in (*tensors_in((args, kwargs)), *tensors.values())
+                    if tensor.requires_grad
+                ]
+                if (
+                    torch.is_grad_enabled()
+                    and self.compilations > compilations
+                    and outputs
+                    and inputs
+                ):
                     torch.autograd.grad(
-                        outputs, inputs, [torch.zeros_like(output) for output in outputs], allow_unused=True
+                        outputs,
+                        inputs,
+                        [torch.zeros_like(output) for output in outputs],
+                        allow_unused=True,
                     )
         # Any error at all, because a compiler fails in as many ways as it has parts.
         except Exception as error:
             if isinstance(error, (LemaError, MemoryError)) or "out of memory" in str(error).lower():
                 raise
-            raise _NotCompiled(textwrap.shorten(f"{type(error).__name__}: {error}", LONGEST_REASON)) from error
+            raise _NotCompiled(
+                textwrap.shorten(f"{type(error).__name__}: {error}", LONGEST_REASON)
+            ) from error
         finally:
             drawn = not torch.equal(state, self._backend.rng_state())
             self._backend.set_rng_state(state)
@@ -178,7 +214,8 @@ class CompiledLayers:
             raise _NotCompiled("it draws random numbers, and a compiled layer might draw others")
         if changed_names:
             raise _NotCompiled(
-                f"it keeps {', '.join(sorted(changed_names))} from call to call, which would be another layer's"
+                f"it keeps {', '.join(sorted(changed_names))} from call to call, which "
+                "would be another layer's"
             )
         if self._runs == runs:
             raise _NotCompiled("torch.compile did not compile any of it")
@@ -186,12 +223,14 @@ class CompiledLayers:
     def _run(self, index: int, tensors: Mapping[str, Tensor], args: Args, kwargs: Kwargs) -> Any:
         kind = self.kinds[index]
         template = self._templates[kind]
-        # The tensors are put into the template before what is compiled begins. There, it would be looked at whether
-        # they are its own, and a graph made for each answer.
+        # The tensors are put into the template before what is compiled begins. There, it would be
+        # looked at whether they are its own, and a graph made for each answer.
         forward = replaced({template: self._forwards[kind]})
         parameters = restored_parameters(self._adapted[kind])
         with forward, parameters, _labelled(self._labels[index]):
-            return torch.func.functional_call(template, dict(tensors), args, kwargs, tie_weights=False)
+            return torch.func.functional_call(
+                template, dict(tensors), args, kwargs, tie_weights=False
+            )
 
     def _compile(self, graph: Any, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         """Compile one graph, as `torch.compile` asks of a backend; count it, and its runs."""
@@ -208,8 +247,12 @@ class CompiledLayers:
 
 
 def _keep_what_is_made() -> None:
-    """Make the compiler keep its code where the next start finds it, unless the environment names a directory."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # as importing torch has set it
+    """Make the compiler keep its code where the next start finds it, unless the environment
+    names a directory.
+    """
+    from torch._inductor.runtime.cache_dir_utils import (
+        default_cache_dir,
+    )  # as importing torch has set it
 
     if os.environ.get(CACHE, default_cache_dir()) != default_cache_dir():
         return
@@ -225,19 +268,25 @@ def _keep_what_is_made() -> None:
 
 
 def _separate(template: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a template's own forward, compiled, with a cache of its own: torch keeps one for each code object."""
+    """Return a template's own forward, compiled, with a cache of its own: torch keeps one for
+    each code object.
+    """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return type(template).forward(template, *args, **kwargs)
 
-    function = types.FunctionType(forward.__code__.replace(), forward.__globals__, "forward", None, forward.__closure__)
+    function = types.FunctionType(
+        forward.__code__.replace(), forward.__globals__, "forward", None, forward.__closure__
+    )
     return torch.compile(function, backend=backend)
 
 
 def _labels(
     layer: nn.Module, template: nn.Module, labels: Collection[Attribute]
 ) -> Iterator[tuple[nn.Module, nn.Module, str]]:
-    """Yield the attributes that say which layer a layer is: the module in its template, its own, and the name."""
+    """Yield the attributes that say which layer a layer is: the module in its template, its own,
+    and the name.
+    """
     if layer is template:
         return
     parts = dict(layer.named_modules())
@@ -249,7 +298,9 @@ def _labels(
 
 @contextmanager
 def _labelled(labels: Sequence[tuple[nn.Module, nn.Module, str]]) -> Iterator[None]:
-    """Let a template have a layer's number in the `with` block; where it is computed with, a graph is made for it."""
+    """Let a template have a layer's number in the `with` block; where it is computed with, a
+    graph is made for it.
+    """
     saved = [vars(part)[name] for part, _, name in labels]
     try:
         for part, source, name in labels:

@@ -1,8 +1,9 @@
-"""What goes from layer to layer: the hidden state, and whatever else later layers or the head make use of.
+"""What goes from layer to layer: the hidden state, and whatever else later layers or the head make
+use of.
 
-A model's forward runs with recorders instead of its layers. `Tape` follows the tensors that they return, and
-what the model's own code makes of them on the way (`Step`); each layer does the steps after it when it runs. A chapter
-of docs/internals/engine.md says why no bit changes by that.
+A model's forward runs with recorders instead of its layers. `Tape` follows the tensors that they
+return, and what the model's own code makes of them on the way (`Step`); each layer does the steps
+after it when it runs. A chapter of docs/internals/engine.md says why no bit changes by that.
 """
 
 from __future__ import annotations
@@ -26,26 +27,35 @@ from lema.model.state.snapshot import Snapshot
 
 __all__ = ["CannotCut", "LayerCall", "Prelude", "Suspended", "Tape", "find_cut"]
 
-LEAP = 1 << 20  # between the numbers of one layer and those of the next, which do not depend on earlier tensors
+# between the numbers of one layer and those of the next, which do not depend on earlier tensors
+LEAP = 1 << 20
 
 
 @dataclass(frozen=True)
 class Placeholder:
-    """Stands for a tensor that comes out of the layers: the one of this number, counted as the model's forward goes."""
+    """Stands for a tensor that comes out of the layers: the one of this number, counted as the
+    model's forward goes.
+    """
 
     number: int
 
 
 @dataclass(frozen=True)
 class Step:
-    """One operation of the model's own between two layers, with `Made` for the outputs of layers."""
+    """One operation of the model's own between two layers, with `Made` for the outputs of
+    layers.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     makes: Any
-    differentiable: bool  # whether autograd follows it, which it does not within a `torch.autograd.Function`
-    autocast: bool  # whether it is done under autocast where its layer is, which the model's own code may switch off
+    differentiable: (
+        bool  # whether autograd follows it, which it does not within a `torch.autograd.Function`
+    )
+    # whether it is done under autocast where its layer is, which the model's own code may switch
+    # off
+    autocast: bool
 
     @property
     def uses(self) -> set[int]:
@@ -61,7 +71,9 @@ class Step:
         if outputs is not None:  # as of one that writes into its first argument
             pairs = zip(tree_leaves(self.makes), tree_leaves(outputs), strict=True)
             values.update(
-                (placeholder.number, value) for placeholder, value in pairs if isinstance(placeholder, Placeholder)
+                (placeholder.number, value)
+                for placeholder, value in pairs
+                if isinstance(placeholder, Placeholder)
             )
 
 
@@ -74,13 +86,25 @@ class LayerCall:
     hidden_is_keyword: bool
     hidden: int = 0  # the number of the hidden state
     returns: tuple[int, ...] = ()  # the numbers of what the layer returns
-    after: list[Step] = field(default_factory=list)  # what the model does with that before the next layer is called
+    after: list[Step] = field(
+        default_factory=list
+    )  # what the model does with that before the next layer is called
     received: Between | None = None  # of the layer below; None: the hidden state alone
-    left: Between | None = None  # for the layer above; None: what the layer returns first, untouched
-    autocast: torch.dtype | None = None  # the dtype that products had where the model was called; None: the layer's own
-    routers: list[Tensor] | None = None  # the outputs of the layer's routers in its last run; None: not requested
-    snapshot: Snapshot | None = None  # what the layer kept before its first run; None: it has not run
-    hooks: HookSnapshot | None = None  # of the modules inside the layer when the model was called; None: those of now
+    left: Between | None = (
+        None  # for the layer above; None: what the layer returns first, untouched
+    )
+    autocast: torch.dtype | None = (
+        None  # the dtype that products had where the model was called; None: the layer's own
+    )
+    routers: list[Tensor] | None = (
+        None  # the outputs of the layer's routers in its last run; None: not requested
+    )
+    snapshot: Snapshot | None = (
+        None  # what the layer kept before its first run; None: it has not run
+    )
+    hooks: HookSnapshot | None = (
+        None  # of the modules inside the layer when the model was called; None: those of now
+    )
 
     def begin(self, snapshot: Snapshot) -> None:
         """Note that the first run is over, and what the layer kept before it."""
@@ -102,19 +126,32 @@ class LayerCall:
 
     def mapped(self, change: Callable[[Any], Any]) -> LayerCall:
         """Return the same call with every value of its own changed."""
-        after = [replace(step, args=change(step.args), kwargs=change(step.kwargs)) for step in self.after]
+        after = [
+            replace(step, args=change(step.args), kwargs=change(step.kwargs)) for step in self.after
+        ]
         received = None if self.received is None else self.received.mapped(change)
-        return replace(self, args=change(self.args), kwargs=change(self.kwargs), after=after, received=received)
+        return replace(
+            self, args=change(self.args), kwargs=change(self.kwargs), after=after, received=received
+        )
 
-    def run(self, hidden: Tensor, layer: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Tensor:
-        """Call `layer` with its arguments, `hidden` being what the layer below left; return what is left for the next.
-        It is taken apart once, because two parts' gradients would be added in another order."""
+    def run(
+        self, hidden: Tensor, layer: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    ) -> Tensor:
+        """Call `layer` with its arguments, `hidden` being what the layer below left; return what is
+        left for the next. It is taken apart once, because two parts' gradients would be added in
+        another order."""
         values: dict[int, Any] = {self.hidden: hidden}
         written: dict[int, dict[Any, Any]] = {}
         if self.received is not None:
             values, written = self.received.unpacked(hidden)
-        shared = {} if self.received is None else {id(mapping): mapping for mapping in self.received.shared}
-        shared |= {} if self.left is None else {id(mapping): mapping for mapping in self.left.shared}
+        shared = (
+            {}
+            if self.received is None
+            else {id(mapping): mapping for mapping in self.received.shared}
+        )
+        shared |= (
+            {} if self.left is None else {id(mapping): mapping for mapping in self.left.shared}
+        )
         copies = {key: copy.copy(mapping) for key, mapping in shared.items()}
         for key, mapping in copies.items():
             mapping.update(written.get(key, {}))
@@ -134,7 +171,9 @@ class LayerCall:
         # What has been written into the copies of the mappings.
         new = {
             key: {
-                name: value for name, value in copies[key].items() if name not in mapping or mapping[name] is not value
+                name: value
+                for name, value in copies[key].items()
+                if name not in mapping or mapping[name] is not value
             }
             for key, mapping in shared.items()
         }
@@ -150,13 +189,17 @@ class Prelude:
 
 
 class Tape(TorchFunctionMode):
-    """Follows what comes out of the layers through a model's forward, in a `with` block. `cut`: the number of what
-    enters the head; None: it is not known yet. `at_cut`: called when the forward comes to it; returns what is used in
-    its place. `steps`: what was done after each of them. `hidden`: what the first layer was given. `values`: with
-    `keep`, by number."""
+    """Follows what comes out of the layers through a model's forward, in a `with` block. `cut`: the
+    number of what enters the head; None: it is not known yet. `at_cut`: called when the forward
+    comes to it; returns what is used in its place. `steps`: what was done after each of them.
+    `hidden`: what the first layer was given. `values`: with `keep`, by number."""
 
     def __init__(
-        self, cut: int | None = None, at_cut: Callable[[], Tensor] | None = None, *, keep: bool = False
+        self,
+        cut: int | None = None,
+        at_cut: Callable[[], Tensor] | None = None,
+        *,
+        keep: bool = False,
     ) -> None:
         super().__init__()
         self.calls: list[LayerCall] = []
@@ -175,7 +218,9 @@ class Tape(TorchFunctionMode):
         return self._numbers.get(tensor)
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """Note a layer's call; return its hidden state, or None where nothing is known of how that was made."""
+        """Note a layer's call; return its hidden state, or None where nothing is known of how
+        that was made.
+        """
         hidden, keyword = (args[0], False) if args else (kwargs["hidden_states"], True)
         if not self.calls:
             self.hidden = hidden
@@ -183,9 +228,19 @@ class Tape(TorchFunctionMode):
         if (number := self.number(hidden)) is None:
             return None
         state: Tensor = hidden
-        extra_kwargs = {name: value for name, value in kwargs.items() if not keyword or name != "hidden_states"}
-        self._mappings.append([value for value in (*args, *extra_kwargs.values()) if isinstance(value, MutableMapping)])
-        self.calls.append(LayerCall(self._noted(args[1:]), self._noted(extra_kwargs), keyword, number))
+        extra_kwargs = {
+            name: value for name, value in kwargs.items() if not keyword or name != "hidden_states"
+        }
+        self._mappings.append(
+            [
+                value
+                for value in (*args, *extra_kwargs.values())
+                if isinstance(value, MutableMapping)
+            ]
+        )
+        self.calls.append(
+            LayerCall(self._noted(args[1:]), self._noted(extra_kwargs), keyword, number)
+        )
         return state
 
     def returned(self, items: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -201,11 +256,18 @@ class Tape(TorchFunctionMode):
         """Return the calls, each with what its layer receives and leaves."""
         assert self.cut is not None
         ids = [{id(mapping) for mapping in mappings} for mappings in self._mappings]
-        several = {key for at, keys in enumerate(ids) for key in keys if any(key in later for later in ids[at + 1 :])}
+        several = {
+            key
+            for at, keys in enumerate(ids)
+            for key in keys
+            if any(key in later for later in ids[at + 1 :])
+        }
         live = {self.cut}
         shared = dict[int, Shared]()
         above = None
-        for call, steps, mappings in zip(self.calls[::-1], self.steps[::-1], self._mappings[::-1], strict=True):
+        for call, steps, mappings in zip(
+            self.calls[::-1], self.steps[::-1], self._mappings[::-1], strict=True
+        ):
             between = Between(sorted(live), list(shared.values()))
             call.after, live = _needed(steps, live)
             if between.shared or call.after or live != {call.returns[0]}:
@@ -218,7 +280,9 @@ class Tape(TorchFunctionMode):
         return tuple(self.calls)
 
     def cuts(self, logits: Tensor) -> Iterator[int]:
-        """Yield the numbers of what the head could be given: all of it that comes out of the layers goes through."""
+        """Yield the numbers of what the head could be given: all of it that comes out of the
+        layers goes through.
+        """
         top = self.calls[-1].returns[0]
         steps = self.steps[-1]
         goal = self.number(logits)
@@ -227,12 +291,19 @@ class Tape(TorchFunctionMode):
             return
         for number in (
             top,
-            *(leaf.number for step in steps for leaf in tree_leaves(step.makes) if type(leaf) is Placeholder),
+            *(
+                leaf.number
+                for step in steps
+                for leaf in tree_leaves(step.makes)
+                if type(leaf) is Placeholder
+            ),
         ):
             if not _needed(steps, {goal}, available=number)[1]:
                 yield number
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
         written = args[0] if out is None and args else out
@@ -243,7 +314,9 @@ class Tape(TorchFunctionMode):
             return out
         makes = self._follow(written)
         autocast = torch.is_autocast_enabled(next(tensors_in((args, kwargs))).device.type)
-        self.steps[-1].append(Step(function, noted[0], noted[1], makes, torch.is_grad_enabled(), autocast))
+        self.steps[-1].append(
+            Step(function, noted[0], noted[1], makes, torch.is_grad_enabled(), autocast)
+        )
         return out if out is None else self._seen(makes, out)
 
     def _seen(self, noted: Any, values: Any) -> Any:
@@ -251,11 +324,15 @@ class Tape(TorchFunctionMode):
             return values
         entered = self._at_cut()
         return tree_map(
-            lambda leaf, value: entered if getattr(leaf, "number", None) == self.cut else value, noted, values
+            lambda leaf, value: entered if getattr(leaf, "number", None) == self.cut else value,
+            noted,
+            values,
         )
 
     def _follow(self, value: Any) -> Any:
-        """Number every tensor in a value that has no number yet; return the value with `Made` in their place."""
+        """Number every tensor in a value that has no number yet; return the value with `Made` in
+        their place.
+        """
 
         def follow(tensor: Tensor) -> Placeholder:
             if tensor not in self._numbers:
@@ -268,7 +345,9 @@ class Tape(TorchFunctionMode):
         return tree_map_only(Tensor, follow, value)
 
     def _noted(self, value: Any) -> Any:
-        """Return a value with `Made` for every tensor that has a number; the same object if there is none."""
+        """Return a value with `Made` for every tensor that has a number; the same object if
+        there is none.
+        """
 
         def note(leaf: Any) -> Any:
             number = self.number(leaf) if isinstance(leaf, Tensor) else None
@@ -278,25 +357,42 @@ class Tape(TorchFunctionMode):
 
 
 class Suspended:
-    """A layer that has run for one micro-batch, but for what it makes of its experts' result: these steps are done when
-    that is there. `state`: returns the generator's. `reached` stands in the experts' place while the layer runs in a
-    `with` block of `tape`; `expert_inputs` is what they were given then, and `drawn` the generator's state."""
+    """A layer that has run for one micro-batch, but for what it makes of its experts' result: these
+    steps are done when that is there. `state`: returns the generator's. `reached` stands in the
+    experts' place while the layer runs in a `with` block of `tape`; `expert_inputs` is what they
+    were given then, and `drawn` the generator's state."""
 
     def __init__(self, state: Callable[[], Tensor]) -> None:
         self.tape = Tape()
         self._state = state
-        self.expert_inputs: tuple[Tensor, ...] = ()  # hidden states, chosen experts, weights of these
+        self.expert_inputs: tuple[
+            Tensor, ...
+        ] = ()  # hidden states, chosen experts, weights of these
         self.drawn: Tensor
         self._steps: list[Step] = []
         self._result = self._output = -1
 
     def reached(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Record the inputs of the experts, and return zeros. `ValueError`: they are unlike those of `transformers`."""
+        """Record the inputs of the experts, and return zeros. `ValueError`: they are unlike
+        those of `transformers`.
+        """
         if tried():
             return torch.zeros_like(args[0])
-        shapes = [argument.shape for argument in args if isinstance(argument, Tensor) and argument.dim() == 2]
-        if self.expert_inputs or kwargs or len(shapes) != 3 or shapes[1] != shapes[2] or shapes[0][0] != shapes[1][0]:
-            raise ValueError("a layer must call its experts once, with hidden states, experts and their weights")
+        shapes = [
+            argument.shape
+            for argument in args
+            if isinstance(argument, Tensor) and argument.dim() == 2
+        ]
+        if (
+            self.expert_inputs
+            or kwargs
+            or len(shapes) != 3
+            or shapes[1] != shapes[2]
+            or shapes[0][0] != shapes[1][0]
+        ):
+            raise ValueError(
+                "a layer must call its experts once, with hidden states, experts and their weights"
+            )
         self.expert_inputs = args
         self.drawn = self._state()
         self.tape.steps.append([])
@@ -305,7 +401,9 @@ class Suspended:
         return zeros
 
     def returned(self, output: Tensor | tuple[Any, ...]) -> None:
-        """Note what the layer has returned. `ValueError`: it cannot be told how it was made of the experts' result."""
+        """Note what the layer has returned. `ValueError`: it cannot be told how it was made of
+        the experts' result.
+        """
         self._extra_outputs = None if isinstance(output, Tensor) else output[1:]
         number = self.tape.number(output if isinstance(output, Tensor) else output[0])
         left = set[int]()
@@ -323,7 +421,9 @@ class Suspended:
             return changed(value, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
 
         clone = copy.copy(self)
-        clone._steps = [replace(step, args=bare(step.args), kwargs=bare(step.kwargs)) for step in self._steps]
+        clone._steps = [
+            replace(step, args=bare(step.args), kwargs=bare(step.kwargs)) for step in self._steps
+        ]
         clone.expert_inputs = bare(self.expert_inputs)
         clone._extra_outputs = bare(self._extra_outputs)
         return clone
@@ -337,12 +437,16 @@ class Suspended:
         return output if self._extra_outputs is None else (output, *self._extra_outputs)
 
     def operands(self) -> list[Tensor]:
-        """Return what the steps compute with besides the experts' result, such as what shared experts have made."""
+        """Return what the steps compute with besides the experts' result, such as what shared
+        experts have made.
+        """
         return [tensor for step in self._steps for tensor in tensors_in((step.args, step.kwargs))]
 
     @contextmanager
     def looking(self) -> Iterator[list[Tensor]]:
-        """Yield a list of what the graph that is made in the `with` block keeps that is made of the experts' result."""
+        """Yield a list of what the graph that is made in the `with` block keeps that is made of
+        the experts' result.
+        """
         operand_storages = {operand.untyped_storage()._cdata for operand in self.operands()}
         saved = list[Tensor]()
 
@@ -360,10 +464,16 @@ class CannotCut(Exception):
 
 
 def find_cut(tape: Tape, logits: Tensor, is_enough: Callable[[int, Tensor], bool]) -> int:
-    """Return the number on the `tape` of the tensor that the head is given, of a whole forward that made `logits`.
-    `is_enough` tells whether a head that is given the tensor of that number, with that value, needs nothing else.
-    `CannotCut`: a layer's output cannot be followed, or there is no such tensor."""
-    layer_outputs = [tape.values[number] for call in tape.calls for number in call.returns if number in tape.values]
+    """Return the number on the `tape` of the tensor that the head is given, of a whole forward that
+    made `logits`. `is_enough` tells whether a head that is given the tensor of that number, with
+    that value, needs nothing else. `CannotCut`: a layer's output cannot be followed, or there is no
+    such tensor."""
+    layer_outputs = [
+        tape.values[number]
+        for call in tape.calls
+        for number in call.returns
+        if number in tape.values
+    ]
     for index, call in enumerate(tape.calls):
         if depends_on(tensors_in((call.args, call.kwargs)), layer_outputs):
             raise CannotCut(f"layer {index} gets more from the layers below than LEMA can follow")
@@ -372,7 +482,9 @@ def find_cut(tape: Tape, logits: Tensor, is_enough: Callable[[int, Tensor], bool
         if is_enough(cut, tape.values[cut].detach()):
             steps = [step for call in tape.tied() for step in call.after]
             if not all(step.differentiable for step in steps):
-                raise CannotCut("between its layers it uses operations that autograd does not follow")
+                raise CannotCut(
+                    "between its layers it uses operations that autograd does not follow"
+                )
             # Of a size that is known only when the layers run.
             extra_numbers = {number for call in tape.calls for number in call.returns[1:]}
             if any(step.uses & extra_numbers for step in steps):
@@ -381,8 +493,12 @@ def find_cut(tape: Tape, logits: Tensor, is_enough: Callable[[int, Tensor], bool
     raise CannotCut("its head needs more than the last layer's output, token by token")
 
 
-def _needed(steps: Sequence[Step], live: Iterable[int], available: int | None = None) -> tuple[list[Step], set[int]]:
-    """Return the steps that make something in `live`, and what they need; `available` is there already."""
+def _needed(
+    steps: Sequence[Step], live: Iterable[int], available: int | None = None
+) -> tuple[list[Step], set[int]]:
+    """Return the steps that make something in `live`, and what they need; `available` is there
+    already.
+    """
     needed: list[Step] = []
     live = set(live) - {available}
     for step in reversed(steps):
@@ -397,9 +513,15 @@ def _numbers(tree: Any) -> set[int]:
 
 
 def _filled(value: Any, values: Mapping[int, Any], copies: Mapping[int, Any] | None = None) -> Any:
-    """Return a value with its tensor for every `Made` in it, and with `copies` by `id`; itself, if it has none."""
+    """Return a value with its tensor for every `Made` in it, and with `copies` by `id`; itself,
+    if it has none.
+    """
 
     def fill(leaf: Any) -> Any:
-        return values[leaf.number] if isinstance(leaf, Placeholder) else (copies or {}).get(id(leaf), leaf)
+        return (
+            values[leaf.number]
+            if isinstance(leaf, Placeholder)
+            else (copies or {}).get(id(leaf), leaf)
+        )
 
     return changed(value, fill)

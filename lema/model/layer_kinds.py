@@ -1,7 +1,9 @@
-"""Kinds of decoder layers: layers of the same modules with the same settings, so that one can replace another.
+"""Kinds of decoder layers: layers of the same modules with the same settings, so that one can
+replace another.
 
-Nothing here knows an architecture. Two layers are compared module by module: types, names and shapes of tensors, and
-every plain attribute. Layers of one kind may differ only in their number in the stack, and in names that contain it.
+Nothing here knows an architecture. Two layers are compared module by module: types, names and
+shapes of tensors, and every plain attribute. Layers of one kind may differ only in their number in
+the stack, and in names that contain it.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from torch import Tensor, nn
 
 __all__ = ["Attribute", "compare_layers"]
 
-# What torch keeps in every module: its parts, which are compared by themselves, and whether it trains and what hooks it
-# has, which every caller of a layer must look at, since they change.
+# What torch keeps in every module: its parts, which are compared by themselves, and whether it
+# trains and what hooks it has, which every caller of a layer must look at, since they change.
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 REPLACED = "forward"  # of a layer; while a part of the model runs, another may stand in its place
 DEEPEST = 6  # objects in objects
@@ -25,10 +27,13 @@ Attribute: TypeAlias = tuple[str, str]
 """One attribute of a layer or of a module in it: the module's name in the layer, and its own."""
 
 
-def compare_layers(layers: Sequence[nn.Module], name: str) -> tuple[tuple[int, ...], tuple[Attribute, ...]]:
-    """Compare the layers of a stack with each other, whose `name` in the model says that `<name>.3` is a layer's. It
-    returns for each layer the number of its kind, in the order in which kinds come: `(0, 0, 1, 0, ...)`; and the
-    attributes in which layers of one kind may differ, since they say which layer it is."""
+def compare_layers(
+    layers: Sequence[nn.Module], name: str
+) -> tuple[tuple[int, ...], tuple[Attribute, ...]]:
+    """Compare the layers of a stack with each other, whose `name` in the model says that `<name>.3`
+    is a layer's. It returns for each layer the number of its kind, in the order in which kinds
+    come: `(0, 0, 1, 0, ...)`; and the attributes in which layers of one kind may differ, since they
+    say which layer it is."""
     numbers = frozenset(_numbers(layers))
     labels = set(numbers)
     firsts: list[int] = []
@@ -47,8 +52,9 @@ def compare_layers(layers: Sequence[nn.Module], name: str) -> tuple[tuple[int, .
 
 
 def _numbers(layers: Sequence[nn.Module]) -> Iterator[Attribute]:
-    """Yield the attributes by which a layer knows its number in the stack: they grow by one from layer to layer. An
-    attribute of two neighbours only could as well be a switch that is on in one of them, and is none."""
+    """Yield the attributes by which a layer knows its number in the stack: they grow by one from
+    layer to layer. An attribute of two neighbours only could as well be a switch that is on in one
+    of them, and is none."""
     seen: dict[Attribute, dict[int, int]] = {}
     for index, layer in enumerate(layers):
         for path, module in layer.named_modules():
@@ -63,7 +69,9 @@ def _numbers(layers: Sequence[nn.Module]) -> Iterator[Attribute]:
 def _difference(
     layers: Sequence[nn.Module], name: str, index: int, first: int, numbers: Collection[Attribute]
 ) -> set[Attribute] | None:
-    """Return the attributes in which two layers differ by their names alone; None: they are not alike."""
+    """Return the attributes in which two layers differ by their names alone; None: they are not
+    alike.
+    """
     mine = dict(layers[index].named_modules())
     theirs = dict(layers[first].named_modules())
     if mine.keys() != theirs.keys():
@@ -78,7 +86,9 @@ def _difference(
         if settings.keys() != counterpart_settings.keys():
             return None
         for key, value in settings.items():
-            if (attribute := (path, key)) in numbers or _same(value, counterpart_settings[key], "", ""):
+            if (attribute := (path, key)) in numbers or _same(
+                value, counterpart_settings[key], "", ""
+            ):
                 continue
             if not _same(value, counterpart_settings[key], f"{name}.{index}.", f"{name}.{first}."):
                 return None
@@ -101,14 +111,18 @@ def _tensors(module: nn.Module) -> list[Any]:
 
 
 def _settings(path: str, module: nn.Module) -> dict[str, Any]:
-    settings = {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
+    settings = {
+        name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES
+    }
     if not path:
         settings.pop(REPLACED, None)
     return settings
 
 
 def _same(left: Any, right: Any, mine: str, theirs: str, depth: int = DEEPEST) -> bool:
-    """Whether two values are surely equal, once each's own name is taken out of it; what cannot be told differs."""
+    """Whether two values are surely equal, once each's own name is taken out of it; what cannot
+    be told differs.
+    """
 
     def same(a: Any, b: Any) -> bool:
         return _same(a, b, mine, theirs, depth - 1)
@@ -118,7 +132,11 @@ def _same(left: Any, right: Any, mine: str, theirs: str, depth: int = DEEPEST) -
     if type(left) is not type(right) or depth == 0 or isinstance(left, nn.Module):
         return False
     if isinstance(left, str):
-        return bool(left.replace(mine, "") == right.replace(theirs, "")) if mine else bool(left == right)
+        return (
+            bool(left.replace(mine, "") == right.replace(theirs, ""))
+            if mine
+            else bool(left == right)
+        )
     if isinstance(left, Tensor):
         described = [(tensor.shape, tensor.dtype, tensor.device) for tensor in (left, right)]
         return not left.is_meta and described[0] == described[1] and bool(torch.equal(left, right))

@@ -1,8 +1,10 @@
-"""Tables that are not loaded: embeddings that are looked up row by row, outside the decoder layers or in one.
+"""Tables that are not loaded: embeddings that are looked up row by row, outside the decoder layers
+or in one.
 
-They are the largest tensors of many models, and a step needs only as many rows of them as it has tokens. The rows of
-the ids that are there are fetched and become the embedding's weight while the module runs, and the ids become their
-places among these rows. So the numbers are those of the whole table, whatever else the module does with them.
+They are the largest tensors of many models, and a step needs only as many rows of them as it has
+tokens. The rows of the ids that are there are fetched and become the embedding's weight while the
+module runs, and the ids become their places among these rows. So the numbers are those of the whole
+table, whatever else the module does with them.
 """
 
 from __future__ import annotations
@@ -32,12 +34,15 @@ from lema.model.weight_names import grouped
 __all__ = ["RowTables"]
 
 SETTING = "embeddings"
-LEAST_BYTES = 16 << 20  # of a table that is looked up row by row unasked: smaller ones are worth no reads
+# of a table that is looked up row by row unasked: smaller ones are worth no reads
+LEAST_BYTES = 16 << 20
 RowSource = Literal["auto", "device", "host", "disk"]
 
 
 class _Absent(nn.Parameter):
-    """A weight on `meta` that says it is where its rows will be, because models send ids to its device."""
+    """A weight on `meta` that says it is where its rows will be, because models send ids to its
+    device.
+    """
 
     home = torch.device("meta")
 
@@ -55,7 +60,8 @@ class _Table:
     nbytes: int  # of the whole weight
     row_bytes: int  # of one row where it is stored
     in_layers: bool  # whether it is part of a decoder layer
-    # Returns the rows of ids, sorted and without duplicates, in host memory; None: their values are not needed.
+    # Returns the rows of ids, sorted and without duplicates, in host memory; None: their values are
+    # not needed.
     fetch: Callable[[Tensor], Tensor] | None = None
     ids_per_token: int = 1  # as last looked up, `[batch, sequence, ...]`
 
@@ -68,14 +74,15 @@ class _Table:
 class RowTables:
     """The tables of a model that are looked up row by row, on behalf of the model's own embeddings.
 
-    An embedding is one that nothing else shares, such as a head, and that takes nothing but ids; beside the input
-    embeddings only large ones are. Those that train, or are adapted, are whole. `ConfigError`: the input embeddings
-    cannot be looked up as the setting says. `where`: the setting: rows come from "host" memory or from "disk";
-    "device": all are whole. "auto": from disk, unless layers stay on the device unasked, or it compiles what is run
-    on it, for every number of rows; the input's are then divided among processes (`parallel`), and are here until
-    they are `handed_over`. `copies`: what the model's inputs on the device are. `planned_for`: a device, or its
-    name, that a plan is made for: nothing is read; None: the model is used. `head`: the head's weight, where it is
-    not loaded: a table that has the same one is not loaded either.
+    An embedding is one that nothing else shares, such as a head, and that takes nothing but ids;
+    beside the input embeddings only large ones are. Those that train, or are adapted, are whole.
+    `ConfigError`: the input embeddings cannot be looked up as the setting says. `where`: the
+    setting: rows come from "host" memory or from "disk"; "device": all are whole. "auto": from
+    disk, unless layers stay on the device unasked, or it compiles what is run on it, for every
+    number of rows; the input's are then divided among processes (`parallel`), and are here until
+    they are `handed_over`. `copies`: what the model's inputs on the device are. `planned_for`: a
+    device, or its name, that a plan is made for: nothing is read; None: the model is used. `head`:
+    the head's weight, where it is not loaded: a table that has the same one is not loaded either.
     """
 
     def __init__(
@@ -99,7 +106,9 @@ class RowTables:
         self._lookups_enabled = True
         self._tables: dict[str, _Table] = {}
         self._whole_input = ""  # why the input embeddings are not among them
-        is_on_device = resident_fraction(planned_for or stored.backend) > 0 or not has_addresses(stored.backend.device)
+        is_on_device = resident_fraction(planned_for or stored.backend) > 0 or not has_addresses(
+            stored.backend.device
+        )
         self._parts = (parallel or stored.backend.parallel).size
         self._divided = where == "auto" and is_on_device and self._parts > 1
         if self._divided or not (where == "device" or (where == "auto" and is_on_device)):
@@ -129,10 +138,20 @@ class RowTables:
         """What a plan tells of them."""
         messages = []
         if self._whole_input:
-            messages.append(f"embeddings: the input embeddings are whole on the device, because {self._whole_input}")
+            messages.append(
+                "embeddings: the input embeddings are whole on the device, because "
+                f"{self._whole_input}"
+            )
         if self._tables:
-            source = "host memory" if self._where == "host" else f"disk, {human_bytes(self.row_bytes)} a token"
-            spared = f"{human_bytes(self.nbytes)} are not loaded to the device: {grouped(list(self._tables))}"
+            source = (
+                "host memory"
+                if self._where == "host"
+                else f"disk, {human_bytes(self.row_bytes)} a token"
+            )
+            spared = (
+                f"{human_bytes(self.nbytes)} are not loaded to the device: "
+                f"{grouped(list(self._tables))}"
+            )
             messages.append(f"embeddings: rows from {source}; {spared}")
         return tuple(messages)
 
@@ -141,12 +160,16 @@ class RowTables:
         return self._embeddings[name]
 
     def expect(self, num_micro_batches: int) -> None:
-        """Know how many micro-batches the step has, each of which looks its ids up in every table."""
+        """Know how many micro-batches the step has, each of which looks its ids up in every
+        table.
+        """
         self._inputs.expect(num_micro_batches * len(self._tables))
 
     @contextmanager
     def without_lookups(self) -> Iterator[None]:
-        """Look nothing up for the length of a `with` block: what the embeddings return is thrown away."""
+        """Look nothing up for the length of a `with` block: what the embeddings return is thrown
+        away.
+        """
         self._lookups_enabled = False
         try:
             yield
@@ -155,7 +178,9 @@ class RowTables:
 
     @contextmanager
     def taken_out(self) -> Iterator[None]:
-        """Let embeddings be as the model made them in a `with` block, in which they are wrapped or copied."""
+        """Let embeddings be as the model made them in a `with` block, in which they are wrapped
+        or copied.
+        """
         for table in self._tables.values():
             table.take_out()
         try:
@@ -168,13 +193,16 @@ class RowTables:
         names = []
         for name, table in self._tables.items():
             module = self._model.get_submodule(name.rpartition(".")[0])
-            if module is not table.module or any(parameter.requires_grad for parameter in module.parameters()):
+            if module is not table.module or any(
+                parameter.requires_grad for parameter in module.parameters()
+            ):
                 names.append(name)
         return names
 
     def keep_whole(self, names: Iterable[str]) -> int:
-        """Have some tables whole after all, because they train or are adapted; return what that takes of the device,
-        but for those in layers, which are part of their layer then. `ConfigError`: the settings ask for rows."""
+        """Have some tables whole after all, because they train or are adapted; return what that
+        takes of the device, but for those in layers, which are part of their layer then.
+        `ConfigError`: the settings ask for rows."""
         nbytes = 0
         for name in names:
             table = self._tables[name]
@@ -191,8 +219,12 @@ class RowTables:
         return nbytes
 
     def handed_over(self) -> frozenset[str]:
-        """Return the names of what is divided among processes, which is looked after here until then."""
-        names, self._tables = (self.names, {}) if self._divided else (frozenset[str](), self._tables)
+        """Return the names of what is divided among processes, which is looked after here until
+        then.
+        """
+        names, self._tables = (
+            (self.names, {}) if self._divided else (frozenset[str](), self._tables)
+        )
         return names
 
     def _choose(self) -> None:
@@ -230,7 +262,10 @@ class RowTables:
     def _why_not_by_rows(self, name: str, module: nn.Embedding) -> str | None:
         """Return why a table has to be whole; None: it need not be."""
         parameters = self._model.named_parameters(remove_duplicate=False)
-        if module.weight is not self._head and sum(parameter is module.weight for _, parameter in parameters) > 1:
+        if (
+            module.weight is not self._head
+            and sum(parameter is module.weight for _, parameter in parameters) > 1
+        ):
             return "they are also the head's weight, which must be whole on the device"
         if len(inspect.signature(type(module).forward).parameters) != 2:  # itself, and the ids
             return "the model does not look up its tokens in a plain table"
@@ -241,7 +276,8 @@ class RowTables:
     def _put_in(self) -> None:
         """Have the embeddings look their ids up here: each by itself, its class stays as it is."""
         for name, table in () if self._divided else self._tables.items():
-            # A function, which a copy of the module shares: a copied object would bring copies of all it refers to.
+            # A function, which a copy of the module shares: a copied object would bring copies of
+            # all it refers to.
             def lookup(input: Tensor, name: str = name, table: _Table = table) -> Tensor:
                 return self._lookup(name, table, input)
 
@@ -258,8 +294,12 @@ class RowTables:
         table.ids_per_token = prod(ids.shape[2:])
         if table.fetch is not None and has_values(ids) and self._lookups_enabled:
             there = self.copies.of(ids)
-            unique, indices = torch.unique(ids.cpu() if there is None else there.cpu(), return_inverse=True)
-            (on_device,) = self._inputs.to_device([{"rows": table.fetch(unique), "indices": indices}])
+            unique, indices = torch.unique(
+                ids.cpu() if there is None else there.cpu(), return_inverse=True
+            )
+            (on_device,) = self._inputs.to_device(
+                [{"rows": table.fetch(unique), "indices": indices}]
+            )
         else:
             shape = (ids.numel() if self._lookups_enabled else 1, module.embedding_dim)
             rows = torch.zeros(shape, dtype=self._stored.dtypes[name], device=ids.device)
@@ -267,7 +307,9 @@ class RowTables:
         absent = module._parameters["weight"]
         padding = module.padding_idx
         module._parameters["weight"] = nn.Parameter(on_device["rows"], requires_grad=False)
-        module.padding_idx = None  # it says whose row gets no gradient, by a number that means another row here
+        module.padding_idx = (
+            None  # it says whose row gets no gradient, by a number that means another row here
+        )
         try:
             return own_forward(module, on_device["indices"])
         finally:
@@ -276,4 +318,8 @@ class RowTables:
 
 
 def _refusal(why: str) -> ConfigError:
-    return ConfigError(f"the input embeddings cannot stay off the device: {why}", where=SETTING, how="set it to auto")
+    return ConfigError(
+        f"the input embeddings cannot stay off the device: {why}",
+        where=SETTING,
+        how="set it to auto",
+    )

@@ -1,8 +1,10 @@
-"""LoRA linears at the price of their arithmetic, for `arithmetic: fast`: those that read one input are one operation.
+"""LoRA linears at the price of their arithmetic, for `arithmetic: fast`: those that read one input
+are one operation.
 
-`x W' + s (x A') B'` of all linears that share `x` is one autograd function: one product with their stacked A, each B
-added into its frozen product in place, and a backward that is written out, whose gradient of `x` is one sum formed in
-place. What shares an input is seen when a layer is first run. Where an option asks for more, a linear is PEFT's own.
+`x W' + s (x A') B'` of all linears that share `x` is one autograd function: one product with their
+stacked A, each B added into its frozen product in place, and a backward that is written out, whose
+gradient of `x` is one sum formed in place. What shares an input is seen when a layer is first run.
+Where an option asks for more, a linear is PEFT's own.
 """
 
 from __future__ import annotations
@@ -25,15 +27,23 @@ from lema.model.state.snapshot import rehearsed
 
 __all__ = ["PRODUCTS", "Product", "SharedInputs", "multiply_together", "tried"]
 
-PRODUCTS = (nn.Linear.forward, Conv1D.forward)  # each multiplies its argument by a matrix, and saves no more than that
-# What a layer's arguments may be where it is tried on copies of its tensors: nothing that the trial could change.
+PRODUCTS = (
+    nn.Linear.forward,
+    Conv1D.forward,
+)  # each multiplies its argument by a matrix, and saves no more than that
+# What a layer's arguments may be where it is tried on copies of its tensors: nothing that the trial
+# could change.
 PLAIN = (int, float, str, torch.dtype, torch.device, type(None))
 
-_running: ContextVar[SharedInputs | None] = ContextVar("_running", default=None)  # of the layer that is being run
+_running: ContextVar[SharedInputs | None] = ContextVar(
+    "_running", default=None
+)  # of the layer that is being run
 
 
 def multiply_together(model: nn.Module) -> None:
-    """Have the LoRA linears of a model, or a layer, take part in the `SharedInputs` of the layer that is being run."""
+    """Have the LoRA linears of a model, or a layer, take part in the `SharedInputs` of the layer
+    that is being run.
+    """
     for part in model.modules():
         if type(part) is Linear:
             part.__class__ = Together
@@ -60,11 +70,13 @@ Together.__name__ = Linear.__name__  # by which PEFT knows it
 
 @dataclass(frozen=True)
 class Product:
-    """Replaces the `forward` of a module that multiplies by a frozen matrix, to skip the product or to keep it."""
+    """Replaces the `forward` of a module that multiplies by a frozen matrix, to skip the product
+    or to keep it.
+    """
 
     form: Callable[[Tensor], Tensor]  # the module's own forward
-    # Given the input, returns the context in which `form` computes nothing and returns the value to use; None: the
-    # product is formed.
+    # Given the input, returns the context in which `form` computes nothing and returns the value to
+    # use; None: the product is formed.
     skipped: Callable[[Tensor], AbstractContextManager[Any] | None]
     keep: Callable[[Tensor], None] = lambda _: None  # takes note of each output that is formed
 
@@ -87,19 +99,29 @@ class Product:
 
 @dataclass(eq=False)
 class SharedInputs:
-    """The LoRA linears of one layer that read one input, and, while it runs, results for the later ones of them."""
+    """The LoRA linears of one layer that read one input, and, while it runs, results for the
+    later ones of them.
+    """
 
     _groups: dict[nn.Module, tuple[Together, ...]] | None = None  # None: the layer has not been run
-    _seen: list[tuple[Together, Tensor]] | None = None  # in a trial: the calls so far, with their inputs
+    _seen: list[tuple[Together, Tensor]] | None = (
+        None  # in a trial: the calls so far, with their inputs
+    )
     _last_input: tuple[Tensor, int | None] | None = None  # the last input, and its version then
-    _outputs: dict[nn.Module, Tensor] = field(default_factory=dict)  # of that, for linears that were not called yet
+    _outputs: dict[nn.Module, Tensor] = field(
+        default_factory=dict
+    )  # of that, for linears that were not called yet
 
     @contextmanager
     def used(
-        self, layer: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        layer: nn.Module,
+        tensors: Mapping[str, Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Iterator[None]:
-        """Have the linears of a `layer`, which is about to be called with these tensors in the place of its own and
-        these arguments, multiply together in the `with` block."""
+        """Have the linears of a `layer`, which is about to be called with these tensors in the
+        place of its own and these arguments, multiply together in the `with` block."""
         token = _running.set(self)
         try:
             if self._groups is None:
@@ -111,20 +133,29 @@ class SharedInputs:
             self._outputs.clear()
 
     def _learn(self, layer: nn.Module, tensors: Mapping[str, Tensor], *arguments: Any) -> None:
-        """See what shares an input, in a trial on copies without values, as a graph and its recomputation have to be
-        alike from the first on. Arguments that a trial could change, such as a cache, put it off."""
+        """See what shares an input, in a trial on copies without values, as a graph and its
+        recomputation have to be alike from the first on. Arguments that a trial could change, such
+        as a cache, put it off."""
         for leaf in tree_leaves(arguments):
-            if not (capture.has_values(leaf) if isinstance(leaf, Tensor) else isinstance(leaf, PLAIN)):
+            if not (
+                capture.has_values(leaf) if isinstance(leaf, Tensor) else isinstance(leaf, PLAIN)
+            ):
                 return
         layer_tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers()), **tensors}
         empty, args, kwargs = tree_map_only(
             Tensor, lambda tensor: tensor.detach().to("meta"), (layer_tensors, *arguments)
         )
         self._seen = []
-        # What was called before an error has been seen all the same: the attention of a layer that asks for values.
+        # What was called before an error has been seen all the same: the attention of a layer that
+        # asks for values.
         errors = NotImplementedError, *capture.PASSED_THROUGH_THE_MODEL
         try:
-            with rehearsed(layer.modules(), values=False), torch.no_grad(), capture.routed([]), suppress(*errors):
+            with (
+                rehearsed(layer.modules(), values=False),
+                torch.no_grad(),
+                capture.routed([]),
+                suppress(*errors),
+            ):
                 torch.func.functional_call(layer, empty, args, kwargs, tie_weights=False)
         finally:
             seen = self._seen
@@ -132,7 +163,9 @@ class SharedInputs:
         linears = [linear for linear, _ in seen]
         groups: dict[int, tuple[Together, ...]] = {}
         for linear, inputs in seen:
-            if linears.count(linear) == 1:  # a linear that is called twice could use the result for its other call
+            if (
+                linears.count(linear) == 1
+            ):  # a linear that is called twice could use the result for its other call
                 groups[id(inputs)] = (*groups.get(id(inputs), ()), linear)
         self._groups = {linear: group for group in groups.values() for linear in group}
 
@@ -153,10 +186,15 @@ class SharedInputs:
         if (linear_factors := _factors(linear, inputs)) is None:
             return None
         group = (self._groups or {}).get(linear, (linear,))
-        candidates = {member: linear_factors if member is linear else _factors(member, inputs) for member in group}
+        candidates = {
+            member: linear_factors if member is linear else _factors(member, inputs)
+            for member in group
+        }
         factors = {member: factor for member, factor in candidates.items() if factor is not None}
         tensors = [
-            tensor for factor in factors.values() for tensor in (factor.weight, factor.bias, factor.left, factor.right)
+            tensor
+            for factor in factors.values()
+            for tensor in (factor.weight, factor.bias, factor.left, factor.right)
         ]
         values = tuple(factors.values())
         outputs = _Sums.apply(inputs, linear_factors.dtype, values, *tensors)  # type: ignore[no-untyped-call] # torch's is
@@ -184,9 +222,16 @@ class _Factors:
 
 
 def _factors(linear: Together, inputs: Tensor) -> _Factors | None:
-    """Return what a linear multiplies by; None: it does something else, or asks for another dtype or gradient."""
+    """Return what a linear multiplies by; None: it does something else, or asks for another
+    dtype or gradient.
+    """
     active = [name for name in linear.active_adapters if name in linear.lora_A]
-    if len(active) != 1 or linear.disable_adapters or linear.merged or active[0] in linear.lora_variant:
+    if (
+        len(active) != 1
+        or linear.disable_adapters
+        or linear.merged
+        or active[0] in linear.lora_variant
+    ):
         return None
     name = active[0]
     product = vars(linear.base_layer).get("forward")
@@ -202,7 +247,8 @@ def _factors(linear: Together, inputs: Tensor) -> _Factors | None:
     ):
         return None
     if any(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks for module in (base, left, right)
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+        for module in (base, left, right)
     ):
         return None
     if linear.training and not isinstance(dropout, nn.Identity):
@@ -214,7 +260,11 @@ def _factors(linear: Together, inputs: Tensor) -> _Factors | None:
         return None
     cast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if cast else inputs.dtype
-    if weight.dtype != dtype or inputs.dtype not in (dtype, torch.float32) or not (cast or left.weight.dtype == dtype):
+    if (
+        weight.dtype != dtype
+        or inputs.dtype not in (dtype, torch.float32)
+        or not (cast or left.weight.dtype == dtype)
+    ):
         return None
     scaling = float(linear.scaling[name])
     transposed = isinstance(base, Conv1D)
@@ -222,21 +272,31 @@ def _factors(linear: Together, inputs: Tensor) -> _Factors | None:
 
 
 class _Sums(torch.autograd.Function):
-    """`x W' + bias + s (x A') B'` for each of several linears, of one `x`: `[..., in]` to `[..., out]` each."""
+    """`x W' + bias + s (x A') B'` for each of several linears, of one `x`: `[..., in]` to `[...,
+    out]` each.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, inputs: Tensor, dtype: torch.dtype, factors: Sequence[_Factors], *_: Any
     ) -> tuple[Tensor, ...]:
         x = inputs.to(dtype).reshape(-1, inputs.shape[-1])
-        low = x @ torch.cat([factor.left.to(dtype) for factor in factors]).t()  # [tokens, all ranks]
+        # [tokens, all ranks]
+        low = x @ torch.cat([factor.left.to(dtype) for factor in factors]).t()
         outputs = []
-        for factor, part in zip(factors, low.split([len(factor.left) for factor in factors], dim=1), strict=True):
+        for factor, part in zip(
+            factors, low.split([len(factor.left) for factor in factors], dim=1), strict=True
+        ):
             matrix = factor.matrix(factor.weight)
-            if factor.product is not None and (unformed := factor.product.unformed(inputs)) is not None:
+            if (
+                factor.product is not None
+                and (unformed := factor.product.unformed(inputs)) is not None
+            ):
                 outputs.append(unformed)  # of the whole sum
                 continue
-            output = x.new_empty(*inputs.shape[:-1], len(matrix))  # no view, because the model may write into it
+            output = x.new_empty(
+                *inputs.shape[:-1], len(matrix)
+            )  # no view, because the model may write into it
             flat = output.view(-1, len(matrix))
             if factor.bias is None:
                 torch.mm(x, matrix.t(), out=flat)
@@ -250,10 +310,13 @@ class _Sums(torch.autograd.Function):
         ctx.dtype = dtype
         ctx.shape = inputs.shape
         ctx.set_materialize_grads(False)
-        # The frozen weights too, because what is saved is packed, a leased weight as a reference to its place.
+        # The frozen weights too, because what is saved is packed, a leased weight as a reference to
+        # its place.
         saved_input = inputs if inputs.dtype == dtype else x
         ctx.save_for_backward(
-            saved_input, low, *(part for factor in factors for part in (factor.weight, factor.left, factor.right))
+            saved_input,
+            low,
+            *(part for factor in factors for part in (factor.weight, factor.left, factor.right)),
         )
         return tuple(outputs)
 
@@ -268,7 +331,10 @@ class _Sums(torch.autograd.Function):
         needs_grad = ctx.needs_input_grad
         x = saved_input.reshape(-1, saved_input.shape[-1])
         lows = low.split([len(left) for left in lefts], dim=1)
-        flat = [None if gradient is None else gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
+        flat = [
+            None if gradient is None else gradient.reshape(-1, gradient.shape[-1])
+            for gradient in gradients
+        ]
         # Gradients of `x A'` of all linears, side by side: `[tokens, all ranks]`.
         back = [
             torch.zeros_like(part) if dy is None else (dy @ right.to(ctx.dtype)).mul_(scaling)
@@ -284,10 +350,16 @@ class _Sums(torch.autograd.Function):
                     dx.addmm_(dy, weight.t() if transposed else weight)
             dx = dx.view(ctx.shape)
         stacked = together.t() @ x if any(needs_grad[5::4]) else None
-        rows = [None] * len(lefts) if stacked is None else stacked.split([len(left) for left in lefts])
+        rows = (
+            [None] * len(lefts) if stacked is None else stacked.split([len(left) for left in lefts])
+        )
         for index, (dy, part, (scaling, _)) in enumerate(zip(flat, lows, ctx.about, strict=True)):
             # Of the small side first, because that product is the faster one.
-            right = (part.t() @ dy).t().mul(scaling) if dy is not None and needs_grad[6 + 4 * index] else None
+            right = (
+                (part.t() @ dy).t().mul(scaling)
+                if dy is not None and needs_grad[6 + 4 * index]
+                else None
+            )
             left = rows[index] if dy is not None and needs_grad[5 + 4 * index] else None
             factor_gradients += [None, None, left, right]
         return dx, None, None, *factor_gradients

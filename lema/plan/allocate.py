@@ -1,4 +1,6 @@
-"""From settings to an allocation of memory: the limits in bytes, the solver's answer, and advice where nothing fits."""
+"""From settings to an allocation of memory: the limits in bytes, the solver's answer, and advice
+where nothing fits.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,27 @@ if TYPE_CHECKING:
 
     from lema.plan.planner import Planner
 
-__all__ = ["advise", "allocated", "layers_stay", "of_one_process", "surely_fits", "untimed", "whether_recomputed"]
+__all__ = [
+    "advise",
+    "allocated",
+    "layers_stay",
+    "of_one_process",
+    "surely_fits",
+    "untimed",
+    "whether_recomputed",
+]
 
 
 LARGEST = 3  # parts that are named
 WORTH_IT = 0.01  # of the peak: what saves less is not spoken of
-OTHERWISE = "lower max_length, loss_chunk_tokens or lora_rank; `lema plan` shows what takes how much"
+OTHERWISE = (
+    "lower max_length, loss_chunk_tokens or lora_rank; `lema plan` shows what takes how much"
+)
 
 
 def of_one_process(demand: Demand, replicas: Replicas, *, sharded: bool) -> Demand:
-    """Return what a step needs of one of several processes, given what it needs of one alone; `sharded`: each has only
-    its part of every layer's weights."""
+    """Return what a step needs of one of several processes, given what it needs of one alone;
+    `sharded`: each has only its part of every layer's weights."""
     demand = replace(demand, processes=replicas.local_size)
     size = replicas.size
     if not sharded or size == 1:
@@ -45,7 +57,14 @@ def of_one_process(demand: Demand, replicas: Replicas, *, sharded: bool) -> Dema
     layers = []
     for layer in demand.layers:
         part = part_bytes(layer.slot_bytes, size)
-        layers.append(replace(layer, slot_bytes=part, upload_bytes=part, read_bytes=math.ceil(layer.read_bytes / size)))
+        layers.append(
+            replace(
+                layer,
+                slot_bytes=part,
+                upload_bytes=part,
+                read_bytes=math.ceil(layer.read_bytes / size),
+            )
+        )
     largest = max(layer.slot_bytes for layer in layers)
     return replace(demand, layers=tuple(layers), gathered_bytes=NUM_BUFFERS * size * largest)
 
@@ -59,14 +78,18 @@ def whether_recomputed(config: LemaConfig) -> bool | None:
     """Return whether the settings have layers recomputed; None: as few as memory asks for."""
     if config.gradient_checkpointing != "auto":
         return config.gradient_checkpointing
-    if config.activation_offloading == "hidden_states" or config.boundary_activations in ("host", "disk"):
+    if config.activation_offloading == "hidden_states" or config.boundary_activations in (
+        "host",
+        "disk",
+    ):
         return True  # because it is inputs of layers that they speak of
     return None if config.offloading_tier is None else False
 
 
 def layers_stay(config: LemaConfig, demand: Demand, free: int) -> bool:
-    """Return whether layers may stay on the device: where nobody limits a device that computes in host memory, only if
-    the system's cache, which gives its memory back to whoever needs it, would not hold the model's files as well."""
+    """Return whether layers may stay on the device: where nobody limits a device that computes in
+    host memory, only if the system's cache, which gives its memory back to whoever needs it, would
+    not hold the model's files as well."""
     unlimited = config.device_memory == "auto" and demand.shared
     return not unlimited or sum(layer.read_bytes for layer in demand.layers) > CACHED * free
 
@@ -82,25 +105,33 @@ def allocated(
     resident_fraction: float = 0.0,
     device_free: int | None = None,
 ) -> Allocation:
-    """Return the best allocation within the limits that the settings set, which may be fractions of the totals.
+    """Return the best allocation within the limits that the settings set, which may be fractions of
+    the totals.
 
-    `host_available` bytes of host memory are free, the limit where the settings have none; others leave `device_free`
-    of device memory; None: all. Layers stay up to the part `resident_fraction` of it where the settings have no number; what else
-    there is to choose stays as streaming has it, as do layers where none fits. `MemoryLimitError`: nothing fits.
+    `host_available` bytes of host memory are free, the limit where the settings have none; others
+    leave `device_free` of device memory; None: all. Layers stay up to the part `resident_fraction`
+    of it where the settings have no number; what else there is to choose stays as streaming has it,
+    as do layers where none fits. `MemoryLimitError`: nothing fits.
     """
-    host_limit = None if config.host_memory is None else parse_memory(config.host_memory, host_total)
+    host_limit = (
+        None if config.host_memory is None else parse_memory(config.host_memory, host_total)
+    )
     resident = config.strategy is MemoryStrategy.RESIDENT
     tier = config.offloading_tier
     device_memory = config.device_memory
     free = device_total if device_free is None else device_free
-    free = _of_host(demand, min(device_total, host_available), host_limit, resident) if demand.shared else free
+    free = (
+        _of_host(demand, min(device_total, host_available), host_limit, resident)
+        if demand.shared
+        else free
+    )
     if device_memory == "auto":
         device_limit = parse_memory(device_memory, free) if free and not resident_fraction else None
     else:
         device_limit = None if device_memory is None else parse_memory(device_memory, device_total)
         resident_fraction = resident_fraction * (device_memory is None)
-    # Where nobody limits a device that computes in host memory, what it needs beside the layers comes out of it all the
-    # same: layers that fill the rest would have the system end the process.
+    # Where nobody limits a device that computes in host memory, what it needs beside the layers
+    # comes out of it all the same: layers that fill the rest would have the system end the process.
     alone = not (demand.shared and resident and device_limit is None)
     fixed_bytes = 0 if alone else demand.processes * (demand.fixed_bytes - demand.outside_bytes)
     recompute = whether_recomputed(config)
@@ -134,7 +165,9 @@ def allocated(
         return _least_recomputed(demand, speeds, partial(solved, depth), stay=stay)
 
     try:
-        return _deepest(DEPTHS if config.prefetch_depth is None else (config.prefetch_depth,), spent)
+        return _deepest(
+            DEPTHS if config.prefetch_depth is None else (config.prefetch_depth,), spent
+        )
     except MemoryLimitError as error:
         if error.where == "host_memory" and host_limit is None:
             error.where = f"memory available on this machine, {human_bytes(host_available)}"
@@ -146,11 +179,15 @@ def allocated(
 
 
 def _of_host(demand: Demand, available: int, host_limit: int | None, resident: bool) -> int:
-    """Return what is free for a device that computes in host memory, without what layers that wait there take."""
+    """Return what is free for a device that computes in host memory, without what layers that
+    wait there take.
+    """
     weights = sum(layer.slot_bytes for layer in demand.layers)
     free = available // demand.processes
     cached_bytes = demand.host_copies * weights // demand.processes
-    return max(1, free - (cached_bytes if resident else min(host_limit or 0, cached_bytes, free // 2)))
+    return max(
+        1, free - (cached_bytes if resident else min(host_limit or 0, cached_bytes, free // 2))
+    )
 
 
 def _deepest(depths: Sequence[int], spent: Callable[[int], Allocation]) -> Allocation:
@@ -164,31 +201,46 @@ def _deepest(depths: Sequence[int], spent: Callable[[int], Allocation]) -> Alloc
 def _least_recomputed(
     demand: Demand, speeds: Speeds, solved: Callable[[bool, Tier], Allocation], *, stay: bool
 ) -> Allocation:
-    """Return the fastest allocation, whatever of the layers is recomputed; where no seconds are known, as little is as
-    fits: nothing, or else everything."""
+    """Return the fastest allocation, whatever of the layers is recomputed; where no seconds are
+    known, as little is as fits: nothing, or else everything."""
     allocations = []
     timed = any(layer.recompute for layer in demand.layers)
     candidates: list[tuple[bool, Tier]] = [(False, "device"), (True, "device"), (False, "host")]
     for again, saved_on in candidates[: 3 if timed and not demand.shared else 2]:
         with suppress(MemoryLimitError):
             allocations.append(solved(again, saved_on))
-            if not again and (not timed or not stay or len(allocations[0].residents) == len(demand.layers)):
+            if not again and (
+                not timed or not stay or len(allocations[0].residents) == len(demand.layers)
+            ):
                 break  # because nothing is left to be had
     if not allocations:
         return solved(True, "device")  # which says what is missing
     cautious = Speeds(speeds.disk / MARGIN, speeds.link / MARGIN)
-    best = min(allocations, key=lambda allocation: seconds(demand, allocation, cautious)) if timed else allocations[0]
-    return best if timed or not best.recompute else replace(best, saved=frozenset(), products=frozenset())
+    best = (
+        min(allocations, key=lambda allocation: seconds(demand, allocation, cautious))
+        if timed
+        else allocations[0]
+    )
+    return (
+        best
+        if timed or not best.recompute
+        else replace(best, saved=frozenset(), products=frozenset())
+    )
 
 
 def untimed(demand: Demand) -> Demand:
     """Return the demand without its seconds, which are not known."""
-    layers = tuple(replace(layer, expand=0.0, forward=0.0, recompute=0.0, backward=0.0) for layer in demand.layers)
+    layers = tuple(
+        replace(layer, expand=0.0, forward=0.0, recompute=0.0, backward=0.0)
+        for layer in demand.layers
+    )
     return replace(demand, layers=layers, head_seconds=0.0, outside_seconds=0.0)
 
 
 def surely_fits(planner: Planner) -> bool:
-    """Whether memory holds the run by a guess that is far too high, so that nothing needs to be looked at."""
+    """Whether memory holds the run by a guess that is far too high, so that nothing needs to be
+    looked at.
+    """
     blueprint = planner.blueprint
     batch = planner.shape.micro_batch
     rows = planner.shape.num_rows
@@ -202,7 +254,10 @@ def surely_fits(planner: Planner) -> bool:
         )  # what goes into a product, and what comes out
         width += WIDE * batch.length * heads  # scores of one token
     width += WIDE * (text.vocab_size + text.hidden_size)
-    weights = sum(layer.nbytes + layer.expanded_bytes for layer in blueprint.layers) + blueprint.outside_bytes
+    weights = (
+        sum(layer.nbytes + layer.expanded_bytes for layer in blueprint.layers)
+        + blueprint.outside_bytes
+    )
     weights *= 1 + (blueprint.trained is not None)  # with their gradients
     activations = 4 * width * rows * batch.length * (1 + batch.beside)
     trains = blueprint.adapter_bytes + blueprint.reference_bytes
@@ -210,15 +265,18 @@ def surely_fits(planner: Planner) -> bool:
 
 
 def _most_heads(text: PreTrainedConfig) -> int:
-    """Return the heads of attention of the layer with the most; where a config names none, as many as states are wide.
-    Of layers with settings of their own, the config of the whole gives no number."""
+    """Return the heads of attention of the layer with the most; where a config names none, as many
+    as states are wide. Of layers with settings of their own, the config of the whole gives no
+    number."""
     layers = text.per_layer_config if text.is_heterogeneous else (text,)
-    return max(int(getattr(layer, "num_attention_heads", None) or text.hidden_size) for layer in layers)
+    return max(
+        int(getattr(layer, "num_attention_heads", None) or text.hidden_size) for layer in layers
+    )
 
 
 def advise(planner: Planner, allocation: Allocation, short: Shortage) -> str:
-    """Return which settings would need less device memory, and by how much, in the plan's numbers. `short` is what a
-    device ran out at, and `allocation` what its memory is spent on."""
+    """Return which settings would need less device memory, and by how much, in the plan's numbers.
+    `short` is what a device ran out at, and `allocation` what its memory is spent on."""
     allocation = replace(allocation, slots=short.slots)
     batch = planner.shape.micro_batch
     if short.rows:  # else it was no micro-batch
@@ -232,7 +290,9 @@ def advise(planner: Planner, allocation: Allocation, short: Shortage) -> str:
 
     try:
         now = demand(batch, chunk)
-        demands = [(f"loss_chunk_tokens: {chunk // 4}", demand(batch, chunk // 4))] if chunk >= 4 else []
+        demands = (
+            [(f"loss_chunk_tokens: {chunk // 4}", demand(batch, chunk // 4))] if chunk >= 4 else []
+        )
         if batch.length > 1:
             shorter = replace(batch, length=batch.length // 2)
             demands.append((f"max_length: {shorter.length}", demand(shorter, chunk)))
@@ -241,18 +301,28 @@ def advise(planner: Planner, allocation: Allocation, short: Shortage) -> str:
     peak = _peak(now, allocation)
     options = [*_allocations(planner.config, now, allocation)]
     options += [(what, _peak(candidate, allocation)) for what, candidate in demands]
-    saving = sorted(((peak - option_peak, setting) for setting, option_peak in options), key=lambda option: -option[0])
+    saving = sorted(
+        ((peak - option_peak, setting) for setting, option_peak in options),
+        key=lambda option: -option[0],
+    )
     named = [
         f"{setting} ({human_bytes(saved_bytes)} less)"
         for saved_bytes, setting in saving
         if saved_bytes > WORTH_IT * peak
     ]
     largest = sorted(device_parts(now, allocation).items(), key=lambda part: -part[1])[:LARGEST]
-    counted = ", ".join(f"{human_bytes(size)} {MEMORY_PARTS[part]}" for part, size in largest if size)
-    return f"set {', or '.join(named) or OTHERWISE}; the plan counts {human_bytes(peak)} at the peak, of it {counted}"
+    counted = ", ".join(
+        f"{human_bytes(size)} {MEMORY_PARTS[part]}" for part, size in largest if size
+    )
+    return (
+        f"set {', or '.join(named) or OTHERWISE}; the plan counts {human_bytes(peak)} at the "
+        f"peak, of it {counted}"
+    )
 
 
-def _allocations(config: LemaConfig, demand: Demand, allocation: Allocation) -> Iterator[tuple[str, int]]:
+def _allocations(
+    config: LemaConfig, demand: Demand, allocation: Allocation
+) -> Iterator[tuple[str, int]]:
     """Yield settings that change what memory is spent on, and the peak with each."""
     if not allocation.recompute:
         again = replace(allocation, saved=frozenset(), saved_on="device", recompute=True)
@@ -260,7 +330,10 @@ def _allocations(config: LemaConfig, demand: Demand, allocation: Allocation) -> 
         if config.activation_offloading is False:
             away: Tier = "disk" if demand.shared else "host"
             setting = "disk" if demand.shared else "true"
-            yield f"activation_offloading: {setting}", _peak(demand, replace(allocation, saved_on=away))
+            yield (
+                f"activation_offloading: {setting}",
+                _peak(demand, replace(allocation, saved_on=away)),
+            )
     elif allocation.boundaries == "device" and not demand.shared:
         yield "boundary_activations: host", _peak(demand, replace(allocation, boundaries="host"))
     if allocation.residents or allocation.products or (allocation.saved and allocation.recompute):

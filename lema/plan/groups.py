@@ -1,5 +1,5 @@
-"""Experts, as a plan has them: whether groups of them may be leased, what these take, which sizes are tried, and what
-is told of a model's experts."""
+"""Experts, as a plan has them: whether groups of them may be leased, what these take, which sizes
+are tried, and what is told of a model's experts."""
 
 from __future__ import annotations
 
@@ -35,10 +35,19 @@ if TYPE_CHECKING:
     from lema.plan.blueprint import Blueprint
     from lema.plan.planner import Planner
 
-__all__ = ["ExpertSummary", "Waiting", "active_experts", "expert_summary", "waiting_of", "with_groups", "with_waiting"]
+__all__ = [
+    "ExpertSummary",
+    "Waiting",
+    "active_experts",
+    "expert_summary",
+    "waiting_of",
+    "with_groups",
+    "with_waiting",
+]
 
 SETTING = "experts_per_slot"
-FEW = 8  # groups of a layer: rather than use more, run the part before the experts again, so that less waits
+# groups of a layer: rather than use more, run the part before the experts again, so that less waits
+FEW = 8
 
 
 @dataclass(frozen=True)
@@ -52,9 +61,10 @@ class Waiting:
 
 
 def with_groups(planner: Planner) -> Iterator[Planner]:
-    """Yield the planner with whole layers, then, where the settings leave it open, with groups of a layer's experts,
-    the largest first; or with those that are asked for. What comes before the experts is run twice where it would
-    take too much while it waits. `ConfigError`: something else does not go with these."""
+    """Yield the planner with whole layers, then, where the settings leave it open, with groups of a
+    layer's experts, the largest first; or with those that are asked for. What comes before the
+    experts is run twice where it would take too much while it waits. `ConfigError`: something else
+    does not go with these."""
     blueprint = planner.blueprint
     asked = planner.config.experts_per_slot
     work = planner.workload
@@ -64,13 +74,19 @@ def with_groups(planner: Planner) -> Iterator[Planner]:
         return
     most = _most_experts(blueprint)
     why = _why_not_grouped(planner)
-    sizes = [asked] if isinstance(asked, int) else [most >> halved for halved in range(1, most.bit_length())]
+    sizes = (
+        [asked]
+        if isinstance(asked, int)
+        else [most >> halved for halved in range(1, most.bit_length())]
+    )
     candidates = [(size, False) for size in sizes if asked != "auto" or size * FEW >= most]
     candidates += [(size, True) for size in sizes]
     if asked == "auto":
         yield planner
     elif why:
-        raise ConfigError(f"experts cannot be leased in groups: {why}", where=SETTING, how="set it to null")
+        raise ConfigError(
+            f"experts cannot be leased in groups: {why}", where=SETTING, how="set it to null"
+        )
     for size, again in candidates if not why else ():
         try:
             parts = cut(size)
@@ -78,12 +94,15 @@ def with_groups(planner: Planner) -> Iterator[Planner]:
             if asked == "auto":
                 return
             raise
-        grouped_planner = replace(planner, blueprint=replace(blueprint, parts=parts, experts=size, runs_again=again))
+        grouped_planner = replace(
+            planner, blueprint=replace(blueprint, parts=parts, experts=size, runs_again=again)
+        )
         yield (
             grouped_planner
             if work is None
             else replace(
-                grouped_planner, workload=with_waiting(grouped_planner.blueprint, planner.shape.micro_batch, work)
+                grouped_planner,
+                workload=with_waiting(grouped_planner.blueprint, planner.shape.micro_batch, work),
             )
         )
 
@@ -95,7 +114,9 @@ def _most_experts(blueprint: Blueprint) -> int:
 
 
 def with_waiting(drawn: Blueprint, batch: MicroBatch, work: Workload) -> Workload:
-    """Return what a micro-batch costs, with what waits of it for experts in groups if the blueprint has some."""
+    """Return what a micro-batch costs, with what waits of it for experts in groups if the
+    blueprint has some.
+    """
     if drawn.parts is None:
         return work
     if batch not in (waiting_by_batch := drawn.waiting):
@@ -103,9 +124,15 @@ def with_waiting(drawn: Blueprint, batch: MicroBatch, work: Workload) -> Workloa
     waiting_by_kind: dict[int, Waiting] = waiting_by_batch[batch]
     works = list(work.works)
     for kind, waiting in waiting_by_kind.items():
-        works[kind] = replace(works[kind], working_bytes=waiting.working, forward_bytes=waiting.head)
+        works[kind] = replace(
+            works[kind], working_bytes=waiting.working, forward_bytes=waiting.head
+        )
     waiting_bytes = max(
-        (waiting.states + (0 if drawn.runs_again else waiting.saved) for waiting in waiting_by_kind.values()), default=0
+        (
+            waiting.states + (0 if drawn.runs_again else waiting.saved)
+            for waiting in waiting_by_kind.values()
+        ),
+        default=0,
     )
     return replace(work, works=tuple(works), waiting_bytes=waiting_bytes)
 
@@ -114,24 +141,32 @@ def _why_not_grouped(planner: Planner) -> str:
     config = planner.config
     blueprint = planner.blueprint
     backend = planner.backend
+    keeps_graphs = config.offloading_tier is not None
+    model_class = type(blueprint.model).__name__
+    without_experts = f"a {model_class} has no stacked experts, once in a layer"
+    other_rows = f"objective: {config.objective} has other rows than those that train"
+    lacks_addresses = backend is not None and not has_addresses(backend.device)
     reasons = {
         "torch_compile compiles whole layers": config.torch_compile,
         "shard_weights gathers whole layers": config.shard_weights,
-        "gradient_checkpointing: false keeps the graphs of whole layers": config.gradient_checkpointing is False,
-        "activation_offloading keeps the graphs of whole layers": config.offloading_tier is not None
-        and config.activation_offloading != "hidden_states",
-        f"objective: {config.objective} has other rows than those that train": config.objective != "sft",
-        f"a {type(blueprint.model).__name__} has no stacked experts, once in a layer": not _most_experts(blueprint),
+        "gradient_checkpointing: false keeps the graphs of whole layers": (
+            config.gradient_checkpointing is False
+        ),
+        "activation_offloading keeps the graphs of whole layers": (
+            keeps_graphs and config.activation_offloading != "hidden_states"
+        ),
+        other_rows: config.objective != "sft",
+        without_experts: not _most_experts(blueprint),
         "several processes hold the model together": blueprint.parallel.size > 1,
         "weights of the layers train": blueprint.trained is not None,
-        "this device compiles every size of what it runs": backend is not None and not has_addresses(backend.device),
+        "this device compiles every size of what it runs": lacks_addresses,
     }
     return next((what for what, applies in reasons.items() if applies), "")
 
 
 def waiting_of(blueprint: Blueprint, batch: MicroBatch) -> dict[int, Waiting]:
-    """Return what a micro-batch takes in each kind of layer whose experts are leased in groups, by the numbers of
-    `cost_kinds`. `ModelError`: as `measure`."""
+    """Return what a micro-batch takes in each kind of layer whose experts are leased in groups, by
+    the numbers of `cost_kinds`. `ModelError`: as `measure`."""
     model = blueprint.model
     layers = blueprint.layers
     parts = blueprint.parts
@@ -157,35 +192,50 @@ def waiting_of(blueprint: Blueprint, batch: MicroBatch) -> dict[int, Waiting]:
 
             with torch.enable_grad():
                 with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-                    half = split.suspended(index, partial(split.run_layer, index, weights, call, entered))
+                    half = split.suspended(
+                        index, partial(split.run_layer, index, weights, call, entered)
+                    )
                 with half.looking() as observed:
                     half.resume(torch.zeros_like(half.expert_inputs[0]).requires_grad_().clone())
             with replaced({experts.module: lambda hidden, *_: torch.zeros_like(hidden)}):
                 work = layer_work(split, index, layers[index], call, states[index : index + 2], ())
-            hidden, chosen, factors = expert_inputs = [tensor.detach() for tensor in half.expert_inputs]
+            hidden, chosen, factors = expert_inputs = [
+                tensor.detach() for tensor in half.expert_inputs
+            ]
             wide = hidden.numel() * torch.promote_types(hidden.dtype, torch.float32).itemsize
-            # Its input, what experts are given, the gradient of what they make, sums, and where a backward looks at it
-            # what they make; of the pairs of a token and an expert their order, and gradients of the weights.
+            # Its input, what experts are given, the gradient of what they make, sums, and where a
+            # backward looks at it what they make; of the pairs of a token and an expert their
+            # order, and gradients of the weights.
             waits = states[index].nbytes + (2 + bool(observed)) * hidden.nbytes + wide
             waits += 2 * (chosen.nbytes + factors.nbytes)
-            # What the steps behind the experts compute with waits with the graph, which need not save it.
+            # What the steps behind the experts compute with waits with the graph, which need not
+            # save it.
             operand_bytes = {
-                operand.untyped_storage()._cdata: operand.untyped_storage().nbytes() for operand in half.operands()
+                operand.untyped_storage()._cdata: operand.untyped_storage().nbytes()
+                for operand in half.operands()
             }
             saved_bytes = work.saved_bytes + sum(
                 nbytes for storage, nbytes in operand_bytes.items() if storage not in saved
             )
             group = _group_bytes(split, index, parts, call.autocast, expert_inputs)
-            head_bytes = 4 * hidden.nbytes  # of what is computed of the experts' result, before the head
-            waiting_by_kind[kinds[index]] = Waiting(saved_bytes, waits, max(work.working_bytes, group), head_bytes)
+            # of what is computed of the experts' result, before the head
+            head_bytes = 4 * hidden.nbytes
+            waiting_by_kind[kinds[index]] = Waiting(
+                saved_bytes, waits, max(work.working_bytes, group), head_bytes
+            )
     return waiting_by_kind
 
 
 def _group_bytes(
-    split: Split, index: int, parts: ExpertParts, autocast: torch.dtype | None, expert_inputs: Sequence[Tensor]
+    split: Split,
+    index: int,
+    parts: ExpertParts,
+    autocast: torch.dtype | None,
+    expert_inputs: Sequence[Tensor],
 ) -> int:
-    """Return the most that is alive at once while a group of a layer's experts is run and differentiated for a
-    micro-batch, each of whose tokens has as many of its experts there as can be."""
+    """Return the most that is alive at once while a group of a layer's experts is run and
+    differentiated for a micro-batch, each of whose tokens has as many of its experts there as can
+    be."""
     first, end, stored = parts.groups[index][0]
     hidden, chosen, factors = expert_inputs
     all_experts = split.experts_of(index)
@@ -202,7 +252,9 @@ def _group_bytes(
             leaves = [leaf for factor in experts.factors for leaf, _ in factor.sums(sums)]
             with torch.enable_grad(), split.autocast(autocast):
                 output = experts.run((states, chosen.new_zeros(pairs, 1), pair_factors))
-            formed = torch.autograd.grad(output, [states, pair_factors, *leaves], gradient, allow_unused=True)
+            formed = torch.autograd.grad(
+                output, [states, pair_factors, *leaves], gradient, allow_unused=True
+            )
             formed[0].to(torch.promote_types(hidden.dtype, torch.float32), copy=True)
     peak: int = tally.peak
     return peak
@@ -210,27 +262,35 @@ def _group_bytes(
 
 @dataclass(frozen=True)
 class ExpertSummary:
-    """What a plan tells of the stacked experts of a model. Nothing is known of what routers will choose."""
+    """What a plan tells of the stacked experts of a model. Nothing is known of what routers will
+    choose.
+    """
 
     layers: int  # that have experts
     count: int  # in the layer that has most
     active: int  # of these each token has so many
     together: int  # leased at once, at most
-    reached: float  # in that layer by the tokens of a step, were each chosen as often as every other
-    parts: dict[str, int]  # bytes of all layers as they are stored, by part, and those of the adapters of experts
+    reached: (
+        float  # in that layer by the tokens of a step, were each chosen as often as every other
+    )
+    parts: dict[
+        str, int
+    ]  # bytes of all layers as they are stored, by part, and those of the adapters of experts
 
     @property
     def note(self) -> str:
         """Say it in a sentence."""
         return (
-            f"experts: each token has {self.active:,} of {self.count:,}, and {self.together:,} are leased together; if "
-            f"routers choose all alike, which is assumed, a step reaches {self.reached:,.1f} of them in each layer"
+            f"experts: each token has {self.active:,} of {self.count:,}, and "
+            f"{self.together:,} are leased together; if "
+            "routers choose all alike, which is assumed, a step reaches "
+            f"{self.reached:,.1f} of them in each layer"
         )
 
 
 def expert_summary(planner: Planner) -> ExpertSummary | None:
-    """Return what a plan tells of a model's experts; None: it has none that are stacked, once in a layer, or what it
-    computes is not known."""
+    """Return what a plan tells of a model's experts; None: it has none that are stacked, once in a
+    layer, or what it computes is not known."""
     blueprint = planner.blueprint
     tokens = planner.shape.tokens
     experts_by_layer = {
@@ -250,7 +310,11 @@ def expert_summary(planner: Planner) -> ExpertSummary | None:
         stored = [(tensor.name, tensor.shape, tensor.nbytes) for tensor in layer.tensors]
         for expansion in layer.expansions:
             stored.append(
-                (expansion.target.name, expansion.target.shape, sum(part.nbytes for part in expansion.parts.values()))
+                (
+                    expansion.target.name,
+                    expansion.target.shape,
+                    sum(part.nbytes for part in expansion.parts.values()),
+                )
             )
         experts = experts_by_layer.get(index)
         block = "" if experts is None else experts.weights[0].rpartition(".")[0].rpartition(".")[0]
@@ -265,13 +329,23 @@ def expert_summary(planner: Planner) -> ExpertSummary | None:
                 part = "routers" if shape[0] == experts.count else "shared experts"
             parts[part] += nbytes
         if experts is not None:
-            adapted += sum(parameter.numel() for parameter in experts.outer.parameters() if parameter.requires_grad)
-    parts["adapters of experts"] = round(blueprint.adapter_bytes * adapted / max(1, blueprint.adapter_parameters))
-    return ExpertSummary(len(experts_by_layer), count, active, blueprint.experts or count, reached, dict(parts))
+            adapted += sum(
+                parameter.numel()
+                for parameter in experts.outer.parameters()
+                if parameter.requires_grad
+            )
+    parts["adapters of experts"] = round(
+        blueprint.adapter_bytes * adapted / max(1, blueprint.adapter_parameters)
+    )
+    return ExpertSummary(
+        len(experts_by_layer), count, active, blueprint.experts or count, reached, dict(parts)
+    )
 
 
 def active_experts(blueprint: Blueprint, layer: int, batch: MicroBatch) -> int:
-    """Return how many of a layer's experts each token has, as its router says on tensors without values."""
+    """Return how many of a layer's experts each token has, as its router says on tensors without
+    values.
+    """
     split = Split(blueprint.model, load("cpu"))
     seen = list[int]()
 
@@ -286,5 +360,10 @@ def active_experts(blueprint: Blueprint, layer: int, batch: MicroBatch) -> int:
         experts = split.experts_of(layer)
         assert experts is not None
         with replaced({experts.module: observe}):
-            split.run_layer(layer, fake_weights(blueprint.layers[layer]), prelude.calls[layer], layer_inputs[layer])
+            split.run_layer(
+                layer,
+                fake_weights(blueprint.layers[layer]),
+                prelude.calls[layer],
+                layer_inputs[layer],
+            )
     return seen[0]

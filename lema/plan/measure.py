@@ -1,6 +1,8 @@
-"""Measures this machine in seconds: reading the model's own file, copying to the device, computing layers.
+"""Measures this machine in seconds: reading the model's own file, copying to the device, computing
+layers.
 
-One layer of each kind is timed, visited as training visits it. Weights are read only to time that, unchecked.
+One layer of each kind is timed, visited as training visits it. Weights are read only to time that,
+unchecked.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ __all__ = ["calibrate", "estimate", "layer_seconds", "probe", "process_bytes"]
 
 
 AT_ONCE = 3  # layers being read
-ALONE = 256 << 20  # bytes of a layer that keeps the disk busy by itself: no memory is taken for more of them
+# bytes of a layer that keeps the disk busy by itself: no memory is taken for more of them
+ALONE = 256 << 20
 NUM_VARIANTS = 3  # in which a layer is timed, which share the time of one measurement
 PERIOD = 1 << 16  # elements drawn; larger tensors repeat them
 
@@ -62,14 +65,16 @@ def layer_seconds(
     trained: Collection[str] = (),
     loaded_layers: Mapping[int, Tensor] = {},
 ) -> LayerSeconds:
-    """Time one micro-batch in a layer, by the engine's own visits: leased, kept, recomputed and differentiated. The
-    layer is read, unless it is `loaded_layers`. Its `call` is of tensors without values; gradients of weights that train
-    themselves are dropped."""
+    """Time one micro-batch in a layer, by the engine's own visits: leased, kept, recomputed and
+    differentiated. The layer is read, unless it is `loaded_layers`. Its `call` is of tensors
+    without values; gradients of weights that train themselves are dropped."""
     call = call.mapped(lambda value: with_values(value, backend))
     layer_input = hidden.detach().requires_grad_()
     with (
         closing(
-            LayerStream(layers, backend, prefetch_depth=0, host_cached={index}, loaded_layers=loaded_layers)
+            LayerStream(
+                layers, backend, prefetch_depth=0, host_cached={index}, loaded_layers=loaded_layers
+            )
         ) as stream,
         closing(BoundaryArena(backend)) as arena,
         autograd_in_this_thread(),
@@ -86,7 +91,9 @@ def layer_seconds(
 
         forward, again = _phases(lambda: visits(recompute=True), backend, clock)
         _, backward = _phases(lambda: visits(recompute=False), backend, clock, cold=0)
-        _, without_products = _phases(lambda: visits(recompute=True, products=True), backend, clock, cold=0)
+        _, without_products = _phases(
+            lambda: visits(recompute=True, products=True), backend, clock, cold=0
+        )
 
         def lease() -> None:
             with stream.lease(index):
@@ -95,7 +102,13 @@ def layer_seconds(
         expand = median_seconds(lease, backend, clock) if layers[index].expansions else 0.0
     for parameter in split.layers[index].parameters():
         parameter.grad = None
-    seconds = forward - expand, again - backward, backward - expand, expand, without_products - backward
+    seconds = (
+        forward - expand,
+        again - backward,
+        backward - expand,
+        expand,
+        without_products - backward,
+    )
     return LayerSeconds(*(max(0.0, duration) for duration in seconds))
 
 
@@ -112,7 +125,9 @@ def with_values(value: Any, backend: Backend) -> Any:
     return value
 
 
-def _phases(visit: Callable[[], Iterator[None]], backend: Backend, clock: Clock, cold: int = 1) -> tuple[float, float]:
+def _phases(
+    visit: Callable[[], Iterator[None]], backend: Backend, clock: Clock, cold: int = 1
+) -> tuple[float, float]:
     """Return the seconds of the two parts of a visit: medians, but for the first, `cold` visits."""
     measured: list[tuple[float, float]] = []
     began = time.perf_counter()
@@ -129,7 +144,9 @@ def _phases(visit: Callable[[], Iterator[None]], backend: Backend, clock: Clock,
 
 
 def made_up(tensor: Tensor) -> Tensor:
-    """Fill a tensor with small numbers: zeros, subnormals and overflows compute at another speed."""
+    """Fill a tensor with small numbers: zeros, subnormals and overflows compute at another
+    speed.
+    """
     if tensor.is_floating_point():
         few = torch.randn(min(PERIOD, tensor.numel())).mul_(0.02)
         flat = tensor.detach().view(-1)
@@ -142,9 +159,13 @@ def made_up(tensor: Tensor) -> Tensor:
 
 
 ENOUGH_TOKENS = 512  # to time a layer with
-OPERATIONS = 100  # of a layer, or of a group of its experts, as far as handing them to the device takes time
+OPERATIONS = (
+    100  # of a layer, or of a group of its experts, as far as handing them to the device takes time
+)
 COPIED = 1 << 24  # elements, to see how fast memory is
-FREE_PART = 4  # what lies outside the layers is made up only if it takes less than this part of free memory
+FREE_PART = (
+    4  # what lies outside the layers is made up only if it takes less than this part of free memory
+)
 
 
 def probe(
@@ -155,7 +176,9 @@ def probe(
     backend: Backend,
     clock: Clock = time.perf_counter,
 ) -> tuple[Machine, Timings]:
-    """Measure this machine with one micro-batch of a run; the clock times computing alone, not reading and copying."""
+    """Measure this machine with one micro-batch of a run; the clock times computing alone, not
+    reading and copying.
+    """
     layers = blueprint.layers
     batch = shape.micro_batch
     dtype = main_dtype(blueprint.model)
@@ -173,11 +196,17 @@ def probe(
         seen=blueprint.split,
         loaded_layers=loaded_layers,
     )
-    outside_bytes = blueprint.outside_bytes + (blueprint.head.nbytes if blueprint.head.module else 0)
+    outside_bytes = blueprint.outside_bytes + (
+        blueprint.head.nbytes if blueprint.head.module else 0
+    )
     outer_seconds = workload.head.flops / rate, 0.0  # where they are too large to be made up
     if outside_bytes <= memory_available() / FREE_PART:
-        outer_seconds = _outer_seconds(blueprint, split, config, batch, with_values(hidden, backend), backend, clock)
-    timings = Timings(layer_times, *outer_seconds, _optimizer(blueprint, split, config, firsts, backend, clock))
+        outer_seconds = _outer_seconds(
+            blueprint, split, config, batch, with_values(hidden, backend), backend, clock
+        )
+    timings = Timings(
+        layer_times, *outer_seconds, _optimizer(blueprint, split, config, firsts, backend, clock)
+    )
     half, single = (rate, math.nan) if dtype.itemsize < 4 else (math.nan, rate)
     total = backend.memory().total
     host = psutil.virtual_memory().total
@@ -185,9 +214,12 @@ def probe(
     return Machine(backend.name, total, host, speeds, half, single, overhead=overhead), timings
 
 
-def calibrate(blueprint: Blueprint, workload: Workload, shape: StepShape, backend: Backend) -> tuple[Speeds, Timings]:
-    """Measure what decides where memory is best spent, with a model that is about to train and is left as it is. A few
-    rows of a micro-batch are timed, because all of them may take minutes, and memory that is not there."""
+def calibrate(
+    blueprint: Blueprint, workload: Workload, shape: StepShape, backend: Backend
+) -> tuple[Speeds, Timings]:
+    """Measure what decides where memory is best spent, with a model that is about to train and is
+    left as it is. A few rows of a micro-batch are timed, because all of them may take minutes, and
+    memory that is not there."""
     model = blueprint.model
     layers = blueprint.layers
     batch = shape.micro_batch
@@ -214,9 +246,10 @@ def calibrate(blueprint: Blueprint, workload: Workload, shape: StepShape, backen
 def estimate(
     blueprint: Blueprint, workload: Workload, batch: MicroBatch, active: int, backend: Backend
 ) -> tuple[Machine, Timings]:
-    """Estimate the seconds of layers whose experts are leased in groups, which are not timed because the device may not
-    hold such a layer: experts compute as fast as one of them does with the tokens that it has if routers choose all
-    alike, `active` for each token, and all else as the largest matrix does with a micro-batch."""
+    """Estimate the seconds of layers whose experts are leased in groups, which are not timed
+    because the device may not hold such a layer: experts compute as fast as one of them does with
+    the tokens that it has if routers choose all alike, `active` for each token, and all else as the
+    largest matrix does with a micro-batch."""
     split = blueprint.split
     layers = blueprint.layers
     dtype = main_dtype(blueprint.model)
@@ -229,9 +262,23 @@ def estimate(
     speeds, _ = _speeds(blueprint.leased, backend)
     few = torch.ones(8, 8, dtype=dtype, device=backend.device)
     launch = OPERATIONS * median_seconds(lambda: few @ few, backend)
-    note = "layers with experts in groups are not timed: seconds are estimated from products as large as theirs"
+    note = (
+        "layers with experts in groups are not timed: seconds are estimated from products as "
+        "large as theirs"
+    )
     overhead = Overhead(*workspace_memory(backend))
-    machine = Machine(backend.name, total, host, speeds, half, single, copied, launch, note=note, overhead=overhead)
+    machine = Machine(
+        backend.name,
+        total,
+        host,
+        speeds,
+        half,
+        single,
+        copied,
+        launch,
+        note=note,
+        overhead=overhead,
+    )
     timings = by_arithmetic(workload, layers, machine, dtype.itemsize)
     layer_times = list[LayerSeconds]()
     for kind, seconds in enumerate(timings.layers):
@@ -241,11 +288,17 @@ def estimate(
             continue
         stacked = [tensor for tensor in _used(layers[index]) if tensor.name in experts.weights]
         expert_layer = replace(layers[index], tensors=tuple(stacked), expansions=())
-        alone = _matmul(expert_layer, max(1, batch.tokens * active // experts.count), dtype, backend)
+        alone = _matmul(
+            expert_layer, max(1, batch.tokens * active // experts.count), dtype, backend
+        )
         expert_numel = sum(tensor.shape[1:].numel() for tensor in stacked)  # of one expert
-        share = min(1.0, 2 * batch.tokens * active * expert_numel / max(workload.works[kind].forward, 1))
+        share = min(
+            1.0, 2 * batch.tokens * active * expert_numel / max(workload.works[kind].forward, 1)
+        )
         slower = share * rate / alone + 1 - share
-        groups = launch * len(blueprint.group_bytes.get(index, [0])[1:])  # because each is handed over by itself
+        groups = launch * len(
+            blueprint.group_bytes.get(index, [0])[1:]
+        )  # because each is handed over by itself
         parts = seconds.forward, seconds.recompute, seconds.backward, seconds.without_products
         forward, again, back, without_products = (slower * part + groups for part in parts)
         layer_times.append(LayerSeconds(forward, again, back, seconds.expand, without_products))
@@ -264,9 +317,11 @@ def _one_of_each(
     seen: Split | None = None,
     loaded_layers: dict[int, Tensor],
 ) -> tuple[tuple[int, ...], tuple[LayerSeconds, ...], Tensor]:
-    """Return one layer of each kind, their seconds, and what the head is given; `blank` adapters have no values yet,
-    and a split that has `seen` what layers return need not look again. What is `loaded_layers` of layers is not read again."""
-    seen = split if seen is None or seen.keeps_tensors else seen  # tensors that mean nothing in another call
+    """Return one layer of each kind, their seconds, and what the head is given; `blank` adapters
+    have no values yet, and a split that has `seen` what layers return need not look again. What is
+    `loaded_layers` of layers is not read again."""
+    # tensors that mean nothing in another call
+    seen = split if seen is None or seen.keeps_tensors else seen
     firsts, calls, layer_inputs = calls_of(seen, layers, batch, trained, loaded_layers)
     for index in loaded_layers.keys() - set(firsts):
         del loaded_layers[index]  # because its memory may be needed for another
@@ -295,15 +350,19 @@ def _one_of_each(
 
 
 def process_bytes() -> int:
-    """Return the memory that this process takes for itself: interpreter, libraries, module objects."""
+    """Return the memory that this process takes for itself: interpreter, libraries, module
+    objects.
+    """
     gc.collect()
     memory = psutil.Process().memory_info()
-    return int(memory.rss - getattr(memory, "shared", 0))  # without the pages of files, where the system tells them
+    return int(
+        memory.rss - getattr(memory, "shared", 0)
+    )  # without the pages of files, where the system tells them
 
 
 def _speeds(layers: Sequence[LayerBytes], backend: Backend) -> tuple[Speeds, dict[int, Tensor]]:
-    """Return the speeds of the disk that the layers are on, and of the link to the device; and the memory of the layer
-    that was read last, by its number."""
+    """Return the speeds of the disk that the layers are on, and of the link to the device; and the
+    memory of the layer that was read last, by its number."""
     largest = max(layer.nbytes for layer in layers)
     began = time.perf_counter()
     count = 0
@@ -318,7 +377,9 @@ def _speeds(layers: Sequence[LayerBytes], backend: Backend) -> tuple[Speeds, dic
     disk = read_speed(repeated_layers(), buffers)
     last = (count - 1) % len(layers)
     loaded_layers = {last: buffers[(count - 1) % len(buffers)][: layers[last].nbytes]}
-    return Speeds(disk, math.inf if backend.memory().shared else upload_speed(backend, largest)), loaded_layers
+    return Speeds(
+        disk, math.inf if backend.memory().shared else upload_speed(backend, largest)
+    ), loaded_layers
 
 
 def _used(layer: LayerBytes) -> tuple[SlotTensor, ...]:
@@ -327,7 +388,9 @@ def _used(layer: LayerBytes) -> tuple[SlotTensor, ...]:
 
 
 def _matmul(layer: LayerBytes, tokens: int, dtype: torch.dtype, backend: Backend) -> float:
-    """Return the operations per second of multiplying a micro-batch by the layer's largest matrix."""
+    """Return the operations per second of multiplying a micro-batch by the layer's largest
+    matrix.
+    """
     shapes = [tensor.shape[-2:] for tensor in _used(layer) if len(tensor.shape) > 1]
     rows, columns = max(shapes, key=lambda shape: shape.numel(), default=torch.Size((1024, 1024)))
     states = made_up(torch.empty(tokens, columns, dtype=dtype, device=backend.device))
@@ -348,7 +411,9 @@ def _outer_seconds(
     tokens = torch.ones(batch.rows, batch.length, dtype=torch.long, device=backend.device)
     model = blueprint.model
     left_out = {id(parameter) for parameter in split.layers.parameters()}
-    left_out |= {id(model.get_parameter(name)) for name in blueprint.tables.names}  # which are not loaded
+    left_out |= {
+        id(model.get_parameter(name)) for name in blueprint.tables.names
+    }  # which are not loaded
 
     def with_memory(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter) or not tensor.is_meta or id(tensor) in left_out:
@@ -357,22 +422,37 @@ def _outer_seconds(
         return nn.Parameter(made_up(real), requires_grad=False)
 
     with replaced_tensors(model, with_memory), autograd_in_this_thread():
-        chunks = LossChunks(split.head, [tokens], config.loss_chunk_tokens or CHUNK_TOKENS, parallel=split.parallel)
+        chunks = LossChunks(
+            split.head, [tokens], config.loss_chunk_tokens or CHUNK_TOKENS, parallel=split.parallel
+        )
         head = median_seconds(lambda: chunks.backward(0, hidden, lambda _: (), {}), backend, clock)
         prelude = median_seconds(lambda: split.prelude({"input_ids": tokens}, {}), backend, clock)
     return head, prelude
 
 
 def _optimizer(
-    blueprint: Blueprint, split: Split, config: LemaConfig, firsts: Sequence[int], backend: Backend, clock: Clock
+    blueprint: Blueprint,
+    split: Split,
+    config: LemaConfig,
+    firsts: Sequence[int],
+    backend: Backend,
+    clock: Clock,
 ) -> float:
-    """Return the seconds of the optimizer's step, from that over the adapters of one layer of each kind."""
+    """Return the seconds of the optimizer's step, from that over the adapters of one layer of
+    each kind.
+    """
     trained = blueprint.trained
     if trained is not None:  # in host memory, in fp32
-        parameters = [nn.Parameter(made_up(torch.empty(max(trained.layers[index].count, 1)))) for index in firsts]
+        parameters = [
+            nn.Parameter(made_up(torch.empty(max(trained.layers[index].count, 1))))
+            for index in firsts
+        ]
     else:
         parameters = [
-            parameter for index in firsts for parameter in split.layers[index].parameters() if parameter.requires_grad
+            parameter
+            for index in firsts
+            for parameter in split.layers[index].parameters()
+            if parameter.requires_grad
         ]
     if not parameters:
         return 0.0
@@ -382,4 +462,6 @@ def _optimizer(
     seconds = median_seconds(optimizer.step, backend, clock)
     for parameter in parameters:
         parameter.grad = None
-    return seconds * blueprint.adapter_parameters / sum(parameter.numel() for parameter in parameters)
+    return (
+        seconds * blueprint.adapter_parameters / sum(parameter.numel() for parameter in parameters)
+    )

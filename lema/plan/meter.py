@@ -34,10 +34,11 @@ PICKS = {aten.index.Tensor, aten.index_select.default, aten.gather.default}
 
 
 class Tally(TorchDispatchMode):
-    """Counts the bytes of what is made in the `with` block and still alive, and the floating-point operations. Views
-    count once, with what they are views of. What existed before is given to `leave_out`: it, and views of it, are not
-    counted. Neither is what is picked out of it by index, as stand-ins for experts' weights are: an implementation that
-    computes with values in hand copies no weights. What the processes of `parallel` exchange is counted as well."""
+    """Counts the bytes of what is made in the `with` block and still alive, and the floating-point
+    operations. Views count once, with what they are views of. What existed before is given to
+    `leave_out`: it, and views of it, are not counted. Neither is what is picked out of it by index,
+    as stand-ins for experts' weights are: an implementation that computes with values in hand
+    copies no weights. What the processes of `parallel` exchange is counted as well."""
 
     def __init__(self, parallel: Parallel | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's is
@@ -56,7 +57,9 @@ class Tally(TorchDispatchMode):
 
     def leave_out(self, tensors: Iterable[Any]) -> None:
         """Count none of these."""
-        self._left_out.update({_storage(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor)})
+        self._left_out.update(
+            {_storage(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor)}
+        )
 
     def counts(self, tensor: Tensor) -> bool:
         """Whether a tensor is one that was made here."""
@@ -74,7 +77,9 @@ class Tally(TorchDispatchMode):
         return self._parallel.exchanged.plus(self._before, -1)
 
     def flops_to_saved(self) -> int:
-        """Return the operations up to the last saved tensor, without matrix products that reach no saved tensor."""
+        """Return the operations up to the last saved tensor, without matrix products that reach
+        no saved tensor.
+        """
         needed = set(self._saved)
         flops = 0
         for step in reversed(self._steps[: self._steps_to_saved]):
@@ -104,21 +109,33 @@ class Tally(TorchDispatchMode):
                     weakref.finalize(storage, self._gone, storage.nbytes()).atexit = False
         inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         product = func._overloadpacket in PRODUCTS or formula is None
-        self._steps.append(_Step(flops, product, *(frozenset(map(_storage, tensors)) for tensors in (inputs, outputs))))
+        self._steps.append(
+            _Step(
+                flops,
+                product,
+                *(frozenset(map(_storage, tensors)) for tensors in (inputs, outputs)),
+            )
+        )
         self.peak = max(self.peak, self.live)
         return result
 
 
 @contextmanager
 def without_values(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model's tensors have no values in a `with` block; layers' weights, given to each call, stay on `meta`."""
+    """Let a model's tensors have no values in a `with` block; layers' weights, given to each
+    call, stay on `meta`.
+    """
     training = model.training
-    inside = {id(parameter) for parameter in find_layers(model)[1].parameters() if parameter.is_meta}
+    inside = {
+        id(parameter) for parameter in find_layers(model)[1].parameters() if parameter.is_meta
+    }
 
     def like(tensor: Tensor) -> Tensor:
         if id(tensor) in inside or not isinstance(tensor, nn.Parameter):
             return tensor
-        parameter = nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype), tensor.requires_grad)
+        parameter = nn.Parameter(
+            torch.empty(tensor.shape, dtype=tensor.dtype), tensor.requires_grad
+        )
         vars(parameter).update(vars(tensor))  # which say how it lies over processes
         return parameter
 
@@ -134,7 +151,9 @@ def without_values(model: PreTrainedModel) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Step:
-    """One operation; `product`: a matrix product, or an operation that is negligible compared with one."""
+    """One operation; `product`: a matrix product, or an operation that is negligible compared
+    with one.
+    """
 
     flops: int
     product: bool
@@ -146,8 +165,12 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _grouped(first: Tensor, second: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """Return what `torch._grouped_mm` would; its own rule for shapes refuses dtypes that its kernel takes."""
+def _grouped(
+    first: Tensor, second: Tensor, offs: Tensor | None = None, *_: Any, **__: Any
+) -> Tensor:
+    """Return what `torch._grouped_mm` would; its own rule for shapes refuses dtypes that its
+    kernel takes.
+    """
     if first.dim() == 2 and second.dim() == 2:
         assert offs is not None
         return first.new_empty(len(offs), first.shape[0], second.shape[1])
@@ -163,7 +186,9 @@ def _grouped_flops(first: Tensor, second: Tensor, *_: Any, **__: Any) -> int:
 
 
 def _attention(count: Callable[..., int], tensors: int, *args: Any, **_: Any) -> int:
-    """Return the operations of attention, which depend on the shapes of its first `tensors` arguments."""
+    """Return the operations of attention, which depend on the shapes of its first `tensors`
+    arguments.
+    """
     return int(count(*(tensor.shape for tensor in args[:tensors])))
 
 
@@ -172,5 +197,7 @@ FORMULAS: dict[Any, Callable[..., int]] = {
     # What torch's own table leaves out.
     aten._grouped_mm: _grouped_flops,
     aten._scaled_dot_product_flash_attention_for_cpu: partial(_attention, sdpa_flop_count, 3),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: partial(_attention, sdpa_backward_flop_count, 4),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: partial(
+        _attention, sdpa_backward_flop_count, 4
+    ),
 }

@@ -52,10 +52,13 @@ class PlannedMemory:
 class Headroom:
     """What larger steps, or more memory, would give."""
 
-    crossover: float | None  # tokens per step from which on moving weights is hidden; None: there is nothing to hide
+    crossover: (
+        float | None
+    )  # tokens per step from which on moving weights is hidden; None: there is nothing to hide
     largest_micro_batch: int  # rows that still fit
     largest_step: int  # tokens per step that still fit
-    gigabyte_on_device: float  # seconds that each GB more of device memory, enough for a layer, would save in each step
+    # seconds that each GB more of device memory, enough for a layer, would save in each step
+    gigabyte_on_device: float
     gigabyte_in_host: float  # seconds that each GB more of host memory would save in each step
 
 
@@ -69,7 +72,9 @@ class Epoch:
     hours: float  # they take
     cost: float | None  # at the price given; None: none was
     run_steps: int  # optimizer steps of the run, which may be more epochs than one, or less
-    packed_hours: float | None  # an epoch would take if its rows were packed; None: they are, or cannot be
+    packed_hours: (
+        float | None
+    )  # an epoch would take if its rows were packed; None: they are, or cannot be
 
     @property
     def run_hours(self) -> float:
@@ -98,54 +103,82 @@ class Plan:
     def host_peak(self) -> int:
         """Bytes of host memory; with those of the device where it computes in it."""
         memory = self.memory
-        on_device = (self.step.device_peak - memory.device["slots"]) * self.machine.shared  # the ring is the slots
+        on_device = (
+            self.step.device_peak - memory.device["slots"]
+        ) * self.machine.shared  # the ring is the slots
         return sum(memory.host.values()) + on_device
 
     @property
     def fits(self) -> bool:
         """Whether the machine has the memory that the run takes, on the device and in the host."""
         machine = self.machine
-        return self.step.device_peak <= machine.device_memory and self.host_peak <= machine.host_memory
+        return (
+            self.step.device_peak <= machine.device_memory and self.host_peak <= machine.host_memory
+        )
 
     @property
     def verdict(self) -> str:
         """Say in one sentence whether the run fits, what limits it, and what to change."""
-        taken = f"{human_bytes(self.step.device_peak)} of {human_bytes(self.memory.device_limit)} of device memory"
+        taken = (
+            f"{human_bytes(self.step.device_peak)} of {human_bytes(self.memory.device_limit)} "
+            "of device memory"
+        )
         if not self.fits:
-            how = "lower max_length or batch_size, or set gradient_checkpointing and device_memory: auto"
-            return f"does not fit: it needs {taken} and {human_bytes(self.host_peak)} of host memory; {how}"
+            how = (
+                "lower max_length or batch_size, or set gradient_checkpointing and "
+                "device_memory: auto"
+            )
+            return (
+                f"does not fit: it needs {taken} and {human_bytes(self.host_peak)} of host "
+                f"memory; {how}"
+            )
         if not self.step.seconds:
             return f"fits, with {taken}"
         packed = None if self.epoch is None else self.epoch.packed_hours
         gain = None if self.epoch is None or not packed else self.epoch.hours / packed
         tokens = self.tokens if self.epoch is None else self.epoch.tokens / self.epoch.steps
-        return f"fits, with {taken}; " + _limited(BOTTLENECKS[self.step.bottleneck], self.room.crossover, tokens, gain)
+        return f"fits, with {taken}; " + _limited(
+            BOTTLENECKS[self.step.bottleneck], self.room.crossover, tokens, gain
+        )
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens that the run trains on in a second, padding included; None: nothing has been timed."""
+        """Tokens that the run trains on in a second, padding included; None: nothing has been
+        timed.
+        """
         return self.tokens / self.step.seconds if self.step.seconds else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON types; what is infinite or unknown is None."""
-        record = {**asdict(self), "tokens_per_second": self.tokens_per_second, "bottleneck": self.step.bottleneck}
+        record = {
+            **asdict(self),
+            "tokens_per_second": self.tokens_per_second,
+            "bottleneck": self.step.bottleneck,
+        }
         peaks = {"device_peak": self.step.device_peak, "host_peak": self.host_peak}
         record |= {**peaks, "fits": self.fits, "verdict": self.verdict}
         return {key: _plain(value) for key, value in record.items()}
 
 
 def make_plan(
-    config: LemaConfig, machine: Machine | None = None, *, price: float | None = None, trust_remote_code: bool = False
+    config: LemaConfig,
+    machine: Machine | None = None,
+    *,
+    price: float | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[Plan, Planner]:
-    """Plan a run on a machine, or with None on this one, which is measured; `price` is of an hour, in any currency.
-    Raises `MemoryLimitError` where the limits of the settings, or the machine's memory, are too small; `ConfigError`
-    and `DataError` as training would."""
+    """Plan a run on a machine, or with None on this one, which is measured; `price` is of an hour,
+    in any currency. Raises `MemoryLimitError` where the limits of the settings, or the machine's
+    memory, are too small; `ConfigError` and `DataError` as training would."""
     planner = planner_of(with_adapter(config), machine, trust_remote_code=trust_remote_code)
     options: dict[str, Any] = {"price": price, "trust_remote_code": trust_remote_code}
     if planner.config.tokens_per_step != "auto":
         return plan_with(planner, **options), planner
     plan = plan_with(planner := _with_tokens(planner), **options)
-    note = f"tokens_per_step: auto is {planner.config.tokens_per_step:,}, from which reading is hidden behind computing"
+    note = (
+        f"tokens_per_step: auto is {planner.config.tokens_per_step:,}, from which reading is "
+        "hidden behind computing"
+    )
     return replace(plan, notes=(note, *plan.notes)), planner
 
 
@@ -158,9 +191,10 @@ def _with_tokens(planner: Planner) -> Planner:
 
 
 def hiding_tokens(planner: Planner) -> int:
-    """Return what `tokens_per_step: auto` is: whole micro-batches, somewhat more than hide reading behind computing,
-    because no step is quite full; `batch_size` of them where nothing is to be hidden. It is the same in all processes.
-    `ConfigError`: layers cannot be timed; `ModelError`: the model's work cannot be told."""
+    """Return what `tokens_per_step: auto` is: whole micro-batches, somewhat more than hide reading
+    behind computing, because no step is quite full; `batch_size` of them where nothing is to be
+    hidden. It is the same in all processes. `ConfigError`: layers cannot be timed; `ModelError`:
+    the model's work cannot be told."""
     if planner.workload is None:  # because nothing else has made it
         planner = replace(planner, workload=planner.work(planner.shape.micro_batch))
     if (planner := timed(planner)).timings is None and planner.backend is not None:
@@ -168,16 +202,24 @@ def hiding_tokens(planner: Planner) -> int:
         raise ConfigError(what, where="tokens_per_step: auto", how="set a number, such as 16k")
     at_once = planner.shape.micro_batch.tokens
     hidden = _crossover(planner.needs())
-    tokens = at_once * (planner.config.batch_size if hidden is None else max(1, math.ceil(1.125 * hidden / at_once)))
+    tokens = at_once * (
+        planner.config.batch_size if hidden is None else max(1, math.ceil(1.125 * hidden / at_once))
+    )
     if planner.backend is None:
         return tokens
     return int(planner.backend.replicas.everyone(tokens * planner.backend.replicas.size)[0])
 
 
 def plan_with(
-    planner: Planner, *, price: float | None = None, trust_remote_code: bool = False, data: Any = None
+    planner: Planner,
+    *,
+    price: float | None = None,
+    trust_remote_code: bool = False,
+    data: Any = None,
 ) -> Plan:
-    """Plan a run with what is known of its model and machine, and the `data` if they are read; else as `make_plan`."""
+    """Plan a run with what is known of its model and machine, and the `data` if they are read;
+    else as `make_plan`.
+    """
     needs = planner.needs()
     demand = needs.demand
     allocation = needs.allocation
@@ -200,7 +242,9 @@ def plan_with(
 
 
 def verdict_of(planner: Planner, data: Any) -> str:
-    """Say in one sentence how a run goes that fits, of a model that is open, with the rows that it trains on."""
+    """Say in one sentence how a run goes that fits, of a model that is open, with the rows that
+    it trains on.
+    """
     needs = planner.needs()
     shape = planner.shape
     at_once = f"{shape.micro_batch.rows} row{'s' * (shape.micro_batch.rows > 1)} at once"
@@ -211,7 +255,8 @@ def verdict_of(planner: Planner, data: Any) -> str:
     if planner.timings is None or not len(data):
         return summary
     phase = max(
-        phases(needs.demand, needs.allocation, planner.machine_state.machine.speeds), key=lambda phase: phase.seconds
+        phases(needs.demand, needs.allocation, planner.machine_state.machine.speeds),
+        key=lambda phase: phase.seconds,
     )
     slowest = max(("compute", "link", "disk"), key=lambda part: float(getattr(phase, part)))
     hidden = _crossover(needs)
@@ -219,40 +264,61 @@ def verdict_of(planner: Planner, data: Any) -> str:
     tokens_per_step = planner.config.tokens_per_step
     tokens = shape.num_rows * min(row, shape.micro_batch.length)
     tokens = tokens_per_step if isinstance(tokens_per_step, int) else tokens
-    # Where reading limits a step, a pack of full rows is read for as one row is; where computing does, nothing is won.
-    as_packs = not (planner.config.packing or planner.config.tokens_per_step or slowest == "compute")
+    # Where reading limits a step, a pack of full rows is read for as one row is; where computing
+    # does, nothing is won.
+    as_packs = not (
+        planner.config.packing or planner.config.tokens_per_step or slowest == "compute"
+    )
     gain = shape.tokens / tokens if as_packs else None
     return f"{summary}; {_limited(BOTTLENECKS[slowest], hidden, tokens, gain)}"
 
 
 def brief(planner: Planner) -> dict[str, Any]:
-    """Return, as plain JSON types, what a run takes of memory, of activations if it knew them already, and where."""
+    """Return, as plain JSON types, what a run takes of memory, of activations if it knew them
+    already, and where.
+    """
     needs = planner.needs()
     machine = planner.machine_state.machine
-    report = {"memory": asdict(_memory(needs)), "activations": planner.workload is not None, "shared": machine.shared}
-    return {name: _plain(section) for name, section in {**report, "machine": asdict(machine)}.items()}
+    report = {
+        "memory": asdict(_memory(needs)),
+        "activations": planner.workload is not None,
+        "shared": machine.shared,
+    }
+    return {
+        name: _plain(section) for name, section in {**report, "machine": asdict(machine)}.items()
+    }
 
 
 def _crossover(needs: StepNeeds) -> float | None:
     return crossover(
-        needs.demand, needs.allocation, needs.planner.machine_state.machine.speeds, needs.planner.shape.tokens
+        needs.demand,
+        needs.allocation,
+        needs.planner.machine_state.machine.speeds,
+        needs.planner.shape.tokens,
     )
 
 
 def _limited(by: str, hidden: float | None, tokens: float, gain: float | None) -> str:
-    """Say what limits a step of so many tokens, and what to change: reading is hidden from `hidden` on, and packing
-    makes it `gain` times faster."""
+    """Say what limits a step of so many tokens, and what to change: reading is hidden from `hidden`
+    on, and packing makes it `gain` times faster."""
     message = f"a step is limited by {by}"
     if hidden is not None and tokens < hidden:
-        message += f": {human_count(tokens)} tokens a step, and reading is hidden from {human_count(hidden)} on: "
+        message += (
+            f": {human_count(tokens)} tokens a step, and reading is hidden from "
+            f"{human_count(hidden)} on: "
+        )
         message += "tokens_per_step: auto would cost less time"
     return message + (
-        f"; packing: true would take about {gain:.2g} times less" if gain is not None and gain > 1.5 else ""
+        f"; packing: true would take about {gain:.2g} times less"
+        if gain is not None and gain > 1.5
+        else ""
     )
 
 
 def _epoch(needs: StepNeeds, price: float | None, trusted: bool, data: Any) -> Epoch | None:
-    """Read the training data as training would, and say how long an epoch takes; None: the settings name no data."""
+    """Read the training data as training would, and say how long an epoch takes; None: the
+    settings name no data.
+    """
     planner = needs.planner
     config = needs.planner.config
     length = needs.planner.shape.micro_batch.length
@@ -271,14 +337,21 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool, data: Any) -> E
     all_steps = math.ceil(config.num_train_epochs * steps)
     filled = tokens / (rows * length)
     if isinstance(config.tokens_per_step, int):
-        options: dict[str, Any] = {"tokens": config.tokens_per_step, "per_step": config.group_by_length}
-        batches = Batches(data, 1, config.seed, config.shuffle, multiple=config.pad_to_multiple_of or 1, **options)
+        options: dict[str, Any] = {
+            "tokens": config.tokens_per_step,
+            "per_step": config.group_by_length,
+        }
+        batches = Batches(
+            data, 1, config.seed, config.shuffle, multiple=config.pad_to_multiple_of or 1, **options
+        )
         steps = batches.before(1)
         all_steps = batches.num_batches(config.num_train_epochs)
         filled = tokens / (steps * planner.shape.tokens)
 
     def hours_of(count: int, filled: float) -> float:
-        return count * planner.simulated(planner.demand(scale=filled), needs.allocation).seconds / 3600
+        return (
+            count * planner.simulated(planner.demand(scale=filled), needs.allocation).seconds / 3600
+        )
 
     hours = hours_of(steps, filled)
     as_packs = not (config.packing or preferences or config.tokens_per_step)
@@ -305,14 +378,19 @@ def _memory(needs: StepNeeds) -> PlannedMemory:
     checkpoint = planner.blueprint.checkpoint_bytes
     on_disk = {"model": model, "boundaries": spilled, "saved": saved, "checkpoint": checkpoint}
     return PlannedMemory(
-        needs.device, needs.host | {"process": planner.machine_state.process_bytes}, on_disk, *planner.limits
+        needs.device,
+        needs.host | {"process": planner.machine_state.process_bytes},
+        on_disk,
+        *planner.limits,
     )
 
 
 def _headroom(needs: StepNeeds, memory: PlannedMemory, seconds: float) -> Headroom:
     planner = needs.planner
     demand = needs.demand
-    bought = math.ceil(max(layer.nbytes for layer in planner.blueprint.layers) / GB)  # less holds not one layer more
+    bought = math.ceil(
+        max(layer.nbytes for layer in planner.blueprint.layers) / GB
+    )  # less holds not one layer more
 
     def saved_by(setting: str, used: int) -> float:
         richer = planner.allocation(demand, **{setting: used + bought * GB})
@@ -335,22 +413,27 @@ def _headroom(needs: StepNeeds, memory: PlannedMemory, seconds: float) -> Headro
 
 
 def _largest_micro_batch(planner: Planner) -> int:
-    """Return how many rows can be computed at once; the step has as many tokens as before, or one micro-batch."""
+    """Return how many rows can be computed at once; the step has as many tokens as before, or
+    one micro-batch.
+    """
     micro_batch = planner.shape.micro_batch
-    # A micro-batch grows evenly with its rows, so that those of one row and of two tell what any takes.
+    # A micro-batch grows evenly with its rows, so that those of one row and of two tell what any
+    # takes.
     one_row, two = (planner.work(replace(micro_batch, rows=rows)) for rows in (1, 2))
     at_once = max(1, (planner.config.loss_chunk_tokens or CHUNK_TOKENS) // micro_batch.length)
 
     def fits(rows: int) -> bool:
         shape = StepShape(replace(micro_batch, rows=rows), max(rows, planner.shape.num_rows))
-        return planner.fits(planner.demand(shape, _of_rows(one_row, two, rows, at_once), rows / micro_batch.rows))
+        return planner.fits(
+            planner.demand(shape, _of_rows(one_row, two, rows, at_once), rows / micro_batch.rows)
+        )
 
     return _largest(fits, MOST_TOKENS // micro_batch.length)
 
 
 def _of_rows(one_row: Workload, two: Workload, rows: int, rows_at_once: int) -> Workload:
-    """Return what a micro-batch of `rows` costs in memory: every part grows evenly with them, but for the head, whose
-    logits exist for no more than `rows_at_once`."""
+    """Return what a micro-batch of `rows` costs in memory: every part grows evenly with them, but
+    for the head, whose logits exist for no more than `rows_at_once`."""
     workload: Workload = _grown(one_row, two, rows)
     chunk: Workload = _grown(one_row, two, min(rows, rows_at_once))
     pieces = workload.pieces
@@ -362,12 +445,19 @@ def _of_rows(one_row: Workload, two: Workload, rows: int, rows_at_once: int) -> 
 
 
 def _grown(one_row: Any, two: Any, rows: int) -> Any:
-    """Return every number of a description for a number of rows, from the descriptions for one and two rows."""
+    """Return every number of a description for a number of rows, from the descriptions for one
+    and two rows.
+    """
     if isinstance(one_row, tuple):
         return tuple(_grown(*pair, rows) for pair in zip(one_row, two, strict=True))
     if is_dataclass(one_row):
         kind: Any = type(one_row)
-        return kind(*(_grown(getattr(one_row, part.name), getattr(two, part.name), rows) for part in fields(one_row)))
+        return kind(
+            *(
+                _grown(getattr(one_row, part.name), getattr(two, part.name), rows)
+                for part in fields(one_row)
+            )
+        )
     return one_row + (rows - 1) * (two - one_row) if type(one_row) is int else one_row
 
 
@@ -380,8 +470,12 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
     return high // 2 + bisect_left(left, True, key=lambda number: not fits(number))
 
 
-def step_curve(planner: Planner, allocation: Allocation, around: float) -> Iterator[tuple[int, Simulated]]:
-    """Yield the tokens of larger and larger steps, on both sides of `around`, and each step with one allocation."""
+def step_curve(
+    planner: Planner, allocation: Allocation, around: float
+) -> Iterator[tuple[int, Simulated]]:
+    """Yield the tokens of larger and larger steps, on both sides of `around`, and each step with
+    one allocation.
+    """
     micro = planner.shape.micro_batch
     for point in range(CURVE):
         rows = max(1, round(around / micro.length * 2 ** (6 * point / (CURVE - 1) - 3)))
@@ -399,7 +493,12 @@ def _notes(planner: Planner) -> tuple[str, ...]:
 
 def _of_published_weights(layers: Sequence[LayerBytes]) -> Iterator[str]:
     """Say what preparing the checkpoint would save."""
-    moved = [(cast.move, cast.target.dtype) for layer in layers for cast in layer.casts if cast.move is not None]
+    moved = [
+        (cast.move, cast.target.dtype)
+        for layer in layers
+        for cast in layer.casts
+        if cast.move is not None
+    ]
     pieces = len(moved) + sum(not run.alone for layer in layers for run in layer.runs)
     if pieces:
         aside = human_bytes(sum(move.count * dtype.itemsize for move, dtype in moved))
@@ -407,11 +506,21 @@ def _of_published_weights(layers: Sequence[LayerBytes]) -> Iterator[str]:
             f"layers are put together from {pieces:,} pieces, {aside} moved on the host: "
             "`lema prepare MODEL FILE.safetensors` does it once"
         )
-    published = [expansion for layer in layers for expansion in layer.expansions if expansion.library == LIBRARY]
+    published = [
+        expansion
+        for layer in layers
+        for expansion in layer.expansions
+        if expansion.library == LIBRARY
+    ]
     if published:
-        stored = human_bytes(sum(part.nbytes for expansion in published for part in expansion.parts.values()))
+        stored = human_bytes(
+            sum(part.nbytes for expansion in published for part in expansion.parts.values())
+        )
         expanded = human_bytes(sum(expansion.target.nbytes for expansion in published))
-        yield f"{stored} of weights are dequantised to {expanded} at each lease: `lema prepare` writes them so, once"
+        yield (
+            f"{stored} of weights are dequantised to {expanded} at each lease: `lema prepare` "
+            "writes them so, once"
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -1,6 +1,8 @@
-"""The planner of a run or of one of its phases: what a step needs of memory, what moves in it, and how long it takes.
+"""The planner of a run or of one of its phases: what a step needs of memory, what moves in it, and
+how long it takes.
 
-It plans runs that train adapters and phases that train weights of the model: the blueprint knows which.
+It plans runs that train adapters and phases that train weights of the model: the blueprint knows
+which.
 """
 
 from __future__ import annotations
@@ -24,24 +26,58 @@ from lema.errors import MemoryLimitError, ModelError
 from lema.model.outer_weights import buffer_bytes
 from lema.model.partition import planned_parallel
 from lema.model.skeleton import main_dtype
-from lema.plan.allocate import allocated, layers_stay, of_one_process, surely_fits, untimed, whether_recomputed
+from lema.plan.allocate import (
+    allocated,
+    layers_stay,
+    of_one_process,
+    surely_fits,
+    untimed,
+    whether_recomputed,
+)
 from lema.plan.blueprint import Blueprint, draw_up
 from lema.plan.cost import Allocation, Demand, device_parts, seconds
 from lema.plan.groups import active_experts, with_groups, with_waiting
-from lema.plan.machine import Machine, MachineState, Memory, machine_state_of, open_alone, this_machine, unknown_speeds
+from lema.plan.machine import (
+    Machine,
+    MachineState,
+    Memory,
+    machine_state_of,
+    open_alone,
+    this_machine,
+    unknown_speeds,
+)
 from lema.plan.measure import calibrate, estimate, probe, process_bytes
 from lema.plan.simulator import Simulated, simulate
-from lema.plan.step import StepNeeds, StepShape, Timings, by_arithmetic, demand_of, rows_each, step_shape
+from lema.plan.step import (
+    StepNeeds,
+    StepShape,
+    Timings,
+    by_arithmetic,
+    demand_of,
+    rows_each,
+    step_shape,
+)
 from lema.plan.trainable_bytes import training_of
 from lema.plan.workload import MicroBatch, Workload, measure
 
-__all__ = ["MachineState", "Planner", "fitted_planner", "machine_state_of", "opened_planner", "planner_of", "timed"]
+__all__ = [
+    "MachineState",
+    "Planner",
+    "fitted_planner",
+    "machine_state_of",
+    "opened_planner",
+    "planner_of",
+    "timed",
+]
 
 
 Chosen = Callable[[PreTrainedModel], Callable[[str], bool]]
 ENOUGH = 512  # tokens of a micro-batch: one of fewer computes slower than its tokens tell
 WORTH_IT = 0.98  # of the seconds of a step: less at once has to be that much faster
-LESS = (256, 64)  # tokens of smaller chunks of the loss: the first may make a step faster, both may make it fit
+LESS = (
+    256,
+    64,
+)  # tokens of smaller chunks of the loss: the first may make a step faster, both may make it fit
 
 
 @dataclass(frozen=True)
@@ -51,13 +87,19 @@ class Planner:
     config: LemaConfig  # the settings of the run or of the phase
     blueprint: Blueprint  # its model, and what of it trains
     machine_state: MachineState  # the machine
-    workload: Workload | None  # what one micro-batch of `shape` costs; None: it cannot be told, so weights alone count
+    workload: (
+        Workload | None
+    )  # what one micro-batch of `shape` costs; None: it cannot be told, so weights alone count
     timings: Timings | None  # the seconds of such a micro-batch; None: speeds are not known
     shape: StepShape  # the rows and tokens of a step, of one process
     processes: int = 1  # how many share each batch, all of them on one machine
-    device_memory: Memory = None  # the limit of a phase that trains weights, which has none in `config`
+    device_memory: Memory = (
+        None  # the limit of a phase that trains weights, which has none in `config`
+    )
     note: str = ""  # what is not counted, and why; empty: everything is
-    backend: Backend | None = None  # that a model is open on, whose processes plan together; None: it is not open
+    backend: Backend | None = (
+        None  # that a model is open on, whose processes plan together; None: it is not open
+    )
     workload_cache: dict[tuple[MicroBatch, int, bool], Workload] = field(
         default_factory=dict
     )  # what was looked at already
@@ -68,10 +110,12 @@ class Planner:
         device = self.config.device_memory if self.device_memory is None else self.device_memory
         return self.machine_state.limits(device, self.config.host_memory)
 
-    def demand(self, shape: StepShape | None = None, workload: Workload | None = None, scale: float = 1.0) -> Demand:
-        """Return the bytes of memory and the seconds of computing that one optimizer step needs, layer by layer. Its
-        shape and the workload of a micro-batch are the run's where there is None; such a micro-batch computes `scale`
-        times as long as one of the run's."""
+    def demand(
+        self, shape: StepShape | None = None, workload: Workload | None = None, scale: float = 1.0
+    ) -> Demand:
+        """Return the bytes of memory and the seconds of computing that one optimizer step needs,
+        layer by layer. Its shape and the workload of a micro-batch are the run's where there is
+        None; such a micro-batch computes `scale` times as long as one of the run's."""
         workload = workload or self.workload
         step_demand = demand_of(
             self.blueprint.layers,
@@ -79,7 +123,9 @@ class Planner:
             None if self.timings is None else self.timings.times(scale),
             None if workload is None else shape or self.shape,
             outside_bytes=self.blueprint.outside_bytes,
-            adapter_bytes=self.blueprint.adapter_bytes + self.blueprint.reference_bytes - self._elsewhere(),
+            adapter_bytes=self.blueprint.adapter_bytes
+            + self.blueprint.reference_bytes
+            - self._elsewhere(),
             lowest=self.blueprint.lowest_adapted,
             shared=self.machine_state.machine.shared,
             trained=self.blueprint.trained,
@@ -91,12 +137,17 @@ class Planner:
             step_demand = replace(step_demand, buffer_bytes=buffer_bytes(self.blueprint.model))
         overhead = self.machine_state.machine.overhead
         step_demand = replace(
-            step_demand, row_bytes=rows, expanded_bytes=self.blueprint.expanded_bytes, overhead=overhead
+            step_demand,
+            row_bytes=rows,
+            expanded_bytes=self.blueprint.expanded_bytes,
+            overhead=overhead,
         )
         parts = self.blueprint.parallel.size
         if self.backend is None:
             return replace(step_demand, processes=self.processes * parts)
-        step_demand = of_one_process(step_demand, self.backend.replicas, sharded=self.config.shard_weights)
+        step_demand = of_one_process(
+            step_demand, self.backend.replicas, sharded=self.config.shard_weights
+        )
         copies = step_demand.processes * parts  # which more machines than this one may hold
         return replace(step_demand, processes=min(copies, local_processes() or copies))
 
@@ -107,16 +158,25 @@ class Planner:
         return moments_elsewhere(self.blueprint.model, count) if adapts and count > 1 else 0
 
     def work(self, batch: MicroBatch, chunk_tokens: int | None = None) -> Workload:
-        """Return the bytes and operations of one micro-batch, or raise a ModelError: they depend on values."""
+        """Return the bytes and operations of one micro-batch, or raise a ModelError: they depend
+        on values.
+        """
         chunk = chunk_tokens or self.config.loss_chunk_tokens or CHUNK_TOKENS
         drawn = self.blueprint
         head = drawn.head if drawn.pieces else None  # which takes longest, and most heads fit whole
         if (key := (batch, chunk, head is not None)) not in self.workload_cache:
             measured = next(
-                (work for (measured_batch, *_), work in self.workload_cache.items() if measured_batch == batch), None
+                (
+                    work
+                    for (measured_batch, *_), work in self.workload_cache.items()
+                    if measured_batch == batch
+                ),
+                None,
             )
             measure_args = drawn.names, drawn.parallel, head, measured, drawn.split
-            self.workload_cache[key] = measure(drawn.model, drawn.layers, batch, chunk, *measure_args)
+            self.workload_cache[key] = measure(
+                drawn.model, drawn.layers, batch, chunk, *measure_args
+            )
         return with_waiting(self.blueprint, batch, self.workload_cache[key])
 
     def computing(self, rows: int, chunk_tokens: int | None) -> Planner:
@@ -141,14 +201,21 @@ class Planner:
             return self
         if pieces:
             cut = replace(self, blueprint=replace(blueprint, pieces=head.pieces(blueprint.leased)))
-            return cut if self.workload is None else replace(cut, workload=cut.work(self.shape.micro_batch))
-        return replace(self, blueprint=replace(blueprint, outside_bytes=blueprint.outside_bytes + head.nbytes))
+            return (
+                cut
+                if self.workload is None
+                else replace(cut, workload=cut.work(self.shape.micro_batch))
+            )
+        return replace(
+            self, blueprint=replace(blueprint, outside_bytes=blueprint.outside_bytes + head.nbytes)
+        )
 
     def allocation(self, demand: Demand, **changes: Any) -> Allocation:
-        """Return which layers, activations and inputs of layers memory is spent on, with some settings changed.
+        """Return which layers, activations and inputs of layers memory is spent on, with some
+        settings changed.
 
-        Seconds decide only where a limit of device memory leaves a choice, since a run measures only then; else the
-        bytes that move do. Raises `MemoryLimitError` where it does not fit.
+        Seconds decide only where a limit of device memory leaves a choice, since a run measures
+        only then; else the bytes that move do. Raises `MemoryLimitError` where it does not fit.
         """
         config = self.config.model_copy(update=changes)
         machine = self.machine_state.machine
@@ -156,7 +223,11 @@ class Planner:
         if self.blueprint.parts is not None:  # of whose layers no graph is kept
             config = config.model_copy(update={"gradient_checkpointing": True})
         recompute = whether_recomputed(config)
-        if config.device_memory is None or recompute is False or (recompute and config.device_memory == "auto"):
+        if (
+            config.device_memory is None
+            or recompute is False
+            or (recompute and config.device_memory == "auto")
+        ):
             demand = untimed(demand)
             speeds = unknown_speeds(shared=machine.shared)
         memory = machine.device_memory, machine.host_memory, self.machine_state.host_available
@@ -172,15 +243,20 @@ class Planner:
                 resident_fraction=resident_fraction,
                 device_free=self.machine_state.device_free,
             )
-            return replace(best, experts=self.blueprint.experts, runs_again=self.blueprint.runs_again)
+            return replace(
+                best, experts=self.blueprint.experts, runs_again=self.blueprint.runs_again
+            )
         except MemoryLimitError as error:
-            if self.blueprint.trained is not None:  # nothing of what the error advises can be set in such a phase
+            if (
+                self.blueprint.trained is not None
+            ):  # nothing of what the error advises can be set in such a phase
                 error.how = "allow that much, or train adapters, whose base model streams from disk"
             raise
 
     def smaller(self) -> Iterator[Planner]:
-        """Yield this planner, and those with less to compute at once, as far as the settings leave it open: with fewer
-        rows, then with fewer logits, and only then with rows of fewer tokens than are enough."""
+        """Yield this planner, and those with less to compute at once, as far as the settings leave
+        it open: with fewer rows, then with fewer logits, and only then with rows of fewer tokens
+        than are enough."""
         micro_batch = self.shape.micro_batch
         chunk = self.config.loss_chunk_tokens
         counts = [micro_batch.rows, *self._fewer_rows()]
@@ -196,33 +272,49 @@ class Planner:
                 )
 
     def faster(self) -> Iterator[Planner]:
-        """Yield the planners with the next fewer rows, and logits, at once, if both are open and compute as fast."""
+        """Yield the planners with the next fewer rows, and logits, at once, if both are open and
+        compute as fast.
+        """
         micro_batch = self.shape.micro_batch
         chunk = self.config.loss_chunk_tokens
         yield from (
-            self.computing(rows, chunk) for rows in self._fewer_rows()[:1] if rows * micro_batch.length >= ENOUGH
+            self.computing(rows, chunk)
+            for rows in self._fewer_rows()[:1]
+            if rows * micro_batch.length >= ENOUGH
         )
         yield from (
-            self.computing(micro_batch.rows, chunk_tokens) for chunk_tokens in self._chunks() if chunk_tokens == LESS[0]
+            self.computing(micro_batch.rows, chunk_tokens)
+            for chunk_tokens in self._chunks()
+            if chunk_tokens == LESS[0]
         )
 
     def _fewer_rows(self) -> list[int]:
-        """Return how many rows may be computed at once instead, the most first; none where the settings say."""
+        """Return how many rows may be computed at once instead, the most first; none where the
+        settings say.
+        """
         rows = self.shape.micro_batch.rows
         row_multiple = rows_each(self.config)
         counts = list[int]()
-        free = self.workload is not None and self.config.micro_batch_size is None and not self.config.counts_tokens
+        free = (
+            self.workload is not None
+            and self.config.micro_batch_size is None
+            and not self.config.counts_tokens
+        )
         while free and rows > row_multiple:
             counts.append(rows := max(row_multiple, rows // 2 // row_multiple * row_multiple))
         return counts
 
     def _chunks(self) -> list[int]:
-        """Return the smaller chunks of the loss with which less memory is taken; none where the settings say."""
+        """Return the smaller chunks of the loss with which less memory is taken; none where the
+        settings say.
+        """
         work = self.workload if self.config.loss_chunk_tokens is None else None
         is_head_largest = work is not None and self.demand().working_bytes > work.most(
             0
         )  # because no layer takes as much
-        return [chunk for chunk in LESS if is_head_largest and chunk < self.shape.micro_batch.tokens]
+        return [
+            chunk for chunk in LESS if is_head_largest and chunk < self.shape.micro_batch.tokens
+        ]
 
     def unlimited(self) -> Planner:
         """Return the planner of what streaming needs, whatever memory there is."""
@@ -230,16 +322,24 @@ class Planner:
 
     @property
     def chosen(self) -> dict[str, int | None]:
-        """The settings of how much is computed at once, with which batches are cut so wherever the run goes on."""
+        """The settings of how much is computed at once, with which batches are cut so wherever
+        the run goes on.
+        """
         rows = self.shape.micro_batch.rows
         settings = {"loss_chunk_tokens": self.config.loss_chunk_tokens}
         is_full = rows * self.config.gradient_accumulation_steps >= self.shape.num_rows
-        return settings if is_full or self.config.counts_tokens else {**settings, "micro_batch_size": rows}
+        return (
+            settings
+            if is_full or self.config.counts_tokens
+            else {**settings, "micro_batch_size": rows}
+        )
 
     @property
     def undecided(self) -> bool:
         """Whether a limit of device memory leaves a choice that takes seconds to be known."""
-        if (limit := self.config.device_memory) is None or (recompute := whether_recomputed(self.config)) is False:
+        if (limit := self.config.device_memory) is None or (
+            recompute := whether_recomputed(self.config)
+        ) is False:
             return False
         if recompute:
             return limit != "auto"
@@ -252,7 +352,9 @@ class Planner:
         return allocation.recompute or (stay and len(allocation.residents) < len(demand.layers))
 
     def needs(self) -> StepNeeds:
-        """Return what a step of the run takes of memory, and what memory is spent on, or raise a MemoryLimitError."""
+        """Return what a step of the run takes of memory, and what memory is spent on, or raise a
+        MemoryLimitError.
+        """
         demand = self.demand()
         allocation = self.allocation(demand)
         if (trained := self.blueprint.trained) is not None:
@@ -269,7 +371,10 @@ class Planner:
             allocation = self.allocation(demand)
         except MemoryLimitError:
             return False
-        return sum(device_parts(demand, allocation).values()) <= self.machine_state.machine.device_memory
+        return (
+            sum(device_parts(demand, allocation).values())
+            <= self.machine_state.machine.device_memory
+        )
 
 
 def planner_of(
@@ -285,14 +390,16 @@ def planner_of(
     blueprint: Blueprint | None = None,
     workload_cache: dict[tuple[MicroBatch, int, bool], Workload] | None = None,
 ) -> Planner:
-    """Learn what the model of a run or phase needs, and what the machine gives; weights are read only to time them.
+    """Learn what the model of a run or phase needs, and what the machine gives; weights are read
+    only to time them.
 
-    The profile to plan for is `machine`; None: this machine, which is measured, or of which `machine_state` is known. `chosen`,
-    given the model, returns what says of a parameter's name whether it trains; None: adapters do. `device_memory` is
-    the limit of a phase that trains weights, which has none in `config`. The `processes` share each batch, all of them
-    on one machine. `strict`: a model whose activations cannot be told is an error; else weights alone are counted.
-    Planners of one model and adapter for several machines share its `blueprint` and what was looked at, `workload_cache`.
-    Raises `ConfigError` as training would.
+    The profile to plan for is `machine`; None: this machine, which is measured, or of which
+    `machine_state` is known. `chosen`, given the model, returns what says of a parameter's name
+    whether it trains; None: adapters do. `device_memory` is the limit of a phase that trains
+    weights, which has none in `config`. The `processes` share each batch, all of them on one
+    machine. `strict`: a model whose activations cannot be told is an error; else weights alone are
+    counted. Planners of one model and adapter for several machines share its `blueprint` and what
+    was looked at, `workload_cache`. Raises `ConfigError` as training would.
     """
     parallel = SingleProcess() if chosen is not None else planned_parallel(config)
     with ExitStack() as stack:
@@ -302,32 +409,49 @@ def planner_of(
         if machine_state is None or machine_state.speeds == "measured":
             backend = stack.enter_context(closing(open_alone(config)))
             machine_state = machine_state or this_machine(backend, measured=True)
-        drawn: dict[str, Any] = {"trust_remote_code": trust_remote_code, "chosen": chosen, "parallel": parallel}
+        drawn: dict[str, Any] = {
+            "trust_remote_code": trust_remote_code,
+            "chosen": chosen,
+            "parallel": parallel,
+        }
         drawn["elsewhere"] = machine is not None
         blueprint = blueprint or draw_up(config, backend=backend, **drawn)
         positions = num_positions(blueprint.model.config)
         shape = step_shape(config, positions, processes, parts=parallel.size)
-        planner = Planner(config, blueprint, machine_state, None, None, shape, processes, device_memory)
-        planner = planner if workload_cache is None else replace(planner, workload_cache=workload_cache)
+        planner = Planner(
+            config, blueprint, machine_state, None, None, shape, processes, device_memory
+        )
+        planner = (
+            planner if workload_cache is None else replace(planner, workload_cache=workload_cache)
+        )
         try:
             planner = _fitted(replace(planner, workload=planner.work(shape.micro_batch)))
         except ModelError as error:
             if strict:
                 raise
-            planner = _fitted(replace(planner, note=f"{error.what}: activations and hours are not counted"))
+            planner = _fitted(
+                replace(planner, note=f"{error.what}: activations and hours are not counted")
+            )
         if planner.workload is not None and backend is not None and planner.blueprint.parts is None:
-            measured, timings = probe(planner.blueprint, planner.workload, planner.config, planner.shape, backend)
-            # The process is looked at with what computing a layer has left behind in it, as it does in training.
+            measured, timings = probe(
+                planner.blueprint, planner.workload, planner.config, planner.shape, backend
+            )
+            # The process is looked at with what computing a layer has left behind in it, as it does
+            # in training.
             machine_state = replace(machine_state, machine=measured, process_bytes=process_bytes())
             planner = _fastest(replace(planner, timings=timings, machine_state=machine_state))
         elif planner.workload is not None and backend is not None:
             measured, timings = _estimated(planner, planner.workload, backend)
             planner = _fastest(
-                replace(planner, timings=timings, machine_state=replace(machine_state, machine=measured))
+                replace(
+                    planner, timings=timings, machine_state=replace(machine_state, machine=measured)
+                )
             )
         elif planner.workload is not None and machine_state.speeds == "profile":
             itemsize = main_dtype(blueprint.model).itemsize
-            timings = by_arithmetic(planner.workload, blueprint.layers, machine_state.machine, itemsize)
+            timings = by_arithmetic(
+                planner.workload, blueprint.layers, machine_state.machine, itemsize
+            )
             planner = _fastest(replace(planner, timings=timings))
     if not planner.blueprint.pieces:
         blueprint.head.keep_whole(blueprint.tables)
@@ -335,28 +459,34 @@ def planner_of(
 
 
 def opened_planner(config: LemaConfig, blueprint: Blueprint, backend: Backend) -> Planner:
-    """Return the planner of a model that is open on a backend, with the least memory that any process has."""
+    """Return the planner of a model that is open on a backend, with the least memory that any
+    process has.
+    """
     positions = num_positions(blueprint.model.config)
     shape = step_shape(config, positions, backend.replicas.size, blueprint.parallel.size)
     return Planner(config, blueprint, this_machine(backend), None, None, shape, backend=backend)
 
 
 def fitted_planner(planner: Planner, *, trains: bool) -> Planner:
-    """Return the planner of a model that is open; if it `trains`, of steps that fit and are fastest. Nothing is
-    measured without a limit of memory, or where it holds all there is to choose from; else disk, link and one layer of
-    each kind are, in a few seconds; of weights that train nothing is. Several processes ask for it at once, and get the
-    same. Activations count where they can be told; else weights alone, with a warning where limits are numbers."""
+    """Return the planner of a model that is open; if it `trains`, of steps that fit and are
+    fastest. Nothing is measured without a limit of memory, or where it holds all there is to choose
+    from; else disk, link and one layer of each kind are, in a few seconds; of weights that train
+    nothing is. Several processes ask for it at once, and get the same. Activations count where they
+    can be told; else weights alone, with a warning where limits are numbers."""
     config = planner.config
     machine_state = planner.machine_state
     if planner.blueprint.trained is not None:
         with suppress(ModelError):  # which the plan of the phases tells
             planner = replace(
-                planner, workload=None if surely_fits(planner) else planner.work(planner.shape.micro_batch)
+                planner,
+                workload=None if surely_fits(planner) else planner.work(planner.shape.micro_batch),
             )
         return _fitted(planner)
     limited = config.device_memory not in (None, "auto") or config.host_memory is not None
     unlimited = planner.unlimited()
-    if not trains or (config.device_memory is None and not limited and not machine_state.resident_fraction):
+    if not trains or (
+        config.device_memory is None and not limited and not machine_state.resident_fraction
+    ):
         if (
             trains
             and config.strategy is MemoryStrategy.RESIDENT
@@ -372,23 +502,35 @@ def fitted_planner(planner: Planner, *, trains: bool) -> Planner:
         planner = replace(planner, workload=planner.work(planner.shape.micro_batch))
     except ModelError as error:
         if limited or machine_state.resident_fraction:
-            instead = "the memory limits are spent only on weights" if limited else "no layer stays on the device"
+            instead = (
+                "the memory limits are spent only on weights"
+                if limited
+                else "no layer stays on the device"
+            )
             warnings.warn(f"{error.what}: {instead}", stacklevel=2)
         return _fitted(
-            planner if limited else replace(unlimited, machine_state=replace(machine_state, resident_fraction=0.0))
+            planner
+            if limited
+            else replace(unlimited, machine_state=replace(machine_state, resident_fraction=0.0))
         )
     planner = _fitted(planner)
     return _fastest(timed(planner)) if planner.undecided else planner
 
 
 def timed(planner: Planner) -> Planner:
-    """Return the planner of a model that is open with the seconds that it takes, if they can be told and are not known:
-    LEMA does not time a layer that several processes run together alone, and small models are not worth it."""
+    """Return the planner of a model that is open with the seconds that it takes, if they can be
+    told and are not known: LEMA does not time a layer that several processes run together alone,
+    and small models are not worth it."""
     blueprint = planner.blueprint
     backend = planner.backend
     machine_state = planner.machine_state
     work = planner.workload
-    if blueprint.parallel.size > 1 or work is None or planner.timings is not None or backend is None:
+    if (
+        blueprint.parallel.size > 1
+        or work is None
+        or planner.timings is not None
+        or backend is None
+    ):
         return planner
     if blueprint.parts is None:
         measured = calibrate(blueprint, work, planner.shape, backend)
@@ -405,7 +547,9 @@ def timed(planner: Planner) -> Planner:
 
 
 def _estimated(planner: Planner, work: Workload, backend: Backend) -> tuple[Machine, Timings]:
-    """Return this machine and the seconds of a micro-batch, of layers that the device may not hold whole."""
+    """Return this machine and the seconds of a micro-batch, of layers that the device may not
+    hold whole.
+    """
     blueprint = planner.blueprint
     batch = planner.shape.micro_batch
     parts = planner.blueprint.parts
@@ -415,10 +559,16 @@ def _estimated(planner: Planner, work: Workload, backend: Backend) -> tuple[Mach
 
 
 def _fitted(planner: Planner) -> Planner:
-    """Return the planner with as much to compute at once as fits, its layers and its head whole if that is possible."""
+    """Return the planner with as much to compute at once as fits, its layers and its head whole
+    if that is possible.
+    """
     candidate = planner
     head = planner.blueprint.head
-    several = (True,) if head.module is not None and head.asked else (False, True)[: 1 + (head.module is not None)]
+    several = (
+        (True,)
+        if head.module is not None and head.asked
+        else (False, True)[: 1 + (head.module is not None)]
+    )
     for cut, pieces in ((cut, pieces) for cut in with_groups(planner) for pieces in several):
         for candidate in cut.with_head(pieces=pieces).smaller():
             try:
@@ -432,15 +582,18 @@ def _fitted(planner: Planner) -> Planner:
 
 
 def _fastest(planner: Planner) -> Planner:
-    """Return the planner with fewer rows, or fewer logits, at once as long as a step is then faster, for what else
-    memory goes to."""
-    # Not by seconds that differ from run to run, where sums must not: how many rows they are over groups additions.
+    """Return the planner with fewer rows, or fewer logits, at once as long as a step is then
+    faster, for what else memory goes to."""
+    # Not by seconds that differ from run to run, where sums must not: how many rows they are over
+    # groups additions.
     if not planner.undecided or planner.config.deterministic:
         return planner
     best = planner
     least = _seconds(planner)
     while candidates := [
-        (taken, candidate) for candidate in best.faster() if (taken := _seconds(candidate)) < WORTH_IT * least
+        (taken, candidate)
+        for candidate in best.faster()
+        if (taken := _seconds(candidate)) < WORTH_IT * least
     ]:
         least, best = min(candidates, key=lambda pair: pair[0])
     return best

@@ -1,8 +1,9 @@
-"""Virtual time: a clock that only waiting advances, and a link, a device and a disk that only keep time.
+"""Virtual time: a clock that only waiting advances, and a link, a device and a disk that only keep
+time.
 
-`LayerStream` runs on these when it is simulated. Each does one thing after the other, at a given speed. Nothing sleeps
-and no byte has memory: buffers are on `meta`, and only the training thread's clock advances, when it waits. Whoever
-uses a buffer too early gets a `ScheduleError`.
+`LayerStream` runs on these when it is simulated. Each does one thing after the other, at a given
+speed. Nothing sleeps and no byte has memory: buffers are on `meta`, and only the training thread's
+clock advances, when it waits. Whoever uses a buffer too early gets a `ScheduleError`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ __all__ = ["Clock", "ScheduleError", "VirtualDevice", "VirtualReader"]
 
 
 class ScheduleError(Exception):
-    """The schedule broke a promise: a buffer was used before it was filled, or refilled while it was in use."""
+    """The schedule broke a promise: a buffer was used before it was filled, or refilled while it
+    was in use.
+    """
 
 
 class Clock:
@@ -62,7 +65,9 @@ class Line:
 
 @dataclass
 class BufferState:
-    """What is known of one buffer: which layer is in it, from when on, and until when it is in use."""
+    """What is known of one buffer: which layer is in it, from when on, and until when it is in
+    use.
+    """
 
     content: LayerBytes | None = None
     filled: float = 0.0
@@ -71,8 +76,8 @@ class BufferState:
 
 
 class VirtualDevice:
-    """As much of a `Backend` as a `LayerStream` asks for; it keeps time. With an infinite link host buffers are the
-    slots, and computing keeps the training thread busy; else it is queued."""
+    """As much of a `Backend` as a `LayerStream` asks for; it keeps time. With an infinite link host
+    buffers are the slots, and computing keeps the training thread busy; else it is queued."""
 
     replicas = Alone()
 
@@ -82,7 +87,8 @@ class VirtualDevice:
         self.disk = Line(speeds.disk)
         self.link = Line(speeds.link)
         self.back = Line(speeds.link)
-        # Seconds that the device waited for bytes that were not read yet, for the link, and for boundary activations.
+        # Seconds that the device waited for bytes that were not read yet, for the link, and for
+        # boundary activations.
         self.stall_disk = self.stall_upload = self.stall_boundaries = 0.0
         self.computed = self.computed_until = 0.0
         self.device = torch.device("meta")  # where tensors have no bytes
@@ -96,7 +102,9 @@ class VirtualDevice:
         return self._buffer_states[tensor.untyped_storage()._cdata]
 
     def memory(self) -> MemoryStats:
-        """Say that layers that stay are there when a step begins, as they are in the middle of a run."""
+        """Say that layers that stay are there when a step begins, as they are in the middle of a
+        run.
+        """
         return MemoryStats(0, 0, 0)
 
     def host_buffer(self, nbytes: int, memory: Tensor | None = None) -> Tensor:  # noqa: ARG002 - as in Backend
@@ -104,11 +112,15 @@ class VirtualDevice:
         return self._allocate("host", nbytes)
 
     def device_slots(self, nbytes: int, count: int) -> _Slot:
-        """Return a slot without memory, or the source itself where the device computes in host memory."""
+        """Return a slot without memory, or the source itself where the device computes in host
+        memory.
+        """
         assert count == 1, "a stream asks for one slot at a time"
         return _Slot(self, None if self.shared else self._allocate("device", nbytes))
 
-    def compute(self, seconds: float, lease: Tensor | None = None, layer: LayerBytes | None = None) -> None:
+    def compute(
+        self, seconds: float, lease: Tensor | None = None, layer: LayerBytes | None = None
+    ) -> None:
         """Queue computation, with the weights of `layer` in the slot `lease` if they are given."""
         start = max(self.clock.now, self.computed_until)
         if lease is not None:
@@ -142,7 +154,9 @@ class VirtualDevice:
         self._read = read
 
     def _account(self, start: float) -> None:
-        """Add the pause before `start` to what caused it: the disk until the bytes were read, then the link."""
+        """Add the pause before `start` to what caused it: the disk until the bytes were read,
+        then the link.
+        """
         pause = max(0.0, start - self.computed_until)
         on_disk = min(pause, max(0.0, self._read - self.computed_until))
         self.stall_disk += on_disk

@@ -1,9 +1,11 @@
-"""Layers gathered on the device from the shards that the processes hold: one on lease, the next one under way.
+"""Layers gathered on the device from the shards that the processes hold: one on lease, the next one
+under way.
 
-Every process gathers the same layers in the same order, or all would wait for ever. So what is gathered, and when,
-follows from the leases and the announced orders, never from how far a read or a copy has come. A layer that was on
-lease or gathered last is still there, as at each turn of a training pass. Between two announced orders nothing is under
-way, because there processes send each other gradients, and one may have announced the next order earlier than another.
+Every process gathers the same layers in the same order, or all would wait for ever. So what is
+gathered, and when, follows from the leases and the announced orders, never from how far a read or a
+copy has come. A layer that was on lease or gathered last is still there, as at each turn of a
+training pass. Between two announced orders nothing is under way, because there processes send each
+other gradients, and one may have announced the next order earlier than another.
 """
 
 import time
@@ -35,8 +37,9 @@ class _Buffer:
 
 
 class GatheredBuffers:
-    """The layers that are whole on the device, and the leases to come; one layer is on lease at a time. `parts` are the
-    bytes of each layer's part, in every process; `take` brings this process's to the device as gathering begins."""
+    """The layers that are whole on the device, and the leases to come; one layer is on lease at a
+    time. `parts` are the bytes of each layer's part, in every process; `take` brings this process's
+    to the device as gathering begins."""
 
     def __init__(
         self,
@@ -57,7 +60,8 @@ class GatheredBuffers:
         self._poison = bool(getattr(backend, "poison", False))  # a backend for tests
         nbytes = self._replicas.size * max(self._parts, default=0)
         self._buffers = [
-            _Buffer(torch.empty(nbytes, dtype=torch.uint8, device=backend.device)) for _ in range(NUM_BUFFERS)
+            _Buffer(torch.empty(nbytes, dtype=torch.uint8, device=backend.device))
+            for _ in range(NUM_BUFFERS)
         ]  # the one used longest ago first
         self._ahead: deque[tuple[int, bool]] = deque()  # layers, and whether an order begins there
         self._expected: list[int | None] = self._there()
@@ -70,10 +74,16 @@ class GatheredBuffers:
     @property
     def in_flight(self) -> set[int]:
         """The layers whose parts may not be overwritten: they are being sent."""
-        return {buffer.layer for buffer in self._buffers if buffer.gathering is not None and buffer.layer is not None}
+        return {
+            buffer.layer
+            for buffer in self._buffers
+            if buffer.gathering is not None and buffer.layer is not None
+        }
 
     def announce(self, layers: Iterable[int]) -> list[int]:
-        """Say which layers will be leased next; return those that will be gathered for it, in their order."""
+        """Say which layers will be leased next; return those that will be gathered for it, in
+        their order.
+        """
         to_gather = []
         for index, layer in enumerate(layers):
             self._ahead.append((layer, index == 0))
@@ -86,20 +96,26 @@ class GatheredBuffers:
         return to_gather
 
     def begin(self, layer: int) -> bool:
-        """Count the first announced lease as begun; False: it is another layer's, so none has begun."""
+        """Count the first announced lease as begun; False: it is another layer's, so none has
+        begun.
+        """
         if not self._ahead or self._ahead[0][0] != layer:
             return False
         self._ahead.popleft()
         return True
 
     def cancel(self) -> None:
-        """Forget announced leases. Running gathers continue, because the other processes take part in them."""
+        """Forget announced leases. Running gathers continue, because the other processes take
+        part in them.
+        """
         self._ahead.clear()
         self._expected = self._there()
 
     @contextmanager
     def lease(self, layer: int) -> Iterator[Tensor]:
-        """Hold a layer's whole slot, uint8, for the length of a `with` block; begin to gather the next layer."""
+        """Hold a layer's whole slot, uint8, for the length of a `with` block; begin to gather
+        the next layer.
+        """
         buffer = self._of(layer) or self._start(layer)
         self._finish(buffer)
         self._used(buffer)
@@ -120,14 +136,18 @@ class GatheredBuffers:
         """Wait for what is being gathered, and give the memory up."""
         self._ahead.clear()
         for buffer in self._buffers:
-            with suppress(RuntimeError):  # from a process that has ended; the user of the layer got the error
+            with suppress(
+                RuntimeError
+            ):  # from a process that has ended; the user of the layer got the error
                 self._finish(buffer)
         self._buffers.clear()
 
     def _start(self, layer: int) -> _Buffer:
         """Begin to gather a layer, into the buffer that was used longest ago."""
         for pending in self._buffers:
-            self._finish(pending)  # in one order, and one at a time: the part of each is in a slot until it was sent
+            self._finish(
+                pending
+            )  # in one order, and one at a time: the part of each is in a slot until it was sent
         upload = self._take(layer)
         buffer = self._buffers[0]
         buffer.layer = None

@@ -1,7 +1,9 @@
-"""A reader of layers into host buffers: a few large reads by several threads, past the page cache where possible.
+"""A reader of layers into host buffers: a few large reads by several threads, past the page cache
+where possible.
 
-A read that fails is never lost: the ticket carries the error to the training thread. Single rows of a table are read
-too, many small reads through the page cache, which keeps the rows of common tokens.
+A read that fails is never lost: the ticket carries the error to the training thread. Single rows of
+a table are read too, many small reads through the page cache, which keeps the rows of common
+tokens.
 """
 
 import errno
@@ -33,12 +35,15 @@ from lema.stream.workers import Ticket, Workers
 __all__ = ["LayerReader", "StoredRows"]
 
 MOST_PIECES = 256  # of one read; systems allow 1,024 places in memory, and a piece has up to three
-SEGMENT = 16 << 20  # bytes of one read: a few fill any disk's queue, and between two of them there is little to do
+# bytes of one read: a few fill any disk's queue, and between two of them there is little to do
+SEGMENT = 16 << 20
 ROWS_AT_ONCE = 256  # runs of rows that one thread reads one after the other
 
 
 class _File:
-    """One open file: a descriptor past the page cache if the file system allows it, and an ordinary one."""
+    """One open file: a descriptor past the page cache if the file system allows it, and an
+    ordinary one.
+    """
 
     def __init__(self, path: Path, direct: bool) -> None:
         self.descriptor = os.open(path, os.O_RDONLY | BINARY)
@@ -47,10 +52,14 @@ class _File:
         except OSError:
             os.close(self.descriptor)
             raise
-        self._opened = [descriptor for descriptor in (self.descriptor, self.direct) if descriptor is not None]
+        self._opened = [
+            descriptor for descriptor in (self.descriptor, self.direct) if descriptor is not None
+        ]
 
     def read(self, memory: memoryview, runs: Sequence[ByteRun]) -> None:
-        """Read runs that follow each other in the file, each to its place in `memory`, by one request."""
+        """Read runs that follow each other in the file, each to its place in `memory`, by one
+        request.
+        """
         begin = runs[0].offset
         nbytes = sum(run.nbytes for run in runs)
         if self.direct is not None and _in_pages(runs[0]):
@@ -58,17 +67,23 @@ class _File:
                 self._read_pages(self.direct, memory, runs)
                 return
             except OSError as error:
-                if error.errno != errno.EINVAL:  # EINVAL: this file system refuses direct reads after all
+                if (
+                    error.errno != errno.EINVAL
+                ):  # EINVAL: this file system refuses direct reads after all
                     raise
                 self.direct = None  # not closed yet: other threads may be reading through it
         views = [memory[run.slot_offset : run.slot_offset + run.nbytes] for run in runs]
         read_all(self.descriptor, views, begin, nbytes)
 
     def _read_pages(self, descriptor: int, memory: memoryview, runs: Sequence[ByteRun]) -> None:
-        """Read the whole pages that runs lie in; pages that hold bytes of two runs go aside, and are divided then."""
+        """Read the whole pages that runs lie in; pages that hold bytes of two runs go aside, and
+        are divided then.
+        """
         views: list[memoryview] = []
         aside: dict[int, memoryview] = {}  # by page of the file
-        spare = as_bytes(anonymous((len(runs) + 1) * PAGE)) if not runs[0].alone else memoryview(b"")
+        spare = (
+            as_bytes(anonymous((len(runs) + 1) * PAGE)) if not runs[0].alone else memoryview(b"")
+        )
         for run in runs:
             first = run.offset // PAGE
             last = -(-(run.offset + run.nbytes) // PAGE)
@@ -91,7 +106,9 @@ class _File:
                 start = max(run.offset, page * PAGE)
                 stop = min(run.offset + run.nbytes, (page + 1) * PAGE)
                 slot_start = run.slot_offset + start - run.offset
-                memory[slot_start : slot_start + stop - start] = aside[page][start - page * PAGE : stop - page * PAGE]
+                memory[slot_start : slot_start + stop - start] = aside[page][
+                    start - page * PAGE : stop - page * PAGE
+                ]
 
     def close(self) -> None:
         for descriptor in self._opened:
@@ -99,11 +116,12 @@ class _File:
 
 
 class LayerReader:
-    """A pool of threads that read layers, `threads` at once, past the page cache if `direct` and the file system allows
-    it. `guard` checks the weights that are read for the first time; None: they are not checked. `first_reads` remembers
-    checksums of them; None: nothing is remembered."""
+    """A pool of threads that read layers, `threads` at once, past the page cache if `direct` and
+    the file system allows it. `guard` checks the weights that are read for the first time; None:
+    they are not checked. `first_reads` remembers checksums of them; None: nothing is remembered."""
 
-    THREADS = 8  # most of them wait for the disk: that it always has the next read costs no processor time
+    # most of them wait for the disk: that it always has the next read costs no processor time
+    THREADS = 8
 
     def __init__(
         self,
@@ -117,7 +135,8 @@ class LayerReader:
         self.guard = guard
         self.first_reads = first_reads
         self._workers = Workers(threads, "lema-read")
-        # Others, because layers that are read ahead may wait at their gate for what is computed with these rows.
+        # Others, because layers that are read ahead may wait at their gate for what is computed
+        # with these rows.
         self._row_workers = Workers(threads, "lema-rows")
         self._direct = direct
         self._files: dict[Path, _File] = {}
@@ -125,20 +144,33 @@ class LayerReader:
         self.bytes_read = 0
 
     def submit(
-        self, layer: LayerBytes, buffer: Tensor, before: Callable[[], None] | None = None, *, name: str = "weights"
+        self,
+        layer: LayerBytes,
+        buffer: Tensor,
+        before: Callable[[], None] | None = None,
+        *,
+        name: str = "weights",
     ) -> Ticket:
-        """Start reading `layer` into `buffer`, uint8 `[at least layer.nbytes]`, page-aligned. `before` is called in a
-        reader thread ahead of the first byte; it blocks until the buffer may be overwritten. A trace says `name`."""
-        # What follows each other in a file, as the pieces of experts commonly do, is what one read takes.
-        requests = grouped(sorted(_segments(layer), key=lambda run: (str(run.file), run.offset)), _continues)
-        parts: list[Callable[[], None]] = [partial(self._read, name, runs, buffer) for runs in requests]
+        """Start reading `layer` into `buffer`, uint8 `[at least layer.nbytes]`, page-aligned.
+        `before` is called in a reader thread ahead of the first byte; it blocks until the buffer
+        may be overwritten. A trace says `name`."""
+        # What follows each other in a file, as the pieces of experts commonly do, is what one read
+        # takes.
+        requests = grouped(
+            sorted(_segments(layer), key=lambda run: (str(run.file), run.offset)), _continues
+        )
+        parts: list[Callable[[], None]] = [
+            partial(self._read, name, runs, buffer) for runs in requests
+        ]
         parts += [partial(self._cast, name, cast, buffer) for cast in layer.casts]
         ticket = Ticket(parts, before)
         self._workers.submit(ticket)
         return ticket
 
     def gather(self, runs: Sequence[ByteRun], buffer: Tensor, *, name: str) -> None:
-        """Read many small runs into `buffer`, uint8, and wait for them, or raise `ReadError`. A trace says `name`."""
+        """Read many small runs into `buffer`, uint8, and wait for them, or raise `ReadError`. A
+        trace says `name`.
+        """
         memory = as_bytes(buffer)
         shares = [runs[start : start + ROWS_AT_ONCE] for start in range(0, len(runs), ROWS_AT_ONCE)]
         ticket = Ticket([partial(self._gather, name, share, memory) for share in shares])
@@ -160,7 +192,9 @@ class LayerReader:
         nbytes = sum(run.nbytes for run in runs)
         with self._reading(name, nbytes), read_errors(runs[0].file, runs[0].offset, nbytes):
             self._file(runs[0].file).read(as_bytes(buffer), runs)
-        for run in runs:  # in the thread that read, because it mostly waits for the disk and training goes on
+        for run in (
+            runs
+        ):  # in the thread that read, because it mostly waits for the disk and training goes on
             memory = buffer[run.slot_offset : run.slot_offset + run.nbytes]
             if self.first_reads is not None:
                 self.first_reads.take(run.file, [(run.offset, run.nbytes)], as_bytes(memory))
@@ -170,7 +204,9 @@ class LayerReader:
     def _cast(self, name: str, cast: Cast, buffer: Tensor) -> None:
         slot_tensor = cast.target
         ranges, move = cast.ranges()
-        destination = buffer[slot_tensor.offset : slot_tensor.offset + slot_tensor.nbytes].view(slot_tensor.dtype)
+        destination = buffer[slot_tensor.offset : slot_tensor.offset + slot_tensor.nbytes].view(
+            slot_tensor.dtype
+        )
         stored = DTYPES[cast.record.dtype]
         nbytes = sum(size for _, size in ranges)
         in_order = stored == slot_tensor.dtype and (move is None or move.joined().is_contiguous)
@@ -186,7 +222,9 @@ class LayerReader:
         with self._reading(name, nbytes):
             for offset, size in ranges:
                 with read_errors(path, offset, nbytes):
-                    read_all(self._file(path).descriptor, [memory[done : done + size]], offset, size)
+                    read_all(
+                        self._file(path).descriptor, [memory[done : done + size]], offset, size
+                    )
                 done += size
         if self.first_reads is not None:
             self.first_reads.take(path, ranges, memory)
@@ -222,11 +260,16 @@ class LayerReader:
 
 
 class StoredRows:
-    """The rows of a table `[rows, width]` that is not loaded, read when they are asked for and cast to `dtype`. `name`
-    is the table's in the model; `ranges` say where its rows are, in order."""
+    """The rows of a table `[rows, width]` that is not loaded, read when they are asked for and cast
+    to `dtype`. `name` is the table's in the model; `ranges` say where its rows are, in order."""
 
     def __init__(
-        self, reader: LayerReader, name: str, ranges: Sequence[RowRange], shape: tuple[int, ...], dtype: torch.dtype
+        self,
+        reader: LayerReader,
+        name: str,
+        ranges: Sequence[RowRange],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
     ) -> None:
         self._reader = reader
         self._name = name
@@ -237,9 +280,9 @@ class StoredRows:
         self._firsts = np.array([row_range.first for row_range in ranges])
 
     def read(self, ids: Tensor) -> Tensor:
-        """Return the rows of `ids`, int64, sorted, each there once: `[ids, width]` in host memory. `IndexError`: there
-        is no such row; as torch says it. `ReadError`: they could not be read. `NonFiniteError`: an element of them is
-        NaN or infinite."""
+        """Return the rows of `ids`, int64, sorted, each there once: `[ids, width]` in host memory.
+        `IndexError`: there is no such row; as torch says it. `ReadError`: they could not be read.
+        `NonFiniteError`: an element of them is NaN or infinite."""
         row_ids = ids.numpy()
         if len(row_ids) and not 0 <= row_ids[0] <= row_ids[-1] < self._num_rows:
             raise IndexError("index out of range in self")
@@ -260,7 +303,11 @@ class StoredRows:
         for begin, end in pairwise(cuts):
             part = self._ranges[parts[begin]]
             offset = part.offset + (int(ids[begin]) - part.first) * nbytes
-            runs.append(ByteRun(part.record.file, offset, (end - begin) * nbytes, begin * nbytes, alone=False))
+            runs.append(
+                ByteRun(
+                    part.record.file, offset, (end - begin) * nbytes, begin * nbytes, alone=False
+                )
+            )
         return runs
 
     def _check(self, ids: np.ndarray[tuple[int], np.dtype[np.int64]], rows: Tensor) -> None:
@@ -281,7 +328,12 @@ def _segments(layer: LayerBytes) -> Iterator[ByteRun]:
         end = run.offset + run.nbytes
         while offset < end:
             stop = min(end, (offset // PAGE) * PAGE + SEGMENT)
-            yield replace(run, offset=offset, nbytes=stop - offset, slot_offset=run.slot_offset + offset - run.offset)
+            yield replace(
+                run,
+                offset=offset,
+                nbytes=stop - offset,
+                slot_offset=run.slot_offset + offset - run.offset,
+            )
             offset = stop
 
 
@@ -293,12 +345,20 @@ def _continues(group: Sequence[ByteRun], run: ByteRun) -> bool:
 
 
 def _in_pages(run: ByteRun) -> bool:
-    """Whether a run lies in memory as far into its page as in its file, as a read past the page cache needs it."""
+    """Whether a run lies in memory as far into its page as in its file, as a read past the page
+    cache needs it.
+    """
     return (run.slot_offset - run.offset) % PAGE == 0
 
 
 def _shared_pages(run: ByteRun) -> list[int]:
-    """Return the pages of the file, the first or the last of a run, that have bytes of other pieces, too."""
+    """Return the pages of the file, the first or the last of a run, that have bytes of other
+    pieces, too.
+    """
     end = run.offset + run.nbytes
     edges = sorted({run.offset // PAGE, (end - 1) // PAGE})
-    return [] if run.alone else [page for page in edges if page * PAGE < run.offset or end < (page + 1) * PAGE]
+    return (
+        []
+        if run.alone
+        else [page for page in edges if page * PAGE < run.offset or end < (page + 1) * PAGE]
+    )

@@ -1,7 +1,8 @@
-"""The ring of host buffers and device slots that layers pass through, read and uploaded in the order of their leases.
+"""The ring of host buffers and device slots that layers pass through, read and uploaded in the
+order of their leases.
 
-Buffers and slots are refilled by Belady's rule: the one whose layer is wanted last. Until it is refilled each keeps its
-layer, so a layer that is still there is neither read nor uploaded again.
+Buffers and slots are refilled by Belady's rule: the one whose layer is wanted last. Until it is
+refilled each keeps its layer, so a layer that is still there is neither read nor uploaded again.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -25,18 +26,25 @@ class StreamCounters:
     """What streaming has cost so far."""
 
     layers_read: int = 0  # layers read from disk on the way to a lease
-    layers_kept: int = 0  # leases of layers on disk that cost no read, for the layer was still there
-    bytes_read: int = 0  # from disk, those of residents, of host memory and of rows of embeddings among them
+    layers_kept: int = (
+        0  # leases of layers on disk that cost no read, for the layer was still there
+    )
+    bytes_read: int = (
+        0  # from disk, those of residents, of host memory and of rows of embeddings among them
+    )
     bytes_uploaded: int = 0  # handed to device slots
     bytes_gathered: int = 0  # of layers, that came from other processes, device to device
-    bytes_offloaded: int = 0  # of activations that left the device, to wait for the backward in host memory or on disk
+    bytes_offloaded: int = (
+        0  # of activations that left the device, to wait for the backward in host memory or on disk
+    )
     leases: int = 0  # leases begun
     seconds_blocked_disk: float = 0.0  # how long leases waited for reads
     seconds_blocked_upload: float = 0.0  # how long leases waited for the device to take their bytes
     # How long the next read waited for a buffer whose layer was still to be computed with.
     seconds_blocked_compute: float = 0.0
     seconds_blocked_gather: float = 0.0  # how long leases waited for bytes of other processes
-    # How long leases were busy expanding quantised weights; on a device that queues its work, how long queueing it.
+    # How long leases were busy expanding quantised weights; on a device that queues its work, how
+    # long queueing it.
     seconds_expanding: float = 0.0
 
 
@@ -48,7 +56,8 @@ class HostBuffer:
     layer: int | None = None
     ticket: Ticket | None = None  # None: the layer is whole
     leased: bool = False  # since it was read
-    # The last upload from here into each slot, by its `id`: it may read from this buffer until it is drained.
+    # The last upload from here into each slot, by its `id`: it may read from this buffer until it
+    # is drained.
     uploads: dict[int, Upload] = field(default_factory=dict)
 
     def drain(self) -> Callable[[], None] | None:
@@ -83,7 +92,9 @@ class HostBuffer:
 
 @dataclass
 class DeviceSlot:
-    """A slot on the device, and the layer that was uploaded to it. It holds the layer until it is refilled."""
+    """A slot on the device, and the layer that was uploaded to it. It holds the layer until it
+    is refilled.
+    """
 
     ring: DeviceSlots
     layer: int | None = None
@@ -105,7 +116,9 @@ class DeviceSlot:
         return self.upload.wait()
 
     def release(self) -> None:
-        """End the lease: from now on the slot may be refilled once the compute queued so far has finished."""
+        """End the lease: from now on the slot may be refilled once the compute queued so far has
+        finished.
+        """
         if not self._released:
             assert self.upload is not None
             self._released = True
@@ -118,9 +131,10 @@ class DeviceSlot:
 
 
 class LayerRing:
-    """Host buffers and device slots, `num_slots` of each at most, that the layers `passing` through them are leased
-    from. `host` is the memory of those that stay in host memory, `layouts` say where the bytes of each go in a slot,
-    and `in_use` returns the layers that may not be overwritten now."""
+    """Host buffers and device slots, `num_slots` of each at most, that the layers `passing` through
+    them are leased from. `host` is the memory of those that stay in host memory, `layouts` say
+    where the bytes of each go in a slot, and `in_use` returns the layers that may not be
+    overwritten now."""
 
     def __init__(
         self,
@@ -147,14 +161,23 @@ class LayerRing:
         self._trace = trace
         self._clock = clock
         self._order = Order()
-        self._full_since: float | None = None  # the time from which on a read has been waiting for a buffer
-        self._changing: dict[int, Callable[[], None]] = {}  # by layer being written to, the function that waits for it
+        self._full_since: float | None = (
+            None  # the time from which on a read has been waiting for a buffer
+        )
+        self._changing: dict[
+            int, Callable[[], None]
+        ] = {}  # by layer being written to, the function that waits for it
         on_disk = [layer for layer in passing if layer not in host]
         self.slot_bytes = self._largest(passing)  # of one slot
-        # Rings of one slot each, because the slot to refill is chosen here, where it is known what is wanted next.
-        self.slots = [DeviceSlot(backend.device_slots(self.slot_bytes, 1)) for _ in range(min(num_slots, len(passing)))]
+        # Rings of one slot each, because the slot to refill is chosen here, where it is known what
+        # is wanted next.
+        self.slots = [
+            DeviceSlot(backend.device_slots(self.slot_bytes, 1))
+            for _ in range(min(num_slots, len(passing)))
+        ]
         self.buffers = [
-            HostBuffer(backend.host_buffer(self._largest(on_disk))) for _ in range(min(num_slots, len(on_disk)))
+            HostBuffer(backend.host_buffer(self._largest(on_disk)))
+            for _ in range(min(num_slots, len(on_disk)))
         ]
 
     @property
@@ -171,17 +194,25 @@ class LayerRing:
     def reading(self) -> list[int]:
         """The layers whose reads were requested and have not arrived in full."""
         pairs = [(buffer.layer, buffer.ticket) for buffer in list(self.buffers)]
-        return [layer for layer, ticket in pairs if layer is not None and ticket is not None and not ticket.done()]
+        return [
+            layer
+            for layer, ticket in pairs
+            if layer is not None and ticket is not None and not ticket.done()
+        ]
 
     def announce(self, order: Iterable[int]) -> None:
-        """Say which layers will be taken next, after those announced before; reading starts at once."""
+        """Say which layers will be taken next, after those announced before; reading starts at
+        once.
+        """
         self._order.extend(order)
         self.pump()
 
     def take(self, layer: int) -> Upload:
-        """Return a layer on its way into a slot, to be waited for and released, or raise `ReadError`. An order that was
-        not announced starts afresh."""
-        assert len(self._in_use()) < len(self.slots), "more layers are on lease at once than there are slots"
+        """Return a layer on its way into a slot, to be waited for and released, or raise
+        `ReadError`. An order that was not announced starts afresh."""
+        assert len(self._in_use()) < len(self.slots), (
+            "more layers are on lease at once than there are slots"
+        )
         if self._order.first != layer:
             self.cancel()
             self._order.extend([layer])
@@ -214,12 +245,14 @@ class LayerRing:
                 buffer.empty()
 
     def shrink(self) -> bool:
-        """Give up the slot whose layer is wanted last, and a host buffer; return whether there was one to give up. One
-        on lease is not, nor is the last. What was on its way there is fetched again in its turn."""
+        """Give up the slot whose layer is wanted last, and a host buffer; return whether there was
+        one to give up. One on lease is not, nor is the last. What was on its way there is fetched
+        again in its turn."""
         number = self._to_refill(self.slots, -1) if len(self.slots) > 1 else None
         if number is None:
             return False
-        self._backend.synchronize()  # because a copy may still be writing to the slot that goes, or reading from it
+        # because a copy may still be writing to the slot that goes, or reading from it
+        self._backend.synchronize()
         slot = self.slots.pop(number)
         if len(self.buffers) > len(self.slots):
             layers = [
@@ -234,8 +267,9 @@ class LayerRing:
         return True
 
     def forget(self, layer: int, written: Callable[[], None] | None = None) -> None:
-        """Let no slot hold a layer, nor anything be copied from its host memory, because that is about to change.
-        `written` blocks until it has changed; None: it changes before the ring is asked for anything else."""
+        """Let no slot hold a layer, nor anything be copied from its host memory, because that is
+        about to change. `written` blocks until it has changed; None: it changes before the ring is
+        asked for anything else."""
         if written is not None:
             self._changing[layer] = written
         for slot in self.slots:
@@ -269,12 +303,15 @@ class LayerRing:
                 raise error
 
     def pump(self) -> None:
-        """Start every read there is a buffer for, and every upload whose bytes have arrived and which has a slot."""
+        """Start every read there is a buffer for, and every upload whose bytes have arrived and
+        which has a slot.
+        """
         for number, layer in self._order:
             if layer in self._host or self._buffer_of(layer) is not None:
                 continue
             if (index := self._to_refill(self.buffers, number)) is None:
-                # Later leases are not looked at, because a layer wanted later must not take a buffer from this one.
+                # Later leases are not looked at, because a layer wanted later must not take a
+                # buffer from this one.
                 self._full_since = self._clock() if self._full_since is None else self._full_since
                 break
             if self._full_since is not None:
@@ -293,19 +330,25 @@ class LayerRing:
             self._upload(layer, index)
 
     def _to_refill(self, candidates: Sequence[HostBuffer | DeviceSlot], number: int) -> int | None:
-        return index_to_refill([candidate.layer for candidate in candidates], self._order, number, self._in_use())
+        return index_to_refill(
+            [candidate.layer for candidate in candidates], self._order, number, self._in_use()
+        )
 
     def _buffer_of(self, layer: int) -> HostBuffer | None:
         return next((buffer for buffer in self.buffers if buffer.layer == layer), None)
 
     def _read(self, layer: int, buffer: HostBuffer) -> None:
-        """Start reading `layer` into a buffer, whose layer leaves its slot too: the slot may be the buffer itself."""
+        """Start reading `layer` into a buffer, whose layer leaves its slot too: the slot may be
+        the buffer itself.
+        """
         for slot in self.slots:
             if buffer.layer is not None and slot.layer == buffer.layer:
                 slot.empty()
         buffer.empty()
         stored = self._layers[layer]
-        buffer.ticket = self._reader.submit(stored, buffer.memory, buffer.drain(), name=stored.called(layer))
+        buffer.ticket = self._reader.submit(
+            stored, buffer.memory, buffer.drain(), name=stored.called(layer)
+        )
         buffer.layer = layer
         buffer.leased = False
         self._counters.layers_read += 1

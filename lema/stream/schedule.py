@@ -1,9 +1,11 @@
-"""The order in which layers are visited, and how many fetches it costs: pure Python, no tensors, no threads.
+"""The order in which layers are visited, and how many fetches it costs: pure Python, no tensors, no
+threads.
 
-A training pass goes up through the layers and down again. The top layer is where it turns: one visit does both its
-forward and its backward, so it is leased once. Places (device slots, host buffers) hold the layer on lease and the
-distinct layers that come next; a layer that is wanted last gives way to one that is wanted sooner. Near a turn the next
-layers are those visited last: with `k` places and `n` layers through them, a whole step fetches `2 (n - k)`.
+A training pass goes up through the layers and down again. The top layer is where it turns: one
+visit does both its forward and its backward, so it is leased once. Places (device slots, host
+buffers) hold the layer on lease and the distinct layers that come next; a layer that is wanted last
+gives way to one that is wanted sooner. Near a turn the next layers are those visited last: with `k`
+places and `n` layers through them, a whole step fetches `2 (n - k)`.
 """
 
 import math
@@ -28,8 +30,8 @@ def forward_order(num_layers: int) -> tuple[int, ...]:
 
 
 def training_order(num_layers: int, lowest_trained: int = 0) -> tuple[int, ...]:
-    """Return the leases of one optimizer step, whatever its number of micro-batches. Up `0 .. L-1`, then down `L-2 ..
-    lowest_trained`: `2 L - 1 - lowest_trained` leases, the turn counted once."""
+    """Return the leases of one optimizer step, whatever its number of micro-batches. Up `0 .. L-1`,
+    then down `L-2 .. lowest_trained`: `2 L - 1 - lowest_trained` leases, the turn counted once."""
     return forward_order(num_layers) + tuple(range(num_layers - 2, lowest_trained - 1, -1))
 
 
@@ -41,10 +43,11 @@ def in_parts(
     down: bool = False,
     pinned: bool = False,
 ) -> tuple[int, ...]:
-    """Return the leases of an order of layers of which some are leased in `parts`: such a layer is what is left of it,
-    on lease until it is done, and then its parts, first to last on the way up, last to first on the way down. `down`:
-    the order has only that way. `top_layer`: the layer that goes both ways at once. `pinned`: name such a layer again after
-    each of its parts, for `fetched`: all the time it is a layer that was on lease last."""
+    """Return the leases of an order of layers of which some are leased in `parts`: such a layer is
+    what is left of it, on lease until it is done, and then its parts, first to last on the way up,
+    last to first on the way down. `down`: the order has only that way. `top_layer`: the layer that
+    goes both ways at once. `pinned`: name such a layer again after each of its parts, for
+    `fetched`: all the time it is a layer that was on lease last."""
     leases = list[int]()
     seen = set[int]()
     for layer in order:
@@ -69,11 +72,14 @@ def with_parts(layers: Collection[int], parts: Mapping[int, Sequence[int]]) -> f
     return frozenset(layers).union(*(parts.get(layer, ()) for layer in layers))
 
 
-def fetched(order: Sequence[int], capacity: int, in_memory: Collection[int] = ()) -> tuple[int, ...]:
-    """Return the leases of `order` whose layer was dropped or never fetched, as layers in the order of fetching.
-    The layers pass through so many `capacity`, empty at first, except those `in_memory` in memory of their own. A layer is
-    still there if fewer than `capacity` other layers were on lease since. Belady's rule (1966: give up what is wanted
-    last) comes to this where places are refilled as early as possible, so that reading is hidden."""
+def fetched(
+    order: Sequence[int], capacity: int, in_memory: Collection[int] = ()
+) -> tuple[int, ...]:
+    """Return the leases of `order` whose layer was dropped or never fetched, as layers in the order
+    of fetching. The layers pass through so many `capacity`, empty at first, except those
+    `in_memory` in memory of their own. A layer is still there if fewer than `capacity` other layers
+    were on lease since. Belady's rule (1966: give up what is wanted last) comes to this where
+    places are refilled as early as possible, so that reading is hidden."""
     recent: list[int] = []  # the layers that are there, the latest last
     fetches = []
     for layer in order:
@@ -83,7 +89,8 @@ def fetched(order: Sequence[int], capacity: int, in_memory: Collection[int] = ()
             recent.remove(layer)
         else:
             fetches.append(layer)
-        # The layer that was left first is given up, because near a turn the layers left last are needed next.
+        # The layer that was left first is given up, because near a turn the layers left last are
+        # needed next.
         recent = [*recent[-capacity + 1 :], layer] if capacity > 1 else [layer]
     return tuple(fetches)
 
@@ -91,9 +98,9 @@ def fetched(order: Sequence[int], capacity: int, in_memory: Collection[int] = ()
 def fetched_per_step(
     num_layers: int, capacity: int, in_memory: Collection[int] = (), lowest_trained: int = 0
 ) -> tuple[int, ...]:
-    """Return the layers that one training step after many others fetches; arguments as `fetched`. A step that is
-    announced less than a step ahead may fetch fewer if `lowest_trained > 0`: what has not been fetched ahead has pushed
-    nothing out. It never fetches more."""
+    """Return the layers that one training step after many others fetches; arguments as `fetched`. A
+    step that is announced less than a step ahead may fetch fewer if `lowest_trained > 0`: what has
+    not been fetched ahead has pushed nothing out. It never fetches more."""
     order = training_order(num_layers, lowest_trained)
     return fetched(order * 2, capacity, in_memory)[len(fetched(order, capacity, in_memory)) :]
 
@@ -140,16 +147,20 @@ class Order:
         return uses[0] if uses else math.inf
 
 
-def index_to_refill(layers: Sequence[int | None], order: Order, number: int, in_use: Collection[int]) -> int | None:
-    """Return the place to refill for lease `number`: an empty one, else the one whose layer is wanted last. That is
-    Belady's rule (1966), and the first of two by which prefetching does no harm (Cao et al. 1995): no layer is given up
-    for one that is wanted later. None: every place holds a layer on lease (`in_use`), or one wanted sooner."""
+def index_to_refill(
+    layers: Sequence[int | None], order: Order, number: int, in_use: Collection[int]
+) -> int | None:
+    """Return the place to refill for lease `number`: an empty one, else the one whose layer is
+    wanted last. That is Belady's rule (1966), and the first of two by which prefetching does no
+    harm (Cao et al. 1995): no layer is given up for one that is wanted later. None: every place
+    holds a layer on lease (`in_use`), or one wanted sooner."""
     best = None
     furthest = (float(number), math.inf)
     for index, layer in enumerate(layers):
         if layer in in_use:
             continue
-        # Of layers that no announced lease wants a lower one is kept, because the next pass begins at the bottom.
+        # Of layers that no announced lease wants a lower one is kept, because the next pass begins
+        # at the bottom.
         next_use = (math.inf, math.inf) if layer is None else (order.next_use(layer), float(layer))
         if next_use > furthest:
             best = index

@@ -1,9 +1,11 @@
-"""The stream of layers on lease: prefetched in the announced order, held while they compute, then given back.
+"""The stream of layers on lease: prefetched in the announced order, held while they compute, then
+given back.
 
-A lease is a promise: its weights are views into one device slot, and the slot is refilled only after every computation
-queued under the lease has finished. Until then it keeps its layer, and a lease of that layer costs nothing: that is how
-a training pass turns without reading the last layers again. Quantised weights stay quantised in every buffer and slot,
-and are expanded when a lease begins. With `shard_weights` a lease begins by gathering the parts of all processes.
+A lease is a promise: its weights are views into one device slot, and the slot is refilled only
+after every computation queued under the lease has finished. Until then it keeps its layer, and a
+lease of that layer costs nothing: that is how a training pass turns without reading the last layers
+again. Quantised weights stay quantised in every buffer and slot, and are expanded when a lease
+begins. With `shard_weights` a lease begins by gathering the parts of all processes.
 """
 
 import time
@@ -41,20 +43,22 @@ __all__ = ["LayerStream"]
 
 
 class LayerStream:
-    """Leases the layers of one model, prefetching in the order announced. `before_lease` is called before a layer is
-    leased that is not on lease already; what it raises, the lease does. `ReadError`: a layer that is read at the start
-    could not be, here or in another process.
+    """Leases the layers of one model, prefetching in the order announced. `before_lease` is called
+    before a layer is leased that is not on lease already; what it raises, the lease does.
+    `ReadError`: a layer that is read at the start could not be, here or in another process.
 
-    With several processes, all make streams of the same layers with the same arguments; sharded, they also announce,
-    lease and cancel the same, in the same order. Only announcements may come earlier in one than in another.
+    With several processes, all make streams of the same layers with the same arguments; sharded,
+    they also announce, lease and cancel the same, in the same order. Only announcements may come
+    earlier in one than in another.
 
-    `prefetch_depth`: how many layers are under way, or kept, besides the one on lease. `residents`: layers that stay on
-    the device; if it computes in host memory, they are read while those before them compute. `host_cached`: layers that
-    are read once, at the start, and uploaded from host memory from then on; processes of one machine share that memory.
-    `sharded`: of several processes, let each have its part of every layer; one layer is then on lease at a time.
-    `parts`: of layers that are leased in parts, the numbers of the parts beside the one with the layer's own, which
-    come after all layers. `reader`: the threads that read; closed with the stream. `loaded_layers`: memory of `host_cached`
-    layers that have been read, if there is one process.
+    `prefetch_depth`: how many layers are under way, or kept, besides the one on lease. `residents`:
+    layers that stay on the device; if it computes in host memory, they are read while those before
+    them compute. `host_cached`: layers that are read once, at the start, and uploaded from host
+    memory from then on; processes of one machine share that memory. `sharded`: of several
+    processes, let each have its part of every layer; one layer is then on lease at a time. `parts`:
+    of layers that are leased in parts, the numbers of the parts beside the one with the layer's
+    own, which come after all layers. `reader`: the threads that read; closed with the stream.
+    `loaded_layers`: memory of `host_cached` layers that have been read, if there is one process.
     """
 
     def __init__(
@@ -72,11 +76,15 @@ class LayerStream:
         trace: NoTrace = NO_TRACE,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.layers = tuple(layers) if not in_host_memory(backend) else tuple(map(vector_aligned, layers))
+        self.layers = (
+            tuple(layers) if not in_host_memory(backend) else tuple(map(vector_aligned, layers))
+        )
         self.residents = with_parts(residents, parts or {})
         self.host_cached = with_parts(host_cached, parts or {}) - self.residents
         self.parts = parts or {}
-        self.num_visited = len(self.layers) - sum(map(len, self.parts.values()))  # layers, and pieces of the head
+        self.num_visited = len(self.layers) - sum(
+            map(len, self.parts.values())
+        )  # layers, and pieces of the head
         self.trace = trace
         self._backend = backend
         self._clock = clock
@@ -101,7 +109,9 @@ class LayerStream:
         if self._sharded:
             stored, layouts = self._divided(layouts)
             parts_of = [layout.nbytes for layout in layouts]
-            self._gathered = GatheredBuffers(parts_of, backend, self._part, self._counters, trace=trace, clock=clock)
+            self._gathered = GatheredBuffers(
+                parts_of, backend, self._part, self._counters, trace=trace, clock=clock
+            )
         late = replicas.size == 1 and backend.memory().shared and not self._lazy
         self._arriving = self._begun(sorted(self.residents)) if late else {}
         uploads, self._host = fill(
@@ -115,13 +125,16 @@ class LayerStream:
             loaded_layers=loaded_layers,
         )
         self._resident = {layer: upload.wait() for layer, upload in uploads.items()}
-        # A lazy device waits for and releases residents as other layers, because its graphs end there.
+        # A lazy device waits for and releases residents as other layers, because its graphs end
+        # there.
         self._uploads = uploads if self._gathered is not None or self._lazy else {}
         self.num_slots = prefetch_depth + 1
         self.before_lease: Callable[[], None] = lambda: None
         self._ring = self._ring_of(stored, layouts)
-        self.slot_bytes = self._ring.slot_bytes  # of one slot: the largest streamed layer; sharded, its part
-        self.sharded = self._gathered is not None  # whether this process has but a part of every layer
+        # of one slot: the largest streamed layer; sharded, its part
+        self.slot_bytes = self._ring.slot_bytes
+        # whether this process has but a part of every layer
+        self.sharded = self._gathered is not None
 
     def _ring_of(self, stored: Sequence[LayerBytes], layouts: Sequence[SlotLayout]) -> LayerRing:
         """Return the slots that the layers which are not residents take turns in."""
@@ -140,26 +153,35 @@ class LayerStream:
         )
 
     def _layout(self, layer: LayerBytes) -> SlotLayout:
-        """Return where a layer's bytes go in its slot: with memory of the device's own, to aligned places; to a lazy
-        device those from the first tensor to the last, because a tensor's place in its slot is part of a graph that
-        layers share, and layers begin anywhere in a page. Otherwise, and where they are gathered there, as they are."""
+        """Return where a layer's bytes go in its slot: with memory of the device's own, to aligned
+        places; to a lazy device those from the first tensor to the last, because a tensor's place
+        in its slot is part of a graph that layers share, and layers begin anywhere in a page.
+        Otherwise, and where they are gathered there, as they are."""
         if self._packed:
             return slot_layout(layer)
-        return identity_layout(*extent(layer)) if self._lazy and not self._sharded else identity_layout(0, layer.nbytes)
+        return (
+            identity_layout(*extent(layer))
+            if self._lazy and not self._sharded
+            else identity_layout(0, layer.nbytes)
+        )
 
-    def _divided(self, layouts: Sequence[SlotLayout]) -> tuple[tuple[LayerBytes, ...], list[SlotLayout]]:
+    def _divided(
+        self, layouts: Sequence[SlotLayout]
+    ) -> tuple[tuple[LayerBytes, ...], list[SlotLayout]]:
         """Return this process's part of each layer, and where it goes in a slot."""
         rank = self._backend.replicas.rank
         size = self._backend.replicas.size
         if self._packed:
-            pairs = [slot_share(*pair, rank, size) for pair in zip(self.layers, layouts, strict=True)]
+            pairs = [
+                slot_share(*pair, rank, size) for pair in zip(self.layers, layouts, strict=True)
+            ]
             return tuple(share for share, _ in pairs), [layout for _, layout in pairs]
         shares = tuple(rank_share(layer, rank, size) for layer in self.layers)
         return shares, [identity_layout(0, share.nbytes) for share in shares]
 
     def unchanged(self, files: Collection[Path]) -> bool:
-        """Whether these files have what was read of them, where their reader remembers it. `ReadError`: one cannot be
-        read."""
+        """Whether these files have what was read of them, where their reader remembers it.
+        `ReadError`: one cannot be read."""
         return self._reader.first_reads is None or self._reader.first_reads.still_in(files)
 
     @property
@@ -168,8 +190,9 @@ class LayerStream:
         return replace(self._counters, bytes_read=self._reader.bytes_read)
 
     def announce(self, order: Iterable[int]) -> None:
-        """Say which layers will be leased next, after those announced before; reading starts at once. The further ahead
-        leases are known, the better it chooses which layers to keep: announce those after a turn before it."""
+        """Say which layers will be leased next, after those announced before; reading starts at
+        once. The further ahead leases are known, the better it chooses which layers to keep:
+        announce those after a turn before it."""
         upcoming = order if self._gathered is None else self._gathered.announce(order)
         self._ring.announce(layer for layer in upcoming if layer not in self.residents)
 
@@ -184,22 +207,28 @@ class LayerStream:
 
     @property
     def announced(self) -> int:
-        """How many announced leases of streamed layers are still to come; sharded, all are streamed."""
+        """How many announced leases of streamed layers are still to come; sharded, all are
+        streamed.
+        """
         return self._ring.announced if self._gathered is None else self._gathered.announced
 
     @contextmanager
     def lease(self, layer: int) -> Iterator[Lease]:
-        """Hold a layer's weights on the device for the length of a `with` block; one on lease is leased again for
-        nothing. `ReadError`: reading this layer, or any layer being prefetched, failed."""
+        """Hold a layer's weights on the device for the length of a `with` block; one on lease is
+        leased again for nothing. `ReadError`: reading this layer, or any layer being prefetched,
+        failed."""
         if layer in self._open_leases:
             yield self._open_leases[layer]
             return
         self.before_lease()
-        self._ring.raise_failures()  # of any layer, because training should stop now and not when its turn comes
+        # of any layer, because training should stop now and not when its turn comes
+        self._ring.raise_failures()
         self._counters.leases += 1
         if self._gathered is not None:
             assert not self._open_leases, "more than one layer is on lease at once"
-            if not self._gathered.begin(layer):  # an order other than the one announced starts afresh
+            if not self._gathered.begin(
+                layer
+            ):  # an order other than the one announced starts afresh
                 self.cancel()
                 self.announce([layer])
                 self._gathered.begin(layer)
@@ -217,8 +246,9 @@ class LayerStream:
                 upload.release()
 
     def join_idle(self, order: Iterable[int]) -> None:
-        """Lease the layers of an order and compute nothing, so that processes that compute get this one's parts. What
-        others cancel is cancelled here too. A stream that is not sharded does nothing, because no other needs it."""
+        """Lease the layers of an order and compute nothing, so that processes that compute get this
+        one's parts. What others cancel is cancelled here too. A stream that is not sharded does
+        nothing, because no other needs it."""
         if self._gathered is None:
             return
         order = tuple(order)
@@ -232,7 +262,9 @@ class LayerStream:
     def _open(self, layer: int, slot: Tensor) -> Iterator[Lease]:
         """Hold the layer that lies in `slot`, with its quantised weights expanded."""
         stored = self._in_slots[layer]
-        assert not self._packed or slot.data_ptr() % VECTOR == 0, "a slot begins at an address that kernels refuse"
+        assert not self._packed or slot.data_ptr() % VECTOR == 0, (
+            "a slot begins at an address that kernels refuse"
+        )
         buffers = self._expanded[layer >= self.num_visited]
         expanded = buffers.take() if stored.expansions else None
         try:
@@ -245,7 +277,8 @@ class LayerStream:
             yield self._open_leases[layer]
         finally:
             if (ended := self._open_leases.pop(layer, None)) is not None and not ended.has_address:
-                ended.weights.clear()  # because a lazy device would make a copy of each view that is still there
+                # because a lazy device would make a copy of each view that is still there
+                ended.weights.clear()
             if expanded is not None:
                 buffers.give_back(expanded)
 
@@ -254,10 +287,17 @@ class LayerStream:
         return self._uploads[layer] if layer in self.residents else self._ring.take(layer)
 
     def _begun(self, layers: Sequence[int]) -> dict[int, tuple[Ticket, Tensor]]:
-        """Start reading layers that stay on the device; return a ticket and the memory of each, by its number."""
-        memory = [self._backend.host_buffer(self.layers[layer].nbytes) for layer in layers]  # all of it before any read
+        """Start reading layers that stay on the device; return a ticket and the memory of each,
+        by its number.
+        """
+        memory = [
+            self._backend.host_buffer(self.layers[layer].nbytes) for layer in layers
+        ]  # all of it before any read
         return {
-            layer: (self._reader.submit(self.layers[layer], buffer, name=self.name_of(layer)), buffer)
+            layer: (
+                self._reader.submit(self.layers[layer], buffer, name=self.name_of(layer)),
+                buffer,
+            )
             for layer, buffer in zip(layers, memory, strict=True)
         }
 
@@ -269,12 +309,16 @@ class LayerStream:
             with self.trace.span("stall: disk", self.name_of(layer)):
                 ticket.wait()
             self._counters.seconds_blocked_disk += self._clock() - began
-            self._resident[layer] = self._backend.device_slots(buffer.numel(), 1).upload(buffer).wait()
+            self._resident[layer] = (
+                self._backend.device_slots(buffer.numel(), 1).upload(buffer).wait()
+            )
             del self._arriving[layer]
         return self._resident[layer]
 
     def _in_use(self) -> Collection[int]:
-        """Return the layers in the ring that may not be overwritten: those on lease, or whose parts are being sent."""
+        """Return the layers in the ring that may not be overwritten: those on lease, or whose
+        parts are being sent.
+        """
         in_use = self._open_leases.keys() if self._gathered is None else self._gathered.in_flight
         return in_use - self.residents
 
@@ -283,26 +327,33 @@ class LayerStream:
         return self.layers[number].called(number)
 
     def activity(self) -> tuple[list[int], int | None, list[int]]:
-        """Return the layers on lease, the one announced next, and those being read; any thread may ask."""
+        """Return the layers on lease, the one announced next, and those being read; any thread
+        may ask.
+        """
         return list(self._open_leases), self._ring.first, self._ring.reading
 
     def stored(self, layer: int) -> dict[str, Tensor]:
-        """Return the weights of a layer that is kept in host memory, as views of that memory, by parameter name."""
-        assert layer in self.host_cached and not self.layers[layer].expansions, "a layer is not in memory as it is used"
+        """Return the weights of a layer that is kept in host memory, as views of that memory, by
+        parameter name.
+        """
+        assert layer in self.host_cached and not self.layers[layer].expansions, (
+            "a layer is not in memory as it is used"
+        )
         return views(self._host[layer], self.layers[layer])
 
     @contextmanager
     def rewritten(self, layer: int) -> Iterator[None]:
-        """Let what `stored` returns of a layer be written to in a `with` block; leases after it have what was written.
-        The layer is not on lease."""
+        """Let what `stored` returns of a layer be written to in a `with` block; leases after it
+        have what was written. The layer is not on lease."""
         assert layer not in self._open_leases, "a layer was written to while it was on lease"
         self._ring.forget(layer)
         yield
         self._ring.pump()
 
     def rewrite(self, layer: int, written: Callable[[], None]) -> None:
-        """Let what `stored` returns of a layer be written to, by another thread, until `flush`. The layer is not on
-        lease. A lease of it before then begins with `written`, which blocks until it has changed, or raises."""
+        """Let what `stored` returns of a layer be written to, by another thread, until `flush`. The
+        layer is not on lease. A lease of it before then begins with `written`, which blocks until
+        it has changed, or raises."""
         assert layer not in self._open_leases, "a layer was written to while it was on lease"
         self._ring.forget(layer, written)
 
@@ -311,21 +362,26 @@ class LayerStream:
         self._ring.flush()
 
     def make_private(self, layers: Iterable[int]) -> None:
-        """Keep layers of host memory in memory of this process alone from now on, where it may write to them."""
+        """Keep layers of host memory in memory of this process alone from now on, where it may
+        write to them.
+        """
         for layer in layers:
             memory = self._backend.host_buffer(self.layers[layer].nbytes)
             with self.rewritten(layer):
                 self._host[layer] = memory.copy_(self._host[layer])
 
     def cancel(self) -> None:
-        """Forget what was announced, and wait for the reads under way. Layers that are whole are kept."""
+        """Forget what was announced, and wait for the reads under way. Layers that are whole are
+        kept.
+        """
         self._ring.cancel()
         if self._gathered is not None:
             self._gathered.cancel()
 
     def shrink(self) -> bool:
-        """Give up the slot whose layer is wanted last, and a host buffer; return whether there was one to give up. One
-        on lease is not, nor is the last. What was on its way there is fetched again in its turn."""
+        """Give up the slot whose layer is wanted last, and a host buffer; return whether there was
+        one to give up. One on lease is not, nor is the last. What was on its way there is fetched
+        again in its turn."""
         if len(self._ring.slots) <= 2 and self.parts:  # which are on lease two at a time
             return False
         shrunk = self._ring.shrink()
@@ -338,7 +394,9 @@ class LayerStream:
             self._stays(layer)
 
     def leave(self) -> None:
-        """Stop reading, also layers that stay on the device. The stream is not used afterwards; its reader may be."""
+        """Stop reading, also layers that stay on the device. The stream is not used afterwards;
+        its reader may be.
+        """
         self.cancel()
         for ticket, _ in self._arriving.values():
             ticket.cancel()

@@ -1,7 +1,7 @@
 """Worker threads that share work in parts: a free thread takes the next part of the oldest ticket.
 
-A ticket may have a gate, a wait that may block before its parts may be done. A thread of its own waits at the gates,
-one after the other, while the others do the parts of other tickets.
+A ticket may have a gate, a wait that may block before its parts may be done. A thread of its own
+waits at the gates, one after the other, while the others do the parts of other tickets.
 """
 
 import threading
@@ -15,8 +15,9 @@ Part = Callable[[], None]
 
 
 class Ticket:
-    """Work under way in parts: over when the last of them has ended, failed with the first that failed. The parts are
-    done in any order and by several threads, once `gate`, if there is one, has returned. A part that fails ends all."""
+    """Work under way in parts: over when the last of them has ended, failed with the first that
+    failed. The parts are done in any order and by several threads, once `gate`, if there is one,
+    has returned. A part that fails ends all."""
 
     def __init__(self, parts: Iterable[Part] = (), gate: Part | None = None) -> None:
         self._parts = deque(parts)
@@ -44,7 +45,9 @@ class Ticket:
             raise self._error
 
     def cancel(self) -> None:
-        """Block until no part is running, with or without errors; parts that have not begun never will."""
+        """Block until no part is running, with or without errors; parts that have not begun
+        never will.
+        """
         self.give_up()
         self._over.wait()
 
@@ -87,8 +90,9 @@ class Ticket:
 
 
 class Workers:
-    """At most `count` threads that do the parts of tickets, and one that waits at their gates, started when they are
-    needed. Where nobody closes them they end with this object, or the process, and what was submitted."""
+    """At most `count` threads that do the parts of tickets, and one that waits at their gates,
+    started when they are needed. Where nobody closes them they end with this object, or the
+    process, and what was submitted."""
 
     def __init__(self, count: int, name: str) -> None:
         self._parts = ThreadPoolExecutor(count, name)

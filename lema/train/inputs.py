@@ -12,15 +12,17 @@ __all__ = ["check_output_dir", "inputs_of"]
 
 
 def inputs_of(config: LemaConfig) -> list[Path]:
-    """Return the files and directories of this machine that the settings name: of the model, of the adapter that the
-    run begins with, and of the data. Some may not be there, because a hub id is no path."""
+    """Return the files and directories of this machine that the settings name: of the model, of the
+    adapter that the run begins with, and of the data. Some may not be there, because a hub id is no
+    path."""
     return [*_models_of(config), *_data_of(config)]
 
 
 def check_output_dir(config: LemaConfig) -> None:
-    """Make sure that `output_dir` is a directory, if it is anything, and neither is nor lies in one that the run reads:
-    that of its model, of the adapter it begins with or of its data; that no file of the data is one that the run writes
-    there; and that the other directories it writes to lie in none of these, either. `ConfigError`: it is not so."""
+    """Make sure that `output_dir` is a directory, if it is anything, and neither is nor lies in one
+    that the run reads: that of its model, of the adapter it begins with or of its data; that no
+    file of the data is one that the run writes there; and that the other directories it writes to
+    lie in none of these, either. `ConfigError`: it is not so."""
     output = Path(config.output_dir)
     data = _data_of(config)
     model_directories = [path.parent for path in _models_of(config) if path.is_file()]

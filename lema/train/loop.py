@@ -1,7 +1,8 @@
 """The run loop: one optimizer step after the other, and what is due after each.
 
-It drives `Steps` over a `Stage`: a whole plain run, or one phase of a run of phases. Lines of metrics, callbacks,
-evaluation, checkpoints, a disk that is full, a stop amid a step and the agreement of several processes are here, once.
+It drives `Steps` over a `Stage`: a whole plain run, or one phase of a run of phases. Lines of
+metrics, callbacks, evaluation, checkpoints, a disk that is full, a stop amid a step and the
+agreement of several processes are here, once.
 """
 
 import warnings
@@ -25,17 +26,20 @@ from lema.train.steps import Steps
 __all__ = ["Drawn", "Pending", "RunLoop", "Stage"]
 
 Pending = Mapping[str, Any]
-"""What is still to be done after the last step, because a stop came while it was evaluated or its epoch goes on to be
-evaluated after the checkpoint, as JSON types.
+"""What is still to be done after the last step, because a stop came while it was evaluated or its
+epoch goes on to be evaluated after the checkpoint, as JSON types.
 
-`after`: `step`, or `saved` where what is due after the step has been done, and `epoch` where callbacks know that the
-epoch has ended; `asked`: what callbacks had asked for; `numbers`: of the step, for its line of metrics.
+`after`: `step`, or `saved` where what is due after the step has been done, and `epoch` where
+callbacks know that the epoch has ended; `asked`: what callbacks had asked for; `numbers`: of the
+step, for its line of metrics.
 """
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """The rows of a step: this process's share; `where` they are, for an error; `about` them, for a line of metrics."""
+    """The rows of a step: this process's share; `where` they are, for an error; `about` them,
+    for a line of metrics.
+    """
 
     micro_batches: Sequence[Mapping[str, Tensor]]
     where: str
@@ -43,26 +47,34 @@ class Drawn:
 
 
 class Stage(Protocol):
-    """A stretch of steps that train one thing on one kind of rows: a plain run, or one phase of a run of phases."""
+    """A stretch of steps that train one thing on one kind of rows: a plain run, or one phase of
+    a run of phases.
+    """
 
     steps: Steps  # what trains
     num_steps: int  # how many steps the stage has
-    # What a phase trains, such as `lora`; None: the stage is a plain run. A phase begins and ends with a line of
-    # metrics, and ends with an evaluation and a checkpoint, whatever the intervals say; the checkpoint with the
-    # lowest loss is kept besides; and a callback that ends training stops it as a signal does. A plain run does what
-    # callbacks ask, as `transformers.Trainer` would, and has epochs.
+    # What a phase trains, such as `lora`; None: the stage is a plain run. A phase begins and ends
+    # with a line of metrics, and ends with an evaluation and a checkpoint, whatever the intervals
+    # say; the checkpoint with the lowest loss is kept besides; and a callback that ends training
+    # stops it as a signal does. A plain run does what callbacks ask, as `transformers.Trainer`
+    # would, and has epochs.
     trains: str | None
     evaluates: bool  # whether there is anything to evaluate on
     done: int  # steps that were taken or dropped; the loop counts them here
-    # `step` and `eval_loss`, or what else `metric_for_best_model` names, of the best evaluation so far, and whether
-    # nothing but that (`only`) asked for its checkpoint; None: nothing was evaluated yet. The loop keeps it up.
+    # `step` and `eval_loss`, or what else `metric_for_best_model` names, of the best evaluation so
+    # far, and whether nothing but that (`only`) asked for its checkpoint; None: nothing was
+    # evaluated yet. The loop keeps it up.
     best: dict[str, Any] | None
-    eval_loss: float | None  # after the step just taken; None: nothing was evaluated after it. The loop keeps it up
-    pending: Pending | None  # what a checkpoint that is resumed says was not done any more; None: nothing
+    eval_loss: (
+        float | None
+    )  # after the step just taken; None: nothing was evaluated after it. The loop keeps it up
+    pending: (
+        Pending | None
+    )  # what a checkpoint that is resumed says was not done any more; None: nothing
     carried: Mapping[str, Any]  # what `RunEvents.carried` was when that was written
     saved: int | None  # the last step with an up-to-date checkpoint on disk; None: there is none
-    # The last step with a checkpoint of a run that did not look dead, which is kept; None: there is none. The loop
-    # keeps it up.
+    # The last step with a checkpoint of a run that did not look dead, which is kept; None: there is
+    # none. The loop keeps it up.
     sound: int | None
 
     @property
@@ -79,15 +91,23 @@ class Stage(Protocol):
         """Return `eval_loss` and other measurements on rows that are not trained on."""
 
     def save(self, events: RunEvents, pending: Pending | None) -> None:
-        """Write a checkpoint of the last step, with pending actions; remove old ones. `DiskFull`: it does not fit."""
+        """Write a checkpoint of the last step, with pending actions; remove old ones.
+        `DiskFull`: it does not fit.
+        """
 
 
 class RunLoop:
-    """Takes the steps of a stage that are left; `last_eval` is what was measured last. `at_layer` is asked before each
-    layer whether to give the step up and stop; `after_step` after a phase's step."""
+    """Takes the steps of a stage that are left; `last_eval` is what was measured last. `at_layer`
+    is asked before each layer whether to give the step up and stop; `after_step` after a phase's
+    step."""
 
     def __init__(
-        self, stage: Stage, events: RunEvents, *, at_layer: Stop | None = None, after_step: Stop | None = None
+        self,
+        stage: Stage,
+        events: RunEvents,
+        *,
+        at_layer: Stop | None = None,
+        after_step: Stop | None = None,
     ) -> None:
         self._stage = stage
         self._events = events
@@ -99,12 +119,15 @@ class RunLoop:
         self._after = after_step
         self._model = stage.steps.model
         self._backend = self._model.backend
-        self._go_back: Callable[[], Pending | None] | None = None  # to the point of a stop; returns pending actions
+        self._go_back: Callable[[], Pending | None] | None = (
+            None  # to the point of a stop; returns pending actions
+        )
         self.last_eval: dict[str, float] = {}
 
     def run(self) -> None:
-        """Take the steps; raise `Stopped`, with a checkpoint of the last step there, where somebody who was asked said
-        so, or in a phase a callback; `DiskFull` where there is no space for the checkpoint that the stage ends with."""
+        """Take the steps; raise `Stopped`, with a checkpoint of the last step there, where somebody
+        who was asked said so, or in a phase a callback; `DiskFull` where there is no space for the
+        checkpoint that the stage ends with."""
         stage = self._stage
         log = self._events.state.log_history
         self._report_best()
@@ -113,11 +136,17 @@ class RunLoop:
         with ExitStack() as stack:
             stack.callback(self._model.stream.cancel)  # leases announced for a step that never came
             stack.enter_context(watched(self._model, stage.steps.config))
-            self._events.begin(stage.steps, stage.schedule, stage.position(stage.done), stage.carried)
+            self._events.begin(
+                stage.steps, stage.schedule, stage.position(stage.done), stage.carried
+            )
             if self._is_phase and stage.saved is None:
                 self._events.event("phase_begin", trains=stage.trains)
             why: str | None = None
-            with nullcontext() if self._at_layer is None else self._model.interruptible(self._at_layer):
+            with (
+                nullcontext()
+                if self._at_layer is None
+                else self._model.interruptible(self._at_layer)
+            ):
                 try:
                     self._loop()
                 except StopRequested as request:  # before a layer
@@ -126,7 +155,9 @@ class RunLoop:
                 raise self._cut_short(why)
 
     def _cut_short(self, why: str) -> Stopped:
-        """Go back to the end of the last step, save that unless it is saved, and return what ends the run."""
+        """Go back to the end of the last step, save that unless it is saved, and return what
+        ends the run.
+        """
         assert self._go_back is not None, "there is no run to stop"
         stage = self._stage
         pending = self._go_back()
@@ -141,7 +172,9 @@ class RunLoop:
         return stopped
 
     def _remember(self, pending: Pending | None = None) -> None:
-        """Note what a stop goes back to: what changes from step to step otherwise than by an optimizer's step."""
+        """Note what a stop goes back to: what changes from step to step otherwise than by an
+        optimizer's step.
+        """
         backend = self._backend
         state = self._events.state  # not `self`, which holds what is made here
         generators = Generators.now(backend)
@@ -184,8 +217,9 @@ class RunLoop:
             in_epoch = self._after_step(numbers)
 
     def _end_if_dead(self, numbers: Mapping[str, Any]) -> None:
-        """Raise `DeadRun` after many steps in which nothing was learnt, in all processes alike, because all go by the
-        same sums. No checkpoint is written: the last of before is worth more."""
+        """Raise `DeadRun` after many steps in which nothing was learnt, in all processes alike,
+        because all go by the same sums. No checkpoint is written: the last of before is worth more.
+        """
         stage = self._stage
         events = self._events
         sign = events.signs.sign
@@ -197,7 +231,9 @@ class RunLoop:
         events.end()
         before = None if stage.sound is None else stage.position(stage.sound).checkpoint
         checkpoint_note = (
-            "there is no checkpoint of before" if before is None else f"the checkpoint of before is {before}"
+            "there is no checkpoint of before"
+            if before is None
+            else f"the checkpoint of before is {before}"
         )
         what = f"nothing was learnt in the last {count} steps: {sign.why}"
         how = TO_DO[sign.kind] + GO_ON
@@ -212,10 +248,16 @@ class RunLoop:
     def _is_epoch_end(self) -> bool:
         """Whether after this step of a plain run comes what is due after an epoch."""
         stage = self._stage
-        return stage.done >= stage.num_steps or stage.position(stage.done).is_epoch_end or self._leaves()
+        return (
+            stage.done >= stage.num_steps
+            or stage.position(stage.done).is_epoch_end
+            or self._leaves()
+        )
 
     def _step(self) -> dict[str, Any]:
-        """Take one optimizer step, all its rows in one layer-major pass; return its learning rate and norm."""
+        """Take one optimizer step, all its rows in one layer-major pass; return its learning
+        rate and norm.
+        """
         stage = self._stage
         events = self._events
         rate = float(stage.schedule.get_last_lr()[0])
@@ -229,9 +271,12 @@ class RunLoop:
             where=drawn.where,
             on_event=events.fire,
         )
-        if self._is_phase:  # the schedule of a plain run is of steps that the optimizer took, and its trainer steps it
+        # the schedule of a plain run is of steps that the optimizer took, and its trainer steps it
+        if self._is_phase:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler")  # torch warns if the first was not
+                warnings.filterwarnings(
+                    "ignore", "Detected call of `lr_scheduler"
+                )  # torch warns if the first was not
                 stage.schedule.step()
         stage.done = stage.done + 1
         stage.eval_loss = None
@@ -244,8 +289,9 @@ class RunLoop:
         return {"learning_rate": rate, "grad_norm": result.grad_norm}
 
     def _after_step(self, numbers: Mapping[str, Any], after: str = "step") -> bool:
-        """Do what is due after a step, and after the epoch if it has ended; return whether it goes on. `numbers` are
-        the step's, for its line of metrics; with `after` at `epoch`, what is due after it has been done."""
+        """Do what is due after a step, and after the epoch if it has ended; return whether it goes
+        on. `numbers` are the step's, for its line of metrics; with `after` at `epoch`, what is due
+        after it has been done."""
         stage = self._stage
         events = self._events
         if after == "step":
@@ -254,7 +300,10 @@ class RunLoop:
             if self._is_phase:
                 return True
             if events.control.should_epoch_stop:
-                what = "a callback set should_epoch_stop, but the position in the data follows only from the step"
+                what = (
+                    "a callback set should_epoch_stop, but the position in the data follows "
+                    "only from the step"
+                )
                 how = "set should_training_stop, or lower num_train_epochs"
                 raise ConfigError(what, where=f"step {stage.done}", how=how)
             events.agree()  # because evaluating or saving may have been the last
@@ -266,7 +315,9 @@ class RunLoop:
         return False
 
     def _act(self, numbers: Mapping[str, Any], after: str) -> None:
-        """Log, evaluate and save, if callbacks have requested it or a phase ends; stop a phase on request."""
+        """Log, evaluate and save, if callbacks have requested it or a phase ends; stop a phase
+        on request.
+        """
         stage = self._stage
         events = self._events
         is_last = self._is_phase and stage.done == stage.num_steps
@@ -287,8 +338,15 @@ class RunLoop:
             stage.best["only"] = not due
         left: Pending | None = None
         if after == "step" and not self._is_phase and self._is_epoch_end():
-            not_again = ("should_save", "should_training_stop")  # a run may go on for longer, or with more patience
-            asked = {name: requested for name, requested in events.asked().items() if name not in not_again}
+            not_again = (
+                "should_save",
+                "should_training_stop",
+            )  # a run may go on for longer, or with more patience
+            asked = {
+                name: requested
+                for name, requested in events.asked().items()
+                if name not in not_again
+            }
             left = {"after": "saved", "asked": asked, "numbers": dict(numbers)}
         if (due or (better and self._keeps_best)) and self._saves_now(why, before, left):
             events.fire("on_save")
@@ -297,7 +355,9 @@ class RunLoop:
             raise self._stopped(why)
 
     def _evaluate(self, *, counts: bool = True) -> None:
-        """Evaluate, and if it `counts` keep the best so far; or `ConfigError`: its metric was not measured."""
+        """Evaluate, and if it `counts` keep the best so far; or `ConfigError`: its metric was
+        not measured.
+        """
         stage = self._stage
         events = self._events
         metric = self._metric
@@ -316,22 +376,30 @@ class RunLoop:
         self._report_best()
 
     def _report_best(self) -> None:
-        """Have callbacks know the best evaluation of the stage so far, and after which step of the run it was made."""
+        """Have callbacks know the best evaluation of the stage so far, and after which step of
+        the run it was made.
+        """
         best = self._stage.best
         state = self._events.state
         state.best_metric = None if best is None else best[self._metric]
         state.best_global_step = None if best is None else self._stage.position(best["step"]).step
 
     def _why(self) -> str | None:
-        """Return why a phase ends after this step, in all processes alike; None: it goes on, or the run has ended."""
+        """Return why a phase ends after this step, in all processes alike; None: it goes on, or
+        the run has ended.
+        """
         why = agreed(self._backend.replicas, None if self._after is None else self._after())
         state = self._events.state
         if state.global_step >= state.max_steps:
             return None
         return why or ("a callback" if self._events.control.should_training_stop else None)
 
-    def _saves_now(self, why: str | None, best: dict[str, Any] | None, left: Pending | None) -> bool:
-        """Write a checkpoint; return whether it is there: on a full disk a run that does not end goes on without."""
+    def _saves_now(
+        self, why: str | None, best: dict[str, Any] | None, left: Pending | None
+    ) -> bool:
+        """Write a checkpoint; return whether it is there: on a full disk a run that does not end
+        goes on without.
+        """
         stage = self._stage
         events = self._events
         try:

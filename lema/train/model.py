@@ -1,4 +1,6 @@
-"""`LemaModel`, the model that a user holds: skeleton, adapter and stream, put together from a config."""
+"""`LemaModel`, the model that a user holds: skeleton, adapter and stream, put together from a
+config.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,27 @@ from lema.errors import ConfigError, named_in
 from lema.lora.attach import configured_lora, inject_lora_params
 from lema.lora.base import base_of, check_base, check_named_base, computed_for
 from lema.lora.class_names import compare_classes
-from lema.lora.files import adapter_config, load_weights, read_settings, settings_file, the_lora_config, with_adapter
+from lema.lora.files import (
+    adapter_config,
+    load_weights,
+    read_settings,
+    settings_file,
+    the_lora_config,
+    with_adapter,
+)
 from lema.lora.targets import warn_of_left_out
 from lema.model import Split, meta_model
 from lema.model.computing import computing_of
 from lema.model.files import ModelFiles
 from lema.model.inputs import add_noise
-from lema.model.outer_weights import ExpertParts, StoredTensors, draw_head, expert_parts, layer_bytes, load_outside
+from lema.model.outer_weights import (
+    ExpertParts,
+    StoredTensors,
+    draw_head,
+    expert_parts,
+    layer_bytes,
+    load_outside,
+)
 from lema.model.partition import local_records, open_backend
 from lema.model.skeleton import compute_fast, other_outputs
 from lema.model.weight_names import match_names, target_dtypes
@@ -124,14 +140,23 @@ class LemaModel:
         hf_config = deepcopy(self.files.config)
         if config.model_type is not None and config.model_type != hf_config.model_type:
             what = f"the model is of type {hf_config.model_type!r}, not {config.model_type!r}"
-            raise ConfigError(what, where=str(self.directory / "config.json"), how="correct model_type, or remove it")
+            raise ConfigError(
+                what,
+                where=str(self.directory / "config.json"),
+                how="correct model_type, or remove it",
+            )
         self.backend = backend or open_backend(config)
-        self.gbi = GlobalBinaryIndex(config.gbi_path or own_weights(config.model_name_or_path, self.directory))
+        self.gbi = GlobalBinaryIndex(
+            config.gbi_path or own_weights(config.model_name_or_path, self.directory)
+        )
         self.computing = computing_of(hf_config, self.gbi, config, self.backend)
         for note in self.computing.notes if self.backend.replicas.first else ():
             warnings.warn(note, stacklevel=2)
         if ignored_outputs := other_outputs(hf_config):
-            what = f"config.json sets {' and '.join(ignored_outputs)}, which changes no number, and streamed layers do not do"
+            what = (
+                f"config.json sets {' and '.join(ignored_outputs)}, which changes no number, "
+                "and streamed layers do not do"
+            )
             warnings.warn(f"{what}: the model returns logits and a loss", stacklevel=2)
         if scores := num_labels is not None:
             hf_config.num_labels = num_labels
@@ -140,23 +165,37 @@ class LemaModel:
         self.skeleton = meta_model(*arguments, trust_remote_code=trust_remote_code, scores=scores)
         compare_classes(self.skeleton, hf_config, trust_remote_code=trust_remote_code)
         self.fused = compute_fast(self.skeleton, config, self.backend)
-        self.records, self.dtypes = records, dtypes = match_names(self.skeleton, self.gbi), target_dtypes(self.skeleton)
+        self.records, self.dtypes = records, dtypes = (
+            match_names(self.skeleton, self.gbi),
+            target_dtypes(self.skeleton),
+        )
         guard = BaseGuard(records) if config.check_base_weights else None
         self._reader = LayerReader(trace=trace, guard=guard, first_reads=FirstReads())
-        self.split = Split(self.skeleton, self.backend, compiled=config.torch_compile, fast=config.arithmetic == "fast")
+        self.split = Split(
+            self.skeleton,
+            self.backend,
+            compiled=config.torch_compile,
+            fast=config.arithmetic == "fast",
+        )
         name = self.split.layers_name
         self._trace = trace
         self._divided = False  # whether it is divided among processes
         self._stored = StoredTensors(records, dtypes, self.backend, self._reader)
-        self._head, self._tables = open_embed_head(self.skeleton, self._stored, config, self.backend.parallel)
+        self._head, self._tables = open_embed_head(
+            self.skeleton, self._stored, config, self.backend.parallel
+        )
         self.split.tables = self._tables
-        self.outside_bytes = load_outside(self.skeleton, self._stored, name, self._tables.names | self._head.names)
+        self.outside_bytes = load_outside(
+            self.skeleton, self._stored, name, self._tables.names | self._head.names
+        )
         self._drawn = draw_head(self.skeleton, self.backend.device, config.seed) if scores else None
         self.lora_manager: PeftModel | None = None
         self.num_adapter_parameters = 0
         self.reference: StartingAdapter | None = None  # that preference losses compare with
         self._padding = padding_of(config, self.backend.parallel.size, num_positions(hf_config))
-        self._numerics = Numerics(config.tf32, config.deterministic)  # last: a model that is not opened closes nothing
+        self._numerics = Numerics(
+            config.tf32, config.deterministic
+        )  # last: a model that is not opened closes nothing
 
     @classmethod
     def from_pretrained(
@@ -190,7 +229,9 @@ class LemaModel:
         """
         path = Path(directory)
         config, saved = read_settings(path, unread=unread, **overrides)
-        gone: dict[str, Any] = {"adapter_name_or_path": None}  # because its first adapter may be missing
+        gone: dict[str, Any] = {
+            "adapter_name_or_path": None
+        }  # because its first adapter may be missing
         if overrides.get("chat_template") is None and read_templates(path) is not None:
             gone["chat_template"] = None  # the one beside the adapter is what it was trained with
         config = config.model_copy(update=gone)
@@ -203,8 +244,13 @@ class LemaModel:
         then = computed_for(path)
         now = dtype_name(model.computing.dtype)
         if then not in (None, now) and overrides.keys().isdisjoint({"compute_dtype", "dtype"}):
-            what = f"the adapter was trained in {then}, and here the model computes in {now}, which rounds otherwise"
-            warnings.warn(f"{what}; --compute-dtype {then} computes as the training did", stacklevel=2)
+            what = (
+                f"the adapter was trained in {then}, and here the model computes in {now}, "
+                "which rounds otherwise"
+            )
+            warnings.warn(
+                f"{what}; --compute-dtype {then} computes as the training did", stacklevel=2
+            )
         if saved is None:
             saved = configured_lora(model.skeleton, config, model.backend.parallel.size)
         else:
@@ -226,11 +272,15 @@ class LemaModel:
             ModelError: no module, or one that cannot stream, matches the targets.
         """
         if (begun := self.config.adapter_name_or_path) is not None:
-            self.begin_with_adapter(self.files.adapter or resolve_model(begun), dropout=self.config.lora_dropout)
+            self.begin_with_adapter(
+                self.files.adapter or resolve_model(begun), dropout=self.config.lora_dropout
+            )
             return
         lora = configured_lora(self.skeleton, self.config, self.backend.parallel.size)
         if self.config.lora_target_modules is None:
-            warn_of_left_out(self.skeleton, lora, experts=self.config.lora_target_parameters is None)
+            warn_of_left_out(
+                self.skeleton, lora, experts=self.config.lora_target_parameters is None
+            )
         self.attach_lora(lora, seed=self.config.seed)
         self.config, self.reference = begins_with(self.config, self._require_adapter(), begun=False)
 
@@ -246,15 +296,22 @@ class LemaModel:
             ModelError: the adapter or its targets do not fit the model.
         """
         if self.lora_manager is not None:
-            raise ConfigError("the model has an adapter already", how="open another LemaModel for another adapter")
+            raise ConfigError(
+                "the model has an adapter already", how="open another LemaModel for another adapter"
+            )
         if self._divided and self.backend.parallel.size > 1:
             what = "the layers are already divided among processes"
             raise ConfigError(what, how="call initialize_lora() before anything else")
-        if config.trainable_token_indices is not None:  # because PEFT copies rows as it attaches them
+        if (
+            config.trainable_token_indices is not None
+        ):  # because PEFT copies rows as it attaches them
             self.keep_whole(lambda name: not name.startswith(f"{self.split.layers_name}."))
-        begun = seed if seed is None or self._drawn is None else self._drawn  # the head was drawn before
+        # the head was drawn before
+        begun = seed if seed is None or self._drawn is None else self._drawn
         with self._tables.taken_out():
-            self.lora_manager = inject_lora_params(self.skeleton, config, self.backend.device, begun, self._stored.read)
+            self.lora_manager = inject_lora_params(
+                self.skeleton, config, self.backend.device, begun, self._stored.read
+            )
             touched = self._tables.touched()
         self.keep_whole(touched.__contains__, self._head.touched())
         self.num_adapter_parameters = sum(
@@ -266,7 +323,9 @@ class LemaModel:
         self.split.adapters_changed()
         self.spend_anew()  # limits must leave room for the adapter
 
-    def begin_with_adapter(self, directory: str | PathLike[str], *, dropout: float | None = None) -> None:
+    def begin_with_adapter(
+        self, directory: str | PathLike[str], *, dropout: float | None = None
+    ) -> None:
         """Attach a saved adapter, instead of a new one, to train it further.
 
         Its rank, targets, options and values apply. Preference losses compare with it, as it is
@@ -289,7 +348,9 @@ class LemaModel:
         self.config, self.reference = begins_with(self.config, self._require_adapter(), begun=True)
 
     def get_trainable_parameters(self) -> list[nn.Parameter]:
-        """Return the adapter's fp32 parameters in the order of the model, as a list for an optimizer."""
+        """Return the adapter's fp32 parameters in the order of the model, as a list for an
+        optimizer.
+        """
         self._require_adapter()
         return [parameter for parameter in self.skeleton.parameters() if parameter.requires_grad]
 
@@ -313,12 +374,16 @@ class LemaModel:
         """
         if self._task != "CAUSAL_LM":
             what = "the model scores texts, but LemaTrainer has only losses of tokens"
-            raise ConfigError(what, how="give it to TRL's RewardTrainer, or to transformers' Trainer")
+            raise ConfigError(
+                what, how="give it to TRL's RewardTrainer, or to transformers' Trainer"
+            )
         from lema.train.trainer import LemaTrainer
 
         check_reference(self.config, self.reference)
         self.settle_tokens()
-        add_router_loss(adapter := self.adapter, self.config, self.directory)  # which settles what settings leave open
+        add_router_loss(
+            adapter := self.adapter, self.config, self.directory
+        )  # which settles what settings leave open
         arguments = self.config, adapter, self.gbi, self.lora_manager, optimizer, self.memory
         if self.config.eval_prompts:
             from lema.train.inference.texts import Samples
@@ -371,15 +436,27 @@ class LemaModel:
 
     @cached_property
     def _layers(self) -> list[LayerBytes]:
-        """The decoder layers as bytes: of processes that hold the model together, this one's part of each."""
+        """The decoder layers as bytes: of processes that hold the model together, this one's
+        part of each.
+        """
         self._divide()
         records = local_records(self.skeleton, self.records, self.backend.parallel)
-        arguments = records, self.dtypes, self.split.layers_name, self.split.num_layers, self._tables.names
+        arguments = (
+            records,
+            self.dtypes,
+            self.split.layers_name,
+            self.split.num_layers,
+            self._tables.names,
+        )
         return layer_bytes(*arguments, narrow=self.computing.narrow)
 
     @property
-    def _parts(self) -> ExpertParts:  # as they are leased: with experts in groups, if memory is spent so
-        return (self.planner.blueprint.parts if self.allocation.experts else None) or ExpertParts(tuple(self._layers))
+    def _parts(
+        self,
+    ) -> ExpertParts:  # as they are leased: with experts in groups, if memory is spent so
+        return (self.planner.blueprint.parts if self.allocation.experts else None) or ExpertParts(
+            tuple(self._layers)
+        )
 
     def keep_whole(self, chosen: Callable[[str], bool], head: str | None = None) -> None:
         """Keep embeddings whole whose rows would be read one by one, and a head that would be in
@@ -402,7 +479,9 @@ class LemaModel:
             self.__dict__.pop("_layers", None)
 
     def _divide(self) -> None:
-        """Divide the model, adapters attached or not, among the processes that hold it together; once."""
+        """Divide the model, adapters attached or not, among the processes that hold it together;
+        once.
+        """
         if self.backend.parallel.size > 1 and not self._divided:
             words = self._head.handed_over() | self._tables.handed_over()
             self.backend.parallel.shard(self.skeleton, words)
@@ -418,7 +497,9 @@ class LemaModel:
 
     @cached_property
     def allocation(self) -> Allocation:
-        """How memory is used within the limits, or `MemoryLimitError`. It is computed at first use unless set."""
+        """How memory is used within the limits, or `MemoryLimitError`. It is computed at first
+        use unless set.
+        """
         allocation = self.planner.needs().allocation
         if self.lora_manager is not None:
             self.config = self.config.model_copy(update=self.planner.chosen)
@@ -426,7 +507,9 @@ class LemaModel:
 
     @cached_property
     def planner(self) -> Planner:
-        """The planner, which finds the best use of memory for this model and the step of its settings."""
+        """The planner, which finds the best use of memory for this model and the step of its
+        settings.
+        """
         return fitted_planner(self.opened, trains=self.lora_manager is not None)
 
     @property
@@ -438,26 +521,44 @@ class LemaModel:
         layers = self._layers
         outside = (self.outside_bytes, self._tables, self._head)  # in this order: ends are divided
         count = sum(parameter.numel() for parameter in self.skeleton.parameters())
-        arguments = self.directory, self.skeleton, layers, *outside, *adapter, self.gbi.nbytes, count
+        arguments = (
+            self.directory,
+            self.skeleton,
+            layers,
+            *outside,
+            *adapter,
+            self.gbi.nbytes,
+            count,
+        )
         where = self.split.layers_name, self.split.layers, self._tables.names
         narrow = self.computing.narrow
         cut = partial(expert_parts, self.records, self.dtypes, *where, narrow=narrow)
         parallel = self.backend.parallel
         reference_nbytes = reference_bytes(self.config, self.skeleton)
-        how: dict[str, Any] = {"cut_experts": cut, "parallel": parallel, "computing": self.computing}
+        how: dict[str, Any] = {
+            "cut_experts": cut,
+            "parallel": parallel,
+            "computing": self.computing,
+        }
         blueprint = Blueprint(*arguments, reference_bytes=reference_nbytes, **how)
         return opened_planner(self.config, blueprint, self.backend)
 
     def head_in_pieces(self) -> PiecedHead | None:
-        """Return the head in pieces, which are leased after the layers; None: it is on the device."""
+        """Return the head in pieces, which are leased after the layers; None: it is on the
+        device.
+        """
         return self._head.pieced(self.split, self.backend, self._parts.leased)
 
     @cached_property
     def memory(self) -> LayerStream:
-        """The stream of layers for `allocation`. Each of several processes makes its own, at the same time."""
+        """The stream of layers for `allocation`. Each of several processes makes its own, at the
+        same time.
+        """
         for name in ("shard_weights", "shard_optimizer"):
             if getattr(self.config, name) and self.backend.replicas.size == 1:
-                warnings.warn(f"{name} does nothing in one process: torchrun starts several", stacklevel=2)
+                warnings.warn(
+                    f"{name} does nothing in one process: torchrun starts several", stacklevel=2
+                )
         if not self.allocation.pieces:
             self.outside_bytes += self._head.keep_whole(self._tables)
         leased, self.split.groups = self._parts.numbered(self._head.pieces(self._parts.leased))
@@ -475,8 +576,8 @@ class LemaModel:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the model's directory, with the chat template of the settings or of the adapter; `DataError`
-        if there is none."""
+        """The tokenizer of the model's directory, with the chat template of the settings or of the
+        adapter; `DataError` if there is none."""
         return self.files.tokenizer
 
     def generate(
@@ -518,22 +619,29 @@ class LemaModel:
         return texts_of(self, prompt, max_new_tokens, batch_size, keys_values, options)
 
     def settle_tokens(self) -> bool:
-        """Set a number for `tokens_per_step: auto` in `config`, and return whether there was none: that of the run in
-        `output_dir`, if it has checkpoints, otherwise a measured one, with the errors of `hiding_tokens`."""
+        """Set a number for `tokens_per_step: auto` in `config`, and return whether there was none:
+        that of the run in `output_dir`, if it has checkpoints, otherwise a measured one, with the
+        errors of `hiding_tokens`."""
         if self.config.tokens_per_step != "auto":
             return False
-        then = first_alone(self.backend.replicas, partial(newest_settings, Path(self.config.output_dir)))
+        then = first_alone(
+            self.backend.replicas, partial(newest_settings, Path(self.config.output_dir))
+        )
         tokens = then.get("tokens_per_step") or hiding_tokens(self.planner)
         self.spend_anew()
         self.config = self.config.model_copy(update={"tokens_per_step": tokens})
         return True
 
     def settle_date(self) -> None:
-        """Set the date of today in `config` if a chat template asks for it; one that is there stays."""
+        """Set the date of today in `config` if a chat template asks for it; one that is there
+        stays.
+        """
         self.config = first_alone(self.backend.replicas, partial(self.files.dated, self.config))
 
     def spend_anew(self) -> None:
-        """Forget the use of memory and drop the layers in it, so that `allocation` is computed or set again."""
+        """Forget the use of memory and drop the layers in it, so that `allocation` is computed
+        or set again.
+        """
         self.__dict__.pop("allocation", None)
         self.__dict__.pop("planner", None)
         if (stream := self.__dict__.pop("memory", None)) is not None:
@@ -542,15 +650,21 @@ class LemaModel:
             adapter.close()
 
     def close(self, *, keep_backend: bool = False) -> None:
-        """Stop reading and free the memory. With `keep_backend` the caller continues to use the device."""
-        for open_still in [self.__dict__[name] for name in ("adapter", "memory") if name in self.__dict__]:
+        """Stop reading and free the memory. With `keep_backend` the caller continues to use the
+        device.
+        """
+        for open_still in [
+            self.__dict__[name] for name in ("adapter", "memory") if name in self.__dict__
+        ]:
             open_still.close()
         self._reader.close()
         (self.backend.synchronize if keep_backend else self.backend.close)()
         self._numerics.put_back()
 
     def read_stored(self, names: Collection[str]) -> Mapping[str, Tensor]:
-        """Return tensors of the model without adapters, by name, on the device, without those that are not stored."""
+        """Return tensors of the model without adapters, by name, on the device, without those
+        that are not stored.
+        """
         return self._stored.read(names)
 
     def _require_adapter(self) -> PeftModel:

@@ -1,4 +1,6 @@
-"""Trains adapters, one step after the other: micro-batches, accumulation, guards, clipping, optimizer, checkpoints."""
+"""Trains adapters, one step after the other: micro-batches, accumulation, guards, clipping,
+optimizer, checkpoints.
+"""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,7 +21,14 @@ from lema.data import TokenDataset
 from lema.data.preference import PreferenceDataset
 from lema.engine import StreamedModel
 from lema.engine.head.loss import split_batch
-from lema.engine.optim import check_optimizer, make_optimizer, make_schedule, own_share, set_rates, set_update
+from lema.engine.optim import (
+    check_optimizer,
+    make_optimizer,
+    make_schedule,
+    own_share,
+    set_rates,
+    set_update,
+)
 from lema.engine.padding import side_by_side
 from lema.errors import AdapterError, ConfigError, NonFiniteError
 from lema.lora import save_adapter
@@ -44,7 +53,14 @@ from lema.train.checkpoint.format import (
     restore_optimizer,
     write_checkpoint,
 )
-from lema.train.checkpoint.resume import SCHEDULE, UPDATE, check_sound, newest_settings, restore_own, states_of_all
+from lema.train.checkpoint.resume import (
+    SCHEDULE,
+    UPDATE,
+    check_sound,
+    newest_settings,
+    restore_own,
+    states_of_all,
+)
 from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.fit import PlainRun, save_step
 from lema.train.guards import Passes, watched, worst
@@ -97,7 +113,9 @@ class LemaTrainer:
         files: ModelFiles | None = None,
     ) -> None:
         if memory_manager is not None and memory_manager is not model_adapter.stream:
-            raise ConfigError("memory_manager is not the stream of model_adapter", how="leave it out")
+            raise ConfigError(
+                "memory_manager is not the stream of model_adapter", how="leave it out"
+            )
         self.config = config
         self.model = model_adapter
         self.gbi = gbi
@@ -112,8 +130,13 @@ class LemaTrainer:
         if optimizer is not None and lora_manager is not None:
             check_optimizer(optimizer, self._parameters())
             if config.shard_optimizer and type(optimizer) is not torch.optim.AdamW:
-                what = f"the state of {type(optimizer).__name__} may belong to several parameters together"
-                raise ConfigError(what, where="shard_optimizer", how="give torch.optim.AdamW, or set it to false")
+                what = (
+                    f"the state of {type(optimizer).__name__} may belong to several parameters "
+                    "together"
+                )
+                raise ConfigError(
+                    what, where="shard_optimizer", how="give torch.optim.AdamW, or set it to false"
+                )
         self.schedule: LRScheduler | None = None
         self._saved_schedule: dict[str, Any] | None = None
         self.global_step = self.accumulation_step = self.skipped_steps = 0
@@ -121,7 +144,8 @@ class LemaTrainer:
         self._fault: NonFiniteError | None = None  # of that step, which is to be dropped
         self.update = Update(model_adapter, config.max_grad_norm, sharded=config.shard_optimizer)
         self.scaler = self.update.scaler  # of half-precision gradients; idle for other dtypes
-        # Trained tokens: by which the gradients accumulated so far were divided, and of all of them.
+        # Trained tokens: by which the gradients accumulated so far were divided, and of all of
+        # them.
         self._denominator = self._trained_tokens = 0
 
     def train_step(
@@ -148,12 +172,26 @@ class LemaTrainer:
             ConfigError: a checkpoint is due, but another run writes to `output_dir` (the step is
                 done).
         """
-        batch = as_batch(inputs, labels, attention_mask, self.model.split.model.config.get_text_config(), self.files)
+        batch = as_batch(
+            inputs,
+            labels,
+            attention_mask,
+            self.model.split.model.config.get_text_config(),
+            self.files,
+        )
         logits = list[Tensor]()
         micro_batches = split_batch(batch, self.config.micro_batch_size)
-        result = self.accumulate(micro_batches, self.config.gradient_accumulation_steps, logits=logits)
-        if self.accumulation_step == 0 and self.config.save_steps and self.global_step % self.config.save_steps == 0:
-            with one_run(self.backend.replicas, Path(self.config.output_dir)):  # the caller's loop has no other
+        result = self.accumulate(
+            micro_batches, self.config.gradient_accumulation_steps, logits=logits
+        )
+        if (
+            self.accumulation_step == 0
+            and self.config.save_steps
+            and self.global_step % self.config.save_steps == 0
+        ):
+            with one_run(
+                self.backend.replicas, Path(self.config.output_dir)
+            ):  # the caller's loop has no other
                 save_step(self)
         return side_by_side(logits, batch["input_ids"].shape[1]), result.loss
 
@@ -203,12 +241,18 @@ class LemaTrainer:
         try:
             divisor = self._denominator if trained else 0  # of nothing trained there is no mean
             self._passes.begin(micro_batches, divisor)
-            with self.model.stop.opened():  # all processes leave it together, before their gradients are added up
+            with (
+                self.model.stop.opened()
+            ):  # all processes leave it together, before their gradients are added up
                 announce = partial(self.model.announce_step, following) if more else lambda: None
-                loss = self.update.accumulate(self._parameters(), micro_batches, divisor, logits, announce)
+                loss = self.update.accumulate(
+                    self._parameters(), micro_batches, divisor, logits, announce
+                )
             self.accumulation_step += 1
             norm = None
-            if self.accumulation_step == num_passes:  # the step's tokens were not known when its first batch ran
+            if (
+                self.accumulation_step == num_passes
+            ):  # the step's tokens were not known when its first batch ran
                 factor = self._denominator / self._trained_tokens if trained else 1.0
                 with self.model.retry.once("while the gradients of the step are summed"):
                     norm = self.update.finish(optimizer, self._parameters(), factor)
@@ -228,12 +272,21 @@ class LemaTrainer:
         return StepResult(value, trained, tokens, length, measured=read_measured(self.model))
 
     def _step_or_drop(
-        self, optimizer: Optimizer, norm: Tensor, length: float, location: str, on_event: Callable[[str], None]
+        self,
+        optimizer: Optimizer,
+        norm: Tensor,
+        length: float,
+        location: str,
+        on_event: Callable[[str], None],
     ) -> NonFiniteError | None:
-        """End a step with the gradients' `norm`, `length` on the host; return why it is dropped, None: it is taken."""
+        """End a step with the gradients' `norm`, `length` on the host; return why it is dropped,
+        None: it is taken.
+        """
         if self.update.fails(length):
             again = partial(self.update.accumulate, self._parameters())
-            self._refuse(lambda: self._passes.non_finite_gradient(location, again, self._drop_gradients))
+            self._refuse(
+                lambda: self._passes.non_finite_gradient(location, again, self._drop_gradients)
+            )
         if (dropped := self._fault) is not None:
             self.update.drop()
             self._end_step()
@@ -292,8 +345,14 @@ class LemaTrainer:
         """
         with one_run(self.backend.replicas, Path(self.config.output_dir)):
             if self.files is not None and not isinstance(dataset, TokenDataset | PreferenceDataset):
-                then = newest_settings(Path(self.config.output_dir)).get("template_date") if resume else None
-                self.config = first_alone(self.backend.replicas, partial(self.files.dated, self.config, then))
+                then = (
+                    newest_settings(Path(self.config.output_dir)).get("template_date")
+                    if resume
+                    else None
+                )
+                self.config = first_alone(
+                    self.backend.replicas, partial(self.files.dated, self.config, then)
+                )
             read = partial(as_rows, config=self.config, files=self.files, report=say)
             rows = read(dataset)
             if self.files is not None:
@@ -303,7 +362,9 @@ class LemaTrainer:
             if self.global_step == 0:  # each process draws its own dropout
                 torch.manual_seed(self.config.seed + self.backend.replicas.rank)
             if resume:
-                run.resume(partial(self.restore, weights_only=weights_only), weights_only=weights_only)
+                run.resume(
+                    partial(self.restore, weights_only=weights_only), weights_only=weights_only
+                )
             else:
                 run.begin(weights_only=weights_only)
             if self.config.save_steps or self.config.load_best_model_at_end:
@@ -318,26 +379,43 @@ class LemaTrainer:
             return result
 
     def require_room(self, count: int) -> None:
-        """Raise `DiskFull`, in every process, if `output_dir` has no space for this many checkpoints."""
+        """Raise `DiskFull`, in every process, if `output_dir` has no space for this many
+        checkpoints.
+        """
         optimizer = self.ready()
         adapters = nbytes_of(self._parameters())
         reference = self.model.reference
-        tensors = (tensor for state in optimizer.state.values() for tensor in state.values() if torch.is_tensor(tensor))
+        tensors = (
+            tensor
+            for state in optimizer.state.values()
+            for tensor in state.values()
+            if torch.is_tensor(tensor)
+        )
         moments = nbytes_of(tensors)
-        if (not moments or self.update.over) and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-            moments = 2 * adapters  # which there are after its first step, in all processes together
+        if (not moments or self.update.over) and isinstance(
+            optimizer, torch.optim.Adam | torch.optim.AdamW
+        ):
+            # which there are after its first step, in all processes together
+            moments = 2 * adapters
         adapters += 0 if reference is None else reference.nbytes
-        check_free_bytes_for(count, adapters + moments, Path(self.config.output_dir), self.backend.replicas)
+        check_free_bytes_for(
+            count, adapters + moments, Path(self.config.output_dir), self.backend.replicas
+        )
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
-        """Return `eval_loss`, `eval_perplexity` and `eval_tokens` of a data set, as `lema.train.evaluate` does."""
+        """Return `eval_loss`, `eval_perplexity` and `eval_tokens` of a data set, as
+        `lema.train.evaluate` does.
+        """
         rows = packed(as_rows(dataset, self.config, self.files, no_event), self.model, self.config)
         with watched(self.model, self.config):
             passes = passes_of_rows(rows, self.config, self.backend.replicas, self.model.padding)
             return evaluate(self.model, passes)
 
     def save_checkpoint(
-        self, directory: str | Path, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = ()
+        self,
+        directory: str | Path,
+        extra: Mapping[str, Any] | None = None,
+        writers: Sequence[Writer] = (),
     ) -> None:
         """Write a checkpoint that `load_checkpoint` and `PeftModel.from_pretrained` read.
 
@@ -370,11 +448,22 @@ class LemaTrainer:
         saved_optimizer = optimizer_state(self.ready(), parallel, self.update.over)
         adapter_state = whole_adapter(adapters, parallel)
         states = states_of_all(self.backend, self.model.split.state)
-        state = {**about_run(config, "adapters", self._base.fingerprint, self.model.split.dtype), **states, **about}
+        state = {
+            **about_run(config, "adapters", self._base.fingerprint, self.model.split.dtype),
+            **states,
+            **about,
+        }
         written = class_names(adapters.get_base_model()).num_forms * (1 + (reference is not None))
-        nbytes = nbytes_of(self._parameters() if adapter_state is None else adapter_state.values()) * written
+        nbytes = (
+            nbytes_of(self._parameters() if adapter_state is None else adapter_state.values())
+            * written
+        )
         adapter = partial(
-            save_adapter, adapters, base=self._base.name, revision=self._base.revision, consolidated=adapter_state
+            save_adapter,
+            adapters,
+            base=self._base.name,
+            revision=self._base.revision,
+            consolidated=adapter_state,
         )
         every: list[Writer] = [
             lambda _: self._base_files.check(),
@@ -388,7 +477,9 @@ class LemaTrainer:
         write = partial(write_checkpoint, Path(directory), saved_optimizer, state, every, nbytes)
         first_alone(self.backend.replicas, write)
 
-    def load_checkpoint(self, directory: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
+    def load_checkpoint(
+        self, directory: str | Path, *, weights_only: bool = False
+    ) -> dict[str, Any]:
         """Restore adapters, optimizer, schedule, generators and step.
 
         Args:
@@ -425,13 +516,19 @@ class LemaTrainer:
         adapters = self._adapters()
         state = read_state(path)
         check_same_adapter(adapters, path)
-        check_base(path, self.gbi, exact=True)  # because the numbers of a run may not change within it
+        check_base(
+            path, self.gbi, exact=True
+        )  # because the numbers of a run may not change within it
         arguments = adapters, path, self.model.split.layers_name, self.backend.parallel
         restore_reference(self.model.reference, *arguments)
         load_weights(*arguments)
         if not weights_only:
-            local_indices = None if self.update.over is None else own_share(optimizer, self.update.over)
-            restore_optimizer(optimizer, path, state["optimizer"], self.backend.parallel, local_indices)
+            local_indices = (
+                None if self.update.over is None else own_share(optimizer, self.update.over)
+            )
+            restore_optimizer(
+                optimizer, path, state["optimizer"], self.backend.parallel, local_indices
+            )
         try:
             self._saved_schedule = state["schedule"]
             if self.schedule is not None:
@@ -443,10 +540,14 @@ class LemaTrainer:
             self.skipped_steps = int(state["skipped_steps"])
             return dict(state["extra"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise AdapterError(f"the checkpoint's state is damaged: {error!r}", where=str(path)) from error
+            raise AdapterError(
+                f"the checkpoint's state is damaged: {error!r}", where=str(path)
+            ) from error
 
     def take_settings(self, changed: Collection[str]) -> None:
-        """Apply the settings with these names from the next step on. Objects that the caller made do not change."""
+        """Apply the settings with these names from the next step on. Objects that the caller
+        made do not change.
+        """
         if self._makes_optimizer and not UPDATE.isdisjoint(changed):
             set_update(self.ready(), self.config)
             if self.schedule is not None:
@@ -472,7 +573,9 @@ class LemaTrainer:
 
     def _adapters(self) -> PeftModel:
         if self.peft_model is None:
-            raise ConfigError("there is no adapter to train", how="call initialize_lora() before get_trainer()")
+            raise ConfigError(
+                "there is no adapter to train", how="call initialize_lora() before get_trainer()"
+            )
         return self.peft_model
 
     def ready(self) -> Optimizer:
@@ -480,7 +583,9 @@ class LemaTrainer:
         self._adapters().train()
         if self.optimizer is None:
             self._base_files  # noqa: B018 - now, because what is saved says on which files the run began
-            optimizer = make_optimizer(self._parameters(), self.config, self.peft_model, replicas=self.update.over)
+            optimizer = make_optimizer(
+                self._parameters(), self.config, self.peft_model, replicas=self.update.over
+            )
             self.optimizer = optimizer
         return self.optimizer
 
@@ -499,7 +604,9 @@ class LemaTrainer:
         self._passes.clear()
 
     def _refuse(self, error: Callable[[], NonFiniteError]) -> None:
-        """Have the step under way dropped, in all processes, if one more may be; else raise the `error` found."""
+        """Have the step under way dropped, in all processes, if one more may be; else raise the
+        `error` found.
+        """
         if self._fault is None:
             fault = error()
             if not may_drop(fault, self.skipped_steps, self.config.max_skipped_steps):

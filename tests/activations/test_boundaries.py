@@ -1,4 +1,6 @@
-"""Boundary activations come back as they were kept, from wherever they waited, in memory that serves every step."""
+"""Boundary activations come back as they were kept, from wherever they waited, in memory that
+serves every step.
+"""
 
 import gc
 import os
@@ -41,7 +43,9 @@ def states(*lengths: int) -> list[Tensor]:
     return [torch.randn(2, length, 8) for length in lengths]
 
 
-def run(arena: BoundaryArena, hidden: list[Tensor], change: Callable[[Tensor, int], Tensor] = torch.add) -> None:
+def run(
+    arena: BoundaryArena, hidden: list[Tensor], change: Callable[[Tensor, int], Tensor] = torch.add
+) -> None:
     """Take a step: keep `change(state, layer)` for every layer, and see that each comes back."""
     step = arena.step(hidden, LAYERS)
     expected = {}
@@ -52,7 +56,9 @@ def run(arena: BoundaryArena, hidden: list[Tensor], change: Callable[[Tensor, in
             given = step.keep(layer, index, changed)
             assert torch.equal(given, changed)
             if arena.tier == "device":
-                given.fill_(-1)  # what is kept is a copy from the start; elsewhere it may be copied later
+                given.fill_(
+                    -1
+                )  # what is kept is a copy from the start; elsewhere it may be copied later
     for layer in reversed(LAYERS):
         for index in range(len(hidden)):
             with step.fetch(layer, index) as kept:
@@ -64,7 +70,9 @@ def run(arena: BoundaryArena, hidden: list[Tensor], change: Callable[[Tensor, in
 
 
 @every_tier
-def test_what_was_kept_comes_back_in_every_step(arena_on: Callable[..., BoundaryArena], tier: TierName) -> None:
+def test_what_was_kept_comes_back_in_every_step(
+    arena_on: Callable[..., BoundaryArena], tier: TierName
+) -> None:
     arena = arena_on(tier)
     for lengths in ((5, 3), (5, 3), (700, 2, 900), (4,)):
         run(arena, states(*lengths))
@@ -112,7 +120,8 @@ def test_copies_are_right_on_a_device_that_works_as_late_as_it_may(
         for layer in reversed(LAYERS):
             for index in range(len(hidden)):
                 with step.fetch(layer, index) as kept:
-                    # Not done before somebody waits: by then the slot is another's, if it was let go too early.
+                    # Not done before somebody waits: by then the slot is another's, if it was let
+                    # go too early.
                     backend.compute(partial(add_up, sums, (layer, index), kept))
         backend.synchronize()
         assert sums == {key: (hidden[key[1]] + key[0]).sum() for key in sums}
@@ -132,7 +141,9 @@ def test_memory_is_taken_once_and_grows_only_for_a_larger_step(
     assert held == [one, one, one, 2 * one, 2 * one]
 
 
-def test_the_boundaries_of_a_step_lie_in_one_allocation(arena_on: Callable[..., BoundaryArena]) -> None:
+def test_the_boundaries_of_a_step_lie_in_one_allocation(
+    arena_on: Callable[..., BoundaryArena],
+) -> None:
     arena = arena_on("device")
     hidden = states(5, 3)
     for _ in range(2):
@@ -179,14 +190,18 @@ def test_memory_for_boundaries_on_disk_does_not_grow_with_depth(tmp_path: Path, 
             for index, state in enumerate(hidden):
                 with step.fetch(layer, index) as kept:
                     assert torch.equal(kept, state + layer)
-    assert sum(backend.host) <= 2 * NUM_BUFFERS * hidden[0].nbytes  # each was at most once too small
+    assert (
+        sum(backend.host) <= 2 * NUM_BUFFERS * hidden[0].nbytes
+    )  # each was at most once too small
     assert len(backend.host) <= 2 * NUM_BUFFERS
     assert arena.memory_bytes <= NUM_BUFFERS * hidden[0].nbytes
     assert backend.slots == [hidden[0].nbytes] * NUM_BUFFERS
     arena.close()
 
 
-def test_a_byte_that_changes_on_the_disk_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_byte_that_changes_on_the_disk_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = os.preadv
 
     def spoilt(descriptor: int, buffers: list[memoryview], offset: int) -> int:

@@ -1,4 +1,6 @@
-"""Activations on a disk: what comes back is what went there, nothing is left of it, and no failure is hidden."""
+"""Activations on a disk: what comes back is what went there, nothing is left of it, and no
+failure is hidden.
+"""
 
 import errno
 import gc
@@ -35,7 +37,9 @@ SHARED = Path("/dev/shm")
 
 @pytest.fixture(params=["disk", "memory"])
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A directory on a file system with transfers past the page cache, and one on a file system without, or so."""
+    """A directory on a file system with transfers past the page cache, and one on a file system
+    without, or so.
+    """
     if request.param == "disk":
         yield tmp_path
         return
@@ -73,7 +77,9 @@ class Late:
 
 
 class LateReader:
-    """A copy to a device that takes effect when somebody waits for it: it must find the bytes then."""
+    """A copy to a device that takes effect when somebody waits for it: it must find the bytes
+    then.
+    """
 
     def __init__(self, source: Tensor, expected: Tensor, wrong: list[str]) -> None:
         self.lock = threading.Lock()
@@ -92,7 +98,9 @@ class LateReader:
 class Kept:
     """One piece: what was kept, where, and the copies of it that may still take effect."""
 
-    def __init__(self, store: DiskStore, data: Tensor, wrong: list[str], place: DiskPiece | None = None) -> None:
+    def __init__(
+        self, store: DiskStore, data: Tensor, wrong: list[str], place: DiskPiece | None = None
+    ) -> None:
         self.data = data
         self.wrong = wrong
         self.place = placed(store, len(data)) if place is None else place
@@ -118,7 +126,21 @@ def overlap(places: list[DiskPiece]) -> bool:
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["keep", "keep", "keep", "expect", "read", "read", "drop", "drop", "settle", "empty", "half"]),
+        st.sampled_from(
+            [
+                "keep",
+                "keep",
+                "keep",
+                "expect",
+                "read",
+                "read",
+                "drop",
+                "drop",
+                "settle",
+                "empty",
+                "half",
+            ]
+        ),
         st.integers(0, 1 << 16),
     ),
     max_size=50,
@@ -183,7 +205,12 @@ def test_bytes_come_back_from_the_disk(directory: Path) -> None:
     wrong = list[str]()
     kept = [Kept(store, data(chance, size), wrong) for size in SIZES * 4]
     settle(store)
-    assert store.bytes_written == taken_bytes(store) == store._file.size == sum(one.place.size for one in kept)
+    assert (
+        store.bytes_written
+        == taken_bytes(store)
+        == store._file.size
+        == sum(one.place.size for one in kept)
+    )
     for one in reversed(kept):
         one.read()
         one.place.drop()
@@ -252,7 +279,10 @@ def test_extents_never_overlap_and_free_neighbours_are_one(steps: list[tuple[boo
             free = extents.end - extents.taken_bytes
             end = extents.end
             start = extents.take(number + 1, reserved.append)
-            assert all(start + number + 1 <= other or other + size <= start for other, size in taken.items())
+            assert all(
+                start + number + 1 <= other or other + size <= start
+                for other, size in taken.items()
+            )
             assert start == end or free > number
             taken[start] = number + 1
         elif taken:
@@ -292,7 +322,9 @@ class Gate:
         assert self.opened.wait(60)
 
 
-def test_a_write_begins_when_the_bytes_have_landed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_begins_when_the_bytes_have_landed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     happened = list[str]()
     gate = Gate()
     real = os.pwrite
@@ -330,7 +362,9 @@ def test_what_is_not_written_yet_is_there_at_once(tmp_path: Path) -> None:
     assert place.memory().eq(4).all()
     place.used(lambda: None)
     place.drop()
-    assert used_bytes(store.staging) == taken_bytes(store) == 2 * BLOCK  # the write still needs them
+    assert (
+        used_bytes(store.staging) == taken_bytes(store) == 2 * BLOCK
+    )  # the write still needs them
     gate.opened.set()
     nothing_is_left(store)
     assert store.bytes_read == 0
@@ -357,7 +391,9 @@ def test_what_nobody_wants_any_more_is_not_written(tmp_path: Path) -> None:
     store.close()
 
 
-def test_what_was_written_last_is_still_in_memory_and_the_rest_is_read_ahead(tmp_path: Path) -> None:
+def test_what_was_written_last_is_still_in_memory_and_the_rest_is_read_ahead(
+    tmp_path: Path,
+) -> None:
     store = opened(tmp_path, blocks=4)
     chance = Random(3)
     wrong = list[str]()
@@ -456,7 +492,9 @@ def test_expecting_never_waits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("touched_by", ["the disk", "the device"])
-def test_a_buffer_is_not_used_again_while_anything_touches_it(tmp_path: Path, touched_by: str) -> None:
+def test_a_buffer_is_not_used_again_while_anything_touches_it(
+    tmp_path: Path, touched_by: str
+) -> None:
     store = opened(tmp_path, blocks=1)
     gate = Gate()
     wrong = list[str]()
@@ -482,7 +520,9 @@ def test_a_buffer_is_not_used_again_while_anything_touches_it(tmp_path: Path, to
 
 
 @pytest.mark.parametrize("state", ["filling", "read"])
-def test_a_buffer_of_which_nobody_said_when_its_copy_ends_is_not_used_again(tmp_path: Path, state: str) -> None:
+def test_a_buffer_of_which_nobody_said_when_its_copy_ends_is_not_used_again(
+    tmp_path: Path, state: str
+) -> None:
     store = opened(tmp_path, blocks=2)
     place = placed(store, BLOCK)
     buffer = place.fill()
@@ -550,7 +590,9 @@ def test_a_bit_that_changed_on_the_disk_is_noticed(directory: Path, ahead: bool)
         kept[2].place.drop()
         kept[0].place.expect()
     for _ in range(2):
-        with pytest.raises(ReadError, match="8,185 bytes of activations differ from what was written") as caught:
+        with pytest.raises(
+            ReadError, match="8,185 bytes of activations differ from what was written"
+        ) as caught:
             kept[0].place.memory()
         assert caught.value.where == str(directory)
     flip(store, kept[0].place)
@@ -560,7 +602,9 @@ def test_a_bit_that_changed_on_the_disk_is_noticed(directory: Path, ahead: bool)
     assert not wrong
 
 
-def test_a_disk_that_is_full_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = opened(tmp_path)
     wrong = list[str]()
     real = os.statvfs
@@ -591,13 +635,17 @@ def test_a_file_that_may_not_grow_names_the_setting(tmp_path: Path) -> None:
     first.fill()
     first.filled(gate.landed)
     assert gate.reached.wait(60)
-    with pytest.raises(DiskError, match=r"20,480 bytes are needed for .*, but 16,384 are allowed") as caught:
+    with pytest.raises(
+        DiskError, match=r"20,480 bytes are needed for .*, but 16,384 are allowed"
+    ) as caught:
         store.allocate(2 * BLOCK)
     assert caught.value.where == str(tmp_path)
     assert "disk_space" in caught.value.how
     first.drop()
     threading.Thread(target=gate.opened.set).start()
-    Kept(store, data(Random(0), 4 * BLOCK), []).read()  # waits for a write that nobody wants any more
+    Kept(
+        store, data(Random(0), 4 * BLOCK), []
+    ).read()  # waits for a write that nobody wants any more
     assert store._file.size == 4 * BLOCK
     store.close()
 
@@ -622,7 +670,9 @@ def test_a_write_that_fails_is_raised_by_the_next_call(
     store = opened(tmp_path)
     wrong = list[str]()
     places = [placed(store, BLOCK) for _ in range(3)]
-    kept = [Kept(store, data(Random(seed), BLOCK), wrong, place) for seed, place in enumerate(places)]
+    kept = [
+        Kept(store, data(Random(seed), BLOCK), wrong, place) for seed, place in enumerate(places)
+    ]
     lost = kept[1].place
     assert lost.transfers
     for one in kept:
@@ -673,7 +723,9 @@ def test_a_write_that_fails_while_its_buffer_is_waited_for_costs_no_room(
     store.close()
 
 
-def test_a_write_that_fails_for_nobody_is_not_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_for_nobody_is_not_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "pwrite", failing(FULL, os.pwrite, 0))
     store = opened(tmp_path)
     gate = Gate()
@@ -688,7 +740,9 @@ def test_a_write_that_fails_for_nobody_is_not_raised(tmp_path: Path, monkeypatch
     store.close()
 
 
-def test_a_read_that_fails_is_raised_and_may_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_fails_is_raised_and_may_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = opened(tmp_path, blocks=1)
     wrong = list[str]()
     kept = [Kept(store, data(Random(seed), BLOCK), wrong) for seed in range(2)]
@@ -770,7 +824,9 @@ def test_a_garbage_collector_drops_in_the_middle_of_any_call_and_thread(tmp_path
     def landed() -> None:
         gc.collect()
 
-    store = DiskStore(OffloadFile(tmp_path, "activations", HOW), HostPool(allocate, 6 * BLOCK, lambda: 1 << 50))
+    store = DiskStore(
+        OffloadFile(tmp_path, "activations", HOW), HostPool(allocate, 6 * BLOCK, lambda: 1 << 50)
+    )
     gc.disable()
     gc.freeze()  # what other tests left is not looked through again and again
     try:
@@ -814,7 +870,9 @@ ENDINGS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ending", "named"), [*((ending, False) for ending in ENDINGS), ("killed", True)])
+@pytest.mark.parametrize(
+    ("ending", "named"), [*((ending, False) for ending in ENDINGS), ("killed", True)]
+)
 def test_a_process_that_ends_leaves_no_file(tmp_path: Path, ending: str, named: bool) -> None:
     statement, code = ENDINGS[ending]
     program = f"""
@@ -835,7 +893,11 @@ print(store._file.size, os.listdir(sys.argv[1]), flush=True)
 {statement}
 """
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
     assert done.returncode == code, done.stderr
     assert done.stdout == f"{30 * 25 * BLOCK} []\n"

@@ -1,4 +1,6 @@
-"""Inputs of decoder layers: marked while they matter, they alone, under both kinds of checkpoint; freed where moved."""
+"""Inputs of decoder layers: marked while they matter, they alone, under both kinds of
+checkpoint; freed where moved.
+"""
 
 import copy
 import gc
@@ -38,7 +40,9 @@ def adapted(name: str, *, use_reentrant: bool | None = None) -> nn.Module:
     architecture = ARCHITECTURES[name]
     bare: PreTrainedModel = AutoModelForCausalLM.from_config(architecture.config())
     bare.config.use_cache = False
-    settings = LoraConfig(target_modules=sorted(architecture.targets), fan_in_fan_out=architecture.transposed)
+    settings = LoraConfig(
+        target_modules=sorted(architecture.targets), fan_in_fan_out=architecture.transposed
+    )
     model = get_peft_model(bare, settings)
     if use_reentrant is not None:
         bare.enable_input_require_grads()
@@ -47,12 +51,17 @@ def adapted(name: str, *, use_reentrant: bool | None = None) -> nn.Module:
 
 
 def turn_on(bare: PreTrainedModel, *, use_reentrant: bool) -> None:
-    enable = getattr(bare, "activation_checkpointing_enable", None) or bare.gradient_checkpointing_enable
+    enable = (
+        getattr(bare, "activation_checkpointing_enable", None) or bare.gradient_checkpointing_enable
+    )
     enable({"use_reentrant": use_reentrant})
 
 
 def turn_off(bare: PreTrainedModel) -> None:
-    (getattr(bare, "activation_checkpointing_disable", None) or bare.gradient_checkpointing_disable)()
+    (
+        getattr(bare, "activation_checkpointing_disable", None)
+        or bare.gradient_checkpointing_disable
+    )()
 
 
 def layers_of(name: str, model: nn.Module) -> nn.ModuleList:
@@ -62,7 +71,9 @@ def layers_of(name: str, model: nn.Module) -> nn.ModuleList:
 
 
 class Moving:
-    """What a forward saves, moved away where the choice says so: copies take its place, as from another memory."""
+    """What a forward saves, moved away where the choice says so: copies take its place, as from
+    another memory.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.scope = Scope()
@@ -104,7 +115,11 @@ def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    found = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     model.zero_grad(set_to_none=True)
     assert len(found) > 4
     return found
@@ -117,7 +132,9 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_under_a_checkpoint_each_layers_input_moves_and_its_memory_is_free(name: str, use_reentrant: bool) -> None:
+def test_under_a_checkpoint_each_layers_input_moves_and_its_memory_is_free(
+    name: str, use_reentrant: bool
+) -> None:
     model, (batch,) = adapted(name, use_reentrant=use_reentrant), micro_batches(1)
     step(model, batch).backward()
     expected = gradients(model)
@@ -140,9 +157,12 @@ def test_under_a_checkpoint_each_layers_input_moves_and_its_memory_is_free(name:
             loss = step(model, batch)
         assert [tuple(one.shape) for one in moving.moved] == [tuple(one.shape) for one in given]
         assert all(map(torch.equal, moving.moved, given))
-        # The first may be a leaf, where embeddings were made to require gradients: autograd itself holds that.
+        # The first may be a leaf, where embeddings were made to require gradients: autograd itself
+        # holds that.
         assert not any(leaves[1:])
-        assert moving.freed == len(given) - leaves[0], "something holds the input of a layer on the device"
+        assert moving.freed == len(given) - leaves[0], (
+            "something holds the input of a layer on the device"
+        )
         loss.backward()
         assert same(gradients(model), expected)
 
@@ -166,7 +186,9 @@ def test_without_a_checkpoint_only_what_shares_memory_with_an_input_moves(name: 
     with moving.opened():
         loss = step(model, batch)
     assert {storage.cdata for storage in moving.storages} <= keys
-    assert len({storage.cdata for storage in moving.storages}) >= len(layers) - 1  # nothing is saved of an embedding
+    assert (
+        len({storage.cdata for storage in moving.storages}) >= len(layers) - 1
+    )  # nothing is saved of an embedding
     assert moving.stayed > len(moving.moved)
     loss.backward()
     assert same(gradients(model), expected)
@@ -246,7 +268,10 @@ def test_a_wrapper_that_checkpoints_is_a_layer(by_name: bool, kind: CheckpointIm
     apply_activation_checkpointing(model, wrap, check_fn=lambda module: isinstance(module, Layer))
     assert decoder_layers(model) == list(model.layers)
     found = stack_gradients(model, Moving(model))
-    assert same({name.replace("_checkpoint_wrapped_module.", ""): one for name, one in found.items()}, expected)
+    assert same(
+        {name.replace("_checkpoint_wrapped_module.", ""): one for name, one in found.items()},
+        expected,
+    )
 
 
 class HooksInside(Layer):
@@ -272,7 +297,11 @@ def test_an_input_is_marked_for_a_checkpoint_that_is_outside_of_the_layers_hooks
 
 
 def functions(model: nn.Module) -> list[Any]:
-    return [vars(module)["_gradient_checkpointing_func"] for module in model.modules() if is_checkpointed(module)]
+    return [
+        vars(module)["_gradient_checkpointing_func"]
+        for module in model.modules()
+        if is_checkpointed(module)
+    ]
 
 
 def is_checkpointed(module: nn.Module) -> bool:
@@ -382,7 +411,9 @@ def test_evaluation_marks_nothing_that_stays_and_a_lost_model_is_no_error() -> N
 
 
 def hooks_on(model: nn.Module) -> list[tuple[list[int], list[int]]]:
-    return [(list(module._forward_pre_hooks), list(module._forward_hooks)) for module in model.modules()]
+    return [
+        (list(module._forward_pre_hooks), list(module._forward_hooks)) for module in model.modules()
+    ]
 
 
 def test_hooks_of_sites_and_layers_leave_nothing_behind() -> None:
@@ -409,7 +440,9 @@ def test_hooks_of_sites_and_layers_leave_nothing_behind() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [None, False])
-def test_a_compiled_model_is_compiled_once_however_often_a_context_is_opened(use_reentrant: bool | None) -> None:
+def test_a_compiled_model_is_compiled_once_however_often_a_context_is_opened(
+    use_reentrant: bool | None,
+) -> None:
     torch._dynamo.reset()
     model = Stack(CheckpointedLayer)
     if use_reentrant is not None:

@@ -1,4 +1,6 @@
-"""Where in a model the forward is: at its head, in excluded modules; hooks that are put on once, and taken off."""
+"""Where in a model the forward is: at its head, in excluded modules; hooks that are put on once,
+and taken off.
+"""
 
 import contextlib
 import copy
@@ -17,7 +19,16 @@ from tiny import ARCHITECTURES, micro_batches
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from lema.activations.hooks import Hooked, Hooks, ModelHooks, Scope, current, entered, output_head, wrapped
+from lema.activations.hooks import (
+    Hooked,
+    Hooks,
+    ModelHooks,
+    Scope,
+    current,
+    entered,
+    output_head,
+    wrapped,
+)
 from lema.errors import ConfigError
 
 
@@ -27,7 +38,10 @@ def whole(name: str = "llama", **varying: Any) -> PreTrainedModel:
 
 
 def adapted(name: str = "llama", **settings: Any) -> nn.Module:
-    fixed = {"target_modules": sorted(ARCHITECTURES[name].targets), "fan_in_fan_out": ARCHITECTURES[name].transposed}
+    fixed = {
+        "target_modules": sorted(ARCHITECTURES[name].targets),
+        "fan_in_fan_out": ARCHITECTURES[name].transposed,
+    }
     return get_peft_model(whole(name), LoraConfig(**fixed | settings))
 
 
@@ -107,16 +121,33 @@ class Replicated(nn.Module):
 
 
 LAYOUTS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], nn.Module]]] = {
-    "output": (lambda: Named("layer", "output", layer=linear(), output=linear()), lambda m: m.output),
+    "output": (
+        lambda: Named("layer", "output", layer=linear(), output=linear()),
+        lambda m: m.output,
+    ),
     "output.linear": (WithTied, lambda m: m.output.linear),
-    "lm_head": (lambda: Named("layer", "lm_head", layer=linear(), lm_head=linear()), lambda m: m.lm_head),
-    "decoder.output": (lambda: Named("decoder", decoder=decoder("output")), lambda m: m.decoder.output),
-    "decoder.lm_head": (lambda: Named("decoder", decoder=decoder("lm_head")), lambda m: m.decoder.lm_head),
+    "lm_head": (
+        lambda: Named("layer", "lm_head", layer=linear(), lm_head=linear()),
+        lambda m: m.lm_head,
+    ),
+    "decoder.output": (
+        lambda: Named("decoder", decoder=decoder("output")),
+        lambda m: m.decoder.output,
+    ),
+    "decoder.lm_head": (
+        lambda: Named("decoder", decoder=decoder("lm_head")),
+        lambda m: m.decoder.lm_head,
+    ),
     "final_layer_norm": (
-        lambda: Named("layer", "final_layer_norm", layer=linear(), final_layer_norm=nn.LayerNorm(4)),
+        lambda: Named(
+            "layer", "final_layer_norm", layer=linear(), final_layer_norm=nn.LayerNorm(4)
+        ),
         lambda m: m.final_layer_norm,
     ),
-    "ln_f": (lambda: Named("layer", "ln_f", layer=linear(), ln_f=nn.LayerNorm(4)), lambda m: m.ln_f),
+    "ln_f": (
+        lambda: Named("layer", "ln_f", layer=linear(), ln_f=nn.LayerNorm(4)),
+        lambda m: m.ln_f,
+    ),
     "head": (lambda: Named("layer", "head", layer=linear(), head=linear()), lambda m: m.head),
 }
 
@@ -142,7 +173,9 @@ def test_the_head_is_found_in_every_layout_and_what_follows_is_the_loss(layout: 
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
-@pytest.mark.parametrize("wrap", [lambda model: model, Replicated, lambda model: Replicated(Replicated(model))])
+@pytest.mark.parametrize(
+    "wrap", [lambda model: model, Replicated, lambda model: Replicated(Replicated(model))]
+)
 @pytest.mark.parametrize("make", [whole, adapted])
 def test_the_head_of_a_language_model_is_entered_once_after_the_layers(
     name: str, wrap: Callable[[nn.Module], nn.Module], make: Callable[[str], nn.Module]
@@ -161,11 +194,15 @@ def test_the_head_of_a_language_model_is_entered_once_after_the_layers(
     sites.close()
 
 
-@pytest.mark.parametrize("settings", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}])
+@pytest.mark.parametrize(
+    "settings", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}]
+)
 def test_a_head_that_was_replaced_is_found_as_it_is_called(settings: dict[str, Any]) -> None:
     model = adapted(**settings)
     head = output_head(model)
-    assert head is not None and head is wrapped(model)[-1].lm_head and not isinstance(head, nn.Linear)
+    assert (
+        head is not None and head is wrapped(model)[-1].lm_head and not isinstance(head, nn.Linear)
+    )
     sites = ModelHooks(model)
     scope = Scope()
     inside = []
@@ -230,7 +267,14 @@ class Probe(nn.Module):
 
 def blocks(scope: Scope, depths: list[int], *, fails: bool = False) -> nn.Module:
     inner = Named("probe", probe=Probe(scope, depths, fails=fails))
-    outer = Named("before", "inner", "after", inner=inner, before=Probe(scope, depths), after=Probe(scope, depths))
+    outer = Named(
+        "before",
+        "inner",
+        "after",
+        inner=inner,
+        before=Probe(scope, depths),
+        after=Probe(scope, depths),
+    )
     return Named("outer", "head", outer=outer, head=Probe(scope, depths))
 
 
@@ -300,7 +344,14 @@ def test_kernels_that_keep_what_they_save_are_excluded_and_blocks_around_them_ar
     depths = []
     block = LigerBlock("norm", "probe", norm=LigerNorm(scope, depths), probe=Probe(scope, depths))
     named = Probe(scope, depths)
-    model = Named("block", "my_Liger_loss", "head", block=block, my_Liger_loss=named, head=Probe(scope, depths))
+    model = Named(
+        "block",
+        "my_Liger_loss",
+        "head",
+        block=block,
+        my_Liger_loss=named,
+        head=Probe(scope, depths),
+    )
     sites = ModelHooks(model)
     with entered(scope):
         model(torch.ones(1))
@@ -326,7 +377,9 @@ def test_names_are_those_of_the_model_before_it_was_wrapped(make: Callable[[], n
         ("mlp(", "ends no module's name, and is no regular expression"),
     ],
 )
-def test_a_pattern_without_a_match_is_refused_and_leaves_no_hook(pattern: str, message: str) -> None:
+def test_a_pattern_without_a_match_is_refused_and_leaves_no_hook(
+    pattern: str, message: str
+) -> None:
     model = whole()
     with pytest.raises(ConfigError, match=message):
         ModelHooks(model, exclude=["mlp", pattern])
@@ -350,7 +403,9 @@ def test_hooks_are_put_on_once_and_go_with_the_last_context() -> None:
     third = ModelHooks(Replicated(model), warn_if_no_head=False)
     second.close()
     assert hooks_on(model) == {
-        name: left for name in once if (left := [hook for hook in once[name] if hook not in ("_exclude", "_include")])
+        name: left
+        for name in once
+        if (left := [hook for hook in once[name] if hook not in ("_exclude", "_include")])
     }
     third.close()
     assert hooks_on(model) == {}
@@ -421,8 +476,14 @@ def test_modules_with_weights_are_known_while_they_run(make: Callable[[], nn.Mod
     scope = Scope()
     running = set(modules_in(model, batch, scope)) - {None}
     assert scope.modules == []
-    linears = {module for name, module in model.named_modules() if isinstance(module, nn.Linear) and ".0." not in name}
-    assert len(linears) > 70 and linears <= running  # in the first layer nothing below an adapter is trained
+    linears = {
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and ".0." not in name
+    }
+    assert (
+        len(linears) > 70 and linears <= running
+    )  # in the first layer nothing below an adapter is trained
     assert all(list(module.parameters(recurse=False)) for module in running)
     sites.close()
 

@@ -1,4 +1,6 @@
-"""Host buffers used again, and never more of them than is allowed; what has no room in host memory goes to the disk."""
+"""Host buffers used again, and never more of them than is allowed; what has no room in host
+memory goes to the disk.
+"""
 
 import gc
 import threading
@@ -48,14 +50,19 @@ def test_a_few_buffers_serve_pieces_of_all_sizes() -> None:
 
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["take", "take", "take", "must", "give", "give", "forget", "clear"]), st.integers(0, 63)),
+    st.tuples(
+        st.sampled_from(["take", "take", "take", "must", "give", "give", "forget", "clear"]),
+        st.integers(0, 63),
+    ),
     max_size=60,
 )
 
 
 @settings(max_examples=200, deadline=None)
 @given(STEPS, st.one_of(st.none(), st.integers(1, 24)))
-def test_no_byte_is_handed_out_twice_and_the_limit_holds(steps: list[tuple[str, int]], blocks: int | None) -> None:
+def test_no_byte_is_handed_out_twice_and_the_limit_holds(
+    steps: list[tuple[str, int]], blocks: int | None
+) -> None:
     limit = None if blocks is None else blocks * BLOCK
     one = pool(limit)
     out: list[tuple[Tensor, int]] = []

@@ -29,7 +29,9 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def scattered() -> list[torch.Tensor]:
     """Free every second of many tensors, between others that stay: malloc keeps the memory."""
-    warm = torch.ones(16 << 20, dtype=torch.uint8)  # from now on tensors of this size come from the heap
+    warm = torch.ones(
+        16 << 20, dtype=torch.uint8
+    )  # from now on tensors of this size come from the heap
     del warm
     tensors = [torch.ones(SIZE, dtype=torch.uint8) for _ in range(COUNT)]
     return tensors[::2]
@@ -60,7 +62,8 @@ def test_it_looks_only_after_the_process_has_grown(looks: list[int]) -> None:
     for _ in range(10):
         backend.end_visit()
     assert len(looks) == once == 2
-    grown = CpuBackend().host_buffer(2 * heap.GROWTH).fill_(1)  # not malloc's, which may have memory left
+    # not malloc's, which may have memory left
+    grown = CpuBackend().host_buffer(2 * heap.GROWTH).fill_(1)
     backend.end_visit()
     assert len(looks) == once + 1
     del grown

@@ -1,4 +1,6 @@
-"""Cutting tensors up over ranks and putting them together again is the identity, and follows the documented rules."""
+"""Cutting tensors up over ranks and putting them together again is the identity, and follows the
+documented rules.
+"""
 
 import json
 from collections.abc import Callable
@@ -54,7 +56,11 @@ def attentions(draw: st.DrawFn) -> tuple[int, int, int, str, int]:
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
     """A layout and the length of the axis it cuts."""
-    kind = draw(st.sampled_from(["replicated", "column", "row", "embedding", "query", "kv", "fused", "packed"]))
+    kind = draw(
+        st.sampled_from(
+            ["replicated", "column", "row", "embedding", "query", "kv", "fused", "packed"]
+        )
+    )
     tp = draw(st.integers(1, 9))
     each = draw(st.integers(1, 4))
     if kind == "replicated":
@@ -72,9 +78,9 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
     queries = query(tp, heads, kv_heads, where, copies, dim)
     keys = kv(tp, heads, kv_heads, where, copies, dim)
     if kind == "fused":
-        return fused([(heads * each, queries), (kv_heads * each, keys), (kv_heads * each, keys)]), each * (
-            heads + 2 * kv_heads
-        )
+        return fused(
+            [(heads * each, queries), (kv_heads * each, keys), (kv_heads * each, keys)]
+        ), each * (heads + 2 * kv_heads)
     return (queries, heads * each) if kind == "query" else (keys, kv_heads * each)
 
 
@@ -110,7 +116,9 @@ def test_a_flipped_bit_on_one_rank_is_found_wherever_it_is_held_twice(
     value = float(pieces[rank].flatten()[index])
     pieces[rank].view(-1)[index] += 1e-3 * value + 1
     holders = {
-        other for other in range(layout.tp) if other != rank and bool((shard(full, layout, other) == value).any())
+        other
+        for other in range(layout.tp)
+        if other != rank and bool((shard(full, layout, other) == value).any())
     }
     found = differences(pieces, layout)
     if value == 0:
@@ -118,9 +126,13 @@ def test_a_flipped_bit_on_one_rank_is_found_wherever_it_is_held_twice(
     first = min(holders | {rank})
     assert bool(found) == bool(holders)
     assert all(pair.first == first or rank in (pair.first, pair.second) for pair in found)
-    assert {pair.second for pair in found} | {pair.first for pair in found} >= ({rank} if holders else set())
+    assert {pair.second for pair in found} | {pair.first for pair in found} >= (
+        {rank} if holders else set()
+    )
     if holders:
-        with pytest.raises(DataError, match=f"rank {found[0].second} differs from rank {found[0].first}"):
+        with pytest.raises(
+            DataError, match=f"rank {found[0].second} differs from rank {found[0].first}"
+        ):
             consolidate(pieces, layout)
         if first != rank:
             assert torch.equal(consolidate(pieces, layout, check=False), full)
@@ -134,7 +146,10 @@ def slots(tp: int, kv_heads: int, copies: int, where: str) -> list[list[tuple[in
         return [line[rank * per_rank : (rank + 1) * per_rank] for rank in range(tp)]
     held = []  # neighbouring ranks hold the same
     for first in range(0, kv_heads, per_rank):
-        held += [[(head, replica) for head in range(first, first + per_rank)] for replica in range(copies)]
+        held += [
+            [(head, replica) for head in range(first, first + per_rank)]
+            for replica in range(copies)
+        ]
     return held
 
 
@@ -147,13 +162,18 @@ def test_queries_lie_beside_the_keys_they_belong_to(case: tuple[int, int, int, s
     every = []
     for rank in range(tp):
         keys = shard(torch.arange(kv_heads), kv(tp, heads, kv_heads, where, copies), rank).tolist()  # type: ignore[arg-type]
-        queries = shard(torch.arange(heads), query(tp, heads, kv_heads, where, copies), rank).tolist()  # type: ignore[arg-type]
+        queries = shard(
+            torch.arange(heads), query(tp, heads, kv_heads, where, copies), rank
+        ).tolist()  # type: ignore[arg-type]
         assert keys == [head for head, _ in expected[rank]]
-        # Attention repeats each key for as many consecutive queries as there are per key on the rank.
+        # Attention repeats each key for as many consecutive queries as there are per key on the
+        # rank.
         per_key = len(queries) // len(keys)
         assert [head // group for head in queries] == [key for key in keys for _ in range(per_key)]
         share = group // copies
-        assert queries == [h * group + p * share + i for h, p in expected[rank] for i in range(share)]
+        assert queries == [
+            h * group + p * share + i for h, p in expected[rank] for i in range(share)
+        ]
         every += queries
     assert sorted(every) == list(range(heads))
 
@@ -184,7 +204,9 @@ def test_attention_over_shards_is_attention() -> None:
     hidden = 12
     torch.manual_seed(0)
     x = torch.randn(5, hidden, dtype=torch.float64)
-    q, k, v = (torch.randn(n * width, hidden, dtype=torch.float64) for n in (heads, kv_heads, kv_heads))
+    q, k, v = (
+        torch.randn(n * width, hidden, dtype=torch.float64) for n in (heads, kv_heads, kv_heads)
+    )
     o = torch.randn(hidden, heads * width, dtype=torch.float64)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Tensor:
@@ -200,7 +222,12 @@ def test_attention_over_shards_is_attention() -> None:
             cut = query(tp, heads, kv_heads, where), kv(tp, heads, kv_heads, where)  # type: ignore[arg-type]
             after = query(tp, heads, kv_heads, where, dim=1)  # type: ignore[arg-type]
             parts = [
-                attend(shard(q, cut[0], r), shard(k, cut[1], r), shard(v, cut[1], r), shard(o, after, r))
+                attend(
+                    shard(q, cut[0], r),
+                    shard(k, cut[1], r),
+                    shard(v, cut[1], r),
+                    shard(o, after, r),
+                )
                 for r in range(tp)
             ]
             torch.testing.assert_close(sum(parts), attend(q, k, v, o))
@@ -223,7 +250,10 @@ def test_the_rank_of_an_adapter_is_never_cut(where: str) -> None:
     ]
     for base, outputs, inputs in modules:
         a, b = (layout_of_tensor(f"lora_{factor}.weight", base, 2) for factor in "AB")
-        for layout, full, whole in ((a, numbered(rank, inputs), 0), (b, numbered(outputs, rank), 1)):
+        for layout, full, whole in (
+            (a, numbered(rank, inputs), 0),
+            (b, numbered(outputs, rank), 1),
+        ):
             pieces = all_shards(full, layout)
             assert all(piece.shape[whole] == rank for piece in pieces), base
             assert torch.equal(consolidate(pieces, layout), full)

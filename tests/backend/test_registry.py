@@ -41,8 +41,14 @@ def test_the_processor_is_chosen_where_there_is_nothing_else() -> None:
     assert resident_fraction("auto") == resident_fraction("cpu")
 
 
-def test_what_can_run_here_comes_before_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    points = {"zzz": "devices_of_a_test:Here", "yyy": "devices_of_a_test:absent", "aab": "devices_of_a_test:nothing"}
+def test_what_can_run_here_comes_before_the_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = {
+        "zzz": "devices_of_a_test:Here",
+        "yyy": "devices_of_a_test:absent",
+        "aab": "devices_of_a_test:nothing",
+    }
     with installed(tmp_path, monkeypatch, "devices", points, {"devices_of_a_test": MODULE}):
         assert load("auto").name == "aaa"  # of its class; the settings call it zzz
         assert resident_fraction("auto") == 0.25

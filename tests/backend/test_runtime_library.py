@@ -1,5 +1,6 @@
-"""The library of a device's driver is found wherever the system names the files that a process has loaded: below /proc,
-or through psutil. Where neither does, the device is taken for one that reaches only what was registered."""
+"""The library of a device's driver is found wherever the system names the files that a process has
+loaded: below /proc, or through psutil. Where neither does, the device is taken for one that reaches
+only what was registered."""
 
 import _ctypes
 import ctypes
@@ -38,16 +39,21 @@ def test_it_is_one_of_the_files_that_the_process_has_loaded(
     maps = tmp_path / "maps"
     if system == "with /proc":
         maps.write_text(
-            "".join(f"7f00-7f01 r-xp 0000 fe:00 12    {file}\n" for file in files) + "7f02-7f03 rw-p 0 0 0\n"
+            "".join(f"7f00-7f01 r-xp 0000 fe:00 12    {file}\n" for file in files)
+            + "7f02-7f03 rw-p 0 0 0\n"
         )
     monkeypatch.setattr(driver, "MAPS", maps)
-    monkeypatch.setattr(psutil.Process, "memory_maps", lambda _: [SimpleNamespace(path=str(file)) for file in files])
+    monkeypatch.setattr(
+        psutil.Process, "memory_maps", lambda _: [SimpleNamespace(path=str(file)) for file in files]
+    )
     shutil.copy(_ctypes.__file__, files[-1])  # any library
     library = ctypes.CDLL(str(files[-1]))
     try:
         found = driver._library()
         assert found is not None
-        assert found._handle == library._handle, "the one that is loaded, rather than another of that name"
+        assert found._handle == library._handle, (
+            "the one that is loaded, rather than another of that name"
+        )
         assert not reaches_all(), "it has no function that says so"
     finally:
         for handle in (library._handle, library._handle):  # both, or later tests find it
@@ -72,5 +78,7 @@ def test_a_library_that_says_so_is_believed(monkeypatch: pytest.MonkeyPatch) -> 
         return SimpleNamespace(cudaDeviceGetAttribute=asked)
 
     for value, error, expected in ((1, 0, True), (0, 0, False), (1, 1, False)):
-        monkeypatch.setattr(driver, "_library", lambda value=value, error=error: answer(value, error))
+        monkeypatch.setattr(
+            driver, "_library", lambda value=value, error=error: answer(value, error)
+        )
         assert reaches_all() is expected

@@ -1,5 +1,5 @@
-"""Memory that the processes of a machine share is one memory, by the system's call or by a temporary file, and leaves
-none behind."""
+"""Memory that the processes of a machine share is one memory, by the system's call or by a
+temporary file, and leaves none behind."""
 
 import os
 import tempfile
@@ -19,7 +19,9 @@ SIZE = 4096 + 3
 
 
 class OneMachine(ProcessGroup):
-    """One of two processes of a machine, as threads, which tell each other values through a list."""
+    """One of two processes of a machine, as threads, which tell each other values through a
+    list.
+    """
 
     def __init__(self, rank: int, told: Callable[[int, Any], list[Any]]) -> None:
         super().__init__(rank, 2, rank, 2, None)
@@ -59,7 +61,9 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_it_has_no_file_where_the_system_has_a_call_for_it(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_has_no_file_where_the_system_has_a_call_for_it(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "mkstemp", lambda **_: pytest.fail("a temporary file was made"))
     assert_one_memory(*two_maps(SIZE))
 
@@ -87,7 +91,9 @@ def test_where_an_open_file_keeps_its_name_the_memory_is_shared_all_the_same(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: Path, *_: Any, **__: Any) -> None:
-        raise PermissionError(13, "The process cannot access the file because it is being used", str(path))
+        raise PermissionError(
+            13, "The process cannot access the file because it is being used", str(path)
+        )
 
     monkeypatch.delattr(os, "memfd_create", raising=False)
     monkeypatch.setattr(Path, "unlink", refuse)

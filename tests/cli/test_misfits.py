@@ -1,4 +1,6 @@
-"""A torchvision that does not fit torch is named, with how to install one that does, from whatever imports it."""
+"""A torchvision that does not fit torch is named, with how to install one that does, from
+whatever imports it.
+"""
 
 import os
 import subprocess
@@ -30,8 +32,20 @@ def wrapped(message: str) -> Exception:
     ("torch", "again"),
     [
         ("2.13.0", 'pip install "torch==2.13.0" torchvision'),
-        ("2.13.0+cpu", 'pip install "torch==2.13.0" torchvision --index-url https://download.pytorch.org/whl/cpu'),
-        ("2.13.0+cu130", 'pip install "torch==2.13.0" torchvision --index-url https://download.pytorch.org/whl/cu130'),
+        (
+            "2.13.0+cpu",
+            (
+                'pip install "torch==2.13.0" torchvision --index-url '
+                "https://download.pytorch.org/whl/cpu"
+            ),
+        ),
+        (
+            "2.13.0+cu130",
+            (
+                'pip install "torch==2.13.0" torchvision --index-url '
+                "https://download.pytorch.org/whl/cu130"
+            ),
+        ),
     ],
 )
 @pytest.mark.parametrize("message", [MISSING, HALF])
@@ -39,11 +53,22 @@ def test_both_are_named_with_their_versions_and_the_line_that_installs(
     message: str, torch: str, again: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(misfits, "version", {"torch": torch}.__getitem__)
-    with installed(tmp_path, monkeypatch, "torchvision", {}, {}, version="0.29.1", requires=["numpy", "torch==2.14.1"]):
+    with installed(
+        tmp_path,
+        monkeypatch,
+        "torchvision",
+        {},
+        {},
+        version="0.29.1",
+        requires=["numpy", "torch==2.14.1"],
+    ):
         for error in (RuntimeError(message), wrapped(message)):
             found = misfit(error)
             assert found is not None and found.exit_code == 2
-            assert found.what == f"torchvision 0.29.1, which needs torch==2.14.1, does not fit torch {torch}"
+            assert (
+                found.what
+                == f"torchvision 0.29.1, which needs torch==2.14.1, does not fit torch {torch}"
+            )
             assert found.where == str(tmp_path / "torchvision")
             assert found.how.startswith("pip uninstall torchvision, which LEMA does not need;")
             assert found.how.endswith(again)
@@ -64,7 +89,9 @@ def test_another_error_or_a_package_that_is_not_installed_is_left_alone(
 
 
 def test_a_command_ends_in_that_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers finds the package as it finds a real one, and imports it as it builds its models."""
+    """transformers finds the package as it finds a real one, and imports it as it builds its
+    models.
+    """
     site = tmp_path / "site"
     source = f"raise RuntimeError({MISSING!r})"
     with installed(site, monkeypatch, "torchvision", {}, {"torchvision": source}, version="0.1.2"):
@@ -77,6 +104,9 @@ def test_a_command_ends_in_that_message(tmp_path: Path, monkeypatch: pytest.Monk
             check=False,
         )
     assert done.returncode == 2
-    assert "error: torchvision 0.1.2 does not fit torch " in done.stderr and "Traceback" not in done.stderr
+    assert (
+        "error: torchvision 0.1.2 does not fit torch " in done.stderr
+        and "Traceback" not in done.stderr
+    )
     assert f"where: {site / 'torchvision'}" in done.stderr
     assert "fix:   pip uninstall torchvision" in done.stderr

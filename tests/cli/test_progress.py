@@ -1,4 +1,6 @@
-"""Progress: a bar on a terminal, one line per measurement elsewhere, driven by the events of `transformers`."""
+"""Progress: a bar on a terminal, one line per measurement elsewhere, driven by the events of
+`transformers`.
+"""
 
 import io
 import re
@@ -104,7 +106,10 @@ def test_a_terminal_gets_a_bar_that_fits(width: int) -> None:
     frame = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]|\r", "", written(console)).splitlines()[-2:]
     assert frame[0].startswith("step 1/4")
     assert frame[0].rstrip().endswith("30s left")
-    assert frame[1].rstrip() == "loss 2.3457  lr 1.00e-04  grad 0.5  3.4k tok/s  1.2 GB read  512 MB memory"
+    assert (
+        frame[1].rstrip()
+        == "loss 2.3457  lr 1.00e-04  grad 0.5  3.4k tok/s  1.2 GB read  512 MB memory"
+    )
     assert all(len(line) <= width for line in frame)
 
 

@@ -51,8 +51,12 @@ def test_a_small_model_is_certified_bitwise(case: Case, by_streaming: Outcome) -
     assert [row["difference"] for row in certificate["losses"]] == [0.0] * case.steps
     matrices = 8 * 7 * 2  # A and B of seven linears in eight layers
     for compared_ones in ("gradients_of_first_step", "adapter_after_last_step"):
-        assert certificate[compared_ones]["count"] == certificate[compared_ones]["bitwise"] == matrices
-    assert all(gradient.any() for gradient in by_streaming.gradients.values())  # equal zeros would prove nothing
+        assert (
+            certificate[compared_ones]["count"] == certificate[compared_ones]["bitwise"] == matrices
+        )
+    assert all(
+        gradient.any() for gradient in by_streaming.gradients.values()
+    )  # equal zeros would prove nothing
     assert 0 < certificate["bytes_read_per_step"] <= 2 * certificate["model"]["layer_bytes"]
     assert certificate["model"]["slots"] < certificate["model"]["layers"] == 8
     assert {"torch", "transformers", "peft", "lema"} <= certificate["versions"].keys()
@@ -86,7 +90,16 @@ def test_the_command_ends_with_7_where_the_numbers_differ_and_with_0_where_not(
         return ARMS[arm](given)
 
     monkeypatch.setattr(lema_tools.proof.arms, "run_in_subprocess", run_here)
-    command = ["prove", case.model, "--steps", "1", "--tokens", "8", "--output", str(tmp_path / "proof")]
+    command = [
+        "prove",
+        case.model,
+        "--steps",
+        "1",
+        "--tokens",
+        "8",
+        "--output",
+        str(tmp_path / "proof"),
+    ]
     assert run(app, command) == 0
     assert json.loads((tmp_path / "proof/certificate.json").read_text())["holds"]
     assert "bitwise the same" in (tmp_path / "proof/certificate.md").read_text()
@@ -128,7 +141,9 @@ def test_what_is_missing_or_not_a_number_is_no_equality() -> None:
     assert not compared(nan, nan).same and not compared(nan, one).relative <= 1.0
 
 
-def test_bitwise_is_asked_for_on_the_processor_in_fp32_alone(case: Case, by_streaming: Outcome) -> None:
+def test_bitwise_is_asked_for_on_the_processor_in_fp32_alone(
+    case: Case, by_streaming: Outcome
+) -> None:
     assert tolerance("cpu", "float32") == 0
     assert tolerance("other:0", "float32") == 1e-5
     assert tolerance("cpu", "bfloat16") == 2.0**-8
@@ -136,4 +151,6 @@ def test_bitwise_is_asked_for_on_the_processor_in_fp32_alone(case: Case, by_stre
     there = replace(by_streaming, details={**by_streaming.details, "device": "other:0"})
     certificate = certify(case, there, replace(by_streaming, adapter=near), "lema prove")
     assert certificate["holds"] and not certificate["bitwise"]
-    assert not certify(case, by_streaming, replace(by_streaming, adapter=near), "lema prove")["holds"]
+    assert not certify(case, by_streaming, replace(by_streaming, adapter=near), "lema prove")[
+        "holds"
+    ]

@@ -1,4 +1,6 @@
-"""Tokenizers that put tokens before and after every text: each stands once, and no prompt is at its end."""
+"""Tokenizers that put tokens before and after every text: each stands once, and no prompt is at
+its end.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,20 @@ PAIRS = [
 
 def tokenizer_adding(single: str) -> PreTrainedTokenizerFast:
     words = Tokenizer(
-        models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2, **{f"w{n}": n for n in range(3, 40)}}, unk_token="<unk>")
+        models.WordLevel(
+            {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"w{n}": n for n in range(3, 40)}},
+            unk_token="<unk>",
+        )
     )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special: Any = [("<s>", 1), ("</s>", 2)]
     pair = f"{single} {single.replace('$A', '$B')}"
-    words.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
-    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    words.post_processor = processors.TemplateProcessing(
+        single=single, pair=pair, special_tokens=special
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
 
 
 @pytest.mark.parametrize("single", [BEFORE, AROUND])

@@ -1,4 +1,6 @@
-"""Kept tokens are those that would be made again, row by row; they are made once, and again where they are damaged."""
+"""Kept tokens are those that would be made again, row by row; they are made once, and again
+where they are damaged.
+"""
 
 import hashlib
 import json
@@ -55,7 +57,9 @@ def test_kept_tokens_are_those_made_in_memory(write, make):
     assert memory.counts.rows == 120 + 90 + 60 + 35 + 200 - memory.counts.dropped
     assert all_of(memory) == all_of(first) == all_of(second)
     assert notes_of(memory) == notes_of(first) == notes_of(second) != []
-    assert "by 3 processes" in first.notes[0] and not any("processes" in note for note in second.notes)
+    assert "by 3 processes" in first.notes[0] and not any(
+        "processes" in note for note in second.notes
+    )
 
 
 def test_parts_of_kept_tokens_are_those_of_tokens_in_memory(write, make):
@@ -104,13 +108,20 @@ def test_whatever_changes_tokens_is_another_entry(write, make, templates, tmp_pa
         assert len(entries(tmp_path)) == number, change
     about = data.stat()
     data.write_text(data.read_text().replace("stone", "brick"))
-    os.utime(data, ns=(about.st_atime_ns, about.st_mtime_ns))  # same size, same time, and small: its content tells
-    assert all_of(make(data)) == all_of(make(data, kept=False)) and len(entries(tmp_path)) == len(changes) + 2
+    os.utime(
+        data, ns=(about.st_atime_ns, about.st_mtime_ns)
+    )  # same size, same time, and small: its content tells
+    assert (
+        all_of(make(data)) == all_of(make(data, kept=False))
+        and len(entries(tmp_path)) == len(changes) + 2
+    )
     make(data)
     assert len(entries(tmp_path)) == len(changes) + 2
 
 
-@pytest.mark.parametrize("row", ["{broken", '{"messages": []}', '{"text": "another kind"}', '{"messages": "\\u0000"}'])
+@pytest.mark.parametrize(
+    "row", ["{broken", '{"messages": []}', '{"text": "another kind"}', '{"messages": "\\u0000"}']
+)
 def test_a_bad_row_is_the_same_error(write, make, tmp_path, row):
     lines = [json.dumps(chat) for chat in chats(80)]
     path = write("chats.jsonl", "\n".join([*lines[:70], row, *lines[70:75], "{later", *lines[75:]]))
@@ -168,7 +179,9 @@ def test_damaged_tokens_are_made_anew_and_it_is_said(write, make, tmp_path, name
 
 
 def bent(tokens, name, column, value):
-    """Write a number into the kept rows, or another value into what is kept of them, with the digests that belong."""
+    """Write a number into the kept rows, or another value into what is kept of them, with the
+    digests that belong.
+    """
     about = json.loads((tokens / "about.json").read_bytes())["about"]
     if name == "rows.bin":
         rows = np.fromfile(tokens / name, ROW)
@@ -219,7 +232,9 @@ def test_data_that_change_while_they_are_read_are_not_kept(write, make, tmp_path
         data.write_text(data.read_text() + "\n")
 
     monkeypatch.setattr(cache, "_write", change)
-    with pytest.raises(DataError, match="the data or the tokenizer's files changed while LEMA read them"):
+    with pytest.raises(
+        DataError, match="the data or the tokenizer's files changed while LEMA read them"
+    ):
         make(data)
     assert list(entries(tmp_path)[0].iterdir()) == []
 
@@ -275,26 +290,41 @@ def test_skipped_rows_are_listed_by_file_and_line(write, make, tmp_path):
     path = write("a.jsonl", rows)
     for overlong, why in (("truncate", "truncated"), ("drop", "dropped")):
         listed = list(make(path, overlong=overlong).skipped())
-        assert [(one["file"], one["line"], one["why"]) for one in listed] == [(str(path), 2, why), (str(path), 4, why)]
+        assert [(one["file"], one["line"], one["why"]) for one in listed] == [
+            (str(path), 2, why),
+            (str(path), 4, why),
+        ]
         assert listed == list(make(path, kept=False, overlong=overlong).skipped())
         assert list(make(path, overlong=overlong).skipped(1)) == listed[:1]
 
 
 @pytest.mark.parametrize("labelled", [False, True])
-def test_kept_preferences_are_those_made_in_memory(write, make_tokenizer, templates, tmp_path, labelled):
-    pairs = [{"prompt": said(n, 6), "chosen": said(n, 7) + " yes", "rejected": said(n, 5 + n % 30)} for n in range(90)]
+def test_kept_preferences_are_those_made_in_memory(
+    write, make_tokenizer, templates, tmp_path, labelled
+):
+    pairs = [
+        {"prompt": said(n, 6), "chosen": said(n, 7) + " yes", "rejected": said(n, 5 + n % 30)}
+        for n in range(90)
+    ]
     if labelled:
         pairs = pairs[:60]
     path = write("pairs.jsonl", pairs)
     tokenizer = make_tokenizer(templates["plain"])
     how = {"labelled": labelled, "max_length": 40}
     memory, *kept = (
-        prepare_preferences(path, tokenizer, **how, cache=folder) for folder in (None, tmp_path / "c", tmp_path / "c")
+        prepare_preferences(path, tokenizer, **how, cache=folder)
+        for folder in (None, tmp_path / "c", tmp_path / "c")
     )
     assert memory.counts.truncated
     for one in kept:
-        assert list(one) == list(memory) and one.fingerprint() == memory.fingerprint() and one.counts == memory.counts
-        assert [one._label(n, 0) for n in range(len(one))] == [memory._label(n, 0) for n in range(len(memory))]
+        assert (
+            list(one) == list(memory)
+            and one.fingerprint() == memory.fingerprint()
+            and one.counts == memory.counts
+        )
+        assert [one._label(n, 0) for n in range(len(one))] == [
+            memory._label(n, 0) for n in range(len(memory))
+        ]
     assert len(memory) == (120 if labelled else 90)
 
 

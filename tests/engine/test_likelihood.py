@@ -1,10 +1,20 @@
-"""How likely tokens are in one pass over the layers: as the whole model says, whatever the rows are computed with."""
+"""How likely tokens are in one pass over the layers: as the whole model says, whatever the rows
+are computed with.
+"""
 
 from pathlib import Path
 
 import pytest
 import torch
-from smallrun import NUM_LAYERS, opened, settings, token_rows, whole_logits, whole_model, write_model
+from smallrun import (
+    NUM_LAYERS,
+    opened,
+    settings,
+    token_rows,
+    whole_logits,
+    whole_model,
+    write_model,
+)
 from torch import Tensor
 
 from lema.engine.head.likelihood import Likelihood, likelihoods
@@ -54,7 +64,9 @@ def test_likelihoods_are_those_of_the_whole_model(base: Path, rows: int, tmp_pat
         assert model.memory.counters.leases - before == NUM_LAYERS
         assert likelihoods(model.adapter, micro_batches(rows), on_host=True) == found
     truth = expected(whole_model(base, tmp_path / "adapter"))
-    assert [one.log_likelihood for one in found] == pytest.approx([one.log_likelihood for one in truth], abs=1e-5)
+    assert [one.log_likelihood for one in found] == pytest.approx(
+        [one.log_likelihood for one in truth], abs=1e-5
+    )
     assert [one.greedy for one in found] == [one.greedy for one in truth]
 
 
@@ -66,6 +78,8 @@ def test_the_likeliest_tokens_are_known_as_such(base: Path, tmp_path: Path) -> N
     labels = torch.tensor([[-100] * 3 + row[4:], [-100] * 3 + [row[4], row[5], (row[6] + 1) % 300]])
     with opened(settings(base, tmp_path), adapter=False) as model:
         model.skeleton.eval()
-        found = likelihoods(model.adapter, [{"input_ids": torch.tensor([row[:-1]] * 2), "labels": labels}])
+        found = likelihoods(
+            model.adapter, [{"input_ids": torch.tensor([row[:-1]] * 2), "labels": labels}]
+        )
     assert [one.greedy for one in found] == [True, False]
     assert found[0].log_likelihood > found[1].log_likelihood

@@ -33,7 +33,11 @@ def test_a_step_reads_each_layer_twice_less_the_residents_and_what_the_slots_kee
             streamed_step(model, batches)
             after = model.memory.counters
             read = fetched_per_step(NUM_LAYERS, slots, residents)
-            assert after.layers_read - before.layers_read == len(read) == 2 * max(0, NUM_LAYERS - num_residents - slots)
+            assert (
+                after.layers_read - before.layers_read
+                == len(read)
+                == 2 * max(0, NUM_LAYERS - num_residents - slots)
+            )
             assert after.bytes_read - before.bytes_read == sum(layers[layer] for layer in read)
             assert after.leases - before.leases == 2 * NUM_LAYERS - 1
     assert len(residents) == num_residents
@@ -44,7 +48,9 @@ def test_a_step_reads_each_layer_twice_less_the_residents_and_what_the_slots_kee
 def test_what_was_read_ahead_for_a_step_disturbs_nothing_that_comes_in_between(
     checkpoint_of: CheckpointOf, poison: bool
 ) -> None:
-    """The next step is announced and read ahead; an evaluation of another shape comes in between."""
+    """The next step is announced and read ahead; an evaluation of another shape comes in
+    between.
+    """
     checkpoint = checkpoint_of("llama")
     batches = micro_batches(2)
     with streamed_model(checkpoint, poison=poison, gradient_checkpointing=True) as model:

@@ -74,7 +74,9 @@ def test_five_steps_of_a_fit_leave_the_adapters_of_a_plain_loop(
     norms = []
     torch.manual_seed(SEED)
     for step in range(5):
-        batches = [sorted(data[at : at + 4], key=longest_first) for at in range(8 * step, 8 * step + 8, 4)]
+        batches = [
+            sorted(data[at : at + 4], key=longest_first) for at in range(8 * step, 8 * step + 8, 4)
+        ]
         halves = [padded(batch[at : at + 2]) for batch in batches for at in (0, 2)]
         accumulate(whole, halves, layer_major=layers_of(whole, checkpoint))
         norms.append(float(clip_grad_norm_(trained(whole).values(), 0.05)))
@@ -117,7 +119,10 @@ def test_five_steps_of_train_step_leave_the_adapters_of_a_plain_loop(
     checkpoint = checkpoint_of(name, dropout=0.1)
     dropout = 0.1
     generator = torch.Generator().manual_seed(5)
-    steps = [[{"input_ids": torch.randint(3, 96, (2, 10), generator=generator)} for _ in range(2)] for _ in range(5)]
+    steps = [
+        [{"input_ids": torch.randint(3, 96, (2, 10), generator=generator)} for _ in range(2)]
+        for _ in range(5)
+    ]
     whole = whole_model(checkpoint, dropout=dropout)
     optimizer = AdamW(trained(whole).values(), lr=1e-2, weight_decay=0.0)
     schedule = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=5)
@@ -176,7 +181,9 @@ def test_a_batch_split_into_micro_batches_gives_the_whole_models_logits(
 def test_passes_with_unlike_numbers_of_tokens_are_weighted_by_token(
     checkpoint_of: CheckpointOf, tmp_path: Path
 ) -> None:
-    """How many tokens a step has is not known when its first pass runs, so gradients are scaled right at its end."""
+    """How many tokens a step has is not known when its first pass runs, so gradients are scaled
+    right at its end.
+    """
     checkpoint = checkpoint_of("llama")
     batches = micro_batches(3)
     whole = whole_model(checkpoint)
@@ -186,7 +193,9 @@ def test_passes_with_unlike_numbers_of_tokens_are_weighted_by_token(
         draw_b(model.lora_manager)
         optimizer = SGD(model.get_trainable_parameters(), lr=1.0)
         outcomes = []
-        optimizer.register_step_pre_hook(lambda *_: outcomes.append(Outcome.of(model.lora_manager, torch.zeros(()))))
+        optimizer.register_step_pre_hook(
+            lambda *_: outcomes.append(Outcome.of(model.lora_manager, torch.zeros(())))
+        )
         trainer = model.get_trainer(optimizer)
         for batch in batches:
             trainer.train_step(batch)
@@ -224,8 +233,12 @@ def test_an_evaluation_between_two_steps_has_the_whole_models_loss_and_changes_n
 
 @pytest.mark.slow
 @recomputed_or_not
-def test_float16_steps_with_a_gradient_scaler(checkpoint_of: CheckpointOf, tmp_path: Path, recompute: bool) -> None:
-    """The loss falls, and weights and scale are bitwise those of the same scaler on the whole model."""
+def test_float16_steps_with_a_gradient_scaler(
+    checkpoint_of: CheckpointOf, tmp_path: Path, recompute: bool
+) -> None:
+    """The loss falls, and weights and scale are bitwise those of the same scaler on the whole
+    model.
+    """
     checkpoint = checkpoint_of("llama", dtype="float16")
     batches = micro_batches(2)
     whole = whole_model(checkpoint)
@@ -241,7 +254,11 @@ def test_float16_steps_with_a_gradient_scaler(checkpoint_of: CheckpointOf, tmp_p
         optimizer.zero_grad()
         expected.append(float(loss))
     with streamed_model(
-        checkpoint, learning_rate=3e-3, max_grad_norm=1.0, gradient_checkpointing=recompute, output_dir=tmp_path
+        checkpoint,
+        learning_rate=3e-3,
+        max_grad_norm=1.0,
+        gradient_checkpointing=recompute,
+        output_dir=tmp_path,
     ) as model:
         trainer = model.get_trainer()
         found = [trainer.accumulate(batches).loss for _ in range(6)]

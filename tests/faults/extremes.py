@@ -1,7 +1,9 @@
-"""Every setting, and every small file beside a model or an adapter, with values at the ends of what its type can be.
+"""Every setting, and every small file beside a model or an adapter, with values at the ends of what
+its type can be.
 
-A setting is given to the command as a user gives it. What is refused must end with the exit code of its kind, in words
-that name the setting or the file; what is taken goes on to a run of one step, and must end so, too.
+A setting is given to the command as a user gives it. What is refused must end with the exit code of
+its kind, in words that name the setting or the file; what is taken goes on to a run of one step,
+and must end so, too.
 """
 
 import json
@@ -153,7 +155,9 @@ LENGTHS = (
 
 
 def settings(count: int, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:
-    """Give settings, all in turn, extreme values: `count` cases, one in five with two settings at once."""
+    """Give settings, all in turn, extreme values: `count` cases, one in five with two settings
+    at once.
+    """
     from lema.config import LemaConfig
 
     started = time.perf_counter()
@@ -176,13 +180,17 @@ def settings(count: int, seed: int = 0, report: Callable[[str], None] | None = N
 
 def _setting(made: TinyModel, place: Path, pairs: list[str], keys: list[str], draw: Random) -> str:
     os.chdir(place)  # what is named by a relative path is written there
-    config = made.config(place, train_data=str(made.place / draw.choice(("rows.jsonl", "chat.jsonl"))))
+    config = made.config(
+        place, train_data=str(made.place / draw.choice(("rows.jsonl", "chat.jsonl")))
+    )
     given = [word for pair in pairs for word in ("--set", pair)]
     if watch.refused(config, pairs):
         return watch.command("config", "show", config, *given, named=keys)
     if set(keys) & {*LENGTHS} or draw.random() < 0.2:
         return watch.command("data", config, *given)
-    return watch.command(*draw.choice((("train",), ("train",), ("plan", "--profile", "cpu"))), config, *given)
+    return watch.command(
+        *draw.choice((("train",), ("train",), ("plan", "--profile", "cpu"))), config, *given
+    )
 
 
 def files(count: int, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:

@@ -1,4 +1,6 @@
-"""Every verb has its line among those that options are tried on, and what a command touches or leaves is seen."""
+"""Every verb has its line among those that options are tried on, and what a command touches or
+leaves is seen.
+"""
 
 import contextlib
 import os
@@ -47,12 +49,16 @@ def test_a_disk_is_measured_where_the_case_may_write(tmp_path: Path) -> None:
     for name in ("model", "out"):
         (made.place / name).mkdir()
     options._make_kept(made)
-    drawn = {options._value("--directory", Random(seed)) for seed in range(500)} & set(options.PLACES)
+    drawn = {options._value("--directory", Random(seed)) for seed in range(500)} & set(
+        options.PLACES
+    )
     assert len(drawn) > 10
     with contextlib.chdir(tmp_path):
         place = made.fresh()
         names = options._places(made, place)
-        directories = {word for word in (options._filled(word, names) for word in drawn) if Path(word).is_dir()}
+        directories = {
+            word for word in (options._filled(word, names) for word in drawn) if Path(word).is_dir()
+        }
         assert {str(place / "run"), str(place / "empty")} < directories
         for directory in directories:
             assert options._run(["doctor", "--quick", "--directory", directory], made, place) == ""
@@ -65,15 +71,25 @@ def test_a_disk_is_measured_where_the_case_may_write(tmp_path: Path) -> None:
         (lambda place: (place / "cases" / "1" / "link").write_text("kept"), "open"),
         (lambda place: (place / "cases" / "1" / "linked" / "new").mkdir(), "os.mkdir"),
         (lambda place: (place / "kept" / "file").unlink(), "os.remove"),
-        (lambda place: (place / "kept" / "file").rename(place / "cases" / "1" / "moved"), "os.rename"),
+        (
+            lambda place: (place / "kept" / "file").rename(place / "cases" / "1" / "moved"),
+            "os.rename",
+        ),
         (lambda place: os.link(place / "kept" / "file", place / "kept" / "hard"), "os.link"),
         (lambda place: os.truncate(place / "kept" / "file", 0), "os.truncate"),
         (lambda place: (place / "kept" / "file").chmod(0o600), "os.chmod"),
         # What does not go through Python is seen by what comes of it.
-        (lambda place: subprocess.run(["touch", "-d", "2020-01-01", place / "kept" / "file"], check=True), "changed"),
+        (
+            lambda place: subprocess.run(
+                ["touch", "-d", "2020-01-01", place / "kept" / "file"], check=True
+            ),
+            "changed",
+        ),
     ],
 )
-def test_what_is_touched_outside_is_seen(work: Callable[[Path], Any], words: str, place: Path) -> None:
+def test_what_is_touched_outside_is_seen(
+    work: Callable[[Path], Any], words: str, place: Path
+) -> None:
     assert words in touched(place, lambda: work(place))
 
 
@@ -122,8 +138,14 @@ def test_a_renderer_that_stays_is_seen_and_one_that_is_about_to_end_is_not(
     ends = "import time; sys.stdin.read(); time.sleep(1)"  # as on a busy machine
     subprocess.run([sys.executable, "-c", ALONE.format(work=ends), mark], check=True)
     assert orphans(60.0) == []
-    subprocess.run([sys.executable, "-c", ALONE.format(work="import signal; signal.pause()"), mark], check=True)
+    subprocess.run(
+        [sys.executable, "-c", ALONE.format(work="import signal; signal.pause()"), mark], check=True
+    )
     (words,) = orphans(0.2)
     assert mark in words
-    (left,) = [one for one in psutil.process_iter(["cmdline"]) if mark in " ".join(one.info["cmdline"] or [])]
+    (left,) = [
+        one
+        for one in psutil.process_iter(["cmdline"])
+        if mark in " ".join(one.info["cmdline"] or [])
+    ]
     left.kill()

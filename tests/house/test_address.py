@@ -1,4 +1,6 @@
-"""The project's public address is set in one place by one command, and every file that tells it tells the same."""
+"""The project's public address is set in one place by one command, and every file that tells it
+tells the same.
+"""
 
 import shutil
 import subprocess
@@ -32,7 +34,9 @@ def test_all_files_have_the_address_of_pyproject() -> None:
 
 def test_no_other_file_waits_for_the_address() -> None:
     words = ["git", "grep", "-l", "--untracked", PLACEHOLDER.removeprefix("https://github.com/")]
-    listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.splitlines()
+    listed = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.splitlines()
     if not shutil.which("git") or not (ROOT / ".git").exists():  # not a clone
         listed = [name for name, text in contents(ROOT).items() if "OWNER/REPOSITORY" in text]
     assert set(listed) - NAMED_HERE - {"tests/house/test_address.py"} <= WRITERS.keys()
@@ -49,7 +53,9 @@ def test_one_command_sets_it_everywhere(copy: Path) -> None:
         assert [name for name, text in after.items() if "OWNER/REPOSITORY" in text] == []
         assert [name for name, text in after.items() if slug not in text] == ["docs/install.md"]
         urls = tomllib.loads(after["pyproject.toml"])["project"]["urls"]
-        assert urls["Repository"] == address and all(url.startswith(address) for url in urls.values())
+        assert urls["Repository"] == address and all(
+            url.startswith(address) for url in urls.values()
+        )
         assert f"repository-code: {address}\n" in after["CITATION.cff"]
         assert f"repo_url: {address}\n" in after["mkdocs.yml"]
         assert f"github/{slug}/blob/main/notebooks/colab.ipynb)" in after["notebooks/colab.ipynb"]
@@ -66,8 +72,12 @@ def test_a_file_that_was_not_written_is_seen(name: str, copy: Path) -> None:
     assert contents(copy) != texts(copy, address_of(copy))
 
 
-@pytest.mark.parametrize("given", [[], ["lema"], [f"{ADDRESS}/"], [f"{ADDRESS}.git"], [ADDRESS, ADDRESS]])
-def test_what_is_no_address_is_refused(given: list[str], copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "given", [[], ["lema"], [f"{ADDRESS}/"], [f"{ADDRESS}.git"], [ADDRESS, ADDRESS]]
+)
+def test_what_is_no_address_is_refused(
+    given: list[str], copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = contents(copy)
     assert main(given, copy) == 2
     assert f"of the form {PLACEHOLDER}" in capsys.readouterr().err

@@ -1,8 +1,10 @@
-"""The public reference, docs/api.md, has a table of arguments, results and errors wherever there is something to tell.
+"""The public reference, docs/api.md, has a table of arguments, results and errors wherever there is
+something to tell.
 
-What it lists are functions and classes; of a class also the public methods that the site shows. Who has two parameters
-or more names each of them under `Args`; who returns something has `Returns`; and whose own code raises an error of
-LEMA has `Raises`, with this error or one above it. Classes of settings describe each field where it stands, instead.
+What it lists are functions and classes; of a class also the public methods that the site shows. Who
+has two parameters or more names each of them under `Args`; who returns something has `Returns`; and
+whose own code raises an error of LEMA has `Raises`, with this error or one above it. Classes of
+settings describe each field where it stands, instead.
 """
 
 import ast
@@ -33,13 +35,17 @@ def listed(name: str) -> Any:
 
 
 def entries() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield the callables of the page: functions, constructors, and methods that are public and of the class itself."""
+    """Yield the callables of the page: functions, constructors, and methods that are public and
+    of the class itself.
+    """
     for name in NAMES:
         described = listed(name)
         if not isinstance(described, type):
             yield name, described
             continue
-        if "__init__" in vars(described) and not (is_dataclass(described) or issubclass(described, BaseModel | Enum)):
+        if "__init__" in vars(described) and not (
+            is_dataclass(described) or issubclass(described, BaseModel | Enum)
+        ):
             yield name, described
         if described is BackendContract:  # a class of tests, whose fixtures are their arguments
             continue
@@ -53,7 +59,9 @@ ENTRIES = dict(entries())
 
 
 def section(entry: Callable[..., Any], title: str) -> str:
-    """Return the lines of a section of its docstring, without their indentation; empty: there is none."""
+    """Return the lines of a section of its docstring, without their indentation; empty: there is
+    none.
+    """
     found = re.search(rf"^{title}:\n((?:(?: .*)?\n?)+)", inspect.getdoc(entry) or "", re.MULTILINE)
     return textwrap.dedent(found.group(1)) if found else ""
 
@@ -71,7 +79,11 @@ def raised(entry: Callable[..., Any]) -> set[str]:
     """Return the errors of LEMA that its own code raises."""
     code = entry.__init__ if isinstance(entry, type) else entry  # type: ignore[misc]
     tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
-    calls = [node.exc.func for node in ast.walk(tree) if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)]
+    calls = [
+        node.exc.func
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
+    ]
     return {call.id for call in calls if isinstance(call, ast.Name) and call.id in ERRORS}
 
 
@@ -80,21 +92,32 @@ def test_the_page_lists_them() -> None:
     assert len(ENTRIES) >= 60
 
 
-@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if len(parameters(entry)) >= 2])
+@pytest.mark.parametrize(
+    "name", [name for name, entry in ENTRIES.items() if len(parameters(entry)) >= 2]
+)
 def test_two_parameters_or_more_are_told(name: str) -> None:
     assert headings(section(ENTRIES[name], "Args")) == parameters(ENTRIES[name])
 
 
-@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if len(parameters(entry)) >= 2])
+@pytest.mark.parametrize(
+    "name", [name for name, entry in ENTRIES.items() if len(parameters(entry)) >= 2]
+)
 def test_what_is_returned_is_told(name: str) -> None:
     entry = ENTRIES[name]
-    returns = not isinstance(entry, type) and inspect.signature(entry).return_annotation not in (None, "None")
+    returns = not isinstance(entry, type) and inspect.signature(entry).return_annotation not in (
+        None,
+        "None",
+    )
     assert bool(section(entry, "Returns")) == returns
 
 
 @pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if raised(entry)])
 def test_errors_that_are_raised_are_told(name: str) -> None:
-    told = [ERRORS[heading] for heading in headings(section(ENTRIES[name], "Raises")) if heading in ERRORS]
+    told = [
+        ERRORS[heading]
+        for heading in headings(section(ENTRIES[name], "Raises"))
+        if heading in ERRORS
+    ]
     for error in raised(ENTRIES[name]):
         assert issubclass(ERRORS[error], tuple(told)), error
 

@@ -31,7 +31,9 @@ print(json.dumps({"gradient": gradient, "graphs": compiled.compilations, **found
 
 
 def started(cache: Path) -> dict[str, Any]:
-    """Run compiled layers in a process of its own, with a cache directory of a user; return what it counted."""
+    """Run compiled layers in a process of its own, with a cache directory of a user; return what
+    it counted.
+    """
     environment = {name: value for name, value in os.environ.items() if name != CACHE}
     environment |= {"XDG_CACHE_HOME": str(cache), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     environment["PYTHONPATH"] = ":".join(sys.path)

@@ -1,4 +1,6 @@
-"""Tensors on their way to the device: a buffer is used again only for a later step, and memory is locked rarely."""
+"""Tensors on their way to the device: a buffer is used again only for a later step, and memory
+is locked rarely.
+"""
 
 from __future__ import annotations
 

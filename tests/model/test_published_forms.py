@@ -1,4 +1,6 @@
-"""Weights as they are published train as they are: bitwise PEFT on the weights that transformers makes of them."""
+"""Weights as they are published train as they are: bitwise PEFT on the weights that transformers
+makes of them.
+"""
 
 import json
 from pathlib import Path
@@ -60,7 +62,9 @@ def test_two_steps_are_those_of_the_whole_model(form: str, tmp_path: Path) -> No
     model.initialize_lora()
     model.lora_manager.train()
     draw_b(model.lora_manager)
-    whole = get_peft_model(dequantized(published), model.lora_manager.peft_config["default"]).train()
+    whole = get_peft_model(
+        dequantized(published), model.lora_manager.peft_config["default"]
+    ).train()
     with torch.no_grad():
         for name, parameter in trained(whole).items():
             parameter.copy_(trained(model.lora_manager)[name])
@@ -71,7 +75,9 @@ def test_two_steps_are_those_of_the_whole_model(form: str, tmp_path: Path) -> No
         tokens = sum(int((targets_of(batch["labels"]) != -100).sum()) for batch in micro_batches())
         for batch in micro_batches():
             logits = whole(input_ids=batch["input_ids"], use_cache=False).logits.float()
-            summed = cross_entropy(logits.flatten(0, 1), targets_of(batch["labels"]).flatten(), reduction="sum")
+            summed = cross_entropy(
+                logits.flatten(0, 1), targets_of(batch["labels"]).flatten(), reduction="sum"
+            )
             (summed / tokens).backward()
             expected = expected + summed.detach() / tokens
         assert torch.equal(found.detach(), expected)
@@ -119,14 +125,23 @@ def test_int8_of_bitsandbytes_is_what_the_library_expands(tmp_path: Path) -> Non
         codes, scales, _ = functional.int8_vectorwise_quant(weights[name].half())
         expected[name] = functional.int8_vectorwise_dequant(codes, scales).to(torch.bfloat16)
         owner = name.removesuffix("weight")
-        weights |= {name: codes, f"{owner}SCB": scales, f"{owner}weight_format": torch.tensor(0, dtype=torch.uint8)}
+        weights |= {
+            name: codes,
+            f"{owner}SCB": scales,
+            f"{owner}weight_format": torch.tensor(0, dtype=torch.uint8),
+        }
     save_file(weights, published / "model.safetensors", {"format": "pt"})
     index = GlobalBinaryIndex(published)
     model = meta_model(read_config(published), torch.bfloat16)
     names = map_names(model, index)
     assert set(names.quantized) == expected.keys() and not names.unused
-    assert all(torch.equal(read_tensor(names.stored[name], torch.bfloat16), one) for name, one in expected.items())
+    assert all(
+        torch.equal(read_tensor(names.stored[name], torch.bfloat16), one)
+        for name, one in expected.items()
+    )
     weights |= {name: one + 1 for name, one in weights.items() if name.endswith("weight_format")}
     save_file(weights, published / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match="the parameter is stored in tiles, as bitsandbytes does for older devices"):
+    with pytest.raises(
+        ModelError, match="the parameter is stored in tiles, as bitsandbytes does for older devices"
+    ):
         map_names(model, GlobalBinaryIndex(published))

@@ -1,4 +1,6 @@
-"""Tensors of a model are where its weights are: no buffer, and none in another attribute, is left in host memory."""
+"""Tensors of a model are where its weights are: no buffer, and none in another attribute, is
+left in host memory.
+"""
 
 from typing import NamedTuple
 
@@ -61,7 +63,14 @@ def test_all_of_it_moves_and_what_is_one_stays_one() -> None:
     tables = model.inner.tables
     move_tensors(model, META)
     inner = model.inner
-    held = [inner.inv_freq, inner.weight, inner.slopes, tables[0], tables[1][0], inner.by_name["sin"]]
+    held = [
+        inner.inv_freq,
+        inner.weight,
+        inner.slopes,
+        tables[0],
+        tables[1][0],
+        inner.by_name["sin"],
+    ]
     assert all(one.is_meta for one in [*held, inner.by_name["pair"].first])
     assert inner.original_inv_freq is inner.inv_freq and model.same is inner.slopes
     assert (tables[1][1], inner.by_name["pair"].second) == ("cos", 7) and inner.tables is tables
@@ -76,5 +85,7 @@ def test_what_is_there_is_the_same_object() -> None:
 
 
 def test_the_bytes_of_a_plan_are_those_of_buffers_and_attributes() -> None:
-    nbytes = 4 * (4 + 2 + 1 + 2 + 5 + 1)  # inv_freq once, slopes once, and what is in lists and dicts
+    nbytes = 4 * (
+        4 + 2 + 1 + 2 + 5 + 1
+    )  # inv_freq once, slopes once, and what is in lists and dicts
     assert buffer_bytes(Model()) == nbytes

@@ -1,4 +1,6 @@
-"""A model is split only where that is exact: all that comes out of layers is followed to later ones and the head."""
+"""A model is split only where that is exact: all that comes out of layers is followed to later
+ones and the head.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +41,9 @@ class ToyConfig(PreTrainedConfig):
 
 
 class Layer(GradientCheckpointingLayer):
-    """Chooses one channel to add, or takes the choice of the layer below; writes where it is told to."""
+    """Chooses one channel to add, or takes the choice of the layer below; writes where it is
+    told to.
+    """
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -227,7 +231,9 @@ def test_layer_by_layer_gives_the_models_own_logits(walk: Walk) -> None:
 
 @pytest.mark.parametrize("capped", [False, True])
 def test_a_vocabulary_as_large_as_the_hidden_state_is_no_obstacle(capped: bool) -> None:
-    """The last layer's output has the shape of logits, and so have the products before they are capped."""
+    """The last layer's output has the shape of logits, and so have the products before they are
+    capped.
+    """
     torch.manual_seed(0)
     model = Toy(plain)
     head = nn.Linear(WIDTH, WIDTH)

@@ -1,4 +1,6 @@
-"""Stand-ins with the names and attributes of what runs only on a device: neuronx-distributed's layers, and `xm`."""
+"""Stand-ins with the names and attributes of what runs only on a device: neuronx-distributed's
+layers, and `xm`.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,7 +47,9 @@ class RowParallelLinear(BaseParallelLinear):
         self.input_is_parallel = True
         self.reduce_output = True
         self.stride = 1
-        self.weight = nn.Parameter(weight.chunk(comm.size, 1)[comm.rank].clone(), requires_grad=False)
+        self.weight = nn.Parameter(
+            weight.chunk(comm.size, 1)[comm.rank].clone(), requires_grad=False
+        )
         self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,7 +59,9 @@ class RowParallelLinear(BaseParallelLinear):
 class GQAQKVColumnParallelLinear(BaseParallelLinear):
     """With the three weights apart, or in one, `weight_qkv`."""
 
-    def __init__(self, weights: list[Tensor], comm: Comm, *, copies: int = 1, fused: bool = False) -> None:
+    def __init__(
+        self, weights: list[Tensor], comm: Comm, *, copies: int = 1, fused: bool = False
+    ) -> None:
         super().__init__(weights[0].shape[1], comm)
         self.output_sizes = [len(weights[0]), len(weights[1])]
         self.gather_output = False
@@ -88,18 +94,24 @@ class ParallelEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         here = ids - self.comm.rank * len(self.weight)
         mine = (here >= 0) & (here < len(self.weight))
-        return self.comm.all_reduce(self.weight[here.clamp(0, len(self.weight) - 1)] * mine.unsqueeze(-1))
+        return self.comm.all_reduce(
+            self.weight[here.clamp(0, len(self.weight) - 1)] * mine.unsqueeze(-1)
+        )
 
 
 @dataclass
 class RecordedXm:
-    """`torch_xla.core.xla_model` that keeps what it is asked, and answers with tensors of the right shape."""
+    """`torch_xla.core.xla_model` that keeps what it is asked, and answers with tensors of the
+    right shape.
+    """
 
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     REDUCE_SUM = "sum"
 
     def all_reduce(self, kind: str, inputs: Tensor, *, groups: Any, pin_layout: bool) -> Tensor:
-        self.calls.append(("all_reduce", {"groups": groups, "pin_layout": pin_layout, "kind": kind}))
+        self.calls.append(
+            ("all_reduce", {"groups": groups, "pin_layout": pin_layout, "kind": kind})
+        )
         return inputs * len(groups[0])
 
     def all_gather(self, value: Tensor, *, dim: int, groups: Any, pin_layout: bool) -> Tensor:
@@ -119,7 +131,10 @@ class RecordedXm:
     ) -> Tensor:
         assert scale == 1.0
         self.calls.append(
-            ("reduce_scatter", {"groups": groups, "pin_layout": pin_layout, "kind": kind, "dim": scatter_dim})
+            (
+                "reduce_scatter",
+                {"groups": groups, "pin_layout": pin_layout, "kind": kind, "dim": scatter_dim},
+            )
         )
         return value.chunk(shard_count, scatter_dim)[0] * shard_count
 

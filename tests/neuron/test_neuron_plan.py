@@ -1,4 +1,6 @@
-"""A plan for processes that hold the model together: each one's part, told by one process that is alone."""
+"""A plan for processes that hold the model together: each one's part, told by one process that
+is alone.
+"""
 
 import json
 import math
@@ -37,7 +39,9 @@ WIDE = {**SHAPE, "hidden_size": 512, "intermediate_size": 1408, "num_key_value_h
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_hollow(tmp_path_factory.mktemp("hollow") / "model", LlamaConfig(**WIDE), torch.bfloat16)
+    return write_hollow(
+        tmp_path_factory.mktemp("hollow") / "model", LlamaConfig(**WIDE), torch.bfloat16
+    )
 
 
 def planned(base: Path, **settings: Any) -> tuple[dict[str, int], Allocation, Blueprint]:
@@ -59,7 +63,8 @@ def test_a_core_holds_its_part_of_the_layers_and_of_the_words(base: Path) -> Non
     hidden = 512
     inner = 1408
     kv = 2 * 64
-    cut = 2 * 8 * (2 * hidden * hidden + 3 * hidden * inner)  # bytes of what each of four has a quarter of
+    # bytes of what each of four has a quarter of
+    cut = 2 * 8 * (2 * hidden * hidden + 3 * hidden * inner)
     keys = 2 * 8 * 2 * kv * hidden  # and of what has two heads: half, in one copy of two
     norms = weights(one) - cut - keys
     assert 0 < norms < 0.01 * cut
@@ -70,7 +75,10 @@ def test_a_core_holds_its_part_of_the_layers_and_of_the_words(base: Path) -> Non
     assert 0 <= one["outside"] - (SHAPE["vocab_size"] * words + norm) < pages
     assert 0 <= four["outside"] - (-(-SHAPE["vocab_size"] // 4) * words + norm) < pages
     assert four["adapters"] < 0.7 * one["adapters"]
-    assert (part.adapter_parameters, part.stored_bytes) == (whole.adapter_parameters, whole.stored_bytes)
+    assert (part.adapter_parameters, part.stored_bytes) == (
+        whole.adapter_parameters,
+        whole.stored_bytes,
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,7 +95,9 @@ def test_a_core_holds_its_part_of_the_layers_and_of_the_words(base: Path) -> Non
 def test_what_trains_is_adapted_or_asked_for_is_whole_on_every_core(
     base: Path, settings: dict[str, Any], embeddings: int, head: int, why: str
 ) -> None:
-    blueprint = draw_up(LemaConfig(str(base), device="neuron", **settings), parallel=Division(StandIn(0, 4)))
+    blueprint = draw_up(
+        LemaConfig(str(base), device="neuron", **settings), parallel=Division(StandIn(0, 4))
+    )
     words = 512 * 2
     pages = 3 * 4096
     assert 0 <= blueprint.outside_bytes - ((embeddings + head) * words + words) < pages
@@ -98,7 +108,9 @@ def test_what_trains_is_adapted_or_asked_for_is_whole_on_every_core(
 
 @pytest.mark.slow
 def test_what_waits_between_layers_is_divided_where_tokens_are(base: Path) -> None:
-    whole, shared = (planned(base, tensor_parallel_size=4, sequence_parallel=one)[0] for one in (False, True))
+    whole, shared = (
+        planned(base, tensor_parallel_size=4, sequence_parallel=one)[0] for one in (False, True)
+    )
     assert shared["boundaries"] <= whole["boundaries"] / 3.9
     assert weights(shared) == weights(whole)
 
@@ -116,17 +128,25 @@ def test_layers_stay_on_the_device_unasked_as_far_as_its_memory_goes(base: Path)
 def test_what_a_layer_its_words_and_its_gradients_exchange_is_what_rings_send(
     base: Path, size: int, sequence: bool
 ) -> None:
-    settings: dict[str, Any] = {"max_length": 64, "batch_size": 4, "lora_rank": 4, "gradient_checkpointing": True}
+    settings: dict[str, Any] = {
+        "max_length": 64,
+        "batch_size": 4,
+        "lora_rank": 4,
+        "gradient_checkpointing": True,
+    }
     settings |= {"tensor_parallel_size": size, "sequence_parallel": sequence}
-    config = LemaConfig(str(base), device="neuron", lora_target_modules=["q_proj", "down_proj"], **settings)
+    config = LemaConfig(
+        str(base), device="neuron", lora_target_modules=["q_proj", "down_proj"], **settings
+    )
     planner = planner_of(config, profile("trn1"))
     work = planner.workload
     tokens = 4 * 64
     hidden = 512
     assert work is not None and planner.timings is not None
     state = tokens * hidden
-    # A ring of T processes sends of n bytes (T - 1) / T n to scatter a sum, as many to gather, and both in a sum.
-    # Layers are in bfloat16. Of a block, the output is summed in fp32; of down_proj's adapter, what A makes.
+    # A ring of T processes sends of n bytes (T - 1) / T n to scatter a sum, as many to gather, and
+    # both in a sum. Layers are in bfloat16. Of a block, the output is summed in fp32; of
+    # down_proj's adapter, what A makes.
     ring = (size - 1) / size
     ends = 2 * state * 4
     entries = 2 * state * 2
@@ -140,24 +160,46 @@ def test_what_a_layer_its_words_and_its_gradients_exchange_is_what_rings_send(
     words = int(2 * ring * state * 2)
     statistics = (size - 1) * tokens * 3 * 4
     assert work.entered == Exchange(1, words)
-    assert work.head.exchange == Exchange(2 + sequence, words + statistics + int(ring * state * 2) * sequence)
-    factors = 4 * hidden * (1 + sequence)  # A of q_proj, [4, hidden]; B of down_proj has seen its tokens alone
+    assert work.head.exchange == Exchange(
+        2 + sequence, words + statistics + int(ring * state * 2) * sequence
+    )
+    # A of q_proj, [4, hidden]; B of down_proj has seen its tokens alone
+    factors = 4 * hidden * (1 + sequence)
     assert work.works[0].reduced == Exchange(1, int(2 * ring * factors * 4))
     # In the seconds each collective counts.
     machine = planner.machine_state.machine
-    silent = by_arithmetic(work, planner.blueprint.layers, replace(machine, exchange=math.inf, latency=0.0), 2)
-    waits = [each.nbytes / machine.exchange + each.count * machine.latency for each in (forward, again, backward)]
+    silent = by_arithmetic(
+        work, planner.blueprint.layers, replace(machine, exchange=math.inf, latency=0.0), 2
+    )
+    waits = [
+        each.nbytes / machine.exchange + each.count * machine.latency
+        for each in (forward, again, backward)
+    ]
     (alone,), (layer,) = silent.layers, planner.timings.layers
-    found = layer.forward - alone.forward, layer.recompute - alone.recompute, layer.backward - alone.backward
+    found = (
+        layer.forward - alone.forward,
+        layer.recompute - alone.recompute,
+        layer.backward - alone.backward,
+    )
     assert found == pytest.approx(waits) and min(waits) > 1e-4
-    assert planner.timings.head - silent.head == pytest.approx(machine.exchanging(work.head.exchange))
+    assert planner.timings.head - silent.head == pytest.approx(
+        machine.exchanging(work.head.exchange)
+    )
     assert planner.timings.prelude == machine.exchanging(work.entered) > silent.prelude == 0
-    assert planner.timings.optimizer == pytest.approx(machine.latency + 8 * (2 * ring * factors * 4) / machine.exchange)
+    assert planner.timings.optimizer == pytest.approx(
+        machine.latency + 8 * (2 * ring * factors * 4) / machine.exchange
+    )
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tokens", "sequence"])
-def test_a_layer_that_is_another_than_those_below_is_planned_where_it_is_the_last(base: Path, sequence: bool) -> None:
-    settings = {"tensor_parallel_size": 2, "sequence_parallel": sequence, "lora_layers_to_transform": [7]}
+def test_a_layer_that_is_another_than_those_below_is_planned_where_it_is_the_last(
+    base: Path, sequence: bool
+) -> None:
+    settings = {
+        "tensor_parallel_size": 2,
+        "sequence_parallel": sequence,
+        "lora_layers_to_transform": [7],
+    }
     config = LemaConfig(str(base), device="neuron", max_length=16, batch_size=2, **settings)
     assert planner_of(config, profile("trn1")).workload.kinds == (0,) * 7 + (1,)  # type: ignore[union-attr]
 
@@ -175,16 +217,27 @@ LAYERS = Demand(tuple(LayerCost(GB, GB, GB) for _ in range(20)), outside_bytes=G
         (0.2, {}, 0),  # not even streaming fits: it is tried all the same
     ],
 )
-def test_unasked_only_so_much_of_the_device_is_filled(kept: float, changes: dict[str, Any], stay: int) -> None:
+def test_unasked_only_so_much_of_the_device_is_filled(
+    kept: float, changes: dict[str, Any], stay: int
+) -> None:
     config = LemaConfig("model", device="cpu", gradient_checkpointing=True, **changes)
-    found = allocated(config, LAYERS, Speeds(1.0, 10.0), 16 * GB, 64 * GB, 64 * GB, resident_fraction=kept)
-    assert (len(found.residents), found.slots, found.saved, found.boundaries) == (stay, 3, frozenset(), "device")
+    found = allocated(
+        config, LAYERS, Speeds(1.0, 10.0), 16 * GB, 64 * GB, 64 * GB, resident_fraction=kept
+    )
+    assert (len(found.residents), found.slots, found.saved, found.boundaries) == (
+        stay,
+        3,
+        frozenset(),
+        "device",
+    )
 
 
 def test_where_the_device_is_the_host_its_processes_share_what_is_free() -> None:
     config = LemaConfig("model", device="cpu", gradient_checkpointing=True)
     shared = Demand(LAYERS.layers, outside_bytes=GB, shared=True, processes=2)
-    found = allocated(config, shared, Speeds(1.0), 64 * GB, 64 * GB, 32 * GB, resident_fraction=0.75)
+    found = allocated(
+        config, shared, Speeds(1.0), 64 * GB, 64 * GB, 32 * GB, resident_fraction=0.75
+    )
     assert len(found.residents) == 8
 
 
@@ -220,7 +273,9 @@ class Beside:
         return getattr(self._backend, name)
 
 
-def test_a_number_of_processes_that_does_not_divide_the_model_is_refused_by_the_plan(base: Path) -> None:
+def test_a_number_of_processes_that_does_not_divide_the_model_is_refused_by_the_plan(
+    base: Path,
+) -> None:
     with pytest.raises(ConfigError, match="q_proj"):
         planned(base, tensor_parallel_size=3)
     with pytest.raises(ConfigError, match="whole layers"):
@@ -232,8 +287,18 @@ def test_this_machine_is_measured_for_one_of_several_processes(
     base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.yaml"
-    settings = {"device": "neuron", "neuron_runtime": "emulated", "tensor_parallel_size": 2, "sequence_parallel": True}
-    settings |= {"model_name_or_path": str(base), "max_length": 32, "pad_to_multiple_of": 16, "batch_size": 2}
+    settings = {
+        "device": "neuron",
+        "neuron_runtime": "emulated",
+        "tensor_parallel_size": 2,
+        "sequence_parallel": True,
+    }
+    settings |= {
+        "model_name_or_path": str(base),
+        "max_length": 32,
+        "pad_to_multiple_of": 16,
+        "batch_size": 2,
+    }
     file.write_text(json.dumps(settings))
     assert run(app, ["plan", str(file), "--json"]) == 0
     plan = json.loads(capfd.readouterr().out)

@@ -1,4 +1,6 @@
-"""The native runtime, on stand-ins for torch's streams and for `torch.neuron`: order of calls, and of copies."""
+"""The native runtime, on stand-ins for torch's streams and for `torch.neuron`: order of calls,
+and of copies.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ class FakeNeuron:
         return 0
 
     def __getattr__(self, name: str) -> Any:
-        answers = {"memory_allocated": 3, "max_memory_allocated": 5, "mem_get_info": (4, 9), "get_rng_state": "state"}
+        answers = {
+            "memory_allocated": 3,
+            "max_memory_allocated": 5,
+            "mem_get_info": (4, 9),
+            "get_rng_state": "state",
+        }
 
         def call(*given: Any) -> Any:
             self.log.append((name, *given))

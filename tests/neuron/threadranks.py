@@ -1,4 +1,6 @@
-"""A group whose ranks are threads of this process: for what a few tensors show, without starting processes."""
+"""A group whose ranks are threads of this process: for what a few tensors show, without starting
+processes.
+"""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +16,9 @@ PATIENCE = 30.0  # seconds, for a rank that failed alone
 
 
 class Threads:
-    """One rank's view of the group; what the ranks hand each other lies in a list that they share."""
+    """One rank's view of the group; what the ranks hand each other lies in a list that they
+    share.
+    """
 
     def __init__(self, rank: int, size: int, between: list[Any], barrier: Barrier) -> None:
         self.rank = rank

@@ -1,4 +1,6 @@
-"""Two processes of trainers that wrap the model in DistributedDataParallel: streamed, and whole with PEFT."""
+"""Two processes of trainers that wrap the model in DistributedDataParallel: streamed, and whole
+with PEFT.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,16 @@ from trlruns import recomputing, save
 # What each kind of trainer is given: its arguments, and how the model is opened.
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "trainer": ({"gradient_accumulation_steps": 2}, {}),
-    "sft": ({"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "evaluated": 6}, {}),
+    "sft": (
+        {
+            "save_strategy": "steps",
+            "save_steps": 2,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "evaluated": 6,
+        },
+        {},
+    ),
     "dpo": (recomputing(False), {"gradient_checkpointing": False}),
     "kto": ({}, {}),
     "grpo": ({"num_generations": 4, "max_completion_length": 4, "beta": 0.1}, {}),
@@ -81,7 +92,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of the two processes has found."""
     place = save("llama", tmp_path_factory.mktemp("processes"))
     (place / "work.py").write_text(WORK)
-    here = {"PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[1]}:{Path(__file__).parents[2]}"}
+    here = {
+        "PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[1]}:{Path(__file__).parents[2]}"
+    }
     done = run_processes([str(place / "work.py"), str(place)], 2, timeout=500, env=here)
     assert done.returncode == 0, done.stderr[-12000:]
     return [torch.load(place / f"found-{rank}.pt") for rank in range(2)]
@@ -94,14 +107,18 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_two_processes_are_two_processes_with_the_whole_model(found: list[dict[str, Any]], kind: str) -> None:
+def test_two_processes_are_two_processes_with_the_whole_model(
+    found: list[dict[str, Any]], kind: str
+) -> None:
     for one in found:
         whole = one[f"{kind} whole"]
         streamed = one[f"{kind} streamed"]
         assert whole[:2] == streamed[:2]
         assert len(whole[1]) == (2 if kind == "sft" else 0)
         assert_equal(whole[2], streamed[2])
-    assert found[0][f"{kind} streamed"][0] != found[1][f"{kind} streamed"][0]  # each has rows of its own
+    assert (
+        found[0][f"{kind} streamed"][0] != found[1][f"{kind} streamed"][0]
+    )  # each has rows of its own
     assert_equal(found[0][f"{kind} streamed"][2], found[1][f"{kind} streamed"][2])
 
 

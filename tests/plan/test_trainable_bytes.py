@@ -8,8 +8,17 @@ from lema.plan.trainable_bytes import masters_in_files, trainable_bytes
 
 
 def test_twelve_bytes_a_parameter_beside_what_streams() -> None:
-    half, single = (trainable_bytes([("a", 7, dtype), ("b", 3, dtype)]) for dtype in (torch.bfloat16, torch.float32))
-    assert (half.count, half.nbytes, half.masters, half.moments, half.largest) == (10, 20, 40, 80, 14)
+    half, single = (
+        trainable_bytes([("a", 7, dtype), ("b", 3, dtype)])
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert (half.count, half.nbytes, half.masters, half.moments, half.largest) == (
+        10,
+        20,
+        40,
+        80,
+        14,
+    )
     assert (single.nbytes, single.masters, single.moments) == (40, 0, 80)
     assert (half.movable(clipped=False), half.movable(clipped=True)) == (120, 140)
     assert (single.movable(clipped=False), single.movable(clipped=True)) == (80, 120)
@@ -19,9 +28,20 @@ def test_twelve_bytes_a_parameter_beside_what_streams() -> None:
 
 @pytest.mark.parametrize(
     ("limit", "expected"),
-    [(1000, set()), (160, set()), (159, {0}), (141, {0}), (140, {0}), (139, {0, 1}), (100, {0, 1, 4}), (1e9, set())],
+    [
+        (1000, set()),
+        (160, set()),
+        (159, {0}),
+        (141, {0}),
+        (140, {0}),
+        (139, {0, 1}),
+        (100, {0, 1, 4}),
+        (1e9, set()),
+    ],
 )
-def test_as_few_layers_as_will_do_go_to_files_the_lowest_first(limit: int, expected: set[int]) -> None:
+def test_as_few_layers_as_will_do_go_to_files_the_lowest_first(
+    limit: int, expected: set[int]
+) -> None:
     assert masters_in_files({0: 20, 1: 30, 4: 10}, 100, int(limit)) == expected
 
 

@@ -1,4 +1,6 @@
-"""Which place is refilled: an empty one, else the one wanted last, never one that is wanted sooner or on lease."""
+"""Which place is refilled: an empty one, else the one wanted last, never one that is wanted
+sooner or on lease.
+"""
 
 import math
 
@@ -17,7 +19,9 @@ def announced(layers: list[int]) -> Order:
 
 
 @given(st.lists(LAYER, max_size=20), st.lists(LAYER, max_size=20), st.integers(0, 20))
-def test_an_order_knows_when_each_layer_is_wanted_next(first: list[int], second: list[int], begun: int) -> None:
+def test_an_order_knows_when_each_layer_is_wanted_next(
+    first: list[int], second: list[int], begun: int
+) -> None:
     order = announced(first)
     order.extend(second)
     whole = first + second
@@ -33,12 +37,18 @@ def test_an_order_knows_when_each_layer_is_wanted_next(first: list[int], second:
 
 
 @given(st.lists(LAYER, max_size=20), st.integers(0, 5), st.lists(LAYER, min_size=1, max_size=9))
-def test_what_was_announced_before_is_forgotten(before: list[int], begun: int, after: list[int]) -> None:
+def test_what_was_announced_before_is_forgotten(
+    before: list[int], begun: int, after: list[int]
+) -> None:
     order = announced(before)
     for _ in range(min(begun, len(before))):
         order.begin()
     order.clear()
-    assert len(order) == 0 and order.first is None and all(order.next_use(layer) == math.inf for layer in range(8))
+    assert (
+        len(order) == 0
+        and order.first is None
+        and all(order.next_use(layer) == math.inf for layer in range(8))
+    )
     order.extend(after)
     assert [layer for _, layer in order] == after
     numbers = {layer: number for number, layer in reversed(list(order))}
@@ -47,7 +57,11 @@ def test_what_was_announced_before_is_forgotten(before: list[int], begun: int, a
 
 @given(
     st.lists(LAYER, min_size=1, max_size=20),
-    st.lists(st.one_of(st.none(), LAYER), max_size=5, unique_by=lambda layer: object() if layer is None else layer),
+    st.lists(
+        st.one_of(st.none(), LAYER),
+        max_size=5,
+        unique_by=lambda layer: object() if layer is None else layer,
+    ),
     st.sets(LAYER),
     st.data(),
 )
@@ -58,7 +72,10 @@ def test_the_place_refilled_is_the_one_wanted_last(
     number = data.draw(st.integers(0, len(layers) - 1))
     chosen = index_to_refill(places, order, number, held)
     free = [place for place, layer in enumerate(places) if layer not in held]
-    uses = {place: math.inf if places[place] is None else order.next_use(places[place]) for place in free}
+    uses = {
+        place: math.inf if places[place] is None else order.next_use(places[place])
+        for place in free
+    }
     if chosen is None:
         assert all(use <= number for use in uses.values())
         return

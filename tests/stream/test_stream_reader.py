@@ -1,4 +1,6 @@
-"""The reader: the right bytes by whatever way the file system allows, every failure carried to whoever waits."""
+"""The reader: the right bytes by whatever way the file system allows, every failure carried to
+whoever waits.
+"""
 
 import errno
 import gc
@@ -48,8 +50,12 @@ def descriptors_of(file: Path) -> int:
 
 def test_layers_under_way_together_do_not_mix(stored: Stored, reader: LayerReader) -> None:
     buffers = [buffer_for(layer) for layer in stored.layers]
-    tickets = [reader.submit(layer, buffer) for layer, buffer in zip(stored.layers, buffers, strict=True)]
-    for ticket, layer, buffer, expected in zip(tickets, stored.layers, buffers, stored.contents, strict=True):
+    tickets = [
+        reader.submit(layer, buffer) for layer, buffer in zip(stored.layers, buffers, strict=True)
+    ]
+    for ticket, layer, buffer, expected in zip(
+        tickets, stored.layers, buffers, stored.contents, strict=True
+    ):
         ticket.wait()
         assert ticket.done() and ticket.failed() is None
         assert same(views(buffer, layer), expected)
@@ -84,7 +90,9 @@ def test_closing_closes_every_file(stored: Stored, reader: LayerReader) -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 1, PAGE - 1, PAGE, PAGE + 100])
-def test_a_file_cut_short_after_it_was_opened_is_named(tmp_path: Path, reader: LayerReader, kept: int) -> None:
+def test_a_file_cut_short_after_it_was_opened_is_named(
+    tmp_path: Path, reader: LayerReader, kept: int
+) -> None:
     stored = write_layers(tmp_path, 4)
     reader.submit(stored.layers[0], buffer_for(stored.layers[0])).wait()
     end = stored.layers[2].runs[0].offset
@@ -109,7 +117,9 @@ def test_a_cast_from_a_file_cut_short_is_named_too(tmp_path: Path, reader: Layer
     assert caught.value.where == str(file)
 
 
-def test_a_missing_file_is_named_and_the_reader_goes_on(stored: Stored, reader: LayerReader, tmp_path: Path) -> None:
+def test_a_missing_file_is_named_and_the_reader_goes_on(
+    stored: Stored, reader: LayerReader, tmp_path: Path
+) -> None:
     gone = tmp_path / "gone.bin"
     layer = lay_out_tensors({"w": (TensorRecord("w", gone, 0, 400, "F32", (100,)), torch.float32)})
     with pytest.raises(ReadError, match="No such file") as caught:
@@ -123,7 +133,9 @@ def test_a_missing_file_is_named_and_the_reader_goes_on(stored: Stored, reader: 
 
 def test_a_failing_device_is_named(tmp_path: Path, reader: LayerReader) -> None:
     """A directory opens, but does not read."""
-    layer = lay_out_tensors({"w": (TensorRecord("w", tmp_path, 0, 400, "F32", (100,)), torch.float32)})
+    layer = lay_out_tensors(
+        {"w": (TensorRecord("w", tmp_path, 0, 400, "F32", (100,)), torch.float32)}
+    )
     with pytest.raises(ReadError) as caught:
         reader.submit(layer, buffer_for(layer)).wait()
     assert isinstance(caught.value.__cause__, OSError)
@@ -150,7 +162,9 @@ def test_no_byte_is_read_before_the_buffer_may_be_overwritten(stored: Stored, th
     reader.close()
 
 
-def test_a_buffer_that_never_becomes_free_is_left_alone(stored: Stored, reader: LayerReader) -> None:
+def test_a_buffer_that_never_becomes_free_is_left_alone(
+    stored: Stored, reader: LayerReader
+) -> None:
     def refuse() -> None:
         raise RuntimeError("the device is gone")
 

@@ -1,5 +1,5 @@
-"""Sharded streams: whatever each process does when, all gather the same layers in the same order, and a lease holds its
-layer; each process reads and uploads its part of the bytes, and no more."""
+"""Sharded streams: whatever each process does when, all gather the same layers in the same order,
+and a lease holds its layer; each process reads and uploads its part of the bytes, and no more."""
 
 from __future__ import annotations
 
@@ -59,7 +59,14 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
             data += bytes(12 if name == "alone" else 0)
             raw = raw_bytes(tensor)
             records[name] = (
-                TensorRecord(f"{index}.{name}", file, len(data), len(raw), STORED[tensor.dtype], tuple(tensor.shape)),
+                TensorRecord(
+                    f"{index}.{name}",
+                    file,
+                    len(data),
+                    len(raw),
+                    STORED[tensor.dtype],
+                    tuple(tensor.shape),
+                ),
                 torch.bfloat16 if name == "cast" else tensor.dtype,
             )
             data += raw
@@ -87,7 +94,9 @@ def test_the_parts_of_a_layer_are_the_layer(stored: Stored, index: int, size: in
 
 
 class Board:
-    """What several processes, threads here, have sent: the n-th gathering of each to the n-th of all others."""
+    """What several processes, threads here, have sent: the n-th gathering of each to the n-th of
+    all others.
+    """
 
     PATIENCE = 30  # seconds, after which a process that waits for ever is an error
 
@@ -122,7 +131,9 @@ class Board:
 class Replica(Alone):
     """One of several processes, which sends its part at once, or as late as may be."""
 
-    def __init__(self, board: Board, rank: int, seed: int, *, machine: dict[int, Tensor] | None = None) -> None:
+    def __init__(
+        self, board: Board, rank: int, seed: int, *, machine: dict[int, Tensor] | None = None
+    ) -> None:
         self.board = board
         self.rank = rank
         self.size = board.size
@@ -267,7 +278,9 @@ def test_a_lease_holds_its_layer_in_every_process(
     host_cached: set[int],
     poison: bool,
 ) -> None:
-    """Reads end at other times in each process; were the n-th gathering not one layer's in all, bytes would be off."""
+    """Reads end at other times in each process; were the n-th gathering not one layer's in all,
+    bytes would be off.
+    """
     board = Board(size)
 
     def work(replica: Replica) -> int:
@@ -290,10 +303,17 @@ def test_a_lease_holds_its_layer_in_every_process(
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("poison", [False, True])
-@pytest.mark.parametrize(("depth", "residents", "host_cached"), [(1, (), ()), (2, (1, 4), (0, 3)), (3, (), range(6))])
+@pytest.mark.parametrize(
+    ("depth", "residents", "host_cached"), [(1, (), ()), (2, (1, 4), (0, 3)), (3, (), range(6))]
+)
 @pytest.mark.parametrize("size", [2, 4])
 def test_each_process_moves_its_part_of_the_bytes(
-    stored: Stored, size: int, depth: int, residents: tuple[int, ...], host_cached: Collection[int], poison: bool
+    stored: Stored,
+    size: int,
+    depth: int,
+    residents: tuple[int, ...],
+    host_cached: Collection[int],
+    poison: bool,
 ) -> None:
     order = training_order(NUM_LAYERS)
     passes = 3
@@ -315,7 +335,9 @@ def test_each_process_moves_its_part_of_the_bytes(
         parts = [part for part, _ in shares]
         assert counters.bytes_uploaded == sum(shares[layer][1] for layer in uploaded)
         assert counters.bytes_read == sum(parts[layer].read_bytes for layer in [*read, *once])
-        assert stream.slot_bytes == max(parts[layer].nbytes for layer in range(NUM_LAYERS) if layer not in held)
+        assert stream.slot_bytes == max(
+            parts[layer].nbytes for layer in range(NUM_LAYERS) if layer not in held
+        )
         assert all(one.numel() == parts[layer].nbytes for layer, one in stream._host.items())
         stream.close()
         return counters
@@ -323,7 +345,9 @@ def test_each_process_moves_its_part_of_the_bytes(
     padded = [part_bytes(layer.nbytes, size) for layer in stored.layers]
     found = run_ranks(work, Board(size))
     assert {one.leases for one in found} == {len(whole)}
-    assert {one.bytes_gathered for one in found} == {sum((size - 1) * padded[layer] for layer in gathered)}
+    assert {one.bytes_gathered for one in found} == {
+        sum((size - 1) * padded[layer] for layer in gathered)
+    }
     unsharded = sum(stored.layers[layer].read_bytes for layer in [*read, *once])
     assert sum(one.bytes_read for one in found) == unsharded  # nobody reads what another reads
 
@@ -381,7 +405,9 @@ def test_after_a_cancel_reading_begins_with_what_is_announced(stored: Stored) ->
         process.cancel(None)
         before = len(reader.tickets)
         process.announce([1, 0, 5, 4])
-        asked = [share_of(stored.layers[layer], replica.rank, 2, packed=True)[0] for layer in (5, 4)]
+        asked = [
+            share_of(stored.layers[layer], replica.rank, 2, packed=True)[0] for layer in (5, 4)
+        ]
         assert [layer for layer, _, _ in reader.tickets[before:]] == asked
         process.follow(4)
         stream.close()
@@ -431,7 +457,9 @@ class BrokenReader(LayerReader):
 
 @pytest.mark.parametrize("poison", [False, True])
 def test_the_processes_of_a_machine_keep_one_copy(stored: Stored, poison: bool) -> None:
-    """Each reads its share into memory that all have; nothing else is read, and each finds all layers there."""
+    """Each reads its share into memory that all have; nothing else is read, and each finds all
+    layers there.
+    """
     cached = (0, 1, 3, 4, 5)
     size = 2
     machine: dict[int, Tensor] = {}
@@ -448,7 +476,9 @@ def test_the_processes_of_a_machine_keep_one_copy(stored: Stored, poison: bool) 
         return read, places
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lema.stream.preload.read_only", lambda _: None)  # other threads here have the same mapping
+        patch.setattr(
+            "lema.stream.preload.read_only", lambda _: None
+        )  # other threads here have the same mapping
         (read, places), (others, other_places) = run_ranks(work, Board(size), machine=machine)
     assert places == other_places and len(machine) == 1
     assert all(place % PAGE == 0 for place in places.values())

@@ -1,4 +1,6 @@
-"""Tickets and the threads that do their parts: each once, behind its gate, and nothing is lost when one fails."""
+"""Tickets and the threads that do their parts: each once, behind its gate, and nothing is lost
+when one fails.
+"""
 
 import gc
 import subprocess
@@ -26,7 +28,9 @@ def fail() -> None:
     raise OSError("the disk is gone")
 
 
-def run(workers: Workers, *parts: Callable[[], None], gate: Callable[[], None] | None = None) -> Ticket:
+def run(
+    workers: Workers, *parts: Callable[[], None], gate: Callable[[], None] | None = None
+) -> Ticket:
     ticket = Ticket(parts, gate)
     workers.submit(ticket)
     return ticket
@@ -71,7 +75,10 @@ def test_the_oldest_ticket_is_done_first() -> None:
     free = threading.Event()
     order = list[int]()
     run(workers, free.wait)
-    tickets = [run(workers, lambda n=number: order.append(n), lambda n=number: order.append(n)) for number in range(9)]
+    tickets = [
+        run(workers, lambda n=number: order.append(n), lambda n=number: order.append(n))
+        for number in range(9)
+    ]
     free.set()
     for ticket in tickets:
         ticket.wait()
@@ -82,7 +89,9 @@ def test_the_oldest_ticket_is_done_first() -> None:
 def test_gates_that_stay_shut_leave_threads_for_what_needs_none() -> None:
     workers = Workers(2, "test-worker")
     free = threading.Event()
-    waiting = [run(workers, lambda: None, gate=free.wait) for _ in range(5)]  # more gates than threads
+    waiting = [
+        run(workers, lambda: None, gate=free.wait) for _ in range(5)
+    ]  # more gates than threads
     run(workers, lambda: None).wait()
     assert not any(ticket.done() for ticket in waiting)
     free.set()
@@ -224,5 +233,7 @@ workers = Workers(2, "test-worker")
 workers.submit(Ticket([part]))
 begun.wait()
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=240)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=240
+    )
     assert ended.stdout == "whole\n" and ended.stderr == ""

@@ -15,7 +15,9 @@ WRITE = checkpoint.save_file
 
 
 class Disk(TrainerCallback):
-    """A disk that is full from the beginning of some steps to that of the next; notes what callbacks are told."""
+    """A disk that is full from the beginning of some steps to that of the next; notes what
+    callbacks are told.
+    """
 
     def __init__(self, *full: int) -> None:
         self.full = full

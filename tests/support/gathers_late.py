@@ -1,4 +1,6 @@
-"""Run by `torchrun`: replicas gather from each other on devices whose copies come late. Says `gathered` when right."""
+"""Run by `torchrun`: replicas gather from each other on devices whose copies come late. Says
+`gathered` when right.
+"""
 
 import torch
 from latedevice import LateDevice

@@ -95,7 +95,9 @@ class Kept:
 
 
 class ThroughBuffers(FakeStore):
-    """A disk, as far as order goes: what has landed is taken out of its buffer, which is used again at once."""
+    """A disk, as far as order goes: what has landed is taken out of its buffer, which is used
+    again at once.
+    """
 
     def __init__(self, device: FakeDevice, chance: Random) -> None:
         super().__init__(device, chance)

@@ -1,8 +1,9 @@
-"""A command line that is sent a signal as it comes to a function: `python interrupted.py SIGINT PLACE STUCK lema ...`.
+"""A command line that is sent a signal as it comes to a function: `python interrupted.py SIGINT
+PLACE STUCK lema ...`.
 
-PLACE is `module:name`. The signal goes to the command's process, also where the function is called in a worker of it.
-With STUCK "1" the function then never returns, within a library, where Python raises nothing. With AGAIN in the
-environment the signal comes a second time, so many seconds later.
+PLACE is `module:name`. The signal goes to the command's process, also where the function is called
+in a worker of it. With STUCK "1" the function then never returns, within a library, where Python
+raises nothing. With AGAIN in the environment the signal comes a second time, so many seconds later.
 """
 
 import ctypes

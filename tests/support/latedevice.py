@@ -1,6 +1,7 @@
 """The CUDA backend's slots, downloads and host memory on a machine without such a device.
 
-Torch computes on the CPU, at once; what is copied is copied late, as late as events allow or when chance will have it.
+Torch computes on the CPU, at once; what is copied is copied late, as late as events allow or when
+chance will have it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from lema_cpu import CpuBackend
 
 
 class AtOnce:
-    """A queue whose work is done when it has been queued: what it waits for must be done by then."""
+    """A queue whose work is done when it has been queued: what it waits for must be done by
+    then.
+    """
 
     def __init__(self, device: FakeDevice) -> None:
         self.device = device
@@ -71,7 +74,9 @@ class LateDevice(CpuBackend):
         return self._host.buffer(nbytes, memory)
 
     def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
-        pieces = [torch.full((nbytes,), 0xFF, dtype=torch.uint8) for _ in range(count)]  # rubbish, as a device's
+        pieces = [
+            torch.full((nbytes,), 0xFF, dtype=torch.uint8) for _ in range(count)
+        ]  # rubbish, as a device's
         self.slots += pieces
         return Slots(self._copies, pieces)
 

@@ -1,9 +1,10 @@
-"""Makes configs/models and docs/your-model.md: a file of settings for named checkpoints on devices of some sizes.
+"""Makes configs/models and docs/your-model.md: a file of settings for named checkpoints on devices
+of some sizes.
 
     PYTHONPATH=.:backends:tools python tests/support/modelconfigs.py [NAME ...]     # a plan each, some seconds a model
 
-Each file is what `lema init` writes for the checkpoint's config, without its weights. If nothing fits, there is no
-file. The page lists the files that exist.
+Each file is what `lema init` writes for the checkpoint's config, without its weights. If nothing
+fits, there is no file. The page lists the files that exist.
 """
 
 import re
@@ -34,24 +35,34 @@ MODELS = [one for one in CHECKPOINTS if one.name in PARAMETERS and one.name not 
 
 
 def files_of(checkpoint: Checkpoint) -> dict[int, str]:
-    """Return the text of the file for each size that the checkpoint fits; none where its sizes are not known here."""
+    """Return the text of the file for each size that the checkpoint fits; none where its sizes
+    are not known here.
+    """
     with tempfile.TemporaryDirectory() as scratch:
-        found = list(choices(write_hollow(checkpoint, Path(scratch)), [size * GB for size in SIZES]))
+        found = list(
+            choices(write_hollow(checkpoint, Path(scratch)), [size * GB for size in SIZES])
+        )
     made = {size: one for size, one in zip(SIZES, found, strict=True) if isinstance(one, Choice)}
     assert all(isinstance(one, Choice | MemoryLimitError) for one in found)
     counted = {one.parameters / 1e9 / PARAMETERS[checkpoint.name] for one in made.values()}
     if any(abs(ratio - 1) > NEAR for ratio in counted):
         sys.stderr.write(
-            f"{checkpoint.name}: the sizes give {max(counted):.2f} of the published parameters, so they are wrong\n"
+            f"{checkpoint.name}: the sizes give {max(counted):.2f} of the published "
+            "parameters, so they are wrong\n"
         )
         return {}
     name = checkpoint.name.lower()
-    return {size: "".join(f"{line}\n" for line in _lines(checkpoint, one, size, name)) for size, one in made.items()}
+    return {
+        size: "".join(f"{line}\n" for line in _lines(checkpoint, one, size, name))
+        for size, one in made.items()
+    }
 
 
 def _lines(checkpoint: Checkpoint, choice: Choice, size: int, name: str) -> Iterator[str]:
     command = f"lema init {checkpoint.name} --device-memory {size}GB --data data.jsonl"
-    yield from yaml_lines(choice, checkpoint.hub_id, "data.jsonl", f"output/{name}", command, checkpoint.needs)
+    yield from yaml_lines(
+        choice, checkpoint.hub_id, "data.jsonl", f"output/{name}", command, checkpoint.needs
+    )
 
 
 def page() -> Iterator[str]:
@@ -75,7 +86,9 @@ def page() -> Iterator[str]:
 
 
 def _speed(file: Path) -> str:
-    (found,) = re.findall(r"Predicted, not measured: ([\d,]+) tokens/s", file.read_text(encoding="utf-8"))
+    (found,) = re.findall(
+        r"Predicted, not measured: ([\d,]+) tokens/s", file.read_text(encoding="utf-8")
+    )
     return str(found)
 
 

@@ -1,7 +1,9 @@
-"""Writes the project's public address wherever it is told: `python tests/support/projectaddress.py ADDRESS`.
+"""Writes the project's public address wherever it is told: `python tests/support/projectaddress.py
+ADDRESS`.
 
-`[project.urls]` of pyproject.toml has it, and the other files have what is there. As long as there is no such section
-the project has no address: PLACEHOLDER stands in links, and files that can do without one say nothing.
+`[project.urls]` of pyproject.toml has it, and the other files have what is there. As long as there
+is no such section the project has no address: PLACEHOLDER stands in links, and files that can do
+without one say nothing.
 """
 
 import re
@@ -19,7 +21,8 @@ LINKS = re.compile(
     r"|(?<=\?src=https://github\.com/)[\w.-]+/[\w.-]+(?=/blob/)"
 )
 WITHOUT = (
-    "The link in each\nthat opens it there has `OWNER/REPOSITORY` in place of an address, because the project has no"
+    "The link in each\nthat opens it there has `OWNER/REPOSITORY` in place of an address, "
+    "because the project has no"
     " public one yet, so upload the notebook, and the wheel that\nits first cell installs."
 )
 WITH = "The link in each\nopens it there. Upload the wheel that\nits first cell installs."
@@ -34,8 +37,14 @@ def address_of(root: Path) -> str:
 
 def _metadata(text: str, address: str) -> str:
     text = re.sub(r"^\[project\.urls\]\n(?:.+\n)*\n", "", text, flags=re.MULTILINE)
-    pages = {"Repository": "", "Documentation": "/tree/main/docs", "Changelog": "/blob/main/CHANGELOG.md"}
-    lines = [f'{name} = "{address}{page}"\n' for name, page in {**pages, "Issues": "/issues"}.items()]
+    pages = {
+        "Repository": "",
+        "Documentation": "/tree/main/docs",
+        "Changelog": "/blob/main/CHANGELOG.md",
+    }
+    lines = [
+        f'{name} = "{address}{page}"\n' for name, page in {**pages, "Issues": "/issues"}.items()
+    ]
     section = "".join(["[project.urls]\n", *lines, "\n"]) if address != PLACEHOLDER else ""
     return text.replace("[project.scripts]\n", f"{section}[project.scripts]\n")
 
@@ -72,7 +81,10 @@ WRITERS: Mapping[str, Callable[[str, str], str]] = {
 
 def texts(root: Path, address: str) -> dict[str, str]:
     """Return the text of each file as it is with an address."""
-    return {name: write((root / name).read_text(encoding="utf-8"), address) for name, write in WRITERS.items()}
+    return {
+        name: write((root / name).read_text(encoding="utf-8"), address)
+        for name, write in WRITERS.items()
+    }
 
 
 def main(arguments: list[str], root: Path = Path(__file__).parents[2]) -> int:

@@ -1,7 +1,8 @@
 """A device with queues that take any course which stream order and events allow, chosen by a seed.
 
-Copies take effect in two halves, so that a read between them shows. Memory is told apart from the tensors that lie in
-it: what is queued knows only addresses, as a device does, and what a dropped tensor lay in is at once somebody else's.
+Copies take effect in two halves, so that a read between them shows. Memory is told apart from the
+tensors that lie in it: what is queued knows only addresses, as a device does, and what a dropped
+tensor lay in is at once somebody else's.
 """
 
 from __future__ import annotations
@@ -60,7 +61,11 @@ class FakeQueue:
         self._append(event)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        assert (target.shape, target.dtype, target.stride()) == (source.shape, source.dtype, source.stride())
+        assert (target.shape, target.dtype, target.stride()) == (
+            source.shape,
+            source.dtype,
+            source.stride(),
+        )
         held = (target, source) if self.device.holds_tensors else None
         move(self, target.data_ptr(), source.data_ptr(), source.nbytes, held)
 
@@ -92,7 +97,11 @@ def move(queue: FakeQueue, target: int, source: int, nbytes: int, held: object =
     """Queue a copy from address to address, the second half of it after the first."""
     half = nbytes // 2
     for start, size in ((0, half), (half, nbytes - half)):
-        queue.do(lambda start=start, size=size, held=held: ctypes.memmove(target + start, source + start, size))
+        queue.do(
+            lambda start=start, size=size, held=held: ctypes.memmove(
+                target + start, source + start, size
+            )
+        )
 
 
 class FakeDevice:

@@ -1,4 +1,6 @@
-"""Layers on disk, a reader that goes on only when it is told to, and a device that works as late as it may."""
+"""Layers on disk, a reader that goes on only when it is told to, and a device that works as late
+as it may.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Stored:
 
 
 def write_layers(directory: Path, num_layers: int = 6) -> Stored:
-    """Write layers of different sizes, each two tensors behind each other, beginning anywhere in a page."""
+    """Write layers of different sizes, each two tensors behind each other, beginning anywhere in
+    a page.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / "layers.bin"
     generator = torch.Generator().manual_seed(1)
@@ -54,7 +58,14 @@ def write_layers(directory: Path, num_layers: int = 6) -> Stored:
         for name, tensor in tensors.items():
             raw = raw_bytes(tensor)
             records[name] = (
-                TensorRecord(f"{index}.{name}", file, len(data), len(raw), STORED[tensor.dtype], tuple(tensor.shape)),
+                TensorRecord(
+                    f"{index}.{name}",
+                    file,
+                    len(data),
+                    len(raw),
+                    STORED[tensor.dtype],
+                    tuple(tensor.shape),
+                ),
                 tensor.dtype,
             )
             data += raw
@@ -70,8 +81,8 @@ def raw_bytes(tensor: Tensor) -> bytes:
 
 
 def share_of(layer: LayerBytes, rank: int, size: int, *, packed: bool) -> tuple[LayerBytes, int]:
-    """Return one process's share of a layer, and the bytes of it that are copied to a slot, which on a device with
-    memory of its own is packed."""
+    """Return one process's share of a layer, and the bytes of it that are copied to a slot, which
+    on a device with memory of its own is packed."""
     if packed:
         share, layout = slot_share(layer, slot_layout(layer), rank, size)
         return share, layout.copied
@@ -81,14 +92,17 @@ def share_of(layer: LayerBytes, rank: int, size: int, *, packed: bool) -> tuple[
 
 def same(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
     """Whether the weights are the expected ones, bit for bit."""
-    return weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in expected)
+    return weights.keys() == expected.keys() and all(
+        torch.equal(weights[name], expected[name]) for name in expected
+    )
 
 
 class SteppedReader(LayerReader):
-    """Reads in a random order, each in two steps: first the buffer is rubbish, then it holds the layer.
+    """Reads in a random order, each in two steps: first the buffer is rubbish, then it holds the
+    layer.
 
-    Nothing happens but when the stream asks: a look at a ticket lets some reads go on, waiting for one lets all go on
-    that chance puts before it. The same seed gives the same course of events.
+    Nothing happens but when the stream asks: a look at a ticket lets some reads go on, waiting for
+    one lets all go on that chance puts before it. The same seed gives the same course of events.
     """
 
     def __init__(self, seed: int) -> None:
@@ -97,7 +111,12 @@ class SteppedReader(LayerReader):
         self.pending = list[SteppedTicket]()
 
     def submit(
-        self, layer: LayerBytes, buffer: Tensor, before: Callable[[], None] | None = None, *, name: str = "weights"
+        self,
+        layer: LayerBytes,
+        buffer: Tensor,
+        before: Callable[[], None] | None = None,
+        *,
+        name: str = "weights",
     ) -> Ticket:
         ticket = SteppedTicket(self, layer, buffer, before)
         self.pending.append(ticket)
@@ -113,7 +132,11 @@ class SteppedReader(LayerReader):
 
 class SteppedTicket(Ticket):
     def __init__(
-        self, reader: SteppedReader, layer: LayerBytes, buffer: Tensor, before: Callable[[], None] | None
+        self,
+        reader: SteppedReader,
+        layer: LayerBytes,
+        buffer: Tensor,
+        before: Callable[[], None] | None,
     ) -> None:
         super().__init__([])
         self.reader = reader
@@ -165,7 +188,12 @@ class RecordingReader(LayerReader):
         self.tickets: list[tuple[LayerBytes, Tensor, Ticket]] = []
 
     def submit(
-        self, layer: LayerBytes, buffer: Tensor, before: Callable[[], None] | None = None, *, name: str = "weights"
+        self,
+        layer: LayerBytes,
+        buffer: Tensor,
+        before: Callable[[], None] | None = None,
+        *,
+        name: str = "weights",
     ) -> Ticket:
         ticket = super().submit(layer, buffer, before, name=name)
         self.tickets.append((layer, buffer, ticket))
@@ -180,7 +208,8 @@ class RecordingReader(LayerReader):
 class LateBackend(CpuBackend):
     """A device with a queue, which copies and computes only when somebody must wait for it.
 
-    That is the latest a device may: what the core overwrites too early is overwritten before it was used.
+    That is the latest a device may: what the core overwrites too early is overwritten before it was
+    used.
     """
 
     def __init__(self) -> None:
@@ -231,14 +260,18 @@ class _LateDownload:
         backend._enqueue(self, lambda: target.copy_(source))
 
     def release(self) -> None:
-        self.backend.run_through(self)  # what tests compute with torch is done at once, and may overwrite the source
+        self.backend.run_through(
+            self
+        )  # what tests compute with torch is done at once, and may overwrite the source
 
     def landed(self) -> None:
         self.backend.run_through(self)
 
 
 class _LateUpload:
-    def __init__(self, slots: _LateSlots, number: int, slot: Tensor, source: Tensor, layout: SlotLayout) -> None:
+    def __init__(
+        self, slots: _LateSlots, number: int, slot: Tensor, source: Tensor, layout: SlotLayout
+    ) -> None:
         self.slots = slots
         self.number = number
         self.slot = slot
@@ -256,7 +289,8 @@ class _LateUpload:
         return self.slot[: self.nbytes]
 
     def release(self) -> None:
-        self.slots.free[self.number] = self.slot  # what is copied into it comes behind the work queued so far
+        # what is copied into it comes behind the work queued so far
+        self.slots.free[self.number] = self.slot
 
     def drained(self) -> None:
         self.slots.backend.run_through(self)

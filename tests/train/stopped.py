@@ -1,7 +1,8 @@
-"""What each process does in `tests/train/test_stop_processes.py`: it is stopped, here and there, and goes on.
+"""What each process does in `tests/train/test_stop_processes.py`: it is stopped, here and there,
+and goes on.
 
-The process that is asked says so alone; all must stop after the same step, with the checkpoint of a run that nobody
-stopped, and go on from it as that one did.
+The process that is asked says so alone; all must stop after the same step, with the checkpoint of a
+run that nobody stopped, and go on from it as that one did.
 """
 
 import os
@@ -27,7 +28,8 @@ LEASES = 3 * 15 + 2 * 8  # of three steps, eight layers up and seven down, and o
 
 
 def stopped_in_turn(place: Path, way: str, rows: int = 11) -> None:
-    """Run to the end once; then again from the first step, stopped here and there by one of the processes.
+    """Run to the end once; then again from the first step, stopped here and there by one of the
+    processes.
 
     Args:
         place: of the model, and of what the runs write.
@@ -38,7 +40,10 @@ def stopped_in_turn(place: Path, way: str, rows: int = 11) -> None:
     size = int(os.environ["WORLD_SIZE"])
     data = token_rows(rows)
     changes = {**RUN, **WAYS[way]}
-    begun, cut = (settings(place / "model", place / f"{name}-{way}-{size}", **changes) for name in ("whole", "cut"))
+    begun, cut = (
+        settings(place / "model", place / f"{name}-{way}-{size}", **changes)
+        for name in ("whole", "cut")
+    )
     begun = begun.model_copy(update={"save_steps": 1})
     first = LemaModel(begun)  # it holds the group of processes together until the end
     first.initialize_lora()

@@ -1,7 +1,8 @@
-"""The `lema` command, which first makes sure that the package `lema` that Python finds is this project's.
+"""The `lema` command, which first makes sure that the package `lema` that Python finds is this
+project's.
 
-The public index has another project's package of that name. Where both are installed, one overwrites or hides the
-other, and an import would end in an error that says nothing of it.
+The public index has another project's package of that name. Where both are installed, one
+overwrites or hides the other, and an import would end in an error that says nothing of it.
 """
 
 import os
@@ -17,11 +18,16 @@ INTERRUPTED = 130  # the exit code
 
 
 def main() -> None:
-    """Run the command line and leave the process with its exit code: 2, if the package is not this project's."""
+    """Run the command line and leave the process with its exit code: 2, if the package is not
+    this project's.
+    """
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-        # Nothing is written until the command line is there, which sees Ctrl-C itself (`lema.cli.interrupts`).
+        # Nothing is written until the command line is there, which sees Ctrl-C itself
+        # (`lema.cli.interrupts`).
         signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
-    from importlib.util import find_spec  # these take much of the time in which Ctrl-C may come before that
+    from importlib.util import (
+        find_spec,
+    )  # these take much of the time in which Ctrl-C may come before that
     from pathlib import Path
 
     spec = find_spec("lema")  # which runs nothing of it

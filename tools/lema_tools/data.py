@@ -36,11 +36,18 @@ def data(
     from lema.train.phases.file import has_phases
 
     if has_phases(config):
-        how = "write its data sets as train_data into a file without phases; `lema plan` shows a mixture"
+        how = (
+            "write its data sets as train_data into a file without phases; `lema plan` shows a "
+            "mixture"
+        )
         raise ConfigError("a file of phases has several data sets", where=str(config), how=how)
     checked = config_of(config, settings)
     if not checked.train_data:
-        raise ConfigError("the config names no training data", where="train_data", how="give a file or a list of files")
+        raise ConfigError(
+            "the config names no training data",
+            where="train_data",
+            how="give a file or a list of files",
+        )
     import_libraries(context, checked, trusted=trust_remote_code, models=False)
     from lema.data import TokenDataset
     from lema.data.dataset import first_rows
@@ -50,7 +57,9 @@ def data(
     files = ModelFiles(checked, trust_remote_code=trust_remote_code)
     read = read_data(checked, files, checked.train_data)
     dataset: TokenDataset = read if isinstance(read, TokenDataset) else read.rows
-    num_eval_rows = len(read.split(checked.eval_split, checked.seed)[1]) if checked.eval_split else 0
+    num_eval_rows = (
+        len(read.split(checked.eval_split, checked.seed)[1]) if checked.eval_split else 0
+    )
     dataset = mixed(checked, dataset)
     tokenizer = None
     with suppress(LemaError):  # a model has none where its rows are token ids
@@ -62,8 +71,12 @@ def data(
         from lema.backend import Alone
         from lema.train.sampler import StepSampler
 
-        training_rows = read.split(checked.eval_split, checked.seed)[0] if checked.eval_split else read
-        about["steps"] = StepSampler(first_rows(training_rows, checked.max_train_samples), checked, Alone()).num_steps
+        training_rows = (
+            read.split(checked.eval_split, checked.seed)[0] if checked.eval_split else read
+        )
+        about["steps"] = StepSampler(
+            first_rows(training_rows, checked.max_train_samples), checked, Alone()
+        ).num_steps
     if as_json:
         typer.echo(json.dumps(about, indent=1))
         return
@@ -77,7 +90,9 @@ def data(
         console.print(_tokens(row, plain=not console.is_terminal), soft_wrap=True)
 
 
-def described(rows: "TokenDataset", count: int, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
+def described(
+    rows: "TokenDataset", count: int, tokenizer: "PreTrainedTokenizerBase | None"
+) -> dict[str, Any]:
     """Return what there is to say of rows, and the first `count` of them token by token."""
     from dataclasses import asdict
 
@@ -90,11 +105,15 @@ def described(rows: "TokenDataset", count: int, tokenizer: "PreTrainedTokenizerB
     shown = []
     for index in range(min(count, len(rows))):
         ids, labels = rows[index].values()
-        texts = [str(token_id) if tokenizer is None else tokenizer.decode([token_id]) for token_id in ids]
+        texts = [
+            str(token_id) if tokenizer is None else tokenizer.decode([token_id]) for token_id in ids
+        ]
         # The first token is never trained on, because nothing predicts it.
         trained = [position > 0 and label != IGNORED for position, label in enumerate(labels)]
         triples = zip(ids, texts, trained, strict=True)
-        tokens = [{"id": token_id, "text": text, "trained": learnt} for token_id, text, learnt in triples]
+        tokens = [
+            {"id": token_id, "text": text, "trained": learnt} for token_id, text, learnt in triples
+        ]
         shown.append({"origin": rows.origin(index), "tokens": tokens})
     return {
         "counts": asdict(rows.counts),
@@ -103,7 +122,10 @@ def described(rows: "TokenDataset", count: int, tokenizer: "PreTrainedTokenizerB
             "mean": round(float(lengths.mean()), 1),
             "median": int(np.median(lengths)),
             "longest": int(lengths.max()),
-            "histogram": [[int(np.ceil(end)), int(number)] for end, number in zip(edges, numbers, strict=False)],
+            "histogram": [
+                [int(np.ceil(end)), int(number)]
+                for end, number in zip(edges, numbers, strict=False)
+            ],
         },
         "notes": list(rows.notes),
         "skipped": list(rows.skipped(SHOWN)),
@@ -120,7 +142,13 @@ def _lines(about: dict[str, Any], counts: str) -> Iterator[tuple[str, str]]:
     for name, number in about["sources"].items():
         yield "rows of", f"{name}  {number:,}"
     lengths = about["lengths"]
-    yield "lengths", f"mean {lengths['mean']:,}  median {lengths['median']:,}  longest {lengths['longest']:,} tokens"
+    yield (
+        "lengths",
+        (
+            f"mean {lengths['mean']:,}  median {lengths['median']:,}  longest "
+            f"{lengths['longest']:,} tokens"
+        ),
+    )
     most = max(number for _, number in lengths["histogram"])
     for start, number in lengths["histogram"]:
         yield "from", f"{start:>7,}  {'█' * -(-number * WIDTH // most):<{WIDTH}}  {number:,}"
@@ -128,7 +156,11 @@ def _lines(about: dict[str, Any], counts: str) -> Iterator[tuple[str, str]]:
         yield "note", note
     total = about["counts"]["truncated"] + about["counts"]["dropped"] + about["counts"]["left_out"]
     for row in about["skipped"]:
-        lost = f", {row['cut']:,} cut off, {row['cut_trained']:,} of them to be trained on" if "cut" in row else ""
+        lost = (
+            f", {row['cut']:,} cut off, {row['cut_trained']:,} of them to be trained on"
+            if "cut" in row
+            else ""
+        )
         size = f" ({row['tokens']:,} tokens{lost})" if row["tokens"] else ""
         yield "not whole", f"{row['file']}:{row['line']}  {row['why']}{size}"
     if total > len(about["skipped"]):
@@ -136,13 +168,17 @@ def _lines(about: dict[str, Any], counts: str) -> Iterator[tuple[str, str]]:
 
 
 def _tokens(row: dict[str, Any], *, plain: bool) -> "Text":
-    """A row, its tokens parted by bars: what is trained on in bold green, or in brackets where there are no colours."""
+    """A row, its tokens parted by bars: what is trained on in bold green, or in brackets where
+    there are no colours.
+    """
     from rich.text import Text
 
     styled = Text(f"\n{row['origin']}: ")
     styled.append("[trained on]\n" if plain else "trained on\n", "" if plain else "bold green")
     for token in row["tokens"]:
-        text = printable(token["text"].replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t"))
+        text = printable(
+            token["text"].replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t")
+        )
         if token["trained"]:
             styled.append(f"[{text}]" if plain else text, "" if plain else "bold green")
         else:

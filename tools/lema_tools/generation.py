@@ -1,4 +1,6 @@
-"""`lema generate`: continues prompts with a trained model, and writes what it makes as batches end."""
+"""`lema generate`: continues prompts with a trained model, and writes what it makes as batches
+end.
+"""
 
 import contextlib
 import json
@@ -36,100 +38,154 @@ def generate(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Prompts: lines of .txt, or `prompt` or `messages` of .jsonl; - is standard input."
+            metavar="FILE",
+            help=(
+                "Prompts: lines of .txt, or `prompt` or `messages` of .jsonl; - is standard input."
+            ),
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File for the results, one JSON object per line.")
+        Path | None,
+        typer.Option(metavar="FILE", help="File for the results, one JSON object per line."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Keep the results in the output file, and generate the others.")
+        bool,
+        typer.Option(
+            "--resume", help="Keep the results in the output file, and generate the others."
+        ),
     ] = False,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Prompts at once. Default: as many as fit, at most 64.")
+        int | None,
+        typer.Option(min=1, help="Prompts at once. Default: as many as fit, at most 64."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 128,
     do_sample: Annotated[
         bool,
         typer.Option(
-            "--do-sample", help="Sample tokens instead of taking the most likely one; --temperature implies it."
+            "--do-sample",
+            help="Sample tokens instead of taking the most likely one; --temperature implies it.",
         ),
     ] = False,
     temperature: Annotated[
         float | None,
-        typer.Option(min=0.0, max=HOTTEST, help="Temperature of sampling; 0 takes the most likely token."),
+        typer.Option(
+            min=0.0, max=HOTTEST, help="Temperature of sampling; 0 takes the most likely token."
+        ),
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(min=0.0, max=1.0, help="Sample from the most likely tokens up to this probability mass."),
+        typer.Option(
+            min=0.0, max=1.0, help="Sample from the most likely tokens up to this probability mass."
+        ),
     ] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from this many of the most likely tokens.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Sample from this many of the most likely tokens.")
+    ] = None,
     min_p: Annotated[
         float | None,
-        typer.Option(min=0.0, max=1.0, help="Sample from tokens with this fraction of the highest probability."),
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Sample from tokens with this fraction of the highest probability.",
+        ),
     ] = None,
     repetition_penalty: Annotated[
-        float | None, typer.Option(min=COLDEST, max=HOTTEST, help="Above 1: repeat tokens less often.")
+        float | None,
+        typer.Option(min=COLDEST, max=HOTTEST, help="Above 1: repeat tokens less often."),
     ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Seed of sampling. Default: the seed of the settings.")
     ] = None,
     stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Stop before this text; may be repeated."),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Render texts with the chat template, as messages of the user.")
+        bool,
+        typer.Option(
+            "--chat", help="Render texts with the chat template, as messages of the user."
+        ),
     ] = False,
-    kv: Annotated[str, typer.Option(metavar="device|host", help="Where keys and values are kept.")] = "device",
+    kv: Annotated[
+        str, typer.Option(metavar="device|host", help="Where keys and values are kept.")
+    ] = "device",
     phase: PhaseNamed = None,
     settings: Settings = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Continue prompts with the base model and adapter. A batch reads the weights once per new token."""
+    """Continue prompts with the base model and adapter. A batch reads the weights once per new
+    token.
+    """
     if (prompts is None) == (not prompt):
         raise ConfigError(
-            "prompts must come from one place", where="--prompt", how="give --prompt TEXT or --prompts FILE"
+            "prompts must come from one place",
+            where="--prompt",
+            how="give --prompt TEXT or --prompts FILE",
         )
     if kv not in ("device", "host"):
-        raise ConfigError(f"{kv!r} is not a place for keys and values", where="--kv", how="use device or host")
-    options = _sampling(do_sample=do_sample, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+        raise ConfigError(
+            f"{kv!r} is not a place for keys and values", where="--kv", how="use device or host"
+        )
+    options = _sampling(
+        do_sample=do_sample, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p
+    )
     options |= {} if repetition_penalty is None else {"repetition_penalty": repetition_penalty}
     options |= {"stop_strings": stop} if stop else {}
     from lema.config.acting import OF_TRAINING
     from lema.data.chat.prompts import read_prompts
     from lema.data.files import Row
 
-    rows = [Row({"prompt": text}, "--prompt", number) for number, text in enumerate(prompt or [], 1)]
+    rows = [
+        Row({"prompt": text}, "--prompt", number) for number, text in enumerate(prompt or [], 1)
+    ]
     rows = rows or read_prompts(prompts or Path("-"))
     results = _saved_results(output, rows, resume=resume)
     outcome = outcome_of(source, settings, phase)
     model = model_of(source, settings, trust_remote_code, outcome, unread=OF_TRAINING)
     with contextlib.closing(model):
         check_written("--output", output, model.config, source, prompts)
-        writer = _ResultWriter(model, rows, results, output, bare=prompts is None and output is None)
+        writer = _ResultWriter(
+            model, rows, results, output, bare=prompts is None and output is None
+        )
         writer.run(options, chat=chat, new=max_new_tokens, batch_size=batch_size, kv=kv, seed=seed)
 
 
-def _sampling(*, do_sample: bool, temperature: float | None, **options: float | None) -> dict[str, Any]:
-    """Return the settings of sampling as `transformers` names them; a ConfigError: with them nothing would be drawn."""
+def _sampling(
+    *, do_sample: bool, temperature: float | None, **options: float | None
+) -> dict[str, Any]:
+    """Return the settings of sampling as `transformers` names them; a ConfigError: with them
+    nothing would be drawn.
+    """
     chosen = {name: value for name, value in options.items() if value is not None}
     if temperature is not None and 0 < temperature < COLDEST:
         what = f"logits divided by {temperature} would be infinite"
         raise ConfigError(what, where="--temperature", how=f"give 0, or {COLDEST} or more")
     if temperature == 0 or not (do_sample or temperature):
         if chosen or do_sample:
-            named = ", ".join(f"--{name.replace('_', '-')}" for name in [*chosen, *["do_sample"] * do_sample])
+            named = ", ".join(
+                f"--{name.replace('_', '-')}" for name in [*chosen, *["do_sample"] * do_sample]
+            )
             how = "give --do-sample, or a --temperature above 0; or leave these out"
             raise ConfigError("this option has no effect without sampling", where=named, how=how)
         return {"do_sample": False}
-    return {"do_sample": True, **({} if temperature is None else {"temperature": temperature}), **chosen}
+    return {
+        "do_sample": True,
+        **({} if temperature is None else {"temperature": temperature}),
+        **chosen,
+    }
 
 
-def _saved_results(output: Path | None, rows: list["Row"], *, resume: bool) -> dict[int, dict[str, Any]]:
-    """Return the results in the output, by the number of their prompts; or ConfigError: of others, or unwanted."""
+def _saved_results(
+    output: Path | None, rows: list["Row"], *, resume: bool
+) -> dict[int, dict[str, Any]]:
+    """Return the results in the output, by the number of their prompts; or ConfigError: of
+    others, or unwanted.
+    """
     if output is None or not output.exists():
         if resume and output is None:
-            raise ConfigError("there is no output to continue", where="--resume", how="give --output FILE, too")
+            raise ConfigError(
+                "there is no output to continue", where="--resume", how="give --output FILE, too"
+            )
         return {}
     if not resume:
         how = "use --resume to continue it, or choose another file"
@@ -143,19 +199,25 @@ def _saved_results(output: Path | None, rows: list["Row"], *, resume: bool) -> d
             continue  # the end of what was being written as the run ended
         try:
             result = json.loads(line)
-            same = result.items() >= written(rows[result["index"]]).items() and isinstance(result["completion"], str)
+            same = result.items() >= written(rows[result["index"]]).items() and isinstance(
+                result["completion"], str
+            )
         except (ValueError, LookupError, TypeError, AttributeError):
             same = False
         if not same:
             how = "use the original file of prompts, or another output"
-            raise ConfigError("the output has results of other prompts", where=f"{output}:{number}", how=how)
+            raise ConfigError(
+                "the output has results of other prompts", where=f"{output}:{number}", how=how
+            )
         results[result["index"]] = result
     return results
 
 
 @dataclass(frozen=True)
 class _ResultWriter:
-    """Results, written where they are wanted as batches end; the first process of a group writes for all."""
+    """Results, written where they are wanted as batches end; the first process of a group writes
+    for all.
+    """
 
     model: "LemaModel"
     rows: list["Row"]  # the prompts
@@ -164,7 +226,14 @@ class _ResultWriter:
     bare: bool  # print texts alone
 
     def run(
-        self, options: dict[str, Any], *, chat: bool, new: int, batch_size: int | None, kv: Any, seed: int | None
+        self,
+        options: dict[str, Any],
+        *,
+        chat: bool,
+        new: int,
+        batch_size: int | None,
+        kv: Any,
+        seed: int | None,
     ) -> None:
         """Continue the prompts that have no result yet."""
         from lema.cli.progress import TokenProgress
@@ -186,7 +255,15 @@ class _ResultWriter:
             on_token = display if first else lambda _: None
             done = self.results.keys()
             batches = completions(
-                model, ids, new, size, options, keys_values=kv, seed=seed, done=done, on_token=on_token
+                model,
+                ids,
+                new,
+                size,
+                options,
+                keys_values=kv,
+                seed=seed,
+                done=done,
+                on_token=on_token,
             )
             tokens = self._written(batches, display, first=first)
         seconds = time.monotonic() - began
@@ -194,10 +271,20 @@ class _ResultWriter:
         if first and not self.bare:
             read = human_bytes(after.bytes_read - before.bytes_read)
             rate = tokens / max(seconds, 1e-9)
-            typer.echo(f"{tokens:,} tokens, {human_count(rate)}/s; {read} of weights read", err=True)
+            typer.echo(
+                f"{tokens:,} tokens, {human_count(rate)}/s; {read} of weights read", err=True
+            )
 
-    def _written(self, batches: Iterable[list["Completion"]], show: Callable[[int, int], None], *, first: bool) -> int:
-        """Write each batch as it ends, whole, and all in the order of the prompts at last; return the tokens made."""
+    def _written(
+        self,
+        batches: Iterable[list["Completion"]],
+        show: Callable[[int, int], None],
+        *,
+        first: bool,
+    ) -> int:
+        """Write each batch as it ends, whole, and all in the order of the prompts at last;
+        return the tokens made.
+        """
         from lema.data.chat.prompts import written
         from lema.storage.diskspace import disk_errors
         from lema.storage.regular import append
@@ -207,9 +294,20 @@ class _ResultWriter:
             self._rewrite()  # so that it ends with a whole line
         for batch in batches:
             for completion in batch:
-                counts = {"prompt_tokens": completion.prompt_tokens, "completion_tokens": len(completion.tokens)}
-                result = {"index": completion.index, "completion": completion.text, "finish_reason": completion.finish}
-                self.results[completion.index] = {**written(self.rows[completion.index]), **result, **counts}
+                counts = {
+                    "prompt_tokens": completion.prompt_tokens,
+                    "completion_tokens": len(completion.tokens),
+                }
+                result = {
+                    "index": completion.index,
+                    "completion": completion.text,
+                    "finish_reason": completion.finish,
+                }
+                self.results[completion.index] = {
+                    **written(self.rows[completion.index]),
+                    **result,
+                    **counts,
+                }
                 tokens += len(completion.tokens)
             lines = "".join(_line(self.results[completion.index]) for completion in batch)
             if first and self.output is not None:
@@ -229,7 +327,10 @@ class _ResultWriter:
         from lema.storage.atomic import replace_file
 
         if self.output is not None:
-            replace_file(self.output, "".join(_line(self.results[index]) for index in sorted(self.results)).encode())
+            replace_file(
+                self.output,
+                "".join(_line(self.results[index]) for index in sorted(self.results)).encode(),
+            )
 
 
 def _line(result: dict[str, Any]) -> str:

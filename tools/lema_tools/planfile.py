@@ -1,4 +1,6 @@
-"""What of a run's `plan.json` is shown, with the type of each: a directory may come from anybody."""
+"""What of a run's `plan.json` is shown, with the type of each: a directory may come from
+anybody.
+"""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,7 +63,9 @@ class _About(_Strict):
 
 
 def check_plan(about: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Return what the file says, as it is. `DataError`: something in it is not of its type; the first is named."""
+    """Return what the file says, as it is. `DataError`: something in it is not of its type; the
+    first is named.
+    """
     try:
         _About.model_validate(about)
     except ValidationError as error:

@@ -1,4 +1,6 @@
-"""`lema prove`: trains a model by streaming and whole, and certifies that the numbers are the same."""
+"""`lema prove`: trains a model by streaming and whole, and certifies that the numbers are the
+same.
+"""
 
 import shlex
 import sys
@@ -21,12 +23,16 @@ LAYERS = 12
 HIDDEN = 512
 WORDS = 2048
 DTYPES = "float32", "bfloat16", "float16"
-MORE = 1.2  # times the weights: what the whole model takes at least, with adapter, optimizer and activations
+# times the weights: what the whole model takes at least, with adapter, optimizer and activations
+MORE = 1.2
 
 
 def prove(
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Directory or cached hub id. Default: make a small model.")
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", help="Directory or cached hub id. Default: make a small model."
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 5,
     micro_batches: Annotated[
@@ -34,15 +40,25 @@ def prove(
     ] = 4,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 64,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter.")] = 16,
-    device: Annotated[str, typer.Option(help="Backend to run on, as `lema backends` lists them.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="Type of the weights: float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[
+        str, typer.Option(help="Backend to run on, as `lema backends` lists them.")
+    ] = "cpu",
+    dtype: Annotated[
+        str, typer.Option(help="Type of the weights: float32, bfloat16 or float16.")
+    ] = "float32",
     seed: Annotated[int, typer.Option(min=0, help="Seed of rows and adapter.")] = 42,
-    output: Annotated[Path, typer.Option(metavar="DIR", help="Directory for the certificate.")] = Path("lema-proof"),
+    output: Annotated[
+        Path, typer.Option(metavar="DIR", help="Directory for the certificate.")
+    ] = Path("lema-proof"),
 ) -> None:
-    """Train some steps streamed and with the whole model, and certify that the numbers are the same. Exit code 7: they
-    differ; 4: the whole model, which the comparison needs, does not fit."""
+    """Train some steps streamed and with the whole model, and certify that the numbers are the
+    same. Exit code 7: they differ; 4: the whole model, which the comparison needs, does not fit."""
     if dtype not in DTYPES:
-        raise ConfigError(f"there is no type {dtype!r} to prove in", where="--dtype", how=f"one of {', '.join(DTYPES)}")
+        raise ConfigError(
+            f"there is no type {dtype!r} to prove in",
+            where="--dtype",
+            how=f"one of {', '.join(DTYPES)}",
+        )
     from lema.backend import load
     from lema.config.printing import hush
 
@@ -52,13 +68,21 @@ def prove(
     hush()
     load(device).close()  # before a model is made: a device that is not there is told at once
     from lema_tools.proof.arms import Case, run_in_subprocess
-    from lema_tools.proof.certificate import PromiseBroken, certify, check_replaceable, markdown, write
+    from lema_tools.proof.certificate import (
+        PromiseBroken,
+        certify,
+        check_replaceable,
+        markdown,
+        write,
+    )
 
     check_replaceable(output)
 
     with tempfile.TemporaryDirectory() as scratch:
         model_path = write_model(Path(scratch) / "model") if model is None else _resolved(model)
-        case = Case(str(model_path), scratch, device, dtype, steps, micro_batches, tokens, rank, seed=seed)
+        case = Case(
+            str(model_path), scratch, device, dtype, steps, micro_batches, tokens, rank, seed=seed
+        )
         check_memory(case)
         streamed = run_in_subprocess("streamed", case)
         compared = replace(
@@ -71,11 +95,17 @@ def prove(
     typer.echo(f"\nwritten to {files[0]} and {files[1]}")
     if not certificate["holds"]:
         what = "the numbers of the streamed run differ from those of the whole model"
-        raise PromiseBroken(what, where=str(files[0]), how="please report it, with that file and `lema doctor --json`")
+        raise PromiseBroken(
+            what,
+            where=str(files[0]),
+            how="please report it, with that file and `lema doctor --json`",
+        )
 
 
 def check_memory(case: "Case") -> None:
-    """Raise a MemoryLimitError where the weights alone leave the whole model no room, on the device or in the host."""
+    """Raise a MemoryLimitError where the weights alone leave the whole model no room, on the
+    device or in the host.
+    """
     from contextlib import closing
 
     from lema.backend.hostmemory import memory_available
@@ -91,7 +121,10 @@ def check_memory(case: "Case") -> None:
         host = memory_available()
     free = host if stats.shared else min(host, stats.total if stats.free is None else stats.free)
     if needed > free:
-        what = f"the whole model takes {human_bytes(needed)} at least, and {human_bytes(free)} are free"
+        what = (
+            f"the whole model takes {human_bytes(needed)} at least, and {human_bytes(free)} "
+            "are free"
+        )
         how = "the comparison needs the whole model in memory: use a smaller model of its kind"
         raise MemoryLimitError(what, where=case.model, how=how)
 

@@ -1,4 +1,6 @@
-"""`lema report`: a run on one HTML page, which needs neither network nor script, and escapes what comes from files."""
+"""`lema report`: a run on one HTML page, which needs neither network nor script, and escapes
+what comes from files.
+"""
 
 import json
 import math
@@ -23,16 +25,24 @@ LONG = 20_000  # characters of a file that are shown
 
 
 def report(
-    output_dir: Annotated[Path, typer.Argument(metavar="OUTPUT_DIR", help="The output_dir of the run.")],
+    output_dir: Annotated[
+        Path, typer.Argument(metavar="OUTPUT_DIR", help="The output_dir of the run.")
+    ],
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File to write. Default: report.html in OUTPUT_DIR.")
+        Path | None,
+        typer.Option(metavar="FILE", help="File to write. Default: report.html in OUTPUT_DIR."),
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Trace of `lema train --trace`. Default: a *trace*.json in OUTPUT_DIR."),
+        typer.Option(
+            metavar="FILE",
+            help="Trace of `lema train --trace`. Default: a *trace*.json in OUTPUT_DIR.",
+        ),
     ] = None,
 ) -> None:
-    """Write one HTML page about a run: curves, timeline of a step, memory, settings, environment, certificates."""
+    """Write one HTML page about a run: curves, timeline of a step, memory, settings,
+    environment, certificates.
+    """
     from lema.storage.atomic import replace_file
 
     file = output or output_dir / "report.html"
@@ -45,7 +55,9 @@ def report(
 
 
 def html(run: Run, trace: Path | None = None) -> str:
-    """Return the page of a run; `trace`: the file of its trace, None: one of its directory, if there is one."""
+    """Return the page of a run; `trace`: the file of its trace, None: one of its directory, if
+    there is one.
+    """
     settings = _settings(run)
     name = settings.get("run_name") or run.directory.absolute().name
     about = [str(settings.get("model_name_or_path") or ""), _objective(settings), _machine(run)]
@@ -71,12 +83,18 @@ def _settings(run: Run) -> Mapping[str, Any]:
     if settings := run.about.get("settings"):
         return dict(settings)
     directories = (run.directory, *reversed(run.checkpoints))
-    return next(filter(None, (read_json(directory / "lema_config.json") for directory in directories)), {})
+    return next(
+        filter(None, (read_json(directory / "lema_config.json") for directory in directories)), {}
+    )
 
 
 def _objective(settings: Mapping[str, Any]) -> str:
     rank = settings.get("lora_rank")
-    return "" if not settings else f"{settings.get('objective', 'sft')}, rank {rank}, on {settings.get('device')}"
+    return (
+        ""
+        if not settings
+        else f"{settings.get('objective', 'sft')}, rank {rank}, on {settings.get('device')}"
+    )
 
 
 def _machine(run: Run) -> str:
@@ -90,7 +108,11 @@ def _tiles(run: Run) -> Iterator[tuple[str, str, str]]:
     losses = by_step(run.trained, "loss")
     evaluations = by_step(run.evaluated, "eval_loss")
     if losses:
-        yield "loss", f"{losses[-1][1]:.4f}", f"at step {losses[-1][0]:,}; {losses[0][1]:.4f} at first"
+        yield (
+            "loss",
+            f"{losses[-1][1]:.4f}",
+            f"at step {losses[-1][0]:,}; {losses[0][1]:.4f} at first",
+        )
     if finite := [point for point in evaluations if math.isfinite(point[1])]:
         step, best = min(finite, key=lambda point: point[1])
         yield "best evaluation", f"{best:.4f}", f"at step {step:,}, of {len(evaluations)}"
@@ -114,10 +136,16 @@ def _tiles(run: Run) -> Iterator[tuple[str, str, str]]:
 
 def _signs(run: Run) -> str:
     """Return what was odd, after which steps."""
-    rows = [(f"{int(amount(row, 'step') or 0):,}", row.get("phase", ""), str(row.get("why"))) for row in run.signs]
+    rows = [
+        (f"{int(amount(row, 'step') or 0):,}", row.get("phase", ""), str(row.get("why")))
+        for row in run.signs
+    ]
     count = run.dead_steps
     note = f"The last {count:,} steps were so." if count else "The last step was not so."
-    return f'<div class="card">{table(rows, ("step", "phase", "what was odd"))}<p class="note">{note}</p></div>'
+    return (
+        f'<div class="card">{table(rows, ("step", "phase", "what was odd"))}<p '
+        f'class="note">{note}</p></div>'
+    )
 
 
 def _step_time(run: Run) -> str:
@@ -127,20 +155,35 @@ def _step_time(run: Run) -> str:
 def _phases(run: Run) -> str:
     rows = []
     for phase in (run.about.get("plan") or {}).get("phases") or ():
-        ended = any(row.get("event") == "phase_end" and row.get("phase") == phase["name"] for row in run.rows)
+        ended = any(
+            row.get("event") == "phase_end" and row.get("phase") == phase["name"]
+            for row in run.rows
+        )
         begun = any(name == phase["name"] for name, _ in run.phases)
         losses = by_step([row for row in run.trained if row.get("phase") == phase["name"]], "loss")
         loss_range = f"{losses[0][1]:.4f} to {losses[-1][1]:.4f}" if losses else ""
         state = "ended" if ended else "begun" if begun else "to come"
         steps = f"{phase['first_step']:,} to {phase['last_step']:,}"
         peak = f"{phase['rates']['peak']:.3g}"
-        rows.append((phase["name"], phase["trains"], human_count(phase["trainable"]), steps, peak, loss_range, state))
+        rows.append(
+            (
+                phase["name"],
+                phase["trains"],
+                human_count(phase["trainable"]),
+                steps,
+                peak,
+                loss_range,
+                state,
+            )
+        )
     headers = ("phase", "trains", "parameters", "steps", "highest learning rate", "loss", "state")
     return f'<div class="card" style="margin-top:14px">{table(rows, headers)}</div>' if rows else ""
 
 
 def _smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the exponential means, without the pull of the first; what is not finite is passed over."""
+    """Return the exponential means, without the pull of the first; what is not finite is passed
+    over.
+    """
     total = 0.0
     weight = 0.0
     stays = 1 - min(0.5, 20 / len(points))
@@ -161,9 +204,19 @@ def _curves(run: Run) -> str:
     loss += [Series("training, smoothed", _smoothed(losses), 0)] if many else []
     loss.append(Series("evaluation", by_step(run.evaluated, "eval_loss"), 1, "dots"))
     figures = [chart("loss", loss, marks=marks)]
-    quantities = (("learning rate", "learning_rate", 4), ("tokens per second", "tokens_per_second", 3))
+    quantities = (
+        ("learning rate", "learning_rate", 4),
+        ("tokens per second", "tokens_per_second", 3),
+    )
     for title, key, colour in (*quantities, ("gradient norm", "grad_norm", 2)):
-        figures.append(chart(title, [Series(title, by_step(run.trained, key), colour)], marks=marks, from_zero=True))
+        figures.append(
+            chart(
+                title,
+                [Series(title, by_step(run.trained, key), colour)],
+                marks=marks,
+                from_zero=True,
+            )
+        )
     figures += _more(run, marks)
     return f'<div class="grid2">{"".join(figures)}</div>'
 
@@ -181,7 +234,9 @@ def _more(run: Run, marks: Sequence[tuple[float, str]]) -> Iterator[str]:
         evaluations = by_step(run.evaluated, f"eval_{name}")
         if points:
             yield chart(
-                name, [Series("training", points, 6), Series("evaluation", evaluations, 1, "dots")], marks=marks
+                name,
+                [Series("training", points, 6), Series("evaluation", evaluations, 1, "dots")],
+                marks=marks,
             )
 
 
@@ -197,10 +252,18 @@ def _times(run: Run) -> str:
         return '<p class="none">The lines of metrics have no seconds of steps.</p>'
     labels = {name: f"{value:.3g} s, {100 * value / total:.1f}%" for name, value in sums.items()}
     steps = sum(count for _, count, _ in run.seconds)
-    note = f"{steps:,} steps in {human_duration(total)}. Computing is the rest, with all that is not measured."
-    per_step = [(step, {name: value / count for name, value in parts.items()}) for step, count, parts in run.seconds]
+    note = (
+        f"{steps:,} steps in {human_duration(total)}. Computing is the rest, with all that is "
+        "not measured."
+    )
+    per_step = [
+        (step, {name: value / count for name, value in parts.items()})
+        for step, count, parts in run.seconds
+    ]
     drawn = columns("seconds of a step", per_step, colours)
-    summed = f'<div class="card"><h3>all steps</h3>{bars(Bar(sums, colours), labels, note=note)}</div>'
+    summed = (
+        f'<div class="card"><h3>all steps</h3>{bars(Bar(sums, colours), labels, note=note)}</div>'
+    )
     return f'<div class="grid2">{summed}{drawn}</div>'
 
 
@@ -209,7 +272,10 @@ def _timeline(run: Run, trace: Path | None) -> str:
     spans_and_tracks = None if file is None else read_step(file, inside=trace is None)
     if file is not None and spans_and_tracks is not None:
         name = escape(file.name)
-        return f'<div class="card">{timeline(*spans_and_tracks)}<p class="note">The step of median length in {name}.</p></div>'
+        return (
+            f'<div class="card">{timeline(*spans_and_tracks)}<p class="note">The step of '
+            f"median length in {name}.</p></div>"
+        )
     if not run.seconds:
         return '<p class="none">There is no trace and no line of metrics with seconds.</p>'
     parts = {name: value for name, value in _mean(run).items() if value}
@@ -235,13 +301,21 @@ def _memory(run: Run) -> str:
             f" of {human_bytes(memory.limit)}." if memory.limit else "."
         )
         if memory.name == "memory":
-            limit += " The device computes in host memory, so the measured memory is that of the whole process."
+            limit += (
+                " The device computes in host memory, so the measured memory is that of the "
+                "whole process."
+            )
         if (run.about.get("plan") or {}).get("activations") is False:
-            limit += " It does not include activations, because no limit required counting them before the run."
+            limit += (
+                " It does not include activations, because no limit required counting them "
+                "before the run."
+            )
         measured = None if memory.measured is None else float(memory.measured)
         mark = "" if measured is None else f"{human_bytes(measured)} measured at most"
         bar = Bar(parts, {name: at for at, name in enumerate(parts)}, measured)
-        cards.append(f'<div class="card"><h3>{memory.name}</h3>{bars(bar, labels, mark=mark, note=limit)}</div>')
+        cards.append(
+            f'<div class="card"><h3>{memory.name}</h3>{bars(bar, labels, mark=mark, note=limit)}</div>'
+        )
     if points := by_step(run.trained, "memory"):
         curve = [Series("GB measured", [(step, value / 1e9) for step, value in points], 8)]
         cards.append(chart("memory in use after a step, GB", curve, from_zero=True))
@@ -251,7 +325,9 @@ def _memory(run: Run) -> str:
 
 
 def _card(run: Run) -> str:
-    """Return the tables of the model card, data and results; of a run without one its last line of metrics."""
+    """Return the tables of the model card, data and results; of a run without one its last line
+    of metrics.
+    """
     text = ""
     if (card := run.directory / "README.md").is_file():
         text = _text_of(card)
@@ -262,11 +338,18 @@ def _card(run: Run) -> str:
         if rows:
             parts.append(f'<div class="card"><h3>{title}</h3>{table(rows)}</div>')
     if not parts and run.summary:
-        parts.append(f'<div class="card">{table((name, _text(value)) for name, value in run.summary.items())}</div>')
+        parts.append(
+            f'<div class="card">{table((name, _text(value)) for name, value in run.summary.items())}</div>'
+        )
     finished_phases = [row for row in run.rows if row.get("event") == "phase_end"]
     if not parts and finished_phases:
-        cells = ((row.get("phase"), row.get("step"), _text(row.get("final_eval_loss"))) for row in finished_phases)
-        parts.append(f'<div class="card">{table(cells, ("phase", "ended after step", "loss on held-out rows"))}</div>')
+        cells = (
+            (row.get("phase"), row.get("step"), _text(row.get("final_eval_loss")))
+            for row in finished_phases
+        )
+        parts.append(
+            f'<div class="card">{table(cells, ("phase", "ended after step", "loss on held-out rows"))}</div>'
+        )
     none = '<p class="none">There is no model card. A run without phases writes one at its end.</p>'
     return f'<div class="grid2">{"".join(parts)}</div>' if parts else none
 
@@ -282,21 +365,35 @@ def _certificates(run: Run) -> str:
         name = escape(file.name)
         if file.suffix == ".json" and (certificate := read_json(file)):
             chips = "".join(_chips(certificate))
-            tables = "".join(_rows(key, value) for key, value in certificate.items() if _is_table(value))
-            cards.append(f'<div class="card"><h3>{name}{chips}</h3>{tables}{table(_flat(certificate))}</div>')
+            tables = "".join(
+                _rows(key, value) for key, value in certificate.items() if _is_table(value)
+            )
+            cards.append(
+                f'<div class="card"><h3>{name}{chips}</h3>{tables}{table(_flat(certificate))}</div>'
+            )
         else:
             text = escape(_text_of(file))
-            cards.append(f'<details class="card"><summary>{name}</summary><pre>{text}</pre></details>')
-    none = "The directory has no certificate. lema prove compares a run with transformers and PEFT, and writes one."
+            cards.append(
+                f'<details class="card"><summary>{name}</summary><pre>{text}</pre></details>'
+            )
+    none = (
+        "The directory has no certificate. lema prove compares a run with transformers and "
+        "PEFT, and writes one."
+    )
     return "".join(cards) or f'<p class="none">{none}</p>'
 
 
 def _chips(certificate: Mapping[str, Any]) -> Iterator[str]:
     """Yield what a certificate says in a word."""
-    words = {"holds": ("the promise holds", "the promise does not hold"), "bitwise": ("bitwise equal", "not bitwise")}
+    words = {
+        "holds": ("the promise holds", "the promise does not hold"),
+        "bitwise": ("bitwise equal", "not bitwise"),
+    }
     for name, (yes, no) in words.items():
         if isinstance(verdict := certificate.get(name), bool):
-            yield f'<span class="chip {"good" if verdict else "bad"}">{yes if verdict else no}</span>'
+            yield (
+                f'<span class="chip {"good" if verdict else "bad"}">{yes if verdict else no}</span>'
+            )
 
 
 def _rows(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -306,8 +403,12 @@ def _rows(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     return f"<h3>{escape(name)}</h3>{table(cells, [column.replace('_', ' ') for column in names])}"
 
 
-def _flat(content: Mapping[str, Any], before: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield the numbers and texts of nested objects, each by its way there; lists of objects are tables elsewhere."""
+def _flat(
+    content: Mapping[str, Any], before: str = "", depth: int = 0
+) -> Iterator[tuple[str, str]]:
+    """Yield the numbers and texts of nested objects, each by its way there; lists of objects are
+    tables elsewhere.
+    """
     for key, value in content.items():
         name = f"{before}{key}".replace("_", " ")
         if isinstance(value, Mapping) and depth < 4:
@@ -317,7 +418,9 @@ def _flat(content: Mapping[str, Any], before: str = "", depth: int = 0) -> Itera
 
 
 def _is_table(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(row, Mapping) for row in value)
+    return (
+        isinstance(value, list) and bool(value) and all(isinstance(row, Mapping) for row in value)
+    )
 
 
 def _size(key: str, value: Any) -> str:
@@ -331,20 +434,34 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list) and all(isinstance(entry, int | float | str) for entry in value):
-        return ", ".join(map(_text, value[:50])) + (f" and {len(value) - 50} more" if len(value) > 50 else "")
+        return ", ".join(map(_text, value[:50])) + (
+            f" and {len(value) - 50} more" if len(value) > 50 else ""
+        )
     return value if isinstance(value, str) else json.dumps(value)[:LONG]
 
 
 def _settings_table(run: Run, settings: Mapping[str, Any]) -> str:
     if not settings:
         return '<p class="none">The settings of the run are not known.</p>'
-    rows = {name: value if isinstance(value, str) else json.dumps(value) for name, value in sorted(settings.items())}
+    rows = {
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in sorted(settings.items())
+    }
     given_names = {str(name): True for name in run.about.get("given") or ()}
     chosen = [(name, value) for name, value in rows.items() if name in given_names]
-    every = f"<details><summary>all {len(rows)} settings</summary>{table(rows.items(), marked=given_names)}</details>"
+    every = (
+        f"<details><summary>all {len(rows)} "
+        f"settings</summary>{table(rows.items(), marked=given_names)}</details>"
+    )
     if not chosen:
-        return f'<div class="card"><p class="note">It is not known which of them were given.</p>{every}</div>'
-    note = f"The {len(chosen)} that were given are marked; the others have their defaults, or the plan chose them."
+        return (
+            '<div class="card"><p class="note">It is not known which of them were '
+            f"given.</p>{every}</div>"
+        )
+    note = (
+        f"The {len(chosen)} that were given are marked; the others have their defaults, or the "
+        "plan chose them."
+    )
     note = f'<p class="note">{note}</p>'
     return f'<div class="card">{table(chosen, marked=given_names)}{note}{every}</div>'
 
@@ -363,9 +480,16 @@ def _environment(run: Run) -> Iterator[tuple[str, str]]:
         if isinstance(size := machine.get(key), int) and size:
             yield key.replace("_", " "), human_bytes(size)
     for key, unit in (("disk", "B/s"), ("link", "B/s")):
-        speed = (machine.get("speeds") or {}).get(key) if isinstance(machine.get("speeds"), Mapping) else None
+        speed = (
+            (machine.get("speeds") or {}).get(key)
+            if isinstance(machine.get("speeds"), Mapping)
+            else None
+        )
         if isinstance(speed, int | float) and speed > 1:
             yield key, f"{human_count(speed)}{unit}"
     yield "directory", str(run.directory)
     if run.checkpoints:
-        yield "checkpoints", ", ".join(str(checkpoint.relative_to(run.directory)) for checkpoint in run.checkpoints)
+        yield (
+            "checkpoints",
+            ", ".join(str(checkpoint.relative_to(run.directory)) for checkpoint in run.checkpoints),
+        )

@@ -24,7 +24,17 @@ if TYPE_CHECKING:
 
 __all__ = ["curve", "picture", "watch"]
 
-COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red", "bright_cyan", "bright_yellow", "bright_magenta")
+COLOURS = (
+    "cyan",
+    "yellow",
+    "magenta",
+    "green",
+    "blue",
+    "red",
+    "bright_cyan",
+    "bright_yellow",
+    "bright_magenta",
+)
 CURVE = (3, 8, 14)
 OTHERS = 26  # lines of the curve: the least, usual and most; about how many all others take
 POLL_SECONDS = 0.05  # seconds, where nothing tells that a key was pressed
@@ -32,13 +42,17 @@ LARGEST = 6  # parts of memory that are named
 
 
 def watch(
-    output_dir: Annotated[Path, typer.Argument(metavar="OUTPUT_DIR", help="The output_dir of the run.")],
+    output_dir: Annotated[
+        Path, typer.Argument(metavar="OUTPUT_DIR", help="The output_dir of the run.")
+    ],
     once: Annotated[bool, typer.Option("--once", help="Print the current state and exit.")] = False,
     every: Annotated[
         float, typer.Option(min=0.1, max=3600.0, metavar="SECONDS", help="Seconds between updates.")
     ] = 1.0,
 ) -> None:
-    """Show the loss, speed, time, memory and remaining time of a run. q leaves, and the run continues."""
+    """Show the loss, speed, time, memory and remaining time of a run. q leaves, and the run
+    continues.
+    """
     from rich.console import Console
     from rich.live import Live
 
@@ -46,7 +60,11 @@ def watch(
     tail = MetricsTail(output_dir / METRICS)
     run = read_run(output_dir, tail)
     if not once and draws(console) and run.state == "running":
-        with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live, _key() as key:
+        with (
+            suppress(KeyboardInterrupt),
+            Live(console=console, screen=True, auto_refresh=False) as live,
+            _key() as key,
+        ):
             while run.state == "running":
                 live.update(picture(run, console.width, console.height), refresh=True)
                 if key(every) in ("q", "Q"):
@@ -57,8 +75,8 @@ def watch(
 
 @contextmanager
 def _key() -> Iterator[Any]:
-    """Give a function that waits so many seconds for a key and returns it; empty: none was pressed. Without a keyboard
-    it only waits."""
+    """Give a function that waits so many seconds for a key and returns it; empty: none was pressed.
+    Without a keyboard it only waits."""
     source = sys.stdin.fileno()
     if not os.isatty(source):
         yield _no_key
@@ -72,7 +90,11 @@ def _key() -> Iterator[Any]:
     before = termios.tcgetattr(source)
     tty.setcbreak(source)  # in which Ctrl-C still interrupts
     try:
-        yield lambda seconds: os.read(source, 1).decode(errors="replace") if _ready(source, seconds) else ""
+        yield (
+            lambda seconds: (
+                os.read(source, 1).decode(errors="replace") if _ready(source, seconds) else ""
+            )
+        )
     finally:
         termios.tcsetattr(source, termios.TCSADRAIN, before)
 
@@ -83,7 +105,9 @@ def _no_key(seconds: float) -> str:
 
 
 def _console_key(seconds: float) -> str:
-    """Wait so many seconds for a key of a Windows console and return it; empty: none was pressed."""
+    """Wait so many seconds for a key of a Windows console and return it; empty: none was
+    pressed.
+    """
     console: Any = import_module("msvcrt")
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -98,8 +122,8 @@ def _ready(source: int, seconds: float) -> bool:
 
 
 def picture(run: Run, width: int, height: int | None = None) -> "RenderableType":
-    """Return all that is shown of a run, on a screen of that `height`, with the key that leaves it; None: as high as it
-    is. What a low screen has no room for is what comes last."""
+    """Return all that is shown of a run, on a screen of that `height`, with the key that leaves it;
+    None: as high as it is. What a low screen has no room for is what comes last."""
     from rich.console import Group
     from rich.text import Text
 
@@ -109,7 +133,16 @@ def picture(run: Run, width: int, height: int | None = None) -> "RenderableType"
     shown: list[RenderableType] = [_head(run, width, keys=height is not None), *gap]
     if run.trained:
         curves = _loss(run, max(20, width - 12), lines)
-        shown += [*curves, *gap, _numbers(run), *gap, *_times(run, width), *gap, *_memories(run, width), *gap]
+        shown += [
+            *curves,
+            *gap,
+            _numbers(run),
+            *gap,
+            *_times(run, width),
+            *gap,
+            *_memories(run, width),
+            *gap,
+        ]
     else:
         shown.append(Text("No step has been logged yet.", "dim"))
     return Group(*shown, _files(run))
@@ -127,7 +160,9 @@ def _head(run: Run, width: int, *, keys: bool) -> "Text":
     if run.steps:
         bar_width = max(10, min(40, width - 50))
         done = round(bar_width * min(1.0, run.step / run.steps))
-        text.append_text(Text.assemble("  ", ("━" * done, colour), ("━" * (bar_width - done), "bright_black")))
+        text.append_text(
+            Text.assemble("  ", ("━" * done, colour), ("━" * (bar_width - done), "bright_black"))
+        )
         text.append(f"  {100 * min(1.0, run.step / run.steps):.0f}%")
     if run.phases:
         text.append(f"  phase {run.phases[-1][0]}")
@@ -146,13 +181,20 @@ def _signs(run: Run) -> "Text":
 
     last = run.signs[-1]
     count = run.dead_steps
-    since = f"since {count:,} step{'s' * (count > 1)}" if count else f"step {int(amount(last, 'step') or 0):,}"
-    return Text(f"\nthis run may learn nothing, {since}: {last.get('why')}", "bold red" if count else "yellow")
+    since = (
+        f"since {count:,} step{'s' * (count > 1)}"
+        if count
+        else f"step {int(amount(last, 'step') or 0):,}"
+    )
+    return Text(
+        f"\nthis run may learn nothing, {since}: {last.get('why')}",
+        "bold red" if count else "yellow",
+    )
 
 
 def curve(points: Sequence[tuple[int, float]], width: int, height: int) -> list[str]:
-    """Draw numbers over steps in Braille, `width` times `height` characters of two by four dots; what is not finite
-    leaves a gap."""
+    """Draw numbers over steps in Braille, `width` times `height` characters of two by four dots;
+    what is not finite leaves a gap."""
     finite = [(step, value) for step, value in points if math.isfinite(value)]
     if not finite:
         return []
@@ -170,7 +212,9 @@ def curve(points: Sequence[tuple[int, float]], width: int, height: int) -> list[
     for x, column in sorted(columns.items()):
         y = round(tall * (high - sum(column) / len(column)) / ((high - low) or 1.0))
         for px, py in _line(before, (x, y)):
-            dots[py // 4][px // 2] |= (0x01, 0x02, 0x04, 0x40, 0x08, 0x10, 0x20, 0x80)[4 * (px % 2) + py % 4]
+            dots[py // 4][px // 2] |= (0x01, 0x02, 0x04, 0x40, 0x08, 0x10, 0x20, 0x80)[
+                4 * (px % 2) + py % 4
+            ]
         before = (x, y)
     return ["".join(chr(0x2800 + cell) for cell in row) for row in dots]
 
@@ -189,12 +233,20 @@ def _loss(run: Run, width: int, height: int) -> "Iterator[Text]":
     finite = [value for _, value in points if math.isfinite(value)]
     lines = curve(points, width, height)
     for at, line in enumerate(lines):
-        label = f"{max(finite):9.4g} " if at == 0 else f"{min(finite):9.4g} " if at == len(lines) - 1 else " " * 10
+        label = (
+            f"{max(finite):9.4g} "
+            if at == 0
+            else f"{min(finite):9.4g} "
+            if at == len(lines) - 1
+            else " " * 10
+        )
         yield Text.assemble((label, "dim"), (line, "cyan"))
     if lines:
         left = f"step {points[0][0]:,}"
         right = f"{points[-1][0]:,}"
-        yield Text(" " * 10 + left + "loss".center(max(0, width - len(left) - len(right))) + right, "dim")
+        yield Text(
+            " " * 10 + left + "loss".center(max(0, width - len(left) - len(right))) + right, "dim"
+        )
 
 
 def _numbers(run: Run) -> "Table":
@@ -204,7 +256,10 @@ def _numbers(run: Run) -> "Table":
     last = run.trained[-1]
     recent = run.trained[-RECENT:]
     rates = [value for _, value in by_step(recent, "tokens_per_second")]
-    cells = [("loss", _shown(last, "loss", "{:.4f}")), ("learning rate", _shown(last, "learning_rate", "{:.2e}"))]
+    cells = [
+        ("loss", _shown(last, "loss", "{:.4f}")),
+        ("learning rate", _shown(last, "learning_rate", "{:.2e}")),
+    ]
     cells.append(("gradient norm", _shown(last, "grad_norm", "{:.3g}")))
     cells.append(("tokens/s", human_count(sum(rates) / len(rates)) if rates else "-"))
     seconds = run.seconds_per_step
@@ -214,12 +269,18 @@ def _numbers(run: Run) -> "Table":
     cells += [(name, human_bytes((amount(last, key) or 0) / max(1, steps))) for name, key in moved]
     if run.evaluated:
         evaluation = run.evaluated[-1]
-        cells.append((f"evaluation, step {evaluation['step']:,}", _shown(evaluation, "eval_loss", "{:.4f}")))
+        cells.append(
+            (f"evaluation, step {evaluation['step']:,}", _shown(evaluation, "eval_loss", "{:.4f}"))
+        )
     table = Table.grid(padding=(0, 3))
     half = math.ceil(len(cells) / 2)
     for at in range(half):
         table.add_row(
-            *(Text(*styled) for name, value in cells[at::half] for styled in ((name, "dim"), (value, "bold")))
+            *(
+                Text(*styled)
+                for name, value in cells[at::half]
+                for styled in ((name, "dim"), (value, "bold"))
+            )
         )
     return table
 
@@ -246,7 +307,9 @@ def _memories(run: Run, width: int) -> "Iterator[Text]":
     for memory in run.memories:
         title = f"{memory.name}: plan {human_bytes(memory.planned)}"
         title += f" of {human_bytes(memory.limit)}" if memory.limit else ""
-        title += "" if memory.measured is None else f", measured {human_bytes(memory.measured)} at most"
+        title += (
+            "" if memory.measured is None else f", measured {human_bytes(memory.measured)} at most"
+        )
         yield Text(title, "bold")
         parts = _largest(memory)
         most = max(memory.planned, memory.measured or 0, 1)
@@ -264,7 +327,9 @@ def _largest(memory: Memory) -> dict[str, int]:
 
 
 def _bar(parts: Sequence[float], width: int) -> "Text":
-    """Draw fractions of a width beside each other; one that is there at all has a character where there is room."""
+    """Draw fractions of a width beside each other; one that is there at all has a character
+    where there is room.
+    """
     from rich.text import Text
 
     text = Text(no_wrap=True, overflow="crop")
@@ -294,7 +359,11 @@ def _files(run: Run) -> "Text":
     from rich.text import Text
 
     names = [str(checkpoint.relative_to(run.directory)) for checkpoint in run.checkpoints]
-    shown = "none yet" if not names else ", ".join(names[-3:]) + (f" and {len(names) - 3} before" * (len(names) > 3))
+    shown = (
+        "none yet"
+        if not names
+        else ", ".join(names[-3:]) + (f" and {len(names) - 3} before" * (len(names) > 3))
+    )
     return Text.assemble(("checkpoints  ", "dim"), shown)
 
 

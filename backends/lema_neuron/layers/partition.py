@@ -1,4 +1,6 @@
-"""Code that the parallel layers share: initial values of their weights, and arguments that they refuse."""
+"""Code that the parallel layers share: initial values of their weights, and arguments that they
+refuse.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def partitioned(
 ) -> nn.Parameter:
     """Return this rank's share of a new weight.
 
-    It is drawn whole on the host, in fp32, so that the same generator gives the same weight for any number of ranks.
+    It is drawn whole on the host, in fp32, so that the same generator gives the same weight for any
+    number of ranks.
 
     Args:
         shape: of the whole weight.
@@ -63,7 +66,9 @@ def refuse(layer: str, **arguments: Any) -> None:
     """
     for name, value in arguments.items():
         if value is not None and value is not False:
-            raise ConfigError(f"{name}={value!r} is not supported", where=layer, how=f"leave {name} out")
+            raise ConfigError(
+                f"{name}={value!r} is not supported", where=layer, how=f"leave {name} out"
+            )
 
 
 def sequence_dim(sequence_dimension: int | None) -> int:

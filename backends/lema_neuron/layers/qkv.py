@@ -1,4 +1,6 @@
-"""Query, key and value projections in one layer, with copies of keys and values if there are more ranks."""
+"""Query, key and value projections in one layer, with copies of keys and values if there are
+more ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,16 @@ PROJECTIONS = ("q", "k", "v")
 
 
 class GQAQKVColumnParallelLinear(nn.Module):
-    """The three projections of grouped-query attention (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245).
+    """The three projections of grouped-query attention (Ainslie et al. 2023,
+    https://arxiv.org/abs/2305.13245).
 
-    Weights are `weight_q`, `weight_k`, `weight_v`, each rank with its rows. The input is gathered, or its gradient
-    summed, once for all three.
+    Weights are `weight_q`, `weight_k`, `weight_v`, each rank with its rows. The input is gathered,
+    or its gradient summed, once for all three.
 
     Args:
         input_size: features of the input.
-        output_sizes: features of the query, and of the key (and value), over all ranks and without copies.
+        output_sizes: features of the query, and of the key (and value), over all ranks and without
+            copies.
         bias: whether they have one.
         gather_output: every rank gets all of the three outputs, in the order of the whole.
         dtype: of the weights.
@@ -74,7 +78,9 @@ class GQAQKVColumnParallelLinear(nn.Module):
         name = type(self).__name__
         refuse(name, keep_master_weight=keep_master_weight, fuse_qkv=fuse_qkv)
         if gather_output and sequence_parallel_enabled:
-            raise ConfigError("sequence_parallel_enabled and gather_output exclude each other", where=name)
+            raise ConfigError(
+                "sequence_parallel_enabled and gather_output exclude each other", where=name
+            )
         self.comm = comm_of(tensor_model_parallel_group)
         self.tensor_parallel_group = tensor_model_parallel_group
         self.input_size = input_size
@@ -95,7 +101,9 @@ class GQAQKVColumnParallelLinear(nn.Module):
         for projection, layout, size in zip(PROJECTIONS, self.layouts, self.sizes, strict=True):
             weight = partitioned((size, input_size), layout, self.comm, initial, **kind)
             self.register_parameter(f"weight_{projection}", weight)
-            values = partitioned((size,), layout, self.comm, nn.init.zeros_, **kind) if bias else None
+            values = (
+                partitioned((size,), layout, self.comm, nn.init.zeros_, **kind) if bias else None
+            )
             self.register_parameter(f"bias_{projection}", values)
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,7 +114,12 @@ class GQAQKVColumnParallelLinear(nn.Module):
             input = copy_to_group(input, self.comm)
         q, k, v = (
             self._gather(
-                linear(input, getattr(self, f"weight_{projection}"), getattr(self, f"bias_{projection}")), number
+                linear(
+                    input,
+                    getattr(self, f"weight_{projection}"),
+                    getattr(self, f"bias_{projection}"),
+                ),
+                number,
             )
             for number, projection in enumerate(PROJECTIONS)
         )
@@ -115,11 +128,15 @@ class GQAQKVColumnParallelLinear(nn.Module):
     def _gather(self, output: Tensor, number: int) -> Tensor:
         if not self.gather_output or self.comm.size == 1:
             return output
-        order = torch.tensor(in_order(self.layouts[number], self.sizes[number]), device=output.device)
+        order = torch.tensor(
+            in_order(self.layouts[number], self.sizes[number]), device=output.device
+        )
         return gather_from_group(output, self.comm).index_select(-1, order)
 
     def parts(self) -> dict[str, Part]:
-        """Return how its parameters are divided; ranks that hold copies of keys and values sum their gradients."""
+        """Return how its parameters are divided; ranks that hold copies of keys and values sum
+        their gradients.
+        """
         part_by_name = {}
         for projection, layout, size in zip(PROJECTIONS, self.layouts, self.sizes, strict=True):
             for name in (f"weight_{projection}", f"bias_{projection}"):
@@ -130,7 +147,8 @@ class GQAQKVColumnParallelLinear(nn.Module):
     def extra_repr(self) -> str:
         """Say the sizes."""
         return (
-            f"{self.input_size}, {self.output_sizes} / {self.comm.size}, kv_size_multiplier={self.kv_size_multiplier}"
+            f"{self.input_size}, {self.output_sizes} / {self.comm.size}, "
+            f"kv_size_multiplier={self.kv_size_multiplier}"
         )
 
 

@@ -1,4 +1,6 @@
-"""A parallel layer as LoRA sees it: LEMA's, or neuronx-distributed's, which LEMA recognises by name and attributes."""
+"""A parallel layer as LoRA sees it: LEMA's, or neuronx-distributed's, which LEMA recognises by
+name and attributes.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class Base:
         comm: the group it lies over.
         layouts: of its weight, or of query, key and value.
         sizes: of its input, and of its output or outputs, over all ranks.
-        sequence_parallel: a column layer's input, or a row layer's or embedding's output, is this rank's tokens.
+        sequence_parallel: a column layer's input, or a row layer's or embedding's output, is this
+            rank's tokens.
         sequence_dimension: None: the first.
         boundary: the input's gradient is summed where the block begins.
     """
@@ -51,7 +54,9 @@ class Base:
 
 def kind_of(module: nn.Module) -> Kind | None:
     """Return which parallel layer a module is, or None."""
-    return next((KINDS[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in KINDS), None)
+    return next(
+        (KINDS[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in KINDS), None
+    )
 
 
 def describe(module: nn.Module) -> Base:
@@ -69,7 +74,9 @@ def describe(module: nn.Module) -> Base:
     layer: Any = module
     for name, expected in {"skip_bias_add": False, "reduce_output": True, "pad": False}.items():
         if getattr(layer, name, expected) not in (expected, None):
-            raise ModelError(f"{type(module).__name__} with {name}={getattr(layer, name)} cannot be adapted")
+            raise ModelError(
+                f"{type(module).__name__} with {name}={getattr(layer, name)} cannot be adapted"
+            )
     comm = layer.comm if hasattr(layer, "comm") else comm_of(layer.tensor_parallel_group)
     layouts, sizes = _shape(layer, kind, comm)
     return Base(
@@ -91,7 +98,10 @@ def _shape(layer: Any, kind: Kind, comm: Comm) -> tuple[tuple[Layout, ...], tupl
         copies = layer.kv_size_multiplier
         if copies > 1 and not hasattr(layer, "kv_layout"):
             raise ModelError(
-                "the layer does not define which ranks hold copies of keys and values, and devices differ in this",
+                (
+                    "the layer does not define which ranks hold copies of keys and values, and "
+                    "devices differ in this"
+                ),
                 where=f"{type(layer).__name__}: kv_size_multiplier={copies}",
                 how="set kv_layout on the layer: tile (trn1) or interleave (trn2)",
             )
@@ -99,7 +109,10 @@ def _shape(layer: Any, kind: Kind, comm: Comm) -> tuple[tuple[Layout, ...], tupl
     if kind == "embedding":
         layout = getattr(layer, "layout", None)
         across = bool(getattr(layer, "shard_across_embedding", False))
-        return (layout or vocabulary(layer.num_embeddings, across, comm),), (layer.num_embeddings, layer.embedding_dim)
+        return (layout or vocabulary(layer.num_embeddings, across, comm),), (
+            layer.num_embeddings,
+            layer.embedding_dim,
+        )
     sizes = (layer.input_size, layer.output_size)
     dim = 0 if kind == "column" else 1
     layout = getattr(layer, "layout", None)

@@ -1,4 +1,6 @@
-"""Dropout with the mask of the whole activation, so that any number of ranks drops the same numbers."""
+"""Dropout with the mask of the whole activation, so that any number of ranks drops the same
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,15 @@ __all__ = ["ShardedDropout"]
 
 
 class ShardedDropout(nn.Module):
-    """Dropout on this rank's share of an activation; every rank draws the whole mask and uses its share.
+    """Dropout on this rank's share of an activation; every rank draws the whole mask and uses its
+    share.
 
     Args:
         p: the probability that a number is dropped.
-        layout: how the activation is divided over the ranks; its `dim` is a dimension of the activation.
-        size: the length of that dimension over all ranks; None: its length here times the number of ranks.
+        layout: how the activation is divided over the ranks; its `dim` is a dimension of the
+            activation.
+        size: the length of that dimension over all ranks; None: its length here times the number of
+            ranks.
         comm: the group; its generators are in the same state.
     """
 

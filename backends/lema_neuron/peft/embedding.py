@@ -1,4 +1,6 @@
-"""PEFT's LoRA over an embedding that is cut along its vocabulary: A is cut in the same way, and B is whole."""
+"""PEFT's LoRA over an embedding that is cut along its vocabulary: A is cut in the same way, and
+B is whole.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ __all__ = ["ParallelEmbedding"]
 
 
 class ParallelEmbedding(NeuronLoraLayer, LoraEmbedding):
-    """LoRA over a `ParallelEmbedding`; `lora_embedding_A` is `[r, ids / ranks]`, `lora_embedding_B` `[features, r]`.
+    """LoRA over a `ParallelEmbedding`; `lora_embedding_A` is `[r, ids / ranks]`, `lora_embedding_B`
+    `[features, r]`.
 
     If the embedding is cut along its features, A is whole and B is cut.
 
@@ -78,11 +81,19 @@ class ParallelEmbedding(NeuronLoraLayer, LoraEmbedding):
         return bool(getattr(self.get_base_layer(), "shard_across_embedding", False))
 
     def update_layer(
-        self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, target_name: str = "", **_: Any
+        self,
+        adapter_name: str,
+        r: int,
+        lora_alpha: int,
+        config: LoraConfig,
+        target_name: str = "",
+        **_: Any,
     ) -> None:
         """Add an adapter, or replace it."""
         if config.lora_bias:
-            raise ValueError(f"lora_bias={config.lora_bias} is not supported for {type(self).__name__}.")
+            raise ValueError(
+                f"lora_bias={config.lora_bias} is not supported for {type(self).__name__}."
+            )
         self._begin(adapter_name, r, lora_alpha, config)
         ids, features = self.base.sizes
         layout = self.base.layouts[0]
@@ -98,7 +109,9 @@ class ParallelEmbedding(NeuronLoraLayer, LoraEmbedding):
         return [self.lora_embedding_A[name], self.lora_embedding_B[name]]
 
     def draw(self, adapter_name: str, how: bool | str, seed: int, module_name: str) -> None:
-        """Fill an adapter; see `NeuronLoraLayer.draw`. A begins as zeros, B is drawn, as in PEFT."""
+        """Fill an adapter; see `NeuronLoraLayer.draw`. A begins as zeros, B is drawn, as in
+        PEFT.
+        """
         ids, features = self.base.sizes
         r = self.r[adapter_name]
         rank = self.base.comm.rank
@@ -115,7 +128,9 @@ class ParallelEmbedding(NeuronLoraLayer, LoraEmbedding):
             )
 
     def parts(self) -> dict[str, Part]:
-        """Return how both factors are divided; under sequence parallelism a whole B is for this rank's tokens only."""
+        """Return how both factors are divided; under sequence parallelism a whole B is for this
+        rank's tokens only.
+        """
         ids, features = self.base.sizes
         comm = self.base.comm
         layout = self.base.layouts[0]

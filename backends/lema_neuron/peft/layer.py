@@ -1,4 +1,6 @@
-"""PEFT's LoRA layers over column and row layers: factors are cut like the weight, and the rank is never cut."""
+"""PEFT's LoRA layers over column and row layers: factors are cut like the weight, and the rank
+is never cut.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ __all__ = ["NeuronLoraLayer", "ParallelLinear", "as_config"]
 
 
 def as_config(config: LoraConfig | None, **options: Any) -> LoraConfig:
-    """Return PEFT's config, or make one of the arguments that layers had before PEFT passed a config.
+    """Return PEFT's config, or make one of the arguments that layers had before PEFT passed a
+    config.
 
     Raises:
         ConfigError: one of its options is not exact under sharding.
@@ -50,7 +53,9 @@ class NeuronLoraLayer(LoraLayer):
 
     base: Base
 
-    def __init__(self, base_layer: nn.Module, ephemeral_gpu_offload: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, base_layer: nn.Module, ephemeral_gpu_offload: bool = False, **kwargs: Any
+    ) -> None:
         LoraLayer.__init__(self, base_layer, ephemeral_gpu_offload, **kwargs)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[Any, Any]:
@@ -112,12 +117,15 @@ class NeuronLoraLayer(LoraLayer):
         raise NotImplementedError
 
     def parts(self) -> dict[str, Part]:
-        """Return how those parameters of the factors are divided whose own modules do not say it."""
+        """Return how those parameters of the factors are divided whose own modules do not say
+        it.
+        """
         raise NotImplementedError
 
 
 class ParallelLinear(NeuronLoraLayer, LoraLinear):
-    """LoRA over a `ColumnParallelLinear` (A whole, B cut by rows) or a `RowParallelLinear` (A cut by columns, B whole).
+    """LoRA over a `ColumnParallelLinear` (A whole, B cut by rows) or a `RowParallelLinear` (A cut
+    by columns, B whole).
 
     Merging adds the product of a rank's shares of the factors to the rank's weight.
 
@@ -173,7 +181,13 @@ class ParallelLinear(NeuronLoraLayer, LoraLinear):
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=lora_config, **kwargs)
 
     def update_layer(
-        self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, target_name: str = "", **_: Any
+        self,
+        adapter_name: str,
+        r: int,
+        lora_alpha: int,
+        config: LoraConfig,
+        target_name: str = "",
+        **_: Any,
     ) -> None:
         """Add an adapter, or replace it."""
         self._begin(adapter_name, r, lora_alpha, config)
@@ -190,7 +204,9 @@ class ParallelLinear(NeuronLoraLayer, LoraLinear):
         second: nn.Module
         if base.kind == "row":
             cut = layer.input_is_parallel
-            first = RowParallelLinear(inputs, r, bias=False, input_is_parallel=cut, layout=base.layouts[0], **over)
+            first = RowParallelLinear(
+                inputs, r, bias=False, input_is_parallel=cut, layout=base.layouts[0], **over
+            )
             second = nn.Linear(r, outputs, bias=config.lora_bias, device="meta")
         else:
             first = nn.Linear(inputs, r, bias=False, device="meta")
@@ -240,8 +256,8 @@ class ParallelLinear(NeuronLoraLayer, LoraLinear):
     def parts(self) -> dict[str, Part]:
         """Return how the whole factors are divided.
 
-        The gradient of a column layer's A covers this rank's tokens only, or this rank's rows of B only. That of a row
-        layer's B covers this rank's tokens only.
+        The gradient of a column layer's A covers this rank's tokens only, or this rank's rows of B
+        only. That of a row layer's B covers this rank's tokens only.
         """
         base = self.base
         part_by_name = {}
@@ -250,7 +266,9 @@ class ParallelLinear(NeuronLoraLayer, LoraLinear):
             replicated = self.lora_B[name] if base.kind == "row" else self.lora_A[name]
             prefix = "lora_B" if base.kind == "row" else "lora_A"
             for leaf, _ in replicated.named_parameters():
-                part_by_name[f"{prefix}.{name}.{leaf}"] = replicated_part(base.comm, partial=partial)
+                part_by_name[f"{prefix}.{name}.{leaf}"] = replicated_part(
+                    base.comm, partial=partial
+                )
         for name in self.lora_magnitude_vector:
             part_by_name[f"lora_magnitude_vector.{name}.weight"] = magnitude_part(base)
         return part_by_name

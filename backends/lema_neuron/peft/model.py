@@ -1,4 +1,6 @@
-"""PEFT's models over parallel layers. Their adapters are attached, saved and loaded as those of the whole model."""
+"""PEFT's models over parallel layers. Their adapters are attached, saved and loaded as those of
+the whole model.
+"""
 
 from __future__ import annotations
 
@@ -48,18 +50,27 @@ class NeuronPeftModel(PeftModel):
     ) -> None:
         check_config(peft_config)
         with _our_lora():
-            super().__init__(model, peft_config, adapter_name, autocast_adapter_dtype=autocast_adapter_dtype, **kwargs)
+            super().__init__(
+                model,
+                peft_config,
+                adapter_name,
+                autocast_adapter_dtype=autocast_adapter_dtype,
+                **kwargs,
+            )
         self.comm = comm_in(model)
         mark(self, self.comm)
 
-    def add_adapter(self, adapter_name: str, peft_config: PeftConfig, *args: Any, **kwargs: Any) -> None:
+    def add_adapter(
+        self, adapter_name: str, peft_config: PeftConfig, *args: Any, **kwargs: Any
+    ) -> None:
         """Add another adapter."""
         check_config(peft_config)
         super().add_adapter(adapter_name, peft_config, *args, **kwargs)
         mark(self, self.comm)
 
     def adapter_state(self, adapter_name: str | None = None) -> dict[str, Tensor]:
-        """Return all adapters' parameters and others that train, or one adapter's, all whole; every rank calls it.
+        """Return all adapters' parameters and others that train, or one adapter's, all whole; every
+        rank calls it.
 
         Raises:
             DataError: copies differ from rank to rank.
@@ -69,7 +80,11 @@ class NeuronPeftModel(PeftModel):
         for name, parameter in self.named_parameters():
             part = part_by_name[name]
             adapter = ".lora_" in name or ".modules_to_save." in name
-            mine = adapter or parameter.requires_grad if adapter_name is None else f".{adapter_name}" in name
+            mine = (
+                adapter or parameter.requires_grad
+                if adapter_name is None
+                else f".{adapter_name}" in name
+            )
             if mine and part is not None:
                 state[name] = part.consolidate(parameter, self.comm)
         return state
@@ -83,7 +98,9 @@ class NeuronPeftModel(PeftModel):
         part_by_name = parts(self, self.comm)
         parameters = dict(self.named_parameters())
         if unknown := sorted(state.keys() - parameters.keys()):
-            raise ConfigError(f"the model has no parameter {unknown[0]}", how="use the names of the whole model")
+            raise ConfigError(
+                f"the model has no parameter {unknown[0]}", how="use the names of the whole model"
+            )
         with torch.no_grad():
             for name, full in state.items():
                 part = part_by_name[name]
@@ -118,7 +135,9 @@ class NeuronPeftModel(PeftModel):
         peft_model.load_adapter_state(read_adapter(model_id, adapter_name, **kwargs))
         return peft_model
 
-    def load_adapter(self, model_id: str, adapter_name: str, is_trainable: bool = False, **kwargs: Any) -> None:  # type: ignore[override]
+    def load_adapter(  # type: ignore[override]
+        self, model_id: str, adapter_name: str, is_trainable: bool = False, **kwargs: Any
+    ) -> None:
         """Add an adapter from PEFT's files; each rank takes its shares of it.
 
         Raises:
@@ -131,10 +150,14 @@ class NeuronPeftModel(PeftModel):
         self.load_adapter_state(read_adapter(model_id, adapter_name, **kwargs))
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:  # type: ignore[override]
-        """Write PEFT's own files of the whole adapter; the first rank writes, every rank calls it."""
+        """Write PEFT's own files of the whole adapter; the first rank writes, every rank calls
+        it.
+        """
         state = self.adapter_state()
         if self.comm.rank == 0:
-            super().save_pretrained(save_directory, state_dict={**_buffers(self), **state}, **kwargs)
+            super().save_pretrained(
+                save_directory, state_dict={**_buffers(self), **state}, **kwargs
+            )
         self.comm.barrier()
 
 
@@ -155,7 +178,8 @@ def get_peft_model(
 ) -> NeuronPeftModel:
     """Attach an adapter to a model with parallel layers; every rank calls it.
 
-    Initial values come from the seed and each module's name, so that they are the same for any number of ranks.
+    Initial values come from the seed and each module's name, so that they are the same for any
+    number of ranks.
 
     Args:
         model: one from `lema_neuron.parallelize`, or one with neuronx-distributed's layers.
@@ -171,12 +195,16 @@ def get_peft_model(
         ConfigError: what is asked for is not exact under sharding; it is named.
     """
     if mixed:
-        raise ConfigError("adapters of mixed types are not supported over several ranks", where="mixed")
+        raise ConfigError(
+            "adapters of mixed types are not supported over several ranks", where="mixed"
+        )
     check_config(peft_config)
     peft_config.base_model_name_or_path = getattr(model, "name_or_path", None) or None
     if revision is not None:
         peft_config.revision = revision
-    model_class = NeuronPeftModelForCausalLM if peft_config.task_type == "CAUSAL_LM" else NeuronPeftModel
+    model_class = (
+        NeuronPeftModelForCausalLM if peft_config.task_type == "CAUSAL_LM" else NeuronPeftModel
+    )
     chosen = common_seed(comm_in(model)) if seed is None else seed
     with torch.random.fork_rng(devices=()), seeded(chosen):
         torch.manual_seed(chosen)  # for layers that are whole on every rank, which PEFT fills
@@ -191,7 +219,14 @@ def get_peft_model(
 
 def comm_in(model: nn.Module) -> Comm:
     """Return the group that a model's parallel layers are divided over."""
-    layer = next((module for module in model.modules() if kind_of(module) and not hasattr(module, "base_layer")), None)
+    layer = next(
+        (
+            module
+            for module in model.modules()
+            if kind_of(module) and not hasattr(module, "base_layer")
+        ),
+        None,
+    )
     return Solo() if layer is None else describe(layer).comm
 
 

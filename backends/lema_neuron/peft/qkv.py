@@ -22,9 +22,11 @@ __all__ = ["GQAQKVColumnParallelLinear"]
 
 
 class GQAQKVColumnParallelLinear(nn.Module, NeuronLoraLayer):
-    """LoRA over a grouped projection: `lora_A.NAME.q`, `.k`, `.v` are whole, `lora_B.NAME.q` ... cut as the weights.
+    """LoRA over a grouped projection: `lora_A.NAME.q`, `.k`, `.v` are whole, `lora_B.NAME.q` ...
+    cut as the weights.
 
-    The outputs of the three first factors are gathered together, or their gradients summed together.
+    The outputs of the three first factors are gathered together, or their gradients summed
+    together.
 
     Args:
         base_layer: the parallel layer, LEMA's or neuronx-distributed's.
@@ -77,11 +79,19 @@ class GQAQKVColumnParallelLinear(nn.Module, NeuronLoraLayer):
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=lora_config, **kwargs)
 
     def update_layer(
-        self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, target_name: str = "", **_: Any
+        self,
+        adapter_name: str,
+        r: int,
+        lora_alpha: int,
+        config: LoraConfig,
+        target_name: str = "",
+        **_: Any,
     ) -> None:
         """Add an adapter, or replace it."""
         if config.lora_bias:
-            raise ValueError(f"lora_bias={config.lora_bias} is not supported for {type(self).__name__}.")
+            raise ValueError(
+                f"lora_bias={config.lora_bias} is not supported for {type(self).__name__}."
+            )
         self._begin(adapter_name, r, lora_alpha, config)
         base = self.base
         first = nn.ModuleDict()
@@ -123,9 +133,15 @@ class GQAQKVColumnParallelLinear(nn.Module, NeuronLoraLayer):
         return first[projection], second[projection]
 
     def parts(self) -> dict[str, Part]:
-        """Return how the first factors are divided: they are whole, with a partial gradient like a column layer's."""
+        """Return how the first factors are divided: they are whole, with a partial gradient like
+        a column layer's.
+        """
         partial = self.base.sequence_parallel or self.base.boundary
-        names = [f"lora_A.{name}.{projection}.weight" for name in self.lora_A for projection in PROJECTIONS]
+        names = [
+            f"lora_A.{name}.{projection}.weight"
+            for name in self.lora_A
+            for projection in PROJECTIONS
+        ]
         return {name: replicated_part(self.base.comm, partial=partial) for name in names}
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,7 +156,8 @@ class GQAQKVColumnParallelLinear(nn.Module, NeuronLoraLayer):
                 if name in self.lora_A:
                     added = self._added(name, x)
                     outputs = tuple(
-                        output + more * self.scaling[name] for output, more in zip(outputs, added, strict=True)
+                        output + more * self.scaling[name]
+                        for output, more in zip(outputs, added, strict=True)
                     )
         q, k, v = (output.to(kind) for output, kind in zip(outputs, kinds, strict=True))
         return q, k, v
@@ -171,9 +188,13 @@ class GQAQKVColumnParallelLinear(nn.Module, NeuronLoraLayer):
         for name in check_adapters_to_merge(self, adapter_names):
             if name not in self.lora_A:
                 continue
-            merged = [(weight, weight + more.to(weight.dtype)) for weight, more in self._weights(name)]
+            merged = [
+                (weight, weight + more.to(weight.dtype)) for weight, more in self._weights(name)
+            ]
             if safe_merge and not all(bool(torch.isfinite(total).all()) for _, total in merged):
-                raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
+                raise ValueError(
+                    f"NaNs detected in the merged weights. The adapter {name} seems to be broken"
+                )
             for weight, total in merged:
                 weight.copy_(total)
             self.merged_adapters.append(name)
@@ -186,7 +207,9 @@ class GQAQKVColumnParallelLinear(nn.Module, NeuronLoraLayer):
                 weight.sub_(more.to(weight.dtype))
 
     def _weights(self, name: str) -> list[tuple[Tensor, Tensor]]:
-        """Return each weight's data and the adapter's change; neuronx-distributed may fuse them, in rows q, k, v."""
+        """Return each weight's data and the adapter's change; neuronx-distributed may fuse them,
+        in rows q, k, v.
+        """
         layer = self._layer
         added = [delta.detach() for delta in self.get_delta_weight(name)]
         if hasattr(layer, "weight_qkv"):

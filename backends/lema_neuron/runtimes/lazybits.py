@@ -1,7 +1,8 @@
 """`tensor.view(dtype)` on a lazy device: the same bits under another dtype, within the graph.
 
-`torch_xla` has no such operation. It would run the graph, copy the tensor to the host, and copy it back with its new
-dtype, for every weight of every layer. Its compiler has one (`BitcastConvert`), which is registered with torch here.
+`torch_xla` has no such operation. It would run the graph, copy the tensor to the host, and copy it
+back with its new dtype, for every weight of every layer. Its compiler has one (`BitcastConvert`),
+which is registered with torch here.
 """
 
 from __future__ import annotations
@@ -22,9 +23,14 @@ def register() -> None:
     """Make `view(dtype)` of this device's tensors an operation of its graphs; once is enough."""
     if _registered:
         return
-    builder, registry = (import_module(f"torch_xla.core.xla_{name}") for name in ("builder", "op_registry"))
+    builder, registry = (
+        import_module(f"torch_xla.core.xla_{name}") for name in ("builder", "op_registry")
+    )
     library = torch.library.Library("aten", "IMPL", "XLA")
-    library.impl("view_copy.dtype", viewer(registry.register("lema_view_dtype", _lowered), builder._PT_XLA_TYPE_MAP))
+    library.impl(
+        "view_copy.dtype",
+        viewer(registry.register("lema_view_dtype", _lowered), builder._PT_XLA_TYPE_MAP),
+    )
     _registered.append(library)
 
 
@@ -32,7 +38,8 @@ def viewer(operation: Any, types: Any) -> Callable[[Tensor, torch.dtype], Tensor
     """Return a function that views a tensor under another dtype.
 
     Args:
-        operation: adds the operation to the graph, from a tensor, the type's name, and sizes before and after.
+        operation: adds the operation to the graph, from a tensor, the type's name, and sizes before
+            and after.
         types: dtype -> the compiler's name of it.
     """
 
@@ -46,10 +53,14 @@ def viewer(operation: Any, types: Any) -> Callable[[Tensor, torch.dtype], Tensor
     return view
 
 
-def change_of_sizes(shape: list[int], width: int, new_width: int) -> tuple[list[int] | None, list[int] | None]:
-    """Return the shapes of a tensor just before and just after its dtype changes; None: no reshaping is needed.
+def change_of_sizes(
+    shape: list[int], width: int, new_width: int
+) -> tuple[list[int] | None, list[int] | None]:
+    """Return the shapes of a tensor just before and just after its dtype changes; None: no
+    reshaping is needed.
 
-    The compiler joins elements along the last dimension, which vanishes, or splits them along a new last dimension.
+    The compiler joins elements along the last dimension, which vanishes, or splits them along a new
+    last dimension.
 
     Args:
         shape: the tensor's shape.

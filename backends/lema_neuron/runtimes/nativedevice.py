@@ -1,7 +1,8 @@
 """One NeuronCore as a device of torch: separate streams copy, and events order them.
 
-The order is that of `lema.backend.queues`, with torch's streams and events from `lema.backend.torchstreams`.
-Host memory is ordinary, because the runtime can copy from it without locking.
+The order is that of `lema.backend.queues`, with torch's streams and events from
+`lema.backend.torchstreams`. Host memory is ordinary, because the runtime can copy from it without
+locking.
 """
 
 from __future__ import annotations
@@ -49,8 +50,14 @@ class NativeDevice:
         return self._streams.download(source, target)
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """Autocast to the weights' dtype if that is half precision; full precision needs no autocast."""
-        return nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype=dtype)
+        """Autocast to the weights' dtype if that is half precision; full precision needs no
+        autocast.
+        """
+        return (
+            nullcontext()
+            if dtype == torch.float32
+            else torch.autocast(self.device.type, dtype=dtype)
+        )
 
     def rng_state(self) -> Tensor:
         """Return the state of the device's generator."""

@@ -1,8 +1,9 @@
-"""Makes the metadata of optimum-neuron's shards: how each parameter of its model is divided over ranks.
+"""Makes the metadata of optimum-neuron's shards: how each parameter of its model is divided over
+ranks.
 
-Its decoder layers are those of the base model with two changes. Gate and up are one module. Queries, keys and values
-are one module if heads of keys must be replicated, because ranks do not divide them. The metadata list all parameters,
-frozen ones too, in the order of the model.
+Its decoder layers are those of the base model with two changes. Gate and up are one module.
+Queries, keys and values are one module if heads of keys must be replicated, because ranks do not
+divide them. The metadata list all parameters, frozen ones too, in the order of the model.
 """
 
 from __future__ import annotations
@@ -41,25 +42,37 @@ class _Module:
 
 
 def describe(
-    tensors: Mapping[str, Tensor], config: Mapping[str, Any], model: PreTrainedModel, tp: int, kv_layout: KvLayout
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    model: PreTrainedModel,
+    tp: int,
+    kv_layout: KvLayout,
 ) -> dict[str, Any]:
-    """Return the metadata of an adapter's shards. `AdapterError`: this format cannot hold one of its tensors, or it
-    adapts only some of the modules that are fused there; `ModelError`: layers have other modules than
-    optimum-neuron's models; `ConfigError`: they cannot be divided among so many ranks."""
+    """Return the metadata of an adapter's shards. `AdapterError`: this format cannot hold one of
+    its tensors, or it adapts only some of the modules that are fused there; `ModelError`: layers
+    have other modules than optimum-neuron's models; `ConfigError`: they cannot be divided among so
+    many ranks."""
     if model.config.is_heterogeneous:
-        what = f"layers have settings of their own: {', '.join(sorted(model.config.per_layer_attributes or ()))}"
+        what = (
+            "layers have settings of their own: "
+            f"{', '.join(sorted(model.config.per_layer_attributes or ()))}"
+        )
         raise ModelError(what, where=model.config.model_type, how=HOW)
     keys: int = getattr(model.config, "num_key_value_heads", None) or 1
     copies = max(1, tp // keys) if keys % tp else 1
     adapted = _adapted(tensors, config)
     parameters: dict[str, dict[str, Any]] = {}
     seen = set[int]()
-    for entry in _modules(model, adapted, layouts_of(model, tp, kv_layout, copies), tp, grouped=keys % tp != 0):
+    for entry in _modules(
+        model, adapted, layouts_of(model, tp, kv_layout, copies), tp, grouped=keys % tp != 0
+    ):
         base = ".base_layer" if entry.path in adapted else ""
         for name, parameter in entry.module.named_parameters(recurse=False):
             if id(parameter) not in seen:  # a tied head is the embeddings
                 at = {
-                    f"{PREFIX}{entry.name}{base}.{name}{end}": _partition(entry.layout, tp, entry.stride)
+                    f"{PREFIX}{entry.name}{base}.{name}{end}": _partition(
+                        entry.layout, tp, entry.stride
+                    )
                     for end in entry.suffixes
                 }
                 parameters |= at
@@ -69,7 +82,9 @@ def describe(
             kind, dot, suffix = leaf.partition(".")
             for end in entry.suffixes if leaf == "lora_B.weight" else ("",):
                 lies = layout_of_tensor(leaf, entry.layout, 2)
-                parameters[f"{PREFIX}{entry.name}.{kind}.default{dot}{suffix}{end}"] = _partition(lies, tp)
+                parameters[f"{PREFIX}{entry.name}.{kind}.default{dot}{suffix}{end}"] = _partition(
+                    lies, tp
+                )
     specs = [
         {"module_fully_qualified_name": f"{PREFIX}{path}", "specs": module_specs}
         for path, module in model.named_modules()
@@ -95,7 +110,12 @@ def _adapted(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[s
 
 
 def _modules(
-    model: PreTrainedModel, adapted: Mapping[str, set[str]], plan: Mapping[str, Layout], tp: int, *, grouped: bool
+    model: PreTrainedModel,
+    adapted: Mapping[str, set[str]],
+    plan: Mapping[str, Layout],
+    tp: int,
+    *,
+    grouped: bool,
 ) -> Iterator[_Module]:
     for path, module in model.named_modules():
         if not (parameters := dict(module.named_parameters(recurse=False))):
@@ -117,10 +137,13 @@ def _modules(
         )
         if odd:
             what = (
-                f"{path} is no module of the models that this format is for{', or has a bias' if is_supported else ''}"
+                f"{path} is no module of the models that this format is "
+                f"for{', or has a bias' if is_supported else ''}"
             )
             raise ModelError(what, where=path, how=HOW)
-        siblings = {name for name, _ in model.get_submodule(owner).named_children()} if owner else set()
+        siblings = (
+            {name for name, _ in model.get_submodule(owner).named_children()} if owner else set()
+        )
         fused: tuple[str, ...] = MLP[:2] if siblings.issuperset(MLP) else ()
         if grouped and siblings.issuperset(ATTENTION):
             fused = ATTENTION[:3]
@@ -129,7 +152,10 @@ def _modules(
         elif last == ATTENTION[0] or last == MLP[0]:
             paths = [f"{owner}.{name}" for name in fused]
             if any(adapted.get(fused_path) != adapted.get(path) for fused_path in paths):
-                what = f"{', '.join(fused)} are one module in this format, and the adapter has only some of them"
+                what = (
+                    f"{', '.join(fused)} are one module in this format, and the adapter has "
+                    "only some of them"
+                )
                 raise AdapterError(what, where=path, how=HOW)
             attention = fused == ATTENTION[:3]
             name = f"{owner}.{'qkv_proj' if attention else 'gate_up_proj'}"
@@ -144,18 +170,39 @@ def _partition(layout: Layout | None, tp: int, stride: int = 1) -> dict[str, Any
     return {"tensor_model_parallel": True, **cut}
 
 
-def _specs(module: nn.Module, config: Any, tp: int, keys: int, copies: int) -> list[list[Any]] | None:
+def _specs(
+    module: nn.Module, config: Any, tp: int, keys: int, copies: int
+) -> list[list[Any]] | None:
     """Return the fused modules of an attention or an MLP; None: the module is neither."""
     linears: dict[str, Any] = dict(module.named_children())
     about = {"tp_size": tp, "peft_type": "lora"}
     if linears.keys() >= set(MLP):
-        fused = {"fused_linear_name": "gate_up_proj", "linear_names": list(MLP[:2]), "bias": False, "fuse_axis": 0}
-        return [[FUSED, {**fused, "original_dims": [linears[name].out_features for name in MLP[:2]], **about}]]
+        fused = {
+            "fused_linear_name": "gate_up_proj",
+            "linear_names": list(MLP[:2]),
+            "bias": False,
+            "fuse_axis": 0,
+        }
+        return [
+            [
+                FUSED,
+                {
+                    **fused,
+                    "original_dims": [linears[name].out_features for name in MLP[:2]],
+                    **about,
+                },
+            ]
+        ]
     if not linears.keys() >= set(ATTENTION):
         return None
     if keys % tp == 0:
         return []
-    names = ("query_projection_name", "key_projection_name", "value_projection_name", "output_projection_name")
+    names = (
+        "query_projection_name",
+        "key_projection_name",
+        "value_projection_name",
+        "output_projection_name",
+    )
     heads = {
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": keys,
@@ -163,5 +210,8 @@ def _specs(module: nn.Module, config: Any, tp: int, keys: int, copies: int) -> l
     }
     sizes = {"q_output_size_per_partition": linears["q_proj"].out_features // tp}
     sizes["kv_output_size_per_partition"] = linears["k_proj"].out_features * copies // tp
-    projections = {"gqa_qkv_projection_name": "qkv_proj", **dict(zip(names, ATTENTION, strict=True))}
+    projections = {
+        "gqa_qkv_projection_name": "qkv_proj",
+        **dict(zip(names, ATTENTION, strict=True)),
+    }
     return [[GROUPED, {**projections, **heads, **sizes, "fuse_qkv": False, "bias": False, **about}]]

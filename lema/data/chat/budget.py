@@ -1,7 +1,9 @@
-"""The time and memory of a process, bounded from outside where its system lets it set no bounds itself.
+"""The time and memory of a process, bounded from outside where its system lets it set no bounds
+itself.
 
-Linux lets it: a timer ends it, and its address space is bounded. macOS has the timer alone, Windows neither. There a
-thread looks at the process ten times a second, so that it may take some more of both before it is ended.
+Linux lets it: a timer ends it, and its address space is bounded. macOS has the timer alone, Windows
+neither. There a thread looks at the process ten times a second, so that it may take some more of
+both before it is ended.
 """
 
 import signal
@@ -39,7 +41,9 @@ class Budget:
         exceeded: `TIME` or `MEMORY` if the process was ended for it; else empty.
     """
 
-    def __init__(self, process: "subprocess.Popen[bytes]", seconds: float, nbytes: int, *, watching: bool) -> None:
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", seconds: float, nbytes: int, *, watching: bool
+    ) -> None:
         self.exceeded = ""
         self._process = process
         self._seconds = seconds
@@ -56,7 +60,10 @@ class Budget:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._over.set()
         if self._thread.is_alive():

@@ -1,9 +1,11 @@
-"""The process in which chat templates are compiled and rendered, so that nothing they do outlives its limits.
+"""The process in which chat templates are compiled and rendered, so that nothing they do outlives
+its limits.
 
-A template is a program from outside. jinja's sandbox keeps it from files and modules, but one expression may compute
-for hours within a call of C, where no handler of Python runs. Only a process can be ended then. It is started for the
-first row that is rendered, without what this process has imported (`lema.data.chat.renderer`), and ends with this one.
-Rows go to it in batches. What it answers is read as data and checked.
+A template is a program from outside. jinja's sandbox keeps it from files and modules, but one
+expression may compute for hours within a call of C, where no handler of Python runs. Only a process
+can be ended then. It is started for the first row that is rendered, without what this process has
+imported (`lema.data.chat.renderer`), and ends with this one. Rows go to it in batches. What it
+answers is read as data and checked.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Rendition:
-    """A rendered chat, and the first and last characters of what the template marks as the assistant's in it."""
+    """A rendered chat, and the first and last characters of what the template marks as the
+    assistant's in it.
+    """
 
     text: str
     spans: list[tuple[int, int]]
@@ -95,8 +99,8 @@ class Refusal:
 
 
 def rendered(requests: Sequence[Request], limits: Limits) -> list[Rendition | Refusal]:
-    """Render chats one after the other. A chat that ends the process, or that fails slowly, is the last of what is
-    returned, so that there may be fewer than were asked for."""
+    """Render chats one after the other. A chat that ends the process, or that fails slowly, is the
+    last of what is returned, so that there may be fewer than were asked for."""
     renderer = _renderer()
     with renderer.lock:
         if renderer.process is None:
@@ -113,7 +117,9 @@ def rendered(requests: Sequence[Request], limits: Limits) -> list[Rendition | Re
 
 @dataclass
 class _Renderer:
-    """The process that renders for this one. A process that was forked has none of its own at first."""
+    """The process that renders for this one. A process that was forked has none of its own at
+    first.
+    """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     process: _Process | None = None
@@ -125,7 +131,9 @@ class _Renderer:
 
 
 _RENDERERS: dict[int, _Renderer] = {}  # by the number of this process
-_PARENTS: list[_Process] = []  # what a parent waits for; kept, because of one that goes unwaited for a warning is given
+_PARENTS: list[
+    _Process
+] = []  # what a parent waits for; kept, because of one that goes unwaited for a warning is given
 
 
 def _renderer() -> _Renderer:
@@ -151,7 +159,9 @@ class _Process:
     def __init__(self) -> None:
         self._code: int | None = None
         self._ended = False
-        folders = {str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe, packaging)}
+        folders = {
+            str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe, packaging)
+        }
         environment = {name: os.environ[name] for name in INHERITED if name in os.environ}
         pipe = subprocess.PIPE
         command = [sys.executable, "-I", "-S", str(PROGRAM), *sorted(folders)]
@@ -167,14 +177,21 @@ class _Process:
     def exchange(self, requests: Sequence[Request], limits: Limits) -> list[Rendition | Refusal]:
         """Send a batch and return the outcomes, as `rendered` does."""
         templates = list(dict.fromkeys(request.template for request in requests))
-        rows = [(templates.index(request.template), request.clock, request.values) for request in requests]
+        rows = [
+            (templates.index(request.template), request.clock, request.values)
+            for request in requests
+        ]
         self._send((limits.seconds, limits.nbytes, templates, rows))
         outcomes = list[Rendition | Refusal]()
-        with Budget(self._started, limits.seconds, limits.nbytes, watching=not bounds_itself()) as budget:
+        with Budget(
+            self._started, limits.seconds, limits.nbytes, watching=not bounds_itself()
+        ) as budget:
             for line in self._lines(len(requests)):
                 budget.begin()
                 if line is None:
-                    outcome: Rendition | Refusal = Refusal(_why(self.end(), limits, budget.exceeded), ended=True)
+                    outcome: Rendition | Refusal = Refusal(
+                        _why(self.end(), limits, budget.exceeded), ended=True
+                    )
                 else:
                     outcome = _outcome(line, limits)
                 outcomes.append(outcome)
@@ -200,7 +217,9 @@ class _Process:
                 yield from lines
 
     def end(self) -> int | None:
-        """End the process at once and return its exit code, negative where a signal ended it; None: it is not known."""
+        """End the process at once and return its exit code, negative where a signal ended it;
+        None: it is not known.
+        """
         if not self._ended:
             self._ended = True
             self.close()
@@ -228,7 +247,9 @@ def _why(code: int | None, limits: Limits, exceeded: str) -> str:
         return f"it allocates more than {limits.nbytes >> 20} MiB"
     if exceeded == TIME or (hasattr(signal, "SIGPROF") and code == -signal.SIGPROF):
         return f"it takes more than {limits.seconds:g} seconds"
-    return "it ends the process in which it is rendered" + ("" if code is None else f" (exit code {code})")
+    return "it ends the process in which it is rendered" + (
+        "" if code is None else f" (exit code {code})"
+    )
 
 
 def _outcome(line: bytes, limits: Limits) -> Rendition | Refusal:
@@ -238,7 +259,9 @@ def _outcome(line: bytes, limits: Limits) -> Rendition | Refusal:
         if "error" in answer:
             if answer["error"] == "MemoryError":
                 return Refusal(f"it allocates more than {limits.nbytes >> 20} MiB", ended=True)
-            return Refusal(str(answer["message"]) or str(answer["error"]), last=answer["last"] is True)
+            return Refusal(
+                str(answer["message"]) or str(answer["error"]), last=answer["last"] is True
+            )
         text = answer["text"]
         spans = [(int(start), int(end)) for start, end in answer["places"]]
         if isinstance(text, str) and all(0 <= start <= end <= len(text) for start, end in spans):

@@ -1,4 +1,6 @@
-"""The model's own forward, one layer after the other: what a cache of keys and values needs, one token at a time."""
+"""The model's own forward, one layer after the other: what a cache of keys and values needs, one
+token at a time.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,20 @@ def _leased(stream: LayerStream, index: int) -> Iterator[Lease]:
         stream.announce(order[order.index(index) :])
     with stream.lease(index) as lease:
         if index == stream.num_visited - 1:
-            # While this one computes the next token's first layers are read, because it will need them all.
+            # While this one computes the next token's first layers are read, because it will need
+            # them all.
             stream.announce(order)
         yield lease
 
 
-def leased_forwards(split: Split, stream: LayerStream, keys_values: KeyValues = "device") -> list[Callable[..., Any]]:
-    """Return a forward for each layer that leases it as the model's own forward reaches it. The forward of one layer
-    after the other is what a cache of keys and values needs, and what one token at a time allows; training goes
-    layer-major instead. With keys and values on the "host", those of one layer at a time are on the device: they come
-    with the layer's lease and leave with it, whatever kind of cache `transformers` made."""
+def leased_forwards(
+    split: Split, stream: LayerStream, keys_values: KeyValues = "device"
+) -> list[Callable[..., Any]]:
+    """Return a forward for each layer that leases it as the model's own forward reaches it. The
+    forward of one layer after the other is what a cache of keys and values needs, and what one
+    token at a time allows; training goes layer-major instead. With keys and values on the "host",
+    those of one layer at a time are on the device: they come with the layer's lease and leave with
+    it, whatever kind of cache `transformers` made."""
 
     def call(lease: Lease, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if lease.layer in split.groups:
@@ -54,7 +60,8 @@ def leased_forwards(split: Split, stream: LayerStream, keys_values: KeyValues = 
                 for cache in layer_caches(index, args, kwargs):
                     cache.prefetch()
                 output = call(lease, args, kwargs)
-                # Looked up again, because the first token makes the layers of some caches as it goes.
+                # Looked up again, because the first token makes the layers of some caches as it
+                # goes.
                 for cache in layer_caches(index, args, kwargs):
                     cache.offload()
                 return output
@@ -66,10 +73,13 @@ def leased_forwards(split: Split, stream: LayerStream, keys_values: KeyValues = 
 
 @contextmanager
 def streaming_forward(
-    split: Split, stream: LayerStream, keys_values: KeyValues = "device", head: PiecedHead | None = None
+    split: Split,
+    stream: LayerStream,
+    keys_values: KeyValues = "device",
+    head: PiecedHead | None = None,
 ) -> Iterator[None]:
-    """Make the model's own forward lease each layer as it reaches it, and each piece of the head's weight where it is
-    leased in pieces, for the length of a `with` block."""
+    """Make the model's own forward lease each layer as it reaches it, and each piece of the head's
+    weight where it is leased in pieces, for the length of a `with` block."""
 
     def product(pieces: PiecedHead, inputs: Tensor) -> Tensor:
         logits = []
@@ -88,6 +98,8 @@ def streaming_forward(
 
 
 def layer_caches(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return what one layer keeps of the caches among its arguments: of keys and values, or of states."""
+    """Return what one layer keeps of the caches among its arguments: of keys and values, or of
+    states.
+    """
     caches = [item for item in (*args, *kwargs.values()) if isinstance(item, Cache)]
     return [cache.layers[index] for cache in caches if index < len(cache.layers)]

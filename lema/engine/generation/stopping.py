@@ -1,4 +1,6 @@
-"""Where each text of a batch ends: at a token that ends it, at a string it is to stop at, or at its length."""
+"""Where each text of a batch ends: at a token that ends it, at a string it is to stop at, or at
+its length.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria
 __all__ = ["Finish", "Generated", "StopCriteria"]
 
 Finish: TypeAlias = Literal["stop", "stop_string", "length"]
-"""Why a text ended: at a token that ends texts, at a requested string, or at the requested number of tokens."""
+"""Why a text ended: at a token that ends texts, at a requested string, or at the requested
+number of tokens.
+"""
 
 
 @dataclass(frozen=True)
@@ -25,10 +29,10 @@ class Generated:
 
 
 class StopCriteria(StoppingCriteria):
-    """Sees after each token which texts of a batch have ended, and remembers the new tokens of each (`lengths`) and why
-    it ended (`reasons`). Prompts are `width` tokens wide, padding among them. A text ends at one of the tokens `stop_tokens`
-    or at one of `strings`, which are looked for in new tokens alone. `on_token` is called after each token with how many
-    texts got one."""
+    """Sees after each token which texts of a batch have ended, and remembers the new tokens of each
+    (`lengths`) and why it ended (`reasons`). Prompts are `width` tokens wide, padding among them. A
+    text ends at one of the tokens `stop_tokens` or at one of `strings`, which are looked for in new
+    tokens alone. `on_token` is called after each token with how many texts got one."""
 
     def __init__(
         self,
@@ -45,7 +49,8 @@ class StopCriteria(StoppingCriteria):
         self._tokenizer = tokenizer
         self._on_token = on_token
         self._open = list(range(rows))
-        # No token of a text has less than a byte, so a string that has just ended lies in so many of the last ones.
+        # No token of a text has less than a byte, so a string that has just ended lies in so many
+        # of the last ones.
         self._window = max((len(string.encode()) for string in self._strings), default=0) + 1
         self.lengths = [0] * rows
         self.reasons = list[Finish](["length"] * rows)

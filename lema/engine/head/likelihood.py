@@ -1,6 +1,8 @@
-"""How likely given tokens are: the sum of their log-probabilities in each row, and whether each is the likeliest.
+"""How likely given tokens are: the sum of their log-probabilities in each row, and whether each is
+the likeliest.
 
-Only positions that are asked about go through the head, in chunks, so logits of the context never exist.
+Only positions that are asked about go through the head, in chunks, so logits of the context never
+exist.
 """
 
 from __future__ import annotations
@@ -34,9 +36,10 @@ class Likelihood:
 def likelihoods(
     model: StreamedModel, micro_batches: Sequence[Mapping[str, Tensor]], *, on_host: bool = False
 ) -> list[Likelihood]:
-    """Return how likely each row's targets are, in one pass over the layers. Micro-batches are padded on the right.
-    Other than in training, a label is the token *after* its position, because the last one is no input; -100 is not
-    asked about. If `on_host`, hidden states wait in host memory between layers. `ConfigError`: the head is cut."""
+    """Return how likely each row's targets are, in one pass over the layers. Micro-batches are
+    padded on the right. Other than in training, a label is the token *after* its position, because
+    the last one is no input; -100 is not asked about. If `on_host`, hidden states wait in host
+    memory between layers. `ConfigError`: the head is cut."""
     if model.head is not None:
         what = "likelihoods need whole logits, but the head streams in pieces"
         raise ConfigError(what, where="head", how="set head: device, or raise device_memory")
@@ -52,9 +55,10 @@ def likelihoods(
 
 
 def _of_rows(model: StreamedModel, hidden: Tensor, host_targets: Tensor) -> list[Likelihood]:
-    """Return the likelihood of each row's targets, given the last layer's output `[batch, sequence, hidden]`. `host_targets`
-    are the targets in host memory, where they can be looked at without waiting for the device: the token after each
-    position, int64 `[batch, sequence]`; -100 where nothing is asked."""
+    """Return the likelihood of each row's targets, given the last layer's output `[batch, sequence,
+    hidden]`. `host_targets` are the targets in host memory, where they can be looked at without
+    waiting for the device: the token after each position, int64 `[batch, sequence]`; -100 where
+    nothing is asked."""
     rows, columns = torch.nonzero(host_targets != IGNORED, as_tuple=True)
     targets = host_targets.to(model.backend.device)
     chunk = model.loss_chunk_tokens
@@ -68,7 +72,9 @@ def _of_rows(model: StreamedModel, hidden: Tensor, host_targets: Tensor) -> list
         target = targets[at]
         chosen = logits.gather(1, target.unsqueeze(1)).squeeze(1) - logits.logsumexp(1)
         right = logits.argmax(1) == target
-        for row, value, likeliest in zip(of_row.tolist(), chosen.tolist(), right.tolist(), strict=True):
+        for row, value, likeliest in zip(
+            of_row.tolist(), chosen.tolist(), right.tolist(), strict=True
+        ):
             sums[row] += value
             greedy[row] = greedy[row] and likeliest
     return [Likelihood(*fields) for fields in zip(sums, greedy, strict=True)]

@@ -1,7 +1,8 @@
 """The load-balancing loss of routers: for each micro-batch, a product of means over all layers.
 
-So it is no sum over layers. Each visit hands on what its routers made, which is small; with that of the top layer the
-model's own function forms the loss, and layers get their gradients in the backward with those of hidden states.
+So it is no sum over layers. Each visit hands on what its routers made, which is small; with that of
+the top layer the model's own function forms the loss, and layers get their gradients in the
+backward with those of hidden states.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ SETTING = "router_aux_loss_coef"
 
 
 class RouterLoss:
-    """The model's own loss of its routers, times `coefficient`: of a step the mean over its micro-batches, as TRL has
-    it. `ConfigError`: the model has none."""
+    """The model's own loss of its routers, times `coefficient`: of a step the mean over its
+    micro-batches, as TRL has it. `ConfigError`: the model has none."""
 
     def __init__(self, split: Split, coefficient: float) -> None:
         home = sys.modules[type(split.model).__module__]
@@ -49,7 +50,10 @@ class RouterLoss:
 
             with patch.object(home, FUNCTION) as function:
                 # This has the model put the hooks in place, too, that record what routers make.
-                run(output_router_logits=True, attention_mask=torch.ones(1, FEW_TOKENS, dtype=torch.long))
+                run(
+                    output_router_logits=True,
+                    attention_mask=torch.ones(1, FEW_TOKENS, dtype=torch.long),
+                )
             return function.call_args and (function.call_args.args[1:], function.call_args.kwargs)
 
         # The function's other arguments, with a tensor for the mask.
@@ -64,8 +68,9 @@ class RouterLoss:
         calls: Sequence[Sequence[LayerCall]],
         device_batches: Sequence[Mapping[str, Tensor]],
     ) -> None:
-        """Have the layers of a step note what their routers make; `calls` are those of each layer, `device_batches` the
-        micro-batches. Of the tokens that `loss` is divided by, other passes may train some, which weigh as much."""
+        """Have the layers of a step note what their routers make; `calls` are those of each layer,
+        `device_batches` the micro-batches. Of the tokens that `loss` is divided by, other passes
+        may train some, which weigh as much."""
         assert isinstance(loss, LossChunks), "the loss is of rows"
         self._calls = calls
         self._masks = [batch.get("attention_mask") for batch in device_batches]
@@ -80,23 +85,33 @@ class RouterLoss:
         return [output for layer in self._calls for output in layer[index].routers or ()]
 
     def loss_and_grad(self, index: int) -> tuple[Tensor, dict[Tensor, Tensor | None]]:
-        """Return a micro-batch's share, and its gradients by what the routers made; None: by what has no graph."""
+        """Return a micro-batch's share, and its gradients by what the routers made; None: by
+        what has no graph.
+        """
         outputs = self.outputs(index)
         leaves = [output.detach().requires_grad_(output.requires_grad) for output in outputs]
         grad_leaves = [leaf for leaf in leaves if leaf.requires_grad]
         with torch.enable_grad():
             value = self._value(index, leaves)
-            leaf_gradients = torch.autograd.grad(value * self._scale, grad_leaves) if grad_leaves else ()
+            leaf_gradients = (
+                torch.autograd.grad(value * self._scale, grad_leaves) if grad_leaves else ()
+            )
         gradients = dict(zip(grad_leaves, leaf_gradients, strict=True))
-        return value.detach(), {output: gradients.get(leaf) for output, leaf in zip(outputs, leaves, strict=True)}
+        return value.detach(), {
+            output: gradients.get(leaf) for output, leaf in zip(outputs, leaves, strict=True)
+        }
 
     def total(self) -> Tensor:
         """Return the loss of all micro-batches, once the top layer is done; differentiable."""
-        return torch.stack([self._value(index, self.outputs(index)) for index in range(len(self._masks))]).sum()
+        return torch.stack(
+            [self._value(index, self.outputs(index)) for index in range(len(self._masks))]
+        ).sum()
 
     def _value(self, index: int, outputs: Sequence[Tensor]) -> Tensor:
         mask = self._masks[index]
-        arguments, named = changed(self._arguments, lambda argument: mask if isinstance(argument, Tensor) else argument)
+        arguments, named = changed(
+            self._arguments, lambda argument: mask if isinstance(argument, Tensor) else argument
+        )
         assert self._function is not None
         with self._split.autocast():
             loss = self._function(tuple(outputs), *arguments, **named)
@@ -104,15 +119,17 @@ class RouterLoss:
         return self._coefficient * loss / len(self._masks) * self._weight
 
     def end(self) -> Measured:
-        """Let go of what the routers made, which the backward does not need; return what is measured of the step."""
+        """Let go of what the routers made, which the backward does not need; return what is
+        measured of the step.
+        """
         for call in chain(*self._calls):
             call.routers = None
         return {"aux_loss": (torch.stack([*self._losses.values()]).sum(), len(self._losses))}
 
 
 def coefficient_of(split: Split, config: LemaConfig, directory: Path) -> float:
-    """Return what the loss of routers is multiplied by: as the settings have it, else the config.json in `directory`,
-    whose `output_router_logits` asks for it; 0: nobody does."""
+    """Return what the loss of routers is multiplied by: as the settings have it, else the
+    config.json in `directory`, whose `output_router_logits` asks for it; 0: nobody does."""
     if config.router_aux_loss_coef is not None:
         return config.router_aux_loss_coef
     file_config = read_config_file(directory)
@@ -123,9 +140,11 @@ def coefficient_of(split: Split, config: LemaConfig, directory: Path) -> float:
     return getattr(split.model.config.get_text_config(), SETTING, 0.0) if asked else 0.0
 
 
-def add_router_loss(model: StreamedModel, config: LemaConfig, directory: Path, unable: str = "") -> None:
-    """Give a model its routers' loss where it is asked for. `ConfigError`: it has none, or it is not there with
-    something else that is asked for, or with what is `unable`."""
+def add_router_loss(
+    model: StreamedModel, config: LemaConfig, directory: Path, unable: str = ""
+) -> None:
+    """Give a model its routers' loss where it is asked for. `ConfigError`: it has none, or it is
+    not there with something else that is asked for, or with what is `unable`."""
     if not (coefficient := coefficient_of(model.split, config, directory)):
         return
     conflicts = {

@@ -1,6 +1,8 @@
-"""AWQ (https://arxiv.org/abs/2306.00978) as AutoAWQ stores it for its kernel `gemm`, expanded as GPTQModel does.
+"""AWQ (https://arxiv.org/abs/2306.00978) as AutoAWQ stores it for its kernel `gemm`, expanded as
+GPTQModel does.
 
-A word has the codes of eight consecutive outputs of one input, in the order in which the kernel wants them.
+A word has the codes of eight consecutive outputs of one input, in the order in which the kernel
+wants them.
 """
 
 from collections.abc import Mapping
@@ -15,7 +17,9 @@ from lema.storage.quantized.records import pieces
 __all__ = ["AWQ"]
 
 BITS = 4
-SHIFTS = tuple(BITS * position for position in (0, 4, 1, 5, 2, 6, 3, 7))  # of the eight outputs of a word
+SHIFTS = tuple(
+    BITS * position for position in (0, 4, 1, 5, 2, 6, 3, 7)
+)  # of the eight outputs of a word
 OUTPUTS = WORD // BITS  # of a word
 
 
@@ -23,8 +27,8 @@ def expand(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Te
     """Return a weight.
 
     Args:
-        parts: `qweight` int32 `[inputs, outputs / 8]`, `qzeros` int32 `[groups, outputs / 8]`, `scales` `[groups,
-            outputs]`.
+        parts: `qweight` int32 `[inputs, outputs / 8]`, `qzeros` int32 `[groups, outputs / 8]`,
+            `scales` `[groups, outputs]`.
         settings: transformers' `AwqConfig`.
         dtype: of the weight; the product is of the scales' dtype, as the kernel's.
 
@@ -49,7 +53,9 @@ def expand(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Te
     zeros = unpack_rows(zero_words.t(), SHIFTS, BITS)
     for span in pieces(weight, block=OUTPUTS):
         there = slice(span.start // OUTPUTS, span.stop // OUTPUTS)
-        codes = unpack_rows(words[:, there].contiguous().t(), SHIFTS, BITS)  # words are transposed faster than codes
+        codes = unpack_rows(
+            words[:, there].contiguous().t(), SHIFTS, BITS
+        )  # words are transposed faster than codes
         own_zeros = zeros[span]
         own_scales = scales[:, span].t().contiguous()
         if inputs == groups * size:
@@ -64,4 +70,6 @@ def expand(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Te
     return weight
 
 
-AWQ = PackedForm(parts=("qweight", "qzeros", "scales"), needed=("qweight", "qzeros", "scales"), expand=expand)
+AWQ = PackedForm(
+    parts=("qweight", "qzeros", "scales"), needed=("qweight", "qzeros", "scales"), expand=expand
+)

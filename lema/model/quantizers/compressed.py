@@ -1,7 +1,7 @@
 """compressed-tensors, as `transformers` and the library expand it, and what they leave out.
 
-That is: zero points of experts, which `transformers` does not hand to the library; and groups of inputs that are not
-neighbours (`weight_g_idx`), which the library no longer reads.
+That is: zero points of experts, which `transformers` does not hand to the library; and groups of
+inputs that are not neighbours (`weight_g_idx`), which the library no longer reads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,8 +33,8 @@ NAMES = (WHOLE, SCALE, ZEROS, "weight_global_scale", PACKED, SHAPE, GROUPS)
 
 
 def without_order(settings: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Return the settings of a checkpoint for a library that no longer knows the order `group`, and whether they name
-    it: groups of inputs in the order of activations, whose numbers are stored."""
+    """Return the settings of a checkpoint for a library that no longer knows the order `group`, and
+    whether they name it: groups of inputs in the order of activations, whose numbers are stored."""
     schemes = dict(settings.get("config_groups") or {})
     numbered = False
     for name, scheme in schemes.items():
@@ -60,7 +60,9 @@ class CompressedTensorsQuantizer(CompressedTensorsHfQuantizer):
 
 
 class _Expand(ConversionOps):
-    """What makes weights of stored tensors by the library, and in the order of `transformers`' operation."""
+    """What makes weights of stored tensors by the library, and in the order of `transformers`'
+    operation.
+    """
 
     def __init__(self, hf_quantizer: CompressedTensorsQuantizer) -> None:
         self.hf_quantizer = hf_quantizer
@@ -72,7 +74,8 @@ class _Expand(ConversionOps):
         target_patterns: list[str],  # noqa: ARG002 - the same
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Return the weight of a module by its name in the model; those of experts, by the pattern of what is stored.
+        """Return the weight of a module by its name in the model; those of experts, by the pattern
+        of what is stored.
 
         Raises:
             ValueError: a tensor is missing.
@@ -85,8 +88,16 @@ class _Expand(ConversionOps):
         expanded: dict[str, Any] = {}
         for pattern in [name for name in input_dict if name.rpartition(".")[2] in (PACKED, WHOLE)]:
             stem = pattern[: len(pattern) - len(pattern.rpartition(".")[2])]
-            parts = {name: _listed(input_dict[stem + name]) for name in NAMES if stem + name in input_dict}
-            if PACKED in parts and form == FORM and (missing := self._needed(scheme) - parts.keys()):
+            parts = {
+                name: _listed(input_dict[stem + name])
+                for name in NAMES
+                if stem + name in input_dict
+            }
+            if (
+                PACKED in parts
+                and form == FORM
+                and (missing := self._needed(scheme) - parts.keys())
+            ):
                 raise ValueError(f"{stem}{', '.join(sorted(missing))} is missing")
             rows = [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
             expanded[pattern] = [_expand(row, scheme, form, dense=dense).to(dtype) for row in rows]
@@ -102,10 +113,14 @@ class _Expand(ConversionOps):
 
 
 def dense_scheme(config: Any) -> Any:
-    """Return the scheme of the modules that are no experts: the first whose targets do not single these out."""
+    """Return the scheme of the modules that are no experts: the first whose targets do not
+    single these out.
+    """
     groups = list(config.config_groups.values())
     dense_groups = [
-        group for group in groups if not any(name.startswith("re:") and "experts" in name for name in group.targets)
+        group
+        for group in groups
+        if not any(name.startswith("re:") and "experts" in name for name in group.targets)
     ]
     return (dense_groups or groups)[0]
 
@@ -123,7 +138,9 @@ def _expand(parts: dict[str, Tensor], scheme: Any, form: str, *, dense: bool) ->
     packed = parts.get(PACKED)
     scales = parts[SCALE]
     if packed is None or form != FORM or (GROUPS not in parts and not packed.is_meta):
-        decompressed: Tensor = BaseCompressor.get_value_from_registry(form).decompress(dict(parts), scheme)[WHOLE]
+        decompressed: Tensor = BaseCompressor.get_value_from_registry(form).decompress(
+            dict(parts), scheme
+        )[WHOLE]
         return decompressed
     shape = parts[SHAPE].tolist()
     bits = scheme.weights.num_bits
@@ -136,8 +153,14 @@ def _expand(parts: dict[str, Tensor], scheme: Any, form: str, *, dense: bool) ->
     neighbours = torch.arange(inputs, device=packed.device) // scheme.weights.group_size
     # -1: the writer had a place for the numbers, but did not group the inputs by them.
     number_of = torch.where((parts[GROUPS] < 0).any(), neighbours, parts[GROUPS].long())
-    single = scheme.weights.model_copy(update={"group_size": 1})  # each input has its scale beside it then
-    zeros = unpack_from_int32(parts[ZEROS], bits, scales.shape, packed_dim=0) if ZEROS in parts else None
+    single = scheme.weights.model_copy(
+        update={"group_size": 1}
+    )  # each input has its scale beside it then
+    zeros = (
+        unpack_from_int32(parts[ZEROS], bits, scales.shape, packed_dim=0)
+        if ZEROS in parts
+        else None
+    )
     for span in pieces(weight):
         codes = unpack_from_int32(packed[span], bits, weight[span].shape)
         zero_points = None if zeros is None else zeros[span][:, number_of]
@@ -147,5 +170,7 @@ def _expand(parts: dict[str, Tensor], scheme: Any, form: str, *, dense: bool) ->
 
 @cache
 def _words(codes: int, bits: int) -> int:
-    """Return how many words the library packs so many codes in: older ones leave bits free that do not make a code."""
+    """Return how many words the library packs so many codes in: older ones leave bits free that
+    do not make a code.
+    """
     return int(pack_to_int32(torch.zeros(1, codes, dtype=torch.int8), bits).shape[-1])

@@ -12,16 +12,23 @@ from lema.errors import ConfigError, is_out_of_memory
 
 __all__ = ["attention_without_values", "supported_only"]
 
-COMPILED = "flex_attention"  # `transformers` compiles it in its first call, which ends the process on fake tensors
+# `transformers` compiles it in its first call, which ends the process on fake tensors
+COMPILED = "flex_attention"
 STAND_IN = "sdpa"  # keeps no scores of each pair of tokens either
 EVERYWHERE = "eager"
 
 
 @contextmanager
 def attention_without_values(model: nn.Module) -> Iterator[None]:
-    """Compute attention in a `with` block by what runs on tensors without values, whose result has the same shape."""
+    """Compute attention in a `with` block by what runs on tensors without values, whose result
+    has the same shape.
+    """
     owners = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    chosen = {id(owner.config): owner.config for owner in owners if owner.config._attn_implementation == COMPILED}
+    chosen = {
+        id(owner.config): owner.config
+        for owner in owners
+        if owner.config._attn_implementation == COMPILED
+    }
     plain = [owner.config for owner in owners if not owner._supports_sdpa]
     try:
         for config in chosen.values():
@@ -53,5 +60,7 @@ def supported_only(location: str) -> Iterator[None]:
         message = str(error).partition("\n")[0].strip() or type(error).__name__
         how = "choose another attn_implementation, or another device"
         raise ConfigError(
-            f"this device cannot compute what the model asks for: {message}", where=location, how=how
+            f"this device cannot compute what the model asks for: {message}",
+            where=location,
+            how=how,
         ) from error

@@ -1,13 +1,15 @@
-"""The hooks that others have registered on a model's modules: they see a call of the model once, as on a whole model.
+"""The hooks that others have registered on a model's modules: they see a call of the model once, as
+on a whole model.
 
-LEMA runs the model's own code more often than the whole model would: to learn from it, with recorders in the layers'
-places, and again for the head. None of these runs is the model's call, so hooks are put aside in them. Hooks of a
-decoder layer itself are called around its visit, in the graph that the caller differentiates; the layer's own runs,
-and its recomputation, do not know them. Modules inside a layer run again where it is recomputed, with the hooks that
-they had in the forward.
+LEMA runs the model's own code more often than the whole model would: to learn from it, with
+recorders in the layers' places, and again for the head. None of these runs is the model's call, so
+hooks are put aside in them. Hooks of a decoder layer itself are called around its visit, in the
+graph that the caller differentiates; the layer's own runs, and its recomputation, do not know them.
+Modules inside a layer run again where it is recomputed, with the hooks that they had in the
+forward.
 
-Hooks that are a part of how the model computes, such as those that divide its work among processes, are no others':
-every run of their module calls them (`part_of_model`).
+Hooks that are a part of how the model computes, such as those that divide its work among processes,
+are no others': every run of their module calls them (`part_of_model`).
 """
 
 from __future__ import annotations
@@ -27,8 +29,13 @@ from lema.errors import ConfigError
 __all__ = ["HookSnapshot", "LayerHooks", "ModelHooks", "aside", "hooks_of", "part_of_model"]
 
 KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-OPTIONS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-CAPTURING = "transformers.utils.output_capturing"  # whose hooks stay for good, and do nothing but where they are asked
+OPTIONS = (
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+# whose hooks stay for good, and do nothing but where they are asked
+CAPTURING = "transformers.utils.output_capturing"
 NAMES_OF_ROWS = "adapter_names"  # by which hooks of PEFT tell a module the adapter of each row
 
 
@@ -50,16 +57,23 @@ def has_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks that see it called."""
     # Written out, because this is asked before every run of a layer.
     return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
     )
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a module has hooks that somebody registered, and not only those of `transformers` and of the model."""
+    """Whether a module has hooks that somebody registered, and not only those of `transformers`
+    and of the model.
+    """
     if not has_hooks(module):
         return False
     hooks = (hook for kind in KINDS for hook in vars(module)[kind].values())
-    return any(getattr(hook, "__module__", None) != CAPTURING and not is_part(hook) for hook in hooks)
+    return any(
+        getattr(hook, "__module__", None) != CAPTURING and not is_part(hook) for hook in hooks
+    )
 
 
 def foreign_hooks(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:
@@ -87,9 +101,14 @@ Call = TypeVar("Call", bound=HookedCall)
 
 @contextmanager
 def aside(modules: Iterable[nn.Module]) -> Iterator[Callable[[], None]]:
-    """Have modules call no hooks but those of the model in a `with` block, or until the function that it yields is
-    called."""
-    saved = [(vars(module), kind, vars(module)[kind]) for module in modules if has_hooks(module) for kind in KINDS]
+    """Have modules call no hooks but those of the model in a `with` block, or until the function
+    that it yields is called."""
+    saved = [
+        (vars(module), kind, vars(module)[kind])
+        for module in modules
+        if has_hooks(module)
+        for kind in KINDS
+    ]
 
     def put_back() -> None:
         while saved:
@@ -111,13 +130,19 @@ class HookSnapshot:
     _saved: Sequence[tuple[dict[str, Any], str, OrderedDict[int, Any]]]
 
     def of_rows(self, rows: Sequence[int]) -> HookSnapshot:
-        """Return the same for some rows of the batch: PEFT's, which name an adapter for each row, name theirs."""
+        """Return the same for some rows of the batch: PEFT's, which name an adapter for each
+        row, name theirs.
+        """
 
         def cut(hook: Any) -> Any:
             names = hook.keywords.get(NAMES_OF_ROWS) if isinstance(hook, partial) else None
             if names is None:
                 return hook
-            return partial(hook.func, *hook.args, **{**hook.keywords, NAMES_OF_ROWS: [names[row] for row in rows]})
+            return partial(
+                hook.func,
+                *hook.args,
+                **{**hook.keywords, NAMES_OF_ROWS: [names[row] for row in rows]},
+            )
 
         saved = [
             (owner, kind, OrderedDict((key, cut(hook)) for key, hook in hooks.items()))
@@ -142,7 +167,9 @@ def hooks_of(modules: Iterable[nn.Module]) -> HookSnapshot | None:
     """Return the hooks of some modules as they are now; None: there are none."""
     hooked = [vars(module) for module in modules if is_hooked(module)]
     return (
-        HookSnapshot([(owner, kind, owner[kind].copy()) for owner in hooked for kind in (*KINDS, *OPTIONS)])
+        HookSnapshot(
+            [(owner, kind, owner[kind].copy()) for owner in hooked for kind in (*KINDS, *OPTIONS)]
+        )
         if hooked
         else None
     )
@@ -150,7 +177,8 @@ def hooks_of(modules: Iterable[nn.Module]) -> HookSnapshot | None:
 
 @dataclass(eq=False)
 class LayerHooks:
-    """The hooks of one decoder layer around one visit, called as `nn.Module.__call__` calls them for every micro-batch.
+    """The hooks of one decoder layer around one visit, called as `nn.Module.__call__` calls them
+    for every micro-batch.
 
     Args:
         layer: the layer.
@@ -163,23 +191,35 @@ class LayerHooks:
     name: str
     extra_outputs: tuple[Any, ...] | None
     frozen: bool
-    _inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)  # of each micro-batch
+    _inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(
+        default_factory=list
+    )  # of each micro-batch
     _backward: list[BackwardHook] = field(default_factory=list)
 
-    def before(self, calls: Sequence[Call], hidden: Sequence[Tensor]) -> tuple[list[Call], tuple[Tensor, ...]]:
-        """Call the hooks before the forward; return the calls and hidden states `[batch, sequence, hidden]` with which
-        the layer is visited. `ConfigError`: it hands on more than that, or a hook is of a kind that torch gave up."""
+    def before(
+        self, calls: Sequence[Call], hidden: Sequence[Tensor]
+    ) -> tuple[list[Call], tuple[Tensor, ...]]:
+        """Call the hooks before the forward; return the calls and hidden states `[batch, sequence,
+        hidden]` with which the layer is visited. `ConfigError`: it hands on more than that, or a
+        hook is of a kind that torch gave up."""
         if any(isinstance(output, Tensor) for output in self.extra_outputs or ()) or not all(
             call.bare for call in calls
         ):
-            raise self.refusal("the layers of this model hand more than the hidden state to each other")
+            raise self.refusal(
+                "the layers of this model hand more than the hidden state to each other"
+            )
         if self.layer._backward_hooks and not self.layer._is_full_backward_hook:
-            raise self.refusal("register_backward_hook sees only the last operation", "use register_full_backward_hook")
+            raise self.refusal(
+                "register_backward_hook sees only the last operation",
+                "use register_full_backward_hook",
+            )
         entered = [self._entered(call, state) for call, state in zip(calls, hidden, strict=True)]
         return [call for call, _ in entered], self._checked(state for _, state in entered)
 
     def after(self, hidden: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Call the hooks after the forward, which made these hidden states; return what they make of them."""
+        """Call the hooks after the forward, which made these hidden states; return what they
+        make of them.
+        """
         return self._checked(self._left(index, state) for index, state in enumerate(hidden))
 
     def refusal(
@@ -192,7 +232,9 @@ class LayerHooks:
         states = tuple(hidden)
         if self.frozen and any(state.requires_grad for state in states):
             how = "attach an adapter to this layer or to one below it"
-            raise self.refusal("one of them trains something below the lowest layer that has an adapter", how)
+            raise self.refusal(
+                "one of them trains something below the lowest layer that has an adapter", how
+            )
         return states
 
     def _entered(self, call: Call, state: Tensor) -> tuple[Call, Tensor]:
@@ -209,7 +251,10 @@ class LayerHooks:
             elif (new_args := hook(layer, args)) is not None:
                 args = new_args if isinstance(new_args, tuple) else (new_args,)
         if layer._backward_hooks or layer._backward_pre_hooks:
-            backward_hooks = list(layer._backward_hooks.values()), list(layer._backward_pre_hooks.values())
+            backward_hooks = (
+                list(layer._backward_hooks.values()),
+                list(layer._backward_pre_hooks.values()),
+            )
             self._backward.append(BackwardHook(layer, *backward_hooks))
             args = self._backward[-1].setup_input_hook(args)
         self._inputs.append((args, kwargs))
@@ -223,7 +268,9 @@ class LayerHooks:
         args, kwargs = self._inputs[index]
         for key, hook in foreign_hooks(layer._forward_hooks):
             with_kwargs = key in layer._forward_hooks_with_kwargs
-            new_output = hook(layer, args, kwargs, output) if with_kwargs else hook(layer, args, output)
+            new_output = (
+                hook(layer, args, kwargs, output) if with_kwargs else hook(layer, args, output)
+            )
             output = output if new_output is None else new_output
         if self._backward:
             output = self._backward[index].setup_output_hook(output)
@@ -251,9 +298,15 @@ class ModelHooks:
     def of(
         self, index: int, extra_outputs: tuple[Any, ...] | None = None, *, frozen: bool = False
     ) -> LayerHooks | None:
-        """Return the hooks of a layer itself for one visit; None: it has none. The others are as in `LayerHooks`."""
+        """Return the hooks of a layer itself for one visit; None: it has none. The others are as
+        in `LayerHooks`.
+        """
         layer = self._layers[index]
-        return LayerHooks(layer, f"{self._name}.{index}", extra_outputs, frozen) if is_hooked(layer) else None
+        return (
+            LayerHooks(layer, f"{self._name}.{index}", extra_outputs, frozen)
+            if is_hooked(layer)
+            else None
+        )
 
     def inside(self, index: int) -> HookSnapshot | None:
         """Return the hooks of the modules inside a layer as they are now; None: there are none."""
@@ -262,8 +315,14 @@ class ModelHooks:
         return hooks_of(self._inside[index])
 
     def check_none(self) -> None:
-        """Refuse hooks of layers where no caller has a graph that they could be in. `ConfigError`: there is one."""
+        """Refuse hooks of layers where no caller has a graph that they could be in.
+        `ConfigError`: there is one.
+        """
         for index in range(len(self._layers)):
             if (hooks := self.of(index)) is not None:
-                how = "remove the hook, or call the model of lema.streamed, whose layers call theirs"
-                raise hooks.refusal("LEMA's own training takes several micro-batches through a layer at once", how)
+                how = (
+                    "remove the hook, or call the model of lema.streamed, whose layers call theirs"
+                )
+                raise hooks.refusal(
+                    "LEMA's own training takes several micro-batches through a layer at once", how
+                )

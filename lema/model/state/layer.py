@@ -1,7 +1,9 @@
-"""What the modules of one decoder layer keep from call to call, such as a counter or the state of a recurrence.
+"""What the modules of one decoder layer keep from call to call, such as a counter or the state of a
+recurrence.
 
-A layer runs for each micro-batch once, in their order, and what it leaves is there for the next one, as in the whole
-model. Where it runs for a micro-batch again, to be recomputed, it finds what the first run found, and leaves no trace.
+A layer runs for each micro-batch once, in their order, and what it leaves is there for the next
+one, as in the whole model. Where it runs for a micro-batch again, to be recomputed, it finds what
+the first run found, and leaves no trace.
 """
 
 from __future__ import annotations
@@ -25,12 +27,15 @@ __all__ = ["LayerState"]
 
 Changed: TypeAlias = Mapping[nn.Module, Collection[str]]
 
-ADAPTERS = (BaseTunerLayer, AuxiliaryTrainingWrapper)  # keep nothing from call to call, and are switched on and off
+ADAPTERS = (
+    BaseTunerLayer,
+    AuxiliaryTrainingWrapper,
+)  # keep nothing from call to call, and are switched on and off
 
 
 class LayerState:
-    """What the modules of one layer keep. It is looked at again only after it has changed, so that a layer that keeps
-    nothing costs a comparison of references in each run.
+    """What the modules of one layer keep. It is looked at again only after it has changed, so that
+    a layer that keeps nothing costs a comparison of references in each run.
 
     Args:
         layer: the layer, adapters attached or not.
@@ -44,8 +49,11 @@ class LayerState:
         self._layer = layer
         self._name = name
         self._last: Snapshot | None = None
-        self._unwritten: dict[int, Tensor] | None = None  # tensors that the first call did not write into
-        # Of tensors that are held without the graph that they had: where it ends now, and what made them.
+        self._unwritten: dict[int, Tensor] | None = (
+            None  # tensors that the first call did not write into
+        )
+        # Of tensors that are held without the graph that they had: where it ends now, and what made
+        # them.
         self._cut: MutableMapping[Tensor, tuple[Tensor, Any]] = WeakIdKeyDictionary()
         self.changed_names: dict[nn.Module, set[str]] = {}
 
@@ -58,21 +66,23 @@ class LayerState:
         if self._last is None or self._last.changed():
             options = SnapshotOptions(parameters=False, unwritten=self._unwritten or {})
             self._last = Snapshot(
-                (module for module in self._layer.modules() if not isinstance(module, ADAPTERS)), options
+                (module for module in self._layer.modules() if not isinstance(module, ADAPTERS)),
+                options,
             )
         return self._last
 
     def first(self, run: Callable[[], Any], inputs: Any) -> tuple[Any, Snapshot, Changed, set[int]]:
-        """Run the layer for a micro-batch for the first time. A run that fails leaves no trace. Nothing has changed
-        since `now` was asked, but by runs.
+        """Run the layer for a micro-batch for the first time. A run that fails leaves no trace.
+        Nothing has changed since `now` was asked, but by runs.
 
         Args:
             run: runs the layer.
-            inputs: what it is given: tensors whose memory is used for other things later, in nested containers.
+            inputs: what it is given: tensors whose memory is used for other things later, in nested
+                containers.
 
         Returns:
-            What `run` returns; what the layer held before; what it has changed; and the `id` of what that is under
-            names that no call had changed before.
+            What `run` returns; what the layer held before; what it has changed; and the `id` of
+            what that is under names that no call had changed before.
 
         Raises:
             ModelError: the layer keeps what cannot be reproduced.
@@ -91,7 +101,10 @@ class LayerState:
             self._unwritten = before.forget_unwritten()
         if changed:
             self.now()
-        new = {module: names - self.changed_names.get(module, set()) for module, names in changed.items()}
+        new = {
+            module: names - self.changed_names.get(module, set())
+            for module, names in changed.items()
+        }
         if not any(new.values()):
             return output, before, changed, set()
         for module, names in new.items():
@@ -99,8 +112,8 @@ class LayerState:
         return output, before, changed, before.parts(new) | self.now().parts(new)
 
     def again(self, snapshot: Snapshot, run: Callable[[], Any]) -> Any:
-        """Run the layer once more for a micro-batch, for whose first run it `snapshot` this; return what that returns.
-        Nothing has changed since `now` was asked, but by runs."""
+        """Run the layer once more for a micro-batch, for whose first run it `snapshot` this; return
+        what that returns. Nothing has changed since `now` was asked, but by runs."""
         now = self._last or self.now()
         if snapshot is now:  # then no call has changed anything
             return run()
@@ -115,31 +128,54 @@ class LayerState:
     def refusal(self, why: str, changed: Changed | None = None) -> ModelError:
         """Return the error of what is kept, or has `changed`, and cannot be reproduced."""
         entries = (self.changed_names if changed is None else changed).items()
-        attributes = [f"{type(module).__name__}.{name}" for module, names in entries for name in sorted(names)]
-        what = f"this model cannot be streamed layer by layer: a layer keeps {', '.join(attributes)} from call to call, {why}"
-        return ModelError(what, where=self._name, how="have it keep nothing, or train it whole with another library")
+        attributes = [
+            f"{type(module).__name__}.{name}" for module, names in entries for name in sorted(names)
+        ]
+        what = (
+            "this model cannot be streamed layer by layer: a layer keeps "
+            f"{', '.join(attributes)} from call to call, {why}"
+        )
+        return ModelError(
+            what,
+            where=self._name,
+            how="have it keep nothing, or train it whole with another library",
+        )
 
     def _check_graph(self, output: Any) -> None:
-        """Refuse a result whose graph goes on to what an earlier call has left, whose graph is gone."""
+        """Refuse a result whose graph goes on to what an earlier call has left, whose graph is
+        gone.
+        """
         if self._cut and torch.is_grad_enabled():
             output = [tensor for tensor in tree_leaves(output) if isinstance(tensor, Tensor)]
             if leaves(output) & {id(end) for end, _ in self._cut.values()}:
-                raise self.refusal("and differentiates through it, although the step that made it is over")
+                raise self.refusal(
+                    "and differentiates through it, although the step that made it is over"
+                )
 
     def _detach_changes(self, before: Snapshot, changed: Changed, inputs: Any) -> None:
         """Have what a call has left refer to no graph, and to no memory that is used again."""
         if before.uncopied():
-            raise self.refusal("and wrote into it for the first time only after other calls", changed)
+            raise self.refusal(
+                "and wrote into it for the first time only after other calls", changed
+            )
         there = {id(tensor) for tensor in before.tensors()}
-        borrowed = {_storage(tensor) for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor)}
+        borrowed = {
+            _storage(tensor) for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor)
+        }
         detached: dict[int, Tensor] = {}
 
         def detach(tensor: Tensor) -> Tensor:
             is_cut = tensor in self._cut and self._cut[tensor][1] is tensor.grad_fn
-            if isinstance(tensor, nn.Parameter) or is_cut or not (tensor.requires_grad or _storage(tensor) in borrowed):
+            if (
+                isinstance(tensor, nn.Parameter)
+                or is_cut
+                or not (tensor.requires_grad or _storage(tensor) in borrowed)
+            ):
                 return tensor
             if id(tensor) in there:
-                raise self.refusal("and writes into it with a graph, without torch.no_grad()", changed)
+                raise self.refusal(
+                    "and writes into it with a graph, without torch.no_grad()", changed
+                )
             if id(tensor) not in detached:
                 end = tensor.detach().requires_grad_(tensor.requires_grad)
                 with torch.enable_grad():
@@ -160,7 +196,9 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _replaced(value: Any, change: Callable[[Tensor], Tensor], seen: set[int]) -> Any:
-    """Return a value with every tensor that it holds changed; containers stay the objects that they are."""
+    """Return a value with every tensor that it holds changed; containers stay the objects that
+    they are.
+    """
     if isinstance(value, Tensor):
         return change(value)
     if type(value) is tuple:

@@ -1,6 +1,8 @@
-"""What the modules of all decoder layers keep from call to call, and when a model cannot be run layer by layer for it.
+"""What the modules of all decoder layers keep from call to call, and when a model cannot be run
+layer by layer for it.
 
-A step takes all micro-batches through one layer before the next one, so what a layer keeps must be its own.
+A step takes all micro-batches through one layer before the next one, so what a layer keeps must be
+its own.
 """
 
 from __future__ import annotations
@@ -44,13 +46,17 @@ class LayerStates:
         outside: returns the modules outside of the layers.
     """
 
-    def __init__(self, layers: nn.ModuleList, name: str, outside: Callable[[], Iterable[nn.Module]]) -> None:
+    def __init__(
+        self, layers: nn.ModuleList, name: str, outside: Callable[[], Iterable[nn.Module]]
+    ) -> None:
         self._layers = layers
         self._name = name
         self._outside = outside
         self._states: dict[int, LayerState] = {}
         self._journals: WeakSet[Journal] = WeakSet()
-        self._running: int | None = None  # the layer that ran last, and whose modules nothing else has touched since
+        self._running: int | None = (
+            None  # the layer that ran last, and whose modules nothing else has touched since
+        )
 
     def forget(self) -> None:
         """Look the modules up again, because adapters were attached or taken off."""
@@ -59,9 +65,10 @@ class LayerStates:
             state.forget()
 
     def run(self, index: int, call: Noted, run: Callable[[], Any], inputs: Any) -> Any:
-        """Run a layer for a micro-batch, by `run`, which is `inputs` tensors in nested containers; return what it
-        returns. The first run for a `call` finds what the run before it left; each later one finds what the first one
-        found, and leaves no trace. `ModelError`: the layer keeps what cannot be reproduced."""
+        """Run a layer for a micro-batch, by `run`, which is `inputs` tensors in nested containers;
+        return what it returns. The first run for a `call` finds what the run before it left; each
+        later one finds what the first one found, and leaves no trace. `ModelError`: the layer keeps
+        what cannot be reproduced."""
         state = self._state(index)
         if index != self._running:
             self._running = index
@@ -77,7 +84,9 @@ class LayerStates:
         return output
 
     def pause(self) -> None:
-        """Look at each layer again before its next run, because other code than that of layers may run until then."""
+        """Look at each layer again before its next run, because other code than that of layers
+        may run until then.
+        """
         self._running = None
 
     def keeps(self, index: int) -> bool:
@@ -94,10 +103,16 @@ class LayerStates:
 
     def changed_names(self) -> dict[nn.Module, set[str]]:
         """Return the modules that calls have changed, with the names of what they hold."""
-        return {module: names for state in self._states.values() for module, names in state.changed_names.items()}
+        return {
+            module: names
+            for state in self._states.values()
+            for module, names in state.changed_names.items()
+        }
 
     def restored(self, module: nn.Module, names: Iterable[str]) -> None:
-        """Note that a module of a layer holds under these names what calls of an earlier run have changed."""
+        """Note that a module of a layer holds under these names what calls of an earlier run
+        have changed.
+        """
         self.pause()
         index = next(index for index, layer in enumerate(self._layers) if module in layer.modules())
         self._state(index).changed_names.setdefault(module, set()).update(names)
@@ -128,7 +143,9 @@ class LayerStates:
             journal.before.setdefault(index, snapshot)
 
     def _check_own(self, index: int, state: LayerState, changed: set[int]) -> None:
-        """Refuse what is held by something else, too, which would see it change in another order."""
+        """Refuse what is held by something else, too, which would see it change in another
+        order.
+        """
         uncopied = SnapshotOptions(parameters=False, unwritten=None)
         for other_index, layer in enumerate(self._layers):
             if other_index != index and changed & Snapshot(layer.modules(), uncopied).parts():

@@ -1,4 +1,6 @@
-"""What all modules of a model keep from call to call: around its decoder layers, and inside of them."""
+"""What all modules of a model keep from call to call: around its decoder layers, and inside of
+them.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class ModelState:
         self._model = model
         outer = OuterState(model, layers)
         self.outer = outer
-        self.layers = LayerStates(layers, name, lambda: outer.modules)  # without a circle, which would keep the weights
+        self.layers = LayerStates(
+            layers, name, lambda: outer.modules
+        )  # without a circle, which would keep the weights
         self.hooks = ModelHooks(layers, name)
 
     def forget(self) -> None:
@@ -53,7 +57,9 @@ class ModelState:
         self.hooks.forget()
 
     def mark(self) -> Mark:
-        """Mark this moment. Where no module keeps anything that costs some comparisons of references."""
+        """Mark this moment. Where no module keeps anything that costs some comparisons of
+        references.
+        """
         return Mark(self.outer.now(), self.layers.journal())
 
     def put_back(self, mark: Mark) -> None:
@@ -62,12 +68,14 @@ class ModelState:
         mark.outer.restore()
 
     def around(self) -> dict[str, Any]:
-        """Return, as JSON types, what the modules around the layers hold that calls have changed. `ConfigError`: it
-        cannot be told."""
+        """Return, as JSON types, what the modules around the layers hold that calls have changed.
+        `ConfigError`: it cannot be told."""
         return self._as_json(self.outer.changed_names())
 
     def saved(self) -> dict[str, Any]:
-        """Return, as JSON types, what the modules hold that calls have changed. `ConfigError`: it cannot be saved."""
+        """Return, as JSON types, what the modules hold that calls have changed. `ConfigError`:
+        it cannot be saved.
+        """
         return self._as_json({**self.outer.changed_names(), **self.layers.changed_names()})
 
     def restore(self, saved: Mapping[str, Any]) -> None:

@@ -1,4 +1,6 @@
-"""What modules keep from call to call, as JSON types: a run that is resumed goes on with what they held."""
+"""What modules keep from call to call, as JSON types: a run that is resumed goes on with what
+they held.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ TUPLE = "tuple"
 TABLE = "table"  # what stands for a value that JSON has no type for
 
 
-def to_json(modules: Mapping[str, nn.Module], changed: Mapping[nn.Module, Collection[str]]) -> dict[str, Any]:
+def to_json(
+    modules: Mapping[str, nn.Module], changed: Mapping[nn.Module, Collection[str]]
+) -> dict[str, Any]:
     """Return, by the names of modules, what they hold under the names that have `changed`.
 
     Raises:
@@ -44,14 +48,24 @@ def to_json(modules: Mapping[str, nn.Module], changed: Mapping[nn.Module, Collec
             try:
                 entries[attribute] = [kind, _plain(value)]
             except TypeError as error:
-                what = f"{type(module).__name__} keeps {attribute} from call to call, and {error} cannot be saved"
-                how = "train it without checkpoints (save_steps: 0), whose resumed runs would go on without that"
+                what = (
+                    f"{type(module).__name__} keeps {attribute} from call to call, and {error} "
+                    "cannot be saved"
+                )
+                how = (
+                    "train it without checkpoints (save_steps: 0), whose resumed runs would go "
+                    "on without that"
+                )
                 raise ConfigError(what, where=names[module], how=how) from error
     return saved
 
 
-def from_json(modules: Mapping[str, nn.Module], saved: Mapping[str, Any]) -> dict[nn.Module, set[str]]:
-    """Let modules hold what `to_json` returned; return what that is. `KeyError`: there is no module of a name."""
+def from_json(
+    modules: Mapping[str, nn.Module], saved: Mapping[str, Any]
+) -> dict[nn.Module, set[str]]:
+    """Let modules hold what `to_json` returned; return what that is. `KeyError`: there is no
+    module of a name.
+    """
     restored: dict[nn.Module, set[str]] = {}
     for name, entries in saved.items():
         module = modules[name]
@@ -59,7 +73,9 @@ def from_json(modules: Mapping[str, nn.Module], saved: Mapping[str, Any]) -> dic
         for attribute, (kind, plain) in entries.items():
             module._buffers.pop(attribute, None)
             vars(module).pop(attribute, None)
-            device = next((buffer.device for buffer in module.buffers(recurse=False)), torch.device("cpu"))
+            device = next(
+                (buffer.device for buffer in module.buffers(recurse=False)), torch.device("cpu")
+            )
             if kind == "buffer":
                 module.register_buffer(attribute, _value(plain, device), persistent=False)
             elif kind == "attribute":
@@ -70,8 +86,17 @@ def from_json(modules: Mapping[str, nn.Module], saved: Mapping[str, Any]) -> dic
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         flat = value.detach().cpu().contiguous()
-        data = base64.b64encode(flat.view(-1).view(torch.uint8).numpy().tobytes()).decode() if flat.numel() else ""
-        about = [str(flat.dtype).removeprefix("torch."), list(flat.shape), value.device.type != "cpu", data]
+        data = (
+            base64.b64encode(flat.view(-1).view(torch.uint8).numpy().tobytes()).decode()
+            if flat.numel()
+            else ""
+        )
+        about = [
+            str(flat.dtype).removeprefix("torch."),
+            list(flat.shape),
+            value.device.type != "cpu",
+            data,
+        ]
         return {TENSOR: about}
     if type(value) in PLAIN:
         return value
@@ -93,7 +118,11 @@ def _value(plain: Any, device: torch.device) -> Any:
         dtype, shape, on_device, data = plain[TENSOR]
         raw = bytearray(base64.b64decode(data))
         kind = getattr(torch, dtype)
-        flat = torch.frombuffer(raw, dtype=torch.uint8).view(kind) if raw else torch.empty(0, dtype=kind)
+        flat = (
+            torch.frombuffer(raw, dtype=torch.uint8).view(kind)
+            if raw
+            else torch.empty(0, dtype=kind)
+        )
         return flat.view(shape).to(device if on_device else "cpu")
     if TUPLE in plain:
         return tuple(_value(entry, device) for entry in plain[TUPLE])

@@ -1,6 +1,8 @@
-"""What modules hold outside of their parameters, at one moment: buffers, plain attributes, what containers hold.
+"""What modules hold outside of their parameters, at one moment: buffers, plain attributes, what
+containers hold.
 
-A rehearsal runs a model's own code to learn from it, and leaves no trace: what the code wrote into modules is put back.
+A rehearsal runs a model's own code to learn from it, and leaves no trace: what the code wrote into
+modules is put back.
 """
 
 from __future__ import annotations
@@ -22,20 +24,41 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 __all__ = ["Snapshot", "SnapshotOptions", "has_state", "rehearsed"]
 
-# What every module has, and none of it is made by a call, but buffers and modules that are added, and parameters that
-# PEFT makes buffers while it parametrizes them.
+# What every module has, and none of it is made by a call, but buffers and modules that are added,
+# and parameters that PEFT makes buffers while it parametrizes them.
 PERSISTENCE = "_non_persistent_buffers_set"
 BUFFERS = "_buffers"
 PARAMETERS = "_parameters"
 TORCH = (BUFFERS, "_modules", PARAMETERS, PERSISTENCE)
-UNRECORDED = (vars(nn.Module()).keys() - {*TORCH}) | {"forward", "all_tied_weights_keys", *vars(PreTrainedModel)}
-SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type, Enum)
+UNRECORDED = (vars(nn.Module()).keys() - {*TORCH}) | {
+    "forward",
+    "all_tied_weights_keys",
+    *vars(PreTrainedModel),
+}
+SIMPLE = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    type,
+    Enum,
+)
 OPAQUE = (nn.Module, PreTrainedConfig, GenerationConfig, PeftConfig, ModuleType)
 STATELESS_MODULES = {
     nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.Dropout, nn.SiLU, nn.GELU,
     nn.ModuleList, nn.ModuleDict, nn.ParameterDict, nn.ParameterList,
 }  # fmt: skip
-LIBRARIES = ("torch.", "peft.", "accelerate.")  # whose objects on a module say how it computes, and hold no state
+LIBRARIES = (
+    "torch.",
+    "peft.",
+    "accelerate.",
+)  # whose objects on a module say how it computes, and hold no state
 CONTAINERS = (dict, list, set, deque)
 ABSENT = object()
 _stateless: set[type] = set()  # kinds of values that were found to hold nothing that a call changes
@@ -46,11 +69,12 @@ class SnapshotOptions:
     """What a snapshot looks at.
 
     Attributes:
-        values: whether tensors are copied, so that what is written into them can be put back. Without it only which
-            tensors there are is kept: enough where nothing has values.
-        parameters: whether modules' parameters are put back, too, where a call has made them something else.
-        unwritten: by `id`, tensors whose values need no copy, because calls were seen not to write into them; None: no
-            tensor's do.
+        values: whether tensors are copied, so that what is written into them can be put back.
+            Without it only which tensors there are is kept: enough where nothing has values.
+        parameters: whether modules' parameters are put back, too, where a call has made them
+            something else.
+        unwritten: by `id`, tensors whose values need no copy, because calls were seen not to write
+            into them; None: no tensor's do.
     """
 
     values: bool = True
@@ -90,7 +114,9 @@ class _Contents:
         if not now:
             return True
         if isinstance(self.items, dict):
-            return all(map(is_, now.values(), self.items.values())) and all(map(eq, now, self.items))
+            return all(map(is_, now.values(), self.items.values())) and all(
+                map(eq, now, self.items)
+            )
         return all(map(is_, now, self.items))
 
     def names(self) -> Iterator[str]:
@@ -124,7 +150,9 @@ class _Contents:
 
 
 class _Buffers(_Contents):
-    """The buffers of a module, without parameters: PEFT leaves those among them that it has parametrized."""
+    """The buffers of a module, without parameters: PEFT leaves those among them that it has
+    parametrized.
+    """
 
     def __init__(self, owner: dict[str, Any], items: dict[str, Any]) -> None:
         super().__init__(owner, _without_parameters(items))
@@ -134,13 +162,17 @@ class _Buffers(_Contents):
         if not self.owner and not self.items:
             return True
         now = _without_parameters(self.owner)
-        return now.keys() == self.items.keys() and all(now[name] is buffer for name, buffer in self.items.items())
+        return now.keys() == self.items.keys() and all(
+            now[name] is buffer for name, buffer in self.items.items()
+        )
 
     def restore(self) -> None:
         """Put back the buffers, and leave the parameters."""
         if not self.same():
             parameters = {
-                name: parameter for name, parameter in self.owner.items() if isinstance(parameter, nn.Parameter)
+                name: parameter
+                for name, parameter in self.owner.items()
+                if isinstance(parameter, nn.Parameter)
             }
             self.owner.clear()
             self.owner.update({**self.items, **parameters})
@@ -157,17 +189,25 @@ class _Module:
         self.tensors: list[_Values] = []
         self._seen: set[int] = set()
         for name, value in self.attributes.items():
-            if type(value) in _stateless or name in UNRECORDED or (name == PARAMETERS and not options.parameters):
+            if (
+                type(value) in _stateless
+                or name in UNRECORDED
+                or (name == PARAMETERS and not options.parameters)
+            ):
                 continue
             self._note(name, value)
-        recorded = {name: value for name, value in self.attributes.items() if name not in UNRECORDED}
+        recorded = {
+            name: value for name, value in self.attributes.items() if name not in UNRECORDED
+        }
         self._getter = itemgetter(*recorded)
         self._values = tuple(recorded.values())
         # Of a set of names nothing is told that the buffers do not tell.
         self._to_compare = [contents for name, contents in self.containers if name != PERSISTENCE]
 
     def same(self) -> bool:
-        """Whether it is sure that nothing has changed. This is asked in each run of a layer, so it has to be fast."""
+        """Whether it is sure that nothing has changed. This is asked in each run of a layer, so
+        it has to be fast.
+        """
         now = vars(self.module)
         if len(now) != len(self.attributes):
             return False
@@ -196,11 +236,16 @@ class _Module:
         elif isinstance(value, CONTAINERS) or has_state(value):
             items = _items(value)
             contents = (
-                _Buffers(value, items) if name == BUFFERS and not self._options.parameters else _Contents(value, items)
+                _Buffers(value, items)
+                if name == BUFFERS and not self._options.parameters
+                else _Contents(value, items)
             )
             self.containers.append((name, contents))
             if isinstance(items, dict):
-                inner = ((str(key) if name in TORCH else f"{name}.{key}", item) for key, item in items.items())
+                inner = (
+                    (str(key) if name in TORCH else f"{name}.{key}", item)
+                    for key, item in items.items()
+                )
             else:
                 inner = ((name, item) for item in items)
         else:
@@ -222,10 +267,16 @@ class _Module:
         """Name what is other than it was."""
         names = set(self._replaced())
         for name, contents in self.containers:
-            if name != PERSISTENCE:  # which says how a buffer is saved, and its name is among the buffers
+            if (
+                name != PERSISTENCE
+            ):  # which says how a buffer is saved, and its name is among the buffers
                 names |= {inner if name in TORCH else name for inner in contents.names()}
-        names |= {record.name for record in self.tensors if record.tensor._version != record.version}
-        return {name.partition(".")[0] for name in names}  # of what a container holds, the attribute
+        names |= {
+            record.name for record in self.tensors if record.tensor._version != record.version
+        }
+        return {
+            name.partition(".")[0] for name in names
+        }  # of what a container holds, the attribute
 
     def parts(self, names: Collection[str] | None) -> Iterator[Any]:
         """Yield the containers and tensors that it held under these names; None: under any."""
@@ -238,9 +289,15 @@ class _Module:
         """Name the attributes that are there no more, or are another object, or were not there."""
         now = vars(self.module)
         then = self.attributes
-        if len(now) == len(then) and all(map(is_, now.values(), then.values())) and all(map(eq, now, then)):
+        if (
+            len(now) == len(then)
+            and all(map(is_, now.values(), then.values()))
+            and all(map(eq, now, then))
+        ):
             return []
-        names = [name for name in {**then, **now} if now.get(name, ABSENT) is not then.get(name, ABSENT)]
+        names = [
+            name for name in {**then, **now} if now.get(name, ABSENT) is not then.get(name, ABSENT)
+        ]
         return [name for name in names if name not in UNRECORDED]
 
     def restore(self) -> None:
@@ -269,7 +326,9 @@ class Snapshot:
     """
 
     def __init__(self, modules: Iterable[nn.Module], options: SnapshotOptions = EVERYTHING) -> None:
-        self._modules = [_Module(module, options) for module in modules if type(module) not in STATELESS_MODULES]
+        self._modules = [
+            _Module(module, options) for module in modules if type(module) not in STATELESS_MODULES
+        ]
 
     def changed(self) -> dict[nn.Module, set[str]]:
         """Return the modules that hold something else now, each with the names of what that is."""
@@ -277,12 +336,15 @@ class Snapshot:
         return {module: names for module, names in changes if names}
 
     def parts(self, changed: Mapping[nn.Module, Collection[str]] | None = None) -> set[int]:
-        """Return the `id` of every module, container and tensor in it; of those under names that have `changed`, if
-        these are given."""
+        """Return the `id` of every module, container and tensor in it; of those under names that
+        have `changed`, if these are given."""
         ids = set[int]()
         for state in self._modules:
             if changed is None or state.module in changed:
-                ids |= {id(state.module), *map(id, state.parts(None if changed is None else changed[state.module]))}
+                ids |= {
+                    id(state.module),
+                    *map(id, state.parts(None if changed is None else changed[state.module])),
+                }
         return ids
 
     def tensors(self) -> list[Tensor]:
@@ -292,12 +354,21 @@ class Snapshot:
     def uncopied(self) -> list[str]:
         """Name the tensors whose values were not copied, and that have been written into since."""
         values = (record for module in self._modules for record in module.tensors)
-        return [record.name for record in values if record.values is None and record.tensor._version != record.version]
+        return [
+            record.name
+            for record in values
+            if record.values is None and record.tensor._version != record.version
+        ]
 
     def forget_unwritten(self) -> dict[int, Tensor]:
-        """Drop the copies of tensors that were not written into since; return these tensors, by `id`."""
+        """Drop the copies of tensors that were not written into since; return these tensors, by
+        `id`.
+        """
         values = [
-            record for module in self._modules for record in module.tensors if record.tensor._version == record.version
+            record
+            for module in self._modules
+            for record in module.tensors
+            if record.tensor._version == record.version
         ]
         for record in values:
             record.values = None
@@ -321,7 +392,9 @@ def rehearsed(modules: Iterable[nn.Module], *, values: bool = True) -> Iterator[
 
 
 def _without_parameters(buffers: dict[str, Any]) -> dict[str, Any]:
-    return {name: buffer for name, buffer in buffers.items() if not isinstance(buffer, nn.Parameter)}
+    return {
+        name: buffer for name, buffer in buffers.items() if not isinstance(buffer, nn.Parameter)
+    }
 
 
 def _items(owner: Any) -> Any:
@@ -331,15 +404,23 @@ def _items(owner: Any) -> Any:
 
 
 def has_state(value: Any) -> bool:
-    """Whether the attributes of an object may be what a call changes, so that they are looked at."""
+    """Whether the attributes of an object may be what a call changes, so that they are looked
+    at.
+    """
     kind = type(value)
     if isinstance(value, OPAQUE) or _shared_by_copies(value):
         return False
-    return hasattr(value, "__dict__") and not callable(value) and not f"{kind.__module__}.".startswith(LIBRARIES)
+    return (
+        hasattr(value, "__dict__")
+        and not callable(value)
+        and not f"{kind.__module__}.".startswith(LIBRARIES)
+    )
 
 
 def _shared_by_copies(value: Any) -> bool:
-    """Whether an object says that copies of what holds it hold the same one, as a group of processes does."""
+    """Whether an object says that copies of what holds it hold the same one, as a group of
+    processes does.
+    """
     copied = getattr(type(value), "__deepcopy__", None)
     return copied is not None and not isinstance(value, Tensor) and copied(value, {}) is value
 

@@ -1,6 +1,8 @@
-"""The size of batches that fit next to the weights within the limits of a run: of texts, and of rows that are scored.
+"""The size of batches that fit next to the weights within the limits of a run: of texts, and of
+rows that are scored.
 
-Texts take keys and values, and rows hidden states, which wait between layers on the device or on the host.
+Texts take keys and values, and rows hidden states, which wait between layers on the device or on
+the host.
 """
 
 from __future__ import annotations
@@ -55,13 +57,16 @@ def plan_texts(
 ) -> TextPlan:
     """Return the requested batch, or by default the widest that fits.
 
-    The longest prompt has `prompt` tokens, and at most `new` ones are made for each. A batch has `rows`; None: as many
-    as there is room for, and no more than `most`. `host`: keys and values of all layers but one are in host memory.
-    `current_allocation` is what memory is spent on already; None: nothing yet, so the plan chooses it. Raises `MemoryLimitError`
-    where a batch of `rows`, or of one, does not fit, which names the batch that does; `ModelError` where what the model
+    The longest prompt has `prompt` tokens, and at most `new` ones are made for each. A batch has
+    `rows`; None: as many as there is room for, and no more than `most`. `host`: keys and values of
+    all layers but one are in host memory. `current_allocation` is what memory is spent on already;
+    None: nothing yet, so the plan chooses it. Raises `MemoryLimitError` where a batch of `rows`, or
+    of one, does not fit, which names the batch that does; `ModelError` where what the model
     computes depends on values.
     """
-    sized = text_bytes(planner.blueprint.model, planner.blueprint.layers, prompt, new, planner.blueprint.parallel)
+    sized = text_bytes(
+        planner.blueprint.model, planner.blueprint.layers, prompt, new, planner.blueprint.parallel
+    )
     allocate = _allocator(planner, current_allocation)
     shared = planner.machine_state.machine.shared
     away = host and not shared
@@ -90,8 +95,10 @@ def plan_texts(
     if not fitting and requested.how:
         how.append(requested.how)
     raise MemoryLimitError(
-        f"{rows or 1} texts of up to {prompt:,} tokens and {new:,} new ones do not fit: their keys and values take "
-        f"{human_bytes(need.keys_values)}, one pass with them {human_bytes(need.on_device(host=host))}",
+        f"{rows or 1} texts of up to {prompt:,} tokens and {new:,} new ones do not fit: "
+        "their keys and values take "
+        f"{human_bytes(need.keys_values)}, one pass with them "
+        f"{human_bytes(need.on_device(host=host))}",
         where=requested.where,
         how=", or ".join(how),
     )
@@ -108,16 +115,25 @@ class RowPlan:
 
 
 def plan_rows(
-    planner: Planner, length: int, most: int, *, at_once: int, rows: int | None, current_allocation: Allocation | None
+    planner: Planner,
+    length: int,
+    most: int,
+    *,
+    at_once: int,
+    rows: int | None,
+    current_allocation: Allocation | None,
 ) -> RowPlan:
     """Return the pass that scores rows of at most `length` tokens.
 
-    There are `most` rows, of which a layer computes `at_once` at once, if there is room, and a pass has `rows`; None:
-    as many as there is room for. `current_allocation` is what memory is spent on already; None: nothing yet, so the plan chooses it.
-    Raises `MemoryLimitError` where one row does not fit, or not so many of a pass, which names how many do;
-    `ModelError` where what the model computes depends on values.
+    There are `most` rows, of which a layer computes `at_once` at once, if there is room, and a pass
+    has `rows`; None: as many as there is room for. `current_allocation` is what memory is spent on
+    already; None: nothing yet, so the plan chooses it. Raises `MemoryLimitError` where one row does
+    not fit, or not so many of a pass, which names how many do; `ModelError` where what the model
+    computes depends on values.
     """
-    sized = text_bytes(planner.blueprint.model, planner.blueprint.layers, length, 1, planner.blueprint.parallel)
+    sized = text_bytes(
+        planner.blueprint.model, planner.blueprint.layers, length, 1, planner.blueprint.parallel
+    )
     config = planner.blueprint.model.config.get_text_config()
     row = STATES * length * config.hidden_size * planner.blueprint.model.dtype.itemsize
     logits = LOGITS * (planner.config.loss_chunk_tokens or CHUNK_TOKENS) * config.vocab_size * 4
@@ -132,7 +148,11 @@ def plan_rows(
         if isinstance(allocation, MemoryLimitError) and not shared:
             allocation = allocate(working_bytes + together * row, count * row)
             on_host = True
-        return allocation if isinstance(allocation, MemoryLimitError) else RowPlan(count, together, on_host, allocation)
+        return (
+            allocation
+            if isinstance(allocation, MemoryLimitError)
+            else RowPlan(count, together, on_host, allocation)
+        )
 
     together = min(at_once, most)
     while isinstance(plan(together, together), MemoryLimitError) and together > 1:
@@ -144,7 +164,10 @@ def plan_rows(
     if rows is None and isinstance(widest := plan(max(fitting, 1), together), RowPlan):
         return widest
     raise MemoryLimitError(
-        f"hidden states of {rows or 1} rows of up to {length:,} tokens do not fit: {human_bytes((rows or 1) * row)}",
+        (
+            f"hidden states of {rows or 1} rows of up to {length:,} tokens do not fit: "
+            f"{human_bytes((rows or 1) * row)}"
+        ),
         where=requested.where,
         how=f"score {fitting} in a pass (--rows-per-pass {fitting})"
         if fitting
@@ -153,7 +176,9 @@ def plan_rows(
 
 
 def _most_that_fit(plan: Callable[[int], object], fewer_than: int) -> int:
-    """Return the largest number for which there is a plan and no MemoryLimitError; 0: not even 1 fits."""
+    """Return the largest number for which there is a plan and no MemoryLimitError; 0: not even 1
+    fits.
+    """
     counts = range(1, fewer_than)
     return bisect_left(counts, True, key=lambda count: isinstance(plan(count), MemoryLimitError))
 
@@ -161,18 +186,26 @@ def _most_that_fit(plan: Callable[[int], object], fewer_than: int) -> int:
 def _allocator(
     planner: Planner, current_allocation: Allocation | None
 ) -> Callable[[int, int], Allocation | MemoryLimitError]:
-    """Return what tells, of bytes on the device and on the host, what weights get beside them, or why nothing fits.
-    Processes of a group ask together, and get the room of the least of them."""
+    """Return what tells, of bytes on the device and on the host, what weights get beside them, or
+    why nothing fits. Processes of a group ask together, and get the room of the least of them."""
     planner = planner.unlimited() if planner.config.device_memory == "auto" else planner
     config = planner.config
     machine_state = planner.machine_state
     shared = machine_state.machine.shared
     available = machine_state.host_available
     total = machine_state.machine.device_memory
-    in_pieces = planner.blueprint.head.asked if current_allocation is None else current_allocation.pieces > 0
+    in_pieces = (
+        planner.blueprint.head.asked
+        if current_allocation is None
+        else current_allocation.pieces > 0
+    )
     # Whole unless the settings ask for pieces, because each token would read all of them once more.
     planner = planner.with_head(pieces=in_pieces)
-    adapters = sum(parameter.nbytes for parameter in planner.blueprint.model.parameters() if parameter.requires_grad)
+    adapters = sum(
+        parameter.nbytes
+        for parameter in planner.blueprint.model.parameters()
+        if parameter.requires_grad
+    )
     lowest = len(planner.blueprint.layers) - 1  # because nothing is kept for a backward
     weights = replace(planner.demand(), adapter_bytes=adapters, lowest=lowest)
     host = available
@@ -196,10 +229,16 @@ def _allocator(
         if shared and config.device_memory is None and current_allocation is not None:
             there = on_device  # what weights have is no longer available
         if device and there > device:
-            return MemoryLimitError("the device's memory is too small", where=_where(config.device_memory, "device"))
-        host_bytes = 0 if current_allocation is not None else sum(host_parts(demand, allocation).values())
+            return MemoryLimitError(
+                "the device's memory is too small", where=_where(config.device_memory, "device")
+            )
+        host_bytes = (
+            0 if current_allocation is not None else sum(host_parts(demand, allocation).values())
+        )
         if on_host * demand.processes + host_bytes > host:
-            return MemoryLimitError("host memory is too small", where=_where(config.host_memory, "host"))
+            return MemoryLimitError(
+                "host memory is too small", where=_where(config.host_memory, "host")
+            )
         return allocation
 
     return fit

@@ -1,13 +1,15 @@
-"""Training a model's own weights while its layers stream: masters and optimizer state in host memory.
+"""Training a model's own weights while its layers stream: masters and optimizer state in host
+memory.
 
-The weights of the layers stay in host memory, from where they stream. Each layer's gradients are complete after its one
-visit in the backward (`lema.engine.visit`). They leave the device, and in a thread of its own the layer is stepped
-and rounded while the backward goes on below; so gradients of two layers exist at a time. Where they are clipped,
-layers are stepped when the norm of all is known, and gradients wait in host memory until then.
+The weights of the layers stay in host memory, from where they stream. Each layer's gradients are
+complete after its one visit in the backward (`lema.engine.visit`). They leave the device, and in a
+thread of its own the layer is stepped and rounded while the backward goes on below; so gradients of
+two layers exist at a time. Where they are clipped, layers are stepped when the norm of all is
+known, and gradients wait in host memory until then.
 
-What is exact: weights in fp32 become, bit for bit, those of the whole model in memory under the same optimizer. In
-bfloat16 they become those of a whole model whose gradients (in bfloat16) step masters in fp32, and whose weights are
-these masters rounded to the nearest.
+What is exact: weights in fp32 become, bit for bit, those of the whole model in memory under the
+same optimizer. In bfloat16 they become those of a whole model whose gradients (in bfloat16) step
+masters in fp32, and whose weights are these masters rounded to the nearest.
 """
 
 import math
@@ -37,15 +39,23 @@ from lema.train.checkpoint.resume import UPDATE
 from lema.train.full.checkpoint import carry_moments, check_full, read_full, write_full
 from lema.train.full.masters import BackgroundStep, GradientOffload, Masters, step_part
 from lema.train.guards import HiddenGradients, Passes, where_began
-from lema.train.steps import StepResult, check_free_bytes_for, count_tokens, may_drop, no_event, warn_dropped
+from lema.train.steps import (
+    StepResult,
+    check_free_bytes_for,
+    count_tokens,
+    may_drop,
+    no_event,
+    warn_dropped,
+)
 
 __all__ = ["FullTraining"]
 
 
 class FullTraining:
-    """Trains the weights of a streamed model whose names are `chosen`; its layers that train are kept in host memory.
-    Of several processes each has all masters, and its share of every batch. Checkpoints keep the fingerprint of `gbi`.
-    Errors are those of `Masters`, and `ConfigError` of an optimizer other than AdamW."""
+    """Trains the weights of a streamed model whose names are `chosen`; its layers that train are
+    kept in host memory. Of several processes each has all masters, and its share of every batch.
+    Checkpoints keep the fingerprint of `gbi`. Errors are those of `Masters`, and `ConfigError` of
+    an optimizer other than AdamW."""
 
     def __init__(
         self,
@@ -62,15 +72,23 @@ class FullTraining:
         self.masters = self.master_store.by_name
         if config.optim != "adamw_torch":
             what = "weights of the model train only with AdamW, layer by layer"
-            raise ConfigError(what, where=f"optim: {config.optim}", how="remove optim, or train adapters")
-        self.optimizer = make_optimizer(self.masters.values(), config, model.split.model, self.masters)
+            raise ConfigError(
+                what, where=f"optim: {config.optim}", how="remove optim, or train adapters"
+            )
+        self.optimizer = make_optimizer(
+            self.masters.values(), config, model.split.model, self.masters
+        )
         self.master_store.attach(self.optimizer)
-        names_by_layer = {layer: list(names.values()) for layer, names in self.master_store.by_layer.items()}
+        names_by_layer = {
+            layer: list(names.values()) for layer, names in self.master_store.by_layer.items()
+        }
         model.train_weights(TrainedWeights(names_by_layer, self._done))
         self.global_step = self.skipped_steps = 0
         self.dropped: NonFiniteError | None = None
         self.grad_norm: float | None = None
-        self._fault: tuple[NonFiniteError, str | None] | None = None  # of this step, and whose gradient is not finite
+        self._fault: tuple[NonFiniteError, str | None] | None = (
+            None  # of this step, and whose gradient is not finite
+        )
         self._where = ""
         self._stepped = False  # whether some weights were, in this step
         self._hidden = HiddenGradients()  # of this step
@@ -99,8 +117,9 @@ class FullTraining:
         where: str = "",
         on_event: Callable[[str], None] = no_event,  # noqa: ARG002 - there is no moment at which all gradients exist
     ) -> StepResult:
-        """Take one optimizer step, as `lema.train.steps.Steps` says; the loss of one that is dropped is NaN. It may be
-        when no weight was updated: without clipping some layers may have been."""
+        """Take one optimizer step, as `lema.train.steps.Steps` says; the loss of one that is
+        dropped is NaN. It may be when no weight was updated: without clipping some layers may have
+        been."""
         trained, tokens = count_tokens(micro_batches, self.model)
         self._fault = None
         self._stepped = False
@@ -124,9 +143,15 @@ class FullTraining:
         return StepResult(loss, trained, tokens, self.grad_norm, self.dropped)
 
     def require_room(self, count: int) -> None:
-        """Raise `DiskFull`, in every process, unless `output_dir` has room for so many checkpoints."""
-        nbytes = 3 * sum(master.nbytes for master in self.masters.values())  # masters, and two moments of each
-        check_free_bytes_for(count, nbytes, Path(self.config.output_dir), self.model.backend.replicas)
+        """Raise `DiskFull`, in every process, unless `output_dir` has room for so many
+        checkpoints.
+        """
+        nbytes = 3 * sum(
+            master.nbytes for master in self.masters.values()
+        )  # masters, and two moments of each
+        check_free_bytes_for(
+            count, nbytes, Path(self.config.output_dir), self.model.backend.replicas
+        )
 
     def take_settings(self, changed: Collection[str]) -> None:
         """Let the settings of these names hold from the next step on, as `config` has them now."""
@@ -134,10 +159,17 @@ class FullTraining:
             set_update(self.optimizer, self.config)
 
     def save_checkpoint(
-        self, directory: str | Path, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = ()
+        self,
+        directory: str | Path,
+        extra: Mapping[str, Any] | None = None,
+        writers: Sequence[Writer] = (),
     ) -> None:
         """Write masters, optimizer, generators and step; errors are as `write_full`'s."""
-        about = {"global_step": self.global_step, "skipped_steps": self.skipped_steps, "extra": dict(extra or {})}
+        about = {
+            "global_step": self.global_step,
+            "skipped_steps": self.skipped_steps,
+            "extra": dict(extra or {}),
+        }
         backend = self.model.backend
         master_store = self.master_store
         model_state = self.model.split.state
@@ -155,7 +187,9 @@ class FullTraining:
         )
 
     def restore(self, directory: str | Path) -> dict[str, Any]:
-        """Go on from what `save_checkpoint` wrote; return its `extra`, or raise `AdapterError` of what does not fit."""
+        """Go on from what `save_checkpoint` wrote; return its `extra`, or raise `AdapterError`
+        of what does not fit.
+        """
         path = Path(directory)
         if self._base_files is not None and self._gbi is not None:
             check_full(path, self._base_files, self._gbi)
@@ -164,7 +198,12 @@ class FullTraining:
         try:
             model_state = self.model.split.state
             state = read_full(
-                path, self.model.backend, self.master_store, self.optimizer, self.config.seed, model_state
+                path,
+                self.model.backend,
+                self.master_store,
+                self.optimizer,
+                self.config.seed,
+                model_state,
             )
         finally:
             self.model.stream.flush()
@@ -173,7 +212,9 @@ class FullTraining:
         return dict(state["extra"])
 
     def carry_moments(self, directory: str | Path) -> dict[str, Any]:
-        """Begin with the moments in a checkpoint of another selection; masters stay. Return its `extra`."""
+        """Begin with the moments in a checkpoint of another selection; masters stay. Return its
+        `extra`.
+        """
         return carry_moments(Path(directory), self.master_store, self.optimizer)
 
     def _check_base(self) -> None:
@@ -181,13 +222,17 @@ class FullTraining:
             self._base_files.check()
 
     def close(self) -> None:
-        """End the optimizer's thread and let the file go; the model trains its own weights no more."""
+        """End the optimizer's thread and let the file go; the model trains its own weights no
+        more.
+        """
         self._behind.close()
         self.model.train_weights(TrainedWeights({}, lambda *_: None))
         self.master_store.close()
 
     def _pass(self, micro_batches: Sequence[Mapping[str, Tensor]], num_tokens: int) -> float:
-        """Go through the layers, forward and backward; return the loss of all processes, rounded to fp32."""
+        """Go through the layers, forward and backward; return the loss of all processes, rounded
+        to fp32.
+        """
         model = self.model
         replicas = self.model.backend.replicas
         alone = bool(micro_batches) or replicas.size == 1
@@ -197,11 +242,17 @@ class FullTraining:
             mine = 0.0 if loss is None else float(loss.detach())
         value = sum(replicas.exchange(mine))
         if not math.isfinite(value):  # asked first, because the backward steps layers already
-            raise self._faulty(self._passes.non_finite_loss(value, mine, f"{self._location}; no weight was updated"))
+            raise self._faulty(
+                self._passes.non_finite_loss(
+                    value, mine, f"{self._location}; no weight was updated"
+                )
+            )
         if loss is not None and replicas.size == 1:
             with model.stop.opened():  # until a layer is stepped
                 loss.backward()
-        elif loss is not None:  # gradients of each layer are added up in it: no process leaves alone
+        elif (
+            loss is not None
+        ):  # gradients of each layer are added up in it: no process leaves alone
             loss.backward()
         else:
             for layer in sorted(self.master_store.by_layer, reverse=True):
@@ -210,10 +261,13 @@ class FullTraining:
         return float(torch.tensor(value, dtype=torch.float32))
 
     def _done(self, layer: int, gradients: Leaves) -> None:
-        """Take the gradients of a layer, and go on in the other thread. No computation reads the layer any more."""
+        """Take the gradients of a layer, and go on in the other thread. No computation reads the
+        layer any more.
+        """
         names = self.master_store.by_layer[layer].items()
         named_gradients = {name: gradients[key].detach() for name, key in names if key in gradients}
-        self._behind.wait()  # in every process before what these tell each other, so that what fails fails in all
+        # in every process before what these tell each other, so that what fails fails in all
+        self._behind.wait()
         host_gradients, downloads = self._offload.begin(
             layer, self._offload.summed(layer, named_gradients), retained=self._clipped
         )
@@ -224,8 +278,12 @@ class FullTraining:
             self.model.stream.rewrite(layer, self._behind.wait)
         self._behind.begin(partial(self._take, layer, host_gradients, downloads))
 
-    def _take(self, layer: int, gradients: dict[str, Tensor], downloads: Sequence[Download]) -> None:
-        """Look at the gradients of a layer once they have landed; step it, where nothing is clipped."""
+    def _take(
+        self, layer: int, gradients: dict[str, Tensor], downloads: Sequence[Download]
+    ) -> None:
+        """Look at the gradients of a layer once they have landed; step it, where nothing is
+        clipped.
+        """
         for download in downloads:
             download.landed()
         location = f"in the backward of layer {layer}"
@@ -238,7 +296,9 @@ class FullTraining:
 
     @torch.no_grad()
     def _measure(self, name: str, gradient: Tensor, location: str, begun: str | None) -> None:
-        """Keep the norm of a gradient, or raise `NonFiniteError`; `begun` names the weights updated before, if any."""
+        """Keep the norm of a gradient, or raise `NonFiniteError`; `begun` names the weights
+        updated before, if any.
+        """
         norm = torch.linalg.vector_norm(gradient, 2.0)
         if not math.isfinite(float(norm)):
             where = f"{self._location}, {location}; {begun or 'no weight was updated'}"
@@ -253,12 +313,16 @@ class FullTraining:
         return f"step {self.global_step + 1}{self._where}"
 
     def _faulty(self, error: NonFiniteError, name: str | None = None) -> NonFiniteError:
-        """Note what is wrong with this step; `name` is that of the weight whose gradient is not finite."""
+        """Note what is wrong with this step; `name` is that of the weight whose gradient is not
+        finite.
+        """
         self._fault = error, name
         return error
 
     def _drops(self, error: BaseException) -> bool:
-        """Whether a step that failed is dropped, and the run goes on; say where gradients began not to be finite."""
+        """Whether a step that failed is dropped, and the run goes on; say where gradients began
+        not to be finite.
+        """
         if self._fault is None or self._fault[0] is not error:
             return False
         fault, name = self._fault
@@ -271,10 +335,14 @@ class FullTraining:
         self.skipped_steps += 1
         self.dropped = fault
         self.grad_norm = None
-        warn_dropped(fault, self.global_step + 1, self.skipped_steps, limit, self.model.backend.replicas)
+        warn_dropped(
+            fault, self.global_step + 1, self.skipped_steps, limit, self.model.backend.replicas
+        )
         return True
 
-    def _step_layer(self, layer: int, gradients: dict[str, Tensor], norm: Tensor | None = None) -> None:
+    def _step_layer(
+        self, layer: int, gradients: dict[str, Tensor], norm: Tensor | None = None
+    ) -> None:
         """Step one layer, and update the streamed copy of its weights."""
         masters = [self.masters[name] for name in gradients]
         with self.model.stream.trace.span("optimizer", f"layer {layer}"):
@@ -294,7 +362,11 @@ class FullTraining:
         outside = self.master_store.outside
         parameters = {name: self.model.split.model.get_parameter(name) for name in outside}
         sum_gradients(self.model.backend.replicas, list(parameters.values()))
-        begun = None if self._clipped or not self.master_store.by_layer else "the layers are already updated"
+        begun = (
+            None
+            if self._clipped or not self.master_store.by_layer
+            else "the layers are already updated"
+        )
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 gradient = parameter.grad.to("cpu", torch.float32)
@@ -302,19 +374,26 @@ class FullTraining:
                 self._measure(name, gradient, "outside the layers", begun)
                 self.masters[name].grad = gradient
         norms = [self._norms[name] for name in self.masters if name in self._norms]
-        norm = torch.linalg.vector_norm(torch.stack(norms), 2.0) if norms else torch.zeros(())  # as get_total_norm's
+        # as get_total_norm's
+        norm = torch.linalg.vector_norm(torch.stack(norms), 2.0) if norms else torch.zeros(())
         length = float(norm)
         if not math.isfinite(length) and self._clipped:
             how = "lower learning_rate, or check the rows of this step"
             where = f"{self._location}; no weight was updated"
-            raise self._faulty(NonFiniteError(f"the norm of the gradients is {length}", where=where, how=how))
+            raise self._faulty(
+                NonFiniteError(f"the norm of the gradients is {length}", where=where, how=how)
+            )
         self._stepped = True
         if self.config.max_grad_norm is not None:
             for layer, names in self.master_store.by_layer.items():
                 with stream.rewritten(layer):
-                    gradients = {name: self._waiting[name] for name in names if name in self._waiting}
+                    gradients = {
+                        name: self._waiting[name] for name in names if name in self._waiting
+                    }
                     self._step_layer(layer, gradients, norm)
-            clip_grads_with_norm_([self.masters[name] for name in outside], self.config.max_grad_norm, norm)
+            clip_grads_with_norm_(
+                [self.masters[name] for name in outside], self.config.max_grad_norm, norm
+            )
         self.optimizer.step()  # what lies outside the layers: nothing else has a gradient any more
         self.optimizer.zero_grad()
         self.master_store.round(outside)
@@ -324,7 +403,9 @@ class FullTraining:
         self._norms.clear()
 
     def _forget(self) -> BaseException | None:
-        """Drop a step that failed: its gradients and announced leases. Return an error that came meanwhile."""
+        """Drop a step that failed: its gradients and announced leases. Return an error that came
+        meanwhile.
+        """
         failure = self._behind.failure()
         self._offload.let_go()
         self.model.stream.cancel()

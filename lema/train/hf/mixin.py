@@ -2,17 +2,20 @@
 
     class MyTrainer(StreamingMixin, SFTTrainer): ...
 
-    MyTrainer("directory or hub id", args=arguments, train_dataset=rows, peft_config=LoraConfig(...)).train()
+    MyTrainer("directory or hub id", args=arguments, train_dataset=rows,
+    peft_config=LoraConfig(...)).train()
 
-A trainer takes the batches of an optimizer step one after the other, and each would stream every layer up and down.
-Here the training steps of the other batches go as far as their first call of the layers, and are given up there. That
-of the first batch follows, and where it calls the layers they are run once, for all batches. The other steps are taken
-again in their turn, with what the layers made of their batches, and each ends in its own loss and backward. Such a
-backward ends where the layers do; after the last one the layers are differentiated, with the gradients of all. A second
+A trainer takes the batches of an optimizer step one after the other, and each would stream every
+layer up and down. Here the training steps of the other batches go as far as their first call of the
+layers, and are given up there. That of the first batch follows, and where it calls the layers they
+are run once, for all batches. The other steps are taken again in their turn, with what the layers
+made of their batches, and each ends in its own loss and backward. Such a backward ends where the
+layers do; after the last one the layers are differentiated, with the gradients of all. A second
 call, such as that of a reference without adapters, is made for all batches in the same way.
 
-So what a trainer does with a batch before its last call of the layers is done more than once, but for preparing it:
-that comes first, for all batches in their order, because GRPO draws completions there.
+So what a trainer does with a batch before its last call of the layers is done more than once, but
+for preparing it: that comes first, for all batches in their order, because GRPO draws completions
+there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +63,9 @@ class StreamingMixin(Below):
         super().__init_subclass__(**kwargs)
         before = cls.__mro__[: cls.__mro__.index(StreamingMixin)]
         if stepping := [base.__name__ for base in before[1:] if "get_batch_samples" in vars(base)]:
-            raise TypeError(f"{cls.__name__}: StreamingMixin must stand before {stepping[-1]} in the bases")
+            raise TypeError(
+                f"{cls.__name__}: StreamingMixin must stand before {stepping[-1]} in the bases"
+            )
 
     def __init__(
         self,
@@ -89,13 +94,19 @@ class StreamingMixin(Below):
             raise ConfigError(what, where=type(self).__name__, how="give them to lema.streamed")
         if not isinstance(model, StreamedPeftModel):
             what = f"the model is a {type(model).__name__}, and its layers do not stream"
-            raise ConfigError(what, where=type(self).__name__, how="give its name, or the result of lema.streamed")
+            raise ConfigError(
+                what, where=type(self).__name__, how="give its name, or the result of lema.streamed"
+            )
         if self._scores() and model.peft_config["default"].task_type != SCORES:
-            what = "a RewardTrainer needs a model that scores texts, and this one has a head over the vocabulary"
+            what = (
+                "a RewardTrainer needs a model that scores texts, and this one has a head over "
+                "the vocabulary"
+            )
             how = f'open it with task_type="{SCORES}" in the LoraConfig'
             raise ConfigError(what, where=type(self).__name__, how=how)
         if model.opened.backend.replicas.size > 1:
-            # Because DistributedDataParallel counts the calls of the model, and a step calls it more than once.
+            # Because DistributedDataParallel counts the calls of the model, and a step calls it
+            # more than once.
             what = "StreamingMixin needs a single process, because all batches of a step share it"
             how = "start one process, or use one wide batch instead of the mixin"
             raise ConfigError(what, where=type(self).__name__, how=how)
@@ -149,7 +160,9 @@ class StreamingMixin(Below):
             step = super().training_step
             stack = self.accelerator.unwrap_model(model).stack
             model.train()  # because trainers look at it when they prepare a batch
-            self._joint = _JointStep(stack, self._prepared(), lambda batch: step(model, batch, *args, **kwargs))
+            self._joint = _JointStep(
+                stack, self._prepared(), lambda batch: step(model, batch, *args, **kwargs)
+            )
         return self._joint.loss(index)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
@@ -159,8 +172,9 @@ class StreamingMixin(Below):
         return super()._prepare_inputs(inputs)
 
     def _prepared(self) -> list[Any]:
-        """Return what the trainer below makes of the batches of the step. The trainers that make completions there
-        count batches in `_step`, after each, to know which completions are whose and when new ones are due."""
+        """Return what the trainer below makes of the batches of the step. The trainers that make
+        completions there count batches in `_step`, after each, to know which completions are whose
+        and when new ones are due."""
         count = getattr(self, "_step", 0)
         prepared = []
         for number, batch in enumerate(self._batches):
@@ -171,7 +185,9 @@ class StreamingMixin(Below):
 
 
 class _Reached(BaseException):
-    """Gives a training step up where it calls the layers. No `Exception`, because trainers catch those."""
+    """Gives a training step up where it calls the layers. No `Exception`, because trainers catch
+    those.
+    """
 
 
 @dataclass(eq=False)
@@ -179,16 +195,22 @@ class _Batch:
     """One batch of an optimizer step."""
 
     inputs: Any  # as the trainer has it
-    states: list[Tensor] = field(default_factory=list)  # what its calls of the layers return, without the layers' graph
+    states: list[Tensor] = field(
+        default_factory=list
+    )  # what its calls of the layers return, without the layers' graph
     at: int = 0  # how many of these its training step has been given this time
     call: StackCall | None = None  # the call for which it waits; None: there is none
     loss: Tensor | None = None  # what its training step has returned; None: it has not ended
 
 
 class _JointStep:
-    """The training steps of all batches of an optimizer step through the layers; `step` takes that of one."""
+    """The training steps of all batches of an optimizer step through the layers; `step` takes
+    that of one.
+    """
 
-    def __init__(self, stack: LayerStack, batches: Sequence[Any], step: Callable[[Any], Tensor]) -> None:
+    def __init__(
+        self, stack: LayerStack, batches: Sequence[Any], step: Callable[[Any], Tensor]
+    ) -> None:
         self._stack = stack
         self._step = step
         self._batches = [_Batch(inputs) for inputs in batches]
@@ -196,7 +218,9 @@ class _JointStep:
         self.stepping = False  # whether a training step is being taken
 
     def loss(self, index: int) -> Tensor:
-        """Return what the training step of a batch returns; the last has gradients formed in the layers."""
+        """Return what the training step of a batch returns; the last has gradients formed in the
+        layers.
+        """
         batch = self._batches[index]
         if not batch.states:
             self._have_others_wait(index)
@@ -205,10 +229,14 @@ class _JointStep:
             if batch.loss is None:
                 self._have_others_wait(index)
         if index == len(self._batches) - 1:
-            pairs = [(state, leaf.grad) for state, leaf in self._layer_outputs if leaf.grad is not None]
+            pairs = [
+                (state, leaf.grad) for state, leaf in self._layer_outputs if leaf.grad is not None
+            ]
             self._layer_outputs.clear()
             if pairs:
-                torch.autograd.backward([state for state, _ in pairs], [gradient for _, gradient in pairs])
+                torch.autograd.backward(
+                    [state for state, _ in pairs], [gradient for _, gradient in pairs]
+                )
         return batch.loss
 
     def _have_others_wait(self, index: int) -> None:
@@ -218,7 +246,9 @@ class _JointStep:
                 self._go_on(later_batch, leads=False)
 
     def _go_on(self, batch: _Batch, *, leads: bool) -> None:
-        """Take a batch's step as far as its next call of the layers; one that `leads` has it run for all that wait."""
+        """Take a batch's step as far as its next call of the layers; one that `leads` has it run
+        for all that wait.
+        """
         stack = self._stack
         inputs = batch.inputs
         before = stack.supply
@@ -229,13 +259,21 @@ class _JointStep:
         def supply(call: StackCall) -> Tensor:
             nonlocal waiting
             if call.routed:
-                how = "set router_aux_loss_coef to 0.0 in the trainer's arguments, or use one wide batch"
-                raise ConfigError("the mixin does not support the loss of routers", where="StreamingMixin", how=how)
+                how = (
+                    "set router_aux_loss_coef to 0.0 in the trainer's arguments, or use one "
+                    "wide batch"
+                )
+                raise ConfigError(
+                    "the mixin does not support the loss of routers",
+                    where="StreamingMixin",
+                    how=how,
+                )
             if batch.at == len(batch.states):
                 batch.call = call
                 if not waiting:
                     raise _Reached
-                # Here and not after the step, because the adapters of the call are the active ones only within it.
+                # Here and not after the step, because the adapters of the call are the active ones
+                # only within it.
                 waiting = False
                 self._run(call)
             batch.at += 1
@@ -244,7 +282,8 @@ class _JointStep:
         stack.supply = supply
         self.stepping = True
         try:
-            # Given a copy, because a trainer may write into its batch, and this may not be the last time.
+            # Given a copy, because a trainer may write into its batch, and this may not be the last
+            # time.
             batch.loss = self._step(dict(inputs) if type(inputs) is dict else inputs)
         except _Reached:
             pass
@@ -253,9 +292,17 @@ class _JointStep:
             self.stepping = False
 
     def _run(self, like: StackCall) -> None:
-        """Run the calls that batches wait for and that are made as this one is, whose adapters are active now."""
-        waiting = [(batch, batch.call) for batch in self._batches if batch.call is not None and batch.call.joins(like)]
-        for (batch, _), output in zip(waiting, self._stack.run([call for _, call in waiting]), strict=True):
+        """Run the calls that batches wait for and that are made as this one is, whose adapters
+        are active now.
+        """
+        waiting = [
+            (batch, batch.call)
+            for batch in self._batches
+            if batch.call is not None and batch.call.joins(like)
+        ]
+        for (batch, _), output in zip(
+            waiting, self._stack.run([call for _, call in waiting]), strict=True
+        ):
             leaf = output.detach().requires_grad_(output.requires_grad)
             batch.states.append(leaf)
             batch.call = None

@@ -1,10 +1,10 @@
 """`lema.streamed`: a PEFT model whose layers stream, for any trainer, or your own loop.
 
-    model = lema.streamed("directory or hub id", LoraConfig(r=16, target_modules="all-linear"), device="cpu")
-    trainer = SFTTrainer(model, args=SFTConfig(...), train_dataset=rows)
+    model = lema.streamed("directory or hub id", LoraConfig(r=16, target_modules="all-linear"),
+    device="cpu") trainer = SFTTrainer(model, args=SFTConfig(...), train_dataset=rows)
 
-It is the model that `LemaModel` opens and `LemaTrainer` uses, with `lema.engine.stack` instead of its layers. Its base
-takes no memory: the layers' weights are on `meta`, and in no state dict.
+It is the model that `LemaModel` opens and `LemaTrainer` uses, with `lema.engine.stack` instead of
+its layers. Its base takes no memory: the layers' weights are on `meta`, and in no state dict.
 """
 
 import hashlib
@@ -95,7 +95,11 @@ def streamed(
     if device is not None:
         settings["device"] = device
     task = _task_of(fresh or Path(peft_config))  # type: ignore[arg-type] # a directory, if it is no config
-    settings = {"gradient_checkpointing": True, **({} if fresh is None else settings_of(fresh, task)), **settings}
+    settings = {
+        "gradient_checkpointing": True,
+        **({} if fresh is None else settings_of(fresh, task)),
+        **settings,
+    }
     config = LemaConfig(
         model_name_or_path=str(model_name_or_path),
         dtype=dtype,
@@ -106,7 +110,9 @@ def streamed(
     )
     if num_labels is not None and task != SCORES:
         how = f'leave it out, or set task_type="{SCORES}" in the LoraConfig'
-        raise ConfigError("a causal language model has no labels for scores", where="num_labels", how=how)
+        raise ConfigError(
+            "a causal language model has no labels for scores", where="num_labels", how=how
+        )
     labels = (num_labels or 1) if task == SCORES else None
     opened = LemaModel(config, trust_remote_code=trust_remote_code, num_labels=labels)
     try:
@@ -121,7 +127,9 @@ def streamed(
 
 
 def _have_routers_asked(opened: LemaModel) -> None:
-    """Make the model compute the loss of its routers, like one of `from_pretrained`, if it is requested."""
+    """Make the model compute the loss of its routers, like one of `from_pretrained`, if it is
+    requested.
+    """
     if coefficient := coefficient_of(opened.split, opened.config, opened.directory):
         text: Any = opened.skeleton.config.get_text_config()
         text.output_router_logits = True
@@ -131,20 +139,32 @@ def _have_routers_asked(opened: LemaModel) -> None:
 
 
 def _attach(opened: LemaModel, adapter: LoraConfig | str | PathLike[str], task: str) -> None:
-    """Attach a fresh adapter, or a saved one; of several processes each has its own, and reads and computes alone."""
+    """Attach a fresh adapter, or a saved one; of several processes each has its own, and reads
+    and computes alone.
+    """
     config = opened.config
     replicas = opened.backend.replicas
     if opened.backend.parallel.size > 1:
-        what = "with another trainer each process opens its own model, but tensor_parallel_size makes several hold one"
-        raise ConfigError(what, where="lema.streamed", how="remove tensor_parallel_size, or train with `lema train`")
+        what = (
+            "with another trainer each process opens its own model, but tensor_parallel_size "
+            "makes several hold one"
+        )
+        raise ConfigError(
+            what,
+            where="lema.streamed",
+            how="remove tensor_parallel_size, or train with `lema train`",
+        )
     if replicas.size > 1:
-        # Because processes that divide weights wait for each other at every layer, and trainers do not evaluate so; and
-        # because the leaves that stand for adapters are others in the backward of compiled layers.
+        # Because processes that divide weights wait for each other at every layer, and trainers do
+        # not evaluate so; and because the leaves that stand for adapters are others in the backward
+        # of compiled layers.
         refused = {"shard_weights": config.shard_weights, "shard_optimizer": config.shard_optimizer}
         refused |= {"torch_compile": config.torch_compile or opened.split.lazy}
         if asked := [name for name, value in refused.items() if value]:
             what = "several processes of another trainer cannot do this"
-            raise ConfigError(what, where=f"{asked[0]} on {config.device}", how="remove it, or start one process")
+            raise ConfigError(
+                what, where=f"{asked[0]} on {config.device}", how="remove it, or start one process"
+            )
         check_alike(replicas, config.to_dict())
     if isinstance(adapter, LoraConfig):
         fresh = deepcopy(adapter)
@@ -155,7 +175,9 @@ def _attach(opened: LemaModel, adapter: LoraConfig | str | PathLike[str], task: 
 
 
 def _task_of(adapter: LoraConfig | Path) -> str:
-    """Return what an adapter, or one saved in a directory, is for; others than these two are refused elsewhere."""
+    """Return what an adapter, or one saved in a directory, is for; others than these two are
+    refused elsewhere.
+    """
     if isinstance(adapter, LoraConfig):
         task_type = adapter.task_type
     else:
@@ -165,9 +187,10 @@ def _task_of(adapter: LoraConfig | Path) -> str:
 
 
 class StreamedPeftModel(PeftModel):
-    """A PEFT model, `opened`, that has its layers streamed by a `stack` in their place; `streamed` opens one, which is
-    of PEFT's class for its task as well. What would need the base's weights is refused in one sentence: another device
-    or dtype, merging, copies, and wrappers that divide the model (FSDP, DeepSpeed, DataParallel)."""
+    """A PEFT model, `opened`, that has its layers streamed by a `stack` in their place; `streamed`
+    opens one, which is of PEFT's class for its task as well. What would need the base's weights is
+    refused in one sentence: another device or dtype, merging, copies, and wrappers that divide the
+    model (FSDP, DeepSpeed, DataParallel)."""
 
     opened: LemaModel
     stack: LayerStack
@@ -177,8 +200,12 @@ class StreamedPeftModel(PeftModel):
     def around(cls, opened: LemaModel) -> Self:
         """Return the PEFT model of an opened one, as a model to others."""
         peft_model = opened.lora_manager
-        model: Any = peft_model  # not made again, because it is the adapter that `opened` saves and trains
-        model.__class__ = type(cls.__name__, (cls, type(peft_model)), {"__module__": cls.__module__})
+        model: Any = (
+            peft_model  # not made again, because it is the adapter that `opened` saves and trains
+        )
+        model.__class__ = type(
+            cls.__name__, (cls, type(peft_model)), {"__module__": cls.__module__}
+        )
         skeleton = opened.skeleton
         settings = opened.config
         model.opened = opened
@@ -189,16 +216,23 @@ class StreamedPeftModel(PeftModel):
         lora_config.base_model_name_or_path = base.name
         lora_config.revision = base.revision
         if skeleton.can_generate():
-            skeleton.generation_config = load_generation_config(opened.directory) or skeleton.generation_config
-        # PEFT's and transformers' ways to switch recomputation all come by here. Their own would recompute each layer
-        # by itself, within a visit that recomputes it already and whose lease ends before.
+            skeleton.generation_config = (
+                load_generation_config(opened.directory) or skeleton.generation_config
+            )
+        # PEFT's and transformers' ways to switch recomputation all come by here. Their own would
+        # recompute each layer by itself, within a visit that recomputes it already and whose lease
+        # ends before.
         skeleton._set_gradient_checkpointing = partial(_recompute, opened)  # type: ignore[method-assign] # its own
         _recompute(opened, enable=opened.adapter.recompute)
         digest = hashlib.sha256(base.fingerprint.encode()).digest()
-        # In the state dict, because what tells a model by its tensors shall tell one base from another.
-        model.register_buffer("base_fingerprint", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        # In the state dict, because what tells a model by its tensors shall tell one base from
+        # another.
+        model.register_buffer(
+            "base_fingerprint", torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        )
         model.register_state_dict_post_hook(_leave_out_base)
-        # DistributedDataParallel's name for tensors that the first process must not send to the others.
+        # DistributedDataParallel's name for tensors that the first process must not send to the
+        # others.
         model._ddp_params_and_buffers_to_ignore = [
             name for name, parameter in model.named_parameters() if parameter.is_meta
         ]
@@ -213,13 +247,21 @@ class StreamedPeftModel(PeftModel):
 
     def add_adapter(self, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
         """Add an adapter as PEFT does, with the values that PEFT draws."""
-        kwargs["low_cpu_mem_usage"] = True  # because PEFT would move it to its base, which is nowhere
-        with torch.random.fork_rng(devices=()):  # because some values are drawn already, to be thrown away
+        kwargs["low_cpu_mem_usage"] = (
+            True  # because PEFT would move it to its base, which is nowhere
+        )
+        with torch.random.fork_rng(
+            devices=()
+        ):  # because some values are drawn already, to be thrown away
             super().add_adapter(adapter_name, peft_config, *args[1:], **kwargs)
         self._make_real(adapter_name)
 
-    def add_weighted_adapter(self, adapters: list[str], weights: list[float], adapter_name: str, **kwargs: Any) -> None:
-        """Add an adapter that is a combination of others, as PEFT does (`LoraModel.add_weighted_adapter`)."""
+    def add_weighted_adapter(
+        self, adapters: list[str], weights: list[float], adapter_name: str, **kwargs: Any
+    ) -> None:
+        """Add an adapter that is a combination of others, as PEFT does
+        (`LoraModel.add_weighted_adapter`).
+        """
         lora: Any = self.base_model
         inject = lora.inject_adapter
 
@@ -235,7 +277,9 @@ class StreamedPeftModel(PeftModel):
             del lora.inject_adapter
 
     def _make_real(self, adapter: str) -> None:
-        """Give an adapter that PEFT has attached without memory its memory, and the values that PEFT draws."""
+        """Give an adapter that PEFT has attached without memory its memory, and the values that
+        PEFT draws.
+        """
         opened = self.opened
         config = cast(LoraConfig, self.peft_config[adapter])
         trains = {name: parameter.requires_grad for name, parameter in self.named_parameters()}
@@ -248,9 +292,9 @@ class StreamedPeftModel(PeftModel):
         opened.split.adapters_changed()
 
     def save_pretrained(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
-        """Write adapters as PEFT does, such that they fit the class that the base's `config.json` names, too, and
-        beside each the fingerprint of the base. `WeightsError`: the base's files have changed since they were opened;
-        nothing is written then."""
+        """Write adapters as PEFT does, such that they fit the class that the base's `config.json`
+        names, too, and beside each the fingerprint of the base. `WeightsError`: the base's files
+        have changed since they were opened; nothing is written then."""
         self.base_files.check()
         super().save_pretrained(save_directory, *args, **kwargs)
         opened = self.opened
@@ -261,21 +305,31 @@ class StreamedPeftModel(PeftModel):
                 publish_files(self.opened.skeleton, directory, CONFIG, WEIGHTS)
                 write_base(directory, base)
 
-    def load_adapter(self, model_id: str | PathLike[str], adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Load an adapter as PEFT does, with the names of either class, but lose nothing of what PEFT's reader does."""
+    def load_adapter(
+        self, model_id: str | PathLike[str], adapter_name: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Load an adapter as PEFT does, with the names of either class, but lose nothing of what
+        PEFT's reader does.
+        """
         path = Path(model_id)
         if not (path / WEIGHTS).is_file():
             return super().load_adapter(str(model_id), adapter_name, *args, **kwargs)
-        tensors = tensors_in_own(self.opened.skeleton, read_safetensors(path / WEIGHTS), path / WEIGHTS)
+        tensors = tensors_in_own(
+            self.opened.skeleton, read_safetensors(path / WEIGHTS), path / WEIGHTS
+        )
         with TemporaryDirectory() as scratch:
             config = LoraConfig.from_pretrained(str(path))
             config_in_own(self.opened.skeleton, config, tensors, path).save_pretrained(scratch)
-            save_file({name: tensor.clone() for name, tensor in tensors.items()}, Path(scratch) / WEIGHTS)
+            save_file(
+                {name: tensor.clone() for name, tensor in tensors.items()}, Path(scratch) / WEIGHTS
+            )
             outcome = super().load_adapter(scratch, adapter_name, *args, **kwargs)
         filled = fill_adapter(self, tensors, adapter_name)
         if filled is None:
             return outcome
-        filled.missing_keys[:] = [name for name in filled.missing_keys if f".{adapter_name}." in f"{name}."]
+        filled.missing_keys[:] = [
+            name for name in filled.missing_keys if f".{adapter_name}." in f"{name}."
+        ]
         return filled
 
     def delete_adapter(self, adapter_name: str) -> None:
@@ -284,21 +338,30 @@ class StreamedPeftModel(PeftModel):
         self.opened.split.adapters_changed()
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode, as every module does; refuse a trainer that is about to divide the model."""
+        """Set the mode, as every module does; refuse a trainer that is about to divide the
+        model.
+        """
         kind = processes_kind()
         if kind is not None and any(name in str(kind) for name in WRAPPERS):
-            self._refuse(f"{str(kind).rpartition('.')[2]} divides weights, but its weights are in files")
+            self._refuse(
+                f"{str(kind).rpartition('.')[2]} divides weights, but its weights are in files"
+            )
         return super().train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: ARG002 - as torch has it
         """Leave every tensor unchanged and in its place, if that is requested."""
-        here = {(parameter.device, parameter.dtype) for parameter in self.parameters() if not parameter.is_meta}
+        here = {
+            (parameter.device, parameter.dtype)
+            for parameter in self.parameters()
+            if not parameter.is_meta
+        }
         for device, dtype in here:
             like = fn(torch.empty(0, dtype=dtype, device=device))
             if (like.device, like.dtype) != (device, dtype):
                 what = f"moving from {dtype} on {device} to {like.dtype} on {like.device}"
                 self._refuse(
-                    f"{what}, because its layers come from files", "open it with lema.streamed(device=, dtype=)"
+                    f"{what}, because its layers come from files",
+                    "open it with lema.streamed(device=, dtype=)",
                 )
         return self
 
@@ -316,19 +379,28 @@ class StreamedPeftModel(PeftModel):
         self._refuse("removing its adapters", "use disable_adapter()")
 
     def _replicate_for_data_parallel(self) -> NoReturn:
-        self._refuse("running on several devices at once (DataParallel)", "make only one device visible")
+        self._refuse(
+            "running on several devices at once (DataParallel)", "make only one device visible"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse: its layers are in files that a copy would have to open."""
-        self._refuse("copying or pickling it", "call save_pretrained, then lema.streamed on the result")
+        self._refuse(
+            "copying or pickling it", "call save_pretrained, then lema.streamed on the result"
+        )
 
-    def _refuse(self, what: str, how: str = "train it in one process without a wrapper") -> NoReturn:
-        raise ConfigError(f"this is refused for a streamed model: {what}", where=type(self).__name__, how=how)
+    def _refuse(
+        self, what: str, how: str = "train it in one process without a wrapper"
+    ) -> NoReturn:
+        raise ConfigError(
+            f"this is refused for a streamed model: {what}", where=type(self).__name__, how=how
+        )
 
 
 def _free_bytes_of(opened: LemaModel) -> Callable[[], int] | None:
-    """Return what tells how many bytes may be taken beside what the steps so far have needed: half of what is free.
-    Where a limit is set there are none, because the plan counts one micro-batch of the top layer's activations."""
+    """Return what tells how many bytes may be taken beside what the steps so far have needed: half
+    of what is free. Where a limit is set there are none, because the plan counts one micro-batch of
+    the top layer's activations."""
     if opened.config.device_memory not in (None, "auto") or opened.config.host_memory is not None:
         return None
 
@@ -341,13 +413,19 @@ def _free_bytes_of(opened: LemaModel) -> Callable[[], int] | None:
 
 
 def _recompute(opened: LemaModel, enable: bool = True, **_: Any) -> None:
-    """Have the layers' activations recomputed in the backward, or kept; transformers reads the flag."""
+    """Have the layers' activations recomputed in the backward, or kept; transformers reads the
+    flag.
+    """
     opened.adapter.recompute = enable or opened.split.lazy
     opened.skeleton.gradient_checkpointing = opened.adapter.recompute
 
 
 def _leave_out_base(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
     """Remove tensors without bytes from a state dict."""
-    for name in [name for name, tensor in state.items() if name.startswith(prefix) and isinstance(tensor, Tensor)]:
+    for name in [
+        name
+        for name, tensor in state.items()
+        if name.startswith(prefix) and isinstance(tensor, Tensor)
+    ]:
         if state[name].is_meta:
             del state[name]

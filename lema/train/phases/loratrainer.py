@@ -1,4 +1,5 @@
-"""The two-phase trainer: full parameters first, then adapters, under the names that two-phase trainers use.
+"""The two-phase trainer: full parameters first, then adapters, under the names that two-phase
+trainers use.
 
 It runs the phases of `lema.train.phases`, and counts what each trains on a model without weights.
 """
@@ -31,17 +32,25 @@ from lema.train.phases.twophase import LoRATrainerConfig
 __all__ = ["LoRATrainState", "LoRATrainer", "trainable_in", "transition_to_lora"]
 
 
-def trainable_in(config: LemaConfig, phase: Phase, *, trust_remote_code: bool = False) -> tuple[int, int]:
-    """Return how many parameters train in a phase, and how many the model has without adapters; tied ones are one."""
+def trainable_in(
+    config: LemaConfig, phase: Phase, *, trust_remote_code: bool = False
+) -> tuple[int, int]:
+    """Return how many parameters train in a phase, and how many the model has without adapters;
+    tied ones are one.
+    """
     files = ModelFiles(config, trust_remote_code=trust_remote_code)
     model = meta_model(files.config, torch.float32, trust_remote_code=trust_remote_code)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if phase.trains != "lora":
         chosen = chosen_by(phase, model)
-        return sum(weight.numel() for name, weight in model.named_parameters() if chosen(name)), num_parameters
+        return sum(
+            weight.numel() for name, weight in model.named_parameters() if chosen(name)
+        ), num_parameters
     settings = LemaConfig(**{**config.to_dict(), **of_kind(phase)})
     lora = configured_lora(model, settings)
-    return count_lora_params(inject_lora_params(model, lora, torch.device("cpu"), seed=None)), num_parameters
+    return count_lora_params(
+        inject_lora_params(model, lora, torch.device("cpu"), seed=None)
+    ), num_parameters
 
 
 Kind = Literal["full", "lora"]
@@ -118,7 +127,9 @@ class LoRATrainer:
         if missing := [name for name in evaluated_names if name not in (eval_data or {})]:
             what = f"there is no data set {missing[0]!r} to evaluate on"
             raise ConfigError(what, where="evaluations", how="add it to eval_data")
-        eval_sources = read_sources(model, self.plan, eval_data or {}, "val", also=evaluated_names, files=files)
+        eval_sources = read_sources(
+            model, self.plan, eval_data or {}, "val", also=evaluated_names, files=files
+        )
         self._measured = {name: eval_sources[name] for name in evaluated_names}
         self.evaluated: dict[str, dict[str, float]] = {}
         validated = {
@@ -128,12 +139,21 @@ class LoRATrainer:
         self._eval_sources = {name: eval_sources[name] for name in validated} if validates else None
         if eval_rows is None and stages is not None:
             eval_rows = stages.validation_steps
-        options = {"callbacks": callbacks, "on_step": on_step, "stop": stop, "trust_remote_code": trust_remote_code}
+        options = {
+            "callbacks": callbacks,
+            "on_step": on_step,
+            "stop": stop,
+            "trust_remote_code": trust_remote_code,
+        }
         self._options: dict[str, Any] = {"eval_rows": eval_rows, **options}
         self._start: Path | None = None  # outside `output_dir`
-        self._here: LoRATrainState | None = None  # where `restore_from_path` or `transition_to_lora` has put it
+        self._here: LoRATrainState | None = (
+            None  # where `restore_from_path` or `transition_to_lora` has put it
+        )
         self._begun = False
-        self._counted: dict[int, tuple[int, int]] = {}  # parameters that train in a phase, and those of the model
+        self._counted: dict[
+            int, tuple[int, int]
+        ] = {}  # parameters that train in a phase, and those of the model
 
     def train(self, *, until: Literal["lora"] | None = None, resume: bool = False) -> Path:
         """Train through all stages, from where the run is.
@@ -155,7 +175,9 @@ class LoRATrainer:
         if until == "lora":
             first = self._first_lora()
             if first == 0:
-                raise ConfigError("no stage comes before the adapters", where="until", how="leave it out")
+                raise ConfigError(
+                    "no stage comes before the adapters", where="until", how="leave it out"
+                )
             plan = plan.model_copy(update={"phases": plan.phases[:first]})
         resume = resume or self._begun
         self._begun = True
@@ -170,7 +192,9 @@ class LoRATrainer:
             **self._options,
         )
         if self._measured and until is None:
-            self.evaluated = evaluate_end(self.model, plan, end, self._measured, trust_remote_code=self._trust)
+            self.evaluated = evaluate_end(
+                self.model, plan, end, self._measured, trust_remote_code=self._trust
+            )
         return end
 
     @property
@@ -202,8 +226,14 @@ class LoRATrainer:
             what = f"the run is already past it: it is at step {state.step}, in stage {state.phase}"
             raise ConfigError(what, how="continue with train()")
         if left := boundary.first_step - state.step:
-            what = f"{left} step{'s' * (left > 1)} of the {boundary.first_step} before the adapters are left"
-            how = "call train(until='lora') first, or restore_from_path with a later checkpoint or a model"
+            what = (
+                f"{left} step{'s' * (left > 1)} of the {boundary.first_step} before the "
+                "adapters are left"
+            )
+            how = (
+                "call train(until='lora') first, or restore_from_path with a later checkpoint "
+                "or a model"
+            )
             raise ConfigError(what, where=f"step {state.step}, in stage {state.phase}", how=how)
         self._here = replace(self._state(first, None), checkpoint=state.checkpoint)
         return self._here
@@ -229,12 +259,21 @@ class LoRATrainer:
         directory = Path(path).absolute()
         if is_delta(directory):
             what = "this is a delta, which has only the weights that trained"
-            raise ConfigError(what, where=str(directory), how="make a model of it first: `lema merge DELTA OUT`")
+            raise ConfigError(
+                what, where=str(directory), how="make a model of it first: `lema merge DELTA OUT`"
+            )
         if (directory / "adapter_config.json").is_file() and not (directory / STATE).is_file():
             what = "this is an adapter without the state of a run (optimizer and step)"
-            how = "choose a checkpoint-<step> directory, or merge the adapter (`lema merge`) and name the model"
+            how = (
+                "choose a checkpoint-<step> directory, or merge the adapter (`lema merge`) and "
+                "name the model"
+            )
             raise ConfigError(what, where=str(directory), how=how)
-        if not (directory / STATE).is_file() and (directory / "config.json").is_file() and self._first_lora() == 0:
+        if (
+            not (directory / STATE).is_file()
+            and (directory / "config.json").is_file()
+            and self._first_lora() == 0
+        ):
             self.model = with_model(self.model, directory)
             self._start = None
             self._begun = False
@@ -245,9 +284,15 @@ class LoRATrainer:
         here = self._state(start.index, start.checkpoint)
         begun = False
         if start.checkpoint is not None:
-            if (kind := KINDS.get(str(read_state(start.checkpoint).get("kind", "adapters")))) != here.kind:
-                what = f"the checkpoint is of kind {kind}, and phase {here.phase} of kind {here.kind}"
-                raise AdapterError(what, where=str(start.checkpoint / STATE), how="name another checkpoint")
+            if (
+                kind := KINDS.get(str(read_state(start.checkpoint).get("kind", "adapters")))
+            ) != here.kind:
+                what = (
+                    f"the checkpoint is of kind {kind}, and phase {here.phase} of kind {here.kind}"
+                )
+                raise AdapterError(
+                    what, where=str(start.checkpoint / STATE), how="name another checkpoint"
+                )
             begun = self._is_last(start.checkpoint, start.index)
         self._start = None if begun else directory
         self._begun = begun
@@ -258,7 +303,9 @@ class LoRATrainer:
         for index, phase in enumerate(self.plan.phases):
             if phase.trains == "lora":
                 return index
-        raise ConfigError("no stage trains adapters", where="post_lora_tokens", how="set the tokens of one")
+        raise ConfigError(
+            "no stage trains adapters", where="post_lora_tokens", how="set the tokens of one"
+        )
 
     def _state(self, index: int, checkpoint: Path | None) -> LoRATrainState:
         """Return the state at a checkpoint of a phase; None: at its beginning."""
@@ -283,7 +330,9 @@ class LoRATrainer:
         )
 
     def _is_last(self, checkpoint: Path, index: int) -> bool:
-        """Whether a checkpoint is this run's own, and its last; no run goes on from an earlier one of its own."""
+        """Whether a checkpoint is this run's own, and its last; no run goes on from an earlier
+        one of its own.
+        """
         paths = self._paths
         if checkpoint.parent.resolve() != paths.phase_directory(index).resolve():
             return False
@@ -296,5 +345,7 @@ class LoRATrainer:
 
 
 def transition_to_lora(trainer: LoRATrainer) -> LoRATrainState:
-    """Go over to adapters; return where the run of the trainer is then: `LoRATrainer.transition_to_lora`."""
+    """Go over to adapters; return where the run of the trainer is then:
+    `LoRATrainer.transition_to_lora`.
+    """
     return trainer.transition_to_lora()

@@ -1,13 +1,15 @@
 """The directories of the phases of a run, which phases have ended, and where a run begins.
 
-`output_dir/NAME/checkpoint-<step>` holds a phase's steps, `output_dir/NAME/model` the model it leaves to the next one.
-`output_dir/latest.json` names the last checkpoint of the run, `output_dir/NAME/best.json` that of a phase with the
-lowest validation loss. The notes are for people and programs; a resumed run looks for the checkpoints themselves.
+`output_dir/NAME/checkpoint-<step>` holds a phase's steps, `output_dir/NAME/model` the model it
+leaves to the next one. `output_dir/latest.json` names the last checkpoint of the run,
+`output_dir/NAME/best.json` that of a phase with the lowest validation loss. The notes are for
+people and programs; a resumed run looks for the checkpoints themselves.
 
-A run begins at its own newest sound checkpoint, or at a checkpoint or model that lies anywhere. Where none of a phase
-is sound, it begins again at the end of the phase before, and a line says so. A model that a phase has left is compared
-with its manifest, and a missing one written again from the phase's last checkpoint. The base of a checkpoint from
-elsewhere is linked into the new run's directory, so that the run is like any other from then on.
+A run begins at its own newest sound checkpoint, or at a checkpoint or model that lies anywhere.
+Where none of a phase is sound, it begins again at the end of the phase before, and a line says so.
+A model that a phase has left is compared with its manifest, and a missing one written again from
+the phase's last checkpoint. The base of a checkpoint from elsewhere is linked into the new run's
+directory, so that the run is like any other from then on.
 """
 
 import errno
@@ -27,12 +29,28 @@ from lema.errors import AdapterError, ConfigError, DiskError, listed
 from lema.storage.atomic import appearing, replace_file
 from lema.storage.manifest import MANIFEST, check_manifest, write_manifest
 from lema.storage.regular import read_regular
-from lema.train.checkpoint.format import STATE, checkpoints, delete_checkpoint, forget_old_checkpoints, read_state
+from lema.train.checkpoint.format import (
+    STATE,
+    checkpoints,
+    delete_checkpoint,
+    forget_old_checkpoints,
+    read_state,
+)
 from lema.train.checkpoint.resume import Reporter, check_sound, newest_sound, report_warning
 from lema.train.metrics import METRICS_NAME, check_unused, cut_metrics
 from lema.train.phases.plan import PhasePlan
 
-__all__ = ["BEST", "LATEST", "MODEL", "PhasePaths", "Start", "begin_at", "find_point", "find_start", "go_on"]
+__all__ = [
+    "BEST",
+    "LATEST",
+    "MODEL",
+    "PhasePaths",
+    "Start",
+    "begin_at",
+    "find_point",
+    "find_start",
+    "go_on",
+]
 
 BEST = "best.json"
 LATEST = "latest.json"
@@ -56,12 +74,16 @@ class PhasePaths:
         return self.phase_directory(index) / f"checkpoint-{step}"
 
     def end_of(self, index: int) -> Path:
-        """The checkpoint that a phase ends with; the directory is there when the phase has ended."""
+        """The checkpoint that a phase ends with; the directory is there when the phase has
+        ended.
+        """
         return self.checkpoint(index, self.plan.steps(index).steps)
 
     def model_of(self, index: int) -> Path:
         """The model that a phase writes, or its changes of one, if it writes either."""
-        return self.phase_directory(index) / (DELTA if self.plan.phases[index].save == "delta" else MODEL)
+        return self.phase_directory(index) / (
+            DELTA if self.plan.phases[index].save == "delta" else MODEL
+        )
 
     def saved(self, index: int) -> list[Path]:
         """The checkpoints of a phase, the oldest first."""
@@ -73,16 +95,24 @@ class PhasePaths:
         return bool(self.saved(index)) or model.is_symlink() or model.exists()
 
     def is_done(self, index: int, *, alone: bool = False) -> bool:
-        """Whether a phase has ended, with all that the next one needs; `alone`: whatever is there of later ones."""
-        if not alone and any(self.is_begun(later) for later in range(index + 1, len(self.plan.phases))):
+        """Whether a phase has ended, with all that the next one needs; `alone`: whatever is
+        there of later ones.
+        """
+        if not alone and any(
+            self.is_begun(later) for later in range(index + 1, len(self.plan.phases))
+        ):
             return True  # a phase begins when the one before has ended
         if not self.leaves_model(index):
             return self._has_ended(index)
         # It is written when the phase has ended.
-        return self.has_model(index) and (self._has_ended(index) or not self.carries_moments(index + 1))
+        return self.has_model(index) and (
+            self._has_ended(index) or not self.carries_moments(index + 1)
+        )
 
     def has_model(self, index: int) -> bool:
-        """Whether the model that a phase leaves is there; `AdapterError` if it has changed since it was written."""
+        """Whether the model that a phase leaves is there; `AdapterError` if it has changed since
+        it was written.
+        """
         model = self.model_of(index)
         name = self.plan.phases[index].name
         if model.is_symlink() and not model.is_dir():
@@ -98,14 +128,18 @@ class PhasePaths:
         except AdapterError as error:
             how = "restore it from a good copy, or begin again in another output_dir"
             if (end := self.end_of(index)).is_dir():
-                how = f"delete {model}, and resume: LEMA writes it again from {end.name}, bit for bit"
+                how = (
+                    f"delete {model}, and resume: LEMA writes it again from {end.name}, bit for bit"
+                )
             what = f"the model that phase {name} left is damaged: {error.what}"
             raise AdapterError(what, where=error.where, how=how) from error
         return True
 
     def _has_ended(self, index: int) -> bool:
         """Whether the last step of a phase was taken, and nothing is left that comes after it."""
-        return self.end_of(index).is_dir() and not read_state(self.end_of(index))["extra"].get("left")
+        return self.end_of(index).is_dir() and not read_state(self.end_of(index))["extra"].get(
+            "left"
+        )
 
     def check_new(self) -> None:
         """Refuse, with `ConfigError`, a directory in which a phase has been begun."""
@@ -113,29 +147,39 @@ class PhasePaths:
             if self.is_begun(index):
                 what = f"phase {self.plan.phases[index].name} has already begun there"
                 raise ConfigError(
-                    what, where=str(self.phase_directory(index)), how="resume, or choose another output_dir"
+                    what,
+                    where=str(self.phase_directory(index)),
+                    how="resume, or choose another output_dir",
                 )
 
     def has_own_base(self, index: int) -> bool:
-        """Whether a phase begins with a base of its own, rather than in the midst of the one before."""
+        """Whether a phase begins with a base of its own, rather than in the midst of the one
+        before.
+        """
         if index == 0:
             return True
         before = self.plan.phases[index - 1]
         phase = self.plan.phases[index]
         if phase.merge or (before.trains == "lora") != (phase.trains == "lora"):
             return True
-        selected = [(neighbor.trains, neighbor.trainable, neighbor.layers) for neighbor in (before, phase)]
+        selected = [
+            (neighbor.trains, neighbor.trainable, neighbor.layers) for neighbor in (before, phase)
+        ]
         return phase.trains != "lora" and (phase.optimizer == "reset" or selected[0] != selected[1])
 
     def carries_moments(self, index: int) -> bool:
-        """Whether a phase begins with a base of its own, and yet with the optimizer of the one before."""
+        """Whether a phase begins with a base of its own, and yet with the optimizer of the one
+        before.
+        """
         phases = self.plan.phases
         if not 0 < index < len(phases) or phases[index].trains == "lora":
             return False
         return self.has_own_base(index) and phases[index].optimizer == "carry"
 
     def leaves_model(self, index: int) -> bool:
-        """Whether a phase ends with a model: weights do at the last, and before a phase that begins with them."""
+        """Whether a phase ends with a model: weights do at the last, and before a phase that
+        begins with them.
+        """
         if index == len(self.plan.phases) - 1:
             return self.plan.phases[index].trains != "lora"
         return self.has_own_base(index + 1)
@@ -147,7 +191,9 @@ class PhasePaths:
         return index
 
     def cut_record(self, index: int = 0, done: int = -1, size: int | None = None) -> None:
-        """Drop the lines of metrics that come after so many steps of a phase (-1: all of the phase) or `size` bytes."""
+        """Drop the lines of metrics that come after so many steps of a phase (-1: all of the
+        phase) or `size` bytes.
+        """
 
         def keep(row: Mapping[str, Any]) -> bool:
             stage = row.get("stage", index + 1)  # a plain run's has none
@@ -156,28 +202,43 @@ class PhasePaths:
         cut_metrics(self.directory / METRICS_NAME, keep, size)
 
     def note(
-        self, index: int, step: int, best: Mapping[str, Any] | None, keep: int | None, sound: int | None = None
+        self,
+        index: int,
+        step: int,
+        best: Mapping[str, Any] | None,
+        keep: int | None,
+        sound: int | None = None,
     ) -> None:
-        """Say which checkpoints are the latest and the `best`, and forget all but the newest `keep`, that one, and that
-        of the `sound` step."""
+        """Say which checkpoints are the latest and the `best`, and forget all but the newest
+        `keep`, that one, and that of the `sound` step."""
         self.note_latest(index, step)
         self.note_best(index, best)
-        self.forget_old(index, step, keep, () if sound is None else (self.checkpoint(index, sound),))
+        self.forget_old(
+            index, step, keep, () if sound is None else (self.checkpoint(index, sound),)
+        )
 
     def note_latest(self, index: int, step: int) -> None:
         """Say which checkpoint is the run's last, or raise `DiskError`."""
         steps = self.plan.boundaries()[index].first_step + step
         name = self.checkpoint(index, step).relative_to(self.directory).as_posix()
-        note = {"phase": self.plan.phases[index].name, "checkpoint": name, "step": steps, "step_in_phase": step}
+        note = {
+            "phase": self.plan.phases[index].name,
+            "checkpoint": name,
+            "step": steps,
+            "step_in_phase": step,
+        }
         _write(self.directory / LATEST, note)
 
     def note_best(self, index: int, best: Mapping[str, Any] | None) -> None:
-        """Note which checkpoint of a phase is `best` (`step`, `eval_loss`, `only`), and delete the one before."""
+        """Note which checkpoint of a phase is `best` (`step`, `eval_loss`, `only`), and delete
+        the one before.
+        """
         name = f"checkpoint-{(best or {}).get('step')}"
         before = self.best(index)
         if best is None or (before is not None and before["checkpoint"] == name):
             return
-        # First, because after a kill nothing would know of a checkpoint that is noted nowhere; this note is made again.
+        # First, because after a kill nothing would know of a checkpoint that is noted nowhere; this
+        # note is made again.
         if (
             before is not None
             and before["only"]
@@ -199,14 +260,20 @@ class PhasePaths:
             return {key: note[key] for key in ("checkpoint", "eval_loss", "only")}
         except (OSError, ValueError, KeyError, TypeError) as error:
             how = "delete it; the next best evaluation writes it again"
-            raise AdapterError(f"this does not name a checkpoint: {error!r}", where=str(file), how=how) from error
+            raise AdapterError(
+                f"this does not name a checkpoint: {error!r}", where=str(file), how=how
+            ) from error
 
-    def forget_old(self, index: int, step: int, keep: int | None, sound: Sequence[Path] = ()) -> None:
-        """Delete checkpoints of a phase up to `step`, but for the newest `keep`, the best, and those that are `sound`;
-        or raise `DiskError`."""
+    def forget_old(
+        self, index: int, step: int, keep: int | None, sound: Sequence[Path] = ()
+    ) -> None:
+        """Delete checkpoints of a phase up to `step`, but for the newest `keep`, the best, and
+        those that are `sound`; or raise `DiskError`."""
         best = self.best(index)
         spared = () if best is None else (self.phase_directory(index) / str(best["checkpoint"]),)
-        forget_old_checkpoints(self.phase_directory(index), self.checkpoint(index, step), keep, [*spared, *sound])
+        forget_old_checkpoints(
+            self.phase_directory(index), self.checkpoint(index, step), keep, [*spared, *sound]
+        )
 
 
 def _write(file: Path, note: Mapping[str, Any]) -> None:
@@ -219,15 +286,20 @@ class Start:
 
     index: int  # of the phase it begins in
     checkpoint: Path | None = None  # what the phase goes on from; None: it begins
-    models: Mapping[int, Path] = field(default_factory=dict)  # what earlier phases have left, by their index
+    models: Mapping[int, Path] = field(
+        default_factory=dict
+    )  # what earlier phases have left, by their index
     here: bool = False  # the checkpoint is the run's own
     ended: bool = False  # the phase has ended with that checkpoint, and its results are there
-    rebuilt: int | None = None  # an earlier phase of the run whose model is written again first; None: none is
+    rebuilt: int | None = (
+        None  # an earlier phase of the run whose model is written again first; None: none is
+    )
 
 
 def find_start(path: str | Path, paths: PhasePaths) -> Start:
-    """Find out where in a plan a path is: a checkpoint of a phase, or a model with which the first adapters begin; else
-    `ConfigError`, of another plan and a model that is gone, too, or `AdapterError`."""
+    """Find out where in a plan a path is: a checkpoint of a phase, or a model with which the first
+    adapters begin; else `ConfigError`, of another plan and a model that is gone, too, or
+    `AdapterError`."""
     directory = Path(path).absolute()
     if (directory / STATE).is_file():
         return _from_checkpoint(directory, paths)
@@ -250,13 +322,15 @@ def begin_at(start: Start, paths: PhasePaths) -> None:
                 link.unlink()
             _link(model, link)
         except OSError as error:
-            raise DiskError(f"the model cannot be linked: {error.strerror}", where=f"{link} -> {model}") from error
+            raise DiskError(
+                f"the model cannot be linked: {error.strerror}", where=f"{link} -> {model}"
+            ) from error
 
 
 def _link(model: Path, link: Path) -> None:
-    """Have a model's directory be found under another name, too. Windows wants a privilege for links, and some file
-    systems have none: there the directory is a new one, with the same files, or copies of them, and a manifest, as
-    every directory of a model has that is no link."""
+    """Have a model's directory be found under another name, too. Windows wants a privilege for
+    links, and some file systems have none: there the directory is a new one, with the same files,
+    or copies of them, and a manifest, as every directory of a model has that is no link."""
     with suppress(OSError):
         link.symlink_to(model, target_is_directory=True)
         return
@@ -271,7 +345,9 @@ def _link(model: Path, link: Path) -> None:
 
 
 def _sizes(directory: Path) -> dict[Path, int]:
-    files = (path for path in directory.rglob("*") if path.is_file() and path != directory / MANIFEST)
+    files = (
+        path for path in directory.rglob("*") if path.is_file() and path != directory / MANIFEST
+    )
     return {path.relative_to(directory): path.stat().st_size for path in files}
 
 
@@ -283,7 +359,9 @@ def _same_file(source: str, target: str) -> None:
 
 
 def _from_model(model: Path, paths: PhasePaths) -> Start:
-    index = next((number for number, phase in enumerate(paths.plan.phases) if phase.trains == "lora"), None)
+    index = next(
+        (number for number, phase in enumerate(paths.plan.phases) if phase.trains == "lora"), None
+    )
     if index:
         return Start(index, None, {index - 1: model})
     what = "this is a model, and the first phase of the plan would start from it"
@@ -299,35 +377,62 @@ def _from_checkpoint(checkpoint: Path, paths: PhasePaths) -> Start:
     plan = paths.plan
     if not {"plan", "phase", "step"} <= about.keys():
         what = "this checkpoint belongs to a run without phases"
-        how = "choose a checkpoint of a run of phases; merge an adapter with `lema merge` and use the model"
+        how = (
+            "choose a checkpoint of a run of phases; merge an adapter with `lema merge` and "
+            "use the model"
+        )
         raise ConfigError(what, where=str(checkpoint), how=how)
     names = [phase.name for phase in plan.phases]
     if about["phase"] not in names:
         what = f"this is a checkpoint of phase {about['phase']}, but the plan has no such phase"
-        how = f"its phases are {', '.join(str(name) for name in names)}; use the plan with which the run began"
+        how = (
+            f"its phases are {', '.join(str(name) for name in names)}; use the plan with which "
+            "the run began"
+        )
         raise ConfigError(what, where=str(checkpoint), how=how)
     index = names.index(about["phase"])
     plan.check_same(about["plan"], str(checkpoint), index + 1)
     if not 0 <= about["step"] <= plan.steps(index).steps:
-        what = f"the checkpoint says that {about['step']} steps were taken, of {plan.steps(index).steps}"
+        what = (
+            f"the checkpoint says that {about['step']} steps were taken, of "
+            f"{plan.steps(index).steps}"
+        )
         raise AdapterError(what, where=str(checkpoint / STATE), how="name another checkpoint")
     models = {}
     if under := paths.based(index):
         tried = [checkpoint.parent.parent / str(names[under - 1]) / MODEL]
         tried += [] if about.get("base") is None else [Path(about["base"])]
-        if (model := next((candidate for candidate in tried if (candidate / "config.json").is_file()), None)) is None:
-            what = f"the model that phase {names[under - 1]} wrote, which this checkpoint needs, is missing"
-            raise ConfigError(what, where=" or ".join(map(str, tried)), how="copy it to the first of these places")
+        if (
+            model := next(
+                (candidate for candidate in tried if (candidate / "config.json").is_file()), None
+            )
+        ) is None:
+            what = (
+                f"the model that phase {names[under - 1]} wrote, which this checkpoint needs, "
+                "is missing"
+            )
+            raise ConfigError(
+                what, where=" or ".join(map(str, tried)), how="copy it to the first of these places"
+            )
         models[under - 1] = model.absolute()
     model_directory = checkpoint.parent / MODEL
     ended = about["step"] == plan.steps(index).steps
-    if ended and paths.leaves_model(index) and not paths.carries_moments(index + 1) and model_directory.is_dir():
+    if (
+        ended
+        and paths.leaves_model(index)
+        and not paths.carries_moments(index + 1)
+        and model_directory.is_dir()
+    ):
         models[index] = model_directory.absolute()
     return Start(index, checkpoint, models)
 
 
-def go_on(replicas: Replicas, paths: PhasePaths, config: LemaConfig, report: Reporter) -> Start | None:
-    """Return where a run goes on that is in its directory, all processes alike; cut the metrics of what comes after."""
+def go_on(
+    replicas: Replicas, paths: PhasePaths, config: LemaConfig, report: Reporter
+) -> Start | None:
+    """Return where a run goes on that is in its directory, all processes alike; cut the metrics
+    of what comes after.
+    """
     report = report if replicas.first else lambda _: None
     point = first_alone(replicas, lambda: find_point(paths, report))
     where: tuple[Any, ...] = () if point is None else (point.index,)
@@ -338,14 +443,18 @@ def go_on(replicas: Replicas, paths: PhasePaths, config: LemaConfig, report: Rep
         about = read_state(point.checkpoint)["extra"]
         name = paths.plan.phases[point.index].name
         where = (point.index, done := int(about["step"]), about.get("record"))
-        report(f"resuming from {point.checkpoint} (step {done} of {paths.plan.steps(point.index).steps} of {name})")
+        report(
+            f"resuming from {point.checkpoint} (step {done} of "
+            f"{paths.plan.steps(point.index).steps} of {name})"
+        )
     first_alone(replicas, lambda: paths.cut_record(*where))
     return point
 
 
 def find_point(paths: PhasePaths, report: Reporter) -> Start | None:
-    """Return where a run goes on; None: it has no checkpoint at all. What is passed over, or done again, is said.
-    Raises `AdapterError` where nothing is sound that it could go on with; `ConfigError` where the plan is another."""
+    """Return where a run goes on; None: it has no checkpoint at all. What is passed over, or done
+    again, is said. Raises `AdapterError` where nothing is sound that it could go on with;
+    `ConfigError` where the plan is another."""
     faults: list[str] = []
     for index in reversed(range(len(paths.plan.phases))):
         if not (candidates := paths.saved(index)):
@@ -354,7 +463,9 @@ def find_point(paths: PhasePaths, report: Reporter) -> Start | None:
         try:
             checkpoint = newest_sound(candidates, report)
         except AdapterError as error:
-            faults += [f"{name}/{line.removeprefix('  - ')}" for line in error.what.splitlines()[1:]]
+            faults += [
+                f"{name}/{line.removeprefix('  - ')}" for line in error.what.splitlines()[1:]
+            ]
         else:
             return _at(paths, index, checkpoint, report)
         if index and _stands(paths, index):
@@ -368,14 +479,20 @@ def find_point(paths: PhasePaths, report: Reporter) -> Start | None:
 
 
 def _at(paths: PhasePaths, index: int, checkpoint: Path | None, report: Reporter) -> Start:
-    """Return the point at a checkpoint of a phase, or at its beginning, once what lies below it is seen to be there."""
+    """Return the point at a checkpoint of a phase, or at its beginning, once what lies below it
+    is seen to be there.
+    """
     _check_plan(paths, index, checkpoint)
     ended = checkpoint == paths.end_of(index) and paths.is_done(index, alone=True)
-    return Start(index, checkpoint, here=True, ended=ended, rebuilt=_to_rebuild(paths, index, report))
+    return Start(
+        index, checkpoint, here=True, ended=ended, rebuilt=_to_rebuild(paths, index, report)
+    )
 
 
 def _check_plan(paths: PhasePaths, index: int, checkpoint: Path | None) -> None:
-    """Refuse another plan than that of the checkpoint that is resumed, or of the end of the phase before."""
+    """Refuse another plan than that of the checkpoint that is resumed, or of the end of the
+    phase before.
+    """
     if checkpoint is None:
         if index == 0 or not _is_sound(paths.end_of(index - 1)):
             return  # no file says which weights were trained
@@ -384,12 +501,16 @@ def _check_plan(paths: PhasePaths, index: int, checkpoint: Path | None) -> None:
     about = read_state(checkpoint)["extra"]
     how = "begin a new run in another output_dir"
     if "plan" not in about:
-        raise AdapterError("this checkpoint does not belong to a run of phases", where=str(checkpoint), how=how)
+        raise AdapterError(
+            "this checkpoint does not belong to a run of phases", where=str(checkpoint), how=how
+        )
     paths.plan.check_same(about["plan"], str(checkpoint), index + 1)
 
 
 def _is_sound(checkpoint: Path) -> bool:
-    with suppress(AdapterError):  # it is passed over, and that is said, where its own phase is looked at
+    with suppress(
+        AdapterError
+    ):  # it is passed over, and that is said, where its own phase is looked at
         return bool(check_sound(checkpoint))
     return False
 
@@ -402,7 +523,9 @@ def _stands(paths: PhasePaths, index: int) -> bool:
 
 
 def _to_rebuild(paths: PhasePaths, index: int, report: Reporter) -> int | None:
-    """Return the phase whose model this one builds on, if it is missing and can be written again; else None."""
+    """Return the phase whose model this one builds on, if it is missing and can be written
+    again; else None.
+    """
     below = paths.based(index) - 1
     if below < 0 or paths.has_model(below):
         return None
@@ -411,8 +534,15 @@ def _to_rebuild(paths: PhasePaths, index: int, report: Reporter) -> int | None:
     try:
         check_sound(end)
     except AdapterError as error:
-        what = f"the model that phase {name} wrote is missing and cannot be written again: {error.what}"
+        what = (
+            f"the model that phase {name} wrote is missing and cannot be written again: "
+            f"{error.what}"
+        )
         how = "copy the model back, or begin again in another output_dir"
-        raise AdapterError(what, where=f"{paths.model_of(below)}, from {error.where}", how=how) from error
-    report_warning(f"the model that phase {name} wrote is missing: LEMA writes it again from {end}", report)
+        raise AdapterError(
+            what, where=f"{paths.model_of(below)}, from {error.where}", how=how
+        ) from error
+    report_warning(
+        f"the model that phase {name} wrote is missing: LEMA writes it again from {end}", report
+    )
     return below

@@ -1,8 +1,9 @@
-"""The phases of a run, one after the other, as data: where each begins, its optimizer steps and its samples.
+"""The phases of a run, one after the other, as data: where each begins, its optimizer steps and its
+samples.
 
-The samples of a phase follow from how its mixture fades in and from what earlier phases have read of its data sets. Two
-plans are the same if everything that decides a number of the run is the same. A warning names something in a plan that
-its writer may not have meant, before anything is trained.
+The samples of a phase follow from how its mixture fades in and from what earlier phases have read
+of its data sets. Two plans are the same if everything that decides a number of the run is the same.
+A warning names something in a plan that its writer may not have meant, before anything is trained.
 """
 
 import hashlib
@@ -28,7 +29,9 @@ __all__ = ["Boundary", "PhasePlan", "TokenSteps", "steps_of"]
 
 @dataclass(frozen=True)
 class TokenSteps:
-    """The whole optimizer steps that tokens make, the tokens they take (padding included), and those left over."""
+    """The whole optimizer steps that tokens make, the tokens they take (padding included), and
+    those left over.
+    """
 
     steps: int
     tokens: int
@@ -36,14 +39,17 @@ class TokenSteps:
 
 
 def steps_of(tokens: int, rows: int, block: int) -> TokenSteps:
-    """Return the whole steps in tokens, each of so many rows of `block`: `tokens // (rows * block)`, never one more.
-    Numbers of tokens are round, and a step's seldom divides them: 10**9 are 3814.7 steps of 512 rows of 512. So what is
-    less than a step is left out, and is told, rather than refused or trained on. It is not added to the next phase,
-    since the steps of a phase follow from its own settings. `ConfigError` where they do not make one step."""
+    """Return the whole steps in tokens, each of so many rows of `block`: `tokens // (rows *
+    block)`, never one more. Numbers of tokens are round, and a step's seldom divides them: 10**9
+    are 3814.7 steps of 512 rows of 512. So what is less than a step is left out, and is told,
+    rather than refused or trained on. It is not added to the next phase, since the steps of a phase
+    follow from its own settings. `ConfigError` where they do not make one step."""
     step = rows * block
     steps, leftover = divmod(tokens, step)
     if steps < 1:
-        what = f"{tokens} tokens do not make one step, which is {rows} rows x {block} = {step} tokens"
+        what = (
+            f"{tokens} tokens do not make one step, which is {rows} rows x {block} = {step} tokens"
+        )
         how = f"give at least {step} tokens, or lower batch_size or the length of a row"
         raise ConfigError(what, where="tokens", how=how)
     return TokenSteps(steps, steps * step, leftover)
@@ -60,7 +66,11 @@ def _named(phases: Any) -> Any:
 def _with_name(phase: Any, name: str) -> Any:
     if isinstance(phase, Mapping):
         return {**phase, "name": phase["name"] if phase.get("name") is not None else name}
-    return phase.model_copy(update={"name": name}) if isinstance(phase, Phase) and phase.name is None else phase
+    return (
+        phase.model_copy(update={"name": name})
+        if isinstance(phase, Phase) and phase.name is None
+        else phase
+    )
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,9 @@ class Boundary:
 
 
 class PhasePlan(Settings):
-    """The phases of a run; a `SettingsError` has every problem under its path, such as `phases[1].learning_rate`."""
+    """The phases of a run; a `SettingsError` has every problem under its path, such as
+    `phases[1].learning_rate`.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -85,7 +97,9 @@ class PhasePlan(Settings):
     max_length: Count = 1024
     """Tokens of a row, padding included."""
     micro_batch_size: AutoCount = None
-    """Most rows that a process computes at once; None: as many as fit. Without dropout it changes no result."""
+    """Most rows that a process computes at once; None: as many as fit. Without dropout it
+    changes no result.
+    """
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of the order of data, of adapters and of dropout."""
 
@@ -104,8 +118,15 @@ class PhasePlan(Settings):
             except ConfigError as error:
                 yield problem_at(f"{path}.{error.where}", error.what, error.how)
             if (stop_step := phase.schedule_start + steps) > phase.schedule_total(steps):
-                what = f"the schedule has {phase.schedule_steps} steps, and the phase ends at {stop_step}"
-                yield problem_at(f"{path}.schedule_steps", what, "make it longer, or lower schedule_start or tokens")
+                what = (
+                    f"the schedule has {phase.schedule_steps} steps, and the phase ends at "
+                    f"{stop_step}"
+                )
+                yield problem_at(
+                    f"{path}.schedule_steps",
+                    what,
+                    "make it longer, or lower schedule_start or tokens",
+                )
             if phase.fade is not None:
                 key = f"{path}.fade.{'tokens' if phase.fade.steps is None else 'steps'}"
                 samples = phase.fade.samples(self.batch_size, self.max_length)
@@ -131,13 +152,19 @@ class PhasePlan(Settings):
         stops = list(accumulate(self.steps(index).steps for index in range(len(self.phases))))
         per_step = self.batch_size * self.max_length
         spans = zip(self.phases, [0, *stops[:-1]], stops, strict=True)
-        return tuple(Boundary(str(phase.name), first, stop, first * per_step) for phase, first, stop in spans)
+        return tuple(
+            Boundary(str(phase.name), first, stop, first * per_step) for phase, first, stop in spans
+        )
 
     def factor(self, index: int) -> Callable[[int], float]:
-        """Return a phase's factor of the learning rate, as a function of the step counted from 0 in that phase."""
+        """Return a phase's factor of the learning rate, as a function of the step counted from 0
+        in that phase.
+        """
         phase = self.phases[index]
         steps = self.steps(index).steps
-        of_schedule = factor_of(phase.lr_scheduler_type, phase.schedule_total(steps), phase.spans(steps))
+        of_schedule = factor_of(
+            phase.lr_scheduler_type, phase.schedule_total(steps), phase.spans(steps)
+        )
         return lambda step: of_schedule(phase.schedule_start + step)
 
     def learning_rate(self, index: int, step: int) -> float:
@@ -153,20 +180,34 @@ class PhasePlan(Settings):
         return self.phases[index].learning_rate * self.factor(index)(step)
 
     def fade(self, index: int) -> Fade | None:
-        """Return the fade that a phase begins with; None: its mixture holds from its first sample on."""
+        """Return the fade that a phase begins with; None: its mixture holds from its first
+        sample on.
+        """
         if (fade := self.phases[index].fade) is None:
             return None
-        return Fade(tuple(self.phases[index - 1].mixture), fade.samples(self.batch_size, self.max_length), fade.shape)
+        return Fade(
+            tuple(self.phases[index - 1].mixture),
+            fade.samples(self.batch_size, self.max_length),
+            fade.shape,
+        )
 
     def starts(self) -> list[dict[str, Start]]:
-        """Return where each phase begins with each of its data sets, as `lema.data.mixture.Mixture` takes it."""
+        """Return where each phase begins with each of its data sets, as
+        `lema.data.mixture.Mixture` takes it.
+        """
         stage_starts: list[dict[str, Start]] = []
         reached: dict[str, Start] = {}
         for index, phase in enumerate(self.phases):
             counts = self.counts(index)
             is_restart = phase.data == "restart"
-            begins = {name: Start(index, 0) if is_restart else reached.get(name, Start(index, 0)) for name in counts}
-            reached |= {name: Start(start.stage, start.taken + counts[name]) for name, start in begins.items()}
+            begins = {
+                name: Start(index, 0) if is_restart else reached.get(name, Start(index, 0))
+                for name in counts
+            }
+            reached |= {
+                name: Start(start.stage, start.taken + counts[name])
+                for name, start in begins.items()
+            }
             stage_starts.append(begins)
         return stage_starts
 
@@ -178,20 +219,30 @@ class PhasePlan(Settings):
 
     def warnings(self) -> tuple[Problem, ...]:
         """Return what to look at before it is run."""
-        problems = (warning for index in range(len(self.phases)) for warning in _warnings(self, index))
+        problems = (
+            warning for index in range(len(self.phases)) for warning in _warnings(self, index)
+        )
         return tuple(replace(warning, location=warning.key) for warning in problems)
 
     def numbers(self, num_phases: int | None = None) -> dict[str, Any]:
-        """Return what decides the numbers of the first so many phases, as JSON types: not names, the micro-batch size,
-        what the last phase saves, and tokens that are less than a step."""
-        phases = [_numbers(self, index, starts) for index, starts in enumerate(self.starts())][:num_phases]
+        """Return what decides the numbers of the first so many phases, as JSON types: not names,
+        the micro-batch size, what the last phase saves, and tokens that are less than a step."""
+        phases = [_numbers(self, index, starts) for index, starts in enumerate(self.starts())][
+            :num_phases
+        ]
         same = {"seed": self.seed, "batch_size": self.batch_size, "max_length": self.max_length}
-        plain: dict[str, Any] = json.loads(json.dumps({"format": _FORMAT, **same, "phases": phases}, allow_nan=False))
+        plain: dict[str, Any] = json.loads(
+            json.dumps({"format": _FORMAT, **same, "phases": phases}, allow_nan=False)
+        )
         return plain
 
     def fingerprint(self, num_phases: int | None = None) -> str:
-        """Return the SHA-256 of `numbers`, in hexadecimal: two plans with the same one train the same, bit for bit."""
-        text = json.dumps(self.numbers(num_phases), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        """Return the SHA-256 of `numbers`, in hexadecimal: two plans with the same one train the
+        same, bit for bit.
+        """
+        text = json.dumps(
+            self.numbers(num_phases), sort_keys=True, separators=(",", ":"), allow_nan=False
+        )
         return hashlib.sha256(text.encode()).hexdigest()
 
     def differences(self, then: Mapping[str, Any], num_phases: int | None = None) -> list[str]:
@@ -212,7 +263,9 @@ class PhasePlan(Settings):
             if is_now.get(key, _NOTHING) != was.get(key, _NOTHING)
         ]
 
-    def check_same(self, then: Mapping[str, Any], where: str, num_phases: int | None = None) -> None:
+    def check_same(
+        self, then: Mapping[str, Any], where: str, num_phases: int | None = None
+    ) -> None:
         """Refuse to go on with what another plan has begun.
 
         Args:
@@ -225,7 +278,9 @@ class PhasePlan(Settings):
         """
         if changed := self.differences(then, num_phases):
             how = "use the original plan, or begin again in another output_dir"
-            raise ConfigError(f"this run began with another plan:{listed(changed)}", where=where, how=how)
+            raise ConfigError(
+                f"this run began with another plan:{listed(changed)}", where=where, how=how
+            )
 
 
 _FORMAT = 3  # of the numbers; another one when what a setting means has changed
@@ -267,7 +322,8 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-# Leftover tokens above this part of a phase are told; below it they are the rounding of any round number.
+# Leftover tokens above this part of a phase are told; below it they are the rounding of any round
+# number.
 _NOTABLE = 0.01
 
 
@@ -283,17 +339,29 @@ def _warnings(plan: PhasePlan, index: int) -> Iterator[Problem]:
     moves = f"the learning rate goes from {rates[0]:.2g} to {rates[1]:.2g}"
     goes_on = _goes_on(plan, index, stop_step, total)
     if not goes_on and stop_step <= spans.warmup:
-        what = f"{called} ends inside its warm-up: {size.steps} steps, and {spans.warmup} of warm-up; {moves}"
+        what = (
+            f"{called} ends inside its warm-up: {size.steps} steps, and {spans.warmup} of "
+            f"warm-up; {moves}"
+        )
         what += f", and never reaches {phase.learning_rate:.2g}"
         key = f"{path}.{phase.length_key('warmup')}"
         how = "shorten the warm-up, or give the phase more tokens"
         yield Problem(key, what, how)
     elif not goes_on and stop_step < total:
         what = f"{called} ends at step {stop_step} of a schedule of {total}; {moves}"
-        yield Problem(f"{path}.schedule_steps", what, "leave schedule_steps out to end with the phase")
+        yield Problem(
+            f"{path}.schedule_steps", what, "leave schedule_steps out to end with the phase"
+        )
     if size.leftover > _NOTABLE * phase.tokens:
-        what = f"{called} leaves out {size.leftover} of {phase.tokens} tokens, which are less than a step"
-        yield Problem(f"{path}.tokens", what, f"give {size.tokens} or {size.tokens + size.tokens // size.steps}")
+        what = (
+            f"{called} leaves out {size.leftover} of {phase.tokens} tokens, which are less "
+            "than a step"
+        )
+        yield Problem(
+            f"{path}.tokens",
+            what,
+            f"give {size.tokens} or {size.tokens + size.tokens // size.steps}",
+        )
 
 
 def _goes_on(plan: PhasePlan, index: int, stop_step: int, total: int) -> bool:
@@ -301,5 +369,8 @@ def _goes_on(plan: PhasePlan, index: int, stop_step: int, total: int) -> bool:
     if index + 1 == len(plan.phases):
         return False
     after = plan.phases[index + 1]
-    same = after.lr_scheduler_type == plan.phases[index].lr_scheduler_type and after.schedule_start == stop_step
+    same = (
+        after.lr_scheduler_type == plan.phases[index].lr_scheduler_type
+        and after.schedule_start == stop_step
+    )
     return same and after.schedule_total(plan.steps(index + 1).steps) == total

@@ -1,4 +1,5 @@
-"""The forecast of a run of phases, shown before its first step: steps, learning rates, tokens, memory, bytes, hours.
+"""The forecast of a run of phases, shown before its first step: steps, learning rates, tokens,
+memory, bytes, hours.
 
 It is a table on a terminal and lines of tab-separated columns anywhere else.
 """
@@ -35,7 +36,8 @@ class PhaseMemory:
     device: int  # of device memory; of the host's where the device computes there
     host: int  # of host memory, in addition
     mapped: int  # in files that are mapped into memory, since host memory does not hold them
-    disk: int  # of checkpoints and models when the phase has ended, but for that of the best validation loss
+    # of checkpoints and models when the phase has ended, but for that of the best validation loss
+    disk: int
     parts: dict[str, dict[str, int]]  # of device, host and disk, by their purposes
 
 
@@ -52,7 +54,9 @@ class PhaseEntry:
     tokens: int  # it is trained on, padding included
     leftover: int  # requested tokens that are less than a step
     tokens_per_source: dict[str, int]
-    rates: dict[str, float]  # learning rates: of its `first` step, the highest (`peak`), and of its `last` step
+    rates: dict[
+        str, float
+    ]  # learning rates: of its `first` step, the highest (`peak`), and of its `last` step
     moved: Traffic  # bytes read, uploaded and downloaded in the whole phase
     memory: PhaseMemory
     at_once: int  # rows that are computed at once
@@ -79,7 +83,9 @@ class PhaseReport:
     price: float | None  # of an hour; None: none was given
     steps: int
     tokens: int
-    hours: float | None  # of all phases, but for validation and what lies between phases; None: not known
+    hours: (
+        float | None
+    )  # of all phases, but for validation and what lies between phases; None: not known
     cost: float | None  # of these hours; None: not known
 
     @property
@@ -88,8 +94,14 @@ class PhaseReport:
         there = f"{human_bytes(self.device_memory)} of device memory"
         parts = []
         for phase in self.phases:
-            taken = f"{human_bytes(phase.memory.device)} and {human_bytes(phase.memory.host)} of host memory"
-            parts.append(f"phase {phase.name} takes {taken}, {phase.at_once} row{'s' * (phase.at_once > 1)} at once")
+            taken = (
+                f"{human_bytes(phase.memory.device)} and {human_bytes(phase.memory.host)} of "
+                "host memory"
+            )
+            parts.append(
+                f"phase {phase.name} takes {taken}, {phase.at_once} "
+                f"row{'s' * (phase.at_once > 1)} at once"
+            )
         return f"fits, in {there}: {'; '.join(parts)}; {self.steps:,} steps in all"
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,10 +120,11 @@ def phase_report(
     processes: int = 1,
     trust_remote_code: bool = False,
 ) -> PhaseReport:
-    """Report on a run of phases before it starts. No weights are read but to time them. It is planned for a `machine`;
-    None: for this one, with its `backend`, if that is open; to `measure` it takes seconds for each kind of phase, and
-    otherwise hours are not known. `processes` on it share each batch. Raises `MemoryLimitError`, which names the phase
-    that does not fit, or `ConfigError` of a phase."""
+    """Report on a run of phases before it starts. No weights are read but to time them. It is
+    planned for a `machine`; None: for this one, with its `backend`, if that is open; to `measure`
+    it takes seconds for each kind of phase, and otherwise hours are not known. `processes` on it
+    share each batch. Raises `MemoryLimitError`, which names the phase that does not fit, or
+    `ConfigError` of a phase."""
     machine_state = machine_state_of(config, machine, backend=backend, measured=measure)
     needs = _needs(config, plan, machine_state, processes, trust_remote_code)
     entries = [_entry(config, plan, index, step_needs) for index, step_needs in enumerate(needs)]
@@ -144,10 +157,13 @@ def phase_report(
 def _needs(
     config: LemaConfig, plan: PhasePlan, machine_state: MachineState, processes: int, trusted: bool
 ) -> list[StepNeeds]:
-    """Return what a step of each phase needs; phases that train the same, and alike, need the same."""
+    """Return what a step of each phase needs; phases that train the same, and alike, need the
+    same.
+    """
     needs_by_kind: dict[str, StepNeeds] = {}
     kinds = [
-        repr([phase.trains, phase.trainable, phase.layers, phase.adapters, phase.overrides]) for phase in plan.phases
+        repr([phase.trains, phase.trainable, phase.layers, phase.adapters, phase.overrides])
+        for phase in plan.phases
     ]
     for kind, phase in zip(kinds, plan.phases, strict=True):
         if kind in needs_by_kind:
@@ -180,8 +196,14 @@ def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) ->
     num_saved = min(count, config.save_total_limit or count)
     leaves = PhasePaths(Path(config.output_dir), plan).leaves_model
     # What the phase leaves: checkpoints, and the model that the next phase begins with.
-    disk = {"checkpoints": num_saved * blueprint.checkpoint_bytes, "model": leaves(index) * blueprint.model_bytes}
-    host = sum(needs.host.values()) - needs.device["slots"] * (needs.host["ring"] > 0) * needs.demand.shared
+    disk = {
+        "checkpoints": num_saved * blueprint.checkpoint_bytes,
+        "model": leaves(index) * blueprint.model_bytes,
+    }
+    host = (
+        sum(needs.host.values())
+        - needs.device["slots"] * (needs.host["ring"] > 0) * needs.demand.shared
+    )
     parts = {"device": needs.device, "host": needs.host, "disk": disk}
     return PhaseEntry(
         name=boundary.name,
@@ -192,10 +214,14 @@ def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) ->
         last_step=boundary.stop_step,
         tokens=size.tokens,
         leftover=size.leftover,
-        tokens_per_source={name: count * plan.max_length for name, count in plan.counts(index).items()},
+        tokens_per_source={
+            name: count * plan.max_length for name, count in plan.counts(index).items()
+        },
         rates={"first": rates[0], "peak": max(rates), "last": rates[-1]},
         moved=needs.traffic(size.steps),
-        memory=PhaseMemory(sum(needs.device.values()), host, needs.mapped, sum(disk.values()), parts),
+        memory=PhaseMemory(
+            sum(needs.device.values()), host, needs.mapped, sum(disk.values()), parts
+        ),
         at_once=needs.planner.shape.micro_batch.rows,
         hours=None if seconds is None else size.steps * seconds / 3600,
     )
@@ -218,7 +244,9 @@ def report_rows(report: PhaseReport) -> Iterator[Row]:
 
 
 def show_report(report: PhaseReport, console: Console) -> None:
-    """Print the verdict, then the report; a table has its notes below it, where they may be as long as they are."""
+    """Print the verdict, then the report; a table has its notes below it, where they may be as
+    long as they are.
+    """
     console.print(report.verdict, style="bold", soft_wrap=True, markup=False, highlight=False)
     rows = (row for row in report_rows(report) if not (console.is_terminal and row[0] == "note"))
     print_table(([cell for cell in row if cell] for row in rows), console, amounts=True)
@@ -228,12 +256,23 @@ def show_report(report: PhaseReport, console: Console) -> None:
 
 def _phase(phase: PhaseEntry, report: PhaseReport) -> Iterator[tuple[str, str]]:
     parts = {"full": "every weight", "lora": "adapters", "selection": "a selection of weights"}
-    numbers = f"{human_count(phase.trainable)} parameters, of a model of {human_count(phase.parameters)}"
+    numbers = (
+        f"{human_count(phase.trainable)} parameters, of a model of {human_count(phase.parameters)}"
+    )
     yield "trains", f"{parts[phase.trains]}: {numbers}"
     yield "steps", f"{phase.first_step:,} to {phase.last_step:,}"
-    yield "tokens", f"{phase.tokens:,}" + (f"; {phase.leftover:,} more are less than a step" if phase.leftover else "")
-    yield from ((f"tokens of {name}", f"{tokens:,}") for name, tokens in phase.tokens_per_source.items())
-    yield "learning rate", "{first:.3g} at first, {peak:.3g} at its peak, {last:.3g} at last".format(**phase.rates)
+    yield (
+        "tokens",
+        f"{phase.tokens:,}"
+        + (f"; {phase.leftover:,} more are less than a step" if phase.leftover else ""),
+    )
+    yield from (
+        (f"tokens of {name}", f"{tokens:,}") for name, tokens in phase.tokens_per_source.items()
+    )
+    yield (
+        "learning rate",
+        "{first:.3g} at first, {peak:.3g} at its peak, {last:.3g} at last".format(**phase.rates),
+    )
     memory = phase.memory
     moved = phase.moved
     yield "rows at once", f"{phase.at_once:,}"

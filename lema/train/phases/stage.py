@@ -1,4 +1,6 @@
-"""One phase of a run: its settings, its rows, what trains in it, its checkpoints, and the model that it leaves."""
+"""One phase of a run: its settings, its rows, what trains in it, its checkpoints, and the model
+that it leaves.
+"""
 
 import shutil
 from collections.abc import Callable, Mapping
@@ -47,9 +49,12 @@ from lema.train.trainer import LemaTrainer
 __all__ = ["PhaseRun", "chosen_by", "copy_adapter", "mixture_of", "settings_of_phase", "trainer_of"]
 
 
-def trainer_of(model: LemaModel, phase: Phase, device_memory: Memory = None) -> LemaTrainer | FullTraining:
-    """Return what takes the steps of a phase on an opened model, which has no adapters yet. Weights that train have
-    `device_memory` for their limit, as the plan of the phases has it, and as many rows are computed at once as fit."""
+def trainer_of(
+    model: LemaModel, phase: Phase, device_memory: Memory = None
+) -> LemaTrainer | FullTraining:
+    """Return what takes the steps of a phase on an opened model, which has no adapters yet. Weights
+    that train have `device_memory` for their limit, as the plan of the phases has it, and as many
+    rows are computed at once as fit."""
     if phase.trains == "lora":
         model.initialize_lora()
         return model.get_trainer()
@@ -59,7 +64,9 @@ def trainer_of(model: LemaModel, phase: Phase, device_memory: Memory = None) -> 
     opened = model.opened
     trained = trained_bytes(model.skeleton, opened.blueprint.layers, chosen)
     blueprint = replace(opened.blueprint, trained=trained, adapter_bytes=trained.on_device)
-    planner = fitted_planner(replace(opened, blueprint=blueprint, device_memory=device_memory), trains=True)
+    planner = fitted_planner(
+        replace(opened, blueprint=blueprint, device_memory=device_memory), trains=True
+    )
     model.config = model.config.model_copy(update=planner.chosen)
     add_router_loss(model.adapter, model.config, model.directory, "weights that train themselves")
     return FullTraining(model.adapter, model.config, chosen, model.gbi)
@@ -73,11 +80,15 @@ def copy_adapter(end: Path, out: Path) -> None:
                 shutil.copyfileobj(source, copy)
         carry_rendering(end, out)
     except OSError as error:
-        raise DiskError(f"the adapter cannot be copied: {error.strerror}", where=str(out)) from error
+        raise DiskError(
+            f"the adapter cannot be copied: {error.strerror}", where=str(out)
+        ) from error
 
 
 def chosen_by(phase: Phase, model: PreTrainedModel) -> Callable[[str], bool]:
-    """Return what says of a parameter's name whether it trains in a phase; `ConfigError` where none does."""
+    """Return what says of a parameter's name whether it trains in a phase; `ConfigError` where
+    none does.
+    """
     layers_name, stack = find_layers(model)
     selection = None if phase.layers is None else layer_selection(phase.layers, len(stack))
     embeddings, head = (set(), set()) if selection is None else (_embeddings(model), _head(model))
@@ -99,7 +110,8 @@ def chosen_by(phase: Phase, model: PreTrainedModel) -> Callable[[str], bool]:
             unmatched -= matches
             is_chosen = within and (phase.trainable is None or bool(matches))
         else:
-            # A tied head is the embeddings' weight, which trains with either, as it does in the whole model.
+            # A tied head is the embeddings' weight, which trains with either, as it does in the
+            # whole model.
             is_chosen = ("embeddings" in named and id(parameter) in embeddings) or (
                 "head" in named and (id(parameter) in head or id(parameter) not in embeddings)
             )
@@ -116,14 +128,17 @@ def chosen_by(phase: Phase, model: PreTrainedModel) -> Callable[[str], bool]:
 
 
 def tied_note(phase: Phase, model: PreTrainedModel) -> str:
-    """Say that embeddings and head are one weight, where a phase selects one of them by name; empty: they are not."""
+    """Say that embeddings and head are one weight, where a phase selects one of them by name;
+    empty: they are not.
+    """
     named = {"embeddings", "head"} & set(phase.layers or ())
     if len(named) != 1 or not _embeddings(model) & _head(model):
         return ""
     (name,) = named
     tied_name = "the embeddings" if name == "head" else "the head"
     return (
-        f"phase {phase.name}: {name} trains {tied_name} too, because the model has one weight for both (they are tied)"
+        f"phase {phase.name}: {name} trains {tied_name} too, because the model has one weight "
+        "for both (they are tied)"
     )
 
 
@@ -137,13 +152,24 @@ def _embeddings(model: PreTrainedModel) -> set[int]:
         return {id(parameter) for parameter in model.get_input_embeddings().parameters()}
     except NotImplementedError as error:  # of a model whose code does not say
         what = f"the model does not name its embeddings: {error}"
-        raise ConfigError(what, where="layers", how="remove layers, and name modules with `trainable`") from error
+        raise ConfigError(
+            what, where="layers", how="remove layers, and name modules with `trainable`"
+        ) from error
 
 
 def settings_of_phase(config: LemaConfig, plan: PhasePlan, phase: Phase, **more: Any) -> LemaConfig:
-    """Return the settings of a phase: the run's, but for what the plan and the phase say, and for `more`."""
-    rows = {name: getattr(plan, name) for name in ("batch_size", "micro_batch_size", "max_length", "seed")}
-    phase_settings = {"gradient_accumulation_steps": 1, "learning_rate": phase.learning_rate, **phase.overrides}
+    """Return the settings of a phase: the run's, but for what the plan and the phase say, and
+    for `more`.
+    """
+    rows = {
+        name: getattr(plan, name)
+        for name in ("batch_size", "micro_batch_size", "max_length", "seed")
+    }
+    phase_settings = {
+        "gradient_accumulation_steps": 1,
+        "learning_rate": phase.learning_rate,
+        **phase.overrides,
+    }
     settings = {**config.to_dict(), **rows, **phase_settings, **of_kind(phase), **more}
     if phase.adapters is None and settings["compute_dtype"] == "auto":
         settings["compute_dtype"] = "weights"  # because they are written to as they are stored
@@ -154,21 +180,32 @@ def of_kind(phase: Phase) -> dict[str, Any]:
     """Return the settings that go with what a phase trains."""
     if (lora := phase.adapters) is None:
         # The weights change: they are kept where they can be written to.
-        return {"strategy": MemoryStrategy.RESIDENT, "device_memory": None, "lora_target_modules": None}
+        return {
+            "strategy": MemoryStrategy.RESIDENT,
+            "device_memory": None,
+            "lora_target_modules": None,
+        }
     return lora.adapter_settings()
 
 
 def mixture_of(
-    plan: PhasePlan, index: int, sources: Mapping[str, Source], eval_sources: Mapping[str, Source] | None = None
+    plan: PhasePlan,
+    index: int,
+    sources: Mapping[str, Source],
+    eval_sources: Mapping[str, Source] | None = None,
 ) -> Mixture:
-    """Return the rows of a phase, `eval_sources` those to validate on; `ConfigError` where the data sets do not fit it."""
+    """Return the rows of a phase, `eval_sources` those to validate on; `ConfigError` where the
+    data sets do not fit it.
+    """
     options: dict[str, Any] = {"stage": index, "eval_sources": eval_sources}
     options |= {"fade": plan.fade(index), "starts": plan.starts()[index]}
     return Mixture(plan.phases[index].mixture, sources, plan.seed, plan.max_length, **options)
 
 
 class PhaseRun:
-    """A phase that is being trained; see `lema.train.loop.Stage`. Without `eval_rows` there is no validation."""
+    """A phase that is being trained; see `lema.train.loop.Stage`. Without `eval_rows` there is
+    no validation.
+    """
 
     def __init__(
         self,
@@ -203,10 +240,14 @@ class PhaseRun:
     @cached_property
     def schedule(self) -> LRScheduler:
         """The schedule of the learning rate, at the phase's step when it is first used."""
-        return follow(self.steps.ready(), self._plan.factor(self._index), self._phase.learning_rate, self.done)
+        return follow(
+            self.steps.ready(), self._plan.factor(self._index), self._phase.learning_rate, self.done
+        )
 
     def load(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint of this phase; `AdapterError` where it is damaged, or of another kind of training."""
+        """Go on from a checkpoint of this phase; `AdapterError` where it is damaged, or of
+        another kind of training.
+        """
         about = self.steps.restore(checkpoint)
         self.done = int(about["step"])
         self.eval_loss = about["eval_loss"]
@@ -216,7 +257,9 @@ class PhaseRun:
         self.carried = {"window": about.get("window") or about["unlogged"]}  # its earlier name
         self.carried |= {"whole": about.get("whole", NO_SUMS), "signs": about.get("signs")}
         self.sound = self.done if is_sound(self.carried) else None
-        if checkpoint != self._paths.checkpoint(self._index, self.done):  # of another run: this one has one of its own
+        if checkpoint != self._paths.checkpoint(
+            self._index, self.done
+        ):  # of another run: this one has one of its own
             if self.best is not None and self.best["step"] != self.done:
                 self.best = None  # that checkpoint stayed behind
             self.save(None, self.pending)
@@ -224,9 +267,13 @@ class PhaseRun:
             self._note()
 
     def count_on(self, before: Path) -> None:
-        """Go on to count tokens where the phase before has ended, in a checkpoint that the phase may do without."""
+        """Go on to count tokens where the phase before has ended, in a checkpoint that the phase
+        may do without.
+        """
         with suppress(AdapterError):
-            self.carried = {"whole": [*NO_SUMS[:3], read_state(before)["extra"].get("whole", NO_SUMS)[3]]}
+            self.carried = {
+                "whole": [*NO_SUMS[:3], read_state(before)["extra"].get("whole", NO_SUMS)[3]]
+            }
 
     def position(self, done: int) -> Position:
         """Return where the run is after so many steps of the phase."""
@@ -235,7 +282,13 @@ class PhaseRun:
         tokens = self._boundary.first_token + done * per_step
         name = self._boundary.name
         where = self._paths.checkpoint(self._index, done)
-        row = {"phase": name, "stage": self._index, "step": step, "step_in_phase": done, "tokens": tokens}
+        row = {
+            "phase": name,
+            "stage": self._index,
+            "step": step,
+            "step_in_phase": done,
+            "tokens": tokens,
+        }
         return Position(step, None, row, f"step {done} of phase {name}", where)
 
     def draw(self, step: int) -> Drawn:
@@ -257,7 +310,9 @@ class PhaseRun:
         return evaluate(self.steps.model, passes)
 
     def save(self, events: RunEvents | None, pending: Pending | None) -> None:
-        """Write a checkpoint of the step just taken and note it; `events` None: callbacks know nothing yet."""
+        """Write a checkpoint of the step just taken and note it; `events` None: callbacks know
+        nothing yet.
+        """
         base = Path(self.steps.config.model_name_or_path)
         about = {
             "plan": self._plan.numbers(self._index + 1),
@@ -278,23 +333,39 @@ class PhaseRun:
 
     def _note(self) -> None:
         keep = self.steps.config.save_total_limit
-        first_alone(self._replicas, partial(self._paths.note, self._index, self.done, self.best, keep, self.sound))
+        first_alone(
+            self._replicas,
+            partial(self._paths.note, self._index, self.done, self.best, keep, self.sound),
+        )
 
     def leave_model(self, model: LemaModel) -> None:
-        """Write the start of the next phase: the trained weights, or the base with the adapters. Or `DiskError`."""
+        """Write the start of the next phase: the trained weights, or the base with the adapters.
+        Or `DiskError`.
+        """
         out = self._paths.model_of(self._index)
         end = self._paths.end_of(self._index)
         phases = self._plan.phases
         write: Callable[[Path], object]
         if isinstance(self.steps, FullTraining):
-            write = partial(save_delta if self._phase.save == "delta" else save_trained, model, self.steps.master_store)
+            write = partial(
+                save_delta if self._phase.save == "delta" else save_trained,
+                model,
+                self.steps.master_store,
+            )
         else:
-            rounding = (phases[self._index + 1].rounding if self._index + 1 < len(phases) else None) or "nearest"
-            options: dict[str, Any] = {"seed": model.config.seed, "trust_remote_code": model.trusted}
+            rounding = (
+                phases[self._index + 1].rounding if self._index + 1 < len(phases) else None
+            ) or "nearest"
+            options: dict[str, Any] = {
+                "seed": model.config.seed,
+                "trust_remote_code": model.trusted,
+            }
             write = partial(merge_adapter, end, rounding=rounding, **options)
 
         def written() -> None:
-            for left in out.parent.glob(f"..{out.name}.*.part"):  # of a run that was killed while it wrote a model
+            for left in out.parent.glob(
+                f"..{out.name}.*.part"
+            ):  # of a run that was killed while it wrote a model
                 shutil.rmtree(left, ignore_errors=True)
             with disk_errors(out):
                 commit(out, write)

@@ -1,4 +1,6 @@
-"""A backend in fifty lines: a device with slots of its own, which happens to be made of host memory."""
+"""A backend in fifty lines: a device with slots of its own, which happens to be made of host
+memory.
+"""
 
 import mmap
 import os
@@ -47,7 +49,9 @@ class ToyBackend:
 
     def host_buffer(self, nbytes, memory=None):
         return (
-            memory if memory is not None else torch.frombuffer(mmap.mmap(-1, nbytes or 1), dtype=torch.uint8)[:nbytes]
+            memory
+            if memory is not None
+            else torch.frombuffer(mmap.mmap(-1, nbytes or 1), dtype=torch.uint8)[:nbytes]
         )
 
     def download(self, source, target):

@@ -1,4 +1,6 @@
-"""Masters and moments that host memory does not hold lie in a file, and the training is the same, bit for bit."""
+"""Masters and moments that host memory does not hold lie in a file, and the training is the
+same, bit for bit.
+"""
 
 import gc
 from collections.abc import Callable
@@ -22,8 +24,12 @@ STEPS = 3
 
 
 def mapped_here(directory: Path) -> list[str]:
-    """Files under a directory that are mapped into this process's memory, with a name or without."""
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(directory) in line]
+    """Files under a directory that are mapped into this process's memory, with a name or
+    without.
+    """
+    return [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if str(directory) in line
+    ]
 
 
 def trained(training: FullTraining) -> tuple[list[Tensor], Weights, list[float | None]]:
@@ -76,11 +82,17 @@ def test_a_file_holds_what_the_limit_does_not(
         assert training.master_store.mapped_bytes == 0 and not training.master_store.mapped
         expected = trained(training)
         kind = getattr(torch, dtype)
-        layers = {layer: trainable_bytes([("", count, kind)]) for layer, count in counts(training).items()}
+        layers = {
+            layer: trainable_bytes([("", count, kind)]) for layer, count in counts(training).items()
+        }
         whole = {layer: one.movable(clipped=clipped is not None) for layer, one in layers.items()}
         in_layers = sum(one.nbytes + whole[layer] for layer, one in layers.items())
         outside = training.master_store.host_bytes - in_layers
-        assert 0 <= outside <= 12 * sum(m.numel() for n, m in training.masters.items() if ".layers." not in n)
+        assert (
+            0
+            <= outside
+            <= 12 * sum(m.numel() for n, m in training.masters.items() if ".layers." not in n)
+        )
         anyway, _ = training.master_store._limits(model.config)
     order = sorted(whole)
     stay = order[len(order) // 2 :]
@@ -94,27 +106,41 @@ def test_a_file_holds_what_the_limit_does_not(
         return anonymous(nbytes)
 
     monkeypatch.setattr(lema.train.full.masters, "anonymous", counted)
-    with opened(checkpoint, selection, backend(), host_memory=limit, **settings) as (model, training):
+    with opened(checkpoint, selection, backend(), host_memory=limit, **settings) as (
+        model,
+        training,
+    ):
         assert training.master_store.mapped == set(go)
         assert training.master_store.mapped_bytes == sum(whole[layer] for layer in go)
-        assert training.master_store.host_bytes == in_layers + outside - training.master_store.mapped_bytes
+        assert (
+            training.master_store.host_bytes
+            == in_layers + outside - training.master_store.mapped_bytes
+        )
         streams = sum(model.memory.layers[layer].nbytes for layer in model.memory.host_cached)
         assert sum(taken) + streams <= limit
         before = training.master_store.host_bytes, training.master_store.mapped_bytes, list(taken)
         assert mapped_here(tmp_path) and not list(tmp_path.iterdir()), "the file has a name"
         found = trained(training)
-        assert before == (training.master_store.host_bytes, training.master_store.mapped_bytes, taken), (
-            "a step took more"
+        assert before == (
+            training.master_store.host_bytes,
+            training.master_store.mapped_bytes,
+            taken,
+        ), "a step took more"
+        assert all(
+            torch.equal(mine, theirs) for mine, theirs in zip(found[0], expected[0], strict=True)
         )
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found[0], expected[0], strict=True))
         assert found[1].keys() == expected[1].keys() and found[2] == expected[2]
-        assert not [name for name, one in found[1].items() if not torch.equal(one, expected[1][name])]
+        assert not [
+            name for name, one in found[1].items() if not torch.equal(one, expected[1][name])
+        ]
     del model, training
     gc.collect()
     assert not mapped_here(tmp_path)
 
 
-def test_a_limit_that_does_not_hold_what_streams_is_refused(checkpoint_of: Callable[..., Checkpoint]) -> None:
+def test_a_limit_that_does_not_hold_what_streams_is_refused(
+    checkpoint_of: Callable[..., Checkpoint],
+) -> None:
     checkpoint = checkpoint_of("llama", False, 0.0, "bfloat16")
     with opened(checkpoint) as (model, training):
         streams = sum(model.memory.layers[layer].nbytes for layer in model.memory.host_cached)
@@ -145,7 +171,10 @@ def test_free_space_is_looked_at_first(
 
 @pytest.mark.parametrize("free", [10_000, None])
 def test_without_a_limit_it_is_what_is_free(
-    free: int | None, tmp_path: Path, checkpoint_of: Callable[..., Checkpoint], monkeypatch: pytest.MonkeyPatch
+    free: int | None,
+    tmp_path: Path,
+    checkpoint_of: Callable[..., Checkpoint],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lema.train.full.masters, "memory_left", lambda: free)
     checkpoint = checkpoint_of("llama", False, 0.0, "bfloat16")

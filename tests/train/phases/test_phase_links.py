@@ -1,5 +1,5 @@
-"""A run that begins at a model elsewhere has it under its own name where a system has links to directories, where it
-has those of files alone, and where it has none."""
+"""A run that begins at a model elsewhere has it under its own name where a system has links to
+directories, where it has those of files alone, and where it has none."""
 
 import errno
 import os
@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lema.train.phases.places import MODEL, Places, Start, begin_at
 from phaseruns import two
 
 from lema.errors import DiskError
-from lema.train.phases.places import MODEL, Places, Start, begin_at
 
 FILES = {"config.json": b"{}", "model.safetensors": b"weights", "sub/more.json": b"[]"}
 
@@ -48,7 +48,9 @@ def test_the_directory_is_linked_where_it_can_be(places: Places, model: Path) ->
     assert place.readlink() == model and places.has_model(0)
 
 
-@pytest.mark.parametrize("links", [True, False], ids=["files can be linked", "nothing can be linked"])
+@pytest.mark.parametrize(
+    "links", [True, False], ids=["files can be linked", "nothing can be linked"]
+)
 def test_else_its_files_are_linked_or_copied(
     links: bool, places: Places, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,10 +60,15 @@ def test_else_its_files_are_linked_or_copied(
     place = begin(places, model)
     assert not place.is_symlink() and of_model(place) == FILES == of_model(model)
     assert {(place / name).samefile(model / name) for name in FILES} == {links}
-    assert {(model / name).stat().st_mode & 0o777 for name in FILES} == {0o600}, "a user's files stay as they are"
-    # A run that goes on finds a model there: what the run's own phases leave has a manifest, and so has this one.
+    assert {(model / name).stat().st_mode & 0o777 for name in FILES} == {0o600}, (
+        "a user's files stay as they are"
+    )
+    # A run that goes on finds a model there: what the run's own phases leave has a manifest, and so
+    # has this one.
     assert places.has_model(0)
-    assert begin(places, model) == place and of_model(place) == FILES, "a beginning that came to nothing is taken up"
+    assert begin(places, model) == place and of_model(place) == FILES, (
+        "a beginning that came to nothing is taken up"
+    )
     assert [one.name for one in place.parent.iterdir()] == [MODEL], "nothing is left beside it"
 
 

@@ -1,4 +1,6 @@
-"""A run of phases goes on from its newest sound point, says what it passes over, and never begins afresh in silence."""
+"""A run of phases goes on from its newest sound point, says what it passes over, and never
+begins afresh in silence.
+"""
 
 import json
 import shutil
@@ -26,13 +28,20 @@ def flip(file: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(checkpoint_of: Callable[..., Checkpoint], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(
+    checkpoint_of: Callable[..., Checkpoint], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """Where a run of weights and of adapters, two steps each, was not stopped."""
     out = tmp_path_factory.mktemp("whole")
     streamed = str(checkpoint_of("llama", dropout=0.0).streamed)
     run_phases(
         LemaConfig(
-            streamed, device="cpu", gradient_checkpointing=True, save_steps=1, max_grad_norm=1.0, output_dir=str(out)
+            streamed,
+            device="cpu",
+            gradient_checkpointing=True,
+            save_steps=1,
+            max_grad_norm=1.0,
+            output_dir=str(out),
         ),
         two(),
         SOURCES,
@@ -68,8 +77,14 @@ def lose_model(run: Path) -> None:
 
 PASSED = "is damaged and passed over"
 CASES: dict[str, tuple[Callable[[Path], None], list[str]]] = {
-    "the newest": (spoil_newest, [PASSED, "resuming from {run}/adapters/checkpoint-1 (step 1 of 2 of adapters)"]),
-    "a whole phase": (spoil_phase, [PASSED, PASSED, "phase adapters begins again: none of its checkpoints is valid"]),
+    "the newest": (
+        spoil_newest,
+        [PASSED, "resuming from {run}/adapters/checkpoint-1 (step 1 of 2 of adapters)"],
+    ),
+    "a whole phase": (
+        spoil_phase,
+        [PASSED, PASSED, "phase adapters begins again: none of its checkpoints is valid"],
+    ),
     "a phase, the model below it, and the end of the one before": (
         spoil_phase_and_lose_model,
         [PASSED, PASSED, PASSED, "resuming from {run}/whole/checkpoint-1 (step 1 of 2 of whole)"],
@@ -157,7 +172,9 @@ def test_where_nothing_is_sound_or_the_run_is_another_it_is_refused(
     (other / "config.json").write_text(json.dumps(about | {"rms_norm_eps": 0.1}))
     elsewhere = config.model_copy(update={"model_name_or_path": str(other)})
     (straight / "whole" / "checkpoint-2" / MANIFEST).unlink()
-    with pytest.raises(AdapterError, match=r"config has changed since the training: rms_norm_eps is 0\.1"):
+    with pytest.raises(
+        AdapterError, match=r"config has changed since the training: rms_norm_eps is 0\.1"
+    ):
         run_phases(elsewhere, two(), SOURCES, **quiet)
     for file in sorted(other.glob("*.safetensors")):
         flip(file)

@@ -1,4 +1,6 @@
-"""A run of phases begins anywhere: at a checkpoint of either kind that lies elsewhere, or with a plain model."""
+"""A run of phases begins anywhere: at a checkpoint of either kind that lies elsewhere, or with a
+plain model.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -35,7 +37,9 @@ def test_from_anywhere_it_ends_as_the_run_that_was_not_stopped(
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
     for phase, step in (("whole", 1), ("whole", 2), ("adapters", 1)):
-        shutil.copytree(straight.place / phase / f"checkpoint-{step}", elsewhere / phase / f"checkpoint-{step}")
+        shutil.copytree(
+            straight.place / phase / f"checkpoint-{step}", elsewhere / phase / f"checkpoint-{step}"
+        )
     shutil.copytree(straight.place / "whole" / "model", tmp_path / "plain")
     places: dict[str, Path] = {
         "in the midst of the weights": elsewhere / "whole" / "checkpoint-1",
@@ -86,7 +90,9 @@ def test_what_is_no_beginning_is_refused_in_words(
     model = straight.place / "whole" / "model"
     checkpoint = straight.place / "adapters" / "checkpoint-1"
     assert "set model_name_or_path" in refused(model, plan_of({**LORA, "tokens": STEP}))
-    assert "no phase of the plan trains adapters" in refused(model, plan_of({**FULL, "tokens": STEP}))
+    assert "no phase of the plan trains adapters" in refused(
+        model, plan_of({**FULL, "tokens": STEP})
+    )
     assert "another plan" in refused(checkpoint, two(4))
     assert "has no such phase" in refused(checkpoint, plan_of({**FULL, "tokens": STEP}))
     moved = tmp_path / "moved" / "adapters" / "checkpoint-1"
@@ -95,7 +101,9 @@ def test_what_is_no_beginning_is_refused_in_words(
     assert "the model that phase whole wrote" in refused(moved)
     (moved.parent.parent / "whole").mkdir()
     shutil.copytree(tmp_path / "gone", moved.parent.parent / "whole" / "model")  # as it was told
-    assert find_start(moved, PhasePaths(tmp_path / "new", two())).models == {0: moved.parent.parent / "whole" / "model"}
+    assert find_start(moved, PhasePaths(tmp_path / "new", two())).models == {
+        0: moved.parent.parent / "whole" / "model"
+    }
 
 
 @pytest.mark.slow
@@ -115,4 +123,6 @@ def test_a_base_that_is_gone_later_is_missed_rather_than_trained_again(
     with pytest.raises(ConfigError, match="wrote is missing"):
         run_phases(config, two(), SOURCES, resume=True)
     with pytest.raises(ConfigError, match="has already begun there"):
-        run_phases(config_of("straight"), two(), SOURCES, start=straight.place / "whole" / "checkpoint-1")
+        run_phases(
+            config_of("straight"), two(), SOURCES, start=straight.place / "whole" / "checkpoint-1"
+        )

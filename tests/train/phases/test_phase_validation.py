@@ -1,4 +1,6 @@
-"""Validation looks on: it changes no number, is kept with the checkpoint it belongs to, and finds each phase's best."""
+"""Validation looks on: it changes no number, is kept with the checkpoint it belongs to, and
+finds each phase's best.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -7,7 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from phaseruns import BLOCK, HELD, LORA, SOURCES, STEP, Killed, assert_same, count_writes, logged, plan_of, two
+from phaseruns import (
+    BLOCK,
+    HELD,
+    LORA,
+    SOURCES,
+    STEP,
+    Killed,
+    assert_same,
+    count_writes,
+    logged,
+    plan_of,
+    two,
+)
 from transformers import AutoModelForCausalLM
 
 from lema import LemaConfig
@@ -21,7 +35,9 @@ from lema.train.phases.run import run_phases
 
 
 @pytest.mark.slow
-def test_it_changes_no_number_and_is_what_the_whole_model_says(config_of: Callable[..., LemaConfig]) -> None:
+def test_it_changes_no_number_and_is_what_the_whole_model_says(
+    config_of: Callable[..., LemaConfig],
+) -> None:
     plan = two()
     without = config_of("without", dropout=0.1)
     with_it = config_of("with", dropout=0.1, eval_steps=1)
@@ -34,7 +50,8 @@ def test_it_changes_no_number_and_is_what_the_whole_model_says(config_of: Callab
     assert logged(place, "loss") == logged(Path(without.output_dir), "loss")
     found = logged(place, "eval_loss")
     assert len(found) == len(set(found)) == 4  # after every step, of what it has trained
-    # The first phase has left its model: transformers' own loss of the same rows is what was measured last.
+    # The first phase has left its model: transformers' own loss of the same rows is what was
+    # measured last.
     mixture = Mixture(plan.phases[0].mixture, SOURCES, plan.seed, BLOCK, eval_sources=HELD)
     batch = mixture.validation(6)
     assert batch is not None
@@ -49,7 +66,9 @@ def test_at_a_boundary_it_comes_before_the_checkpoint_and_is_neither_lost_nor_re
     config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(save_steps=0)
-    plan = plan_of({**LORA, "tokens": STEP, "name": "first"}, {**LORA, "tokens": STEP, "merge": True})
+    plan = plan_of(
+        {**LORA, "tokens": STEP, "name": "first"}, {**LORA, "tokens": STEP, "merge": True}
+    )
     with monkeypatch.context() as patch:
         count_writes(patch, after=3)  # the phase begins, ends, and its checkpoint is written
         with pytest.raises(Killed):
@@ -91,8 +110,13 @@ def test_the_best_of_each_phase_is_kept_and_the_next_phase_looks_for_its_own(
     losses_of(monkeypatch, 3.0, 2.0, 2.5, 4.0, 9.0, 8.0, 7.0, 8.0)
     run_phases(config, two(4), SOURCES, held_out=HELD)
     place = Path(config.output_dir)
-    best = [json.loads((place / phase / "best.json").read_text()) for phase in ("whole", "adapters")]
-    assert [(one["checkpoint"], one["eval_loss"]) for one in best] == [("checkpoint-2", 2.0), ("checkpoint-3", 7.0)]
+    best = [
+        json.loads((place / phase / "best.json").read_text()) for phase in ("whole", "adapters")
+    ]
+    assert [(one["checkpoint"], one["eval_loss"]) for one in best] == [
+        ("checkpoint-2", 2.0),
+        ("checkpoint-3", 7.0),
+    ]
     # Beside it the end alone; what was best for a while only went with the next best.
     assert [kept(place / phase) for phase in ("whole", "adapters")] == [
         ["checkpoint-2", "checkpoint-4"],
@@ -101,7 +125,12 @@ def test_the_best_of_each_phase_is_kept_and_the_next_phase_looks_for_its_own(
     ends = [row for row in read_metrics(place / "metrics.jsonl") if row.get("event") == "phase_end"]
     assert [(row["final_eval_loss"], row["best"]["step"]) for row in ends] == [(4.0, 2), (8.0, 3)]
     latest = json.loads((place / "latest.json").read_text())
-    assert latest == {"phase": "adapters", "checkpoint": "adapters/checkpoint-4", "step": 8, "step_in_phase": 4}
+    assert latest == {
+        "phase": "adapters",
+        "checkpoint": "adapters/checkpoint-4",
+        "step": 8,
+        "step_in_phase": 4,
+    }
 
 
 @pytest.mark.slow
@@ -112,7 +141,9 @@ def test_the_best_is_remembered_by_a_run_that_goes_on(
     plan = plan_of({**LORA, "tokens": 4 * STEP})
     losses_of(monkeypatch, 2.0, 3.0, 3.0, 3.0)
     with monkeypatch.context() as patch:
-        count_writes(patch, after=1 + 2 * 4 + 1)  # in the third step, whose checkpoint was written and not noted yet
+        count_writes(
+            patch, after=1 + 2 * 4 + 1
+        )  # in the third step, whose checkpoint was written and not noted yet
         with pytest.raises(Killed):
             run_phases(config, plan, SOURCES, held_out=HELD)
     place = Path(config.output_dir) / "adapters"

@@ -1,7 +1,8 @@
-"""The demo from beginning to end: makes the files, trains, measures what changed, and lets PEFT read the result.
+"""The demo from beginning to end: makes the files, trains, measures what changed, and lets PEFT
+read the result.
 
-The files are text, a tokenizer trained on it, a model with random weights and a config. What was measured is held
-against what LEMA claims, and the commands to try next are shown.
+The files are text, a tokenizer trained on it, a model with random weights and a config. What was
+measured is held against what LEMA claims, and the commands to try next are shown.
 """
 
 import json
@@ -36,7 +37,15 @@ from lema.train import LemaModel
 from lema.train.run import load_data
 from lema_cpu.threads import one_thread
 
-__all__ = ["MOST_DIFFERENCE", "Outcome", "check", "logit_difference", "next_commands", "run", "write_files"]
+__all__ = [
+    "MOST_DIFFERENCE",
+    "Outcome",
+    "check",
+    "logit_difference",
+    "next_commands",
+    "run",
+    "write_files",
+]
 
 
 VOCABULARY = 768
@@ -45,7 +54,9 @@ END = "<|end|>"
 USER = "<|user|>"
 ASSISTANT = "<|assistant|>"
 PROMPT = "What does the miller bring?"
-MOST_DIFFERENCE = 1e-4  # of a logit of the streamed model and of PEFT's; with one arithmetic there is none
+MOST_DIFFERENCE = (
+    1e-4  # of a logit of the streamed model and of PEFT's; with one arithmetic there is none
+)
 Printer = Callable[..., None]  # a line, and its style
 REPORT = "this is a bug in LEMA or a library; please report it with the output of `pip list`"
 
@@ -55,19 +66,26 @@ class DemoFiles:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.model = directory / "model"  # the base model, as a hub checkpoint: shards, index, config, tokenizer
+        # the base model, as a hub checkpoint: shards, index, config, tokenizer
+        self.model = directory / "model"
         self.text = directory / "data/text.txt"  # the almanac, one row per line
         self.chat = directory / "data/chat.jsonl"  # its questions and answers, as `messages`
-        self.pairs = directory / "data/pairs.jsonl"  # its questions with the answer, and with that to another question
+        # its questions with the answer, and with that to another question
+        self.pairs = directory / "data/pairs.jsonl"
         self.config = directory / "train.yaml"  # the settings, for `lema train`
-        self.adapter = directory / "adapter"  # what training writes: the adapter, metrics and the loss curve
-        self.metrics = self.adapter / "metrics.jsonl"  # the numbers of the run, a line of JSON for every measurement
-        self.curve = self.adapter / "loss.png"  # the loss over the steps, where matplotlib is installed
+        # what training writes: the adapter, metrics and the loss curve
+        self.adapter = directory / "adapter"
+        # the numbers of the run, a line of JSON for every measurement
+        self.metrics = self.adapter / "metrics.jsonl"
+        # the loss over the steps, where matplotlib is installed
+        self.curve = self.adapter / "loss.png"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the model is worth at one time: loss and perplexity on held-out rows, and how it continues the prompt."""
+    """What the model is worth at one time: loss and perplexity on held-out rows, and how it
+    continues the prompt.
+    """
 
     loss: float
     perplexity: float
@@ -76,7 +94,9 @@ class Measured:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The model before and after training, and the largest difference of a logit once PEFT has loaded the adapter."""
+    """The model before and after training, and the largest difference of a logit once PEFT has
+    loaded the adapter.
+    """
 
     files: DemoFiles
     before: Measured
@@ -84,13 +104,17 @@ class Outcome:
     logit_difference: float
 
 
-def run(directory: Path, *, max_steps: int | None = None, console: Console | None = None) -> Outcome:
+def run(
+    directory: Path, *, max_steps: int | None = None, console: Console | None = None
+) -> Outcome:
     """Run the demo in a directory that is its own; see `lema_tools.demo.run_demo`."""
     out = console or Console(highlight=False)
     # A line stays one, to be copied as it is; what looks like markup in it is somebody's path.
     print_line = partial(out.print, soft_wrap=True, markup=False, highlight=False, emoji=False)
     files = write_files(directory)
-    config = LemaConfig.from_yaml(files.config, **({} if max_steps is None else {"max_steps": max_steps}))
+    config = LemaConfig.from_yaml(
+        files.config, **({} if max_steps is None else {"max_steps": max_steps})
+    )
     with one_thread(), closing(LemaModel(config)) as model:
         train_data, eval_data = load_data(model)
         assert eval_data is not None
@@ -108,10 +132,14 @@ def run(directory: Path, *, max_steps: int | None = None, console: Console | Non
 
 
 def logit_difference(model: LemaModel, files: DemoFiles, data: TokenDataset) -> float:
-    """Load base and adapter the ordinary way, and return the largest absolute difference of any logit of the data."""
+    """Load base and adapter the ordinary way, and return the largest absolute difference of any
+    logit of the data.
+    """
     with without_bars(), warnings.catch_warnings():
         # PEFT asks for a property that transformers has renamed; nobody here can act on that.
-        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+        warnings.filterwarnings(
+            "ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning
+        )
         base = AutoModelForCausalLM.from_pretrained(files.model)
         peft_model = PeftModel.from_pretrained(base, str(files.adapter)).eval()
     largest = 0.0
@@ -132,7 +160,11 @@ def _measure(model: LemaModel, eval_data: TokenDataset) -> Measured:
 
 
 def _train(
-    out: Console, print_line: Printer, model: LemaModel, train_data: TokenDataset, eval_data: TokenDataset
+    out: Console,
+    print_line: Printer,
+    model: LemaModel,
+    train_data: TokenDataset,
+    eval_data: TokenDataset,
 ) -> None:
     began = time.perf_counter()
     read_before = model.memory.counters.bytes_read
@@ -144,13 +176,16 @@ def _train(
     peak = model.backend.memory().peak
     print_line(
         f"{trainer.global_step} steps in {time.perf_counter() - began:.1f} s: "
-        f"{human_count(result['train_tokens_per_second'])} tokens/s, {human_bytes(read)} of weights streamed, "
+        f"{human_count(result['train_tokens_per_second'])} tokens/s, {human_bytes(read)} "
+        "of weights streamed, "
         f"{human_bytes(peak)} of memory at most, {human_bytes(used_before)} of it in use before",
     )
 
 
 def check(outcome: Outcome) -> None:
-    """Raise a LemaError if the outcome is not what the demo claims: the loss falls, and PEFT's numbers are the same."""
+    """Raise a LemaError if the outcome is not what the demo claims: the loss falls, and PEFT's
+    numbers are the same.
+    """
     before = outcome.before.loss
     after = outcome.after.loss
     files = outcome.files
@@ -162,15 +197,24 @@ def check(outcome: Outcome) -> None:
         raise LemaError(what, where=str(files.adapter), how=REPORT)
 
 
-def _introduce(print_line: Printer, model: LemaModel, files: DemoFiles, train_data: TokenDataset) -> None:
+def _introduce(
+    print_line: Printer, model: LemaModel, files: DemoFiles, train_data: TokenDataset
+) -> None:
     stream = model.memory
     shards = len(list(files.model.glob("*.safetensors")))
     allocated = stream.num_slots * stream.slot_bytes
     adapter = sum(parameter.numel() for parameter in model.get_trainable_parameters())
     print_line(
-        "A small model with random weights learns an almanac by heart; its layers stream from disk.", style="bold"
+        (
+            "A small model with random weights learns an almanac by heart; its layers stream "
+            "from disk."
+        ),
+        style="bold",
     )
-    print_line(f"model    {len(stream.layers)} layers, {human_bytes(model.gbi.nbytes)} in {shards} files, frozen")
+    print_line(
+        f"model    {len(stream.layers)} layers, {human_bytes(model.gbi.nbytes)} in "
+        f"{shards} files, frozen"
+    )
     print_line(f"memory   {stream.num_slots} layers at a time: {human_bytes(allocated)} of weights")
     print_line(f"adapter  {human_count(adapter)} parameters, trained")
     print_line(f"data     {train_data.counts}")
@@ -180,9 +224,15 @@ def _introduce(print_line: Printer, model: LemaModel, files: DemoFiles, train_da
 def _show_outcome(print_line: Printer, outcome: Outcome) -> None:
     print_line()
     for name, measured in (("before", outcome.before), ("after", outcome.after)):
-        print_line(f"{name:8} held-out loss {measured.loss:.3f}, perplexity {measured.perplexity:.1f}", style="bold")
+        print_line(
+            f"{name:8} held-out loss {measured.loss:.3f}, perplexity {measured.perplexity:.1f}",
+            style="bold",
+        )
         print_line(f"         {PROMPT}{_printable(measured.text)}")
-    print_line(f"check    largest logit difference to plain transformers + PEFT: {outcome.logit_difference:.2e}")
+    print_line(
+        "check    largest logit difference to plain transformers + PEFT: "
+        f"{outcome.logit_difference:.2e}"
+    )
     print_line()
 
 
@@ -217,13 +267,17 @@ def next_commands(files: DemoFiles) -> list[str]:
 
 def _set(name: str, path: Path) -> list[str]:
     value = str(path)
-    if not re.fullmatch(r"[\w./-]+", value):  # --set reads YAML, where a JSON string is a string whatever it holds
+    if not re.fullmatch(
+        r"[\w./-]+", value
+    ):  # --set reads YAML, where a JSON string is a string whatever it holds
         value = json.dumps(value, ensure_ascii=False)
     return ["--set", f"{name}={value}"]
 
 
 def _command() -> str:
-    """How this `lema` is called from here: by name where the shell finds it, else by the path beside this Python."""
+    """How this `lema` is called from here: by name where the shell finds it, else by the path
+    beside this Python.
+    """
     if shutil.which("lema"):
         return "lema"
     script = Path(sys.executable).with_name("lema")
@@ -234,19 +288,29 @@ def _command() -> str:
 
 
 def _printable(text: str) -> str:
-    """An untrained model says anything, control characters included; the text it learns is plain ASCII."""
-    return "".join(character if character.isascii() and character.isprintable() else "_" for character in text)
+    """An untrained model says anything, control characters included; the text it learns is plain
+    ASCII.
+    """
+    return "".join(
+        character if character.isascii() and character.isprintable() else "_" for character in text
+    )
 
 
 def write_files(directory: Path) -> DemoFiles:
     """Write text, chats, tokenizer, model and config to a directory."""
     files = DemoFiles(directory)
-    lines = [line for line in _bundled("almanac.txt").splitlines() if line and not line.startswith("#")]
+    lines = [
+        line for line in _bundled("almanac.txt").splitlines() if line and not line.startswith("#")
+    ]
     files.text.parent.mkdir(exist_ok=True)
     files.text.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
     chats = list(_chats(lines))
-    files.chat.write_text("".join(f"{json.dumps(chat)}\n" for chat in chats), encoding="utf-8", newline="\n")
-    files.pairs.write_text("".join(f"{json.dumps(pair)}\n" for pair in _pairs(chats)), encoding="utf-8", newline="\n")
+    files.chat.write_text(
+        "".join(f"{json.dumps(chat)}\n" for chat in chats), encoding="utf-8", newline="\n"
+    )
+    files.pairs.write_text(
+        "".join(f"{json.dumps(pair)}\n" for pair in _pairs(chats)), encoding="utf-8", newline="\n"
+    )
     tokenizer = _train_tokenizer(lines)
     tokenizer.save_pretrained(files.model)
     _write_model(files.model, tokenizer)
@@ -256,7 +320,9 @@ def write_files(directory: Path) -> DemoFiles:
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Keep `transformers` from drawing progress bars of its own for the length of a `with` block."""
+    """Keep `transformers` from drawing progress bars of its own for the length of a `with`
+    block.
+    """
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -275,12 +341,17 @@ def _chats(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         question, asked, answer = line.partition("? ")
         if asked:
-            messages = [{"role": "user", "content": f"{question}?"}, {"role": "assistant", "content": answer}]
+            messages = [
+                {"role": "user", "content": f"{question}?"},
+                {"role": "assistant", "content": answer},
+            ]
             yield {"messages": messages}
 
 
 def _pairs(chats: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Every chat's question with its answer, which is chosen, and with the next other answer, which is rejected."""
+    """Every chat's question with its answer, which is chosen, and with the next other answer,
+    which is rejected.
+    """
     for number, chat in enumerate(chats):
         question, answer = chat["messages"]
         later = (later_chat["messages"][1] for later_chat in (*chats[number:], *chats[:number]))
@@ -292,7 +363,9 @@ def _pairs(chats: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _train_tokenizer(lines: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Train byte-level BPE (Sennrich et al. 2016, https://arxiv.org/abs/1508.07909): no text is out of its reach."""
+    """Train byte-level BPE (Sennrich et al. 2016, https://arxiv.org/abs/1508.07909): no text is
+    out of its reach.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -320,7 +393,9 @@ def _write_model(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     )
     with torch.random.fork_rng(devices=[]), without_bars():
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(directory, max_shard_size=SHARD_SIZE)
+        AutoModelForCausalLM.from_config(config).save_pretrained(
+            directory, max_shard_size=SHARD_SIZE
+        )
 
 
 def _config_text(files: DemoFiles) -> str:

@@ -1,9 +1,10 @@
-"""The devices and the disk: what memory and space they have, and how fast bytes come from one to the other.
+"""The devices and the disk: what memory and space they have, and how fast bytes come from one to
+the other.
 
-Everything about a device is asked through the seam. What only one kind of device has (a driver, a software kit) is told
-by that backend's own doctor. The file that LEMA's own reader reads was written a moment ago, so it is flushed to the
-disk and dropped from the cache first. It loses its name before its first byte is written, so nothing is left however
-this process ends.
+Everything about a device is asked through the seam. What only one kind of device has (a driver, a
+software kit) is told by that backend's own doctor. The file that LEMA's own reader reads was
+written a moment ago, so it is flushed to the disk and dropped from the cache first. It loses its
+name before its first byte is written, so nothing is left however this process ends.
 """
 
 import errno
@@ -30,7 +31,8 @@ SECTION = "devices"
 LINK = "link"
 DISK = "disk"
 COPY = 256 << 20  # bytes of one copy
-PART = 16  # of the device's memory, and of what is available in the host, no more than one part in so many
+# of the device's memory, and of what is available in the host, no more than one part in so many
+PART = 16
 DESCRIPTORS = Path("/proc/self/fd")
 PAGE = 4096
 CHUNK = 16 << 20  # bytes of one write
@@ -64,7 +66,11 @@ def devices() -> Iterator[Finding]:
             facts: dict[str, Fact] = {"available": info.reason is None, "package": info.source}
             if info.reason is not None:
                 yield Finding(
-                    SECTION, info.name, Level.NOTE, f"{info.name} cannot run here: {info.reason}.", facts=facts
+                    SECTION,
+                    info.name,
+                    Level.NOTE,
+                    f"{info.name} cannot run here: {info.reason}.",
+                    facts=facts,
                 )
                 continue
             with closing(load(info.name)) as backend:
@@ -77,13 +83,22 @@ def devices() -> Iterator[Finding]:
             if not slow:
                 yield Finding(SECTION, info.name, Level.OK, what, facts=facts)
                 continue
-            what += f" Products in {' and '.join(slow)} are slow here, so models in these types compute in float32."
+            what += (
+                f" Products in {' and '.join(slow)} are slow here, so models in these types "
+                "compute in float32."
+            )
             how = "nothing; compute_dtype in a config says otherwise"
             yield Finding(SECTION, info.name, Level.NOTE, what, how, facts=facts)
     if not any(info.ok for info in backends):
-        what = "No device can compute: " + ("none of the backends runs here." if backends else "none is installed.")
+        what = "No device can compute: " + (
+            "none of the backends runs here." if backends else "none is installed."
+        )
         yield Finding(
-            SECTION, "any", Level.PROBLEM, what, f"pip install --force-reinstall {DISTRIBUTION} brings one for the CPU"
+            SECTION,
+            "any",
+            Level.PROBLEM,
+            what,
+            f"pip install --force-reinstall {DISTRIBUTION} brings one for the CPU",
         )
 
 
@@ -94,11 +109,17 @@ def _slow_types(backend: Backend) -> list[str]:
     from lema.backend.registry import fast_dtype
     from lema.config.types import dtype_name
 
-    return [dtype_name(dtype) for dtype in (torch.bfloat16, torch.float16) if fast_dtype(backend, dtype) != dtype]
+    return [
+        dtype_name(dtype)
+        for dtype in (torch.bfloat16, torch.float16)
+        if fast_dtype(backend, dtype) != dtype
+    ]
 
 
 def links(clock: Clock = time.perf_counter) -> Iterator[Finding]:
-    """Tell how fast each device that can run copies from host memory and to it, page-locked and pageable."""
+    """Tell how fast each device that can run copies from host memory and to it, page-locked and
+    pageable.
+    """
     from lema.backend import BackendOptions, available, load
     from lema.errors import LemaError
     from lema.stream.speed import upload_speed
@@ -111,7 +132,9 @@ def links(clock: Clock = time.perf_counter) -> Iterator[Finding]:
                 what = f"{name} computes in host memory: nothing is copied."
                 yield Finding(LINK, name, Level.OK, what, facts={"copied": False})
                 continue
-            nbytes = max(1, min(COPY, memory.total // PART, psutil.virtual_memory().available // PART))
+            nbytes = max(
+                1, min(COPY, memory.total // PART, psutil.virtual_memory().available // PART)
+            )
             for locked in (True, False):
                 kind = "page-locked" if locked else "pageable"
                 try:
@@ -136,7 +159,9 @@ def links(clock: Clock = time.perf_counter) -> Iterator[Finding]:
 
 
 def download_speed(backend: Backend, nbytes: int, clock: Clock = time.perf_counter) -> float:
-    """Return the bytes per second at which a slot of `nbytes` on the device is copied to a host buffer."""
+    """Return the bytes per second at which a slot of `nbytes` on the device is copied to a host
+    buffer.
+    """
     from lema.stream.speed import median_seconds
 
     buffer = backend.host_buffer(nbytes)
@@ -157,7 +182,9 @@ def download_speed(backend: Backend, nbytes: int, clock: Clock = time.perf_count
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Open backends as one process, also where `torchrun` started several: nothing here waits for the others."""
+    """Open backends as one process, also where `torchrun` started several: nothing here waits
+    for the others.
+    """
     number = os.environ.pop("WORLD_SIZE", None)
     try:
         yield
@@ -166,8 +193,12 @@ def _alone() -> Iterator[None]:
             os.environ["WORLD_SIZE"] = number
 
 
-def disk(directory: Path, *, measure: bool = True, clock: Clock = time.perf_counter) -> Iterator[Finding]:
-    """Tell what the disk that a directory is on has free and how fast it reads, and where the hub's cache is."""
+def disk(
+    directory: Path, *, measure: bool = True, clock: Clock = time.perf_counter
+) -> Iterator[Finding]:
+    """Tell what the disk that a directory is on has free and how fast it reads, and where the
+    hub's cache is.
+    """
     yield _space("space", directory, f"{directory.absolute()} has")
     try:
         yield _direct(directory)
@@ -180,9 +211,12 @@ def disk(directory: Path, *, measure: bool = True, clock: Clock = time.perf_coun
     yield _hub()
 
 
-def disk_speeds(directory: Path, nbytes: int, clock: Clock = time.perf_counter) -> tuple[int, float, float]:
-    """Write at most `nbytes` in some seconds, drop them from the page cache, and read them with training's reader.
-    Returns the bytes written, and the bytes per second of writing and of reading; or OSError, or ReadError."""
+def disk_speeds(
+    directory: Path, nbytes: int, clock: Clock = time.perf_counter
+) -> tuple[int, float, float]:
+    """Write at most `nbytes` in some seconds, drop them from the page cache, and read them with
+    training's reader. Returns the bytes written, and the bytes per second of writing and of
+    reading; or OSError, or ReadError."""
     from lema.backend.hostmemory import anonymous
     from lema.stream.placement import ByteRun, LayerBytes
     from lema.stream.speed import read_speed
@@ -193,10 +227,13 @@ def disk_speeds(directory: Path, nbytes: int, clock: Clock = time.perf_counter) 
         os.fsync(descriptor)
         write = written / max(clock() - began, 1e-9)
         drop_cached(descriptor)
-        runs = [ByteRun(path, start, min(RUN, written - start), 0) for start in range(0, written, RUN)]
+        runs = [
+            ByteRun(path, start, min(RUN, written - start), 0) for start in range(0, written, RUN)
+        ]
         buffers = [anonymous(RUN) for _ in range(AT_ONCE)]
         for buffer in buffers:
-            buffer.zero_()  # its pages are there before the clock runs, as in the second step of a run
+            # its pages are there before the clock runs, as in the second step of a run
+            buffer.zero_()
         read = read_speed((LayerBytes((), (run,), (), run.nbytes) for run in runs), buffers, clock)
     return written, write, read
 
@@ -205,9 +242,14 @@ def _speed(directory: Path, clock: Clock) -> Finding:
     free = psutil.disk_usage(str(directory)).free
     nbytes = min(LARGEST, free // FREE_PART) // PAGE * PAGE
     if nbytes == 0:
-        return Finding(DISK, "read", Level.WARNING, "The disk is too full to measure.", "free some space")
+        return Finding(
+            DISK, "read", Level.WARNING, "The disk is too full to measure.", "free some space"
+        )
     written, write, read = disk_speeds(directory, nbytes, clock)
-    what = f"Layers are read at {human_bytes(read)}/s from a disk that is written at {human_bytes(write)}/s."
+    what = (
+        f"Layers are read at {human_bytes(read)}/s from a disk that is written at "
+        f"{human_bytes(write)}/s."
+    )
     facts = {"file_bytes": written, "read_bytes_per_second": read, "write_bytes_per_second": write}
     return Finding(DISK, "read", Level.OK, what, facts=facts)
 
@@ -217,8 +259,17 @@ def _direct(directory: Path) -> Finding:
         os.write(descriptor, bytes(PAGE))
         works = hasattr(os, "O_DIRECT") and _reads_directly(path)
     if works:
-        return Finding(DISK, "direct", Level.OK, "Reads bypass the page cache (O_DIRECT).", facts={"works": True})
-    what = "Reads go through the page cache: this file system has no O_DIRECT. Each byte is copied once more."
+        return Finding(
+            DISK,
+            "direct",
+            Level.OK,
+            "Reads bypass the page cache (O_DIRECT).",
+            facts={"works": True},
+        )
+    what = (
+        "Reads go through the page cache: this file system has no O_DIRECT. Each byte is "
+        "copied once more."
+    )
     how = "put the model on a local disk with ext4 or xfs" if hasattr(os, "O_DIRECT") else ""
     return Finding(DISK, "direct", Level.NOTE, what, how, facts={"works": False})
 
@@ -239,7 +290,10 @@ def _space(name: str, directory: Path, what: str) -> Finding:
     kind = _file_system(directory)
     facts: dict[str, Fact] = {"directory": str(directory.absolute()), "file_system": kind}
     facts |= {"total_bytes": status.total, "free_bytes": status.free}
-    where = f"{what} {human_bytes(status.free)} of {human_bytes(status.total)} free{f' ({kind})' if kind else ''}"
+    where = (
+        f"{what} {human_bytes(status.free)} of {human_bytes(status.total)} "
+        f"free{f' ({kind})' if kind else ''}"
+    )
     level = Level.OK
     note = ""
     how = ""
@@ -264,7 +318,12 @@ def _hub() -> Finding:
     cache = Path(HF_HUB_CACHE).expanduser().absolute()
     there = next(parent for parent in (cache, *cache.parents) if parent.is_dir())
     finding = _space("hub cache", there, f"The hub's cache {cache} has")
-    facts = {**finding.facts, "directory": str(cache), "exists": cache.is_dir(), "writable": os.access(there, os.W_OK)}
+    facts = {
+        **finding.facts,
+        "directory": str(cache),
+        "exists": cache.is_dir(),
+        "writable": os.access(there, os.W_OK),
+    }
     if not facts["writable"]:
         what = f"The hub's cache {cache} cannot be written."
         how = "set HF_HOME to a directory that can be"
@@ -274,7 +333,9 @@ def _hub() -> Finding:
 
 @contextmanager
 def _nameless(directory: Path) -> Iterator[tuple[int, Path]]:
-    """Make a file that no kill leaves behind; yield its descriptor, and a path by which it can be opened again."""
+    """Make a file that no kill leaves behind; yield its descriptor, and a path by which it can
+    be opened again.
+    """
     descriptor, name = tempfile.mkstemp(prefix=".lema-doctor-", dir=directory)
     try:
         by_number = DESCRIPTORS / str(descriptor)
@@ -290,7 +351,9 @@ def _nameless(directory: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _write(descriptor: int, nbytes: int, more: Callable[[], bool]) -> int:
-    """Write random bytes, no block like another, so that no disk packs them; return how many there was time for."""
+    """Write random bytes, no block like another, so that no disk packs them; return how many
+    there was time for.
+    """
     block = memoryview(os.urandom(min(CHUNK, nbytes)))
     written = 0
     while written < nbytes and (written == 0 or more()):
@@ -312,7 +375,9 @@ def _write(descriptor: int, nbytes: int, more: Callable[[], bool]) -> int:
 def _file_system(directory: Path) -> str:
     """Return the kind of file system that a directory is on; empty: it cannot be told."""
     where = directory.resolve()
-    mounted = [part for part in psutil.disk_partitions(all=True) if where.is_relative_to(part.mountpoint)]
+    mounted = [
+        part for part in psutil.disk_partitions(all=True) if where.is_relative_to(part.mountpoint)
+    ]
     mounted.reverse()  # of two mounted at one place the later one is seen
     nearest = max(mounted, key=lambda part: len(Path(part.mountpoint).parts), default=None)
     return "" if nearest is None else nearest.fstype

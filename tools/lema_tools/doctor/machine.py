@@ -1,7 +1,8 @@
-"""The machine: packages, system, processors, memory, the limits that this process is under, environment variables.
+"""The machine: packages, system, processors, memory, the limits that this process is under,
+environment variables.
 
-Installed packages are compared with the requirements in LEMA's own metadata, so that no list is repeated here. Files
-such as those of `/proc` are read below `root`, which tests put elsewhere.
+Installed packages are compared with the requirements in LEMA's own metadata, so that no list is
+repeated here. Files such as those of `/proc` are read below `root`, which tests put elsewhere.
 """
 
 import os
@@ -42,11 +43,25 @@ ROOT = Path("/")
 ENOUGH_FILES = 1024  # a large model has some hundred, and two descriptors are open of each
 ENOUGH_SHARED = 1 << 30
 MAY_LOCK = 1 << 14  # CAP_IPC_LOCK
-LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by `torchrun`
+LAUNCHED = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)  # by `torchrun`
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 SECRET = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-PLAIN = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "TOKENIZERS_PARALLELISM", "MALLOC_ARENA_MAX", "LD_PRELOAD")
+PLAIN = (
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_ENDPOINT",
+    "TOKENIZERS_PARALLELISM",
+    "MALLOC_ARENA_MAX",
+    "LD_PRELOAD",
+)
 ALLOCATOR = re.compile(r"PYTORCH_(\w+_)?ALLOC_CONF")
 YES = {"1", "true", "yes", "on"}
 Limits = Callable[[str], Limit]
@@ -54,8 +69,16 @@ Limits = Callable[[str], Limit]
 
 def machine(root: Path = ROOT, limits: Limits = limit) -> Iterator[Finding]:
     """Tell what the machine is and what this process may take of it."""
-    facts = dict[str, Fact](system=platform.system(), kernel=platform.release(), architecture=platform.machine())
-    yield Finding(SECTION, "system", Level.OK, "{system} {kernel} on {architecture}.".format(**facts), facts=facts)
+    facts = dict[str, Fact](
+        system=platform.system(), kernel=platform.release(), architecture=platform.machine()
+    )
+    yield Finding(
+        SECTION,
+        "system",
+        Level.OK,
+        "{system} {kernel} on {architecture}.".format(**facts),
+        facts=facts,
+    )
     yield processors(root)
     yield memory(root)
     yield huge_pages(root)
@@ -69,10 +92,14 @@ def processors(root: Path = ROOT) -> Finding:
     total = os.cpu_count() or 1
     usable = usable_processors(root)
     model = _field(root / "proc/cpuinfo", "model name", "Model") or platform.processor()
-    facts = dict[str, Fact](model=model, cores=psutil.cpu_count(logical=False), threads=total, usable_threads=usable)
+    facts = dict[str, Fact](
+        model=model, cores=psutil.cpu_count(logical=False), threads=total, usable_threads=usable
+    )
     what = f"{model or 'unknown processor'}, {total} hardware threads"
     what += f", of which this process may use {usable:g}." if usable < total else "."
-    return Finding(SECTION, "processors", Level.NOTE if usable < total else Level.OK, what, facts=facts)
+    return Finding(
+        SECTION, "processors", Level.NOTE if usable < total else Level.OK, what, facts=facts
+    )
 
 
 def memory(root: Path = ROOT) -> Finding:
@@ -81,10 +108,15 @@ def memory(root: Path = ROOT) -> Finding:
     bound = group_limit(root)
     facts: dict[str, Fact] = {"total_bytes": virtual.total, "available_bytes": virtual.available}
     facts |= {"swap_bytes": psutil.swap_memory().total, "limit_bytes": bound}
-    what = f"{human_bytes(virtual.total)} of memory, {human_bytes(virtual.available)} of it available"
+    what = (
+        f"{human_bytes(virtual.total)} of memory, {human_bytes(virtual.available)} of it available"
+    )
     if bound is None or bound >= virtual.total:
         return Finding(SECTION, "memory", Level.OK, f"{what}.", facts=facts)
-    what += f"; this process's control group may have {human_bytes(bound)}, which a fraction or auto in a config "
+    what += (
+        f"; this process's control group may have {human_bytes(bound)}, which a fraction or "
+        "auto in a config "
+    )
     how = f"set host_memory in bytes, below {human_bytes(bound)}"
     return Finding(SECTION, "memory", Level.WARNING, f"{what}does not know.", how, facts=facts)
 
@@ -98,7 +130,9 @@ def huge_pages(root: Path = ROOT) -> Finding:
     facts: dict[str, Fact] = {"setting": setting}
     if setting in ("always", "madvise"):
         return Finding(SECTION, "huge pages", Level.OK, f"Huge pages: {setting}.", facts=facts)
-    what = "Memory for layers is not in huge pages, so filling it takes more requests and more work."
+    what = (
+        "Memory for layers is not in huge pages, so filling it takes more requests and more work."
+    )
     how = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled" if setting else ""
     return Finding(SECTION, "huge pages", Level.NOTE, what, how, facts=facts)
 
@@ -110,9 +144,17 @@ def locked_memory(root: Path = ROOT, limits: Limits = limit) -> Finding:
     facts: dict[str, Fact] = {"limit_bytes": soft, "hard_limit_bytes": hard, "exempt": exempt}
     if soft is None or exempt:
         why = "this process is exempt from the limit" if exempt else "there is no limit"
-        return Finding(SECTION, "locked memory", Level.OK, f"All memory may be locked: {why}.", facts=facts)
-    what = f"This process may lock {human_bytes(soft)} of memory; some systems hold page-locked copies to that."
-    how = "ulimit -l unlimited (memlock in /etc/security/limits.conf; --ulimit memlock=-1 for a container)"
+        return Finding(
+            SECTION, "locked memory", Level.OK, f"All memory may be locked: {why}.", facts=facts
+        )
+    what = (
+        f"This process may lock {human_bytes(soft)} of memory; some systems hold page-locked "
+        "copies to that."
+    )
+    how = (
+        "ulimit -l unlimited (memlock in /etc/security/limits.conf; --ulimit memlock=-1 for a "
+        "container)"
+    )
     return Finding(SECTION, "locked memory", Level.NOTE, what, how, facts=facts)
 
 
@@ -122,7 +164,9 @@ def open_files(limits: Limits = limit) -> Finding:
     facts: dict[str, Fact] = {"limit": soft, "hard_limit": hard}
     if soft is not None and soft < ENOUGH_FILES:
         what = f"Only {soft:,} files may be open, and a model may lie in some hundred of them."
-        return Finding(SECTION, "open files", Level.WARNING, what, f"ulimit -n {ENOUGH_FILES}", facts=facts)
+        return Finding(
+            SECTION, "open files", Level.WARNING, what, f"ulimit -n {ENOUGH_FILES}", facts=facts
+        )
     many = "Any number of" if soft is None else f"{soft:,}"
     return Finding(SECTION, "open files", Level.OK, f"{many} files may be open.", facts=facts)
 
@@ -136,19 +180,33 @@ def shared_memory(root: Path = ROOT) -> Finding:
     anonymous = hasattr(os, "memfd_create")
     facts: dict[str, Fact] = {"total_bytes": size, "free_bytes": free, "memfd": anonymous}
     if not anonymous:
-        what = "Host memory that processes share is a temporary file: this system has no memfd_create."
+        what = (
+            "Host memory that processes share is a temporary file: this system has no memfd_create."
+        )
         return Finding(SECTION, "shared memory", Level.NOTE, what, facts=facts)
     if size is not None and not os.access(directory, os.W_OK):
         what = "/dev/shm cannot be written: data are tokenised in one process."
         return Finding(
-            SECTION, "shared memory", Level.NOTE, what, "mount a tmpfs there that may be written", facts=facts
+            SECTION,
+            "shared memory",
+            Level.NOTE,
+            what,
+            "mount a tmpfs there that may be written",
+            facts=facts,
         )
     if size is not None and size < ENOUGH_SHARED:
-        what = f"/dev/shm has {human_bytes(size)}; weights are shared without it, but libraries that carry tensors "
+        what = (
+            f"/dev/shm has {human_bytes(size)}; weights are shared without it, but libraries "
+            "that carry tensors "
+        )
         what += "between processes use it."
-        return Finding(SECTION, "shared memory", Level.NOTE, what, "--shm-size=1g for a container", facts=facts)
+        return Finding(
+            SECTION, "shared memory", Level.NOTE, what, "--shm-size=1g for a container", facts=facts
+        )
     amount = "" if size is None else f", and /dev/shm has {human_bytes(size)}"
-    return Finding(SECTION, "shared memory", Level.OK, f"Processes can share host memory{amount}.", facts=facts)
+    return Finding(
+        SECTION, "shared memory", Level.OK, f"Processes can share host memory{amount}.", facts=facts
+    )
 
 
 def _field(file: Path, *names: str) -> str:
@@ -161,13 +219,21 @@ def _field(file: Path, *names: str) -> str:
     return ""
 
 
-def environment(variables: Mapping[str, str] = os.environ, threads: float | None = None) -> Iterator[Finding]:
-    """Tell which variables that matter are set, and what they do; `threads` of the machine may be kept busy."""
+def environment(
+    variables: Mapping[str, str] = os.environ, threads: float | None = None
+) -> Iterator[Finding]:
+    """Tell which variables that matter are set, and what they do; `threads` of the machine may
+    be kept busy.
+    """
     busy = usable_processors() if threads is None else threads
     names = (*THREADS, *OFFLINE, *SECRET, *sorted(filter(ALLOCATOR.fullmatch, variables)), *PLAIN)
-    there = [name for name in names if name in variables and (variables[name] or name not in SECRET)]
+    there = [
+        name for name in names if name in variables and (variables[name] or name not in SECRET)
+    ]
     findings = [*(_variable(name, variables[name], busy) for name in there), *_launched(variables)]
-    yield from findings or [Finding(ENVIRONMENT, "variables", Level.OK, "No relevant variable is set.")]
+    yield from findings or [
+        Finding(ENVIRONMENT, "variables", Level.OK, "No relevant variable is set.")
+    ]
 
 
 def _variable(name: str, value: str, threads: float) -> Finding:
@@ -178,10 +244,16 @@ def _variable(name: str, value: str, threads: float) -> Finding:
     if name in THREADS and asked.isdigit() and int(asked) < int(threads):
         level = Level.NOTE
         how = f"unset {name}, or set it to {int(threads)}"
-        what = f"{name}={value}: computing in host memory uses {asked} of {threads:g} hardware threads."
+        what = (
+            f"{name}={value}: computing in host memory uses {asked} of {threads:g} hardware "
+            "threads."
+        )
     elif name in OFFLINE and value.lower() in YES:
         level = Level.NOTE
-        what = f"{name}={value}: nothing is downloaded from the hub; models come from the cache or a directory."
+        what = (
+            f"{name}={value}: nothing is downloaded from the hub; models come from the cache "
+            "or a directory."
+        )
     elif name in SECRET:
         what = f"{name} is set."
         value = "set"
@@ -203,10 +275,16 @@ def _launched(variables: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def versions() -> Iterator[Finding]:
-    """Tell the version of every package that matters, whether it is the one asked for, and which do not go together."""
+    """Tell the version of every package that matters, whether it is the one asked for, and which
+    do not go together.
+    """
     lema_metadata = metadata(DISTRIBUTION)
     yield Finding(
-        VERSIONS, "lema", Level.OK, f"lema {lema_metadata['Version']}.", facts=_facts(lema_metadata["Version"])
+        VERSIONS,
+        "lema",
+        Level.OK,
+        f"lema {lema_metadata['Version']}.",
+        facts=_facts(lema_metadata["Version"]),
     )
     yield from _same_name()
     yield _python(lema_metadata["Requires-Python"])
@@ -214,7 +292,11 @@ def versions() -> Iterator[Finding]:
     yield _tested()
     for name in RELATED:
         installed = installed_version(name)
-        text = f"{name} {installed}." if installed else f"{name} is not installed; LEMA does not need it."
+        text = (
+            f"{name} {installed}."
+            if installed
+            else f"{name} is not installed; LEMA does not need it."
+        )
         yield Finding(VERSIONS, name, Level.OK, text, facts=_facts(installed))
     yield from list(known_bad(PAIRS, VERSIONS)) or [
         Finding(VERSIONS, "pairs", Level.OK, "No installed packages conflict.")
@@ -224,7 +306,10 @@ def versions() -> Iterator[Finding]:
 def _same_name() -> Iterator[Finding]:
     """Tell of another project's package in the same folder, if it is installed."""
     if (installed := installed_version(OTHER)) is not None:
-        what = f"The package {OTHER} {installed} is another project's with the same folder: one overwrites the other."
+        what = (
+            f"The package {OTHER} {installed} is another project's with the same folder: one "
+            "overwrites the other."
+        )
         how = f"pip uninstall {OTHER}, then pip install --force-reinstall --no-deps {DISTRIBUTION}"
         yield Finding(VERSIONS, "same name", Level.PROBLEM, what, how, facts=_facts(installed))
 
@@ -234,7 +319,14 @@ def _tested() -> Finding:
     facts = {name: ", ".join(releases) for name, releases in TESTED.items()}
     if mismatches := untested():
         how = f"nothing, if all is well; else PIP_CONSTRAINT=constraints.txt {installing()}"
-        return Finding(VERSIONS, "tested", Level.NOTE, f"LEMA was not tested with {mismatches}.", how, facts=facts)
+        return Finding(
+            VERSIONS,
+            "tested",
+            Level.NOTE,
+            f"LEMA was not tested with {mismatches}.",
+            how,
+            facts=facts,
+        )
     listed = "; ".join(f"{name} {releases}" for name, releases in facts.items())
     return Finding(VERSIONS, "tested", Level.OK, f"LEMA was tested with {listed}.", facts=facts)
 
@@ -251,12 +343,16 @@ def _python(required: str) -> Finding:
 
 def _requirements(name: str) -> Iterator[tuple[Requirement, str]]:
     """Yield what a distribution requires here, each with the extra that asks for it, if any."""
-    extras = [extra for extra in metadata(name).get_all("Provides-Extra") or [] if extra not in DEVELOPERS]
+    extras = [
+        extra for extra in metadata(name).get_all("Provides-Extra") or [] if extra not in DEVELOPERS
+    ]
     seen: set[str] = set()
     for requirement in map(Requirement, requires(name) or []):
         of = canonicalize_name(requirement.name)
         for extra in ("", *extras):
-            if of not in seen and (requirement.marker is None or requirement.marker.evaluate({"extra": extra})):
+            if of not in seen and (
+                requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+            ):
                 seen.add(of)
                 yield requirement, extra
 
@@ -268,14 +364,27 @@ def _standing(requirement: Requirement, extra: str) -> Finding:
     facts = _facts(installed, specifier, not extra)
     how = installing(extra) if extra else f'pip install "{name}{specifier}"'
     if installed is None:
-        level, what = (Level.NOTE, f"; extra {extra} brings it") if extra else (Level.PROBLEM, "; LEMA needs it")
+        level, what = (
+            (Level.NOTE, f"; extra {extra} brings it")
+            if extra
+            else (Level.PROBLEM, "; LEMA needs it")
+        )
         return Finding(VERSIONS, name, level, f"{name} is not installed{what}.", how, facts=facts)
     with suppress(InvalidVersion):
         if requirement.specifier.contains(installed, prereleases=True):
             return Finding(VERSIONS, name, Level.OK, f"{name} {installed}.", facts=facts)
     level = Level.WARNING if extra else Level.PROBLEM
-    return Finding(VERSIONS, name, level, f"{name} {installed} is not what LEMA needs: {specifier}.", how, facts=facts)
+    return Finding(
+        VERSIONS,
+        name,
+        level,
+        f"{name} {installed} is not what LEMA needs: {specifier}.",
+        how,
+        facts=facts,
+    )
 
 
-def _facts(installed: str | None, specifier: str = "", required: bool = False) -> dict[str, str | bool | None]:
+def _facts(
+    installed: str | None, specifier: str = "", required: bool = False
+) -> dict[str, str | bool | None]:
     return {"installed": installed, "wanted": specifier, "required": required}

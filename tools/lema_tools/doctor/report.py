@@ -1,7 +1,8 @@
-"""The doctor's report: runs every examination, one after the other, and shows the findings to a reader.
+"""The doctor's report: runs every examination, one after the other, and shows the findings to a
+reader.
 
-An examination that fails becomes a finding, and the others go on. The report is a table on a terminal and lines of
-tab-separated columns anywhere else.
+An examination that fails becomes a finding, and the others go on. The report is a table on a
+terminal and lines of tab-separated columns anywhere else.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -49,7 +50,9 @@ class Report:
         return sum(finding.level is level for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data; `findings` is a list, each with the keys of `Finding.to_dict`."""
+        """Return it as plain data; `findings` is a list, each with the keys of
+        `Finding.to_dict`.
+        """
         return {
             "format": FORMAT,
             "ready": self.ready,
@@ -61,7 +64,9 @@ class Report:
 
 
 def examine(directory: Path, *, measure: bool = True) -> Report:
-    """Look at everything, at the disk that `directory` is on too; timing disk and links takes some seconds."""
+    """Look at everything, at the disk that `directory` is on too; timing disk and links takes
+    some seconds.
+    """
     examinations: list[tuple[str, Examination]] = [
         ("versions", versions),
         ("machine", machine),
@@ -74,7 +79,12 @@ def examine(directory: Path, *, measure: bool = True) -> Report:
         examinations.append(("link", links))
     examinations.append(("disk", partial(disk, directory, measure=measure)))
     return Report(
-        tuple(finding for section, examination in examinations for finding in _careful(section, examination)), measure
+        tuple(
+            finding
+            for section, examination in examinations
+            for finding in _careful(section, examination)
+        ),
+        measure,
     )
 
 
@@ -99,16 +109,20 @@ STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.
 
 
 def show_report(report: Report, console: Console) -> None:
-    """Print the report: columns are section, what was looked at, level, and the sentence with how to fix it; a table
-    leaves out the second, which the sentence says."""
+    """Print the report: columns are section, what was looked at, level, and the sentence with how
+    to fix it; a table leaves out the second, which the sentence says."""
     if console.is_terminal:
         levels = (Text(finding.level.value, STYLES[finding.level]) for finding in report.findings)
         sentences = (_sentence(finding, "\n") for finding in report.findings)
-        print_table(zip((finding.section for finding in report.findings), levels, sentences, strict=True), console)
+        print_table(
+            zip((finding.section for finding in report.findings), levels, sentences, strict=True),
+            console,
+        )
         console.print(Text(_summary(report), style=STYLES[_level(report)]))
         return
     cells = [
-        (finding.section, finding.name, finding.level.value, _sentence(finding, " ")) for finding in report.findings
+        (finding.section, finding.name, finding.level.value, _sentence(finding, " "))
+        for finding in report.findings
     ]
     print_table([*cells, ("in all", "", _level(report).value, _summary(report))], console)
 
@@ -120,10 +134,18 @@ def _sentence(finding: Finding, between: str) -> Text:
 
 
 def _level(report: Report) -> Level:
-    return max((finding.level for finding in report.findings), key=lambda level: level.rank, default=Level.OK)
+    return max(
+        (finding.level for finding in report.findings),
+        key=lambda level: level.rank,
+        default=Level.OK,
+    )
 
 
 def _summary(report: Report) -> str:
-    counts = [(report.count(level), level.value) for level in (Level.PROBLEM, Level.WARNING, Level.NOTE)]
-    counted = ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts if count)
+    counts = [
+        (report.count(level), level.value) for level in (Level.PROBLEM, Level.WARNING, Level.NOTE)
+    ]
+    counted = ", ".join(
+        f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts if count
+    )
     return f"{'Ready' if report.ready else 'Not ready'}: {counted or 'nothing to fix'}."

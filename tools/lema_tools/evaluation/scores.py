@@ -1,4 +1,6 @@
-"""How likely texts are: rows are sorted by length and packed, so that one pass over the weights serves thousands."""
+"""How likely texts are: rows are sorted by length and packed, so that one pass over the weights
+serves thousands.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +38,23 @@ def scores(
     choose: bool = False,
     on_pass: Callable[[int], object] = lambda _: None,
 ) -> list[Likelihood]:
-    """Return how likely the last tokens of each row are after those before them, in the order given.
+    """Return how likely the last tokens of each row are after those before them, in the order
+    given.
 
-    A layer computes `batch_size` rows at once; None: `micro_batch_size`, else 16, or fewer where memory ends. The
-    weights are read once for `rows_per_pass`; None: as many as there is room for. `choose`: spend the limits of memory
-    on such passes, and not on a step of training. `on_pass` is called after each pass with how many rows it had.
+    A layer computes `batch_size` rows at once; None: `micro_batch_size`, else 16, or fewer where
+    memory ends. The weights are read once for `rows_per_pass`; None: as many as there is room for.
+    `choose`: spend the limits of memory on such passes, and not on a step of training. `on_pass` is
+    called after each pass with how many rows it had.
 
-    Raises `DataError` where a row has no token that is asked about, or none before these; `MemoryLimitError`.
+    Raises `DataError` where a row has no token that is asked about, or none before these;
+    `MemoryLimitError`.
     """
     for number, (tokens, asked) in enumerate(rows, 1):
         if not 0 < asked < len(tokens):
             what = f"{asked} tokens of {len(tokens)} are asked about"
-            raise DataError(what, where=f"row {number}", how="give at least one, and at least one before them")
+            raise DataError(
+                what, where=f"row {number}", how="give at least one, and at least one before them"
+            )
     if not rows:
         return []
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index][0]))
@@ -56,7 +63,12 @@ def scores(
 
     def plan_within(allocation: Allocation | None) -> RowPlan:
         return plan_rows(
-            model.opened, longest, len(rows), at_once=at_once, rows=rows_per_pass, current_allocation=allocation
+            model.opened,
+            longest,
+            len(rows),
+            at_once=at_once,
+            rows=rows_per_pass,
+            current_allocation=allocation,
         )
 
     plan = planned(model, plan_within, "rows", choose=choose)
@@ -74,7 +86,9 @@ def scores(
             indices = order[first : first + size]
             parts = (indices[at : at + at_once] for at in range(0, len(indices), at_once))
             packed = [_packed([rows[index] for index in part]) for part in parts]
-            likelihood_by_index.update(zip(indices, likelihoods(model.adapter, packed, on_host=on_host), strict=True))
+            likelihood_by_index.update(
+                zip(indices, likelihoods(model.adapter, packed, on_host=on_host), strict=True)
+            )
             on_pass(len(indices))
     finally:
         model.skeleton.train(was_training)
@@ -82,8 +96,8 @@ def scores(
 
 
 def _packed(rows: Sequence[Scored]) -> dict[str, Tensor]:
-    """Return a micro-batch, padded on the right, where causal models look at nothing of it, so that it needs no mask.
-    The last token of a row is no input, because nothing comes after it."""
+    """Return a micro-batch, padded on the right, where causal models look at nothing of it, so that
+    it needs no mask. The last token of a row is no input, because nothing comes after it."""
     width = max(len(tokens) for tokens, _ in rows) - 1
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     labels = torch.full((len(rows), width), IGNORED)

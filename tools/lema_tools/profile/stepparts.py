@@ -1,9 +1,11 @@
-"""What a training step spends its time on: every operation is timed and put to a part, and what is left is Python.
+"""What a training step spends its time on: every operation is timed and put to a part, and what is
+left is Python.
 
-Each step is taken twice: as it is, for its seconds, and watched by a dispatch mode, for the shares of its parts. A
-part's own limit is the time that its work would take alone: a matrix product that of the same product measured by
-itself, attention that of its arithmetic at the best of these speeds, all else that of its bytes at the speed of memory,
-and waiting for weights what reading takes longer than computing.
+Each step is taken twice: as it is, for its seconds, and watched by a dispatch mode, for the shares
+of its parts. A part's own limit is the time that its work would take alone: a matrix product that
+of the same product measured by itself, attention that of its arithmetic at the best of these
+speeds, all else that of its bytes at the speed of memory, and waiting for weights what reading
+takes longer than computing.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ FUNCTIONAL_FORMS = {aten.addmm_: aten.addmm}  # what the same is called where it
 PICKS = {aten.embedding, aten.index, aten.index_select, aten.gather}
 COPIES = {aten._to_copy, aten.copy_, aten.clone}
 TOGETHER = 4  # adapters that `arithmetic: fast` multiplies together, at most
-MEASURED = 64  # shapes of products that are measured apart, those that took longest; others go by these
+MEASURED = (
+    64  # shapes of products that are measured apart, those that took longest; others go by these
+)
 CALLS = 1000  # of an operation, by which the cost of watching one is measured
 RUNS = 8  # of each thing that a limit goes by
 BANDWIDTH_ELEMENTS = 1 << 24
@@ -61,7 +65,9 @@ Shape = tuple[Any, ...]
 
 
 class Spans(NoTrace):
-    """A trace that knows which part of a step runs now, where operations do not tell: the loss, the optimizer, none."""
+    """A trace that knows which part of a step runs now, where operations do not tell: the loss,
+    the optimizer, none.
+    """
 
     def __init__(self) -> None:
         self.where = ""
@@ -92,9 +98,10 @@ class Work:
 
 
 class Watched(TorchDispatchMode):
-    """Times the operations in the `with` block, and waits for the device after each. `ranks` are those of the adapters:
-    a matrix product with one of them among its three sizes is an adapter's. As attributes it has the work of each part,
-    `parts`, how many operations there were, and the seconds and floating-point operations of each shape of product."""
+    """Times the operations in the `with` block, and waits for the device after each. `ranks` are
+    those of the adapters: a matrix product with one of them among its three sizes is an adapter's.
+    As attributes it has the work of each part, `parts`, how many operations there were, and the
+    seconds and floating-point operations of each shape of product."""
 
     def __init__(self, spans: Spans, backend: Backend, ranks: frozenset[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's is
@@ -130,7 +137,9 @@ class Watched(TorchDispatchMode):
             # Of what is picked out of a table by row no more is read than is made.
             trees = (out, *args[1:], out) if packet in PICKS else (args, keywords, out)
             tensors = [tensor for tensor in tree_leaves(trees) if isinstance(tensor, Tensor)]
-            work.nbytes += sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)
+            work.nbytes += sum(
+                min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors
+            )
         return out
 
     def _part(self, packet: Any, args: Any) -> str:
@@ -148,7 +157,9 @@ class Watched(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a step's time; numbers are means of one step. `limit_seconds`: None, it has none."""
+    """One part of a step's time; numbers are means of one step. `limit_seconds`: None, it has
+    none.
+    """
 
     seconds: float
     flops: float = 0.0
@@ -158,13 +169,17 @@ class Part:
     @property
     def of_limit(self) -> float | None:
         """The part's limit by its seconds; None: there is none, or it took no time."""
-        return self.limit_seconds / self.seconds if self.limit_seconds is not None and self.seconds else None
+        return (
+            self.limit_seconds / self.seconds
+            if self.limit_seconds is not None and self.seconds
+            else None
+        )
 
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Where the time of a step went. `step_seconds` is of steps as they are, `watched_seconds` of those watched;
-    speeds are bytes, or floating-point operations, per second."""
+    """Where the time of a step went. `step_seconds` is of steps as they are, `watched_seconds` of
+    those watched; speeds are bytes, or floating-point operations, per second."""
 
     device: str
     steps: int
@@ -184,16 +199,26 @@ class StepProfile:
 
     @property
     def limit_seconds(self) -> float:
-        """What a step would take if each part were at its limit, and reading went on beside the others."""
-        computing = sum(part.limit_seconds or 0.0 for name, part in self.parts.items() if name != WAITING)
+        """What a step would take if each part were at its limit, and reading went on beside the
+        others.
+        """
+        computing = sum(
+            part.limit_seconds or 0.0 for name, part in self.parts.items() if name != WAITING
+        )
         return max(computing, self.bytes_read / self.disk_speed)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON types."""
-        parts = {name: {**asdict(part), "of_limit": part.of_limit} for name, part in self.parts.items()}
+        parts = {
+            name: {**asdict(part), "of_limit": part.of_limit} for name, part in self.parts.items()
+        }
         for part in parts.values():
             part["share"] = part["seconds"] / self.step_seconds
-        return asdict(self) | {"parts": parts, "flops": self.flops, "limit_seconds": self.limit_seconds}
+        return asdict(self) | {
+            "parts": parts,
+            "flops": self.flops,
+            "limit_seconds": self.limit_seconds,
+        }
 
 
 @dataclass
@@ -209,8 +234,9 @@ class Totals:
 
 
 class PhaseSteps:
-    """The steps of one phase of a file, which trains adapters. It begins on the base model here, whatever the phases
-    before it make of that: seconds do not depend on it. As an attribute it has the `settings` of the phase."""
+    """The steps of one phase of a file, which trains adapters. It begins on the base model here,
+    whatever the phases before it make of that: seconds do not depend on it. As an attribute it has
+    the `settings` of the phase."""
 
     def __init__(self, file: PhaseFile, index: int) -> None:
         self._file = file
@@ -222,20 +248,25 @@ class PhaseSteps:
         plan = self._file.plan
         replicas = model.backend.replicas
         size = model.config.micro_batch_size
-        sources = read_sources(self.settings, plan, self._file.train_data, "train", files=model.files)
+        sources = read_sources(
+            self.settings, plan, self._file.train_data, "train", files=model.files
+        )
         mixture = mixture_of(plan, self._index, sources)
         rows = plan.batch_size
         row_arguments = replicas.rank, replicas.size, size
         batches = (
-            mixture.collated(mixture.rows(step * rows, rows, *row_arguments), replicas.size) for step in range(count)
+            mixture.collated(mixture.rows(step * rows, rows, *row_arguments), replicas.size)
+            for step in range(count)
         )
         return [[] if batch is None else split_batch(batch, size) for batch in batches]
 
 
-def profile_steps(model: LemaModel, spans: Spans, steps: int, phase: PhaseSteps | None = None) -> StepProfile:
-    """Take steps of a model's own data, from the first on, or of a `phase`: one to warm up, then `steps` of them, each
-    as it is and watched. The model has no adapter yet, and `spans` is its trace. Nothing is written. Raises what
-    `lema.train.run.train` does before its first step."""
+def profile_steps(
+    model: LemaModel, spans: Spans, steps: int, phase: PhaseSteps | None = None
+) -> StepProfile:
+    """Take steps of a model's own data, from the first on, or of a `phase`: one to warm up, then
+    `steps` of them, each as it is and watched. The model has no adapter yet, and `spans` is its
+    trace. Nothing is written. Raises what `lema.train.run.train` does before its first step."""
     model.initialize_lora()
     model.settle_tokens()
     trainer = model.get_trainer()
@@ -268,7 +299,10 @@ def _profile_of(model: LemaModel, watched: Watched, totals: Totals, steps: int) 
     memory = _memory_speed(model.backend)
     disk = _disk_speed(model)
     alone = _alone(watched, model.backend)
-    best = max((watched.flops[shape] / alone_seconds for shape, alone_seconds in alone.items()), default=1.0)
+    best = max(
+        (watched.flops[shape] / alone_seconds for shape, alone_seconds in alone.items()),
+        default=1.0,
+    )
     parts = {}
     for name in PARTS:
         work = watched.parts[name]
@@ -277,10 +311,14 @@ def _profile_of(model: LemaModel, watched: Watched, totals: Totals, steps: int) 
             limit = max(0.0, totals.nbytes / disk - (totals.plain - totals.waited))
         elif work.flops or work.nbytes:
             products = work.products.items()
-            limit = sum(count * alone.get(shape, watched.flops[shape] / best) for shape, count in products)
+            limit = sum(
+                count * alone.get(shape, watched.flops[shape] / best) for shape, count in products
+            )
             limit += work.nbytes / memory
         limit_per_step = None if limit is None else limit / steps
-        parts[name] = Part(seconds[name] / steps, work.flops / steps, work.nbytes / steps, limit_per_step)
+        parts[name] = Part(
+            seconds[name] / steps, work.flops / steps, work.nbytes / steps, limit_per_step
+        )
     return StepProfile(
         device=str(model.backend.device),
         steps=steps,
@@ -296,13 +334,16 @@ def _profile_of(model: LemaModel, watched: Watched, totals: Totals, steps: int) 
 
 
 def _seconds(watched: Watched, totals: Totals, watching: float) -> dict[str, float]:
-    """Return the seconds of each part, which add up to those of the steps as they are: these are divided, but for the
-    waiting in them, as the steps that were watched are. Python has what is neither an operation nor `watching` one."""
+    """Return the seconds of each part, which add up to those of the steps as they are: these are
+    divided, but for the waiting in them, as the steps that were watched are. Python has what is
+    neither an operation nor `watching` one."""
     seconds = {name: watched.parts[name].seconds for name in PARTS}
     between = totals.watched - totals.watched_waited - sum(seconds.values())
     seconds[PYTHON] = max(0.0, between - watched.count * watching)
     factor = (totals.plain - totals.waited) / max(sum(seconds.values()), 1e-9)
-    return {name: part_seconds * factor for name, part_seconds in seconds.items()} | {WAITING: totals.waited}
+    return {name: part_seconds * factor for name, part_seconds in seconds.items()} | {
+        WAITING: totals.waited
+    }
 
 
 def _watching(backend: Backend) -> float:
@@ -321,7 +362,9 @@ def _watching(backend: Backend) -> float:
 
 
 def _step_of(model: LemaModel, trainer: Any) -> Callable[[Any], float]:
-    """Return what takes a step and returns its seconds; the step after it is announced, as in a run."""
+    """Return what takes a step and returns its seconds; the step after it is announced, as in a
+    run.
+    """
 
     def step(micro_batches: Any) -> float:
         began = time.perf_counter()
@@ -333,31 +376,50 @@ def _step_of(model: LemaModel, trainer: Any) -> Callable[[Any], float]:
 
 
 def _ranks(model: LemaModel) -> frozenset[int]:
-    """Return the sides by which products with an adapter are known: its rank, or the ranks of a product they share."""
+    """Return the sides by which products with an adapter are known: its rank, or the ranks of a
+    product they share.
+    """
     assert model.lora_manager is not None
     parts: list[Any] = list(model.lora_manager.modules())
     rank_maps = (getattr(module, "r", None) for module in parts)
-    ranks = frozenset(rank for rank_map in rank_maps if isinstance(rank_map, dict) for rank in rank_map.values())
+    ranks = frozenset(
+        rank for rank_map in rank_maps if isinstance(rank_map, dict) for rank in rank_map.values()
+    )
     bases = (part.base_layer for part in parts if hasattr(part, "base_layer"))
-    sides = {side for base in bases for weight in base.parameters(recurse=False) for side in weight.shape[-2:]}
+    sides = {
+        side
+        for base in bases
+        for weight in base.parameters(recurse=False)
+        for side in weight.shape[-2:]
+    }
     return ranks | {number * rank for rank in ranks for number in range(2, TOGETHER + 1)} - sides
 
 
 def _waited(counters: Any) -> float:
-    return float(counters.seconds_blocked_disk + counters.seconds_blocked_upload + counters.seconds_blocked_gather)
+    return float(
+        counters.seconds_blocked_disk
+        + counters.seconds_blocked_upload
+        + counters.seconds_blocked_gather
+    )
 
 
 def _shape(packet: Any, args: Any) -> Shape:
-    """Return what tells one product from another: how its matrices lie in memory, and of what dtype they are."""
+    """Return what tells one product from another: how its matrices lie in memory, and of what
+    dtype they are.
+    """
     signatures = (
-        (argument.shape, argument.stride(), argument.dtype) if isinstance(argument, Tensor) else None
+        (argument.shape, argument.stride(), argument.dtype)
+        if isinstance(argument, Tensor)
+        else None
         for argument in args
     )
     return packet, *signatures
 
 
 def _alone(watched: Watched, backend: Backend) -> dict[Shape, float]:
-    """Return the seconds that matrix products take by themselves, of the shapes that took longest."""
+    """Return the seconds that matrix products take by themselves, of the shapes that took
+    longest.
+    """
     longest = sorted(watched.seconds, key=watched.seconds.__getitem__, reverse=True)
     shapes = (shape for shape in longest if shape[0] in (*PRODUCTS, aten.bmm))
     seconds_by_shape = {}
@@ -369,7 +431,9 @@ def _alone(watched: Watched, backend: Backend) -> dict[Shape, float]:
 
 
 def _fastest(work: Callable[[], object], backend: Backend) -> float:
-    """Return the least seconds of some runs of `work`: a limit is what the machine reaches when it is left alone."""
+    """Return the least seconds of some runs of `work`: a limit is what the machine reaches when
+    it is left alone.
+    """
     seconds = []
     for _ in range(RUNS):
         began = time.perf_counter()
@@ -379,19 +443,25 @@ def _fastest(work: Callable[[], object], backend: Backend) -> float:
     return max(min(seconds), 1e-9)
 
 
-def _tensor(backend: Backend, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _tensor(
+    backend: Backend, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
     extent = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
     return torch.randn(max(extent, 1), device=backend.device).to(dtype).as_strided(size, stride)
 
 
 def _memory_speed(backend: Backend) -> float:
-    """Return the bytes per second at which the device's memory is read and written by an addition."""
+    """Return the bytes per second at which the device's memory is read and written by an
+    addition.
+    """
     left, right, out = (torch.ones(BANDWIDTH_ELEMENTS, device=backend.device) for _ in range(3))
     return 3 * left.nbytes / _fastest(partial(torch.add, left, right, out=out), backend)
 
 
 def _disk_speed(model: LemaModel) -> float:
-    """Return the bytes per second at which some of the model's layers are read, past the page cache."""
+    """Return the bytes per second at which some of the model's layers are read, past the page
+    cache.
+    """
     layers = list(model.memory.layers)[:4]
     nbytes = max(layer.nbytes for layer in layers)
     return read_speed(layers, [model.backend.host_buffer(nbytes) for _ in range(2)])

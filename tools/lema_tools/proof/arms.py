@@ -1,7 +1,8 @@
-"""The two runs that are compared: the same steps streamed, and with `transformers` and PEFT on the whole model.
+"""The two runs that are compared: the same steps streamed, and with `transformers` and PEFT on the
+whole model.
 
-Each is a process of its own where it is called by `run_in_subprocess`, so that its peak of memory is its own; `python -m
-lema_tools.proof ARM CASE RESULT` is that process.
+Each is a process of its own where it is called by `run_in_subprocess`, so that its peak of memory
+is its own; `python -m lema_tools.proof ARM CASE RESULT` is that process.
 """
 
 import gc
@@ -34,7 +35,8 @@ from lema.train import LemaModel
 
 __all__ = ["Case", "Outcome", "run_in_subprocess", "streamed", "whole_model"]
 
-# glibc keeps what it likes of freed memory; with these it gives it back, so that peaks tell what was needed.
+# glibc keeps what it likes of freed memory; with these it gives it back, so that peaks tell what
+# was needed.
 RETURNING = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
@@ -55,9 +57,10 @@ class Case:
 
     @property
     def settings(self) -> LemaConfig:
-        """What LEMA trains with: no layer stays on the device, though there may be room, and both of the adapter's
-        matrices are drawn, because a gradient of A is zero while B is. Experts have no adapter, because products with
-        adapted ones round otherwise than PEFT's (docs/internals/experts.md)."""
+        """What LEMA trains with: no layer stays on the device, though there may be room, and both
+        of the adapter's matrices are drawn, because a gradient of A is zero while B is. Experts
+        have no adapter, because products with adapted ones round otherwise than PEFT's
+        (docs/internals/experts.md)."""
         return LemaConfig(
             self.model,
             device=self.device,
@@ -82,7 +85,9 @@ class Case:
         """Yield the token ids of each step, int64 `[micro_batches, tokens]`."""
         generator = torch.Generator().manual_seed(self.seed)
         for _ in range(self.steps):
-            yield torch.randint(0, vocabulary, (self.micro_batches, self.tokens), generator=generator)
+            yield torch.randint(
+                0, vocabulary, (self.micro_batches, self.tokens), generator=generator
+            )
 
 
 @dataclass(frozen=True)
@@ -92,19 +97,27 @@ class Outcome:
     losses: list[float]
     gradients: dict[str, Tensor] = field(repr=False)  # of the first step
     adapter: dict[str, Tensor] = field(repr=False)  # after the last
-    memory: dict[str, int]  # bytes: `before` the model was opened and at the `peak`, of the process or the device
+    memory: dict[
+        str, int
+    ]  # bytes: `before` the model was opened and at the `peak`, of the process or the device
     seconds: list[float]  # of each step
     details: dict[str, Any] = field(default_factory=dict)  # what else the streamed run knows
 
 
 def streamed(case: Case) -> Outcome:
-    """Train by streaming; the adapter as it was drawn is left in the folder `adapter` for the other run."""
+    """Train by streaming; the adapter as it was drawn is left in the folder `adapter` for the
+    other run.
+    """
     config = case.settings
     gradients = dict[str, Tensor]()
     planner = planner_of(config, machine_state=machine_state_of(config))
     needs = planner.needs()
     shared = planner.machine_state.machine.shared  # the ring of host buffers is the slots then
-    parts = {f"host: {name}": size for name, size in needs.host.items() if size and not (shared and name == "ring")}
+    parts = {
+        f"host: {name}": size
+        for name, size in needs.host.items()
+        if size and not (shared and name == "ring")
+    }
     parts |= {f"device: {name}": size for name, size in needs.device.items() if size}
     before = _begin_peak()
     with closing(LemaModel(config)) as model:
@@ -153,8 +166,8 @@ def streamed(case: Case) -> Outcome:
 
 
 def whole_model(case: Case) -> Outcome:
-    """Train the whole model with `transformers` and PEFT, from the adapter that the other run has drawn; of LEMA there
-    is the name of the device, and no more."""
+    """Train the whole model with `transformers` and PEFT, from the adapter that the other run has
+    drawn; of LEMA there is the name of the device, and no more."""
     config = case.settings
     dtype = getattr(torch, case.dtype)
     with closing(open_backend(config)) as backend:
@@ -164,7 +177,9 @@ def whole_model(case: Case) -> Outcome:
         base.to(device)
         base.config.use_cache = False
         adapter = Path(case.scratch) / "adapter"
-        model = PeftModel.from_pretrained(base, str(adapter), is_trainable=True, torch_device="cpu").train()
+        model = PeftModel.from_pretrained(
+            base, str(adapter), is_trainable=True, torch_device="cpu"
+        ).train()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=case.learning_rate, weight_decay=0.0)
         losses = list[float]()
@@ -186,7 +201,11 @@ def whole_model(case: Case) -> Outcome:
             losses.append(float(total))
             seconds.append(time.perf_counter() - began)
         return Outcome(
-            losses, gradients, _trained(model, lambda parameter: parameter), _memory(backend, before), seconds
+            losses,
+            gradients,
+            _trained(model, lambda parameter: parameter),
+            _memory(backend, before),
+            seconds,
         )
 
 
@@ -194,15 +213,31 @@ ARMS: dict[str, Callable[[Case], Outcome]] = {"streamed": streamed, "whole": who
 
 
 def run_in_subprocess(arm: str, case: Case) -> Outcome:
-    """Run one of the two in a process of its own, or raise a LemaError with what it said where it fails."""
+    """Run one of the two in a process of its own, or raise a LemaError with what it said where
+    it fails.
+    """
     result_file = Path(case.scratch) / f"{arm}.pt"
-    command = [sys.executable, "-m", "lema_tools.proof", arm, json.dumps(asdict(case)), str(result_file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **RETURNING})
+    command = [
+        sys.executable,
+        "-m",
+        "lema_tools.proof",
+        arm,
+        json.dumps(asdict(case)),
+        str(result_file),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, **RETURNING}
+    )
     if done.returncode or not result_file.is_file():
         stderr_tail = "\n".join(done.stderr.strip().splitlines()[-12:])
         what = f"the {arm} run ended with {done.returncode}:\n{stderr_tail}"
-        if arm == "whole" and (done.returncode in (-9, 137) or "out of memory" in stderr_tail.lower()):
-            how = "the comparison needs the whole model in memory: use a smaller model of its kind, or fewer --tokens"
+        if arm == "whole" and (
+            done.returncode in (-9, 137) or "out of memory" in stderr_tail.lower()
+        ):
+            how = (
+                "the comparison needs the whole model in memory: use a smaller model of its "
+                "kind, or fewer --tokens"
+            )
             raise MemoryLimitError(what, where=case.model, how=how)
         raise LemaError(what, where=case.model, how="try the same command with smaller numbers")
     return Outcome(**torch.load(result_file, weights_only=True))
@@ -210,13 +245,18 @@ def run_in_subprocess(arm: str, case: Case) -> Outcome:
 
 def _trained(model: nn.Module, what: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
     """Copy something of all that trains to the host, by name."""
-    selected = ((name, what(parameter)) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    selected = (
+        (name, what(parameter))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    )
     return {name: tensor.detach().cpu().clone() for name, tensor in selected if tensor is not None}
 
 
 def _begin_peak() -> int:
-    """Begin the process's peak of memory again, which Linux does where 5 is written to a file of /proc (proc(5),
-    clear_refs), and return the bytes that are resident now. Elsewhere the peak is that since the process began."""
+    """Begin the process's peak of memory again, which Linux does where 5 is written to a file of
+    /proc (proc(5), clear_refs), and return the bytes that are resident now. Elsewhere the peak is
+    that since the process began."""
     gc.collect()
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii", newline="\n")
@@ -234,6 +274,10 @@ def _peak() -> int:
 
 
 def _memory(backend: Backend, before: int) -> dict[str, int]:
-    """Return the bytes resident before, and the most since: of the process, or of a device with memory of its own."""
+    """Return the bytes resident before, and the most since: of the process, or of a device with
+    memory of its own.
+    """
     stats = backend.memory()
-    return {"before": before, "peak": _peak()} if stats.shared else {"before": 0, "peak": stats.peak}
+    return (
+        {"before": before, "peak": _peak()} if stats.shared else {"before": 0, "peak": stats.peak}
+    )
