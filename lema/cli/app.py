@@ -3,8 +3,9 @@
 import contextlib
 import json
 import sys
+from collections.abc import Sequence
 from functools import cache, partial
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -58,15 +59,33 @@ def main() -> NoReturn:
     hide_kernels()
     hush()  # `peft` and `transformers` import any optional package that is installed
     with ending_on_interrupt():
-        sys.exit(run(_own if sys.argv[1:2] and sys.argv[1] in OWN else _whole(), sys.argv[1:], by="main"))
+        sys.exit(run(_command_line(sys.argv[1:]), sys.argv[1:], by="main"))
+
+
+def _command_line(words: Sequence[str]) -> typer.Typer:
+    """Return the command line with the verb that is asked for; with all verbs, if it is none of those that there are.
+    Verbs of other packages take as long to find and import as its own."""
+    verb = words[0] if words else ""
+    if verb in OWN:
+        return _own
+    if not (points := entry_points(group="lema.verbs", name=verb)):
+        return _whole()
+    for point in points:
+        _add_verb(point)
+    return _own
+
+
+def _whole() -> typer.Typer:
+    """Return the command line with the verbs of other packages."""
+    for point in sorted(entry_points(group="lema.verbs"), key=lambda point: point.name):
+        _add_verb(point)
+    return _own
 
 
 @cache
-def _whole() -> typer.Typer:
-    """Return the command line with the verbs of other packages, which take as long to find and import as its own."""
-    for point in sorted(entry_points(group="lema.verbs"), key=lambda point: point.name):
-        _own.command(name=point.name, cls=Verb)(point.load())
-    return _own
+def _add_verb(point: EntryPoint) -> None:
+    """Add a verb of another package, once."""
+    _own.command(name=point.name, cls=Verb)(point.load())
 
 
 def __getattr__(name: str) -> typer.Typer:
@@ -194,15 +213,15 @@ def plan(
         from lema.train.phases.report import phase_report, show_report
 
         report = phase_report(file.config, file.plan, measure=True, **shared)
-        told, show, fits = report.to_dict(), partial(show_report, report), True
+        tell, show, fits = report.to_dict, partial(show_report, report), True
     else:
         from lema.cli.tables import draw, show_plan
         from lema.plan import make_plan
 
         made, planner = make_plan(checked, **shared)
-        told, show, fits = made.to_dict(), partial(show_plan, made, verbose=verbose), made.fits
+        tell, show, fits = made.to_dict, partial(show_plan, made, verbose=verbose), made.fits
     if as_json:
-        typer.echo(json.dumps(told, indent=2))
+        typer.echo(json.dumps(tell(), indent=2))
     else:
         show(Console(highlight=False))
     if plot is not None:
