@@ -5,8 +5,9 @@ codes.
 import contextlib
 import json
 import sys
+from collections.abc import Sequence
 from functools import cache, partial
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -61,23 +62,36 @@ def main() -> NoReturn:
     hide_kernels()
     hush()  # `peft` and `transformers` import any optional package that is installed
     with ending_on_interrupt():
-        sys.exit(
-            run(
-                _core_app if sys.argv[1:2] and sys.argv[1] in OWN else _full_app(),
-                sys.argv[1:],
-                by="main",
-            )
-        )
+        sys.exit(run(_command_line(sys.argv[1:]), sys.argv[1:], by="main"))
+
+
+def _command_line(words: Sequence[str]) -> typer.Typer:
+    """Return the command line with the verb that is asked for; with all verbs, if it is none of
+    those that there are.
+
+    Verbs of other packages take as long to find and import as its own.
+    """
+    verb = words[0] if words else ""
+    if verb in OWN:
+        return _core_app
+    if not (points := entry_points(group="lema.verbs", name=verb)):
+        return _full_app()
+    for point in points:
+        _add_verb(point)
+    return _core_app
+
+
+def _full_app() -> typer.Typer:
+    """Return the command line with the verbs of other packages."""
+    for point in sorted(entry_points(group="lema.verbs"), key=lambda point: point.name):
+        _add_verb(point)
+    return _core_app
 
 
 @cache
-def _full_app() -> typer.Typer:
-    """Return the command line with the verbs of other packages, which take as long to find and
-    import as its own.
-    """
-    for point in sorted(entry_points(group="lema.verbs"), key=lambda point: point.name):
-        _core_app.command(name=point.name, cls=Verb)(point.load())
-    return _core_app
+def _add_verb(point: EntryPoint) -> None:
+    """Add a verb of another package, once."""
+    _core_app.command(name=point.name, cls=Verb)(point.load())
 
 
 def __getattr__(name: str) -> typer.Typer:
@@ -237,7 +251,7 @@ def plan(
         from lema.train.phases.report import phase_report, show_report
 
         report = phase_report(file.config, file.plan, measure=True, **shared)
-        contents = report.to_dict()
+        contents = report.to_dict
         show = partial(show_report, report)
         fits = True
     else:
@@ -245,11 +259,11 @@ def plan(
         from lema.plan import make_plan
 
         run_plan, planner = make_plan(checked, **shared)
-        contents = run_plan.to_dict()
+        contents = run_plan.to_dict
         show = partial(show_plan, run_plan, verbose=verbose)
         fits = run_plan.fits
     if as_json:
-        typer.echo(json.dumps(contents, indent=2))
+        typer.echo(json.dumps(contents(), indent=2))
     else:
         show(Console(highlight=False))
     if plot is not None:

@@ -29,8 +29,10 @@ TIMED |= {f"waiting for {what}" for what in ("the disk", "the link", "activation
 Row = tuple[str, str, str]
 
 
-def rows(plan: Plan) -> Iterator[Row]:
-    """Yield what a plan says, as (section, what, how much)."""
+def rows(plan: Plan, *, limits: bool = True) -> Iterator[Row]:
+    """Yield what a plan says, as (section, what, how much); how much larger a step may be only
+    with `limits`.
+    """
     yield from _memory(
         "device memory", plan.memory.device, plan.step.device_peak, plan.memory.device_limit
     )
@@ -51,20 +53,8 @@ def rows(plan: Plan) -> Iterator[Row]:
             for part, size in experts.parts.items()
             if size
         )
-    if plan.room.crossover is not None:
-        yield (
-            "limits",
-            "tokens per step above which reading costs no time",
-            human_count(plan.room.crossover),
-        )
-    yield "limits", "largest micro_batch_size", str(plan.room.largest_micro_batch)
-    yield "limits", "most tokens per step", human_count(plan.room.largest_step)
-    yield (
-        "limits",
-        "1 GB more device memory saves, per step",
-        f"{plan.room.gigabyte_on_device:.3g} s",
-    )
-    yield "limits", "1 GB more host memory saves, per step", f"{plan.room.gigabyte_in_host:.3g} s"
+    if limits:
+        yield from _limits(plan)
     machine = plan.machine
     yield "machine", f"{machine.name}, {'measured' if plan.measured else 'by its profile'}", ""
     yield "machine", "disk", f"{human_bytes(machine.speeds.disk)}/s"
@@ -94,7 +84,9 @@ def show_plan(plan: Plan, console: Console, *, verbose: bool = False) -> None:
     """
     console.print(plan.verdict, style="bold" if plan.fits else "bold red", soft_wrap=True)
     shown = [
-        row for row in rows(plan) if verbose or row[1] in SUMS or row[0] in ("note", "the run")
+        row
+        for row in rows(plan, limits=verbose)
+        if verbose or row[1] in SUMS or row[0] in ("note", "the run")
     ]
     styled_rows = (
         tuple(Text(cell, "bold") for cell in row) if row[1] == "in all" else row for row in shown
@@ -114,6 +106,23 @@ def _memory(section: str, parts: Mapping[str, int], peak: int, limit: int) -> It
         if size:
             yield section, MEMORY_PARTS[part], human_bytes(size)
     yield section, "in all", f"{human_bytes(peak)} of {human_bytes(limit)}"
+
+
+def _limits(plan: Plan) -> Iterator[Row]:
+    if plan.room.crossover is not None:
+        yield (
+            "limits",
+            "tokens per step above which reading costs no time",
+            human_count(plan.room.crossover),
+        )
+    yield "limits", "largest micro_batch_size", str(plan.room.largest_micro_batch)
+    yield "limits", "most tokens per step", human_count(plan.room.largest_step)
+    yield (
+        "limits",
+        "1 GB more device memory saves, per step",
+        f"{plan.room.gigabyte_on_device:.3g} s",
+    )
+    yield "limits", "1 GB more host memory saves, per step", f"{plan.room.gigabyte_in_host:.3g} s"
 
 
 def _step(plan: Plan) -> Iterator[Row]:
@@ -157,7 +166,7 @@ def draw(plan: Plan, planner: Planner, path: Path) -> None:
         raise ConfigError(
             "a picture needs matplotlib", where="--plot", how=installing("plot")
         ) from error
-    points = list(step_curve(planner, plan.allocation, plan.room.crossover or plan.tokens))
+    points = list(step_curve(planner, plan.allocation, plan.crossover or plan.tokens))
     tokens = [count for count, _ in points]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(
@@ -170,7 +179,7 @@ def draw(plan: Plan, planner: Planner, path: Path) -> None:
     axes.plot(tokens, [step.compute for _, step in points], linestyle="--", label="computing alone")
     moved = [max(step.link, step.disk) for _, step in points]
     axes.plot(tokens, moved, linestyle="--", label="reading and copying alone")
-    if (crossover := plan.room.crossover) is not None:
+    if (crossover := plan.crossover) is not None:
         axes.axvline(crossover, color="gray", linestyle=":")
         axes.annotate(
             f" hidden from {crossover:,.0f} tokens on", (crossover, axes.get_ylim()[0]), va="bottom"

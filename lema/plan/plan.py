@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from lema.config import LemaConfig
@@ -35,6 +36,21 @@ GB = 10**9
 BOTTLENECKS = {"compute": "computing", "link": "the link", "disk": "the disk"}
 MOST_TOKENS = 1 << 24  # per step; larger steps are not looked for
 CURVE = 33  # points
+JSON_FIELDS = (  # of a plan
+    *(
+        "machine",
+        "measured",
+        "itemsize",
+        "tokens",
+        "micro_batch",
+        "allocation",
+        "memory",
+        "step",
+        "room",
+        "epoch",
+    ),
+    *("experts", "notes", "tokens_per_second"),
+)
 
 
 @dataclass(frozen=True)
@@ -94,10 +110,24 @@ class Plan:
     allocation: Allocation  # what memory is spent on
     memory: PlannedMemory  # by part
     step: Simulated  # one step in the middle of a run
-    room: Headroom  # what larger steps, or more memory, would give
     epoch: Epoch | None  # of the training data; None: the settings name none
     experts: ExpertSummary | None  # of its model; None: it has none
     notes: tuple[str, ...]  # what a reader should know
+    needs: StepNeeds = field(repr=False, compare=False)  # that it was made of
+
+    @cached_property
+    def room(self) -> Headroom:
+        """What larger steps, or more memory, would give; found out when it is asked for, as by
+        two more plans.
+        """
+        return _headroom(self.needs, self.memory, self.step.seconds)
+
+    @property
+    def crossover(self) -> float | None:
+        """Tokens per step from which on moving weights is hidden; None: there is nothing to
+        hide.
+        """
+        return _crossover(self.needs)
 
     @property
     def host_peak(self) -> int:
@@ -138,7 +168,7 @@ class Plan:
         gain = None if self.epoch is None or not packed else self.epoch.hours / packed
         tokens = self.tokens if self.epoch is None else self.epoch.tokens / self.epoch.steps
         return f"fits, with {taken}; " + _limited(
-            BOTTLENECKS[self.step.bottleneck], self.room.crossover, tokens, gain
+            BOTTLENECKS[self.step.bottleneck], self.crossover, tokens, gain
         )
 
     @property
@@ -150,13 +180,10 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON types; what is infinite or unknown is None."""
-        record = {
-            **asdict(self),
-            "tokens_per_second": self.tokens_per_second,
-            "bottleneck": self.step.bottleneck,
-        }
-        peaks = {"device_peak": self.step.device_peak, "host_peak": self.host_peak}
-        record |= {**peaks, "fits": self.fits, "verdict": self.verdict}
+        record = {name: getattr(self, name) for name in JSON_FIELDS}
+        record |= {"bottleneck": self.step.bottleneck}
+        record |= {"device_peak": self.step.device_peak, "host_peak": self.host_peak}
+        record |= {"fits": self.fits, "verdict": self.verdict}
         return {key: _plain(value) for key, value in record.items()}
 
 
@@ -234,10 +261,10 @@ def plan_with(
         allocation=allocation,
         memory=memory,
         step=step,
-        room=_headroom(needs, memory, step.seconds),
         epoch=_epoch(needs, price, trust_remote_code, data),
         experts=(experts := expert_summary(planner)),
         notes=(*_notes(planner), *([] if experts is None else [experts.note])),
+        needs=needs,
     )
 
 
@@ -524,6 +551,8 @@ def _of_published_weights(layers: Sequence[LayerBytes]) -> Iterator[str]:
 
 
 def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, frozenset | set):

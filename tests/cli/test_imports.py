@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,18 @@ def test_a_verb_that_reads_settings_or_records_imports_no_library(
 ) -> None:
     modules = modules_after(*(run.get(word, word) for word in words.split()))
     assert sorted(modules & (NEVER | LIBRARIES | MODELS)) == []
+
+
+@pytest.mark.parametrize(
+    "words", ["data CONFIG --rows 1", "models MODEL", "report OUTPUT --output OTHER"]
+)
+def test_a_verb_imports_no_other_verb(words: str, run: dict[str, Path]) -> None:
+    named = run | {"OTHER": run["NEW"].with_suffix(".html")}
+    modules = modules_after(*(named.get(word, word) for word in words.split()))
+    verbs = {
+        point.value.partition(":")[0]: point.name for point in entry_points(group="lema.verbs")
+    }
+    assert {verbs[module] for module in modules & set(verbs)} == {words.split()[0]}
 
 
 def test_a_doctor_imports_torch_and_not_what_trains(run: dict[str, Path]) -> None:

@@ -27,6 +27,7 @@ from lema.plan.machine import PROFILES, profile
 from lema.plan.plan import plan_with
 from lema.plan.planner import Planner, machine_state_of, planner_of
 from lema.plan.step import by_arithmetic, step_shape
+from lema.plan.workload import measure
 from lema.stream.reader import LayerReader
 
 
@@ -265,6 +266,26 @@ def test_where_the_device_is_the_host_each_part_counts_once(
     assert plan.memory.host["ring"] == once.pop("device slots")  # the ring is the slots
     assert plan.host_peak == sum(once.values())
     assert plan.memory.host["cached"] or "host_memory" not in changes
+
+
+def test_how_much_larger_a_step_may_be_is_found_out_where_it_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For it two more micro-batches are run without values, of one row and of two."""
+    config = config_writer(write_model(tmp_path / "model"), tmp_path)(batch_size=4)
+    ran = list[int]()
+
+    def counted(*arguments: Any) -> Any:
+        ran.append(arguments[2].rows)
+        return measure(*arguments)
+
+    monkeypatch.setattr("lema.plan.planner.measure", counted)
+    largest = "limits\tlargest micro_batch_size"
+    for options, shown in ((), ""), (("--verbose",), largest), (("--json",), '"room"'):
+        ran.clear()
+        assert lema("plan", config, "--profile", "t4", *options) == 0
+        assert shown in capsys.readouterr().out
+        assert ran == [4, *([1, 2] if options else [])]
 
 
 def test_an_epoch_has_the_rows_that_train(
