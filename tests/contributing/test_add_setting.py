@@ -29,9 +29,7 @@ def toy_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
     project = tomllib.loads((TOY / "pyproject.toml").read_text())["project"]
     ((group, points),) = project["entry-points"].items()
     modules = {file.stem: file.read_text() for file in TOY.glob("*.py")}
-    with installed(
-        tmp_path / "site", monkeypatch, project["name"], points, modules, group=group
-    ):
+    with installed(tmp_path / "site", monkeypatch, project["name"], points, modules, group=group):
         backend_settings.cache_clear()
         yield "toy_layout"
     monkeypatch.undo()
@@ -108,13 +106,10 @@ def test_a_setting_of_lema_is_in_the_schema_and_on_the_page(
     assert cells[2:] == ["`3`", "How many examples there are.", "taken, and said"]
 
 
-def test_a_setting_of_lema_is_taken_and_checked_by_its_type(
-    example: str, tmp_path: Path
-) -> None:
+def test_a_setting_of_lema_is_taken_and_checked_by_its_type(example: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("model_name_or_path: model\nexample_level: 5\n")
     assert LemaConfigWithExample.from_yaml(file).example_level == 5
     file.write_text("model_name_or_path: model\nexample_level: 0\n")
     with pytest.raises(SettingsError, match=r"example_level must be .*\n.*run.yaml:2$"):
         LemaConfigWithExample.from_yaml(file)
-

@@ -5,7 +5,7 @@ the settings alone, as of GPTQ's and AWQ's, and LEMA expands it, by `TOY`.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class Expand(ConversionOps):
 class ToyQuantizer(HfQuantizer):
     """Says which stored tensors make a weight, and by which operation."""
 
-    serialized_names = {"weight": ["weight", "weight_scale"]}
+    serialized_names: ClassVar = {"weight": ["weight", "weight_scale"]}
 
     def get_load_operations(self) -> dict[str, Any]:
         return {"dequantize": Expand}
