@@ -1,7 +1,8 @@
-"""How to add a backend: copy `tests/contract/toy`, and subclass the contract as `test_contract_toy.py` beside it does.
+"""How to add a backend: copy `tests/contract/toy`, and subclass the contract in its tests.
 
-Here the toy is installed as pip would install it, and a run names it by its device. An accelerator that torch knows
-needs no class, but a line that names the one of all accelerators.
+The subclass for the toy is in `tests/contract/test_contract_toy.py`. Here the toy is installed as
+pip would install it, and a run names it by its device. An accelerator that torch knows needs no
+class, but a line that names the one of all accelerators.
 """
 
 import tomllib

@@ -1,7 +1,8 @@
-"""How to add an objective: a function of the log-probabilities of a step's rows, and what the settings say of it.
+"""How to add an objective: a loss of log-probabilities, and what the settings say of it.
 
-The one here, `margin`, wants the tokens of a chosen completion to be likelier, on average, than those of the rejected
-one by a margin. It knows nothing of the model: LEMA differentiates it by the log-probabilities alone.
+The one here, `margin`, wants the tokens of a chosen completion to be likelier, on average, than
+those of the rejected one by a margin. It knows nothing of the model: LEMA differentiates it by the
+log-probabilities alone.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ MARGIN = 0.5
 
 
 def margin_loss(rows: Scored, *, margin: float) -> tuple[Tensor, Measured]:
-    """Return this process's share of the batch's mean loss, and what is measured, as sums and counts."""
+    """Return a process's share of the batch's mean loss, and what is measured: sums and counts."""
     chosen, rejected = rows.completions(rows.logps)
     of_chosen, of_rejected = rows.lengths()
     ahead = chosen / of_chosen - rejected / of_rejected

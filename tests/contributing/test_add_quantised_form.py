@@ -1,7 +1,7 @@
-"""How to add a quantised form in which models are published: `toyform.py` is one, and this proves it.
+"""How to add a quantised form in which models are published: `toyform.py` is one.
 
-The numbers that the codes stand for are written beside the packed model as a whole one. What LEMA reads are these
-numbers, and a training step has the bits of the whole model.
+The numbers that the codes stand for are written beside the packed model as a whole one. What LEMA
+reads are these numbers, and a training step has the bits of the whole model.
 """
 
 import json
@@ -102,5 +102,5 @@ def test_a_form_that_transformers_expands_needs_no_line_of_lema(
 def test_a_form_that_lema_expands_is_one_entry_of_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(methods.PACKED, METHOD, (TOY, FORMATS, (BITS,)))  # type: ignore[attr-defined]
+    monkeypatch.setitem(methods.PACKED, METHOD, (TOY, FORMATS, (BITS,)))
     check(write(tmp_path, for_lema))

@@ -1,7 +1,8 @@
-"""How to add a rope type: `transformers` registers it, a config names it, and LEMA streams it without a line of code.
+"""How to add a rope type: `transformers` registers it, a config names it, and LEMA streams it.
 
-Here are two. The table of `halved` is made once. That of `dynamic_halved` is made anew when a longer row comes, because
-`transformers` does so for every type that has "dynamic" in its name, and LEMA asks for the same word.
+Here are two. The table of `halved` is made once. That of `dynamic_halved` is made anew when a
+longer row comes, because `transformers` does so for every type that has "dynamic" in its name, and
+LEMA asks for the same word.
 """
 
 from pathlib import Path
@@ -30,10 +31,11 @@ def halved(
     seq_len: int | None = None,
     layer_type: str | None = None,
 ) -> tuple[Tensor, float]:
-    """Return the frequencies of a rotary embedding, `[head_dim / 2]`, and the factor of its sines and cosines.
+    """Return the frequencies, `[head_dim / 2]`, and the factor of sines and cosines.
 
-    Each frequency is half of the one before. Where a type goes by length, rows that are longer than the model's
-    positions turn more slowly; a type without "dynamic" in its name is asked once, and not for a length.
+    Each frequency is half of the one before. Where a type goes by length, rows that are longer
+    than the model's positions turn more slowly; a type without "dynamic" in its name is asked
+    once, and not for a length.
     """
     half = config.head_dim // 2
     frequencies = 0.5 ** torch.arange(half, dtype=torch.float32, device=device)
@@ -45,7 +47,7 @@ def halved(
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Register both types with `transformers`, and say how the tests of all types shall make a model of each."""
+    """Register both types with `transformers`, and give the tests of all types their settings."""
     for kind in (FIXED, BY_LENGTH):
         monkeypatch.setitem(ROPE_INIT_FUNCTIONS, kind, halved)
         monkeypatch.setitem(asloaded.ROPES, kind, {"rope_theta": 10000.0})
@@ -62,7 +64,7 @@ def config_of(kind: str) -> PreTrainedConfig:
 
 @pytest.mark.parametrize("kind", [FIXED, BY_LENGTH])
 def test_a_registered_type_has_the_bits_of_the_whole_model(kind: str, tmp_path: Path) -> None:
-    """Evaluations, texts and training steps, by turns, of rows that are longer and shorter than the one before."""
+    """Evaluations, texts and training steps, by turns, of rows that grow and shrink."""
     model = asloaded.write_model(config_of(kind), tmp_path / "model")
     by_turns(model, LENGTHS, prompts=[asloaded.ORIGINAL - 1, 5])
 

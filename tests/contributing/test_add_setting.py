@@ -1,7 +1,8 @@
-"""How to add a setting: one of a backend is an entry point, and one of LEMA is a field with a sentence below it.
+"""How to add a setting: one of a backend is an entry point, and one of LEMA is a field.
 
-Its name, type, default and sentence are written once. The schema, the command line, the file of a run, the messages of
-errors, the page of settings and what a resumed run may change follow from there.
+Its name, type, default and sentence are written once. The schema, the command line, the file of a
+run, the messages of errors, the page of settings and what a resumed run may change follow from
+there.
 """
 
 import json
@@ -72,7 +73,7 @@ def test_a_setting_of_a_backend_is_in_the_schema_and_on_the_page(
 ) -> None:
     assert schema_that_is_printed(capsys)[toy_layout] == {
         "default": "flat",
-        "description": "How a weight lies in the toy's memory: `flat` as on disk, `tiled` in squares.",
+        "description": "How a weight lies on the toy: `flat` as on disk, `tiled` in squares.",
         "enum": ["flat", "tiled"],
         "title": "Toy Layout",
     }

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md says what to touch for each kind of addition: its files, names, tests and examples are there."""
+"""The files, names, tests and examples that CONTRIBUTING.md names for additions are there."""
 
 import ast
 import importlib
@@ -41,7 +41,7 @@ def quoted(cell: str) -> list[str]:
 
 
 def names_in(file: Path) -> set[str]:
-    """Return what a module defines at its top, with the functions of its classes; headings of a page."""
+    """Return what a module defines at its top, with functions of classes; headings of a page."""
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".md":
         return set(re.findall(r"^#+ `?([^`\n]+)`?$", text, re.MULTILINE))
@@ -64,7 +64,7 @@ def is_importable(dotted: str) -> bool:
 
 
 def is_there(name: str, files: list[Path]) -> bool:
-    """Whether a name is a group of entry points, a dotted name of a library, or in each of these files."""
+    """Whether a name is a group of entry points, importable, or in each of these files."""
     if name in PROJECT["entry-points"]:
         return True
     if name.startswith(("transformers.", "lema.")):

@@ -1,7 +1,7 @@
-"""A quantised form in which models are published: one byte a weight, and a power of two for each row.
+"""A quantised form to be published in: one byte a weight, and a power of two for each row.
 
-It is stored in two ways. `transformers` expands the first, by the operation of `ToyQuantizer`. Of the second it knows
-the settings alone, as of GPTQ's and AWQ's, and LEMA expands it, by `TOY`.
+It is stored in two ways. `transformers` expands the first, by the operation of `ToyQuantizer`. Of
+the second it knows the settings alone, as of GPTQ's and AWQ's, and LEMA expands it, by `TOY`.
 """
 
 from collections.abc import Mapping
@@ -63,7 +63,7 @@ class ToyQuantizer(HfQuantizer):
 
 
 def expand_words(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Tensor:
-    """Return a weight, `[outputs, inputs]`, of codes in words of 32 bits. Parts may be on `meta`."""
+    """Return a weight, `[outputs, inputs]`, of codes in words. Parts may be on `meta`."""
     codes = unpack_columns(parts["qweight"], settings.bits)
     weight = (codes - parts["qzeros"]).float() * parts["scales"]
     return weight.to(dtype)

@@ -5,5 +5,5 @@ from lema.config.backendsettings import BackendSetting
 LAYOUT = BackendSetting(
     choices=("flat", "tiled"),
     default="flat",
-    meaning="How a weight lies in the toy's memory: `flat` as on disk, `tiled` in squares.",
+    meaning="How a weight lies on the toy: `flat` as on disk, `tiled` in squares.",
 )
