@@ -224,7 +224,11 @@ def test_so_is_the_loss_of_routers_with_inputs_that_wait_elsewhere(tmp_path: Pat
         model.get_trainer()
         return step(model)
 
-    settings = {"router_aux_loss_coef": 0.3, "boundary_activations": "disk"}
+    settings = {
+        "router_aux_loss_coef": 0.3,
+        "boundary_activations": "disk",
+        "offload_dir": tmp_path,
+    }
     (loss, expected), (other, found) = both(
         write_model(CONFIGS["qwen3_moe"], tmp_path), run, **settings
     )
