@@ -6,11 +6,11 @@ import pytest
 
 from lema.config import LemaConfig
 from lema.errors import BackendUnavailable, ConfigError
-from lema_neuron.probe import INDEX, Found, choose_runtime, probe_machine
+from lema_neuron.probe import INDEX, Machine, choose_runtime, probe_machine
 
-NATIVE = Found({"torch": "2.13.0", "torch-neuronx": "2.13.1.3.0", "torch-xla": None}, 1)
-LAZY = Found({"torch": "2.9.0", "torch-neuronx": "2.9.0.2.12", "torch-xla": "2.9.0"}, 2)
-NOTHING = Found({"torch": "2.13.0", "torch-neuronx": None, "torch-xla": None}, 0)
+NATIVE = Machine({"torch": "2.13.0", "torch-neuronx": "2.13.1.3.0", "torch-xla": None}, 1)
+LAZY = Machine({"torch": "2.9.0", "torch-neuronx": "2.9.0.2.12", "torch-xla": "2.9.0"}, 2)
+NOTHING = Machine({"torch": "2.13.0", "torch-neuronx": None, "torch-xla": None}, 0)
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ NOTHING = Found({"torch": "2.13.0", "torch-neuronx": None, "torch-xla": None}, 0
     ],
 )
 def test_what_is_installed_is_taken_or_what_is_asked_for(
-    asked: str, found: Found, chosen: str
+    asked: str, found: Machine, chosen: str
 ) -> None:
     assert choose_runtime(asked, found) == chosen
 
@@ -53,13 +53,13 @@ def test_what_is_installed_is_taken_or_what_is_asked_for(
         ("xla", NATIVE, ("2.13.1.3.0 is for native", "torch-neuronx==2.9")),
         (
             "auto",
-            Found({**LAZY.versions, "torch-xla": None}, 1),
+            Machine({**LAZY.versions, "torch-xla": None}, 1),
             ("torch-xla is not installed", INDEX),
         ),
-        ("auto", Found(NATIVE.versions, 0), ("no Neuron device", "trn2", "emulated")),
+        ("auto", Machine(NATIVE.versions, 0), ("no Neuron device", "trn2", "emulated")),
         (
             "auto",
-            Found(
+            Machine(
                 {"torch": "2.13.0", "torch-neuronx": "1.0.0"},
                 1,
                 ("torch-neuronx 1.0.0 is a stand-in.",),
@@ -69,7 +69,7 @@ def test_what_is_installed_is_taken_or_what_is_asked_for(
     ],
 )
 def test_what_is_missing_is_said_with_versions_and_index(
-    asked: str, found: Found, words: tuple[str, ...]
+    asked: str, found: Machine, words: tuple[str, ...]
 ) -> None:
     with pytest.raises(BackendUnavailable) as error:
         choose_runtime(asked, found)

@@ -27,7 +27,7 @@ from lema.stream.placement import PAGE, ByteRun, LayerBytes, SlotTensor, extent,
 from lema.stream.slotlayout import identity_layout
 from lema.testing import BackendContract
 from lema_neuron.compiles import Compiles
-from lema_neuron.probe import Found, choose_runtime
+from lema_neuron.probe import Machine, choose_runtime
 from lema_neuron.runtimes import lazy, runtime_named
 from lema_neuron.runtimes.lazybits import change_of_sizes, viewer
 
@@ -275,13 +275,13 @@ def test_layers_that_begin_anywhere_in_a_page_look_the_same_once_moved() -> None
 
 
 def test_the_cpu_stands_for_the_device_where_the_user_says_so() -> None:
-    found = Found({"torch": "2.9.0", "torch-neuronx": None, "torch-xla": "2.9.0"}, 0)
-    told = Found(found.versions, 0, on_cpu=True)
+    found = Machine({"torch": "2.9.0", "torch-neuronx": None, "torch-xla": "2.9.0"}, 0)
+    told = Machine(found.versions, 0, on_cpu=True)
     assert choose_runtime("xla", told) == "xla"
     for asked, one in (
         ("xla", found),
         ("auto", told),
-        ("xla", Found({"torch-xla": None}, 0, on_cpu=True)),
+        ("xla", Machine({"torch-xla": None}, 0, on_cpu=True)),
     ):
         with pytest.raises(BackendUnavailable):
             choose_runtime(asked, one)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lema.train.phases.places import MODEL, PhasePaths, Start, begin_at
+from lema.train.phases.paths import MODEL, PhasePaths, Start, begin_at
 from phaseruns import two
 
 from lema.errors import DiskError

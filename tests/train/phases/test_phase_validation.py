@@ -29,7 +29,7 @@ from lema.data.mixture import Mixture
 from lema.storage.atomic import discard
 from lema.train.checkpoint.format import read_state
 from lema.train.metrics import read_metrics
-from lema.train.phases import places
+from lema.train.phases import paths
 from lema.train.phases import stage as phaseloop
 from lema.train.phases.run import run_phases
 
@@ -168,7 +168,7 @@ def test_a_kill_as_the_best_changes_leaves_no_checkpoint_that_nothing_knows_of(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(places, "delete_checkpoint", killed)
+        patch.setattr(paths, "delete_checkpoint", killed)
         with pytest.raises(Killed):
             run_phases(config, plan, SOURCES, held_out=HELD)
     run_phases(config, plan, SOURCES, held_out=HELD, resume=True)
