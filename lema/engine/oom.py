@@ -53,18 +53,35 @@ class Shortage:
 
 class OomRetry:
     """The retries of a run, and what it has given up so far so that its work fits on the device.
-    `recomputes`: whether activations are recomputed; where they are not, the warning names that
-    setting too. `cuts`: whether smaller micro-batches change no mathematics of training.
-    `location`: where the pass is now, as `at` was told last. `advise`: returns the settings that
-    would help with a shortage; set by the part of the run that knows the plan."""
 
-    def __init__(self, stream: LayerStream, backend: Backend, state: ModelState) -> None:
+    Args:
+        stream: the layers' weights, of whose slots there may be fewer.
+        backend: the device.
+        state: what the modules of the model keep from call to call.
+        recomputes: whether activations are recomputed; where they are not, the warning names that
+            setting too.
+        advise: returns the settings that would help with a shortage, as the plan knows them.
+
+    Attributes:
+        location: where the pass is now, as `at` was given last.
+    """
+
+    def __init__(
+        self,
+        stream: LayerStream,
+        backend: Backend,
+        state: ModelState,
+        *,
+        recomputes: bool = True,
+        advise: Callable[[Shortage], str] = lambda _: GENERAL_ADVICE,
+    ) -> None:
         self._stream = stream
         self._backend = backend
         self._state = state
-        self.recomputes = self.cuts = True
+        self._recomputes = recomputes
+        self.advise = advise
         self.location = ""
-        self.advise: Callable[[Shortage], str] = lambda _: GENERAL_ADVICE
+        self._cuts = True  # whether smaller micro-batches change no mathematics of training
         # of the largest micro-batch, where the settings' own did not fit
         self._rows: dict[Purpose, int] = {}
         # What was given up since the last warning: how much of it there was and is, and where
@@ -72,6 +89,10 @@ class OomRetry:
         self._given_up: dict[str, tuple[int, int]] = {}
         self._short_at = ""
         self._passes = 0  # how many are being attempted now, one within the other
+
+    def keep_rows_together(self) -> None:
+        """Cut no micro-batch of a training step, because the loss is not a sum over its rows."""
+        self._cuts = False
 
     @property
     def _alone(self) -> bool:
@@ -203,7 +224,7 @@ class OomRetry:
         if self._shrink(error, max(1, self._stream.num_slots // 2)):
             return
         rows = max(map(_rows_of, parts), default=1)
-        if rows == 1 or not self._alone or (purpose == "training" and not self.cuts):
+        if rows == 1 or not self._alone or (purpose == "training" and not self._cuts):
             raise self._refusal(error, parts) from _let_go(error)
         self._rows[purpose] = -(-rows // 2)
         self._note(error, "rows", rows, self._rows[purpose])
@@ -258,7 +279,7 @@ class OomRetry:
             before, after = given_up["rows"]
             settings.append(f"micro_batch_size: {after}")
             now.append(f"micro-batches of at most {_count(after, 'row')} instead of {before}")
-        if not self.recomputes:
+        if not self._recomputes:
             settings.append("gradient_checkpointing: true (the others may then not be needed)")
         warnings.warn(
             f"device memory ran out {location}; from here on there are "

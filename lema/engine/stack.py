@@ -182,7 +182,7 @@ class LayerStack:
                 what = "experts cannot be leased in groups if several processes call the model"
                 raise ConfigError(what, where="experts_per_slot", how="set it to null")
             self._gradient_sums = {}
-            streamed.engine.trained = adapter_leaves(split.layers, self._gradient_sums)
+            streamed.engine.train_weights(adapter_leaves(split.layers, self._gradient_sums))
         self.warns = True  # of weights that are streamed once for each batch of an optimizer step
         self.supply: Callable[[StackCall], Tensor] = lambda call: self.run([call])[0]
 
@@ -403,8 +403,9 @@ class LayerStack:
         differentiated = calls[0].differentiated
         below = False
         asked = None
+        outer = streamed.engine.anchor
+        gradients: AskedGradients | None = None
         if differentiated:
-            engine = streamed.engine
             outside = streamed.trained_outside()
             adapters = [
                 parameter for parameter in split.layers.parameters() if parameter.requires_grad
@@ -412,7 +413,7 @@ class LayerStack:
             asked = (
                 None
                 if self._gradient_sums is not None
-                else AskedGradients(engine.anchor, [*adapters, *outside])
+                else AskedGradients(outer, [*adapters, *outside])
             )
             start = EmbedHead(streamed.backend, None, hidden, per_layer, outside, asked)
             below = start.reach_below or any(call.inputs_differentiated for call in calls)
@@ -425,11 +426,11 @@ class LayerStack:
                     raise ConfigError(
                         what, where="the embeddings", how="remove them from the adapter's modules"
                     )
-                engine.outer = below_visits(engine.anchor, self._gradient_sums, adapters)
+                outer = below_visits(outer, self._gradient_sums, adapters)
             elif asked is not None and asked.parameters:
-                engine.gradients = asked
-                engine.outer = below_visits(engine.anchor, asked.gradients, asked.parameters)
-            hidden = start.start(engine.outer)
+                gradients = asked
+                outer = below_visits(outer, asked.gradients, asked.parameters)
+            hidden = start.start(outer)
         # a trainer may make the embeddings' output require a gradient that is not needed
         if not below:
             hidden = tuple(state.detach() for state in hidden)
@@ -456,13 +457,12 @@ class LayerStack:
         )
         hidden = split.enter(hidden)
         boundaries, graphs = streamed.activation_stores(hidden, lowest, top + 1)
-        for layer in range(top + 1):
-            keep = budget if layer == top else 0
-            hidden = streamed.visit_layer(
-                lowest, boundaries, graphs, None, layer, per_layer[layer], hidden, keep
-            )
-        streamed.engine.outer = streamed.engine.anchor
-        streamed.engine.gradients = None
+        with streamed.engine.below(outer, gradients):
+            for layer in range(top + 1):
+                keep = budget if layer == top else 0
+                hidden = streamed.visit_layer(
+                    lowest, boundaries, graphs, None, layer, per_layer[layer], hidden, keep
+                )
         if graphs is not None:
             graphs.end_forward()
             graphs.expect(top)

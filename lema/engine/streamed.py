@@ -27,9 +27,10 @@ from lema.engine.frozen_prefix import PrefixCache
 from lema.engine.head.gradients import EmbedHead
 from lema.engine.head.labels import shifts_labels
 from lema.engine.head.loss import LossChunks, targets_of
-from lema.engine.head.objectives import Measured, Objective
+from lema.engine.head.objectives import LossSettings, Measured
 from lema.engine.head.pieces import PiecedHead, piece_passes, visit_head
 from lema.engine.head.rows import RowLoss, row_targets
+from lema.engine.oom import OomRetry, Shortage
 from lema.engine.padding import Padding, cut
 from lema.engine.reference_rows import ReferenceRows, StartingAdapter, reference_rows_of
 from lema.engine.trained_weights import TrainedWeights
@@ -64,6 +65,11 @@ class StreamedModel:
         at_once: wait for each copy of what waits elsewhere, before the step goes on.
         head: the head, where its weight is leased in pieces after the layers; None: it is on the
             device.
+        runs_again: whether what comes before experts in groups is run twice in a backward.
+        advise: returns the settings that would help where device memory runs out.
+        loss: what a step is trained by.
+        reference: the adapter of the model that an objective compares with; None: that model has no
+            adapter.
 
     Attributes:
         graphs: has what kept graphs hold wait elsewhere; None: it stays on the device.
@@ -72,11 +78,8 @@ class StreamedModel:
             repeats batches.
         retry: attempts again what ran out of device memory, with less at once.
         watchdog: reports a pass that comes to no next layer in time; None: there is none.
-        objective: what the loss of rows is; None: the cross-entropy of tokens.
-        reference: the adapter of the model that an objective compares with; None: that model has no
-            adapter.
-        dft: weigh the cross-entropy of each token with its probability. smoothing: see
-            `LossChunks`.
+        objective: what the loss of rows is; None: the cross-entropy of tokens. A loop of one's own
+            may set it.
         measured: what the objective has measured in the last pass, or the loss of routers
             (`Engine.routers`).
     """
@@ -97,6 +100,10 @@ class StreamedModel:
         at_once: bool = False,
         padding: Padding | None = None,
         head: PiecedHead | None = None,
+        runs_again: bool = False,
+        advise: Callable[[Shortage], str] | None = None,
+        loss: LossSettings | None = None,
+        reference: StartingAdapter | None = None,
     ) -> None:
         self.split = split
         self.stream = stream
@@ -123,17 +130,16 @@ class StreamedModel:
             self.graphs = SavedGraphs(
                 split.model, carrier, saved_on, offload_dir, at_once=at_once, trace=stream.trace
             )
-        self.engine = Engine(split, stream, backend)
-        self.retry = self.engine.retry
-        self.retry.recomputes = recompute
+        advice = {} if advise is None else {"advise": advise}
+        self.retry = OomRetry(stream, backend, split.state, recomputes=recompute, **advice)
+        self.engine = Engine(split, stream, backend, runs_again=runs_again, retry=self.retry)
         self.inputs = Inputs(backend)
         self._away = HostStates(backend)
         self.prefix: PrefixCache | None = None
         self.watchdog: Watchdog | None = None
-        self.objective: Objective | None = None
-        self.reference: StartingAdapter | None = None
-        self.dft = False
-        self.smoothing = 0.0
+        self._loss = loss or LossSettings()
+        self.objective = self._loss.objective
+        self.reference = reference
         self.measured: Measured = {}
         # whether something before the layers trains; learnt from a step
         self.starts_below: bool | None = None
@@ -152,6 +158,10 @@ class StreamedModel:
         )
         return replace(self.stream.counters, bytes_offloaded=left)
 
+    def recompute_layers(self, enable: bool) -> None:
+        """Recompute each layer in the backward, or keep its graph; a lazy device recomputes all."""
+        self.recompute = enable or self.split.lazy
+
     def train_weights(self, trained: TrainedWeights) -> None:
         """Let weights of the layers train, from the next step on. `ConfigError`: compiled layers
         hand no gradients.
@@ -162,7 +172,7 @@ class StreamedModel:
                 where="torch_compile",
                 how="set it to false",
             )
-        self.engine.trained = trained
+        self.engine.train_weights(trained)
 
     @cached_property
     def shifts_labels(self) -> bool:
@@ -187,13 +197,8 @@ class StreamedModel:
         interrupt = Interrupt(
             stop, self.backend.replicas, "together" if self.stream.sharded else leaving
         )
-        before = self.engine.stop, self.stream.before_lease
-        self.engine.stop = interrupt
-        self.stream.before_lease = interrupt.at_lease
-        try:
+        with self.engine.stopping(interrupt):
             yield
-        finally:
-            self.engine.stop, self.stream.before_lease = before
 
     def patient(self, what: str) -> AbstractContextManager[None]:
         """Give the watchdog, if there is one, more patience for what the `with` block does
@@ -202,16 +207,22 @@ class StreamedModel:
         return nullcontext() if self.watchdog is None else self.watchdog.patient(what)
 
     @contextmanager
-    def seen_by(self, observe: Callable[[int, Sequence[Tensor | None]], None]) -> Iterator[None]:
-        """Have the backwards in a `with` block show the gradients of hidden states; see
-        `lema.engine.visit.Engine`.
-        """
-        before = self.engine.observe
-        self.engine.observe = observe
+    def watched_by(self, watchdog: Watchdog) -> Iterator[None]:
+        """Have a watchdog that runs report passes of a `with` block that come to no next layer."""
+        self.watchdog = watchdog
         try:
             yield
         finally:
-            self.engine.observe = before
+            self.watchdog = None
+
+    @contextmanager
+    def caching(self, prefix: PrefixCache) -> Iterator[None]:
+        """Keep the outputs of frozen layers for each batch of a `with` block."""
+        self.prefix = prefix
+        try:
+            yield
+        finally:
+            self.prefix = None
 
     def trained_outside(self) -> list[nn.Parameter]:
         """Return the trainable parameters outside the decoder layers."""
@@ -456,7 +467,11 @@ class StreamedModel:
         objective = self.objective
         if objective is None:
             targets = [targets_of(batch["labels"], shifted=self.shifts_labels) for batch in batches]
-            options |= {"host_targets": targets, "dft": self.dft, "smoothing": self.smoothing}
+            options |= {
+                "host_targets": targets,
+                "dft": self._loss.dft,
+                "smoothing": self._loss.smoothing,
+            }
         else:
             targets = [row_targets(batch, objective) for batch in batches]
         device_batches, there = self.inputs.step_to_device(batches, targets, self.split.tables)

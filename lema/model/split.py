@@ -113,6 +113,14 @@ class Split:
         self._forget_layers()
         form_no_frozen_gradients()
 
+    def read_rows_of(self, tables: RowTables) -> None:
+        """Read the rows of embeddings as batches ask for them."""
+        self.tables = tables
+
+    def lease_experts(self, groups: Mapping[int, Sequence[ExpertGroup]]) -> None:
+        """Lease the experts of these layers in groups, from the next step on."""
+        self.groups = groups
+
     @property
     def keeps_tensors(self) -> bool:
         """Whether layers return other tensors than the hidden state: those of layer 0 are kept."""

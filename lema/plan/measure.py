@@ -79,8 +79,8 @@ def layer_seconds(
         closing(BoundaryArena(backend)) as arena,
         autograd_in_this_thread(),
     ):
-        engine = Engine(split, stream, backend)
-        engine.trained = TrainedWeights({index: trained}, lambda *_: None)
+        weights = TrainedWeights({index: trained}, lambda *_: None)
+        engine = Engine(split, stream, backend, trained=weights)
 
         def visits(*, recompute: bool, products: bool = False) -> Iterator[None]:
             boundaries = arena.step([layer_input], [index]) if recompute else None

@@ -43,9 +43,8 @@ __all__ = ["LayerStream"]
 
 
 class LayerStream:
-    """Leases the layers of one model, prefetching in the order announced. `before_lease` is called
-    before a layer is leased that is not on lease already; what it raises, the lease does.
-    `ReadError`: a layer that is read at the start could not be, here or in another process.
+    """Leases the layers of one model, prefetching in the order announced. `ReadError`: a layer that
+    is read at the start could not be, here or in another process.
 
     With several processes, all make streams of the same layers with the same arguments; sharded,
     they also announce, lease and cancel the same, in the same order. Only announcements may come
@@ -128,7 +127,7 @@ class LayerStream:
         # there.
         self._uploads = uploads if self._gathered is not None or self._lazy else {}
         self.num_slots = prefetch_depth + 1
-        self.before_lease: Callable[[], None] = lambda: None
+        self._before_lease: Callable[[], None] = lambda: None
         self._ring = self._ring_of(stored, layouts)
         # of one slot: the largest streamed layer; sharded, its part
         self.slot_bytes = self._ring.slot_bytes
@@ -212,6 +211,18 @@ class LayerStream:
         return self._ring.announced if self._gathered is None else self._gathered.announced
 
     @contextmanager
+    def calling(self, before_lease: Callable[[], None]) -> Iterator[None]:
+        """Call a function in a `with` block before a layer is leased that is not on lease already;
+        what it raises, the lease does.
+        """
+        before = self._before_lease
+        self._before_lease = before_lease
+        try:
+            yield
+        finally:
+            self._before_lease = before
+
+    @contextmanager
     def lease(self, layer: int) -> Iterator[Lease]:
         """Hold a layer's weights on the device for the length of a `with` block; one on lease is
         leased again for nothing. `ReadError`: reading this layer, or any layer being prefetched,
@@ -219,7 +230,7 @@ class LayerStream:
         if layer in self._open_leases:
             yield self._open_leases[layer]
             return
-        self.before_lease()
+        self._before_lease()
         # of any layer, because training should stop now and not when its turn comes
         self._ring.raise_failures()
         self._counters.leases += 1

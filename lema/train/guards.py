@@ -128,7 +128,7 @@ def first_non_finite_gradient(model: StreamedModel, run: Callable[[], object]) -
     layer's parameter that has such a gradient; the layer that hands such a one down, whether or not
     anything in it trains."""
     hidden = HiddenGradients()
-    with model.seen_by(hidden.observe):
+    with model.engine.observing(hidden.observe):
         run()
     # Processes that compute a layer together form parts of its gradient: the layer is named if any
     # sees NaN.
@@ -270,12 +270,8 @@ def watched(model: StreamedModel, config: LemaConfig) -> Iterator[None]:
         Path(config.output_dir),
         end_after=config.hang_timeout,
     )
-    with dog:
-        model.watchdog = dog
-        try:
-            yield
-        finally:
-            model.watchdog = None
+    with dog, model.watched_by(dog):
+        yield
 
 
 def moves(model: StreamedModel) -> tuple[Any, ...]:

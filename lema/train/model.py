@@ -27,7 +27,7 @@ from lema.engine import StreamedModel
 from lema.engine.generation import KeyValues
 from lema.engine.head.cut import open_embed_head
 from lema.engine.head.loss import CHUNK_TOKENS
-from lema.engine.head.objectives import set_objective
+from lema.engine.head.objectives import loss_settings_of, without_dropout
 from lema.engine.head.pieces import PiecedHead
 from lema.engine.head.routers import add_router_loss
 from lema.engine.numerics import Numerics
@@ -184,7 +184,7 @@ class LemaModel:
         self._head, self._tables = open_embed_head(
             self.skeleton, self._stored, config, self.backend.parallel
         )
-        self.split.tables = self._tables
+        self.split.read_rows_of(self._tables)
         self.outside_bytes = load_outside(
             self.skeleton, self._stored, name, self._tables.names | self._head.names
         )
@@ -409,7 +409,10 @@ class LemaModel:
         memory = self.memory  # first, because it settles where the head is
         warn_of_no_use(self.config, shared=self.backend.memory().shared, lazy=self.split.lazy)
         recompute = whether_recomputed(self.config)
-        adapter = StreamedModel(
+        loss = loss_settings_of(self.config, self.backend.replicas.size)
+        if loss.objective is not None:
+            without_dropout(self.skeleton)
+        return StreamedModel(
             self.split,
             memory,
             self.backend,
@@ -423,12 +426,11 @@ class LemaModel:
             at_once=self.config.activation_offloading == "legacy",
             padding=self._padding,
             head=self.head_in_pieces(),
+            runs_again=self.allocation.runs_again,
+            advise=partial(advise, self.planner, self.allocation),
+            loss=loss,
+            reference=self.reference,
         )
-        adapter.engine.runs_again = self.allocation.runs_again
-        adapter.retry.advise = partial(advise, self.planner, self.allocation)
-        set_objective(adapter, self.config)
-        adapter.reference = self.reference
-        return adapter
 
     @cached_property
     def _layers(self) -> list[LayerBytes]:
@@ -556,11 +558,12 @@ class LemaModel:
                 )
         if not self.allocation.pieces:
             self.outside_bytes += self._head.keep_whole(self._tables)
-        leased, self.split.groups = self._parts.numbered(self._head.pieces(self._parts.leased))
+        leased, groups = self._parts.numbered(self._head.pieces(self._parts.leased))
+        self.split.lease_experts(groups)
         return LayerStream(
             leased,
             self.backend,
-            parts={at: [part.number for part in group] for at, group in self.split.groups.items()},
+            parts={at: [part.number for part in group] for at, group in groups.items()},
             prefetch_depth=self.allocation.slots - 1,
             residents=self.allocation.residents,
             host_cached=self.allocation.host_cached,

@@ -164,7 +164,7 @@ def test_layers_round_as_below_a_whole_head(
                 if layer == NUM_LAYERS:
                     seen[head].extend(gradients)
 
-            with model.adapter.seen_by(look):
+            with model.adapter.engine.observing(look):
                 steps[head] = streamed_step(model, batches)
     assert_same(steps["stream"], steps["device"])
 
@@ -201,10 +201,10 @@ def generated(stored: Checkpoint, head: str) -> tuple[Tensor, list[int]]:
     with streamed_model(stored, head=head, prefetch_depth=1) as model:
         draw_b(model.lora_manager)
         memory = model.memory
-        memory.before_lease = lambda: leased.append(0)
         pieces = model._head.pieced(model.split, model.backend, model._layers)
         ids = torch.arange(3, 9)[None]
-        with torch.no_grad(), streaming_forward(model.split, memory, head=pieces):
+        counting = memory.calling(lambda: leased.append(0))
+        with torch.no_grad(), counting, streaming_forward(model.split, memory, head=pieces):
             tokens = model.eval_model().generate(input_ids=ids, max_new_tokens=4, do_sample=False)
     return tokens, leased
 

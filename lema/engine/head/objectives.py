@@ -22,9 +22,18 @@ from lema.errors import ConfigError
 
 if TYPE_CHECKING:
     from lema.config import LemaConfig
-    from lema.engine.streamed import StreamedModel
 
-__all__ = ["Measured", "Objective", "Scored", "grpo", "merged", "objective_of", "set_objective"]
+__all__ = [
+    "LossSettings",
+    "Measured",
+    "Objective",
+    "Scored",
+    "grpo",
+    "loss_settings_of",
+    "merged",
+    "objective_of",
+    "without_dropout",
+]
 
 Measured: TypeAlias = dict[str, tuple[Tensor, float]]
 """What is measured, by TRL's name: a sum, and the number of things that it is the sum of."""
@@ -122,20 +131,34 @@ def objective_of(config: LemaConfig) -> Objective | None:
     return None
 
 
-def set_objective(model: StreamedModel, config: LemaConfig) -> None:
-    """Give a model the objective of the settings; one of examples trains without dropout, as TRL's
-    trainers do. `ConfigError`: it needs more of a batch than one of several processes has."""
-    model.objective = objective_of(config)
-    model.dft = config.loss_type == "dft"
-    model.smoothing = config.label_smoothing_factor
-    if model.objective is not None and model.objective.of_batch and model.backend.replicas.size > 1:
+@dataclass(frozen=True)
+class LossSettings:
+    """What a step is trained by."""
+
+    objective: Objective | None = (
+        None  # what the loss of rows is; None: the cross-entropy of tokens
+    )
+    dft: bool = False  # weigh the cross-entropy of each token with its probability
+    smoothing: float = 0.0  # of labels; see `LossChunks`
+
+
+def loss_settings_of(config: LemaConfig, num_replicas: int) -> LossSettings:
+    """Return what the settings train by. `ConfigError`: the objective needs more of a batch than
+    one of several processes has.
+    """
+    objective = objective_of(config)
+    if objective is not None and objective.of_batch and num_replicas > 1:
         what = "kto's KL term and aot need a whole batch, but each process has only a share of it"
         how = "start one process, or set loss_type: apo_zero_unpaired for kto, or another for dpo"
         raise ConfigError(what, where="objective", how=how)
-    if model.objective is not None:
-        for module in model.split.model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
+    return LossSettings(objective, config.loss_type == "dft", config.label_smoothing_factor)
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Take the dropout out of a model, as TRL's trainers do for objectives of examples."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
 
 
 def merged(measured: Mapping[str, tuple[Tensor, float]], into: Measured) -> None:

@@ -158,5 +158,4 @@ def add_router_loss(
     if active := [name for name, value in conflicts.items() if value]:
         what = f"the loss of routers cannot be combined with {active[0]}"
         raise ConfigError(what, where=SETTING, how="set it to 0, or remove the other setting")
-    model.engine.routers = RouterLoss(model.split, coefficient)
-    model.retry.cuts = False
+    model.engine.add_router_loss(RouterLoss(model.split, coefficient))

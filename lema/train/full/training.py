@@ -128,7 +128,11 @@ class FullTraining:
         self._passes.clear()
         try:
             operations = deterministic_only("between the layers")
-            with autograd_in_this_thread(), operations, self.model.seen_by(self._hidden.observe):
+            with (
+                autograd_in_this_thread(),
+                operations,
+                self.model.engine.observing(self._hidden.observe),
+            ):
                 loss = self._pass(micro_batches, trained)
                 self._finish()
         except BaseException as error:

@@ -413,7 +413,7 @@ def _recompute(opened: LemaModel, enable: bool = True, **_: Any) -> None:
     """Have the layers' activations recomputed in the backward, or kept; transformers reads the
     flag.
     """
-    opened.adapter.recompute = enable or opened.split.lazy
+    opened.adapter.recompute_layers(enable)
     opened.skeleton.gradient_checkpointing = opened.adapter.recompute
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lema.train.phases.paths import MODEL, PhasePaths, Start, begin_at
 from phaseruns import two
 
 from lema.errors import DiskError
+from lema.train.phases.paths import MODEL, PhasePaths, Start, begin_at
 
 FILES = {"config.json": b"{}", "model.safetensors": b"weights", "sub/more.json": b"[]"}
 
