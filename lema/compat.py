@@ -51,7 +51,7 @@ TESTED: Mapping[str, tuple[str, ...]] = {
     "transformers": ("5.17", "5.20", "5.24"),
     "peft": ("0.20", "0.21"),
     "accelerate": ("1.10", "1.15"),
-    "torch": ("2.9", "2.13"),
+    "torch": ("2.9", "2.13", "2.15"),
 }
 
 

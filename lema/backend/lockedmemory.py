@@ -72,15 +72,16 @@ class HostMemory:
         )
         if nbytes == 0 or self._page_locked is False or self._driver is None:
             return memory
-        # This object is a link between tensors and memory: it is freed after the last tensor,
-        # before the memory.
+        # This object is a link between tensors and memory: it is freed after the last tensor. What
+        # is called then holds the memory until it is unlocked, because numpy 2.5 frees what an
+        # array lies in before it tells.
         link = memory.numpy()
         address = link.ctypes.data
         if (refusal := self._driver.lock(address, nbytes)) is not None:
             self._refused(nbytes, refusal)
             return memory
         self._locked.add(address)
-        weakref.finalize(link, _unlock, self._driver, self._locked, address).atexit = False
+        weakref.finalize(link, _unlock, self._driver, self._locked, address, memory).atexit = False
         return torch.from_numpy(link)
 
     def reached(self, memory: Tensor) -> bool:
@@ -115,7 +116,7 @@ class HostMemory:
             )
 
 
-def _unlock(driver: Driver, locked: set[int], address: int) -> None:
+def _unlock(driver: Driver, locked: set[int], address: int, _memory: Tensor) -> None:
     locked.discard(address)
     driver.unlock(address)
 

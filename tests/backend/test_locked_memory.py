@@ -3,7 +3,11 @@ is said plainly.
 """
 
 import resource
+import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +54,25 @@ def test_exactly_what_was_asked_for_is_locked_until_the_last_view_of_it_is_dropp
     while views:
         assert driver.locked, "memory is unlocked that is still in use"
         views.pop()
+    assert not driver.locked
+
+
+def test_memory_is_there_until_it_is_unlocked_whenever_that_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """numpy 2.5 tells that an array is freed when what it lies in is free already."""
+    told: list[Callable[[], None]] = []
+
+    def finalize(array: Any, call: Callable[..., None], *arguments: Any) -> Any:
+        held = [partial(call, *arguments)]
+        return weakref.finalize(array, lambda: told.append(held.pop()))
+
+    monkeypatch.setattr(lockedmemory, "weakref", SimpleNamespace(finalize=finalize))
+    driver = WatchfulDriver()
+    buffer = HostMemory(driver).buffer(PAGE)
+    del buffer
+    assert driver.locked and len(told) == 1
+    told.pop()()
     assert not driver.locked
 
 
