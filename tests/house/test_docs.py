@@ -2,6 +2,7 @@
 they name exists.
 """
 
+import ast
 import importlib
 import re
 from pathlib import Path
@@ -21,7 +22,7 @@ CODE = "lema/**/*.py", "backends/**/*.py", "tools/**/*.py", "benchmarks/*.py"
 SOURCES = sorted(path for files in CODE for path in ROOT.glob(files))
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 MOST_LINES = 120  # of the page on the architecture, and of the README
-MOST_LINES_OF_A_PAGE = 200
+MOST_LINES_OF_A_PAGE = 210
 # tables that grow with the types of models and with the commands
 LONG = {
     "models.md",
@@ -122,7 +123,9 @@ def test_every_message_that_is_explained_is_one_of_ours() -> None:
     quoted = [
         text for row in table.splitlines() for text in re.findall(r"`([^`]+)`", row.split(" | ")[0])
     ]
-    code = "".join(source.read_text(encoding="utf-8") for source in SOURCES)
+    trees = (ast.parse(source.read_text(encoding="utf-8")) for source in SOURCES)
+    texts = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    code = "\n".join(text for text in texts if isinstance(text, str))
     assert len(quoted) > 10
     assert not [text for text in quoted for part in text.split("...") if part.strip() not in code]
 
@@ -178,7 +181,7 @@ def test_the_page_names_every_room_and_every_file_of_a_step() -> None:
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: str(room.relative_to(ROOT)))
 def test_a_room_begins_with_its_one_sentence_and_names_pages_that_exist(room: Path) -> None:
     said = importlib.import_module(".".join(room.relative_to(ROOT).parts)).__doc__ or ""
-    assert said.split("\n")[0].endswith(".")
+    assert re.match(r"[A-Z`][^.]+(?:\.\w[^.]*)*\.(?:\s|$)", said)
     assert not [
         page for page in re.findall(r"docs/[\w/-]+\.md", said) if not (ROOT / page).exists()
     ]
