@@ -205,7 +205,7 @@ class LemaModel:
         backend: Backend | None = None,
         trust_remote_code: bool = False,
         unread: Container[str] = (),
-        **overrides: Any,
+        **overrides: object,
     ) -> Self:
         """Open a saved adapter with its base model.
 
@@ -587,7 +587,7 @@ class LemaModel:
         *,
         batch_size: int | None = None,
         keys_values: KeyValues = "device",
-        **options: Any,
+        **options: object,
     ) -> list[str]:
         """Return the continuation of each prompt. A batch streams every layer once per new token.
 
