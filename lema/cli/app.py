@@ -124,6 +124,14 @@ def _common(
     """Fine-tune language models larger than the device's memory."""
 
 
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Record every read, upload and computation, for ui.perfetto.dev."
+    ),
+]
+
+
 def train(
     context: typer.Context,
     config: ConfigFile,
@@ -136,12 +144,7 @@ def train(
     ] = False,
     settings: Settings = None,
     trust_remote_code: Trust = False,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Record every read, upload and computation, for ui.perfetto.dev."
-        ),
-    ] = None,
+    trace: TraceFile = None,
     start: Annotated[
         Path | None,
         typer.Option(

@@ -92,20 +92,7 @@ def train(
     ) as model:
         replicas = model.backend.replicas
         shown.quiet = shown.quiet or not replicas.first
-        if replicas.size > 1:
-            participants = (
-                "each"
-                if (group_size := model.backend.parallel.size) == 1
-                else f"each {group_size} of them"
-            )
-            out(f"{replicas.num_processes} processes, {participants} with its share of every batch")
-        model.initialize_lora()
-        if model.settle_tokens():
-            tokens = model.config.tokens_per_step
-            out(
-                f"tokens_per_step: auto is {tokens:,}, from which reading is hidden behind "
-                "computing"
-            )
+        _prepare(model, out)
         model.allocation  # noqa: B018 - now, because what does not fit should be known before any data is read
         model.settle_date()
         train_data, eval_data = load_data(model)
@@ -131,6 +118,19 @@ def train(
         for line in _ended(result, trainer.global_step, config):
             out(line)
     return result
+
+
+def _prepare(model: LemaModel, out: Callable[[str], None]) -> None:
+    """Attach the adapter, and let the tokens of a step be known; tell of processes and tokens."""
+    replicas = model.backend.replicas
+    if replicas.size > 1:
+        group_size = model.backend.parallel.size
+        participants = "each" if group_size == 1 else f"each {group_size} of them"
+        out(f"{replicas.num_processes} processes, {participants} with its share of every batch")
+    model.initialize_lora()
+    if model.settle_tokens():
+        tokens = model.config.tokens_per_step
+        out(f"tokens_per_step: auto is {tokens:,}, from which reading is hidden behind computing")
 
 
 def _about(model: LemaModel) -> Iterator[str]:
