@@ -5,11 +5,11 @@ codes.
 import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -31,6 +31,12 @@ from lema.cli.libraries import import_libraries
 from lema.cli.threads import let_threads_sleep
 from lema.config.printing import hush
 from lema.errors import ConfigError, MemoryLimitError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lema.config import LemaConfig
+    from lema.train.phases.file import PhaseFile
 
 __all__ = ["app", "main"]
 
@@ -118,6 +124,14 @@ def _common(
     """Fine-tune language models larger than the device's memory."""
 
 
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Record every read, upload and computation, for ui.perfetto.dev."
+    ),
+]
+
+
 def train(
     context: typer.Context,
     config: ConfigFile,
@@ -130,12 +144,7 @@ def train(
     ] = False,
     settings: Settings = None,
     trust_remote_code: Trust = False,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Record every read, upload and computation, for ui.perfetto.dev."
-        ),
-    ] = None,
+    trace: TraceFile = None,
     start: Annotated[
         Path | None,
         typer.Option(
@@ -168,22 +177,38 @@ def train(
 
     console = Console(highlight=False)  # one for both: a bar makes room for the lines
     with contextlib.closing(ProgressDisplay(console)) as display, tracing(trace) as recorded:
-        shared: dict[str, Any] = {
-            "resume": resume,
-            "console": console,
-            "callbacks": [progress_callback(display)],
-        }
-        shared |= {"trust_remote_code": trust_remote_code, "trace": recorded}
-        if phased:
-            from lema.train.phases.run import train_phases
+        begin = (
+            _run_of_phases(file, start, verbose=verbose)
+            if phased
+            else _plain_run(checked, console if verbose else None, weights_only=weights_only)
+        )
+        begin(
+            resume=resume,
+            console=console,
+            callbacks=[progress_callback(display)],
+            trust_remote_code=trust_remote_code,
+            trace=recorded,
+        )
 
-            train_phases(file, start=start, verbose=verbose, **shared)
-        else:
-            from lema.cli.tables import show_run
-            from lema.train import train as train_model
 
-            shown = partial(show_run, console=console) if verbose else None
-            train_model(checked, weights_only=weights_only, show=shown, **shared)
+def _run_of_phases(
+    file: "PhaseFile", start: Path | None, *, verbose: bool
+) -> Callable[..., object]:
+    """Return what trains as a file of phases says."""
+    from lema.train.phases.run import train_phases
+
+    return partial(train_phases, file, start=start, verbose=verbose)
+
+
+def _plain_run(
+    config: "LemaConfig", plan_console: "Console | None", *, weights_only: bool
+) -> Callable[..., object]:
+    """Return what trains with a config, and shows the whole plan on a console, if there is one."""
+    from lema.cli.tables import show_run
+    from lema.train import train as train_model
+
+    show = None if plan_console is None else partial(show_run, console=plan_console)
+    return partial(train_model, config, weights_only=weights_only, show=show)
 
 
 def _check_options(*, phased: bool, resume: bool, weights_only: bool, start: Path | None) -> None:
@@ -245,31 +270,43 @@ def plan(
 
     shared: dict[str, Any] = {"price": price, "trust_remote_code": trust_remote_code}
     shared["machine"] = None if profile is None else find_profile(profile)
+    if phased:
+        _plan_phases(file, as_json=as_json, **shared)
+    else:
+        _plan_run(checked, plot, as_json=as_json, verbose=verbose, **shared)
+
+
+def _plan_phases(file: "PhaseFile", *, as_json: bool, **options: Any) -> None:
+    from lema.train.phases.report import phase_report, show_report
+
+    report = phase_report(file.config, file.plan, measure=True, **options)
+    _print(report.to_dict, partial(show_report, report), as_json=as_json)
+
+
+def _plan_run(
+    config: "LemaConfig", plot: Path | None, *, as_json: bool, verbose: bool, **options: Any
+) -> None:
+    """Plan a plain run; end with the code of `MemoryLimitError` where it does not fit."""
+    from lema.cli.tables import draw, show_plan
+    from lema.plan import make_plan
+
+    run_plan, planner = make_plan(config, **options)
+    _print(run_plan.to_dict, partial(show_plan, run_plan, verbose=verbose), as_json=as_json)
+    if plot is not None:
+        draw(run_plan, planner, plot)
+    if not run_plan.fits:
+        raise typer.Exit(MemoryLimitError.exit_code)
+
+
+def _print(
+    contents: Callable[[], dict[str, Any]], show: Callable[["Console"], None], *, as_json: bool
+) -> None:
     from rich.console import Console
 
-    if phased:
-        from lema.train.phases.report import phase_report, show_report
-
-        report = phase_report(file.config, file.plan, measure=True, **shared)
-        contents = report.to_dict
-        show = partial(show_report, report)
-        fits = True
-    else:
-        from lema.cli.tables import draw, show_plan
-        from lema.plan import make_plan
-
-        run_plan, planner = make_plan(checked, **shared)
-        contents = run_plan.to_dict
-        show = partial(show_plan, run_plan, verbose=verbose)
-        fits = run_plan.fits
     if as_json:
         typer.echo(json.dumps(contents(), indent=2))
     else:
         show(Console(highlight=False))
-    if plot is not None:
-        draw(run_plan, planner, plot)
-    if not fits:
-        raise typer.Exit(MemoryLimitError.exit_code)
 
 
 PICTURES = b"\x89PNG", b"%PDF", b"<?xml"  # as matplotlib writes them, and a plan replaces them

@@ -99,7 +99,7 @@ class Verb(TyperCommand):
                 )
         return left
 
-    def _with_settings(self, ctx: Any, args: list[str]) -> list[str]:
+    def _with_settings(self, ctx: "typer.Context", args: list[str]) -> list[str]:
         options = {
             *ctx.help_option_names,
             *(option for parameter in self.params for option in parameter.opts),

@@ -7,7 +7,6 @@ all libraries in the process of a command, and the user's own `attn_implementati
 """
 
 import sys
-from typing import Any
 
 __all__ = ["allow_kernels", "hide_kernels"]
 
@@ -21,7 +20,7 @@ def hide_kernels() -> None:
     sys.modules.setdefault(PACKAGE, None)  # type: ignore[arg-type] # None: Python's own word for "not there"
 
 
-def allow_kernels(attention: Any) -> None:
+def allow_kernels(attention: object) -> None:
     """Let libraries find it again if the attention that the user's own settings name may need
     it.
     """

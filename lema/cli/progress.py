@@ -16,7 +16,7 @@ from lema.config.printing import draws
 from lema.config.units import human_bytes, human_count, human_duration
 
 if TYPE_CHECKING:
-    from transformers import TrainerCallback
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 __all__ = ["ByteProgress", "ProgressDisplay", "TokenProgress", "progress_callback"]
 
@@ -221,27 +221,45 @@ def progress_callback(display: ProgressDisplay | None = None) -> "TrainerCallbac
     class ProgressCallback(TrainerCallback):
         shows_progress = True
 
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_train_begin(
+            self,
+            args: "TrainingArguments",
+            state: "TrainerState",
+            control: "TrainerControl",
+            **kwargs: object,
+        ) -> None:
             if state.is_world_process_zero:
                 shown.start(state.max_steps, state.global_step)
 
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_step_end(
+            self,
+            args: "TrainingArguments",
+            state: "TrainerState",
+            control: "TrainerControl",
+            **kwargs: object,
+        ) -> None:
             if state.is_world_process_zero:
                 shown.advance(state.global_step)
 
         def on_log(
             self,
-            args: Any,
-            state: Any,
-            control: Any,
+            args: "TrainingArguments",
+            state: "TrainerState",
+            control: "TrainerControl",
             logs: Mapping[str, Any] | None = None,
-            **kwargs: Any,
+            **kwargs: object,
         ) -> None:
             if state.is_world_process_zero and logs:
                 shown.advance(state.global_step)
                 shown.show(logs, state.epoch)
 
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_train_end(
+            self,
+            args: "TrainingArguments",
+            state: "TrainerState",
+            control: "TrainerControl",
+            **kwargs: object,
+        ) -> None:
             shown.close()
 
     return ProgressCallback()

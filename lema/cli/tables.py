@@ -7,7 +7,7 @@ the transfer of weights.
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -18,6 +18,10 @@ from lema.errors import ConfigError, DiskError, installing
 from lema.plan import Plan
 from lema.plan.plan import BOTTLENECKS, plan_with, step_curve
 from lema.plan.planner import Planner
+
+if TYPE_CHECKING:
+    from lema.data.dataset import TokenDataset
+    from lema.data.preference import PreferenceDataset
 
 __all__ = ["draw", "rows", "show_plan", "show_run"]
 
@@ -96,7 +100,7 @@ def show_plan(plan: Plan, console: Console, *, verbose: bool = False) -> None:
         console.print("--verbose shows the parts", style="dim")
 
 
-def show_run(planner: Planner, data: Any, console: Console) -> None:
+def show_run(planner: Planner, data: "TokenDataset | PreferenceDataset", console: Console) -> None:
     """Print the plan of a run that is about to begin, with every part of it."""
     show_plan(plan_with(planner, data=data), console, verbose=True)
 

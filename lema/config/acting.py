@@ -7,7 +7,6 @@ or say what the machine of that run had; `lema.lora.consent` says when they may.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from lema.config.lemaconfig import LemaConfig
 
@@ -87,7 +86,7 @@ needs no line.
 """
 
 
-def acts(name: str, value: Any) -> bool:
+def acts(name: str, value: object) -> bool:
     """Whether a setting of this value does more than describe an adapter."""
     if name not in ACTING or value == LemaConfig.defaults()[name]:
         return False

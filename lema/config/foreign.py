@@ -191,43 +191,9 @@ def imported(
     layers then stream once for all of it. `values`: the file's keys; one without a value counts as
     not given. `setting_names`: the settings there are here."""
     foreign = {key: value for key, value in values.items() if value is not None and value != ""}
-    settings: dict[str, Any] = {}
-    notes: dict[str, str] = {}
-    files: list[Any] = []
-    columns: dict[str, str] = {}
-    named: Any = foreign.get("datasets") or foreign.get("dataset_name")
-    for dataset in named if isinstance(named, list) else [named]:
-        about = dataset if isinstance(dataset, Mapping) else {"path": dataset}
-        files += [about["path"]] if about.get("path") else []
-        form = about.get("type")
-        if form is not None and str(form).partition(".")[0] not in _FORMS:
-            notes["datasets"] = (
-                f"the type {form!r} is not known; docs/data.md lists the columns that LEMA reads"
-            )
-        columns |= {
-            ours: about[name] for name, ours in _FIELDS.items() if isinstance(about.get(name), str)
-        }
-    if isinstance(text := foreign.get("dataset_text_field"), str):
-        columns["text"] = text
-    settings |= {
-        key: value for key, value in (("train_data", files), ("columns", columns)) if value
-    }
-    rows = foreign.pop("per_device_train_batch_size", foreign.get("micro_batch_size"))
-    if isinstance(rows, int) and isinstance(
-        batches := foreign.pop("gradient_accumulation_steps", 1), int
-    ):
-        settings |= {"batch_size": rows * batches, "micro_batch_size": rows}
-    for name, dtype in {
-        "bf16": "bfloat16",
-        "bfloat16": "bfloat16",
-        "fp16": "float16",
-        "float16": "float16",
-    }.items():
-        if foreign.pop(name, None) is True:
-            settings["dtype"] = dtype
-    for name, attention in _ATTENTION.items():
-        if foreign.pop(name, False) is True:
-            settings["attn_implementation"] = attention
+    settings, notes = _data_settings(foreign)
+    settings |= _batch_settings(foreign)
+    settings |= _computing_settings(foreign)
     if foreign.get("adapter", "lora") != "lora":
         qlora = foreign["adapter"] == "qlora"
         notes["adapter"] = (
@@ -253,3 +219,57 @@ def imported(
         ):  # what is so without
             settings[ours] = value
     return {name: settings[name] for name in setting_names if name in settings}, notes
+
+
+def _data_settings(foreign: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the settings of the data that a file names, and a note on data of a form that is not
+    known.
+    """
+    notes: dict[str, str] = {}
+    files: list[object] = []
+    columns: dict[str, str] = {}
+    named: Any = foreign.get("datasets") or foreign.get("dataset_name")
+    for dataset in named if isinstance(named, list) else [named]:
+        about = dataset if isinstance(dataset, Mapping) else {"path": dataset}
+        files += [about["path"]] if about.get("path") else []
+        form = about.get("type")
+        if form is not None and str(form).partition(".")[0] not in _FORMS:
+            notes["datasets"] = (
+                f"the type {form!r} is not known; docs/data.md lists the columns that LEMA reads"
+            )
+        columns |= {
+            ours: about[name] for name, ours in _FIELDS.items() if isinstance(about.get(name), str)
+        }
+    if isinstance(text := foreign.get("dataset_text_field"), str):
+        columns["text"] = text
+    settings = {"train_data": files, "columns": columns}
+    return {key: value for key, value in settings.items() if value}, notes
+
+
+def _batch_settings(foreign: dict[str, Any]) -> dict[str, Any]:
+    """Take what says the rows of a step out of a file's keys; return the settings that say it."""
+    rows = foreign.pop("per_device_train_batch_size", foreign.get("micro_batch_size"))
+    if isinstance(rows, int) and isinstance(
+        batches := foreign.pop("gradient_accumulation_steps", 1), int
+    ):
+        return {"batch_size": rows * batches, "micro_batch_size": rows}
+    return {}
+
+
+def _computing_settings(foreign: dict[str, Any]) -> dict[str, Any]:
+    """Take the switches of types and of attention out of a file's keys; return the settings that
+    say it.
+    """
+    settings: dict[str, Any] = {}
+    for name, dtype in {
+        "bf16": "bfloat16",
+        "bfloat16": "bfloat16",
+        "fp16": "float16",
+        "float16": "float16",
+    }.items():
+        if foreign.pop(name, None) is True:
+            settings["dtype"] = dtype
+    for name, attention in _ATTENTION.items():
+        if foreign.pop(name, False) is True:
+            settings["attn_implementation"] = attention
+    return settings

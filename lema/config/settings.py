@@ -65,7 +65,7 @@ class Settings(BaseModel):
 
     _spellings: ClassVar[Mapping[str, str]] = {}  # other names in a file, each with the setting's
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, **settings: object) -> None:
         try:
             super().__init__(**settings)
         except ValidationError as error:
@@ -80,7 +80,7 @@ class Settings(BaseModel):
         }
 
     @classmethod
-    def from_yaml(cls, path: str | PathLike[str], **overrides: Any) -> Self:
+    def from_yaml(cls, path: str | PathLike[str], **overrides: object) -> Self:
         """Read a YAML file.
 
         Args:
@@ -106,7 +106,7 @@ class Settings(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _within_reason(cls, value: Any) -> Any:
+    def _within_reason(cls, value: object) -> object:
         for path, what in _unreasonable(value):
             raise Several([Problem(path, f"{path} {what}")]) if path else ValueError(what)
         return value
@@ -126,7 +126,7 @@ LARGEST = 10**18  # a number that 64 bits hold, and 32 bits of floating point wi
 SMALLEST = 2.0**-126  # that 32 bits of floating point hold in full
 
 
-def _unreasonable(value: Any, path: str = "", depth: int = 32) -> Iterator[tuple[str, str]]:
+def _unreasonable(value: object, path: str = "", depth: int = 32) -> Iterator[tuple[str, str]]:
     """Yield where, and what, no setting can be, whichever it is: system calls and tensors fail
     on it in their words.
     """
@@ -165,7 +165,7 @@ def part(
     None if `optional`.
     """
 
-    def as_kind(value: Any) -> Any:
+    def as_kind(value: object) -> object:
         if isinstance(value, kind) or (optional and value is None):
             return value
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):

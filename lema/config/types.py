@@ -34,7 +34,7 @@ def dtype_name(dtype: "torch.dtype") -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _as_text(value: Any) -> Any:
+def _as_text(value: object) -> object:
     return value.isoformat() if isinstance(value, date) else value
 
 
@@ -54,13 +54,13 @@ def _retained_count(value: int) -> int:
     return value
 
 
-def _memory(value: Any) -> Any:
+def _memory(value: object) -> object:
     if isinstance(value, int | float | str):
         memory_bytes(value, 1)
     return value
 
 
-def _strategy(value: Any) -> Any:
+def _strategy(value: object) -> object:
     names = [strategy.value for strategy in MemoryStrategy]
     if isinstance(value, str) and value.lower() in names:
         return MemoryStrategy(value.lower())
@@ -70,7 +70,7 @@ def _strategy(value: Any) -> Any:
 def _switch(*names: str) -> BeforeValidator:
     """Return a validator of what is true, false, or one of some names."""
 
-    def check(value: Any) -> Any:
+    def check(value: object) -> object:
         if isinstance(value, bool) or (isinstance(value, str) and value in names):
             return value
         raise ValueError(
@@ -80,7 +80,7 @@ def _switch(*names: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _split(value: Any) -> Any:
+def _split(value: object) -> object:
     if isinstance(value, int | float) and not (
         0 < value < 1 if isinstance(value, float) else value >= 1
     ):
@@ -119,20 +119,20 @@ def _columns(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
-def _path(value: Any) -> Any:
+def _path(value: object) -> object:
     path = os.fspath(value) if isinstance(value, PathLike) else value
     if isinstance(path, str) and path.startswith("~") and os.path.expanduser(path) == path:  # noqa: PTH111 - it raises
         raise ValueError(f"must not begin with the home of an unknown user, {path!r}")
     return path
 
 
-def _names(value: Any) -> Any:
+def _names(value: object) -> object:
     return (
         [_path(item) for item in value] if isinstance(value, list | tuple | set) else _path(value)
     )
 
 
-def _source(value: Any) -> Any:
+def _source(value: object) -> object:
     """Return a data set of the hub as the text that names it, and any other value unchanged."""
     if isinstance(value, dict) and isinstance(value.get("path"), str):
         if wrong := [
@@ -157,15 +157,15 @@ def _source(value: Any) -> Any:
     return {key: _source(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _auto(value: Any) -> Any:
+def _auto(value: object) -> object:
     return None if value == "auto" else value
 
 
-def _listed(value: Any) -> Any:
+def _listed(value: object) -> object:
     return list(value) if isinstance(value, tuple | set) else value
 
 
-def _reports(value: Any) -> Any:
+def _reports(value: object) -> object:
     named = _listed(value)
     return [] if named in ("none", ["none"]) else named  # as transformers calls it
 
@@ -178,7 +178,7 @@ def _pattern(value: str) -> str:
     return value
 
 
-def _initial(value: Any) -> Any:
+def _initial(value: object) -> object:
     if value in INITIAL_VALUES and isinstance(value, bool | str):
         return value
     choices = ", ".join(json.dumps(choice) for choice in INITIAL_VALUES)
@@ -187,7 +187,7 @@ def _initial(value: Any) -> Any:
     raise ValueError(f"must be one of {choices}, not {value!r}")
 
 
-def _dtype(value: Any) -> Any:
+def _dtype(value: Any) -> object:
     # asking torch would import it
     return dtype_name(value) if type(value).__module__ == "torch" else value
 
@@ -273,7 +273,7 @@ Optimizer = Literal[  # noqa: RUF041 - nested, so that each kind has its line
 Positive = Annotated[float, Field(gt=0)]
 
 
-def _tokens(value: Any) -> Any:
+def _tokens(value: object) -> object:
     if isinstance(value, str) and (match := re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([kMBG]?)", value)):
         value = float(match[1]) * {"": 1, "k": 10**3, "M": 10**6}.get(match[2], 10**9)
     if isinstance(value, float) and value.is_integer():  # YAML reads 1e9 as a float
@@ -285,7 +285,7 @@ def _tokens(value: Any) -> Any:
     return value
 
 
-def _step_tokens(value: Any) -> Any:
+def _step_tokens(value: object) -> object:
     value = _tokens(value)
     if value is None or value == "auto" or type(value) is int:
         return value

@@ -11,7 +11,7 @@ from itertools import accumulate
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import DuplicateKeyError, SafeConstructor
@@ -29,6 +29,7 @@ MAX_BYTES = 256 << 10
 MAX_VALUES = 20_000
 MAX_OPEN = 200  # brackets open at once: the parser's time goes by the square of their number
 HALVES = re.compile("[\ud800-\udbff][\udc00-\udfff]")  # of one character
+Parsed = TypeVar("Parsed")
 _TAG_HOW = "write plain values: text, numbers, true/false, lists"
 
 
@@ -105,7 +106,7 @@ def read_yaml(path: str | PathLike[str]) -> YamlFile:
     return YamlFile(file, values, lines)
 
 
-def parse_value(text: str, where: str) -> Any:
+def parse_value(text: str, where: str) -> object:
     """Read one value as a YAML file would, or raise `ConfigError`: `1e-4`, `true`, `[one, two]`;
     empty is None.
     """
@@ -145,7 +146,7 @@ def _yaml() -> YAML:
     return yaml
 
 
-def _parsed(read: Callable[[str], Any], text: str, where: str, lines: bool = True) -> Any:
+def _parsed(read: Callable[[str], Parsed], text: str, where: str, lines: bool = True) -> Parsed:
     brackets = list(re.finditer(r"[\[\]{}]", text))
     depths = accumulate(1 if bracket[0] in "[{" else -1 for bracket in brackets)
     deep = next(

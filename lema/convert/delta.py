@@ -16,7 +16,7 @@ import torch
 from pydantic import StrictStr, TypeAdapter, ValidationError
 from torch import Tensor
 
-from lema.convert.hubformat import open_stored, write_model
+from lema.convert.hubformat import StoredModel, open_stored, write_model
 from lema.convert.tensors import read_tensor, stored_name
 from lema.errors import WeightsError, named_in
 from lema.storage import GlobalBinaryIndex
@@ -84,48 +84,13 @@ def apply_delta(
     out = free_directory(out_dir, max_shard_size)
     delta = Path(delta_dir)
     about = DeltaFile.read(delta)
-    if about.dtype is not None and not isinstance(getattr(torch, about.dtype, None), torch.dtype):
-        raise damaged(delta / DELTA_NAME, f"there is no dtype {about.dtype!r}")
-    with named_in(delta / DELTA_NAME if base is None else None):
-        stored = open_stored(
-            about.base if base is None else base,
-            revision=about.revision if base is None else None,
-            weights=about.weights if base is None else None,
-            dtype=about.dtype,
-            trust_remote_code=trust_remote_code,
-        )
+    stored = _open_base(about, delta, base, trust_remote_code=trust_remote_code)
     check_separate(out, [delta, stored.directory])
-    if (fingerprint := base_fingerprint(stored.index)) != about.fingerprint:
-        what = (
-            f"the base is not the model that was trained: its fingerprint is {fingerprint}, "
-            f"and it was {about.fingerprint}"
-        )
-        how = f"name the directory of the unchanged base model ({about.base})"
-        raise WeightsError(what, where=str(stored.index.path), how=how)
-    # Each of the delta's tensors must be one of the model's, of its shape and the type it is
-    # written in.
-    single = delta / f"{STEM}.safetensors"
-    new = GlobalBinaryIndex(single if single.exists() else delta / f"{STEM}.safetensors.index.json")
-    if mismatch := sorted(new.keys() ^ set(about.tensors)):
-        raise damaged(
-            delta / DELTA_NAME, f"it and the other files list different tensors: {mismatch[0]!r}"
-        )
-    state = stored.skeleton.state_dict()
-    for name, record in new.items():
-        model_name = stored.classes.in_own(name)
-        expected = (
-            (stored_name(model_name, stored.dtypes[model_name]), tuple(state[model_name].shape))
-            if model_name in stored.records
-            else None
-        )
-        if (record.dtype, record.shape) != expected:
-            what = (
-                f"tensor {name!r} ({record.dtype} {list(record.shape)}) is not a tensor of the "
-                "base model"
-            )
-            raise WeightsError(what, where=str(record.file), how="the delta is of another model")
+    _check_base(stored, about)
+    tensors = _open_tensors(delta, about)
+    _check_tensors(tensors, stored)
     form = stored.form()
-    trained = stored.by_own_names(new)
+    trained = stored.by_own_names(tensors)
 
     def value(name: str) -> Tensor:
         return read_tensor(trained[name], stored.dtypes[name])
@@ -144,3 +109,62 @@ def apply_delta(
         code=trust_remote_code,
         write_extra=partial(carry_rendering, delta),
     )
+
+
+def _open_base(
+    about: DeltaFile, delta: Path, base: str | os.PathLike[str] | None, *, trust_remote_code: bool
+) -> StoredModel:
+    """Open the model that a delta belongs to, where it is now or was, in the type it was trained
+    in.
+    """
+    if about.dtype is not None and not isinstance(getattr(torch, about.dtype, None), torch.dtype):
+        raise damaged(delta / DELTA_NAME, f"there is no dtype {about.dtype!r}")
+    with named_in(delta / DELTA_NAME if base is None else None):
+        return open_stored(
+            about.base if base is None else base,
+            revision=about.revision if base is None else None,
+            weights=about.weights if base is None else None,
+            dtype=about.dtype,
+            trust_remote_code=trust_remote_code,
+        )
+
+
+def _check_base(stored: StoredModel, about: DeltaFile) -> None:
+    """Refuse a base that is not the model that was trained."""
+    if (fingerprint := base_fingerprint(stored.index)) != about.fingerprint:
+        what = (
+            f"the base is not the model that was trained: its fingerprint is {fingerprint}, "
+            f"and it was {about.fingerprint}"
+        )
+        how = f"name the directory of the unchanged base model ({about.base})"
+        raise WeightsError(what, where=str(stored.index.path), how=how)
+
+
+def _open_tensors(delta: Path, about: DeltaFile) -> GlobalBinaryIndex:
+    """Open the shards of a delta, which have the tensors that it lists."""
+    single = delta / f"{STEM}.safetensors"
+    several = delta / f"{STEM}.safetensors.index.json"
+    tensors = GlobalBinaryIndex(single if single.exists() else several)
+    if mismatch := sorted(tensors.keys() ^ set(about.tensors)):
+        raise damaged(
+            delta / DELTA_NAME, f"it and the other files list different tensors: {mismatch[0]!r}"
+        )
+    return tensors
+
+
+def _check_tensors(tensors: GlobalBinaryIndex, stored: StoredModel) -> None:
+    """Refuse tensors that are not the model's, of its shape and the type it is written in."""
+    state = stored.skeleton.state_dict()
+    for name, record in tensors.items():
+        model_name = stored.classes.in_own(name)
+        expected = (
+            (stored_name(model_name, stored.dtypes[model_name]), tuple(state[model_name].shape))
+            if model_name in stored.records
+            else None
+        )
+        if (record.dtype, record.shape) != expected:
+            what = (
+                f"tensor {name!r} ({record.dtype} {list(record.shape)}) is not a tensor of the "
+                "base model"
+            )
+            raise WeightsError(what, where=str(record.file), how="the delta is of another model")

@@ -5,7 +5,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -137,9 +137,9 @@ def published_skeleton(
         return trains, names, {"architectures": [type(trains).__name__]}
     names = map_names(trains, index)
     reads = named_reader(config)
-    names.ignored += [record for record in names.unused if reads(record.name)]
-    names.unused = [record for record in names.unused if not reads(record.name)]
-    return trains, names, {}
+    ignored = [record for record in names.unused if reads(record.name)]
+    unused = [record for record in names.unused if not reads(record.name)]
+    return trains, replace(names, ignored=[*names.ignored, *ignored], unused=unused), {}
 
 
 def rewritten_config(dtype: str | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 import torch
+from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
@@ -190,21 +191,12 @@ def merge_adapter(
         else adapter_config(base.skeleton, saved, adapter)
     )
     form = base.form()
-    model = inject_lora_params(base.skeleton, lora, torch.device("cpu"), seed=None)
-    load_weights(model, adapter, find_layers(base.skeleton)[0])
-    check_base(adapter, base.index)
-    check_mergeable(base.skeleton)
+    _attach(base, lora, adapter)
     parted = untied(base.skeleton)
     changes = dict(base.config_changes) | ({"tie_word_embeddings": False} if parted else {})
     merged = MergedTensors(base, rounding, seed)
     if parted:
-        untied_names = " and ".join(
-            sorted({name for pair in base.skeleton.all_tied_weights_keys.items() for name in pair})
-        )
-        note(
-            f"{untied_names} are no longer one: each is written, and config.json has "
-            "tie_word_embeddings: false"
-        )
+        note(_untied_note(base.skeleton))
 
     def pieces(name: str) -> Iterable[memoryview]:
         return form.pieces(name, merged.changed, merged.value)
@@ -218,4 +210,20 @@ def merge_adapter(
         changes,
         code=trust_remote_code,
         write_extra=partial(carry_rendering, adapter),
+    )
+
+
+def _attach(base: StoredModel, lora: LoraConfig, adapter: Path) -> None:
+    """Attach a saved adapter to the model that it was trained on, and load its weights."""
+    model = inject_lora_params(base.skeleton, lora, torch.device("cpu"), seed=None)
+    load_weights(model, adapter, find_layers(base.skeleton)[0])
+    check_base(adapter, base.index)
+    check_mergeable(base.skeleton)
+
+
+def _untied_note(model: PreTrainedModel) -> str:
+    names = sorted({name for pair in model.all_tied_weights_keys.items() for name in pair})
+    return (
+        f"{' and '.join(names)} are no longer one: each is written, and config.json has "
+        "tie_word_embeddings: false"
     )

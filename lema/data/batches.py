@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from lema.data.columns import IGNORED
-from lema.data.dataset import grouped_by_length, lengths_of, shuffled
+from lema.data.dataset import Rows, grouped_by_length, lengths_of, shuffled
 from lema.errors import DataError
 
 __all__ = ["OF_ROWS", "Batch", "Batches", "collate", "dealt", "split_batch"]
@@ -172,7 +172,7 @@ class Batches:
 
     def __init__(
         self,
-        dataset: Sequence[TokenRow],
+        dataset: Rows,
         batch_size: int,
         seed: int = 0,
         shuffle: bool = True,

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol, cast, overload
+from typing import Any, Protocol, Self, TypeVar, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ __all__ = [
     "ROW",
     "Columns",
     "Counts",
+    "Rows",
     "Skipped",
     "Table",
     "TokenDataset",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 TokenRow = dict[str, list[int]]
+Numbers = Sequence[int] | npt.NDArray[np.integer[Any]]
 Skipped = dict[str, Any]
 """A row that was cut or dropped: its `file` and `line`, `why`, its `tokens`, and of a cut one
 what it lost.
@@ -95,6 +97,20 @@ class Tokens(Protocol):
     def __getitem__(self, where: slice, /) -> npt.NDArray[np.int32]: ...
 
 
+class Rows(Protocol):
+    """The rows of a data set by number, or its examples."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...  # columns by name; of an example, its rows
+
+
+class Countable(Rows, Protocol):
+    """Rows of which the first can be taken without reading any."""
+
+    def first_rows(self, count: int, /) -> Self: ...
+
+
 class Keeper(Protocol):
     """Keeps a small text in the directory of the tokens, by name."""
 
@@ -130,7 +146,7 @@ class Columns:
     # as of `lema.data.forms.Remarks`
     remarks: dict[str, tuple[int, str]] = field(default_factory=dict)
 
-    def append(self, row: Row, ids: Any, labels: Any, cut: Any, mark: int = 0) -> None:
+    def append(self, row: Row, ids: Numbers, labels: Numbers, cut: Numbers, mark: int = 0) -> None:
         """Take in a tokenised row, lists or arrays; `cut` has the labels of the tokens that were
         cut off its end.
         """
@@ -190,15 +206,21 @@ class TokenDataset(Sequence[TokenRow]):
     The data set has the `rows` of the table in their order, or all. `notes` are for the user, a
     line each; `shares` those it was `mixed` in."""
 
-    shares: Mapping[str, float] | None = None
-
     def __init__(
-        self, table: Table, rows: npt.NDArray[np.int64] | None = None, *, part: bool = False
+        self,
+        table: Table,
+        rows: npt.NDArray[np.int64] | None = None,
+        *,
+        part: bool = False,
+        notes: tuple[str, ...] | None = None,
+        shares: Mapping[str, float] | None = None,
     ) -> None:
         self._table = table
         self._rows = np.arange(len(table.rows)) if rows is None else rows
         self._part = part
-        self.notes = () if part else table.notes
+        of_table = () if part else table.notes
+        self.notes = of_table if notes is None else notes
+        self.shares = shares
 
         def total(name: str) -> int:
             return int(
@@ -288,11 +310,14 @@ class TokenDataset(Sequence[TokenRow]):
 
     def select(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> "TokenDataset":
         """The rows at these places, in this order; shares the tokens with this data set."""
-        selection = TokenDataset(
-            self._table, self._rows[np.asarray(rows, dtype=np.int64)], part=True
+        indices = np.asarray(rows, dtype=np.int64)
+        return TokenDataset(self._table, self._rows[indices], part=True, shares=self.shares)
+
+    def first_rows(self, count: int) -> "TokenDataset":
+        """The first so many rows, with the notes on all of them."""
+        return TokenDataset(
+            self._table, self._rows[:count], part=True, notes=self.notes, shares=self.shares
         )
-        selection.shares = self.shares
-        return selection
 
     def mixed(
         self, sets: Mapping[str, str], rates: Mapping[str, float], seed: int
@@ -322,12 +347,13 @@ class TokenDataset(Sequence[TokenRow]):
             ]
             descriptions.append(f"{name} {num_rows:,} rows, each {num_rows / len(rows):.3g} times")
         order = np.concatenate(parts)
-        mixture = TokenDataset(
-            self._table, order[shuffled(len(order), seed, stream=2**33 - 1)], part=self._part
+        return TokenDataset(
+            self._table,
+            order[shuffled(len(order), seed, stream=2**33 - 1)],
+            part=self._part,
+            notes=(*self.notes, f"an epoch has of {'; of '.join(descriptions)}"),
+            shares=dict(rates),
         )
-        mixture.notes = (*self.notes, f"an epoch has of {'; of '.join(descriptions)}")
-        mixture.shares = dict(rates)
-        return mixture
 
     def split(self, eval_split: float | int, seed: int) -> tuple["TokenDataset", "TokenDataset"]:
         """Rows to train on and rows to evaluate on, drawn by the seed alone; each keeps the order
@@ -381,7 +407,7 @@ def shuffled(count: int, seed: int, stream: int) -> npt.NDArray[np.int64]:
     return np.argsort(keys, kind="stable").astype(np.int64)
 
 
-def lengths_of(rows: Any) -> npt.NDArray[np.int64]:
+def lengths_of(rows: Rows) -> npt.NDArray[np.int64]:
     """The tokens of each row, int64 `[rows]`; rows that do not know how many they have are read
     for it.
     """
@@ -405,14 +431,25 @@ def grouped_by_length(
     return order[indices]
 
 
-def first_rows(rows: Any, count: int | None) -> Any:
+SomeRows = TypeVar("SomeRows", bound=Countable)
+
+
+@overload
+def first_rows(rows: SomeRows, count: int | None) -> SomeRows: ...
+@overload
+def first_rows(rows: None, count: int | None) -> None: ...
+@overload
+def first_rows(rows: Rows, count: int | None) -> Rows: ...
+@overload
+def first_rows(rows: Rows | None, count: int | None) -> Rows | None: ...
+def first_rows(rows: Rows | None, count: int | None) -> Rows | None:
     """Return the first so many rows of a data set, or examples; None: all of them."""
     if rows is None or count is None or len(rows) <= count:
         return rows
-    if not hasattr(rows, "select"):
-        return [rows[index] for index in range(count)]
-    selection = rows.select(range(count))
-    notes = getattr(rows, "notes", None)
-    if notes:
-        selection.notes = notes
+    if (first := getattr(rows, "first_rows", None)) is not None:
+        selection: Rows = first(count)
+    elif (select := getattr(rows, "select", None)) is not None:  # of the library `datasets`
+        selection = select(range(count))
+    else:
+        selection = [rows[index] for index in range(count)]
     return selection

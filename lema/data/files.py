@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from types import ModuleType
+from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 from lema.backend.host.limits import bounded_memory
 from lema.errors import DataError, installing, unreadable
@@ -22,6 +23,8 @@ from lema.storage.regular import expanded
 
 __all__ = ["Piece", "Row", "Where", "find_files", "load_rows", "pieces_of", "read_rows"]
 
+T = TypeVar("T")
+Paths: TypeAlias = str | Path | Iterable[str | Path]
 _BLANK = re.compile(r"[ \t\r\n]*")
 _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
@@ -62,7 +65,7 @@ def find_files(paths: str | Path | Iterable[str | Path], first: int | None = Non
     return [file for path in path_list for file in _expand(path, first)]
 
 
-def local_paths(paths: Any) -> list[Path]:
+def local_paths(paths: Paths | Mapping[str, Paths] | None) -> list[Path]:
     """Return the files and directories that the settings of data name, globs as what they match,
     without opening any; a data set of the hub is none."""
     if isinstance(paths, Mapping):
@@ -259,7 +262,7 @@ def _check_unpacked(path: Path, sizes: Iterable[int]) -> None:
         raise DataError(UNPACKS, where=str(path), how=DISTRUST)
 
 
-def _arrow(path: Path) -> Any:
+def _arrow(path: Path) -> ModuleType:
     """Return the library that reads columns and expands compressed files. `DataError`: it is not
     installed.
     """
@@ -452,7 +455,7 @@ def _batches(path: Path) -> Iterator[Any]:
             yield from pyarrow.ipc.open_stream(mapped)
 
 
-def _within_memory(path: Path, number: int, function: Callable[[], Any]) -> Any:
+def _within_memory(path: Path, number: int, function: Callable[[], T]) -> T:
     """Call what unpacks columns: a few bytes may stand for any number of long texts."""
     try:
         with bounded_memory():

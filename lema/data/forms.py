@@ -19,7 +19,7 @@ from lema.storage.modelfiles import MAX_TEMPLATE_BYTES
 from lema.storage.regular import expanded, read_regular
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 __all__ = [
     "IGNORED",
@@ -186,7 +186,7 @@ def list_of(row: Row, column: str) -> list[Any]:
     return list(value)
 
 
-def text_of(row: Row, value: Any, name: str, at: str = "") -> str:
+def text_of(row: Row, value: object, name: str, at: str = "") -> str:
     """A text that any tokenizer takes."""
     if not isinstance(value, str):
         raise row.broken(f"{name} should be text, not {type(value).__name__}", at=at)
@@ -206,7 +206,7 @@ def text_of(row: Row, value: Any, name: str, at: str = "") -> str:
     return value
 
 
-def flag_of(row: Row, value: Any, name: str, at: str = "") -> bool:
+def flag_of(row: Row, value: object, name: str, at: str = "") -> bool:
     """Whether to train, as `train: false` or `weight: 0` say; a weight between the two is
     refused.
     """
@@ -229,7 +229,7 @@ def num_alike(first: Sequence[Any], second: Sequence[Any]) -> int:
 DEFAULT_LENGTH = 1024  # tokens; what TRL cuts at
 
 
-def num_positions(config: Any) -> int | None:
+def num_positions(config: "PreTrainedConfig") -> int | None:
     """Return the most tokens that a model takes at once, as the config of its text part says;
     None: any number.
     """

@@ -172,9 +172,16 @@ class Mixture:
             for sampling in samplings
         }
 
-    def _share(self, draws: list[Draw], sources: Mapping[str, Source], *process: Any) -> list[Draw]:
+    def _share(
+        self,
+        draws: list[Draw],
+        sources: Mapping[str, Source],
+        rank: int,
+        size: int,
+        at_once: int | None,
+    ) -> list[Draw]:
         lengths = [self._length(sources[draw.source], draw.row) for draw in draws]
-        return [draws[index] for group in dealt(lengths, *process) for index in group]
+        return [draws[index] for group in dealt(lengths, rank, size, at_once) for index in group]
 
     def _length(self, source: Source, row: int) -> int:
         if isinstance(source, PackedTokens):

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, TypeAlias
+from typing import Annotated, Any, BinaryIO, Literal, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ SPLITS = ("train", "val")
 CHUNK = 1 << 16  # tokens that are given one by one are written so many at a time
 READ_BYTES = 1 << 20
 AGAIN = "write it again with write_packed, or copy it again"
+Block: TypeAlias = Mapping[str, npt.NDArray[np.int64]]
 Item: TypeAlias = int | Sequence[int] | npt.NDArray[Any] | Mapping[str, Any]
 """A token, a row of tokens, or a row with `input_ids`."""
 
@@ -51,7 +52,7 @@ class PackedHeader:
     sha256: StrictStr | None = None  # of the file, in hexadecimal; None: not known
 
 
-class PackedTokens(Sequence[Mapping[str, npt.NDArray[np.int64]]]):
+class PackedTokens(Sequence[Block]):
     """The whole blocks of a packed file, as a sequence of rows with `input_ids` and `labels`, which
     are the same. `path`: a `.bin` file with its header next to it, or the directory of `train.bin`.
     `block`: tokens in a block. `vocab_size`: how many tokens the model knows; None: not known, and
@@ -95,7 +96,11 @@ class PackedTokens(Sequence[Mapping[str, npt.NDArray[np.int64]]]):
     def __len__(self) -> int:
         return self.header.num_tokens // self.block_size
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> Block: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Block]: ...
+    def __getitem__(self, index: int | slice) -> Block | list[Block]:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         tokens = self.block(index if index >= 0 else len(self) + index)
@@ -242,7 +247,7 @@ def _pieces(tokens: Iterable[Item]) -> Iterator[tuple[str, npt.NDArray[Any]]]:
         yield f"row {number}", _array(item.get("input_ids") if isinstance(item, Mapping) else item)
 
 
-def _array(ids: Any) -> npt.NDArray[Any]:
+def _array(ids: object) -> npt.NDArray[Any]:
     try:
         return np.asarray(ids)
     except ValueError:  # rows within a row, of several lengths

@@ -117,6 +117,12 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
         labels = None if self._labels is None else self._labels[indices]
         return PreferenceDataset(self.rows.select(rows), labels, self._max_length)
 
+    def first_rows(self, count: int) -> PreferenceDataset:
+        """The first so many examples, with the notes on all of them."""
+        labels = None if self._labels is None else self._labels[:count]
+        rows = self.rows.first_rows(count * self.rows_each)
+        return PreferenceDataset(rows, labels, self._max_length)
+
     def split(
         self, eval_split: float | int, seed: int
     ) -> tuple[PreferenceDataset, PreferenceDataset]:

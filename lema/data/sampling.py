@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import BeforeValidator, ConfigDict, Strict
 
@@ -31,7 +31,7 @@ class SamplingError(ConfigError, ValueError):
     """
 
 
-def _style(value: Any) -> Style:
+def _style(value: object) -> Style:
     """The style by its name, in capitals or not."""
     choices = ", ".join(Style)
     name = value.upper() if isinstance(value, str) else value
@@ -42,7 +42,7 @@ def _style(value: Any) -> Style:
         raise SamplingError(
             f"{value!r} is not a style of sampling", where="style", how=f"use one of {choices}"
         )
-    return Style(name)
+    return Style(str(name))
 
 
 @dataclass(frozen=True)

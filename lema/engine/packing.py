@@ -20,9 +20,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lema.data.batches import TokenRow
 from lema.data.columns import IGNORED
-from lema.data.dataset import lengths_of, shuffled
+from lema.data.dataset import Rows, lengths_of, shuffled
 from lema.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -126,9 +125,7 @@ class Packs(Sequence[dict[str, list[int]]]):
     nothing is trained, such as a part of a long prompt, is left out. `DataError`: a row is longer
     than a pack, and not `wrapped`; or no pack is left."""
 
-    def __init__(
-        self, rows: Sequence[TokenRow], length: int, seed: int, *, wrapped: bool = False
-    ) -> None:
+    def __init__(self, rows: Rows, length: int, seed: int, *, wrapped: bool = False) -> None:
         self._rows = rows
         self._about = (length, seed, wrapped)
         lengths = lengths_of(rows)

@@ -4,7 +4,7 @@ as rows of tokens.
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -12,24 +12,28 @@ from torch import Tensor
 from lema.config import LemaConfig
 from lema.data import TokenDataset, longest_row, num_positions
 from lema.data.columns import FLAGS
+from lema.data.dataset import Rows
 from lema.data.preference import PreferenceDataset
-from lema.data.read import mixed
+from lema.data.read import Data, mixed
 from lema.engine import StreamedModel
 from lema.engine.head.loss import IGNORED
 from lema.engine.packing import Packs, check_packing
 from lema.errors import DataError
 from lema.model.files import ModelFiles, read_data
 
-__all__ = ["as_batch", "as_rows", "packed"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+__all__ = ["Dataset", "as_batch", "as_rows", "packed"]
 
 NAMES = ("input_ids", "labels", "attention_mask")
 
 
 def as_batch(
-    inputs: Any,
+    inputs: Tensor | Mapping[str, Any],
     labels: Tensor | None = None,
     attention_mask: Tensor | None = None,
-    text_config: Any = None,
+    text_config: "PreTrainedConfig | None" = None,
     files: ModelFiles | None = None,
 ) -> dict[str, Tensor]:
     """Return one mapping of `input_ids`, `labels` and, where given, `attention_mask`; see
@@ -37,7 +41,23 @@ def as_batch(
     in its `files` what padding looks like. Raises `DataError` where a tensor is missing, or they
     are not whole numbers of one shape `[batch, sequence]`, or a token is outside the vocabulary, or
     rows look padded and nothing says where."""
+    batch = _tensors(inputs, labels, attention_mask)
+    if "labels" not in batch:
+        batch["labels"] = _all_but_padding(batch, text_config, files)
+    _check_shapes(batch)
+    if isinstance(inputs, Mapping):
+        batch |= _of_rows(inputs, len(batch["input_ids"]))
     vocab_size = getattr(text_config, "vocab_size", None)
+    if vocab_size is not None:
+        _check_range("input_ids", batch["input_ids"], vocab_size)
+        _check_range("labels", batch["labels"][batch["labels"] != IGNORED], vocab_size)
+    return batch
+
+
+def _tensors(
+    inputs: Tensor | Mapping[str, Any], labels: Tensor | None, attention_mask: Tensor | None
+) -> dict[str, Tensor]:
+    """Return what was given of token ids, labels and mask by name; all are tensors."""
     if isinstance(inputs, Tensor):
         batch: dict[str, Any] = {"input_ids": inputs}
     elif isinstance(inputs, Mapping) and "input_ids" in inputs:
@@ -50,23 +70,30 @@ def as_batch(
     batch |= {name: tensor for name, tensor in extra_tensors.items() if tensor is not None}
     if wrong := [name for name, value in batch.items() if not isinstance(value, Tensor)]:
         raise DataError(f"{', '.join(wrong)} should be torch tensors", where="train_step")
-    if "labels" not in batch:
-        ids = batch["input_ids"]
-        mask = batch.get("attention_mask")
-        if mask is None and ids.ndim == 2:
-            # Only a tokenizer that was used is asked, because loading one takes seconds.
-            for source in (
-                text_config,
-                vars(files).get("tokenizer") if files is not None else None,
-            ):
-                _check_padding(
-                    ids,
-                    getattr(source, "pad_token_id", None),
-                    getattr(source, "eos_token_id", None),
-                )
-        batch["labels"] = (
-            ids if mask is None or mask.shape != ids.shape else ids.masked_fill(mask == 0, IGNORED)
-        )
+    return batch
+
+
+def _all_but_padding(
+    batch: Mapping[str, Tensor], text_config: "PreTrainedConfig | None", files: ModelFiles | None
+) -> Tensor:
+    """Return labels of every token but padding, which the mask shows; without one there may be
+    none.
+    """
+    ids = batch["input_ids"]
+    mask = batch.get("attention_mask")
+    if mask is None and ids.ndim == 2:
+        # Only a tokenizer that was used is asked, because loading one takes seconds.
+        tokenizer = vars(files).get("tokenizer") if files is not None else None
+        for source in (text_config, tokenizer):
+            pad = getattr(source, "pad_token_id", None)
+            _check_padding(ids, pad, getattr(source, "eos_token_id", None))
+    if mask is None or mask.shape != ids.shape:
+        return ids
+    return ids.masked_fill(mask == 0, IGNORED)
+
+
+def _check_shapes(batch: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that are not of one shape `[batch, sequence]`, or not whole numbers."""
     shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
     if (
         len(set(shapes.values())) != 1
@@ -82,26 +109,23 @@ def as_batch(
             raise DataError(
                 f"{name} should be whole numbers, not {batch[name].dtype}", where="train_step"
             )
-    if isinstance(inputs, Mapping):  # what an objective knows of rows, such as their advantages
-        rows = {
-            name: tensor
-            for name, tensor in inputs.items()
-            if isinstance(tensor, Tensor) and name not in NAMES
-        }
-        if wrong := [
-            name for name, tensor in rows.items() if len(tensor) != len(batch["input_ids"])
-        ]:
-            raise DataError(
-                f"{', '.join(wrong)} should have one entry for each row", where="train_step"
-            )
-        batch |= rows
-    if vocab_size is not None:
-        _check_range("input_ids", batch["input_ids"], vocab_size)
-        _check_range("labels", batch["labels"][batch["labels"] != IGNORED], vocab_size)
-    return batch
 
 
-def _check_padding(ids: Tensor, pad: int | None, end: Any) -> None:
+def _of_rows(inputs: Mapping[str, Any], count: int) -> dict[str, Tensor]:
+    """Return what an objective knows of each of so many rows, such as their advantages."""
+    rows = {
+        name: tensor
+        for name, tensor in inputs.items()
+        if isinstance(tensor, Tensor) and name not in NAMES
+    }
+    if wrong := [name for name, tensor in rows.items() if len(tensor) != count]:
+        raise DataError(
+            f"{', '.join(wrong)} should have one entry for each row", where="train_step"
+        )
+    return rows
+
+
+def _check_padding(ids: Tensor, pad: int | None, end: object) -> None:
     """Refuse rows that end or begin with padding, more than the one token that may end a text:
     it would be trained.
     """
@@ -137,30 +161,30 @@ def _check_range(name: str, tokens: Tensor, vocab_size: int) -> None:
         )
 
 
+Dataset: TypeAlias = Data | Rows
+"""Rows of `input_ids` and `labels`; text, prompts or messages as dictionaries; or files."""
+
+
 def as_rows(
-    data: Any, config: LemaConfig, files: ModelFiles | None, report: Callable[[str], None]
-) -> Any:
+    data: Dataset, config: LemaConfig, files: ModelFiles | None, report: Callable[[str], None]
+) -> Rows:
     """Return data as rows of `input_ids` and `labels`: as they are where they have them, and
     nothing that says which to leave out; else read and tokenised as files are. They are such rows;
-    or text, prompts or messages as dictionaries, a `datasets.Dataset` of them, or files; or None.
+    or text, prompts or messages as dictionaries, a `datasets.Dataset` of them, or files.
     `report` is called with what there is to say of data that were tokenised. Raises `DataError` as
     `lema.data.prepare_data`, and where there is no tokenizer."""
-    if data is None or isinstance(data, TokenDataset | PreferenceDataset):
+    if isinstance(data, TokenDataset | PreferenceDataset):
         return data
-    sized = (
-        hasattr(data, "__len__")
-        and hasattr(data, "__getitem__")
-        and not isinstance(data, str | Mapping)
-    )
-    # once, because a row of the caller's may take time to make
-    first = data[0] if sized and len(data) else None
-    if sized and not isinstance(first, Mapping | str | Path):
-        return data
-    if isinstance(first, Mapping) and {"input_ids", "labels"} <= first.keys():
-        # not all, where making a row may take time
-        sample = data if type(data) is list else [first]
-        if not any(FLAGS & row.keys() for row in sample):
+    if _is_numbered(data):
+        # once, because a row of the caller's may take time to make
+        first = data[0] if len(data) else None
+        if not isinstance(first, Mapping | str | Path):
             return data
+        if isinstance(first, Mapping) and {"input_ids", "labels"} <= first.keys():
+            # not all, where making a row may take time
+            sample = data if type(data) is list else [first]
+            if not any(FLAGS & row.keys() for row in sample):
+                return data
     if files is None:
         how = (
             "tokenise them with lema.data.prepare_data, or take the trainer from "
@@ -172,26 +196,34 @@ def as_rows(
     # data sets by name, which the config knows
     if isinstance(data, Mapping) and data == config.train_data:
         data = config.train_data
-    read = read_data(config, files, data)
+    read: TokenDataset | PreferenceDataset = read_data(config, files, data)
     read = mixed(config, read) if data is config.train_data else read
     for line in (f"data: {read.counts}", *read.notes):
         report(line)
     return read
 
 
+def _is_numbered(data: object) -> TypeGuard[Rows]:
+    return (
+        hasattr(data, "__len__")
+        and hasattr(data, "__getitem__")
+        and not isinstance(data, str | Mapping)
+    )
+
+
 def packed(
-    rows: Any,
+    rows: Rows,
     model: StreamedModel,
     config: LemaConfig,
     report: Callable[[str], None] = lambda _: None,
     *,
     checked: bool = False,
-) -> Any:
+) -> Rows:
     """Return rows joined into packs, where the config asks for that; `report` is told how many
     there are. The model is asked whether it can be trained on them, unless it is `checked` already.
     Raises `ConfigError` where it does not keep the rows of a pack apart, `DataError` where a row
     does not fit."""
-    if rows is None or not config.packing:
+    if not config.packing:
         return rows
     if not len(rows):
         raise DataError("the data set is empty", how="give at least one row")

@@ -4,13 +4,13 @@ it is in.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lema.backend import Replicas
 from lema.config import LemaConfig
+from lema.data.dataset import Rows
 from lema.data.mixture import Mixture
 from lema.engine import StreamedModel
 from lema.engine.head.loss import split_batch
@@ -71,7 +71,7 @@ def evaluate(model: StreamedModel, passes: Iterable[EvalPass]) -> dict[str, floa
 
 
 def passes_of_rows(
-    dataset: Any, config: LemaConfig, replicas: Replicas, padding: Padding | None = None
+    dataset: Rows, config: LemaConfig, replicas: Replicas, padding: Padding | None = None
 ) -> Iterator[EvalPass]:
     """Yield this process's batches of a data set, in its order; batches go to the processes in
     turn.

@@ -14,7 +14,13 @@ from typing import Any
 
 import transformers.trainer_callback as hooks
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import EarlyStoppingCallback, SchedulerType, TrainerState, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    SchedulerType,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.integrations import (
     get_available_reporting_integrations,
     get_reporting_integration_callbacks,
@@ -127,7 +133,14 @@ def with_bar(callbacks: Sequence[Any], config: LemaConfig) -> Sequence[Any]:
 class _Bar(hooks.ProgressCallback):
     """The bar of `transformers.Trainer`; the other numbers of a line are in metrics.jsonl."""
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, float] | None = None,
+        **kwargs: object,
+    ) -> None:
         """Write what people look at."""
         logged_names = (
             "loss",
@@ -147,7 +160,7 @@ class NotePlan(hooks.TrainerCallback):
     settings; or `DiskError`.
     """
 
-    def __init__(self, config: LemaConfig, plan: Mapping[str, Any], **about: Any) -> None:
+    def __init__(self, config: LemaConfig, plan: Mapping[str, Any], **about: object) -> None:
         about |= {
             "plan": plan,
             "settings": config.to_dict(),
@@ -156,7 +169,13 @@ class NotePlan(hooks.TrainerCallback):
         self._file = Path(config.output_dir) / PLAN_NAME
         self._contents = about
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002 - called so
+    def on_train_begin(
+        self,
+        args: TrainingArguments,  # noqa: ARG002 - called so
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002
+        **kwargs: object,  # noqa: ARG002
+    ) -> None:
         """Write it."""
         replace_file(
             self._file, json.dumps({"steps": state.max_steps, **self._contents}, indent=1).encode()
@@ -303,7 +322,7 @@ class RunEvents:
         self.state.stateful_callbacks = states
         self.state.save_to_json(str(directory / TRAINER_STATE))
 
-    def fire(self, event: str, *details: Any) -> None:
+    def fire(self, event: str, *details: object) -> None:
         """Call every callback."""
         assert self._handler is not None, "nothing was begun"
         # between them, what is kept is when it was 0
@@ -395,7 +414,7 @@ class RunEvents:
         epoch = {} if self._at.epoch is None else {"epoch": self._at.epoch}
         self.fire("on_log", {**logs, **epoch})
 
-    def event(self, name: str, **details: Any) -> None:
+    def event(self, name: str, **details: object) -> None:
         """Write that something happened between two steps; no loss is in such a line."""
         self._write("event", {"event": name, **details})
 

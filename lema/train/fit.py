@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lema.backend.group import check_alike, first_alone
 from lema.backend.interrupt import Stop
 from lema.config import LemaConfig
-from lema.data.dataset import first_rows
+from lema.data.dataset import Rows, first_rows
 from lema.engine.frozen_prefix import PrefixCache
 from lema.errors import AdapterError, ConfigError, ReadError
 from lema.lora.base import Base
@@ -86,7 +86,11 @@ class PlainRun:
     trains: str | None = None
 
     def __init__(
-        self, steps: Steps, dataset: Any, eval_dataset: Any, report: Reporter = print
+        self,
+        steps: Steps,
+        dataset: Rows,
+        eval_dataset: Rows | None,
+        report: Reporter = print,
     ) -> None:
         self.steps = steps
         config = steps.config
@@ -106,8 +110,10 @@ class PlainRun:
             self._report(
                 f"steps of {config.tokens_per_step:,} tokens at most: {self._sampler.num_steps:,}"
             )
-        eval_rows = first_rows(eval_dataset, config.max_eval_samples)
-        self._eval_dataset = packed(eval_rows, steps.model, config, checked=True)
+        self._eval_dataset: Rows | None = None
+        if eval_dataset is not None:
+            eval_rows = first_rows(eval_dataset, config.max_eval_samples)
+            self._eval_dataset = packed(eval_rows, steps.model, config, checked=True)
         self.evaluates = eval_dataset is not None
         self._past: dict[str, Any] = {}  # what an earlier process logged and found best
         self.schedule: LRScheduler  # from `train` on
@@ -351,6 +357,7 @@ class PlainRun:
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss of the data set to evaluate on."""
         model = self.steps.model
+        assert self._eval_dataset is not None, "a run without such rows evaluates nothing"
         return evaluate(
             model, passes_of_rows(self._eval_dataset, self._config, self._replicas, model.padding)
         )

@@ -108,9 +108,7 @@ def cut_metrics(
         with open_regular(file, inside=True) as opened:
             data = opened.read()
         lines = data[:size].splitlines(keepends=True)
-        retained = b"".join(
-            line for line in lines if not isinstance(row := _row(line), dict) or keep(row)
-        )
+        retained = b"".join(line for line in lines if (row := _row(line)) is None or keep(row))
         if len(retained) < len(data):
             with replacing(file) as out:
                 out.write(retained)
@@ -127,7 +125,7 @@ def check_unused(config: LemaConfig, ended: Sequence[str] = ("train_loss",)) -> 
         contents = "an adapter"
     elif (file := directory / METRICS_NAME).is_file():
         with disk_errors(file), open_regular(file, inside=True) as lines:
-            rows = filter(lambda row: isinstance(row, dict), map(_row, lines))
+            rows = (row for line in lines if (row := _row(line)) is not None)
             contents = (
                 "the metrics of another run"
                 if any(name in row for row in rows for name in ended)
@@ -139,9 +137,12 @@ def check_unused(config: LemaConfig, ended: Sequence[str] = ("train_loss",)) -> 
         raise ConfigError(what, where=str(directory), how=how)
 
 
-def _row(line: bytes) -> Any:
+def _row(line: bytes) -> dict[str, Any] | None:
+    """Return the JSON object of a line; None: it has none."""
     with suppress(ValueError):
-        return json.loads(line)
+        row = json.loads(line)
+        return row if isinstance(row, dict) else None
+    return None
 
 
 def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
@@ -209,7 +210,7 @@ def plot_loss(metrics_file: str | PathLike[str], png: str | PathLike[str]) -> bo
     return True
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from lema.backend import Backend
 from lema.backend.group import first_alone
@@ -137,27 +137,13 @@ class LemaModel:
         self.trusted = trust_remote_code
         self.files = files or ModelFiles(config, trust_remote_code=trust_remote_code)
         self.directory = self.files.directory
-        hf_config = deepcopy(self.files.config)
-        if config.model_type is not None and config.model_type != hf_config.model_type:
-            what = f"the model is of type {hf_config.model_type!r}, not {config.model_type!r}"
-            raise ConfigError(
-                what,
-                where=str(self.directory / "config.json"),
-                how="correct model_type, or remove it",
-            )
+        hf_config = _own_config(self.files, config)
         self.backend = backend or open_backend(config)
         self.gbi = GlobalBinaryIndex(
             config.gbi_path or own_weights(config.model_name_or_path, self.directory)
         )
         self.computing = computing_of(hf_config, self.gbi, config, self.backend)
-        for note in self.computing.notes if self.backend.replicas.first else ():
-            warnings.warn(note, stacklevel=2)
-        if ignored_outputs := other_outputs(hf_config):
-            what = (
-                f"config.json sets {' and '.join(ignored_outputs)}, which changes no number, "
-                "and streamed layers do not do"
-            )
-            warnings.warn(f"{what}: the model returns logits and a loss", stacklevel=2)
+        _warn_of_config(hf_config, self.computing.notes if self.backend.replicas.first else ())
         if scores := num_labels is not None:
             hf_config.num_labels = num_labels
         self._task = "SEQ_CLS" if scores else "CAUSAL_LM"
@@ -165,11 +151,9 @@ class LemaModel:
         self.skeleton = meta_model(*arguments, trust_remote_code=trust_remote_code, scores=scores)
         compare_classes(self.skeleton, hf_config, trust_remote_code=trust_remote_code)
         self.fused = compute_fast(self.skeleton, config, self.backend)
-        self.records, self.dtypes = records, dtypes = (
-            match_names(self.skeleton, self.gbi),
-            target_dtypes(self.skeleton),
-        )
-        guard = BaseGuard(records) if config.check_base_weights else None
+        self.records = match_names(self.skeleton, self.gbi)
+        self.dtypes = target_dtypes(self.skeleton)
+        guard = BaseGuard(self.records) if config.check_base_weights else None
         self._reader = LayerReader(trace=trace, guard=guard, first_reads=FirstReads())
         self.split = Split(
             self.skeleton,
@@ -180,7 +164,7 @@ class LemaModel:
         name = self.split.layers_name
         self._trace = trace
         self._divided = False  # whether it is divided among processes
-        self._stored = StoredTensors(records, dtypes, self.backend, self._reader)
+        self._stored = StoredTensors(self.records, self.dtypes, self.backend, self._reader)
         self._head, self._tables = open_embed_head(
             self.skeleton, self._stored, config, self.backend.parallel
         )
@@ -204,7 +188,7 @@ class LemaModel:
         backend: Backend | None = None,
         trust_remote_code: bool = False,
         unread: Container[str] = (),
-        **overrides: Any,
+        **overrides: object,
     ) -> Self:
         """Open a saved adapter with its base model.
 
@@ -585,7 +569,7 @@ class LemaModel:
         *,
         batch_size: int | None = None,
         keys_values: KeyValues = "device",
-        **options: Any,
+        **options: object,
     ) -> list[str]:
         """Return the continuation of each prompt. A batch streams every layer once per new token.
 
@@ -669,3 +653,25 @@ class LemaModel:
         if self.lora_manager is None:
             raise ConfigError("the model has no adapter yet", how="call initialize_lora() first")
         return self.lora_manager
+
+
+def _own_config(files: ModelFiles, config: LemaConfig) -> PreTrainedConfig:
+    """Return a copy of the model's config, whose type is that of the settings."""
+    hf_config = deepcopy(files.config)
+    if config.model_type is not None and config.model_type != hf_config.model_type:
+        what = f"the model is of type {hf_config.model_type!r}, not {config.model_type!r}"
+        where = str(files.directory / "config.json")
+        raise ConfigError(what, where=where, how="correct model_type, or remove it")
+    return hf_config
+
+
+def _warn_of_config(hf_config: PreTrainedConfig, notes: Sequence[str]) -> None:
+    """Warn of what there is to note on how it is computed, and of outputs that are not made."""
+    for note in notes:
+        warnings.warn(note, stacklevel=3)
+    if ignored_outputs := other_outputs(hf_config):
+        what = (
+            f"config.json sets {' and '.join(ignored_outputs)}, which changes no number, "
+            "and streamed layers do not do"
+        )
+        warnings.warn(f"{what}: the model returns logits and a loss", stacklevel=3)

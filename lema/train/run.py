@@ -14,7 +14,8 @@ from lema.config import LemaConfig
 from lema.config.objective import WITH_REFERENCE
 from lema.config.printing import line_printer
 from lema.config.units import human_bytes, human_count, human_duration
-from lema.data.dataset import first_rows
+from lema.data.dataset import TokenDataset, first_rows
+from lema.data.preference import PreferenceDataset
 from lema.errors import ConfigError
 from lema.model.files import ModelFiles, read_data, training_rows
 from lema.plan.plan import brief, verdict_of
@@ -29,8 +30,8 @@ from lema.train.stop import STOP_FILE, StopOnSignal
 
 __all__ = ["load_data", "train"]
 
-Rows: TypeAlias = Any
-"""A `TokenDataset`; for an objective of examples, a `PreferenceDataset`."""
+Dataset: TypeAlias = TokenDataset | PreferenceDataset
+"""The rows of a run; for an objective of examples, those."""
 
 
 def train(
@@ -42,7 +43,7 @@ def train(
     console: Console | None = None,
     trust_remote_code: bool = False,
     trace: NoTrace = NO_TRACE,
-    show: Callable[[Planner, Rows], None] | None = None,
+    show: Callable[[Planner, Dataset], None] | None = None,
 ) -> dict[str, Any]:
     """Train with a config, save the adapter to `output_dir`, and return what the run has come to.
 
@@ -91,20 +92,7 @@ def train(
     ) as model:
         replicas = model.backend.replicas
         shown.quiet = shown.quiet or not replicas.first
-        if replicas.size > 1:
-            participants = (
-                "each"
-                if (group_size := model.backend.parallel.size) == 1
-                else f"each {group_size} of them"
-            )
-            out(f"{replicas.num_processes} processes, {participants} with its share of every batch")
-        model.initialize_lora()
-        if model.settle_tokens():
-            tokens = model.config.tokens_per_step
-            out(
-                f"tokens_per_step: auto is {tokens:,}, from which reading is hidden behind "
-                "computing"
-            )
+        _prepare(model, out)
         model.allocation  # noqa: B018 - now, because what does not fit should be known before any data is read
         model.settle_date()
         train_data, eval_data = load_data(model)
@@ -130,6 +118,19 @@ def train(
         for line in _ended(result, trainer.global_step, config):
             out(line)
     return result
+
+
+def _prepare(model: LemaModel, out: Callable[[str], None]) -> None:
+    """Attach the adapter, and let the tokens of a step be known; tell of processes and tokens."""
+    replicas = model.backend.replicas
+    if replicas.size > 1:
+        group_size = model.backend.parallel.size
+        participants = "each" if group_size == 1 else f"each {group_size} of them"
+        out(f"{replicas.num_processes} processes, {participants} with its share of every batch")
+    model.initialize_lora()
+    if model.settle_tokens():
+        tokens = model.config.tokens_per_step
+        out(f"tokens_per_step: auto is {tokens:,}, from which reading is hidden behind computing")
 
 
 def _about(model: LemaModel) -> Iterator[str]:
@@ -194,7 +195,7 @@ def _ended(result: Mapping[str, Any], steps: int, config: LemaConfig) -> Iterato
     )
 
 
-def load_data(model: LemaModel) -> tuple[Rows, Rows | None]:
+def load_data(model: LemaModel) -> tuple[Dataset, Dataset | None]:
     """Read the data that the config names to train and evaluate on; `ConfigError`: none, else as
     `read_data`.
     """
@@ -205,6 +206,7 @@ def load_data(model: LemaModel) -> tuple[Rows, Rows | None]:
             where="train_data",
             how="give a file or a list of files",
         )
+    eval_rows: Dataset | None
     rows, eval_rows = training_rows(config, model.files)
     if config.eval_data:
         eval_rows = read_data(config, model.files, config.eval_data)

@@ -8,6 +8,7 @@ from torch import Tensor
 from lema.backend import Replicas
 from lema.config import LemaConfig
 from lema.data import Batches
+from lema.data.dataset import Rows
 from lema.engine.padding import Padding
 from lema.errors import ConfigError
 from lema.plan.step import tokens_at_once
@@ -21,7 +22,7 @@ class StepSampler:
     take fewer batches than the others."""
 
     def __init__(
-        self, dataset: Any, config: LemaConfig, replicas: Replicas, padding: Padding | None = None
+        self, dataset: Rows, config: LemaConfig, replicas: Replicas, padding: Padding | None = None
     ) -> None:
         self.dataset = dataset
         self._config = config
@@ -120,7 +121,7 @@ class StepSampler:
 
 
 def batches_of(
-    dataset: Any, config: LemaConfig, padding: Padding | None = None, **options: Any
+    dataset: Rows, config: LemaConfig, padding: Padding | None = None, **options: Any
 ) -> Batches:
     """Return the batches of a data set as the settings have them, where the model's rows are padded
     so; `options` are those of `Batches`. Raises `ConfigError` where `tokens_per_step` is no number

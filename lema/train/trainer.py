@@ -42,7 +42,7 @@ from lema.storage import GlobalBinaryIndex
 from lema.storage.locks import one_run
 from lema.storage.verify import BaseFiles
 from lema.stream import LayerStream
-from lema.train.batch import as_batch, as_rows, packed
+from lema.train.batch import Dataset, as_batch, as_rows, packed
 from lema.train.checkpoint.format import (
     Writer,
     about_run,
@@ -149,7 +149,10 @@ class LemaTrainer:
         self._denominator = self._trained_tokens = 0
 
     def train_step(
-        self, inputs: Any, labels: Tensor | None = None, attention_mask: Tensor | None = None
+        self,
+        inputs: Tensor | Mapping[str, Any],
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
     ) -> tuple[Tensor, float]:
         """Train on one batch, and step the optimizer after every `gradient_accumulation_steps`
         batches.
@@ -302,8 +305,8 @@ class LemaTrainer:
 
     def fit(
         self,
-        dataset: Any,
-        eval_dataset: Any = None,
+        dataset: Dataset,
+        eval_dataset: Dataset | None = None,
         *,
         resume: bool = False,
         weights_only: bool = False,
@@ -350,11 +353,13 @@ class LemaTrainer:
                 self.config = first_alone(
                     self.backend.replicas, partial(self.files.dated, self.config, then)
                 )
-            read = partial(as_rows, config=self.config, files=self.files, report=say)
-            rows = read(dataset)
+            rows = as_rows(dataset, self.config, self.files, say)
             if self.files is not None:
                 self.files.note_stop_tokens(rows)
-            run = PlainRun(self, rows, read(eval_dataset), say)
+            eval_rows = None
+            if eval_dataset is not None:
+                eval_rows = as_rows(eval_dataset, self.config, self.files, say)
+            run = PlainRun(self, rows, eval_rows, say)
             optimizer = self.ready()
             if self.global_step == 0:  # each process draws its own dropout
                 torch.manual_seed(self.config.seed + self.backend.replicas.rank)
@@ -399,7 +404,7 @@ class LemaTrainer:
             count, adapters + moments, Path(self.config.output_dir), self.backend.replicas
         )
 
-    def evaluate(self, dataset: Any) -> dict[str, float]:
+    def evaluate(self, dataset: Dataset) -> dict[str, float]:
         """Return `eval_loss`, `eval_perplexity` and `eval_tokens` of a data set, as
         `lema.train.evaluate` does.
         """

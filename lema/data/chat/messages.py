@@ -134,7 +134,7 @@ def _flag(row: Row, message: dict[str, Any], at: str) -> bool | None:
     return all(flags) if flags else None
 
 
-def _tool_calls(row: Row, calls: Any, at: str) -> list[dict[str, Any]]:
+def _tool_calls(row: Row, calls: object, at: str) -> list[dict[str, Any]]:
     """Calls in the form that templates are written for: each a function with a name and an
     object of arguments.
     """

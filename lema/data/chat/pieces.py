@@ -23,6 +23,7 @@ from lema.data.chat.turns import Span
 from lema.storage.modelfiles import library_errors
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Ids", "Learnt", "Pieces"]
@@ -124,7 +125,7 @@ def _inside(length: int, spans: Sequence[Span], count: Callable[[int], int]) -> 
     return inside
 
 
-def _may_cut(backend: Any, added: Iterable[Any]) -> bool:
+def _may_cut(backend: "Tokenizer", added: Iterable[Any]) -> bool:
     """Whether a part of a text begins at each space that follows no blank."""
     # An added token is looked for before a text is cut, so it must not reach over the border of two
     # pieces.

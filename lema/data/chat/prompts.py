@@ -18,7 +18,7 @@ from lema.data.forms import check_ids, num_positions, text_of
 from lema.errors import DataError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 __all__ = ["fitting", "prompt_ids", "read_prompts", "written"]
 
@@ -98,7 +98,9 @@ def prompt_ids(row: Row, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> l
     return encoded(tokenizer, rendered, row, has_special=True)
 
 
-def fitting(rows: Sequence[Row], prompts: Sequence[Sequence[int]], new: int, model: Any) -> None:
+def fitting(
+    rows: Sequence[Row], prompts: Sequence[Sequence[int]], new: int, model: PreTrainedConfig
+) -> None:
     """Refuse prompts with no tokens, with tokens that the model has no row of embeddings for, or
     with more than it has positions for, as the config of its text part says, `model`. `DataError`:
     it names the first."""

@@ -9,12 +9,14 @@ can be rendered elsewhere (`lema.data.chat.process`).
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = ["Write", "applied"]
 
 Write = Callable[[str, dict[str, Any]], str]
 """Returns what a template writes, of its text and the values that it gets by name."""
+
+Applied = TypeVar("Applied")
 
 _LOCK = threading.Lock()  # the function of the module of `transformers` is replaced for all threads
 
@@ -26,11 +28,11 @@ class _StandIn:
         self._template = template
         self._write = write
 
-    def render(self, **values: Any) -> str:
+    def render(self, **values: object) -> str:
         return self._write(self._template, values)
 
 
-def applied(apply: Callable[[], Any], write: Write) -> Any:
+def applied(apply: Callable[[], Applied], write: Write) -> Applied:
     """Call what applies a chat template and return what it returns, where the template itself is
     written by `write`.
     """

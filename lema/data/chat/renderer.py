@@ -38,10 +38,10 @@ SLOW = 0.2  # seconds of the processor in which a row that is not rendered ends 
 class Clock(datetime.datetime):
     """The clock of templates, which shows what the parent said with the row."""
 
-    shown: datetime.datetime
+    shown: "Clock"
 
     @classmethod
-    def now(cls, tz: datetime.tzinfo | None = None) -> Any:
+    def now(cls, tz: datetime.tzinfo | None = None) -> "Clock":
         """Return the time that is shown."""
         return cls.shown.replace(tzinfo=tz)
 

@@ -144,7 +144,7 @@ class Template:
         )
         return written[0] if written and written[0].text == text else Rendition(text, [])
 
-    def apply(self, messages: Messages, **options: Any) -> Any:
+    def apply(self, messages: Messages, **options: Any) -> object:
         """Apply the template as `transformers` does."""
         return self.tokenizer.apply_chat_template(
             messages, tools=self.tools, tokenize=False, **options

@@ -83,7 +83,7 @@ class TemplateCache:
         )
 
 
-def keep(cache: dict[Any, T], key: Any, value: T) -> None:
+def keep(cache: dict[Any, T], key: object, value: T) -> None:
     """Cache a result; clear the cache when it is too large, which happens for data of many
     shapes.
     """

@@ -98,7 +98,7 @@ def model_card(
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return a value without data of this machine: only the last part of a path that exists."""
     return (
         Path(value).name

@@ -369,7 +369,7 @@ def _flat(entries: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, An
             yield f"{outer}{key}", value
 
 
-def _insert(entries: dict[str, Any], path: str, value: Any) -> None:
+def _insert(entries: dict[str, Any], path: str, value: object) -> None:
     *outer, key = path.split(INSIDE)
     for name in outer:
         entries = entries.setdefault(name, {})
@@ -413,7 +413,7 @@ def _layouts(optimizer: Optimizer) -> list[Layout | None]:
     ]
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     """Return the number that a tensor is, such as a learning rate that compiled updates read."""
     if isinstance(value, Tensor) and not value.dim():
         return float(value)

@@ -59,7 +59,7 @@ class StreamingMixin(Below):
         TypeError: the trainer is before the mixin in the bases.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         before = cls.__mro__[: cls.__mro__.index(StreamingMixin)]
         if stepping := [base.__name__ for base in before[1:] if "get_batch_samples" in vars(base)]:
@@ -69,7 +69,7 @@ class StreamingMixin(Below):
 
     def __init__(
         self,
-        model: Any = None,
+        model: object = None,
         *args: Any,
         peft_config: Any = None,
         streaming: Mapping[str, Any] | None = None,

@@ -14,10 +14,10 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn, Self, cast
+from typing import Any, NoReturn, Self, SupportsIndex, cast
 
 import torch
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -54,7 +54,7 @@ def streamed(
     host_memory: str | float | int | None = None,
     trust_remote_code: bool = False,
     num_labels: int | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> "StreamedPeftModel":
     """Open a model by its directory or hub id, with adapters, as a PEFT model whose layers stream.
 
@@ -244,7 +244,9 @@ class StreamedPeftModel(PeftModel):
         self.stack.take_out()
         self.opened.close()
 
-    def add_adapter(self, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
+    def add_adapter(
+        self, adapter_name: str, peft_config: PeftConfig, *args: Any, **kwargs: Any
+    ) -> None:
         """Add an adapter as PEFT does, with the values that PEFT draws."""
         # because PEFT would move it to its base, which is nowhere
         kwargs["low_cpu_mem_usage"] = True
@@ -254,7 +256,7 @@ class StreamedPeftModel(PeftModel):
         self._make_real(adapter_name)
 
     def add_weighted_adapter(
-        self, adapters: list[str], weights: list[float], adapter_name: str, **kwargs: Any
+        self, adapters: list[str], weights: list[float], adapter_name: str, **kwargs: object
     ) -> None:
         """Add an adapter that is a combination of others, as PEFT does
         (`LoraModel.add_weighted_adapter`).
@@ -362,12 +364,12 @@ class StreamedPeftModel(PeftModel):
                 )
         return self
 
-    def merge_adapter(self, *_: Any, **__: Any) -> NoReturn:
+    def merge_adapter(self, *_: object, **__: object) -> NoReturn:
         """Refuse: the base's weights are not in memory."""
         what = "merging an adapter into weights that are in files"
         self._refuse(what, "use the adapter's files (save_pretrained), or run `lema merge`")
 
-    def merge_and_unload(self, *_: Any, **__: Any) -> NoReturn:
+    def merge_and_unload(self, *_: object, **__: object) -> NoReturn:
         """Refuse: the base's weights are not in memory."""
         self.merge_adapter()
 
@@ -380,7 +382,7 @@ class StreamedPeftModel(PeftModel):
             "running on several devices at once (DataParallel)", "make only one device visible"
         )
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse: its layers are in files that a copy would have to open."""
         self._refuse(
             "copying or pickling it", "call save_pretrained, then lema.streamed on the result"
@@ -409,7 +411,7 @@ def _free_bytes_of(opened: LemaModel) -> Callable[[], int] | None:
     return free_bytes
 
 
-def _recompute(opened: LemaModel, enable: bool = True, **_: Any) -> None:
+def _recompute(opened: LemaModel, enable: bool = True, **_: object) -> None:
     """Have the layers' activations recomputed in the backward, or kept; transformers reads the
     flag.
     """
@@ -417,7 +419,7 @@ def _recompute(opened: LemaModel, enable: bool = True, **_: Any) -> None:
     opened.skeleton.gradient_checkpointing = opened.adapter.recompute
 
 
-def _leave_out_base(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+def _leave_out_base(_: nn.Module, state: dict[str, Any], prefix: str, __: object) -> None:
     """Remove tensors without bytes from a state dict."""
     for name in [
         name

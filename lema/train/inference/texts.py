@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import (
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from lema.data.chat.prompts import fitting, prompt_ids, read_prompts, written
 from lema.data.files import Row
@@ -256,7 +262,13 @@ class Samples(TrainerCallback):
         self._model = model
         self._file = Path(model.config.output_dir) / SAMPLES
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """Make sure that there is room for the texts, and forget those of steps that are taken
         again.
         """
@@ -274,7 +286,13 @@ class Samples(TrainerCallback):
             ]
             replace_file(self._file, "".join(past_lines).encode())
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
         """Make the texts; print them, and write them with their step."""
         size = min(len(self._ids), MOST_AT_ONCE)
         options = {"do_sample": False}

@@ -97,7 +97,7 @@ def has_phases(path: str | PathLike[str]) -> bool:
     return False
 
 
-def read_phase_file(path: str | PathLike[str], **overrides: Any) -> PhaseFile:
+def read_phase_file(path: str | PathLike[str], **overrides: object) -> PhaseFile:
     """Read a YAML file of phases, whose settings those given here replace; a `ConfigError` names
     file, line and key.
     """
@@ -257,7 +257,7 @@ def _plan(entries: Any, values: Mapping[str, Any], config: LemaConfig | None) ->
     )
 
 
-def _entry(entry: Any, values: Mapping[str, Any], alone: str | None) -> Any:
+def _entry(entry: object, values: Mapping[str, Any], alone: str | None) -> object:
     """Return an entry of `phases` with the settings of the run below it; `alone` is the only
     data set, if one is.
     """
@@ -284,7 +284,7 @@ def _renamed(problem: Problem, *, staged: bool) -> Problem:
     )
 
 
-def named_files(files: Any) -> dict[str, Any]:
+def named_files(files: object) -> dict[str, Any]:
     """Return the files of each data set by name; one that has none is called `train`."""
     if files is None:
         return {}
@@ -403,7 +403,7 @@ def read_sources(
     return sources
 
 
-def _is_files(source: Any) -> bool:
+def _is_files(source: object) -> bool:
     """Whether files are named, rather than rows given; rows may be a list too."""
     items = source if isinstance(source, list) else [source]
     return bool(items) and all(isinstance(entry, str | PathLike) for entry in items)

@@ -61,7 +61,7 @@ OVERRIDES = frozenset(
 )
 
 
-def _items(value: Any) -> Any:
+def _items(value: object) -> object:
     items = list(value) if isinstance(value, list | tuple) else value if value is None else [value]
     if items is not None and (problems := selection_problems(items, key="")):
         raise Several(problems)
@@ -84,14 +84,14 @@ def _sampling(**values: Any) -> Sampling:
         raise SettingsError([Problem(error.where, error.what, error.how)]) from error
 
 
-def _mixture(value: Any) -> Any:
+def _mixture(value: object) -> object:
     """A mixture as a list; `{text: 0.8, chat: 0.2}` says the names and rates alone."""
     if isinstance(value, Mapping):
         return [{"name": name, "rate": rate} for name, rate in value.items()]
     return value
 
 
-def _must_name(value: Any) -> Any:
+def _must_name(value: object) -> object:
     if value in ([], (), ""):
         raise ValueError("must not be empty; name modules, or leave it out")
     return value
@@ -103,7 +103,7 @@ Mixture = Annotated[
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
-def _lower(value: Any) -> Any:
+def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
@@ -231,7 +231,7 @@ class Phase(AdapterSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _derived(cls, values: Any) -> Any:
+    def _derived(cls, values: object) -> object:
         if not isinstance(values, dict):
             return values
         if "trains" not in values and {"trainable", "layers"} & values.keys():

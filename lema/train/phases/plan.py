@@ -55,7 +55,7 @@ def steps_of(tokens: int, rows: int, block: int) -> TokenSteps:
     return TokenSteps(steps, steps * step, leftover)
 
 
-def _named(phases: Any) -> Any:
+def _named(phases: object) -> object:
     if not isinstance(phases, list | tuple):
         return phases
     if not phases:
@@ -63,7 +63,7 @@ def _named(phases: Any) -> Any:
     return [_with_name(phase, f"phase-{index + 1}") for index, phase in enumerate(phases)]
 
 
-def _with_name(phase: Any, name: str) -> Any:
+def _with_name(phase: object, name: str) -> object:
     if isinstance(phase, Mapping):
         return {**phase, "name": phase["name"] if phase.get("name") is not None else name}
     return (
@@ -311,7 +311,7 @@ def _numbers(plan: PhasePlan, index: int, starts: Mapping[str, Start]) -> dict[s
     }
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _leaves(inner, f"{path}.{key}".removeprefix("."))

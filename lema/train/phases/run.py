@@ -46,7 +46,7 @@ from lema.train.model import LemaModel
 from lema.train.phases.file import PhaseFile, evaluate_end, read_sources, with_model
 from lema.train.phases.paths import PhasePaths, Start, begin_at, find_start, go_on
 from lema.train.phases.plan import PhasePlan
-from lema.train.phases.report import phase_report, show_report
+from lema.train.phases.report import PhaseReport, phase_report, show_report
 from lema.train.phases.stage import (
     PhaseRun,
     copy_adapter,
@@ -362,17 +362,7 @@ def train_phases(
         shared: dict[str, Any] = {"trust_remote_code": trust_remote_code, "backend": backend}
         # Now, because what does not fit should be known before any data is read.
         report = phase_report(config, plan, processes=backend.replicas.size, **shared)
-        if verbose:
-            show_report(report, shown)
-        else:
-            report_line(
-                "\n".join(
-                    (
-                        f"plan: {report.verdict}",
-                        *(f"note: {warning}" for warning in report.warnings),
-                    )
-                )
-            )
+        _show_forecast(report, shown, verbose=verbose)
         files = ModelFiles(config, trust_remote_code=trust_remote_code)
         then = date_then(PhasePaths(Path(config.output_dir), plan)) if resume else None
         config = first_alone(backend.replicas, partial(files.dated, config, then))
@@ -398,14 +388,26 @@ def train_phases(
                 config, plan, sources, **rows, **asked, **reporting, trace=trace, **shared
             )
         report_line(f"the last phase ended in {end}")
-        for name, numbers in evaluate_end(
-            config, plan, end, measured, trust_remote_code=trust_remote_code
-        ).items():
-            report_line(
-                f"{name}: loss {numbers['eval_loss']:.4f}, perplexity "
-                f"{numbers['eval_perplexity']:.4g}"
-            )
+        evaluations = evaluate_end(config, plan, end, measured, trust_remote_code=trust_remote_code)
+        _report_evaluations(evaluations, report_line)
     return end
+
+
+def _show_forecast(report: PhaseReport, console: Console, *, verbose: bool) -> None:
+    """Print what a run of phases is going to be: the whole forecast, or a sentence of it."""
+    if verbose:
+        show_report(report, console)
+        return
+    notes = (f"note: {warning}" for warning in report.warnings)
+    line_printer(console)("\n".join((f"plan: {report.verdict}", *notes)))
+
+
+def _report_evaluations(
+    evaluations: Mapping[str, Mapping[str, float]], report: Callable[[str], None]
+) -> None:
+    for name, numbers in evaluations.items():
+        loss = f"loss {numbers['eval_loss']:.4f}"
+        report(f"{name}: {loss}, perplexity {numbers['eval_perplexity']:.4g}")
 
 
 def date_then(paths: PhasePaths) -> str | None:

@@ -157,7 +157,9 @@ def _embeddings(model: PreTrainedModel) -> set[int]:
         ) from error
 
 
-def settings_of_phase(config: LemaConfig, plan: PhasePlan, phase: Phase, **more: Any) -> LemaConfig:
+def settings_of_phase(
+    config: LemaConfig, plan: PhasePlan, phase: Phase, **more: object
+) -> LemaConfig:
     """Return the settings of a phase: the run's, but for what the plan and the phase say, and
     for `more`.
     """

@@ -161,7 +161,7 @@ class LoRATrainerConfig(Settings):
         """Whether to validate: `validate_` under the name of the setting."""
         return self.validate_
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, **settings: object) -> None:
         if conflicts := [
             (singular, many)
             for singular, many in _SINGULAR.items()

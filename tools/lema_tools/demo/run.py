@@ -116,7 +116,8 @@ def run(
     )
     with one_thread(), closing(LemaModel(config)) as model:
         train_data, eval_data = load_data(model)
-        assert eval_data is not None
+        assert isinstance(train_data, TokenDataset), "its objective is of rows"
+        assert isinstance(eval_data, TokenDataset), "its settings name such rows"
         model.initialize_lora()
         _introduce(print_line, model, files, train_data)
         before = _measure(model, eval_data)
