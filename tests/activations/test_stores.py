@@ -288,7 +288,7 @@ class Shelf:
         self.placed: list[int] = []
         self.closed = False
 
-    def place(self, nbytes: int) -> WaitingPiece | None:
+    def allocate(self, nbytes: int) -> WaitingPiece | None:
         self.placed.append(nbytes)
         return HostStore(pool()).allocate(nbytes)
 
