@@ -63,7 +63,8 @@ from lema.model.partition import local_records, open_backend
 from lema.model.skeleton import compute_fast, other_outputs
 from lema.model.weight_names import match_names, target_dtypes
 from lema.plan import Allocation
-from lema.plan.allocate import advise, whether_recomputed
+from lema.plan.advice import advise
+from lema.plan.allocate import whether_recomputed
 from lema.plan.blueprint import Blueprint, reference_bytes
 from lema.plan.plan import hiding_tokens
 from lema.plan.planner import Planner, fitted_planner, opened_planner
