@@ -639,6 +639,14 @@ class LemaModel:
         """
         self.config = first_alone(self.backend.replicas, partial(self.files.dated, self.config))
 
+    def spend(self, allocation: Allocation) -> None:
+        """Set the use of memory, after `spend_anew`.
+
+        Args:
+            allocation: what memory is spent on from now on.
+        """
+        self.allocation = allocation
+
     def spend_anew(self) -> None:
         """Forget the use of memory and drop the layers in it, so that `allocation` is computed
         or set again.
