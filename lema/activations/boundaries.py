@@ -16,8 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lema.activations.diskstore import DiskStore, WaitingPiece
+from lema.activations.diskstore import DiskStore
 from lema.activations.hoststore import HostPiece, HostPool
+from lema.activations.protocols import WaitingPiece
 from lema.backend import Carrier, DeviceSlots, Download, Upload
 from lema.backend.registry import has_addresses
 from lema.backend.trace import NO_TRACE, NoTrace

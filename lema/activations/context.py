@@ -17,14 +17,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lema.activations.diskstore import DiskStore, Store
+from lema.activations.diskstore import DiskStore
 from lema.activations.hooks import ModelHooks, Scope, current, entered, has_storage
 from lema.activations.hoststore import HostPool, HostStore
 from lema.activations.layers import LayerInputs, only_layer_inputs, only_layer_values
 from lema.activations.lazy import ByValue
 from lema.activations.offload import Offload
 from lema.activations.policy import WeightStorages, everything
-from lema.activations.protocols import Counters
+from lema.activations.protocols import Counters, Store
 from lema.backend.torchstreams import carrier_for
 from lema.errors import ConfigError
 from lema.storage.spillfile import OffloadFile

@@ -15,11 +15,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from lema.activations.hoststore import HostPiece, HostPool, HostStore
+from lema.activations.hoststore import HostPool
 from lema.errors import DiskError, ReadError
 from lema.storage.spillfile import Extents, OffloadFile, as_bytes, whole_blocks
 
-__all__ = ["DiskPiece", "DiskStore", "Store", "WaitingPiece"]
+__all__ = ["DiskPiece", "DiskStore"]
 
 # a drain waits until a device has copied from a buffer, or to it
 Kind = Literal["write", "read", "drain"]
@@ -409,7 +409,3 @@ class DiskStore:
         if piece is not None:
             self._put_back(piece)
         return piece is not None
-
-
-WaitingPiece = HostPiece | DiskPiece
-Store = HostStore | DiskStore

@@ -6,16 +6,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import psutil
 from torch import Tensor
 
+from lema.activations.protocols import Store, WaitingPiece
 from lema.backend.hostmemory import memory_available
 from lema.storage.spillfile import whole_blocks
-
-if TYPE_CHECKING:
-    from lema.activations.diskstore import DiskPiece, DiskStore
 
 __all__ = ["HostPiece", "HostPool", "HostStore"]
 
@@ -184,11 +181,11 @@ class HostStore:
     way: whoever drops a place must have made compute wait for that copy, which the next copy to the
     buffer comes after."""
 
-    def __init__(self, pool: HostPool, beyond: "DiskStore | None" = None) -> None:
+    def __init__(self, pool: HostPool, beyond: Store | None = None) -> None:
         self.pool = pool
         self.beyond = beyond
 
-    def allocate(self, nbytes: int) -> "HostPiece | DiskPiece | None":
+    def allocate(self, nbytes: int) -> WaitingPiece | None:
         """Return room for `nbytes`; None: there is none. What `beyond` raises, this does."""
         if (buffer := self.pool.take(nbytes)) is not None:
             return HostPiece(buffer, self.pool.give)
@@ -202,9 +199,8 @@ class HostStore:
 
 
 class HostPiece:
-    """One piece in host memory, uint8 `[nbytes]`, with the methods of
-    `lema.activations.diskstore.DiskPiece`. `give` takes the buffer back; a garbage collector may
-    call it."""
+    """One piece in host memory, uint8 `[nbytes]`. `give` takes the buffer back; a garbage collector
+    may call it."""
 
     def __init__(self, buffer: Tensor, give: Callable[[Tensor], None]) -> None:
         self._buffer = [buffer]

@@ -20,10 +20,9 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor
 
-from lema.activations.diskstore import Store
 from lema.activations.pieces import Piece, span_of, view
 from lema.activations.policy import WeightView
-from lema.activations.protocols import Choice, Counters, StayReason
+from lema.activations.protocols import Choice, Counters, StayReason, Store
 from lema.backend import Carrier
 
 __all__ = ["Offload", "Order", "Packed"]

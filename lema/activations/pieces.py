@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lema.activations.diskstore import WaitingPiece
-from lema.activations.protocols import Counters
+from lema.activations.protocols import Counters, WaitingPiece
 from lema.backend import Carrier, Download, Upload
 from lema.errors import LemaError
 

@@ -1,19 +1,19 @@
-"""What offloading is told to move (`Choice`), why the rest stays, and the counters of what was
-done.
+"""What offloading is told to move (`Choice`), why the rest stays, where it goes (`Store`), and the
+counters of what was done.
 
-Where to is a store (`lema.activations.diskstore.Store`); how bytes travel is
-`lema.backend.Carrier`, as every backend.
+Stores are in `hoststore.py` and `diskstore.py`; how bytes travel is `lema.backend.Carrier`, as
+every backend.
 """
 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
-__all__ = ["Choice", "Counters", "StayReason"]
+__all__ = ["Choice", "Counters", "StayReason", "Store", "WaitingPiece"]
 
 
 class StayReason(StrEnum):
@@ -63,3 +63,46 @@ Choice = Callable[[Tensor], StayReason | None]
 """What to move: returns why a tensor that autograd is about to save stays where it is; None: it
 is to be moved.
 """
+
+
+class WaitingPiece(Protocol):
+    """Where the bytes of one piece of device memory wait. Its methods are called from one thread at
+    a time, `drop` excepted, which any thread may call at any time, also a garbage collector."""
+
+    def fill(self) -> Tensor:
+        """Return uint8 `[nbytes]` of host memory, to be filled; called once, first."""
+
+    def filled(self, landed: Callable[[], None]) -> None:
+        """Take what `fill` returned: a copy to it is on its way; `landed` blocks, in any thread,
+        until it is there.
+        """
+
+    def expect(self) -> None:
+        """Start bringing the bytes to host memory, if they are elsewhere and there is room.
+        Never blocks.
+        """
+
+    def ready(self) -> bool:
+        """Say whether `memory` would return at once."""
+
+    def memory(self) -> Tensor:
+        """Return uint8 `[nbytes]` of host memory that holds the bytes, or that a copy to it is on
+        its way to; it stays until `used`."""
+
+    def used(self, drained: Callable[[], None]) -> None:
+        """Take back what `memory` returned: a copy from there is queued; `drained` blocks until
+        it has ended.
+        """
+
+    def drop(self) -> None:
+        """Drop the bytes. May be called twice, and in any state."""
+
+
+class Store(Protocol):
+    """Room for pieces, somewhere else than on the device."""
+
+    def allocate(self, nbytes: int) -> WaitingPiece | None:
+        """Return room for `nbytes`; None: there is none."""
+
+    def close(self) -> None:
+        """Give back all that nothing waits in."""

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from lema.activations.boundaries import Key, Tier, TierName, make_tier
-from lema.activations.diskstore import DiskStore, Store
+from lema.activations.diskstore import DiskStore
 from lema.activations.hoststore import HostPool, HostStore
 from lema.activations.offload import Offload, Order, Packed
 from lema.activations.pieces import Piece
 from lema.activations.policy import WeightStorages, WeightView, everything
-from lema.activations.protocols import Counters, StayReason
+from lema.activations.protocols import Counters, StayReason, Store
 from lema.backend import Carrier
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.storage.spillfile import OffloadFile

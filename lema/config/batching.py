@@ -3,14 +3,10 @@ length or in shares.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from lema.config.problems import Problem
 from lema.config.settings import OfData, Refused, Settings, Silent
-from lema.config.types import Name, StepTokens, Tokens
-
-if TYPE_CHECKING:
-    from lema.config.lemaconfig import LemaConfig
+from lema.config.types import DataFiles, Name, Packing, StepTokens, Tokens
 
 __all__ = ["BatchSettings", "disagreements_of_batches"]
 
@@ -41,8 +37,26 @@ class BatchSettings(Settings):
         return self.tokens_per_step is not None or self.micro_batch_tokens is not None
 
 
-def disagreements_of_batches(config: "LemaConfig") -> Iterator[Problem]:
-    """Yield settings that contradict each other, such as two that limit how much is computed."""
+def disagreements_of_batches(
+    config: BatchSettings,
+    *,
+    objective: str,
+    shuffle: bool,
+    packing: Packing,
+    train_data: DataFiles | None,
+) -> Iterator[Problem]:
+    """Yield settings that contradict each other, such as two that limit how much is computed.
+
+    Args:
+        config: all settings of the run, those that count rows among them.
+        objective: what the run trains on.
+        shuffle: whether rows are drawn in a random order.
+        packing: whether rows are joined into packs.
+        train_data: where the rows are.
+
+    Returns:
+        The problems.
+    """
     in_rows = ("batch_size", "gradient_accumulation_steps", "micro_batch_size")
     for name, rows in (("tokens_per_step", in_rows), ("micro_batch_tokens", in_rows[2:])):
         if getattr(config, name) is None:
@@ -54,22 +68,19 @@ def disagreements_of_batches(config: "LemaConfig") -> Iterator[Problem]:
                     f"{name} counts tokens, and {setting} counts rows",
                     "leave one of them out",
                 )
-        if config.objective != "sft":
-            what = f"objective: {config.objective} counts examples, not tokens"
+        if objective != "sft":
+            what = f"objective: {objective} counts examples, not tokens"
             yield Problem(name, what, "leave it out, and set batch_size or micro_batch_size")
-    if config.group_by_length and not config.shuffle:
+    if config.group_by_length and not shuffle:
         what = "shuffle: false keeps the rows in the order of the data"
         yield Problem("group_by_length", what, "leave one of them out")
-    if config.group_by_length and config.packing:
+    if config.group_by_length and packing:
         yield Problem("group_by_length", "packs have about the same length already", "leave it out")
     if config.mixture is not None:
-        if (
-            not isinstance(config.train_data, dict)
-            or config.train_data.keys() != config.mixture.keys()
-        ):
+        if not isinstance(train_data, dict) or train_data.keys() != config.mixture.keys():
             what = "its names are not those of the data sets in train_data"
             yield Problem("mixture", what, "write train_data: {one: FILES, other: FILES}")
-        if config.objective != "sft":
+        if objective != "sft":
             yield Problem(
-                "mixture", f"objective: {config.objective} does not allow a mixture", "leave it out"
+                "mixture", f"objective: {objective} does not allow a mixture", "leave it out"
             )

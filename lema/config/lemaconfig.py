@@ -380,7 +380,13 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
             )
         yield from self._about_offloading()
         yield from disagreements_of_objective(self)
-        yield from disagreements_of_batches(self)
+        yield from disagreements_of_batches(
+            self,
+            objective=self.objective,
+            shuffle=self.shuffle,
+            packing=self.packing,
+            train_data=self.train_data,
+        )
         if self.arithmetic == "fast" and self.torch_compile:
             what = (
                 "torch_compile compiles the code that arithmetic: fast replaces; leave one of "

@@ -1,16 +1,14 @@
 """Checks of the settings of objectives: which setting has an effect with which objective."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 from lema.config.problems import Problem, meant
-
-if TYPE_CHECKING:
-    from lema.config.lemaconfig import LemaConfig
 
 __all__ = [
     "OF_OBJECTIVES",
     "ObjectiveName",
+    "ObjectiveSettings",
     "Reference",
     "disagreements_of_objective",
     "reference_of",
@@ -69,7 +67,30 @@ OBJECTIVES_BY_SETTING = {
 OF_OBJECTIVES = ("objective", *OBJECTIVES_BY_SETTING)
 
 
-def reference_of(config: "LemaConfig", *, begun: bool = False) -> Reference | None:
+class ObjectiveSettings(Protocol):
+    """The settings that agree, or do not, with an objective; `LemaConfig` has them and says what
+    they mean. Those of `OBJECTIVES_BY_SETTING` are looked up by name."""
+
+    objective: ObjectiveName
+    reference: Reference | None
+    loss_type: str | None
+    label_smoothing: float | None
+    label_smoothing_factor: float
+    lora_dropout: float
+    batch_size: int
+    cache_frozen_prefix: bool
+    adapter_name_or_path: str | None
+
+    @property
+    def lora_bias(self) -> str:
+        """Which biases train."""
+
+    @property
+    def best_by(self) -> tuple[str, bool]:
+        """What evaluations are compared by, and whether more of it is better."""
+
+
+def reference_of(config: ObjectiveSettings, *, begun: bool = False) -> Reference | None:
     """Return what the settings compare with: the adapter that training begins with, as it is then,
     or the base model; None: with nothing. `begun`: it begins with a saved adapter, even if the
     settings name none."""
@@ -80,7 +101,7 @@ def reference_of(config: "LemaConfig", *, begun: bool = False) -> Reference | No
     return "adapter" if begun or config.adapter_name_or_path is not None else "base"
 
 
-def disagreements_of_objective(config: "LemaConfig") -> Iterator[Problem]:
+def disagreements_of_objective(config: ObjectiveSettings) -> Iterator[Problem]:
     """Yield what does not go with the objective."""
     objective = config.objective
     kind = config.loss_type

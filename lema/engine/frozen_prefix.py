@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from lema.activations.boundaries import view_like
-from lema.activations.diskstore import DiskStore, WaitingPiece
+from lema.activations.diskstore import DiskStore
 from lema.activations.hoststore import HostPool
+from lema.activations.protocols import WaitingPiece
 from lema.backend import Backend
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.errors import ConfigError

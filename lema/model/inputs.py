@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,10 +23,7 @@ from transformers.integrations.neftune import activate_neftune
 from lema.backend import Backend, Upload
 from lema.errors import ConfigError
 
-if TYPE_CHECKING:
-    from lema.model.row_tables import RowTables
-
-__all__ = ["HostCopies", "Inputs", "add_noise", "model_inputs"]
+__all__ = ["HostCopies", "Inputs", "Lookups", "add_noise", "model_inputs"]
 
 MODEL_INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "token_type_ids"})
 TARGETS = "targets"
@@ -206,6 +203,15 @@ def _unawaited(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return function(*args, **kwargs)
 
 
+class Lookups(Protocol):
+    """What looks ids up in host memory, and so asks what the inputs on the device are."""
+
+    copies: HostCopies
+
+    def expect(self, num_micro_batches: int) -> None:
+        """Know how many micro-batches the step has."""
+
+
 class Inputs:
     """Puts the tensors of micro-batches on the device, through page-locked buffers that are used in
     turn: the next is the one whose copy began longest ago. It is waited for, so there are as many
@@ -249,9 +255,9 @@ class Inputs:
         self,
         micro_batches: Sequence[MicroBatch],
         targets: Sequence[Tensor],
-        tables: RowTables | None = None,
+        lookups: Lookups | None = None,
     ) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
-        """Return what the model is given, and the targets, on the device; `tables` notes what
+        """Return what the model is given, and the targets, on the device; `lookups` are told what
         these are.
         """
         pairs = zip(micro_batches, targets, strict=True)
@@ -259,11 +265,11 @@ class Inputs:
             [{**model_inputs(batch), TARGETS: target} for batch, target in pairs]
         )
         there = [batch.pop(TARGETS) for batch in on_device]
-        if tables is not None:
-            tables.expect(len(micro_batches))
+        if lookups is not None:
+            lookups.expect(len(micro_batches))
             for batch, original in zip(on_device, micro_batches, strict=True):
                 for name, tensor in batch.items():
-                    tables.copies.note(tensor, original[name])
+                    lookups.copies.note(tensor, original[name])
         return on_device, there
 
     def _upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:

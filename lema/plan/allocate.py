@@ -1,11 +1,11 @@
-"""From settings to an allocation of memory: the limits in bytes, the solver's answer, and advice
-where nothing fits.
+"""From settings to an allocation of memory: the limits in bytes, the solver's answer, and whether
+there is anything to solve.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -13,24 +13,19 @@ from typing import TYPE_CHECKING
 
 from lema.backend import Replicas
 from lema.config import LemaConfig, MemoryStrategy
-from lema.config.units import MEMORY_PARTS, human_bytes, parse_memory
-from lema.engine.head.loss import CHUNK_TOKENS
-from lema.engine.oom import Shortage
-from lema.errors import LemaError, MemoryLimitError
+from lema.config.units import human_bytes, parse_memory
+from lema.errors import MemoryLimitError
+from lema.plan.blueprint import Blueprint
 from lema.plan.budget import MARGIN, solve
-from lema.plan.cost import Allocation, Demand, Speeds, Tier, device_parts, seconds
-from lema.plan.step import StepShape, micro_batch_of
-from lema.plan.workload import MicroBatch
+from lema.plan.cost import Allocation, Demand, Speeds, Tier, seconds
+from lema.plan.step import StepShape
 from lema.stream.gather import NUM_BUFFERS
 from lema.stream.placement import part_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from lema.plan.planner import Planner
-
 __all__ = [
-    "advise",
     "allocated",
     "layers_stay",
     "of_one_process",
@@ -38,13 +33,6 @@ __all__ = [
     "untimed",
     "whether_recomputed",
 ]
-
-
-LARGEST = 3  # parts that are named
-WORTH_IT = 0.01  # of the peak: what saves less is not spoken of
-OTHERWISE = (
-    "lower max_length, loss_chunk_tokens or lora_rank; `lema plan` shows what takes how much"
-)
 
 
 def of_one_process(demand: Demand, replicas: Replicas, *, sharded: bool) -> Demand:
@@ -237,13 +225,12 @@ def untimed(demand: Demand) -> Demand:
     return replace(demand, layers=layers, head_seconds=0.0, outside_seconds=0.0)
 
 
-def surely_fits(planner: Planner) -> bool:
-    """Whether memory holds the run by a guess that is far too high, so that nothing needs to be
-    looked at.
+def surely_fits(blueprint: Blueprint, shape: StepShape, device_limit: int) -> bool:
+    """Whether so much device memory holds a step by a guess that is far too high, so that nothing
+    needs to be looked at.
     """
-    blueprint = planner.blueprint
-    batch = planner.shape.micro_batch
-    rows = planner.shape.num_rows
+    batch = shape.micro_batch
+    rows = shape.num_rows
     text = blueprint.model.config.get_text_config()
     heads = _most_heads(text)
     width = 0
@@ -260,7 +247,7 @@ def surely_fits(planner: Planner) -> bool:
     weights *= 1 + (blueprint.trained is not None)  # with their gradients
     activations = 4 * width * rows * batch.length * (1 + batch.beside)
     trains = blueprint.adapter_bytes + blueprint.reference_bytes
-    return bool(weights + blueprint.head.nbytes + trains + activations < planner.limits[0])
+    return bool(weights + blueprint.head.nbytes + trains + activations < device_limit)
 
 
 def _most_heads(text: PreTrainedConfig) -> int:
@@ -271,74 +258,3 @@ def _most_heads(text: PreTrainedConfig) -> int:
     return max(
         int(getattr(layer, "num_attention_heads", None) or text.hidden_size) for layer in layers
     )
-
-
-def advise(planner: Planner, allocation: Allocation, short: Shortage) -> str:
-    """Return which settings would need less device memory, and by how much, in the plan's numbers.
-    `short` is what a device ran out at, and `allocation` what its memory is spent on."""
-    allocation = replace(allocation, slots=short.slots)
-    batch = planner.shape.micro_batch
-    if short.rows:  # else it was no micro-batch
-        batch = micro_batch_of(planner.config, short.rows, short.length)
-    chunk = planner.config.loss_chunk_tokens or CHUNK_TOKENS
-    planner = planner.with_head(pieces=allocation.pieces > 0)
-
-    def demand(batch: MicroBatch, chunk: int) -> Demand:
-        step = StepShape(batch, max(planner.shape.num_rows, batch.rows))
-        return planner.demand(step, planner.work(batch, chunk))
-
-    try:
-        now = demand(batch, chunk)
-        demands = (
-            [(f"loss_chunk_tokens: {chunk // 4}", demand(batch, chunk // 4))] if chunk >= 4 else []
-        )
-        if batch.length > 1:
-            shorter = replace(batch, length=batch.length // 2)
-            demands.append((f"max_length: {shorter.length}", demand(shorter, chunk)))
-    except (LemaError, RuntimeError):
-        return OTHERWISE
-    peak = _peak(now, allocation)
-    options = [*_allocations(planner.config, now, allocation)]
-    options += [(what, _peak(candidate, allocation)) for what, candidate in demands]
-    saving = sorted(
-        ((peak - option_peak, setting) for setting, option_peak in options),
-        key=lambda option: -option[0],
-    )
-    named = [
-        f"{setting} ({human_bytes(saved_bytes)} less)"
-        for saved_bytes, setting in saving
-        if saved_bytes > WORTH_IT * peak
-    ]
-    largest = sorted(device_parts(now, allocation).items(), key=lambda part: -part[1])[:LARGEST]
-    counted = ", ".join(
-        f"{human_bytes(size)} {MEMORY_PARTS[part]}" for part, size in largest if size
-    )
-    return (
-        f"set {', or '.join(named) or OTHERWISE}; the plan counts {human_bytes(peak)} at the "
-        f"peak, of it {counted}"
-    )
-
-
-def _allocations(
-    config: LemaConfig, demand: Demand, allocation: Allocation
-) -> Iterator[tuple[str, int]]:
-    """Yield settings that change what memory is spent on, and the peak with each."""
-    if not allocation.recompute:
-        again = replace(allocation, saved=frozenset(), saved_on="device", recompute=True)
-        yield "gradient_checkpointing: true", _peak(demand, again)
-        if config.activation_offloading is False:
-            away: Tier = "disk" if demand.shared else "host"
-            setting = "disk" if demand.shared else "true"
-            yield (
-                f"activation_offloading: {setting}",
-                _peak(demand, replace(allocation, saved_on=away)),
-            )
-    elif allocation.boundaries == "device" and not demand.shared:
-        yield "boundary_activations: host", _peak(demand, replace(allocation, boundaries="host"))
-    if allocation.residents or allocation.products or (allocation.saved and allocation.recompute):
-        bare = replace(allocation, residents=frozenset(), saved=frozenset(), products=frozenset())
-        yield "a lower device_memory", _peak(demand, bare)
-
-
-def _peak(demand: Demand, allocation: Allocation) -> int:
-    return sum(device_parts(demand, allocation).values())

@@ -7,17 +7,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lema.backend import load
+from lema.backend import Backend, load
 from lema.backend.registry import has_addresses
+from lema.config import LemaConfig
 from lema.errors import ConfigError
 from lema.model import Split
 from lema.model.capture import replaced
 from lema.model.experts import ExpertGroup
+from lema.model.outer_weights import ExpertParts
+from lema.plan.blueprint import Blueprint
 from lema.plan.meter import Tally, without_values
 from lema.plan.workload import (
     MicroBatch,
@@ -30,18 +33,13 @@ from lema.plan.workload import (
     one_of_each,
 )
 
-if TYPE_CHECKING:
-    from lema.model.outer_weights import ExpertParts
-    from lema.plan.blueprint import Blueprint
-    from lema.plan.planner import Planner
-
 __all__ = [
     "ExpertSummary",
     "Waiting",
     "active_experts",
+    "expert_cuts",
     "expert_summary",
     "waiting_of",
-    "with_groups",
     "with_waiting",
 ]
 
@@ -60,20 +58,31 @@ class Waiting:
     head: int  # alive while the head is computed, if it is the top layer
 
 
-def with_groups(planner: Planner) -> Iterator[Planner]:
-    """Yield the planner with whole layers, then, where the settings leave it open, with groups of a
-    layer's experts, the largest first; or with those that are asked for. What comes before the
-    experts is run twice where it would take too much while it waits. `ConfigError`: something else
-    does not go with these."""
-    blueprint = planner.blueprint
-    asked = planner.config.experts_per_slot
-    work = planner.workload
+def expert_cuts(
+    blueprint: Blueprint, config: LemaConfig, backend: Backend | None
+) -> Iterator[Blueprint]:
+    """Yield the blueprint with whole layers, then, where the settings leave it open, with groups of
+    a layer's experts, the largest first; or with those that are asked for. What comes before the
+    experts is run twice where it would take too much while it waits.
+
+    Args:
+        blueprint: the model, its layers whole.
+        config: the settings of the run.
+        backend: that the model is open on; None: it is not open.
+
+    Yields:
+        The blueprints, the first itself if layers may be whole.
+
+    Raises:
+        ConfigError: something else does not go with the groups that are asked for.
+    """
+    asked = config.experts_per_slot
     cut = blueprint.cut_experts
-    if asked is None or (asked == "auto" and planner.config.device_memory is None) or cut is None:
-        yield planner
+    if asked is None or (asked == "auto" and config.device_memory is None) or cut is None:
+        yield blueprint
         return
     most = _most_experts(blueprint)
-    why = _why_not_grouped(planner)
+    why = _why_not_grouped(blueprint, config, backend)
     sizes = (
         [asked]
         if isinstance(asked, int)
@@ -82,7 +91,7 @@ def with_groups(planner: Planner) -> Iterator[Planner]:
     candidates = [(size, False) for size in sizes if asked != "auto" or size * FEW >= most]
     candidates += [(size, True) for size in sizes]
     if asked == "auto":
-        yield planner
+        yield blueprint
     elif why:
         raise ConfigError(
             f"experts cannot be leased in groups: {why}", where=SETTING, how="set it to null"
@@ -94,17 +103,7 @@ def with_groups(planner: Planner) -> Iterator[Planner]:
             if asked == "auto":
                 return
             raise
-        grouped_planner = replace(
-            planner, blueprint=replace(blueprint, parts=parts, experts=size, runs_again=again)
-        )
-        yield (
-            grouped_planner
-            if work is None
-            else replace(
-                grouped_planner,
-                workload=with_waiting(grouped_planner.blueprint, planner.shape.micro_batch, work),
-            )
-        )
+        yield replace(blueprint, parts=parts, experts=size, runs_again=again)
 
 
 def _most_experts(blueprint: Blueprint) -> int:
@@ -137,10 +136,7 @@ def with_waiting(drawn: Blueprint, batch: MicroBatch, work: Workload) -> Workloa
     return replace(work, works=tuple(works), waiting_bytes=waiting_bytes)
 
 
-def _why_not_grouped(planner: Planner) -> str:
-    config = planner.config
-    blueprint = planner.blueprint
-    backend = planner.backend
+def _why_not_grouped(blueprint: Blueprint, config: LemaConfig, backend: Backend | None) -> str:
     keeps_graphs = config.offloading_tier is not None
     model_class = type(blueprint.model).__name__
     without_experts = f"a {model_class} has no stacked experts, once in a layer"
@@ -287,22 +283,22 @@ class ExpertSummary:
         )
 
 
-def expert_summary(planner: Planner) -> ExpertSummary | None:
+def expert_summary(
+    blueprint: Blueprint, batch: MicroBatch, num_tokens: int
+) -> ExpertSummary | None:
     """Return what a plan tells of a model's experts; None: it has none that are stacked, once in a
-    layer, or what it computes is not known."""
-    blueprint = planner.blueprint
-    tokens = planner.shape.tokens
+    layer. A micro-batch is `batch`, and a step has `num_tokens`."""
     experts_by_layer = {
         index: layer_experts
         for index in range(len(blueprint.layers))
         if (layer_experts := blueprint.split.experts_of(index))
     }
-    if not experts_by_layer or planner.workload is None:
+    if not experts_by_layer:
         return None
     largest = max(experts_by_layer, key=lambda index: experts_by_layer[index].count)
     count = experts_by_layer[largest].count
-    active = active_experts(blueprint, largest, planner.shape.micro_batch)
-    reached = count * (1 - (1 - active / count) ** tokens)
+    active = active_experts(blueprint, largest, batch)
+    reached = count * (1 - (1 - active / count) ** num_tokens)
     parts = Counter[str]()
     adapted = 0
     for index, layer in enumerate(blueprint.layers):

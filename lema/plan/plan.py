@@ -22,9 +22,9 @@ from lema.model.skeleton import main_dtype
 from lema.plan.cost import Allocation, crossover, phases, saved_elsewhere
 from lema.plan.groups import ExpertSummary, expert_summary
 from lema.plan.machine import Machine
-from lema.plan.planner import Planner, planner_of, timed
+from lema.plan.planner import Planner, StepNeeds, planner_of, timed
 from lema.plan.simulator import Simulated
-from lema.plan.step import StepNeeds, StepShape, step_shape
+from lema.plan.step import StepShape, step_shape
 from lema.plan.workload import MicroBatch, Workload
 from lema.storage.quantized.formats import LIBRARY
 from lema.stream.placement import LayerBytes
@@ -249,6 +249,10 @@ def plan_with(
     allocation = needs.allocation
     step = planner.simulated(demand, allocation)
     memory = _memory(needs)
+    experts = None  # where it is not known what the model computes
+    if planner.workload is not None:
+        shape = planner.shape
+        experts = expert_summary(planner.blueprint, shape.micro_batch, shape.tokens)
     return Plan(
         machine=planner.machine_state.machine,
         measured=planner.machine_state.speeds == "measured",
@@ -259,7 +263,7 @@ def plan_with(
         memory=memory,
         step=step,
         epoch=_epoch(needs, price, trust_remote_code, data),
-        experts=(experts := expert_summary(planner)),
+        experts=experts,
         notes=(*_notes(planner), *([] if experts is None else [experts.note])),
         needs=needs,
     )

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -35,8 +36,8 @@ from lema.plan.allocate import (
     whether_recomputed,
 )
 from lema.plan.blueprint import Blueprint, draw_up
-from lema.plan.cost import Allocation, Demand, device_parts, seconds
-from lema.plan.groups import active_experts, with_groups, with_waiting
+from lema.plan.cost import Allocation, Demand, Traffic, device_parts, host_parts, seconds, traffic
+from lema.plan.groups import active_experts, expert_cuts, with_waiting
 from lema.plan.machine import (
     Machine,
     MachineState,
@@ -49,7 +50,6 @@ from lema.plan.machine import (
 from lema.plan.measure import calibrate, estimate, probe, process_bytes
 from lema.plan.simulator import Simulated, simulate
 from lema.plan.step import (
-    StepNeeds,
     StepShape,
     Timings,
     by_arithmetic,
@@ -63,6 +63,7 @@ from lema.plan.workload import MicroBatch, Workload, measure
 __all__ = [
     "MachineState",
     "Planner",
+    "StepNeeds",
     "fitted_planner",
     "machine_state_of",
     "opened_planner",
@@ -106,6 +107,11 @@ class Planner:
         """Bytes of device and of host memory that may be used."""
         device = self.config.device_memory if self.device_memory is None else self.device_memory
         return self.machine_state.limits(device, self.config.host_memory)
+
+    @property
+    def surely_fits(self) -> bool:
+        """Whether the device holds the run by a guess that is far too high."""
+        return surely_fits(self.blueprint, self.shape, self.limits[0])
 
     def demand(
         self, shape: StepShape | None = None, workload: Workload | None = None, scale: float = 1.0
@@ -189,6 +195,18 @@ class Planner:
             timings=None if self.timings is None else self.timings.times(rows / micro_batch.rows),
             shape=StepShape(batch, self.shape.num_rows),
         )
+
+    def with_groups(self) -> Iterator[Planner]:
+        """Yield the planners with whole layers, and with groups of a layer's experts, as far as
+        the settings leave it open. `ConfigError`: as `expert_cuts`."""
+        for blueprint in expert_cuts(self.blueprint, self.config, self.backend):
+            if blueprint is self.blueprint:
+                yield self
+                continue
+            work = self.workload
+            if work is not None:
+                work = with_waiting(blueprint, self.shape.micro_batch, work)
+            yield replace(self, blueprint=blueprint, workload=work)
 
     def with_head(self, *, pieces: bool) -> Planner:
         """Return the planner with a head that may be cut in pieces, or whole on the device."""
@@ -354,7 +372,17 @@ class Planner:
         demand = self.demand()
         allocation = self.allocation(demand)
         if (trained := self.blueprint.trained) is not None:
-            demand = replace(demand, training=training_of(self, trained, demand, allocation))
+            demand = replace(
+                demand,
+                training=training_of(
+                    self.config,
+                    trained,
+                    demand,
+                    allocation,
+                    limits=self.limits,
+                    rows=self.shape.micro_batch.rows,
+                ),
+            )
         return StepNeeds(self, demand, allocation)
 
     def simulated(self, demand: Demand, allocation: Allocation) -> Simulated:
@@ -370,6 +398,62 @@ class Planner:
         return (
             sum(device_parts(demand, allocation).values())
             <= self.machine_state.machine.device_memory
+        )
+
+
+@dataclass(frozen=True)
+class StepNeeds:
+    """What a step of a run or of a phase takes of memory, and what memory is spent on."""
+
+    planner: Planner  # that says so
+    demand: Demand  # the bytes and seconds of a step
+    allocation: Allocation  # what memory is spent on
+
+    @cached_property
+    def device(self) -> dict[str, int]:
+        """Bytes of device memory at the peak, by part."""
+        return device_parts(self.demand, self.allocation)
+
+    @cached_property
+    def host(self) -> dict[str, int]:
+        """Bytes of host memory at the peak, by part, of all processes, beside those of a device
+        that computes in it.
+        """
+        parts = host_parts(self.demand, self.allocation)
+        # each process writes to a copy of its own
+        if (trained := self.planner.blueprint.trained) is not None:
+            private_bytes = sum(
+                layer.slot_bytes
+                for layer, names in zip(self.demand.layers, trained.names, strict=True)
+                if names
+            )
+            parts["cached"] += (self.demand.processes - 1) * private_bytes
+        return parts
+
+    @property
+    def mapped(self) -> int:
+        """Bytes in files that are mapped into memory, of all processes."""
+        return self.demand.processes * self.demand.training.mapped
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of a step; None: speeds are not known."""
+        planner = self.planner
+        return (
+            None
+            if planner.timings is None
+            else planner.simulated(self.demand, self.allocation).seconds
+        )
+
+    def traffic(self, steps: int) -> Traffic:
+        """Return the bytes that so many steps read, upload and download, with those before the
+        first of them.
+        """
+        return traffic(
+            self.demand,
+            self.allocation,
+            steps,
+            rewritten=self.planner.blueprint.trained is not None,
         )
 
 
@@ -475,7 +559,7 @@ def fitted_planner(planner: Planner, *, trains: bool) -> Planner:
         with suppress(ModelError):  # which the plan of the phases tells
             planner = replace(
                 planner,
-                workload=None if surely_fits(planner) else planner.work(planner.shape.micro_batch),
+                workload=None if planner.surely_fits else planner.work(planner.shape.micro_batch),
             )
         return _fitted(planner)
     limited = config.device_memory not in (None, "auto") or config.host_memory is not None
@@ -487,12 +571,12 @@ def fitted_planner(planner: Planner, *, trains: bool) -> Planner:
             trains
             and config.strategy is MemoryStrategy.RESIDENT
             and machine_state.machine.shared
-            and not surely_fits(planner)
+            and not planner.surely_fits
         ):
             with suppress(ModelError):  # then weights and what trains count
                 planner = replace(planner, workload=planner.work(planner.shape.micro_batch))
         return _fitted(unlimited if config.device_memory == "auto" else planner)
-    if not limited and not machine_state.resident_fraction and surely_fits(planner):
+    if not limited and not machine_state.resident_fraction and planner.surely_fits:
         return _fitted(planner)
     try:
         planner = replace(planner, workload=planner.work(planner.shape.micro_batch))
@@ -565,7 +649,7 @@ def _fitted(planner: Planner) -> Planner:
         if head.module is not None and head.asked
         else (False, True)[: 1 + (head.module is not None)]
     )
-    for cut, pieces in ((cut, pieces) for cut in with_groups(planner) for pieces in several):
+    for cut, pieces in ((cut, pieces) for cut in planner.with_groups() for pieces in several):
         for candidate in cut.with_head(pieces=pieces).smaller():
             try:
                 candidate.needs()

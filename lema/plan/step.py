@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING
 
 from lema.backend import Exchange
 from lema.config import LemaConfig
@@ -14,18 +12,14 @@ from lema.data.batches import dealt
 from lema.engine.head.objectives import objective_of
 from lema.engine.padding import padding_of
 from lema.errors import ConfigError
-from lema.plan.cost import Allocation, Demand, LayerCost, Traffic, device_parts, host_parts, traffic
+from lema.plan.cost import Demand, LayerCost
 from lema.plan.machine import Machine
 from lema.plan.trainable_bytes import TrainedBytes
 from lema.plan.workload import MicroBatch, Workload
 from lema.stream.placement import LayerBytes
 
-if TYPE_CHECKING:
-    from lema.plan.planner import Planner
-
 __all__ = [
     "LayerSeconds",
-    "StepNeeds",
     "StepShape",
     "Timings",
     "by_arithmetic",
@@ -286,59 +280,3 @@ def _with_activations(
         head_seconds=head_seconds,
         outside_seconds=0.0 if timings is None else times * timings.prelude + timings.optimizer,
     )
-
-
-@dataclass(frozen=True)
-class StepNeeds:
-    """What a step of a run or of a phase takes of memory, and what memory is spent on."""
-
-    planner: Planner  # that says so
-    demand: Demand  # the bytes and seconds of a step
-    allocation: Allocation  # what memory is spent on
-
-    @cached_property
-    def device(self) -> dict[str, int]:
-        """Bytes of device memory at the peak, by part."""
-        return device_parts(self.demand, self.allocation)
-
-    @cached_property
-    def host(self) -> dict[str, int]:
-        """Bytes of host memory at the peak, by part, of all processes, beside those of a device
-        that computes in it.
-        """
-        parts = host_parts(self.demand, self.allocation)
-        # each process writes to a copy of its own
-        if (trained := self.planner.blueprint.trained) is not None:
-            private_bytes = sum(
-                layer.slot_bytes
-                for layer, names in zip(self.demand.layers, trained.names, strict=True)
-                if names
-            )
-            parts["cached"] += (self.demand.processes - 1) * private_bytes
-        return parts
-
-    @property
-    def mapped(self) -> int:
-        """Bytes in files that are mapped into memory, of all processes."""
-        return self.demand.processes * self.demand.training.mapped
-
-    @property
-    def seconds(self) -> float | None:
-        """Seconds of a step; None: speeds are not known."""
-        planner = self.planner
-        return (
-            None
-            if planner.timings is None
-            else planner.simulated(self.demand, self.allocation).seconds
-        )
-
-    def traffic(self, steps: int) -> Traffic:
-        """Return the bytes that so many steps read, upload and download, with those before the
-        first of them.
-        """
-        return traffic(
-            self.demand,
-            self.allocation,
-            steps,
-            rewritten=self.planner.blueprint.trained is not None,
-        )

@@ -12,20 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lema.config import LemaConfig
 from lema.errors import ConfigError, MemoryLimitError
 from lema.model.skeleton import find_layers
 from lema.plan.cost import Allocation, Demand, HostTraining, device_parts
 from lema.storage.quantized.records import NARROW
 from lema.stream.placement import LayerBytes
-
-if TYPE_CHECKING:
-    from lema.plan.planner import Planner
 
 __all__ = [
     "MASTER_BYTES",
@@ -273,27 +270,44 @@ def host_training(
 
 
 def training_of(
-    planner: Planner, trained: TrainedBytes, demand: Demand, allocation: Allocation
+    config: LemaConfig,
+    trained: TrainedBytes,
+    demand: Demand,
+    allocation: Allocation,
+    *,
+    limits: tuple[int, int],
+    rows: int,
 ) -> HostTraining:
     """Return the bytes that masters and moments take of host memory, as many of them in files as
-    has to be, or raise a MemoryLimitError: host memory does not hold the others, or the device what
-    these weights take of it."""
+    has to be.
+
+    Args:
+        config: the settings of the phase.
+        trained: which weights train.
+        demand: what a step needs.
+        allocation: what memory is spent on.
+        limits: bytes of device and of host memory that may be used.
+        rows: of a micro-batch.
+
+    Returns:
+        The bytes of each process.
+
+    Raises:
+        MemoryLimitError: host memory does not hold what cannot be in files, or the device what
+            these weights take of it.
+    """
+    device_limit, host_limit = limits
     cached = sum(demand.layers[index].slot_bytes for index in allocation.host_cached)
     there = cached + demand.outside_bytes * demand.shared
-    config = planner.config
     settings = {"clipped": config.max_grad_norm is not None, "shared": demand.shared}
     try:
-        training = host_training(
-            trained, there, planner.limits[1], **settings, processes=demand.processes
-        )
+        training = host_training(trained, there, host_limit, **settings, processes=demand.processes)
     except MemoryLimitError as error:
         where = "memory available on this machine" if config.host_memory is None else "host_memory"
         how = f"{error.how}: of these {there:,} are the weights as they stream"
         raise MemoryLimitError(error.what, where=where, how=how) from error
     parts = device_parts(demand, allocation)
-    limit = planner.limits[0]
-    rows = planner.shape.micro_batch.rows
-    if (needed := sum(parts.values())) <= limit:
+    if (needed := sum(parts.values())) <= device_limit:
         return training
     options = []
     if allocation.saved:
@@ -307,7 +321,8 @@ def training_of(
             f"prefetch_depth: {allocation.slots - 2} ({parts['slots'] // allocation.slots:,})"
         )
     raise MemoryLimitError(
-        f"training these weights takes {needed:,} bytes of device memory, and there are {limit:,}",
+        f"training these weights takes {needed:,} bytes of device memory, and there are "
+        f"{device_limit:,}",
         where="device_memory",
         how=f"{', or '.join(options) or 'lower max_length'}; of it {parts['slots']:,} bytes "
         "are layers passing "

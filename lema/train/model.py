@@ -63,7 +63,8 @@ from lema.model.partition import local_records, open_backend
 from lema.model.skeleton import compute_fast, other_outputs
 from lema.model.weight_names import match_names, target_dtypes
 from lema.plan import Allocation
-from lema.plan.allocate import advise, whether_recomputed
+from lema.plan.advice import advise
+from lema.plan.allocate import whether_recomputed
 from lema.plan.blueprint import Blueprint, reference_bytes
 from lema.plan.plan import hiding_tokens
 from lema.plan.planner import Planner, fitted_planner, opened_planner
@@ -619,6 +620,14 @@ class LemaModel:
         stays.
         """
         self.config = first_alone(self.backend.replicas, partial(self.files.dated, self.config))
+
+    def spend(self, allocation: Allocation) -> None:
+        """Set the use of memory, after `spend_anew`.
+
+        Args:
+            allocation: what memory is spent on from now on.
+        """
+        self.allocation = allocation
 
     def spend_anew(self) -> None:
         """Forget the use of memory and drop the layers in it, so that `allocation` is computed

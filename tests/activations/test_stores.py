@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lema.activations import hoststore as stores
-from lema.activations.diskstore import WaitingPiece
 from lema.activations.hoststore import HostPool, HostStore, floor_bytes
+from lema.activations.protocols import WaitingPiece
 from lema.backend.hostmemory import anonymous
 from lema.storage.directio import BLOCK
 
@@ -288,7 +288,7 @@ class Shelf:
         self.placed: list[int] = []
         self.closed = False
 
-    def place(self, nbytes: int) -> WaitingPiece | None:
+    def allocate(self, nbytes: int) -> WaitingPiece | None:
         self.placed.append(nbytes)
         return HostStore(pool()).allocate(nbytes)
 

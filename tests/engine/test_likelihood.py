@@ -17,7 +17,7 @@ from smallrun import (
 )
 from torch import Tensor
 
-from lema.engine.head.likelihood import Likelihood, likelihoods
+from lema.engine.likelihood import Likelihood, likelihoods
 
 ROWS = [row["input_ids"] for row in token_rows(12, length=5)]
 ASKED = [1 + index % 4 for index in range(12)]  # tokens at the end of each row

@@ -124,7 +124,9 @@ def test_every_message_that_is_explained_is_one_of_ours() -> None:
         text for row in table.splitlines() for text in re.findall(r"`([^`]+)`", row.split(" | ")[0])
     ]
     trees = (ast.parse(source.read_text(encoding="utf-8")) for source in SOURCES)
-    texts = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    texts = (
+        node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)
+    )
     code = "\n".join(text for text in texts if isinstance(text, str))
     assert len(quoted) > 10
     assert not [text for text in quoted for part in text.split("...") if part.strip() not in code]

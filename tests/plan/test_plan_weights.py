@@ -22,8 +22,7 @@ from lema.plan.blueprint import draw_up
 from lema.plan.cost import Speeds
 from lema.plan.machine import profile
 from lema.plan.meter import Tally
-from lema.plan.planner import MachineState, machine_state_of, planner_of
-from lema.plan.step import StepNeeds
+from lema.plan.planner import MachineState, StepNeeds, machine_state_of, planner_of
 from lema.plan.workload import MicroBatch, measure
 from lema.train.full.training import FullTraining
 

@@ -19,7 +19,7 @@ from tiny import Checkpoint, micro_batches
 from tinyconfig import tiny_config
 
 from lema import LemaModel
-from lema.engine.head.likelihood import likelihoods
+from lema.engine.likelihood import likelihoods
 from lema.model.capture import values_unread
 from lema.model.inputs import HostCopies
 from lema.model.outer_weights import tensors_elsewhere

@@ -16,7 +16,7 @@ from lema.activations.hoststore import HostPool
 
 
 class FakeStore:
-    """`lema.activations.diskstore.Store`. Host memory that nobody has any more is garbage.
+    """`lema.activations.protocols.Store`. Host memory that nobody has any more is garbage.
 
     Attributes:
         live: places that were not dropped.

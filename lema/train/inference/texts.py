@@ -12,10 +12,11 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from transformers import (
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainerCallback,
     TrainerControl,
@@ -23,23 +24,36 @@ from transformers import (
     TrainingArguments,
 )
 
+from lema.backend import Backend
+from lema.config import LemaConfig
 from lema.data.chat.prompts import fitting, prompt_ids, read_prompts, written
 from lema.data.files import Row
 from lema.engine import complete
 from lema.engine.generation import Finish, KeyValues, checked, encoded
+from lema.engine.head.pieces import PiecedHead
 from lema.errors import ConfigError, ModelError
+from lema.model import Split
+from lema.model.files import ModelFiles
 from lema.plan import Allocation
 from lema.plan.inference.capacity import RowPlan, TextPlan, plan_texts
+from lema.plan.planner import Planner
 from lema.storage.atomic import replace_file
 from lema.storage.diskspace import disk_errors
 from lema.storage.modelfiles import library_errors
 from lema.storage.regular import append, read_regular
+from lema.stream import LayerStream
 from lema.train.metrics import SAMPLES
 
-if TYPE_CHECKING:
-    from lema.train.model import LemaModel
-
-__all__ = ["Completion", "Samples", "batches_of", "completions", "plan_of", "planned", "texts_of"]
+__all__ = [
+    "Completion",
+    "Samples",
+    "TextModel",
+    "batches_of",
+    "completions",
+    "plan_of",
+    "planned",
+    "texts_of",
+]
 
 Planned = TypeVar("Planned", TextPlan, RowPlan)
 WRONG_SETTINGS = "these settings of generation do not work", "correct the file or the options"
@@ -54,6 +68,42 @@ WRONG_VALUES = (
 MOST_AT_ONCE = 64  # texts of a batch without a requested size: results come when batches end
 
 
+class TextModel(Protocol):
+    """What texts need of a model; `lema.train.model.LemaModel` says what each is."""
+
+    config: LemaConfig
+    backend: Backend
+    directory: Path
+    files: ModelFiles
+    skeleton: PreTrainedModel
+    split: Split
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the model's directory."""
+
+    @property
+    def allocation(self) -> Allocation:
+        """How memory is used within the limits."""
+
+    @property
+    def memory(self) -> LayerStream:
+        """The stream of layers for `allocation`."""
+
+    @property
+    def opened(self) -> Planner:
+        """The planner of the model, before anything is chosen."""
+
+    def head_in_pieces(self) -> PiecedHead | None:
+        """Return the head in pieces; None: it is on the device."""
+
+    def spend_anew(self) -> None:
+        """Forget the use of memory, so that `allocation` is computed or set again."""
+
+    def spend(self, allocation: Allocation) -> None:
+        """Set the use of memory."""
+
+
 @dataclass(frozen=True)
 class Completion:
     """What a model has made of one prompt."""
@@ -66,7 +116,7 @@ class Completion:
 
 
 def plan_of(
-    model: LemaModel,
+    model: TextModel,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     batch_size: int | None,
@@ -102,7 +152,7 @@ def plan_of(
 
 
 def planned(
-    model: LemaModel, plan: Callable[[Allocation | None], Planned], of: str, *, choose: bool
+    model: TextModel, plan: Callable[[Allocation | None], Planned], of: str, *, choose: bool
 ) -> Planned | None:
     """Plan with what memory is spent on already, or `choose` that too; None, with a warning: it
     cannot be told.
@@ -115,12 +165,12 @@ def planned(
         warnings.warn(f"{error.what}: no memory is reserved for {of}", stacklevel=4)
         return None
     if choose:
-        model.allocation = generation_plan.allocation
+        model.spend(generation_plan.allocation)
     return generation_plan
 
 
 def texts_of(
-    model: LemaModel,
+    model: TextModel,
     prompt: str | Sequence[str],
     max_new_tokens: int,
     batch_size: int | None,
@@ -153,7 +203,7 @@ def batches_of(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[i
 
 
 def completions(
-    model: LemaModel,
+    model: TextModel,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     batch_size: int,
@@ -225,7 +275,7 @@ def _text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], strings: Se
     ]
 
 
-def _same_generators(model: LemaModel) -> None:
+def _same_generators(model: TextModel) -> None:
     """Let processes that hold a model together draw the same tokens."""
     parallel = model.backend.parallel
     backend = model.backend
@@ -249,7 +299,7 @@ class Samples(TrainerCallback):
     """Continues `eval_prompts` after each evaluation, by the likeliest token, so that no number of
     the run is drawn; or `DataError`: a prompt cannot be read, or is too long for the model."""
 
-    def __init__(self, model: LemaModel) -> None:
+    def __init__(self, model: TextModel) -> None:
         prompts = model.config.eval_prompts
         self._new = model.config.eval_prompts_max_new_tokens
         texts = [

@@ -20,8 +20,7 @@ from lema.config.units import human_bytes, human_count, human_duration
 from lema.errors import MemoryLimitError
 from lema.plan import Machine
 from lema.plan.cost import Traffic
-from lema.plan.planner import MachineState, machine_state_of, planner_of
-from lema.plan.step import StepNeeds
+from lema.plan.planner import MachineState, StepNeeds, machine_state_of, planner_of
 from lema.train.phases.paths import PhasePaths
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.stage import chosen_by, settings_of_phase, tied_note

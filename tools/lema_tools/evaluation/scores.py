@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lema.engine.head.likelihood import Likelihood, likelihoods
 from lema.engine.head.loss import IGNORED
+from lema.engine.likelihood import Likelihood, likelihoods
 from lema.errors import DataError
 from lema.plan import Allocation
 from lema.plan.inference.capacity import RowPlan, plan_rows

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lema.activations.hoststates import on_device
 from lema.engine.head.loss import IGNORED
+from lema.engine.streamed import StreamedModel
 from lema.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lema.engine.streamed import StreamedModel
 
 __all__ = ["Likelihood", "likelihoods"]
 
