@@ -1,7 +1,8 @@
-"""An objective of pairs: chosen tokens shall be likelier, on average, than rejected ones by a margin.
+"""An objective of pairs: chosen tokens shall be likelier than rejected ones by a margin.
 
-It knows nothing of the model: LEMA differentiates it by the log-probabilities of tokens alone. A loop
-in Python needs `margin_loss`. For `lema train`, `MARGIN_KIND` and `margin_of` stand in two tables.
+It knows nothing of the model: LEMA differentiates it by the log-probabilities of tokens alone. A
+loop in Python needs `margin_loss`. For `lema train`, `MARGIN_KIND` and `margin_of` stand in two
+tables.
 """
 
 from collections.abc import Mapping
@@ -42,7 +43,7 @@ def margin_of(config: LemaConfig) -> Objective:
 
 
 class LemaConfigWithMargin(LemaConfig):
-    """All settings, with one more name of an objective: a contributor adds it to `ObjectiveName`."""
+    """All settings, with one more objective: a contributor adds its name to `ObjectiveName`."""
 
     objective: Refused[Literal["sft", "margin"]] = "sft"
     """What the run trains on."""
