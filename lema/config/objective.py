@@ -1,75 +1,97 @@
-"""Checks of the settings of objectives: which setting has an effect with which objective."""
+"""The objectives of a run in one table: which data, reference and settings each of them has."""
 
-from collections.abc import Iterator
-from typing import Literal, Protocol
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 from lema.config.problems import Problem, meant
 
 __all__ = [
+    "OBJECTIVES",
     "OF_OBJECTIVES",
+    "ObjectiveKind",
     "ObjectiveName",
     "ObjectiveSettings",
     "Reference",
     "disagreements_of_objective",
+    "has_reference",
     "reference_of",
 ]
 
 ObjectiveName = Literal["sft", "dpo", "ipo", "orpo", "simpo", "kto"]
 Reference = Literal["adapter", "base"]
 
-OF_PAIRS = ("dpo", "ipo", "orpo", "simpo")  # objectives whose examples are pairs of rows
-WITH_REFERENCE = ("dpo", "ipo", "kto")  # those that compare with another model
 
-# The values of `loss_type`; the first is the default.
-LOSS_TYPES: dict[str, tuple[str, ...]] = {
-    "sft": ("nll", "dft"),
-    "dpo": (
-        *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust"),
-        *(
-            "bco_pair",
-            "sppo_hard",
-            "apo_zero",
-            "apo_down",
-            "sigmoid_norm",
-            "aot",
-            "aot_unpaired",
-            "discopop",
-            "sft",
-        ),
-    ),
-    "kto": ("kto", "apo_zero_unpaired"),
-}
-# the losses of pairs that `label_smoothing` has a meaning for
-SMOOTHED = (
-    "robust",
-    "exo_pair",
-    "aot",
-    "aot_unpaired",
+@dataclass(frozen=True)
+class ObjectiveKind:
+    """What the settings know of an objective.
+
+    Attributes:
+        examples: what its data has: rows of tokens, pairs of a chosen and a rejected row, or rows
+            with a label.
+        has_reference: whether it compares with another model.
+        loss_types: the values of `loss_type`; the first is the default.
+        settings: the further settings that it has a meaning for.
+    """
+
+    examples: Literal["rows", "pairs", "labelled rows"]
+    has_reference: bool = False
+    loss_types: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+
+    @property
+    def all_settings(self) -> tuple[str, ...]:
+        """The settings that it has a meaning for, besides `objective`."""
+        loss_type = ("loss_type",) if self.loss_types else ()
+        reference = ("reference",) if self.has_reference else ()
+        return (*loss_type, *reference, *self.settings)
+
+
+LOSSES_OF_PAIRS = (
+    *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard"),
+    *("apo_zero", "apo_down", "sigmoid_norm", "aot", "aot_unpaired", "discopop", "sft"),
 )
 
+# `lema.engine.head.objectives` makes the losses of all but sft.
+OBJECTIVES: Mapping[str, ObjectiveKind] = {
+    # Of sft a reference, because a loop in Python may set an objective of its own.
+    "sft": ObjectiveKind("rows", loss_types=("nll", "dft"), settings=("reference",)),
+    "dpo": ObjectiveKind(
+        "pairs",
+        has_reference=True,
+        loss_types=LOSSES_OF_PAIRS,
+        settings=("beta", "label_smoothing"),
+    ),
+    "ipo": ObjectiveKind("pairs", has_reference=True, settings=("beta",)),
+    "orpo": ObjectiveKind("pairs", settings=("beta",)),
+    "simpo": ObjectiveKind(
+        "pairs", settings=("beta", "label_smoothing", "simpo_gamma", "cpo_alpha")
+    ),
+    "kto": ObjectiveKind(
+        "labelled rows",
+        has_reference=True,
+        loss_types=("kto", "apo_zero_unpaired"),
+        settings=("beta", "desirable_weight", "undesirable_weight"),
+    ),
+}
+SETTINGS = tuple(dict.fromkeys(name for kind in OBJECTIVES.values() for name in kind.all_settings))
+OF_OBJECTIVES = ("objective", *SETTINGS)
+
+# The losses of pairs that `label_smoothing` has a meaning for.
+SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
 OF_TOKENS = ("eval_loss", "eval_perplexity")  # what an evaluation of sft measures
 
-# The objectives that each further setting says something of.
-OBJECTIVES_BY_SETTING = {
-    "loss_type": tuple(LOSS_TYPES),
-    # of sft, because a loop in Python may set an objective of its own
-    "reference": (
-        "sft",
-        *WITH_REFERENCE,
-    ),
-    "beta": (*OF_PAIRS, "kto"),
-    "label_smoothing": ("dpo", "simpo"),
-    "simpo_gamma": ("simpo",),
-    "cpo_alpha": ("simpo",),
-    "desirable_weight": ("kto",),
-    "undesirable_weight": ("kto",),
-}
-OF_OBJECTIVES = ("objective", *OBJECTIVES_BY_SETTING)
+
+def has_reference(objective: Any) -> bool:
+    """Whether an objective compares with another model, by its name in settings or in a file."""
+    if not isinstance(objective, str) or objective not in OBJECTIVES:
+        return False
+    return OBJECTIVES[objective].has_reference
 
 
 class ObjectiveSettings(Protocol):
     """The settings that agree, or do not, with an objective; `LemaConfig` has them and says what
-    they mean. Those of `OBJECTIVES_BY_SETTING` are looked up by name."""
+    they mean. Those of `OBJECTIVES` are looked up by name."""
 
     objective: ObjectiveName
     reference: Reference | None
@@ -96,7 +118,7 @@ def reference_of(config: ObjectiveSettings, *, begun: bool = False) -> Reference
     settings name none."""
     if config.reference is not None:
         return config.reference
-    if config.objective not in WITH_REFERENCE:
+    if not has_reference(config.objective):
         return None
     return "adapter" if begun or config.adapter_name_or_path is not None else "base"
 
@@ -105,8 +127,11 @@ def disagreements_of_objective(config: ObjectiveSettings) -> Iterator[Problem]:
     """Yield what does not go with the objective."""
     objective = config.objective
     kind = config.loss_type
-    for name, objectives in OBJECTIVES_BY_SETTING.items():
-        if getattr(config, name) is not None and objective not in objectives:
+    for name in SETTINGS:
+        if getattr(config, name) is not None and name not in OBJECTIVES[objective].all_settings:
+            objectives = [
+                other for other, about in OBJECTIVES.items() if name in about.all_settings
+            ]
             how = f"leave it out, or set objective to {' or '.join(objectives)}"
             how += (
                 "; of sft it is label_smoothing_factor"
@@ -114,8 +139,8 @@ def disagreements_of_objective(config: ObjectiveSettings) -> Iterator[Problem]:
                 else ""
             )
             yield Problem(name, f"{name} has no effect with objective: {objective}", how)
-    types = LOSS_TYPES.get(objective)
-    if types is not None and kind is not None and kind not in types:
+    types = OBJECTIVES[objective].loss_types
+    if types and kind is not None and kind not in types:
         what = (
             f"loss_type must be one of {', '.join(types)} with objective: {objective}, not {kind!r}"
         )

@@ -15,6 +15,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from lema.compat import releases
 from lema.config import LemaConfig
+from lema.config.objective import OBJECTIVES
 from lema.data import (
     TokenDataset,
     forms_of,
@@ -270,9 +271,10 @@ def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
         "forms": forms,
         "cache": folder_of(config.data_cache),
     }
-    if config.objective != "sft":
+    examples = OBJECTIVES[config.objective].examples
+    if examples != "rows":
         return prepare_preferences(
-            data, files.tokenizer, labelled=config.objective == "kto", **options
+            data, files.tokenizer, labelled=examples == "labelled rows", **options
         )
     paths = data[0] if isinstance(data, list | tuple) and data else data
     of_files = isinstance(paths, str | Path)

@@ -27,7 +27,8 @@ from lema.backend.registry import planned
 from lema.config import LemaConfig
 from lema.errors import ConfigError, ModelError
 from lema.model.weight_names import WRAPPED
-from lema.storage.quantized.records import QuantizedRecord, Stored, part_of_quantized
+from lema.storage.quantized.formats import part_of_quantized
+from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import part_of
 
 

@@ -39,7 +39,8 @@ from lema.model.quantizers.methods import open_quantizer, quantization_settings
 from lema.model.skeleton import find_towers, is_in, main_dtype, scores_texts
 from lema.storage import GlobalBinaryIndex
 from lema.storage.header import TensorRecord
-from lema.storage.quantized.records import QuantizedRecord, Stored, fold
+from lema.storage.quantized.formats import fold
+from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import AssembledRecord
 from lema.storage.tensorfile import read_pieces
 from lema.stream.placement import DTYPES

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, replace
 
 from lema.backend import Exchange
 from lema.config import LemaConfig
-from lema.config.objective import OF_PAIRS
+from lema.config.objective import OBJECTIVES
 from lema.data.batches import dealt
 from lema.engine.head.objectives import objective_of
 from lema.engine.padding import padding_of
@@ -139,7 +139,7 @@ def micro_batch_of(config: LemaConfig, rows: int, length: int) -> MicroBatch:
 
 def rows_each(config: LemaConfig) -> int:
     """Return how many rows each example of a batch has."""
-    return 2 if config.objective in OF_PAIRS else 1
+    return 2 if OBJECTIVES[config.objective].examples == "pairs" else 1
 
 
 def by_arithmetic(

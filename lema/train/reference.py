@@ -17,7 +17,7 @@ from peft import PeftModel
 from lema.backend import Parallel
 from lema.config import LemaConfig
 from lema.config.lemaconfig import CONFIG_NAME
-from lema.config.objective import WITH_REFERENCE, reference_of
+from lema.config.objective import has_reference, reference_of
 from lema.engine.reference_rows import StartingAdapter
 from lema.errors import AdapterError, ConfigError
 from lema.lora import save_adapter
@@ -57,7 +57,7 @@ def reopened(
     run that has left them there; if that run had none, they are about to begin another one. None is
     also one that is not there any more."""
     file = directory / CONFIG_NAME
-    if not file.is_file() or read_json(file).get("objective") not in WITH_REFERENCE:
+    if not file.is_file() or not has_reference(read_json(file).get("objective")):
         return begins_with(config, adapters, begun=True)
     if reference_of(config) != "adapter" or not (directory / REFERENCE).is_dir():
         return config, None

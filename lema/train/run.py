@@ -11,7 +11,7 @@ from rich.console import Console
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.compat import untested
 from lema.config import LemaConfig
-from lema.config.objective import WITH_REFERENCE
+from lema.config.objective import has_reference
 from lema.config.printing import line_printer
 from lema.config.units import human_bytes, human_count, human_duration
 from lema.data.dataset import TokenDataset, first_rows
@@ -144,7 +144,7 @@ def _about(model: LemaModel) -> Iterator[str]:
     yield f"{weights} of weights; {adapters}"
     if untested_libraries := untested():
         yield f"not tested with {untested_libraries}"
-    if model.config.objective in WITH_REFERENCE:
+    if has_reference(model.config.objective):
         yield "reference: " + (
             "the base model" if model.reference is None else "the adapter that the run began with"
         )

@@ -1,61 +1,58 @@
 """How to add an objective: a loss of log-probabilities, and what the settings say of it.
 
-The one here, `margin`, wants the tokens of a chosen completion to be likelier, on average, than
-those of the rejected one by a margin. It knows nothing of the model: LEMA differentiates it by the
-log-probabilities alone.
+`toyobjective.py` is one. Its loss and gradients are those of autograd on the whole model, a loop in
+Python trains on it, and so does a run whose settings name it.
 """
 
-from collections.abc import Mapping
-from functools import partial
-from typing import Any
+import json
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
-import torch
+import smallrun
 from parity import Outcome, all_gradients, draw_b, relative_difference, streamed_model, whole_model
-from preferences import batch_of, examples, parts_of, sums
+from preferences import batch_of, examples, parts_of
 from tiny import Checkpoint
-from torch import Tensor
+from toyobjective import (
+    MARGIN_KIND,
+    LemaConfigWithMargin,
+    margin_by_hand,
+    margin_of,
+)
 
-from lema.engine.head.objectives import Measured, Objective, Scored
+from lema import LemaConfig
+from lema.config import objective as kinds
+from lema.config.problems import SettingsError
+from lema.engine.head import objectives
+from lema.train.metrics import read_metrics
+from lema.train.run import load_data
 
 TIGHT = 2e-6  # products round otherwise than where the loss is differentiated through them
 MARGIN = 0.5
-
-
-def margin_loss(rows: Scored, *, margin: float) -> tuple[Tensor, Measured]:
-    """Return a process's share of the batch's mean loss, and what is measured: sums and counts."""
-    chosen, rejected = rows.completions(rows.logps)
-    of_chosen, of_rejected = rows.lengths()
-    ahead = chosen / of_chosen - rejected / of_rejected
-    losses = torch.relu(margin - ahead)
-    measured = {"ahead": (ahead.detach().sum(), float(len(ahead)))}
-    return losses.sum() / rows.num_examples, measured
-
-
-def margin_by_hand(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """The same loss on the whole model, written down from its logits; pairs lie side by side."""
-    means = sums(model, batch) / (batch["labels"][:, 1:] != -100).sum(1)
-    return torch.relu(MARGIN - (means[::2] - means[1::2])).mean()
-
-
-OBJECTIVE = Objective(partial(margin_loss, margin=MARGIN))
+OBJECTIVE = margin_of(LemaConfig("model", beta=MARGIN, objective="orpo"))
 
 
 @pytest.fixture
 def checkpoint(checkpoint_of: Any) -> Checkpoint:
-    found: Checkpoint = checkpoint_of("llama")
-    return found
+    llama: Checkpoint = checkpoint_of("llama")
+    return llama
+
+
+@pytest.fixture
+def in_both_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(kinds.OBJECTIVES, "margin", MARGIN_KIND)
+    monkeypatch.setitem(objectives.FROM_SETTINGS, "margin", margin_of)
 
 
 @pytest.mark.parametrize("cuts", [(8,), (3, 5)], ids=str)
 def test_loss_and_gradients_are_those_of_autograd_on_the_whole_model(
     checkpoint: Checkpoint, cuts: tuple[int, ...]
 ) -> None:
-    """However the rows of the batch are cut into micro-batches, even between the rows of a pair."""
+    """However the rows of the batch are cut into micro-batches, even between those of a pair."""
     batch = batch_of(examples())
     whole = whole_model(checkpoint)
     draw_b(whole)
-    loss = margin_by_hand(whole, batch)
+    loss = margin_by_hand(whole, batch, MARGIN)
     loss.backward()
     expected = Outcome.of(whole, loss)
     with streamed_model(checkpoint, gradient_checkpointing=True) as model:
@@ -63,10 +60,9 @@ def test_loss_and_gradients_are_those_of_autograd_on_the_whole_model(
         model.adapter.objective = OBJECTIVE
         loss = model.adapter.loss(parts_of(batch, *cuts))
         loss.backward()
-        found = Outcome.of(model.lora_manager, loss)
-    assert float(found.loss) == pytest.approx(float(expected.loss), rel=TIGHT)
-    difference = relative_difference(all_gradients(found), all_gradients(expected))
-    assert difference < TIGHT
+        outcome = Outcome.of(model.lora_manager, loss)
+    assert float(outcome.loss) == pytest.approx(float(expected.loss), rel=TIGHT)
+    assert relative_difference(all_gradients(outcome), all_gradients(expected)) < TIGHT
 
 
 def test_a_loop_in_python_trains_on_it(checkpoint: Checkpoint) -> None:
@@ -75,6 +71,41 @@ def test_a_loop_in_python_trains_on_it(checkpoint: Checkpoint) -> None:
         model.adapter.objective = OBJECTIVE
         trainer = model.get_trainer()
         losses = [trainer.train_step(batch)[1] for _ in range(5)]
-        total, count = model.adapter.measured["ahead"]
     assert losses[-1] < losses[0] / 2
-    assert float(total) / count > MARGIN / 2
+
+
+@pytest.mark.usefixtures("in_both_tables")
+def test_a_run_trains_on_it_by_its_name(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data are read as pairs, the plan counts two rows for each, and the metrics are in the log."""
+    monkeypatch.setattr(smallrun, "LemaConfig", LemaConfigWithMargin)
+    pairs = [
+        {"prompt": f"{text}.", "chosen": " the miller grinds corn", "rejected": " by the river"}
+        for text in smallrun.SENTENCES
+    ]
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    options = {"objective": "margin", "beta": MARGIN, "train_data": str(data), "max_steps": 6}
+    with smallrun.opened(smallrun.settings(llama, tmp_path / "out", **options)) as model:
+        model.get_trainer().fit(*load_data(model))
+    lines = [line for line in read_metrics(tmp_path / "out/metrics.jsonl") if "loss" in line]
+    assert lines[-1]["ahead"] > lines[0]["ahead"]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+@pytest.mark.usefixtures("in_both_tables")
+def test_settings_without_a_meaning_for_it_are_refused() -> None:
+    LemaConfigWithMargin("model", objective="margin", beta=MARGIN)
+    with pytest.raises(SettingsError, match="simpo_gamma has no effect with objective: margin"):
+        LemaConfigWithMargin("model", objective="margin", simpo_gamma=1.0)
+
+
+def test_both_tables_have_every_name_and_agree_on_references() -> None:
+    assert set(kinds.OBJECTIVES) == set(get_args(kinds.ObjectiveName))
+    assert set(objectives.FROM_SETTINGS) == set(kinds.OBJECTIVES) - {"sft"}
+    for name in objectives.FROM_SETTINGS:
+        objective = objectives.objective_of(LemaConfig("model", objective=name))
+        assert objective is not None
+        assert objective.reference == kinds.has_reference(name)
+        assert objective.mismatched == (kinds.OBJECTIVES[name].examples == "labelled rows")

@@ -19,7 +19,7 @@ from lema.cli.exitcodes import run
 from lema.config import LemaConfig, lemaconfig, types
 from lema.config.backendsettings import backend_settings
 from lema.config.problems import SettingsError
-from lema.config.settings import Said
+from lema.config.settings import Reported
 
 TOY = Path(__file__).with_name("toysettings")
 
@@ -40,7 +40,7 @@ def toy_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
 class LemaConfigWithExample(LemaConfig):
     """All settings, and one more: what a contributor writes into `LemaConfig` itself."""
 
-    example_level: Said[types.Count] = 3
+    example_level: Reported[types.Count] = 3
     """How many examples there are."""
 
 

@@ -84,7 +84,7 @@ def test_every_row_names_a_file_with_the_names_beside_it(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_has_a_table_an_example_and_tests(kind: str) -> None:
-    example, _, tests = section(kind).partition("\nTests: ")
+    example, _, tests = section(kind).partition("Tests:")
     assert len(rows_of(kind)) >= 3
     assert [name for name in quoted(example) if name.startswith("tests/contributing/test_add_")]
     named = [name for name in quoted(tests or example) if name.startswith("tests/")]

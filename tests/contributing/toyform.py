@@ -19,6 +19,7 @@ from lema.model.quantizers.packed import PackedForm, unpack_columns
 METHOD = "toy"
 FORMATS = ("rows",)
 BITS = 8
+ZERO = 128  # is what a packed code has for zero, in every row
 
 
 class ToySettings(QuantizationConfigMixin):
@@ -64,12 +65,11 @@ class ToyQuantizer(HfQuantizer):
 
 def expand_words(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Tensor:
     """Return a weight, `[outputs, inputs]`, of codes in words. Parts may be on `meta`."""
-    codes = unpack_columns(parts["qweight"], settings.bits)
-    weight = (codes - parts["qzeros"]).float() * parts["scales"]
-    return weight.to(dtype)
+    codes = unpack_columns(parts["qweight"], settings.bits) - ZERO
+    return (codes.float() * parts["scales"]).to(dtype)
 
 
-PARTS = ("qweight", "qzeros", "scales")
+PARTS = ("qweight", "scales")
 TOY = PackedForm(parts=PARTS, needed=PARTS, expand=expand_words)
 
 
@@ -87,6 +87,5 @@ def for_transformers(name: str, codes: Tensor, scales: Tensor) -> dict[str, Tens
 def for_lema(name: str, codes: Tensor, scales: Tensor) -> dict[str, Tensor]:
     """Return what is stored of a weight in the second way."""
     stem = name.removesuffix("weight")
-    words = (codes + 128).to(torch.uint8).view(torch.int32)
-    zeros = torch.full(scales.shape, 128, dtype=torch.int32)
-    return {f"{stem}qweight": words, f"{stem}qzeros": zeros, f"{stem}scales": scales}
+    words = (codes + ZERO).to(torch.uint8).view(torch.int32)
+    return {f"{stem}qweight": words, f"{stem}scales": scales}

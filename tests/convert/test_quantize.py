@@ -42,7 +42,8 @@ from lema.storage.quantized import bitsandbytes as ofbits
 from lema.storage.quantized import formats
 from lema.storage.quantized import records as libraries
 from lema.storage.quantized import torchao as ofao
-from lema.storage.quantized.records import QuantizedRecord, fold
+from lema.storage.quantized.formats import fold
+from lema.storage.quantized.records import QuantizedRecord
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 

@@ -17,8 +17,8 @@ from transformers import BitsAndBytesConfig
 from lema.convert.tensors import read_tensor
 from lema.errors import NonFiniteError
 from lema.storage import GlobalBinaryIndex
-from lema.storage.quantized.formats import cut_rows
-from lema.storage.quantized.records import QuantizedRecord, fold
+from lema.storage.quantized.formats import cut_rows, fold
+from lema.storage.quantized.records import QuantizedRecord
 
 WEIGHTS = "model.safetensors"
 # those that transformers allows

@@ -15,8 +15,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from lema.convert.prepare import prepare
 from lema.storage import GlobalBinaryIndex
 from lema.storage.header import TensorRecord
-from lema.storage.quantized.formats import cut_rows
-from lema.storage.quantized.records import QuantizedRecord, fold, part_of_quantized
+from lema.storage.quantized.formats import cut_rows, fold, part_of_quantized
+from lema.storage.quantized.records import QuantizedRecord
 from lema.stream import LayerStream
 from lema.stream.placement import lay_out_tensors
 from lema_cpu import CpuBackend

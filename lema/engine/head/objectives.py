@@ -101,34 +101,8 @@ class Objective:
 
 def objective_of(config: LemaConfig) -> Objective | None:
     """Return the objective that the settings ask for; None: the cross-entropy of tokens."""
-    beta = 0.1 if config.beta is None else config.beta
-    smoothing = config.label_smoothing or 0.0
-    match config.objective:
-        case "dpo" | "ipo":
-            kind = "ipo" if config.objective == "ipo" else config.loss_type or "sigmoid"
-            score = partial(dpo, loss_type=kind, beta=beta, smoothing=smoothing)
-            return Objective(score, reference=True, of_batch=kind.startswith("aot"))
-        case "kto":
-            kind = config.loss_type or "kto"
-            weights = [
-                1.0 if weight is None else weight
-                for weight in (config.desirable_weight, config.undesirable_weight)
-            ]
-            score = partial(
-                kto, loss_type=kind, beta=beta, desirable=weights[0], undesirable=weights[1]
-            )
-            return Objective(
-                score, reference=True, mismatched=kind == "kto", of_batch=kind == "kto"
-            )
-        case "orpo":
-            return Objective(partial(orpo, beta=beta), prompts=True)
-        case "simpo":
-            gamma = 0.5 if config.simpo_gamma is None else config.simpo_gamma
-            alpha = config.cpo_alpha or 0.0
-            return Objective(
-                partial(simpo, beta=beta, gamma=gamma, cpo_alpha=alpha, smoothing=smoothing)
-            )
-    return None
+    make = FROM_SETTINGS.get(config.objective)
+    return None if make is None else make(config)
 
 
 @dataclass(frozen=True)
@@ -305,6 +279,51 @@ def simpo(
         measured["nll_loss"] = nll.detach() * rows.num_examples, float(len(chosen))
         loss = loss + cpo_alpha * nll
     return loss, measured
+
+
+def _beta(config: LemaConfig) -> float:
+    return 0.1 if config.beta is None else config.beta
+
+
+def _dpo_of(config: LemaConfig) -> Objective:
+    kind = "ipo" if config.objective == "ipo" else config.loss_type or "sigmoid"
+    score = partial(
+        dpo, loss_type=kind, beta=_beta(config), smoothing=config.label_smoothing or 0.0
+    )
+    return Objective(score, reference=True, of_batch=kind.startswith("aot"))
+
+
+def _kto_of(config: LemaConfig) -> Objective:
+    kind = config.loss_type or "kto"
+    desirable = 1.0 if config.desirable_weight is None else config.desirable_weight
+    undesirable = 1.0 if config.undesirable_weight is None else config.undesirable_weight
+    score = partial(
+        kto, loss_type=kind, beta=_beta(config), desirable=desirable, undesirable=undesirable
+    )
+    return Objective(score, reference=True, mismatched=kind == "kto", of_batch=kind == "kto")
+
+
+def _orpo_of(config: LemaConfig) -> Objective:
+    return Objective(partial(orpo, beta=_beta(config)), prompts=True)
+
+
+def _simpo_of(config: LemaConfig) -> Objective:
+    gamma = 0.5 if config.simpo_gamma is None else config.simpo_gamma
+    smoothing = config.label_smoothing or 0.0
+    alpha = config.cpo_alpha or 0.0
+    return Objective(
+        partial(simpo, beta=_beta(config), gamma=gamma, cpo_alpha=alpha, smoothing=smoothing)
+    )
+
+
+FROM_SETTINGS: Mapping[str, Callable[[LemaConfig], Objective]] = {
+    "dpo": _dpo_of,
+    "ipo": _dpo_of,
+    "kto": _kto_of,
+    "orpo": _orpo_of,
+    "simpo": _simpo_of,
+}
+"""What makes each objective of `lema.config.objective` that is no cross-entropy of tokens."""
 
 
 def grpo(

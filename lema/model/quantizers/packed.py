@@ -128,7 +128,7 @@ class _Expand(ConversionOps):
             raise ValueError(f"{stem}{WEIGHT} and the tensors beside it are not equally many")
         for part in (WEIGHT, "qzeros"):
             if wrong_dtypes := [
-                tensor.dtype for tensor in parts[part] if tensor.dtype != torch.int32
+                tensor.dtype for tensor in parts.get(part, ()) if tensor.dtype != torch.int32
             ]:
                 raise ValueError(
                     f"{stem}{part} is {wrong_dtypes[0]}, and words of {WORD} bits are expanded"

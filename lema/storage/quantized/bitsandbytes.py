@@ -14,11 +14,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lema.storage.quantized.records import PartSpecs, QuantizedRecord, pieces, quiet_import
+from lema.errors import ModelError
+from lema.storage.header import TensorRecord, are_sizes
+from lema.storage.index import GlobalBinaryIndex
+from lema.storage.quantized.records import (
+    PartSpecs,
+    QuantizedRecord,
+    collected,
+    cut_when_expanded,
+    nonsense,
+    parsed,
+    pieces,
+    quiet_import,
+)
 from lema.storage.slices import rows_of
 
-__all__ = ["expand", "metadata", "part_name", "quantize", "settings", "specs", "takes"]
+__all__ = [
+    "KINDS",
+    "cut_rows",
+    "expand",
+    "find",
+    "metadata",
+    "part_name",
+    "part_of_quantized",
+    "quantize",
+    "settings",
+    "specs",
+    "takes",
+]
 
+KINDS: tuple[str, ...] = ("nf4",)
+
+QUANT_STATE = ".quant_state.bitsandbytes__"
+FLOATS = ("float32", "float16", "bfloat16")
+LARGEST_STATE = 1 << 16  # bytes of the state of a weight; it needs fewer than 300
 BLOCK = 64
 NESTED_BLOCK = 256
 STATE = "quant_state.bitsandbytes__nf4"
@@ -120,6 +149,9 @@ def expand(parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor) -
         flat[span].copy_(functional.dequantize_4bit(piece, state).reshape(-1))
 
 
+part_of_quantized = cut_when_expanded  # because blocks do not end where a part does
+
+
 def cut_rows(record: QuantizedRecord, first: int, end: int) -> QuantizedRecord:
     """Return some rows of a weight along its first dimension. Their scales are read with those that
     share a block of scales of scales with them. `ValueError`: rows and blocks of weights do not
@@ -141,6 +173,93 @@ def cut_rows(record: QuantizedRecord, first: int, end: int) -> QuantizedRecord:
         begin -= begin % of
     parts["absmax"] = rows_of(scales, begin, stop)
     return replace(record, parts=parts, shape=tuple(about["shape"]), about=about)
+
+
+def find(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
+    """Find the parameters that the library has quantised. Errors are those of `fold`."""
+    return [*_four_bits(index), *_eight_bits(index)]
+
+
+def _four_bits(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
+    """Find the parameters that have one of the library's packed quantisation states."""
+    records = []
+    for stored, record in index.items():
+        name, separator, kind = stored.partition(QUANT_STATE)
+        if not separator:
+            continue
+        if record.dtype != "U8" or record.nbytes > LARGEST_STATE:
+            raise nonsense(name, index.path)
+        with record.file.open("rb") as stream:
+            stream.seek(record.offset)
+            about = parsed(stream.read(record.nbytes), name, index.path)
+        if about.get("quant_type") != kind or not are_sizes(about.get("shape")):
+            raise nonsense(name, index.path)
+        part_names = {"": name, "absmax": f"{name}.absmax", "quant_map": f"{name}.quant_map"}
+        if "nested_offset" in about:
+            part_names |= {part: f"{name}.{part}" for part in ("nested_absmax", "nested_quant_map")}
+        parts = collected(index, name, part_names | {f"quant_state.bitsandbytes__{kind}": stored})
+        if not _fits(parts, about):
+            raise nonsense(name, index.path)
+        # Codes are bytes, whatever type `bnb_4bit_quant_storage` gave them; as floats, some would
+        # be called NaN.
+        parts[""] = replace(parts[""], dtype="U8", shape=(parts[""].nbytes, 1))
+        records.append(QuantizedRecord(name, "bitsandbytes", parts, tuple(about["shape"]), about))
+    return records
+
+
+def _eight_bits(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
+    """Find the parameters of 8 bits that have the library's absolute maxima of their rows."""
+    records = []
+    for stored, record in index.items():
+        owner, _, leaf = stored.rpartition(".")
+        weight = index.get(f"{owner}.weight")
+        if leaf != "SCB" or weight is None or weight.dtype != "I8":
+            continue
+        if record.dtype != "F32" or len(weight.shape) != 2 or record.nbytes != 4 * weight.shape[0]:
+            raise nonsense(weight.name, index.path)
+        parts = {"": weight, "SCB": record}
+        if (layout := index.get(f"{owner}.weight_format")) is not None:
+            with layout.file.open("rb") as stream:
+                stream.seek(layout.offset)
+                if layout.nbytes != 1 or stream.read(1) != b"\0":
+                    what = (
+                        "the parameter is stored in tiles, as bitsandbytes does for older devices"
+                    )
+                    how = (
+                        "save the model again with a newer bitsandbytes, or use the unquantised one"
+                    )
+                    raise ModelError(what, where=f"{index.path}: {weight.name}", how=how)
+            parts["weight_format"] = layout
+        records.append(
+            QuantizedRecord(
+                weight.name, "bitsandbytes", parts, weight.shape, {"quant_type": "int8"}
+            )
+        )
+    return records
+
+
+def _fits(parts: Mapping[str, TensorRecord], about: Mapping[str, Any]) -> bool:
+    """Whether tensors are as long as the library takes them to be: it does not ask, and would
+    read past their ends.
+    """
+    block = about.get("blocksize")
+    nested = about.get("nested_blocksize", 1)
+    if not are_sizes([block, nested]) or 0 in (block, nested):
+        return False
+    if "nested_absmax" in parts and not (
+        type(about["nested_offset"]) is float and about.get("nested_dtype") in FLOATS
+    ):
+        return False
+    elements = prod(about["shape"])
+    blocks = -(-elements // block)
+    sizes = {
+        "": (elements + 1) // 2,
+        "absmax": blocks * (1 if "nested_absmax" in parts else 4),
+        "quant_map": 16 * 4,
+    }
+    if "nested_absmax" in parts:
+        sizes |= {"nested_absmax": -(-blocks // nested) * 4, "nested_quant_map": 256 * 4}
+    return all(parts[part].nbytes == nbytes for part, nbytes in sizes.items())
 
 
 def part_name(parameter: str, part: str) -> str:

@@ -17,13 +17,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lema.storage.index import GlobalBinaryIndex
 from lema.storage.quantized import bitsandbytes, torchao
+from lema.storage.quantized.library import Library
 from lema.storage.quantized.records import (
     CUT,
     NARROW,
     STORED,
     QuantizedRecord,
-    part_of_quantized,
+    Stored,
+    cut_when_expanded,
     pieces,
 )
 from lema.storage.slices import Move, rows_of
@@ -38,13 +41,38 @@ __all__ = [
     "cut",
     "cut_rows",
     "expand",
+    "fold",
     "move_elements",
+    "part_of_quantized",
 ]
 
-# Each is a module with the same functions: `takes`, `specs`, `quantize`, `expand`, `part_name`,
-# `metadata`, `settings`.
-LIBRARIES: Mapping[str, Any] = {"torchao": torchao, "bitsandbytes": bitsandbytes}
-KINDS: Mapping[str, str] = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
+LIBRARIES: Mapping[str, Library] = {"torchao": torchao, "bitsandbytes": bitsandbytes}
+KINDS: Mapping[str, str] = {
+    kind: name for name, library in LIBRARIES.items() for kind in library.KINDS
+}
+"""The library that quantises to each kind."""
+
+
+def fold(index: GlobalBinaryIndex) -> dict[str, Stored]:
+    """Return every tensor of an index by name, with the tensors of each quantised parameter as one.
+    `WeightsError`: tensors of a quantised parameter are missing, or what is said of it makes no
+    sense; `ModelError`: a parameter is quantised in a form that is not expanded here."""
+    quantized = [record for library in LIBRARIES.values() for record in library.find(index)]
+    parts = {part.name for record in quantized for part in record.parts.values()}
+    unquantized: dict[str, Stored] = {
+        name: record for name, record in index.items() if name not in parts
+    }
+    return unquantized | {record.name: record for record in quantized}
+
+
+def part_of_quantized(
+    record: QuantizedRecord, axis: int, ranges: Sequence[tuple[int, int]]
+) -> QuantizedRecord:
+    """Return ranges of a quantised parameter along an axis. The numbers are those of the whole in
+    any case; what is stored in blocks is read whole, and cut when it has been expanded."""
+    if record.library in LIBRARIES:
+        return LIBRARIES[record.library].part_of_quantized(record, axis, ranges)
+    return cut_when_expanded(record, axis, ranges)
 
 
 @torch.no_grad()
@@ -194,10 +222,8 @@ def cut_rows(record: QuantizedRecord, first: int, end: int) -> QuantizedRecord:
     """Return the rows `first` to `end - 1` of a quantised parameter along its first dimension, such
     as some of several experts, of which alone is read what they expand from. `ValueError`: what is
     stored is not of single rows."""
-    if record.library == "torchao":
-        return part_of_quantized(record, 0, [(first, end)])
-    if record.library != LIBRARY:
-        return bitsandbytes.cut_rows(record, first, end)
+    if record.library in LIBRARIES:
+        return LIBRARIES[record.library].cut_rows(record, first, end)
     plan: Plan = record.about[PLAN]
     row = prod(record.shape[1:])
     steps = list[Step]()

@@ -6,14 +6,46 @@ https://github.com/pytorch/ao/tree/main/torchao/prototype/safetensors has the la
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lema.storage.quantized.records import PartSpecs, pieces, quiet_import
+from lema.errors import ModelError
+from lema.storage.header import TensorRecord
+from lema.storage.index import GlobalBinaryIndex
+from lema.storage.quantized.records import (
+    PartSpecs,
+    QuantizedRecord,
+    collected,
+    nonsense,
+    parsed,
+    pieces,
+    quiet_import,
+)
+from lema.storage.slices import part_of
 
-__all__ = ["expand", "metadata", "part_name", "quantize", "settings", "specs", "takes"]
+__all__ = [
+    "KINDS",
+    "cut_rows",
+    "expand",
+    "find",
+    "metadata",
+    "part_name",
+    "part_of_quantized",
+    "quantize",
+    "settings",
+    "specs",
+    "takes",
+]
+
+KINDS: tuple[str, ...] = ("int8", "fp8")
+
+CLASSES = ("Int8Tensor", "Float8Tensor")
+
+# Options of a tensor with which its products differ from those of the expanded tensor.
+CHANGES_PRODUCTS = ("act_quant_kwargs", "act_pre_scale")
 
 ANY = "_.weight"  # a name for the library to split
 
@@ -58,6 +90,68 @@ def expand(parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor) -
     flat = out.flatten(0, -2)
     for rows in pieces(flat):
         flat[rows].copy_(quantized[rows].dequantize(out.dtype))
+
+
+def find(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
+    """Find the parameters that torchao's flattened state dicts describe in the files' metadata."""
+    described: dict[str, str] = {}
+    for header in filter(lambda entries: "tensor_names" in entries, index.metadata.values()):
+        described |= {
+            name: text
+            for name, text in header.items()
+            if "." in name and '"_tensor_data_names"' in text
+        }
+    records = []
+    for name, text in described.items():
+        about = parsed(text, name, index.path)
+        kind = about.get("_type")
+        names = about.get("_tensor_data_names")
+        data = about.get("_data")
+        if not isinstance(names, list) or "qdata" not in names or not isinstance(data, dict):
+            raise nonsense(name, index.path)
+        changing = [key for key in CHANGES_PRODUCTS if data.get(key) is not None or key in names]
+        if kind not in CLASSES or changing:
+            what = f"the parameter is quantised as torchao's {kind}" + (
+                f" with {changing[0]}" if changing else ""
+            )
+            how = "use weights that are quantised alone, to int8 or fp8, or the unquantised model"
+            raise ModelError(what, where=f"{index.path}: {name}", how=how)
+        owner, _, leaf = name.rpartition(".")
+        parts = collected(index, name, {part: f"{owner}._{leaf}_{part}" for part in names})
+        block = data.get("block_size")
+        shape = parts["qdata"].shape
+        if block != [1] * (len(shape) - 1) + [*shape[-1:]] or any(
+            part.shape != (*shape[:-1], 1) for what, part in parts.items() if what != "qdata"
+        ):
+            what = (
+                f"the parameter has blocks of {block}, and only one scale per row is expanded here"
+            )
+            how = "quantise it by row: `lema prepare --quantize` does"
+            raise ModelError(what, where=f"{index.path}: {name}", how=how)
+        records.append(QuantizedRecord(name, "torchao", parts, shape, about))
+    return records
+
+
+def part_of_quantized(
+    record: QuantizedRecord, axis: int, ranges: Sequence[tuple[int, int]]
+) -> QuantizedRecord:
+    """Return ranges of a parameter along an axis; with one scale per row, no more is read."""
+    shape = list(record.shape)
+    shape[axis] = sum(stop - start for start, stop in ranges)
+    by_row = axis < len(shape) - 1
+    parts = {
+        what: part_of(part, axis, ranges)
+        if isinstance(part, TensorRecord) and (by_row or what == "qdata")
+        else part
+        for what, part in record.parts.items()
+    }
+    data = record.about["_data"] | {"block_size": [1] * (len(shape) - 1) + [shape[-1]]}
+    return replace(record, parts=parts, shape=tuple(shape), about={**record.about, "_data": data})
+
+
+def cut_rows(record: QuantizedRecord, first: int, end: int) -> QuantizedRecord:
+    """Return some rows of a weight along its first dimension."""
+    return part_of_quantized(record, 0, [(first, end)])
 
 
 def part_name(parameter: str, part: str) -> str:
