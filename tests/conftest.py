@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import linuxalone
 import pickles
 import pytest
+import slowlist
 
 if TYPE_CHECKING:
     from parity import Outcome
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 TESTS = Path(__file__).parent
 OTHER_SYSTEM = bool(os.environ.get("OTHER_SYSTEM"))  # `tox -e portable`: tests/support/othersystem.py
+SLOW_PART = os.environ.get("SLOW_PART")  # `2/6`: the second of six parts of the slow tests; all of them without it
 
 # Modules that take longest, the longest first: begun last, one of them would leave the other processes of `-n` without
 # work. Each takes over half a minute; docs/internals/tests.md has the seconds.
@@ -98,7 +100,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Begin with the longest modules, and take a few cases of tests that have too many.
 
     Of a `covered` test those that are not taken are exhaustive; of what is left of a `sampled` one they are slow, and
-    exhaustive where it is not `covered` as well. Slow tests that say nothing of their own have one case.
+    exhaustive where it is not `covered` as well. Slow tests that say nothing of their own have one case. Tests of
+    `tests/slow.txt` are slow too, with all cases that they would have had in the default run.
     """
     if OTHER_SYSTEM:
         alone = [item for item in items if linuxalone.holds(item.path.relative_to(TESTS), item.name.partition("[")[0])]
@@ -114,6 +117,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         sampled = item.get_closest_marker("sampled") is not None
         item.add_marker(pytest.mark.exhaustive if sampled else pytest.mark.covered(SLOW_CASES))
     leave_out(unsaid, "covered", pytest.mark.exhaustive)
+    if not any("::" in name for name in config.args):  # what is asked for by its name is run
+        slowlist.mark_listed(items)
+    if SLOW_PART:
+        chosen = slowlist.in_part(items, SLOW_PART)
+        config.hook.pytest_deselected(items=sorted({*items} - {*chosen}, key=lambda item: item.nodeid))
+        items[:] = chosen
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures, which open models too
