@@ -54,7 +54,7 @@ def mark_listed(items: Iterable[pytest.Item]) -> None:
 
 
 def in_part(items: Iterable[pytest.Item], part: str) -> list[pytest.Item]:
-    """Choose what a part of a session has of these: `part` is its number and how many there are, `2/6`.
+    """Choose what a part of a session has of these: `part` is its number and how many there are, `2/8`.
 
     Slow tests are dealt out, the costliest first, so that parts cost about the same. All else is in every part.
     """
