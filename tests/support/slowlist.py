@@ -15,6 +15,7 @@ __all__ = ["ALWAYS", "TESTS", "SlowTest", "in_part", "mark_listed", "read_list"]
 
 TESTS = Path(__file__).parents[1]
 ALWAYS = ("engine/", "stream/", "loader/", "contract/")  # folders whose slow tests every part has
+UNLISTED = 1.0  # seconds that a slow test is taken for which is not in the list
 
 
 class SlowTest(NamedTuple):
@@ -56,14 +57,20 @@ def mark_listed(items: Iterable[pytest.Item]) -> None:
 def in_part(items: Iterable[pytest.Item], part: str) -> list[pytest.Item]:
     """Choose what a part of a session has of these: `part` is its number and how many there are, `2/8`.
 
-    Slow tests are dealt out, the costliest first, so that parts cost about the same. All else is in every part.
+    Slow tests are dealt out, the costliest first and each to the part that has least. All else is in every part.
     """
     number, count = map(int, part.split("/"))
     seconds = {test.name: test.seconds for test in read_list()}
     slow = {name_of(item) for item in items if is_slow(item)}
     dealt = [name for name in slow if not name.startswith(ALWAYS)]
-    dealt.sort(key=lambda name: (-seconds.get(name, 0.0), name))
-    elsewhere = {name for place, name in enumerate(dealt) if place % count != number % count}
+    dealt.sort(key=lambda name: (-seconds.get(name, UNLISTED), name))
+    parts: list[set[str]] = [set() for _ in range(count)]
+    spent = [0.0] * count
+    for name in dealt:
+        least = spent.index(min(spent))
+        parts[least].add(name)
+        spent[least] += seconds.get(name, UNLISTED)
+    elsewhere = {*dealt} - parts[number - 1]
     return [item for item in items if not is_slow(item) or name_of(item) not in elsewhere]
 
 
