@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["ALWAYS", "TESTS", "SlowTest", "in_part", "mark_listed", "read_list"]
 
 TESTS = Path(__file__).parents[1]
-ALWAYS = ("engine/", "stream/", "loader/", "contract/")  # folders whose slow tests every part has
+ALWAYS = ("engine/", "stream/")  # folders whose slow tests every part has
 UNLISTED = 1.0  # seconds that a slow test is taken for which is not in the list
 
 
