@@ -1,4 +1,6 @@
-"""A hook of mkdocs.yml: links of a page to files outside docs/ become the files' names, because no site has them."""
+"""A hook of mkdocs.yml: links of a page to files outside docs/ become the files' names, because
+no site has them.
+"""
 
 import re
 from pathlib import Path

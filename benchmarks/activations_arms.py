@@ -1,4 +1,6 @@
-"""What every arm of the benchmark of activation offloading runs: one PEFT model, and its step inside a context."""
+"""What every arm of the benchmark of activation offloading runs: one PEFT model, and its step
+inside a context.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from plainloop import ALPHA, RANK, SEED, adamw
 
 __all__ = ["MODES", "Arm", "Task", "arms_of", "make_model", "set_checkpointing", "step_of"]
 
-MODES: dict[str, Any] = {"none": False, "hidden_states": "hidden_states", "true": True, "disk": "disk"}
+MODES: dict[str, Any] = {
+    "none": False,
+    "hidden_states": "hidden_states",
+    "true": True,
+    "disk": "disk",
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,9 @@ def arms_of(modes: list[str]) -> list[Arm]:
 
 
 def make_model(task: Task) -> tuple[Any, torch.Tensor]:
-    """Return a random model with LoRA on every linear, in training mode, and the tokens of its step."""
+    """Return a random model with LoRA on every linear, in training mode, and the tokens of its
+    step.
+    """
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -73,7 +82,9 @@ def make_model(task: Task) -> tuple[Any, torch.Tensor]:
         use_cache=False,
     )
     torch.manual_seed(SEED)
-    base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, shape.dtype)).to(task.device)
+    base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, shape.dtype)).to(
+        task.device
+    )
     lora = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
     ids = torch.randint(0, shape.vocabulary, (task.rows, task.tokens), device=task.device)
     return get_peft_model(base, lora).train(), ids
@@ -82,7 +93,9 @@ def make_model(task: Task) -> tuple[Any, torch.Tensor]:
 def set_checkpointing(model: Any, on: bool) -> None:
     """Checkpoint every layer of the model, the kind that is not reentrant, or none."""
     base = model.get_base_model()
-    new = hasattr(base, "activation_checkpointing_enable")  # its name in later versions of transformers
+    new = hasattr(
+        base, "activation_checkpointing_enable"
+    )  # its name in later versions of transformers
     prefix = "activation" if new else "gradient"
     if on:
         getattr(base, f"{prefix}_checkpointing_enable")({"use_reentrant": False})
@@ -100,7 +113,9 @@ def context_of(model: Any, mode: str, directory: str) -> Any:
 
 
 def step_of(model: Any, ids: torch.Tensor, context: Any) -> Callable[[], float]:
-    """Return what takes one optimizer step, its forward, loss and backward inside `context`, and gives the loss."""
+    """Return what takes one optimizer step, its forward, loss and backward inside `context`, and
+    gives the loss.
+    """
     optimizer = adamw(model)
     dtype = next(model.parameters()).dtype
 

@@ -1,8 +1,9 @@
-"""The memory of one arm of `activations.py`, in a process of its own: argument: the task and the arm, as JSON.
+"""The memory of one arm of `activations.py`, in a process of its own: argument: the task and the
+arm, as JSON.
 
-Prints one line of JSON. The device's memory is what tensors hold at the most, weights and what waits elsewhere left
-out: on a GPU as its allocator counts, on the CPU by looking at every operation's results. That takes time: no step is
-timed here.
+Prints one line of JSON. The device's memory is what tensors hold at the most, weights and what
+waits elsewhere left out: on a GPU as its allocator counts, on the CPU by looking at every
+operation's results. That takes time: no step is timed here.
 """
 
 from __future__ import annotations
@@ -20,22 +21,31 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-WARM_UP, MEASURED = 1, 2  # steps; the first makes the optimizer's state, and the room for what waits
+WARM_UP = 1
+MEASURED = 2  # steps; the first makes the optimizer's state, and the room for what waits
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that operations made while it is on, alive at once: `peak` is the most.
+    """Counts the bytes of tensors that operations made while it is on, alive at once: `peak` is the
+    most.
 
-    Memory that is there without an operation, mapped for what waits, is not counted, nor are views of it.
+    Memory that is there without an operation, mapped for what waits, is not counted, nor are views
+    of it.
     """
 
     def __init__(self, device: str) -> None:
         super().__init__()
-        self.peak, self._device, self._bound = 0, device, 0
+        self.peak = 0
+        self._device = device
+        self._bound = 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {one.untyped_storage()._cdata for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor)}
+        given = {
+            one.untyped_storage()._cdata
+            for one in tree_iter((args, kwargs))
+            if isinstance(one, torch.Tensor)
+        }
         result = func(*args, **(kwargs or {}))
         for one in tree_iter(result):
             if isinstance(one, torch.Tensor) and one.device.type == self._device:
@@ -79,7 +89,8 @@ def _watched(device: str) -> Iterator[Any]:
 
 def main() -> None:
     given = json.loads(sys.argv[1])
-    task, arm = Task(**given["task"]), Arm(**given["arm"])
+    task = Task(**given["task"])
+    arm = Arm(**given["arm"])
     model, ids = make_model(task)
     set_checkpointing(model, arm.checkpointing)
     context = context_of(model, arm.mode, task.directory)

@@ -1,25 +1,29 @@
-"""What is left open against thirty configurations set by hand, under the same limit of device memory.
+"""What is left open against thirty configurations set by hand, under the same limit of device
+memory.
 
     OMP_NUM_THREADS=1 python benchmarks/auto.py
     OMP_NUM_THREADS=1 python benchmarks/auto.py --resume   # go on with the models that are missing
     OMP_NUM_THREADS=1 python benchmarks/auto.py --quick    # a minute or two of one model, to see that it works
 
-`auto` is `device_memory` alone, the rest chosen by the plan. The grid sets rows at once, recomputation, prefetch depth
-and the chunk of the loss; those that do not fit are refused, and are told. Each configuration has a process of its own,
-forked off once everything is imported. What one has measured of model and machine the others plan with, so that they
-differ by their settings alone. Of arms that the plan has made alike one takes steps.
+`auto` is `device_memory` alone, the rest chosen by the plan. The grid sets rows at once,
+recomputation, prefetch depth and the chunk of the loss; those that do not fit are refused, and are
+told. Each configuration has a process of its own, forked off once everything is imported. What one
+has measured of model and machine the others plan with, so that they differ by their settings alone.
+Of arms that the plan has made alike one takes steps.
 
-A turn of an arm is one step that is not counted, and then `--steps` that are, one right after the other: so the counted
-steps read ahead for each other, as those of a run do, and none finds its layers read while others had their turns. All
-arms of the grid take one turn, which says who the `--finalists` are and counts for nothing else. Then `auto`, the same
-once more, and the finalists take `--rounds` turns each, interleaved, in another order each round, so that what else the
-machine does falls on all alike. Each so has the same number of steps.
+A turn of an arm is one step that is not counted, and then `--steps` that are, one right after the
+other: so the counted steps read ahead for each other, as those of a run do, and none finds its
+layers read while others had their turns. All arms of the grid take one turn, which says who the
+`--finalists` are and counts for nothing else. Then `auto`, the same once more, and the finalists
+take `--rounds` turns each, interleaved, in another order each round, so that what else the machine
+does falls on all alike. Each so has the same number of steps.
 
-What is told are medians and quartiles of these steps: processor time, user and system, of all threads, and the seconds
-that pass, of which others that want the processor take their part. `best` is the finalist with the least median
-processor time. `best / auto` is 1 or more where nothing set by hand was faster, and `again / auto` is what two arms of
-the same settings differ by: a `best / auto` that is no further from 1 says nothing. The best is the best of several
-noisy numbers, and `auto` one: the ratio is hard on it. `planned` is what the plan believed of a step, in seconds.
+What is told are medians and quartiles of these steps: processor time, user and system, of all
+threads, and the seconds that pass, of which others that want the processor take their part. `best`
+is the finalist with the least median processor time. `best / auto` is 1 or more where nothing set
+by hand was faster, and `again / auto` is what two arms of the same settings differ by: a `best /
+auto` that is no further from 1 says nothing. The best is the best of several noisy numbers, and
+`auto` one: the ratio is hard on it. `planned` is what the plan believed of a step, in seconds.
 """
 
 from __future__ import annotations
@@ -52,7 +56,12 @@ from lema.errors import MemoryLimitError
 from lema.plan.planner import Planner, opened_planner, timed
 from lema.train.trainer import LemaTrainer
 
-SMALL = {"max_position_embeddings": 2048, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 4096}
+SMALL = {
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 4096,
+}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "head_dim": 24}
 
 
@@ -62,7 +71,8 @@ def small(kind: type[Any], hidden: int, inner: int, layers: int, **changes: Any)
     return kind(**{**SMALL, **sizes, **changes})
 
 
-# Config, rows of a step, their length, and a limit in bytes that does not hold all that would make a step faster.
+# Config, rows of a step, their length, and a limit in bytes that does not hold all that would make
+# a step faster.
 MODELS: dict[str, tuple[Any, int, int, int]] = {
     "dense": (small(LlamaConfig, 192, 512, 10), 8, 64, 80_000_000),
     "experts": (small(Qwen3MoeConfig, 192, 512, 8, **EXPERTS), 8, 64, 60_000_000),
@@ -81,14 +91,20 @@ QUICK = {"models": ["dense"], "arms": 6, "finalists": 2, "rounds": 2, "steps": 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--arms", type=int, default=30, help="configurations of the grid")
-    parser.add_argument("--finalists", type=int, default=5, help="arms of the grid that are compared with auto")
+    parser.add_argument(
+        "--finalists", type=int, default=5, help="arms of the grid that are compared with auto"
+    )
     parser.add_argument("--rounds", type=int, default=6, help="turns of each arm that is compared")
     parser.add_argument("--steps", type=int, default=3, help="counted steps of a turn")
     parser.add_argument("--limit", type=int, help="bytes, in the place of each model's own")
-    parser.add_argument("--resume", action="store_true", help="leave out models whose results are there already")
+    parser.add_argument(
+        "--resume", action="store_true", help="leave out models whose results are there already"
+    )
     parser.add_argument("--quick", action="store_true", help="one model, few arms, turns and steps")
     given = parser.parse_args()
     arguments = argparse.Namespace(**{**vars(given), **(QUICK if given.quick else {})})
@@ -103,7 +119,11 @@ def main() -> None:
         config, rows, length, limit = MODELS[name]
         with tempfile.TemporaryDirectory() as place:
             AutoModelForCausalLM.from_config(config).save_pretrained(place)
-            base = {"device_memory": arguments.limit or limit, "max_length": length, "batch_size": rows}
+            base = {
+                "device_memory": arguments.limit or limit,
+                "max_length": length,
+                "batch_size": rows,
+            }
             found.append({"model": name, **compared(place, base, arguments)})
         for key, value in found[-1].items():
             print(f"{key:>22}: {value}", flush=True)
@@ -134,7 +154,10 @@ class Learnt:
         """Return a planner that knows it."""
         if self.timings is None:
             return planner
-        site = replace(planner.site, machine=replace(planner.site.machine, speeds=self.speeds))
+        site = replace(
+            planner.machine_state,
+            machine=replace(planner.machine_state.machine, speeds=self.speeds),
+        )
         timings = self.timings.times(planner.shape.micro_batch.rows / self.rows)
         return replace(planner, known=dict(self.known), timings=timings, site=site)
 
@@ -180,7 +203,8 @@ def compared(model: str, base: dict[str, Any], asked: argparse.Namespace) -> dic
     assert again is not None, "it fitted before"
     arms = [auto, again, *finalists]
     for arm in arms:
-        arm.cpu, arm.wall = [], []  # because who is a finalist is known by the turns before
+        arm.cpu = []
+        arm.wall = []  # because who is a finalist is known by the turns before
     for number in range(asked.rounds):
         for arm in in_turn(arms, number):
             arm.turn(asked.steps)
@@ -202,9 +226,14 @@ def compared(model: str, base: dict[str, Any], asked: argparse.Namespace) -> dic
 def chosen_of_grid(
     auto: Arm, model: str, base: dict[str, Any], asked: argparse.Namespace
 ) -> tuple[list[Arm], dict[str, Any]]:
-    """Let every arm of the grid take a turn; return the best of them, the others ended, and what there is to tell."""
+    """Let every arm of the grid take a turn; return the best of them, the others ended, and what
+    there is to tell.
+    """
     arms: list[Arm] = []
-    grid, refused, learnt, seen = list(configurations(asked.arms)), 0, auto.learnt, {auto.chosen: "auto"}
+    grid = list(configurations(asked.arms))
+    refused = 0
+    learnt = auto.learnt
+    seen = {auto.chosen: "auto"}
     for number, settings in enumerate(grid):
         name = " ".join(f"{key}={value}" for key, value in settings.items())
         if (arm := opened(name, model, base | settings, learnt)) is None:
@@ -221,13 +250,21 @@ def chosen_of_grid(
             one.end()
         del arms[asked.finalists :]
         taken = statistics.median(arm.cpu)
-        print(f"{number + 1:3} {taken:7.3f} CPU s  {arm.planned:7.3f} s planned  {name}  {arm.chosen}", flush=True)
+        print(
+            (
+                f"{number + 1:3} {taken:7.3f} CPU s  {arm.planned:7.3f} s planned  {name}  "
+                f"{arm.chosen}"
+            ),
+            flush=True,
+        )
     counts = {"arms": len(grid) - refused, "refused": refused, "unlike": len(seen)}
     return arms, {"limit": base["device_memory"], **counts}
 
 
 def in_turn(arms: Sequence[Any], number: int) -> list[Any]:
-    """Return the arms in the order of a round: each goes first in one of as many rounds, every other time backwards."""
+    """Return the arms in the order of a round: each goes first in one of as many rounds, every
+    other time backwards.
+    """
     start = number % len(arms)
     order = [*arms[start:], *arms[:start]]
     return order if number % 2 == 0 else [order[0], *order[:0:-1]]
@@ -242,7 +279,9 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
 def opened(name: str, model: str, settings: dict[str, Any], learnt: Learnt) -> Arm | None:
     """Open one arm in a process of its own; None: it does not fit."""
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=steps, args=(theirs, model, settings, learnt))
+    process = multiprocessing.get_context("fork").Process(
+        target=steps, args=(theirs, model, settings, learnt)
+    )
     process.start()
     theirs.close()
     told = ours.recv()
@@ -262,14 +301,20 @@ def steps(ends: Connection, model: str, settings: dict[str, Any], learnt: Learnt
     with closing(LemaModel(config)) as open_model:
         open_model.initialize_lora()
         try:
-            allocation, planner = open_model.allocation, timed(open_model.planner)
+            allocation = open_model.allocation
+            planner = timed(open_model.planner)
         except MemoryLimitError:
             ends.send(None)
             return
-        rows, chunk = planner.shape.micro_batch.rows, planner.config.loss_chunk_tokens or CHUNK_TOKENS
+        rows = planner.shape.micro_batch.rows
+        chunk = planner.config.loss_chunk_tokens or CHUNK_TOKENS
         chunk = min(chunk, rows * planner.shape.micro_batch.length)
-        chosen = f"{rows} rows, {chunk} tokens a chunk, {allocation.slots} slots, {allocation.summary()}"
-        found = Learnt(planner.known, planner.timings, rows, planner.site.machine.speeds)
+        chosen = (
+            f"{rows} rows, {chunk} tokens a chunk, {allocation.slots} slots, {allocation.summary()}"
+        )
+        found = Learnt(
+            planner.workload_cache, planner.timings, rows, planner.machine_state.machine.speeds
+        )
         ends.send((chosen, planner.needs().seconds, found))
         trainer = open_model.get_trainer()
         while count := ends.recv():
@@ -278,14 +323,16 @@ def steps(ends: Connection, model: str, settings: dict[str, Any], learnt: Learnt
 
 
 def turn(step: Callable[[], object], count: int) -> tuple[list[float], list[float]]:
-    """Take one step that is not counted and then `count` that are, without a pause; return their seconds of processor
-    time, and those that passed."""
+    """Take one step that is not counted and then `count` that are, without a pause; return their
+    seconds of processor time, and those that passed."""
     step()
     marks = [(cpu_seconds(), time.perf_counter())]
     for _ in range(count):
         step()
         marks.append((cpu_seconds(), time.perf_counter()))
-    cpu, wall = ([b - a for a, b in itertools.pairwise(series)] for series in zip(*marks, strict=True))
+    cpu, wall = (
+        [b - a for a, b in itertools.pairwise(series)] for series in zip(*marks, strict=True)
+    )
     return cpu, wall
 
 

@@ -3,9 +3,10 @@
     lema demo a-demo
     python benchmarks/busy.py lema train a-demo/train.yaml --max_steps 20 --output_dir a-demo/again
 
-Each core is taken by a process that only counts. The number to read is the median, over the rounds, of the seconds of a
-busy run divided by those of the quiet one before it: of two programs on a core each has half of it, so about 2 is what
-sharing costs; more is lost to waiting. Measure on a machine that does nothing else.
+Each core is taken by a process that only counts. The number to read is the median, over the rounds,
+of the seconds of a busy run divided by those of the quiet one before it: of two programs on a core
+each has half of it, so about 2 is what sharing costs; more is lost to waiting. Measure on a machine
+that does nothing else.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def seconds(command: Sequence[str]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
@@ -60,7 +63,10 @@ def main() -> None:
         with taken(cores):
             busy = seconds(arguments.command)
         factors.append(busy / quiet)
-        print(f"round {number}: {quiet:.1f} s quiet, {busy:.1f} s busy, factor {factors[-1]:.2f}", flush=True)
+        print(
+            f"round {number}: {quiet:.1f} s quiet, {busy:.1f} s busy, factor {factors[-1]:.2f}",
+            flush=True,
+        )
     print(f"{cores} cores; the median factor is {statistics.median(factors):.2f}")
 
 

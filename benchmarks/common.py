@@ -1,4 +1,6 @@
-"""What every benchmark needs: a model of a given shape on disk, memory by kind, the machine in words, JSON results."""
+"""What every benchmark needs: a model of a given shape on disk, memory by kind, the machine in
+words, JSON results.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from transformers import LlamaConfig
 
 from lema.config.printing import hush
 
-hush()  # for the whole process, because a benchmark imports modules of LEMA one by one, and PEFT's own
+# for the whole process, because a benchmark imports modules of LEMA one by one, and PEFT's own
+hush()
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -40,7 +43,8 @@ class Shape:
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
         """The linears of one layer by name, each `(rows, columns)`."""
-        hidden, inner = self.hidden, self.intermediate
+        hidden = self.hidden
+        inner = self.intermediate
         narrow = hidden // self.heads * (self.kv_heads or self.heads)
         attention = {"q": hidden, "k": narrow, "v": narrow}
         return {
@@ -90,9 +94,12 @@ def write_index(directory: Path, shape: Shape, weight_map: dict[str, str]) -> No
 
 
 def write_model(directory: Path, shape: Shape) -> None:
-    """Write random weights of `shape` in the hub's sharded format, one layer in memory at a time."""
+    """Write random weights of `shape` in the hub's sharded format, one layer in memory at a
+    time.
+    """
     write_config(directory, shape)
-    dtype, generator = getattr(torch, shape.dtype), torch.Generator().manual_seed(0)
+    dtype = getattr(torch, shape.dtype)
+    generator = torch.Generator().manual_seed(0)
     weight_map: dict[str, str] = {}
 
     def draw(*size: int) -> torch.Tensor:
@@ -113,24 +120,38 @@ def write_model(directory: Path, shape: Shape) -> None:
         "model.embed_tokens.weight": draw(shape.vocabulary, hidden),
         "lm_head.weight": draw(shape.vocabulary, hidden),
     }
-    put("model-outside.safetensors", {**outside, "model.norm.weight": torch.ones(hidden, dtype=dtype)})
+    put(
+        "model-outside.safetensors",
+        {**outside, "model.norm.weight": torch.ones(hidden, dtype=dtype)},
+    )
     write_index(directory, shape, weight_map)
 
 
 def write_zeros(directory: Path, shape: Shape) -> None:
-    """Write a model of `shape` that takes no room on the disk: its weights are holes in files, which read as zeros."""
+    """Write a model of `shape` that takes no room on the disk: its weights are holes in files,
+    which read as zeros.
+    """
     write_config(directory, shape)
     weight_map: dict[str, str] = {}
     norms = "input_layernorm", "post_attention_layernorm"
     layer = {**shape.matrices, **dict.fromkeys(norms, (shape.hidden,))}
     table = shape.vocabulary, shape.hidden
     outside = {"model.embed_tokens": table, "lm_head": table, "model.norm": (shape.hidden,)}
-    parts = [{f"model.layers.{number}.{name}": size for name, size in layer.items()} for number in range(shape.layers)]
+    parts = [
+        {f"model.layers.{number}.{name}": size for name, size in layer.items()}
+        for number in range(shape.layers)
+    ]
     for number, part in enumerate([*parts, outside]):
-        header, end = dict[str, Any](), 0
+        header = dict[str, Any]()
+        end = 0
         for name, size in part.items():
-            begin, end = end, end + math.prod(size) * 2
-            header[f"{name}.weight"] = {"dtype": "BF16", "shape": size, "data_offsets": [begin, end]}
+            begin = end
+            end = end + math.prod(size) * 2
+            header[f"{name}.weight"] = {
+                "dtype": "BF16",
+                "shape": size,
+                "data_offsets": [begin, end],
+            }
         written = json.dumps(header).encode()
         file = directory / f"model-{number + 1:05d}-of-{len(parts) + 1:05d}.safetensors"
         with file.open("wb") as out:
@@ -152,7 +173,9 @@ def forget_pages(directory: Path) -> None:
 
 
 def memory_kinds(process: int | str = "self") -> dict[str, int]:
-    """Return a process's resident bytes by kind: `anonymous`, `file`, `shared` (memory that several map)."""
+    """Return a process's resident bytes by kind: `anonymous`, `file`, `shared` (memory that
+    several map).
+    """
     kinds = {"RssAnon": "anonymous", "RssFile": "file", "RssShmem": "shared"}
     found = {}
     for line in Path(f"/proc/{process}/status").read_text().splitlines():
@@ -163,10 +186,13 @@ def memory_kinds(process: int | str = "self") -> dict[str, int]:
 
 
 class PeakAnonymous:
-    """Samples anonymous memory in a thread for the length of a `with` block; `peak` is the most seen, in bytes."""
+    """Samples anonymous memory in a thread for the length of a `with` block; `peak` is the most
+    seen, in bytes.
+    """
 
     def __init__(self, interval: float = 0.005) -> None:
-        self._stop, self._interval = threading.Event(), interval
+        self._stop = threading.Event()
+        self._interval = interval
         self.peak = 0
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
@@ -185,15 +211,19 @@ class PeakAnonymous:
 
 
 class Meter:
-    """Measures a `with` block: `seconds`, this process's `cpu_seconds`, and how many cores `others` kept from it.
+    """Measures a `with` block: `seconds`, this process's `cpu_seconds`, and how many cores
+    `foreign_hooks` kept from it.
 
-    A machine is shared: beside a time stands what others did to it, those on the same host too (stolen time).
+    A machine is shared: beside a time stands what others did to it, those on the same host too
+    (stolen time).
     """
 
     seconds = cpu_seconds = others = 0.0
 
     def __enter__(self) -> Meter:
-        self._machine, self._cpu, self._began = _busy_seconds(), cpu_seconds(), time.perf_counter()
+        self._machine = _busy_seconds()
+        self._cpu = cpu_seconds()
+        self._began = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -209,18 +239,29 @@ def cpu_seconds() -> float:
 
 
 def _busy_seconds() -> float:
-    """Return the processor time that was taken from the machine's cores since it started, by whomever."""
-    user, nice, system, _, _, hard, soft, stolen, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
+    """Return the processor time that was taken from the machine's cores since it started, by
+    whomever.
+    """
+    user, nice, system, _, _, hard, soft, stolen, *_ = map(
+        int, Path("/proc/stat").read_text().split()[1:11]
+    )
     return (user + nice + system + hard + soft + stolen) / os.sysconf("SC_CLK_TCK")
 
 
 def machine() -> dict[str, Any]:
-    """Return the machine in words: processor, cores, memory, versions, how many processes wanted its cores lately."""
-    # Not at the top, because `versions.py` runs this file with an earlier version, which lacks the module.
+    """Return the machine in words: processor, cores, memory, versions, how many processes wanted
+    its cores lately.
+    """
+    # Not at the top, because `versions.py` runs this file with an earlier version, which lacks the
+    # module.
     from lema_cpu.products import has_instructions
 
     model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
         platform.processor(),
     )
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -228,7 +269,9 @@ def machine() -> dict[str, Any]:
     return {
         "processor": model,
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "in_half_precision": [str(one).removeprefix("torch.") for one in halves if has_instructions(one)],
+        "in_half_precision": [
+            str(one).removeprefix("torch.") for one in halves if has_instructions(one)
+        ],
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(total / 2**30, 1),
         "torch": torch.__version__,
@@ -238,14 +281,21 @@ def machine() -> dict[str, Any]:
 
 
 def print_machine() -> None:
-    """Print the machine that a table is of, with the instructions that torch and oneDNN use of its processor."""
+    """Print the machine that a table is of, with the instructions that torch and oneDNN use of
+    its processor.
+    """
     found = machine()
     halves = " and ".join(found["in_half_precision"]) or "no half precision"
-    print(f"{found['processor']}, {found['cores']} cores, {found['instructions']} with instructions for {halves}")
+    print(
+        f"{found['processor']}, {found['cores']} cores, {found['instructions']} with "
+        f"instructions for {halves}"
+    )
 
 
 def report(name: str, rows: Any, shape: Shape) -> None:
-    """Write a benchmark's numbers to `results/<name>.json`, with the machine and the model's shape."""
+    """Write a benchmark's numbers to `results/<name>.json`, with the machine and the model's
+    shape.
+    """
     RESULTS.mkdir(exist_ok=True)
     whole = {"benchmark": name, "machine": machine(), "shape": asdict(shape), "rows": rows}
     (RESULTS / f"{name}.json").write_text(json.dumps(whole, indent=1) + "\n")

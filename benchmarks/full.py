@@ -1,11 +1,12 @@
-"""Full-parameter training, streamed from host memory, against the same model trained whole in memory: step about.
+"""Full-parameter training, streamed from host memory, against the same model trained whole in
+memory: step about.
 
     python benchmarks/full.py
 
-Both arms train every weight of one model on the same tokens with AdamW and gradient checkpointing, in fp32, in one
-process; the arms alternate, and the first step of each is not counted. A ratio is the in-memory arm's seconds by the
-streamed arm's in the same round: median and quartiles; more than 1 is faster. Losses have to be alike, to 1e-6: the
-arms add micro-batches up in other types.
+Both arms train every weight of one model on the same tokens with AdamW and gradient checkpointing,
+in fp32, in one process; the arms alternate, and the first step of each is not counted. A ratio is
+the in-memory arm's seconds by the streamed arm's in the same round: median and quartiles; more than
+1 is faster. Losses have to be alike, to 1e-6: the arms add micro-batches up in other types.
 """
 
 from __future__ import annotations
@@ -31,16 +32,23 @@ from lema.train.full.training import FullTraining
 
 def main() -> None:
     arguments = _arguments()
-    shape = Shape(arguments.hidden, 11 * arguments.hidden // 4, arguments.layers, 8000, dtype="float32")
+    shape = Shape(
+        arguments.hidden, 11 * arguments.hidden // 4, arguments.layers, 8000, dtype="float32"
+    )
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         directory = Path(name)
         write_model(directory, shape)
-        ids = torch.randint(0, shape.vocabulary, (arguments.micro_batches, arguments.tokens // arguments.micro_batches))
+        ids = torch.randint(
+            0,
+            shape.vocabulary,
+            (arguments.micro_batches, arguments.tokens // arguments.micro_batches),
+        )
         whole, (streamed, close) = _whole(directory, ids), _streamed(directory, ids)
         rounds = []
         for number in range(arguments.rounds + 1):
             order = [("streamed", streamed), ("in memory", whole)]
-            times, losses = {}, {}
+            times = {}
+            losses = {}
             for arm, step in order if number % 2 else reversed(order):
                 began = time.perf_counter()
                 losses[arm] = step()
@@ -53,12 +61,21 @@ def main() -> None:
     low, middle, high = statistics.quantiles(ratios, n=4)
     seconds = {arm: statistics.median(one[arm] for one in rounds) for arm in rounds[0]}
     print(f"streamed {seconds['streamed']:.2f} s, in memory {seconds['in memory']:.2f} s")
-    print(f"speed of streaming, in memory = 1: {middle:.3f} ({low:.3f} - {high:.3f}), {len(rounds)} rounds")
-    report("full", {"seconds": seconds, "ratio": middle, "quartiles": [low, high], "rounds": rounds}, shape)
+    print(
+        f"speed of streaming, in memory = 1: {middle:.3f} ({low:.3f} - {high:.3f}), "
+        f"{len(rounds)} rounds"
+    )
+    report(
+        "full",
+        {"seconds": seconds, "ratio": middle, "quartiles": [low, high], "rounds": rounds},
+        shape,
+    )
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=1024, help="per optimizer step")

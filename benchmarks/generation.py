@@ -1,11 +1,13 @@
-"""Tokens per second of texts that are made one, a few, or many at once, where reading the weights is the limit.
+"""Tokens per second of texts that are made one, a few, or many at once, where reading the weights
+is the limit.
 
     python benchmarks/generation.py
     python benchmarks/generation.py --layers 16 --batches 1 8 64 128 --rounds 3
 
-No layer stays in memory: each token of a batch reads all of them from the disk, past the page cache. Arms take turns,
-and who begins changes every round. The prompts are random tokens, of one length; no text ends before it has all its
-tokens. What is compared is tokens per second, prompts and all, with those of the first batch in the same round.
+No layer stays in memory: each token of a batch reads all of them from the disk, past the page
+cache. Arms take turns, and who begins changes every round. The prompts are random tokens, of one
+length; no text ends before it has all its tokens. What is compared is tokens per second, prompts
+and all, with those of the first batch in the same round.
 """
 
 from __future__ import annotations
@@ -46,20 +48,30 @@ class Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--intermediate", type=int, default=5632)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument(
-        "--dtype", default="float32", help="bfloat16 computes slowly on processors without units for it"
+        "--dtype",
+        default="float32",
+        help="bfloat16 computes slowly on processors without units for it",
     )
     parser.add_argument("--prompt", type=int, default=8, help="tokens of each prompt")
     parser.add_argument("--new", type=int, default=16, help="tokens made for each")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64], help="prompts at once")
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[1, 8, 64], help="prompts at once"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--directory", type=Path, help="where to write the model (a disk, not memory)")
+    parser.add_argument(
+        "--directory", type=Path, help="where to write the model (a disk, not memory)"
+    )
     arguments = parser.parse_args()
-    shape = Shape(arguments.hidden, arguments.intermediate, arguments.layers, 1000, dtype=arguments.dtype)
+    shape = Shape(
+        arguments.hidden, arguments.intermediate, arguments.layers, 1000, dtype=arguments.dtype
+    )
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         directory = Path(name)
         write_model(directory, shape)
@@ -76,22 +88,39 @@ def main() -> None:
 
 
 def _made(model: LemaModel, count: int, number: int, prompt: int, new: int) -> Run:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
-    ids = torch.randint(3, 1000, (count, prompt), generator=torch.Generator().manual_seed(count)).tolist()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    )
+    ids = torch.randint(
+        3, 1000, (count, prompt), generator=torch.Generator().manual_seed(count)
+    ).tolist()
     before = model.memory.counters
     with Meter() as meter:
         made = complete(
-            model.split, model.memory, model.directory, tokenizer, ids, new, {"min_new_tokens": new, "use_cache": True}
+            model.split,
+            model.memory,
+            model.directory,
+            tokenizer,
+            ids,
+            new,
+            {"min_new_tokens": new, "use_cache": True},
         )
     after = model.memory.counters
     tokens = sum(len(one.tokens) for one in made)
-    leases, read = after.leases - before.leases, after.bytes_read - before.bytes_read
+    leases = after.leases - before.leases
+    read = after.bytes_read - before.bytes_read
     return Run(count, number, meter.seconds, tokens, leases, read, meter.others)
 
 
 def _show(runs: Sequence[Run], batches: Sequence[int]) -> None:
     table = Table(
-        "prompts at once", "tok/s", f"x {batches[0]}", "s per token step", "read per step", "read/s", "others"
+        "prompts at once",
+        "tok/s",
+        f"x {batches[0]}",
+        "s per token step",
+        "read per step",
+        "read/s",
+        "others",
     )
     first = {one.round: one.rate for one in runs if one.prompts == batches[0]}
     for count in batches:

@@ -1,19 +1,24 @@
 """The arms of gpu.py: how each puts one model onto a device, and takes optimizer steps with it.
 
-Every arm trains the same adapters on the same frozen weights and tokens, recomputes each layer in the backward pass,
-computes under the same autocast and steps AdamW with the same settings. The learning rate is 0: all is computed, and
-an arm's loss stays that of PEFT, however many steps either has taken. What each does with the weights:
+Every arm trains the same adapters on the same frozen weights and tokens, recomputes each layer in
+the backward pass, computes under the same autocast and steps AdamW with the same settings. The
+learning rate is 0: all is computed, and an arm's loss stays that of PEFT, however many steps either
+has taken. What each does with the weights:
 
-- `lema`: in page-locked host memory (`resident`) or on the disk (`streaming`); layers cross the link once per pass for
-  all micro-batches. What does not fit with the default settings is tried with less memory for slots and logits. Weights
-  in host memory stay there for the next row (gpu_host.py), so that another plan or another cap costs no second load.
-- `peft`: on the device, all of them; non-reentrant checkpointing. It has no cap: it is what the others are compared to.
-- `fsdp2`: in page-locked host memory, gathered layer by layer for each micro-batch (`CPUOffloadPolicy`), two layers
-  ahead; the adapters stay on the device.
-- `deepspeed`: ZeRO-3 with `offload_param`, page-locked, fetched layer by layer for each micro-batch, two layers ahead;
-  what is smaller than a million elements, adapters among it, stays on the device.
-- `roundpipe`: in page-locked host memory (`register`); stages of layers cross the link once per pass for all
-  micro-batches; boundaries wait on the host, and its own AdamW steps there, while the next step has begun.
+- `lema`: in page-locked host memory (`resident`) or on the disk (`streaming`); layers cross the
+  link once per pass for all micro-batches. What does not fit with the default settings is tried
+  with less memory for slots and logits. Weights in host memory stay there for the next row
+  (gpu_host.py), so that another plan or another cap costs no second load.
+- `peft`: on the device, all of them; non-reentrant checkpointing. It has no cap: it is what the
+  others are compared to.
+- `fsdp2`: in page-locked host memory, gathered layer by layer for each micro-batch
+  (`CPUOffloadPolicy`), two layers ahead; the adapters stay on the device.
+- `deepspeed`: ZeRO-3 with `offload_param`, page-locked, fetched layer by layer for each
+  micro-batch, two layers ahead; what is smaller than a million elements, adapters among it, stays
+  on the device.
+- `roundpipe`: in page-locked host memory (`register`); stages of layers cross the link once per
+  pass for all micro-batches; boundaries wait on the host, and its own AdamW steps there, while the
+  next step has begun.
 
 An arm is built once and then prepared for one number of micro-batches after the other.
 """
@@ -33,7 +38,13 @@ from gpu_device import Device
 from gpu_host import keep_host_weights
 from gpu_predicted import predicted_parts, predicted_seconds
 from gpu_repeated import repeat_layers
-from peers_arms import deepspeed_engine, deepspeed_settings, deepspeed_step, shard_with_fsdp2, world_of_one
+from peers_arms import (
+    deepspeed_engine,
+    deepspeed_settings,
+    deepspeed_step,
+    shard_with_fsdp2,
+    world_of_one,
+)
 from plainloop import ALPHA, SEED, adamw, peft_model, plain_step
 from torch import Tensor
 
@@ -131,8 +142,8 @@ def _lema(job: Job) -> Prepare:
 
 
 class _LemaArm:
-    """Prepares LEMA with the first settings whose plan fits, and with a smaller plan where the device has less memory
-    than the plan says."""
+    """Prepares LEMA with the first settings whose plan fits, and with a smaller plan where the
+    device has less memory than the plan says."""
 
     def __init__(self, job: Job, backend: Backend) -> None:
         self._job = job
@@ -176,7 +187,9 @@ class _LemaArm:
             found = model.memory.counters
             return {"bytes_uploaded": found.bytes_uploaded, "bytes_read": found.bytes_read}
 
-        return Prepared(step, about, counters, warm_up=1, close=lambda: model.close(keep_backend=True))
+        return Prepared(
+            step, about, counters, warm_up=1, close=lambda: model.close(keep_backend=True)
+        )
 
     def _opened(self, ids: Tensor, part: float) -> LemaModel:
         """Open the model with the first settings whose plan fits this part of the cap."""
@@ -247,7 +260,8 @@ def _deepspeed(job: Job) -> Prepare:
     on_device = job.device != "cpu"
     world_of_one(job.scratch, "nccl" if on_device else "gloo")
     model = peft_model(job.model, rank=job.rank)
-    layer, width = job.shape.layer_parameters, getattr(torch, job.shape.dtype).itemsize
+    layer = job.shape.layer_parameters
+    width = getattr(torch, job.shape.dtype).itemsize
     adapters = sum(one.numel() for one in model.parameters() if one.requires_grad)
     live = int(job.cap / width / 2) if job.cap else 10 * layer  # half of the cap
     settings = deepspeed_settings(

@@ -1,4 +1,6 @@
-"""One call of gpu.py: it writes models, starts and ends processes, keeps the time, and writes every row down."""
+"""One call of gpu.py: it writes models, starts and ends processes, keeps the time, and writes
+every row down.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class Call:
         self.results: dict[str, Any] = {"rows": [], "flops_per_second": {}, "models": {}}
         if arguments.resume and arguments.out.exists():
             self.results = json.loads(arguments.out.read_text())
-            self.results["rows"] = [row for row in self.results["rows"] if row["status"] == "measured"]
+            self.results["rows"] = [
+                row for row in self.results["rows"] if row["status"] == "measured"
+            ]
         self.results |= {
             "benchmark": "gpu",
             "machine": machine(),
@@ -101,7 +105,9 @@ class Call:
     def _planned(self) -> Iterator[Run]:
         options = self.arguments
         for run in PLAN:
-            wanted = options.only is None or any(fnmatchcase(run.name, pattern) for pattern in options.only)
+            wanted = options.only is None or any(
+                fnmatchcase(run.name, pattern) for pattern in options.only
+            )
             counts = [count for count in run.micro_batches if count in options.micro_batches]
             missing = tuple(count for count in counts if not self._has(run, count))
             if wanted and missing and run.model in options.models:
@@ -110,13 +116,28 @@ class Call:
     def _measure_machine(self) -> None:
         """Measure the link, the rate of matrix products, and parity, in one process."""
         tiny = self.arguments.tiny
-        shapes = {name: asdict(shape) for name, shape in self._shapes.items() if name in self.arguments.models}
-        job = Job("machine", "", TINY["8B"], self.arguments.device, None, self.tokens, self.arguments.rank, "")
+        shapes = {
+            name: asdict(shape)
+            for name, shape in self._shapes.items()
+            if name in self.arguments.models
+        }
+        job = Job(
+            "machine",
+            "",
+            TINY["8B"],
+            self.arguments.device,
+            None,
+            self.tokens,
+            self.arguments.rank,
+            "",
+        )
         child = Child(job)
         try:
             child.ready(self._patience(60))
             if "link" not in self.results:
-                self.results["link"] = child.ask("link", self._patience(60), nbytes=(1 << 20) if tiny else (1 << 29))
+                self.results["link"] = child.ask(
+                    "link", self._patience(60), nbytes=(1 << 20) if tiny else (1 << 29)
+                )
             for name, shape in shapes.items():
                 if name not in self.results["flops_per_second"]:
                     rate = child.ask("matmul", self._patience(60), shape=shape, tokens=self.tokens)
@@ -124,7 +145,9 @@ class Call:
             self.save()
             if "parity" not in self.results and not self.arguments.rows_only:
                 size = (
-                    {"layers": 8, "hidden": 64, "tokens": 16} if tiny else {"layers": 12, "hidden": 512, "tokens": 64}
+                    {"layers": 8, "hidden": 64, "tokens": 16}
+                    if tiny
+                    else {"layers": 12, "hidden": 512, "tokens": 64}
                 )
                 self.results["parity"] = child.ask("parity", self._patience(90), **size)
         except Failed as error:
@@ -138,11 +161,19 @@ class Call:
         if "certificate" in self.results:
             return
         command = ["-m", "lema", "prove", "--device", self.arguments.device]
-        command += ["--steps", "1", "--micro-batches", "1", "--tokens", "16"] if self.arguments.tiny else []
+        command += (
+            ["--steps", "1", "--micro-batches", "1", "--tokens", "16"]
+            if self.arguments.tiny
+            else []
+        )
         patience = self._patience(PROOF)
         try:
             done = subprocess.run(
-                [sys.executable, *command], cwd=self._scratch, capture_output=True, text=True, timeout=patience
+                [sys.executable, *command],
+                cwd=self._scratch,
+                capture_output=True,
+                text=True,
+                timeout=patience,
             )
         except subprocess.TimeoutExpired:
             self.results.setdefault("errors", []).append(f"lema prove: no end in {patience:.0f} s")
@@ -173,7 +204,9 @@ class Call:
                 child, about = self._child(run, job)
                 while remaining and self.left > 0 and not child.ended:
                     self._measure_with(child, reference, run, remaining.pop(0), about)
-            except Failed as error:  # of building it: nothing is to be had with fewer micro-batches either
+            except (
+                Failed
+            ) as error:  # of building it: nothing is to be had with fewer micro-batches either
                 self._tell(run, remaining, "failed", str(error))
                 return None
             finally:
@@ -184,7 +217,8 @@ class Call:
     def _child(self, run: Run, job: Job) -> tuple[Child, dict[str, Any]]:
         """Return the process of an arm, and what it says of itself.
 
-        LEMA's goes on from one cap to the next: starting one, and reading the weights, takes as long as a row does.
+        LEMA's goes on from one cap to the next: starting one, and reading the weights, takes as
+        long as a row does.
 
         Raises:
             Failed: the arm could not be built.
@@ -203,10 +237,13 @@ class Call:
             child.close()
             raise
         if run.arm == "lema":
-            self._arm, self._arm_about = child, about
+            self._arm = child
+            self._arm_about = about
         return child, about
 
-    def _measure_with(self, child: Child, reference: Child | None, run: Run, count: int, about: dict[str, Any]) -> None:
+    def _measure_with(
+        self, child: Child, reference: Child | None, run: Run, count: int, about: dict[str, Any]
+    ) -> None:
         """Measure one row. A child that failed ends with it."""
         options = self.arguments
         try:
@@ -222,7 +259,12 @@ class Call:
         except Refused as error:
             self._tell(run, [count], "does not fit", str(error))
         except Failed as error:
-            self._tell(run, [count], "does not fit" if "OutOfMemory" in str(error) else "failed", str(error))
+            self._tell(
+                run,
+                [count],
+                "does not fit" if "OutOfMemory" in str(error) else "failed",
+                str(error),
+            )
         self.save()
 
     def _patience(self, most: float = ANSWER) -> float:
@@ -232,17 +274,24 @@ class Call:
         """Return the job of a run, its model written.
 
         Raises:
-            Failed: there is no room for the model, or host memory would not hold what the arm needs.
+            Failed: there is no room for the model, or host memory would not hold what the arm
+                needs.
         """
         try:
             written = self._model(run.model, on_disk=run.strategy == "streaming")
         except OSError as error:
             raise Failed(f"the weights cannot be written: {error}") from error
         options = self.arguments
-        needed, free = host_bytes(run, written.shape), self._host_memory
+        needed = host_bytes(run, written.shape)
+        free = self._host_memory
         if needed > free and not self._holds(run):
-            why = f"about {needed / 1e9:.0f} GB of host memory are needed, {free / 1e9:.0f} are free"
-            raise Failed(f"{why}; where memory grows on demand, say with --host-memory how many GB there may be")
+            why = (
+                f"about {needed / 1e9:.0f} GB of host memory are needed, {free / 1e9:.0f} are free"
+            )
+            raise Failed(
+                f"{why}; where memory grows on demand, say with --host-memory how many GB "
+                "there may be"
+            )
         return Job(
             arm=run.arm,
             model=str(written.directory),
@@ -256,10 +305,13 @@ class Call:
         )
 
     def _model(self, name: str, *, on_disk: bool = False) -> Written:
-        """Return a model on its files, written now if need be; another's go where both find no room."""
+        """Return a model on its files, written now if need be; another's go where both find no
+        room.
+        """
         key = f"{name}-disk" if on_disk else name
         if key not in self._written:
-            began, shape = time.monotonic(), self._shapes[name]
+            began = time.monotonic()
+            shape = self._shapes[name]
             places = places_for(shape, self._scratch, self._host_memory, disk_only=on_disk)
             if sum(place.room for place in places) < shape.weight_bytes:
                 for other in list(self._written):
@@ -285,13 +337,18 @@ class Call:
         arm = self._arm
         if arm is None or arm.ended or run.arm != "lema":
             return False
-        return arm.job.model == str(self._written[run.model].directory) and arm.job.strategy == run.strategy
+        return (
+            arm.job.model == str(self._written[run.model].directory)
+            and arm.job.strategy == run.strategy
+        )
 
     def _reference(self, run: Run, counts: Sequence[int]) -> Child | None:
-        """Return PEFT with a run's model on the device, to take turns with; None: it could not be had.
+        """Return PEFT with a run's model on the device, to take turns with; None: it could not be
+        had.
 
-        Where the device has no room for two such models and another arm's cap, the other model goes. Where it has none
-        for this model and the cap, PEFT's rows are measured first, by PEFT alone.
+        Where the device has no room for two such models and another arm's cap, the other model
+        goes. Where it has none for this model and the cap, PEFT's rows are measured first, by PEFT
+        alone.
         """
         if run.model in self._references:
             return self._references[run.model]
@@ -315,7 +372,9 @@ class Call:
             child.close()
 
     def _has_room(self, run: Run, others: Sequence[str] = ()) -> bool:
-        """Whether the device holds PEFT with a run's model and with others, and beside them the largest cap planned."""
+        """Whether the device holds PEFT with a run's model and with others, and beside them the
+        largest cap planned.
+        """
         link = self.results.get("link", {})
         if link.get("device_memory") is None or link.get("shared"):
             return True
@@ -348,18 +407,29 @@ class Call:
         """Add the row of an arm, and PEFT's where it is not there yet."""
         link = self.results.get("link", {}).get("page-locked", {}).get("up")
         rate = self.results["flops_per_second"].get(run.model)
-        shape = self._written[f"{run.model}-disk" if run.strategy == "streaming" else run.model].shape
+        shape = self._written[
+            f"{run.model}-disk" if run.strategy == "streaming" else run.model
+        ].shape
         tokens = count * self.tokens
         work = tokens * operations(shape, self.tokens)
         row = found.row(tokens, work, rate, link)
-        if found.reference is None and (alone := self._measured(Run(run.model, "peft", None, ()), count)) is not None:
+        if (
+            found.reference is None
+            and (alone := self._measured(Run(run.model, "peft", None, ()), count)) is not None
+        ):
             row |= {"ratio": alone["seconds"] / row["seconds"], "in_turn": False}
             row["loss_off"] = abs(row["losses"][-1] / alone["losses"][-1] - 1)
-        self._add(run, count, {"status": "measured", "capped": about["capped"], "layers": shape.layers, **row})
+        self._add(
+            run,
+            count,
+            {"status": "measured", "capped": about["capped"], "layers": shape.layers, **row},
+        )
         peft = Run(run.model, "peft", None, ())
         if found.reference is not None and not self._has(peft, count):
             row = found.reference.row(tokens, work, rate, link)
-            self._add(peft, count, {"status": "measured", "capped": False, "layers": shape.layers, **row})
+            self._add(
+                peft, count, {"status": "measured", "capped": False, "layers": shape.layers, **row}
+            )
 
     def _has(self, run: Run, count: int) -> bool:
         return self._row_of(run, count) is not None
@@ -372,7 +442,10 @@ class Call:
         """Return the row of a run and a number of micro-batches; None: there is none yet."""
         wanted = (run.model, run.arm, run.cap_gib, run.strategy, count)
         names = ("model", "arm", "cap_gib", "strategy", "micro_batches")
-        return next((row for row in self.results["rows"] if tuple(row[name] for name in names) == wanted), None)
+        return next(
+            (row for row in self.results["rows"] if tuple(row[name] for name in names) == wanted),
+            None,
+        )
 
     def _tell(self, run: Run, counts: Sequence[int], status: str, why: str = "") -> None:
         for count in counts:
@@ -393,5 +466,8 @@ class Call:
         said = row.get("why", "")
         if row["status"] == "measured":
             said = f"{row['tokens_per_second']:,.0f} tokens/s"
-        head = f"{self.elapsed:5.0f} s  {run.model} {run.arm} {run.cap_gib or '-'} GiB, {count} micro-batches"
+        head = (
+            f"{self.elapsed:5.0f} s  {run.model} {run.arm} {run.cap_gib or '-'} GiB, {count} "
+            "micro-batches"
+        )
         print(f"{head}: {row['status']}  {said}"[:400], file=sys.stderr, flush=True)

@@ -1,4 +1,5 @@
-"""What a machine with a GPU has: card, driver, software, host memory, room for weights, and the link both ways.
+"""What a machine with a GPU has: card, driver, software, host memory, room for weights, and the
+link both ways.
 
     python benchmarks/gpu_card.py --out card.jsonl
     python benchmarks/gpu_card.py --device cpu
@@ -23,7 +24,16 @@ import torch
 from gpu_device import Device
 from gpu_lines import Lines
 
-PACKAGES = ("torch", "triton", "transformers", "peft", "accelerate", "liger-kernel", "pydantic", "lema-lora")
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "peft",
+    "accelerate",
+    "liger-kernel",
+    "pydantic",
+    "lema-lora",
+)
 QUERY = "name,driver_version,memory.total,memory.free,pcie.link.gen.max,pcie.link.width.max,clocks.max.sm"
 COPY = 1 << 29  # bytes
 REPEATS = 5
@@ -31,13 +41,22 @@ PRESENT = 4 << 30  # bytes of host memory that are taken, to see whether it is t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda", help="torch's name for it")
-    parser.add_argument("--tiny", action="store_true", help="copy little, to see that everything runs")
+    parser.add_argument(
+        "--tiny", action="store_true", help="copy little, to see that everything runs"
+    )
     parser.add_argument("--out", type=Path, help="a file for the lines")
     options = parser.parse_args()
     lines = Lines(options.out)
-    lines.write(what="machine", cores=os.cpu_count(), kernel=platform.release(), python=platform.python_version())
+    lines.write(
+        what="machine",
+        cores=os.cpu_count(),
+        kernel=platform.release(),
+        python=platform.python_version(),
+    )
     lines.write(what="packages", **{name: _version(name) for name in PACKAGES})
     for where in ("/dev/shm", "/tmp", "."):
         if Path(where).is_dir():
@@ -49,11 +68,15 @@ def main() -> None:
     lines.write(what="card", **_card(device))
     if device.accelerated:
         for locked in (True, False):
-            for name, speed in _link(device, 1 << 20 if options.tiny else COPY, locked=locked).items():
+            for name, speed in _link(
+                device, 1 << 20 if options.tiny else COPY, locked=locked
+            ).items():
                 lines.write(what="link", direction=name, page_locked=locked, bytes_per_second=speed)
     before = _host_memory()
     torch.ones(1 << 20 if options.tiny else PRESENT, dtype=torch.uint8)
-    lines.write(what="host memory, after much was taken and given back", before=before, after=_host_memory())
+    lines.write(
+        what="host memory, after much was taken and given back", before=before, after=_host_memory()
+    )
 
 
 def _version(name: str) -> str | None:
@@ -64,10 +87,14 @@ def _version(name: str) -> str | None:
 
 
 def _host_memory() -> dict[str, int]:
-    """Return bytes of host memory; where it grows on demand, little of it is available until it is asked for."""
+    """Return bytes of host memory; where it grows on demand, little of it is available until it
+    is asked for.
+    """
     wanted = ("MemTotal", "MemAvailable", "MemFree", "Mlocked")
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[0].rstrip(":") in wanted}
+    return {
+        line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[0].rstrip(":") in wanted
+    }
 
 
 def _driver() -> str:
@@ -80,11 +107,18 @@ def _driver() -> str:
 
 
 def _card(device: Device) -> dict[str, object]:
-    facts: dict[str, object] = {"device": str(device.torch), "name": device.name, "cuda": torch.version.cuda}
+    facts: dict[str, object] = {
+        "device": str(device.torch),
+        "name": device.name,
+        "cuda": torch.version.cuda,
+    }
     if device.torch.type == "cuda":
         about = torch.cuda.get_device_properties(device.torch)
         free, total = torch.cuda.mem_get_info(device.torch)
-        facts |= {"capability": f"{about.major}.{about.minor}", "processors": about.multi_processor_count}
+        facts |= {
+            "capability": f"{about.major}.{about.minor}",
+            "processors": about.multi_processor_count,
+        }
         facts |= {"memory": total, "memory_free": free, "bf16": torch.cuda.is_bf16_supported()}
     return facts
 

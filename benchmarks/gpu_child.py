@@ -1,14 +1,16 @@
-"""One process of gpu.py: it measures the machine, or puts one arm's model onto the device and takes steps when told to.
+"""One process of gpu.py: it measures the machine, or puts one arm's model onto the device and takes
+steps when told to.
 
     python benchmarks/gpu_child.py '{"arm": "lema", ...}'
 
 It prints a line of JSON when it is ready, and one for each line of JSON it is given:
 
-- `{"do": "prepare", "micro_batches": 4, "cap": null}`: what the arm says of itself, after warm-up steps, or that it
-  does not fit; the cap may be another than before.
-- `{"do": "step"}`: the step's seconds, its loss, bytes moved, and memory: the most on the device since `prepare`, what
-  is in host memory now, by kind.
-- `{"do": "link"}`, `{"do": "matmul", ...}`, `{"do": "parity", ...}`: see gpu_machine.py and gpu_parity.py.
+- `{"do": "prepare", "micro_batches": 4, "cap": null}`: what the arm says of itself, after warm-up
+  steps, or that it does not fit; the cap may be another than before.
+- `{"do": "step"}`: the step's seconds, its loss, bytes moved, and memory: the most on the device
+  since `prepare`, what is in host memory now, by kind.
+- `{"do": "link"}`, `{"do": "matmul", ...}`, `{"do": "parity", ...}`: see gpu_machine.py and
+  gpu_parity.py.
 """
 
 from __future__ import annotations
@@ -42,7 +44,11 @@ def job_of(said: dict[str, Any]) -> Job:
 
 def _answers(job: Job, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     device = Device(job.device)
-    machine: dict[str, Callable[..., dict[str, Any]]] = {"link": link, "matmul": matmul, "parity": parity}
+    machine: dict[str, Callable[..., dict[str, Any]]] = {
+        "link": link,
+        "matmul": matmul,
+        "parity": parity,
+    }
     arm = Arm(job, device) if job.arm in ARMS else None
     yield {"ready": True, "capped": arm is not None and arm.capped}
     for line in lines:
@@ -67,23 +73,31 @@ class Arm:
     """
 
     def __init__(self, job: Job, device: Device) -> None:
-        self._job, self._device = job, device
+        self._job = job
+        self._device = device
         self.capped = device.cap(job.cap)
         if device.torch.type == "cuda":
-            switch_off(device.torch)  # for every arm as for LEMA's, so that all choose among the same attentions
+            switch_off(
+                device.torch
+            )  # for every arm as for LEMA's, so that all choose among the same attentions
         self._prepare = ARMS[job.arm](job)
         self._prepared: Prepared | None = None
 
     def prepare(self, micro_batches: int, cap: int | None) -> dict[str, Any]:
-        """Prepare for steps of so many micro-batches; return what the arm says of itself, or that it does not fit."""
+        """Prepare for steps of so many micro-batches; return what the arm says of itself, or
+        that it does not fit.
+        """
         self.close()
         if cap != self._job.cap:
             self._job = replace(self._job, cap=cap)
             self.capped = self._device.cap(cap)
             self._prepare = ARMS[self._job.arm](self._job)
         self._device.forget_peak()
-        shape, tokens = self._job.shape, self._job.tokens
-        ids = torch.randint(0, shape.vocabulary, (micro_batches, tokens), generator=torch.Generator().manual_seed(0))
+        shape = self._job.shape
+        tokens = self._job.tokens
+        ids = torch.randint(
+            0, shape.vocabulary, (micro_batches, tokens), generator=torch.Generator().manual_seed(0)
+        )
         began = time.perf_counter()
         try:
             self._prepared = self._prepare(ids)
@@ -109,11 +123,19 @@ class Arm:
         self._device.synchronize()
         seconds = time.perf_counter() - began
         moved = {name: value - before[name] for name, value in self._prepared.counters().items()}
-        return {"seconds": seconds, "loss": loss, **moved, **self._device.peak(), "host": memory_kinds()}
+        return {
+            "seconds": seconds,
+            "loss": loss,
+            **moved,
+            **self._device.peak(),
+            "host": memory_kinds(),
+        }
 
 
 def main() -> None:
-    """Talk to gpu.py: JSON in on stdin, JSON out on stdout; whatever libraries print goes to stderr."""
+    """Talk to gpu.py: JSON in on stdin, JSON out on stdout; whatever libraries print goes to
+    stderr.
+    """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     try:
@@ -121,7 +143,11 @@ def main() -> None:
             print(json.dumps(answer), file=answers, flush=True)
     except Exception as error:  # noqa: BLE001 - it becomes a row of the table
         traceback.print_exc()
-        print(json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]}), file=answers, flush=True)
+        print(
+            json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]}),
+            file=answers,
+            flush=True,
+        )
         os._exit(1)  # threads of a library that failed may wait for ever
 
 

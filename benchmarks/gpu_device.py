@@ -1,4 +1,6 @@
-"""The device that is measured, as torch sees it: waiting for it, and what its allocator counts. LEMA is not needed."""
+"""The device that is measured, as torch sees it: waiting for it, and what its allocator counts.
+LEMA is not needed.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,24 @@ import torch
 
 __all__ = ["Device"]
 
-MODULE = "LEMA_DEVICE_MODULE"  # the environment variable with the module that makes torch know another device
+# the environment variable with the module that makes torch know another device
+MODULE = "LEMA_DEVICE_MODULE"
 
 
 def _announce() -> None:
-    """Make torch know a device of another package, if the environment names a module with `install` for it.
+    """Make torch know a device of another package, if the environment names a module with `install`
+    for it.
 
-    LEMA's backend does so when it is opened; a rehearsal asks for the device before, and also without LEMA.
+    LEMA's backend does so when it is opened; a rehearsal asks for the device before, and also
+    without LEMA.
     """
     if name := os.environ.get(MODULE):
         import_module(name).install()
 
 
 class Device:
-    """The device's memory as torch's allocator counts it; on a device without one of its own, the process's.
+    """The device's memory as torch's allocator counts it; on a device without one of its own, the
+    process's.
 
     Args:
         name: LEMA's name for it, such as `cuda` or `cuda:1`.
@@ -69,9 +75,11 @@ class Device:
             self._module.reset_peak_memory_stats()
 
     def peak(self) -> dict[str, int]:
-        """Return the most bytes allocated, and reserved, since `forget_peak`, and how often the allocator refused.
+        """Return the most bytes allocated, and reserved, since `forget_peak`, and how often the
+        allocator refused.
 
-        Without an allocator of its own, what the process has more than before stands for both, and no plan is for it.
+        Without an allocator of its own, what the process has more than before stands for both, and
+        no plan is for it.
         """
         if not self.accelerated:
             taken = _anonymous() - self._before
@@ -80,7 +88,11 @@ class Device:
         if not hasattr(self._module, "memory_stats"):  # it has no cache
             return {"allocated": allocated, "reserved": allocated, "refused": 0}
         refused = self._module.memory_stats().get("num_ooms", 0)
-        return {"allocated": allocated, "reserved": self._module.max_memory_reserved(), "refused": refused}
+        return {
+            "allocated": allocated,
+            "reserved": self._module.max_memory_reserved(),
+            "refused": refused,
+        }
 
 
 def _anonymous() -> int:

@@ -1,16 +1,19 @@
-"""LEMA's speed on large mixtures of experts, whose weights stay in page-locked host memory, under a cap of the device.
+"""LEMA's speed on large mixtures of experts, whose weights stay in page-locked host memory, under a
+cap of the device.
 
     python benchmarks/gpu_experts.py gpt-oss-120b:16 --cap 24 --out experts.jsonl
     python benchmarks/gpu_experts.py Qwen3-30B-A3B:8 Qwen3-30B-A3B:1 --cap 24
     python benchmarks/gpu_experts.py gpt-oss-120b:2 --device cpu --tiny      # to see that everything runs
 
-A row is a checkpoint and its micro-batches of one row each. Names, shapes and types are the published ones; layers are
-the bytes of the first under many names (gpu_repeated.py), in host memory too, which each row says. So a shape of 60 GB
-is opened in seconds and needs little host memory; every layer crosses the link as its own bytes would. Adapters are on
-every linear of the layers, experts excepted.
+A row is a checkpoint and its micro-batches of one row each. Names, shapes and types are the
+published ones; layers are the bytes of the first under many names (gpu_repeated.py), in host memory
+too, which each row says. So a shape of 60 GB is opened in seconds and needs little host memory;
+every layer crosses the link as its own bytes would. Adapters are on every linear of the layers,
+experts excepted.
 
-A row is a line of JSON as soon as it is measured: tokens per second beside what the plan says, memory beside what it
-says, bytes moved. What fails or does not fit is a line with the reason, and the next row is measured.
+A row is a line of JSON as soon as it is measured: tokens per second beside what the plan says,
+memory beside what it says, bytes moved. What fails or does not fit is a line with the reason, and
+the next row is measured.
 """
 
 from __future__ import annotations
@@ -29,11 +32,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpu_software import untested_versions, what_is_missing  # the rest is imported once nothing is missing
+from gpu_software import (
+    untested_versions,
+    what_is_missing,
+)  # the rest is imported once nothing is missing
 
-# One that can grow what it has reserved, as in gpu_process.py: else fragments decide what fits under a cap.
+# One that can grow what it has reserved, as in gpu_process.py: else fragments decide what fits
+# under a cap.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-BEGAN = time.monotonic()  # before what takes long to import, so that --seconds is the time of everything
+# before what takes long to import, so that --seconds is the time of everything
+BEGAN = time.monotonic()
 GB = 10**9
 SHARED_MEMORY = Path("/dev/shm")
 ROOM = 6 * GB  # for one layer and what is outside the layers; more than any of these has
@@ -47,14 +55,23 @@ def main() -> None:
         print(line, file=sys.stderr)
     from gpu_lines import Lines
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was written is cleared away
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # so that what was written is cleared away
     lines = Lines(options.out)
     until = BEGAN + options.seconds
     failed = False
-    with tempfile.TemporaryDirectory(prefix="lema-gpu-", dir=_directory(options.directory)) as scratch:
+    with tempfile.TemporaryDirectory(
+        prefix="lema-gpu-", dir=_directory(options.directory)
+    ) as scratch:
         for row in options.rows:
             name, _, count = row.partition(":")
-            about = {"model": name, "micro_batches": int(count or 1), "tokens": options.tokens, "cap_gb": options.cap}
+            about = {
+                "model": name,
+                "micro_batches": int(count or 1),
+                "tokens": options.tokens,
+                "cap_gb": options.cap,
+            }
             if time.monotonic() > until:
                 lines.write(status="not reached", **about)
                 continue
@@ -71,15 +88,30 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("rows", nargs="+", metavar="MODEL:MICRO-BATCHES")
     parser.add_argument("--device", default="cuda", help="LEMA's name for it")
-    parser.add_argument("--cap", type=float, default=24, help="of device memory, in GB, which the allocator enforces")
-    parser.add_argument("--tokens", type=int, help="of a micro-batch; 1024, or 32 of the tiny models")
+    parser.add_argument(
+        "--cap",
+        type=float,
+        default=24,
+        help="of device memory, in GB, which the allocator enforces",
+    )
+    parser.add_argument(
+        "--tokens", type=int, help="of a micro-batch; 1024, or 32 of the tiny models"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="steps of a row, at most")
-    parser.add_argument("--seconds", type=float, default=150, help="for everything; a step that has begun ends")
-    parser.add_argument("--tiny", action="store_true", help="small models, and no cap, to see that everything runs")
-    parser.add_argument("--directory", type=Path, help="where the first layer goes; shared memory, if it has room")
+    parser.add_argument(
+        "--seconds", type=float, default=150, help="for everything; a step that has begun ends"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="small models, and no cap, to see that everything runs"
+    )
+    parser.add_argument(
+        "--directory", type=Path, help="where the first layer goes; shared memory, if it has room"
+    )
     parser.add_argument("--out", type=Path, help="a file for the lines")
     options = parser.parse_args()
     options.tokens = options.tokens or (32 if options.tiny else 1024)
@@ -90,10 +122,16 @@ def _directory(said: Path | None) -> Path | None:
     """Return where to write: what the caller says, or shared memory; None: the disk."""
     if said is not None:
         return said
-    return SHARED_MEMORY if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > ROOM else None
+    return (
+        SHARED_MEMORY
+        if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > ROOM
+        else None
+    )
 
 
-def _row(name: str, count: int, options: argparse.Namespace, scratch: Path, until: float) -> dict[str, Any]:
+def _row(
+    name: str, count: int, options: argparse.Namespace, scratch: Path, until: float
+) -> dict[str, Any]:
     """Measure one row."""
     from gpu_arms import Job
     from gpu_child import Arm
@@ -112,7 +150,8 @@ def _row(name: str, count: int, options: argparse.Namespace, scratch: Path, unti
         rank=16,
         scratch=str(scratch),
         repeated=True,
-        # Host memory is limited to what the whole checkpoint would take, which one layer stands for.
+        # Host memory is limited to what the whole checkpoint would take, which one layer stands
+        # for.
         changes={"lora_target_parameters": [], "host_memory": int(1.3 * model["bytes"]) + 8 * GB},
     )
     arm = Arm(job, device)
@@ -129,7 +168,8 @@ def _row(name: str, count: int, options: argparse.Namespace, scratch: Path, unti
     seconds = statistics.median(step["seconds"] for step in steps)
     tokens = count * options.tokens
     planned = about.pop("planned")
-    allocated, predicted = max(step["allocated"] for step in steps), about["predicted_seconds"]
+    allocated = max(step["allocated"] for step in steps)
+    predicted = about["predicted_seconds"]
     last = steps[-1]
     return {
         "status": "measured",
@@ -151,7 +191,11 @@ def _row(name: str, count: int, options: argparse.Namespace, scratch: Path, unti
         "off": allocated / sum(planned.values()) - 1,
         "seconds_off": None if predicted is None else seconds / predicted - 1,
         "reserved": max(step["reserved"] for step in steps),
-        **{name: last[name] for name in ("bytes_uploaded", "bytes_read", "refused", "host") if name in last},
+        **{
+            name: last[name]
+            for name in ("bytes_uploaded", "bytes_read", "refused", "host")
+            if name in last
+        },
         **about,
     }
 
@@ -179,7 +223,12 @@ def _written(name: str, scratch: Path, *, tiny: bool) -> dict[str, Any]:
         "bytes": GlobalBinaryIndex(directory).nbytes,
         "seconds": time.perf_counter() - began,
         "layers": config.num_hidden_layers,
-        "shape": Shape(config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.vocab_size),
+        "shape": Shape(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_hidden_layers,
+            config.vocab_size,
+        ),
     }
 
 

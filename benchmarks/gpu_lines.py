@@ -1,4 +1,6 @@
-"""Results that are on the disk as soon as they are known: one line of JSON each, in a file that only grows."""
+"""Results that are on the disk as soon as they are known: one line of JSON each, in a file that
+only grows.
+"""
 
 from __future__ import annotations
 

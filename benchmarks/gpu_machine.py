@@ -1,4 +1,6 @@
-"""What a machine can do at best: copies between host and device, and plain matrix products of a layer's shapes."""
+"""What a machine can do at best: copies between host and device, and plain matrix products of a
+layer's shapes.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,13 @@ from lema.errors import LemaError
 
 __all__ = ["link", "matmul"]
 
-REPEATS, ROUND = 5, 30
+REPEATS = 5
+ROUND = 30
 
 
 def link(device: str, nbytes: int) -> dict[str, Any]:
-    """Return bytes per second from host to device and back, page-locked and pageable, through the backend's seam.
+    """Return bytes per second from host to device and back, page-locked and pageable, through the
+    backend's seam.
 
     Args:
         device: LEMA's name for it.
@@ -40,7 +44,11 @@ def link(device: str, nbytes: int) -> dict[str, Any]:
         finally:
             backend.close()
     stats = load(device).memory()
-    return found | {"device": Device(device).name, "device_memory": stats.total, "shared": stats.shared}
+    return found | {
+        "device": Device(device).name,
+        "device_memory": stats.total,
+        "shared": stats.shared,
+    }
 
 
 def _both_ways(backend: Backend, nbytes: int) -> dict[str, float]:
@@ -76,15 +84,21 @@ def _median(call: Callable[[], None], synchronize: Callable[[], None]) -> float:
 
 
 def matmul(device: str, shape: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """Return the operations per second of multiplying one micro-batch by each matrix of a layer, once after the other.
+    """Return the operations per second of multiplying one micro-batch by each matrix of a layer,
+    once after the other.
 
-    That is the arithmetic of a layer's forward without attention, norms, adapters and casts: the rate that a step is
-    measured against. The best of five rounds, each of thirty times all matrices.
+    That is the arithmetic of a layer's forward without attention, norms, adapters and casts: the
+    rate that a step is measured against. The best of five rounds, each of thirty times all
+    matrices.
     """
-    layer, dtype = Shape(**shape), getattr(torch, shape["dtype"])
+    layer = Shape(**shape)
+    dtype = getattr(torch, shape["dtype"])
     where = load(device).device
     pairs = [
-        (torch.randn(tokens, columns, device=where).to(dtype), torch.randn(rows, columns, device=where).to(dtype))
+        (
+            torch.randn(tokens, columns, device=where).to(dtype),
+            torch.randn(rows, columns, device=where).to(dtype),
+        )
         for rows, columns in layer.matrices.values()
     ]
 

@@ -1,8 +1,10 @@
-"""Random weights in the shape of well-known models, written where there is room for them, with little memory.
+"""Random weights in the shape of well-known models, written where there is room for them, with
+little memory.
 
-A safetensors file is a header and then bytes, so bytes are written straight from one block of random values that is
-read round and round; its length is odd, so that no two tensors, and no two rows of one, begin alike. Throughput and
-memory do not depend on the values, but on their being random: a device multiplies zeros faster.
+A safetensors file is a header and then bytes, so bytes are written straight from one block of
+random values that is read round and round; its length is odd, so that no two tensors, and no two
+rows of one, begin alike. Throughput and memory do not depend on the values, but on their being
+random: a device multiplies zeros faster.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ TINY = {
 }
 SHARED_MEMORY = Path("/dev/shm")
 SPARE = 4 * GB  # of a disk, left free
-PROCESSES = 28 * GB  # of host memory for interpreters, libraries and what the arms need beside the weights
+# of host memory for interpreters, libraries and what the arms need beside the weights
+PROCESSES = 28 * GB
 WRITING = 60.0  # seconds that a disk may take
 PROBE = 256 << 20  # bytes that tell how fast it is
 ALIGNMENT = 256  # of the data of a file
@@ -77,7 +80,9 @@ class Written:
 
 
 def available_memory() -> int:
-    """Return the bytes of host memory that can still be taken, within the limit of this process's cgroup too."""
+    """Return the bytes of host memory that can still be taken, within the limit of this
+    process's cgroup too.
+    """
     free: int = psutil.virtual_memory().available
     ways = (("memory.max", "memory.stat", ("anon", "shmem")),
             ("memory/memory.limit_in_bytes", "memory/memory.stat", ("total_rss", "total_shmem")))  # fmt: skip
@@ -94,7 +99,8 @@ def available_memory() -> int:
 
 
 def places_for(shape: Shape, scratch: Path, free: int, *, disk_only: bool = False) -> list[Place]:
-    """Return where a model's files may go, the fastest first: memory beside a copy of the weights, then the disk.
+    """Return where a model's files may go, the fastest first: memory beside a copy of the weights,
+    then the disk.
 
     Args:
         shape: of the model.
@@ -112,8 +118,11 @@ def places_for(shape: Shape, scratch: Path, free: int, *, disk_only: bool = Fals
     return [memory, Place(scratch, max(0, room))]
 
 
-def write_random(directory: Path, shape: Shape, places: Sequence[Place], *, threads: int = 8) -> Written:
-    """Write a model of `shape`, the files spread over `places`, with as many of its layers as they have room for.
+def write_random(
+    directory: Path, shape: Shape, places: Sequence[Place], *, threads: int = 8
+) -> Written:
+    """Write a model of `shape`, the files spread over `axis_spans`, with as many of its layers as
+    they have room for.
 
     Args:
         directory: for config, index and links; each place gets a directory of the same name.
@@ -124,7 +133,9 @@ def write_random(directory: Path, shape: Shape, places: Sequence[Place], *, thre
     Raises:
         OSError: not one layer finds room.
     """
-    names = {f"model-{layer:05d}.safetensors": _layer(shape, layer) for layer in range(shape.layers)}
+    names = {
+        f"model-{layer:05d}.safetensors": _layer(shape, layer) for layer in range(shape.layers)
+    }
     outside = {"model-outside.safetensors": _outside(shape)}
     width = getattr(torch, shape.dtype).itemsize
     homes: dict[str, Path] = {}
@@ -162,7 +173,8 @@ def write_random(directory: Path, shape: Shape, places: Sequence[Place], *, thre
 
 def _disk_speed(directory: Path, shape: Shape) -> float:
     """Return the bytes per second that a disk takes, all the way."""
-    nbytes, file = min(PROBE, shape.weight_bytes), directory / "probe"
+    nbytes = min(PROBE, shape.weight_bytes)
+    file = directory / "probe"
     began = time.perf_counter()
     with file.open("wb") as out:
         out.write(bytes(nbytes))
@@ -174,7 +186,9 @@ def _disk_speed(directory: Path, shape: Shape) -> float:
 
 
 def remove(scratch: Path, written: Written | None = None) -> None:
-    """Delete the files of a model, wherever they lie; None: of every model of a directory, and the directory."""
+    """Delete the files of a model, wherever they lie; None: of every model of a directory, and
+    the directory.
+    """
     inside = "" if written is None else written.directory.name
     for directory in (SHARED_MEMORY / scratch.name, scratch):
         shutil.rmtree(directory / inside, ignore_errors=True)
@@ -182,13 +196,20 @@ def remove(scratch: Path, written: Written | None = None) -> None:
 
 def _layer(shape: Shape, layer: int) -> dict[str, tuple[int, int]]:
     prefix = f"model.layers.{layer}."
-    norms = {f"{prefix}{name}.weight": (1, shape.hidden) for name in ("input_layernorm", "post_attention_layernorm")}
+    norms = {
+        f"{prefix}{name}.weight": (1, shape.hidden)
+        for name in ("input_layernorm", "post_attention_layernorm")
+    }
     return {**{f"{prefix}{name}.weight": size for name, size in shape.matrices.items()}, **norms}
 
 
 def _outside(shape: Shape) -> dict[str, tuple[int, int]]:
     size = (shape.vocabulary, shape.hidden)
-    return {"model.embed_tokens.weight": size, "lm_head.weight": size, "model.norm.weight": (1, shape.hidden)}
+    return {
+        "model.embed_tokens.weight": size,
+        "lm_head.weight": size,
+        "model.norm.weight": (1, shape.hidden),
+    }
 
 
 def _block(dtype: str) -> memoryview:
@@ -196,18 +217,27 @@ def _block(dtype: str) -> memoryview:
     return memoryview(values.to(getattr(torch, dtype)).view(torch.uint8).numpy())
 
 
-def _write(file: Path, sizes: dict[str, tuple[int, int]], block: memoryview, start: int, dtype: str) -> None:
+def _write(
+    file: Path, sizes: dict[str, tuple[int, int]], block: memoryview, start: int, dtype: str
+) -> None:
     """Write one file; vectors are norms, and hold ones."""
-    width, end, header, parts = getattr(torch, dtype).itemsize, 0, {}, []
+    width = getattr(torch, dtype).itemsize
+    end = 0
+    header = {}
+    parts = []
     for name, (rows, columns) in sizes.items():
         nbytes = rows * columns * width
         shape = [columns] if rows == 1 else [rows, columns]
         header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [end, end + nbytes]}
-        ones = memoryview(torch.ones(columns, dtype=getattr(torch, dtype)).view(torch.uint8).numpy())
+        ones = memoryview(
+            torch.ones(columns, dtype=getattr(torch, dtype)).view(torch.uint8).numpy()
+        )
         parts.append((ones if rows == 1 else block, nbytes))
         end += nbytes
     raw = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    raw += b" " * (-(8 + len(raw)) % ALIGNMENT)  # so that the first tensor, and those behind it, are aligned
+    raw += b" " * (
+        -(8 + len(raw)) % ALIGNMENT
+    )  # so that the first tensor, and those behind it, are aligned
     file.parent.mkdir(parents=True, exist_ok=True)
     place = start * width % len(block)
     with file.open("wb", buffering=0) as out:

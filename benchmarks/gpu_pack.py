@@ -1,11 +1,13 @@
-"""Pack what a machine with a GPU and without a network lacks: wheels of LEMA and of its requirements.
+"""Pack what a machine with a GPU and without a network lacks: wheels of LEMA and of its
+requirements.
 
     python benchmarks/gpu_pack.py            # makes .gpu/ in the project's directory, in about a minute
 
-The wheels are for Python 3.12 on x86-64 Linux. LEMA's own wheel says what it asks for; what the machine has already
-(`--there`, a list as `pip freeze` prints it) stays out, and so on with the requirements of each wheel that is packed.
-Versions are those of constraints.txt. The folder travels with a copy of the checkout, whose benchmarks/gpu_day.sh
-installs from it; both together are at most 60 MiB, or this ends with an error.
+The wheels are for Python 3.12 on x86-64 Linux. LEMA's own wheel says what it asks for; what the
+machine has already (`--there`, a list as `pip freeze` prints it) stays out, and so on with the
+requirements of each wheel that is packed. Versions are those of constraints.txt. The folder travels
+with a copy of the checkout, whose benchmarks/gpu_day.sh installs from it; both together are at most
+60 MiB, or this ends with an error.
 """
 
 from __future__ import annotations
@@ -48,10 +50,18 @@ Fetch = Callable[[Requirement], Path]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--there", type=Path, default=THERE, help="what the machine has, as `pip freeze` prints it")
-    parser.add_argument("--extras", nargs="*", default=["kernels"], help="of LEMA, such as quantize")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="the folder; what was in it is deleted")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--there", type=Path, default=THERE, help="what the machine has, as `pip freeze` prints it"
+    )
+    parser.add_argument(
+        "--extras", nargs="*", default=["kernels"], help="of LEMA, such as quantize"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=FOLDER, help="the folder; what was in it is deleted"
+    )
     options = parser.parse_args()
     wheels: Path = options.out / "wheels"
     shutil.rmtree(options.out, ignore_errors=True)
@@ -60,18 +70,30 @@ def main() -> None:
     (lema,) = wheels.glob("*.whl")
     there = versions_in(options.there.read_text())
     constraints = versions_in((ROOT / "constraints.txt").read_text())
-    missing_wheels(lema, options.extras, there, constraints, lambda requirement: _download(requirement, wheels))
+    missing_wheels(
+        lema, options.extras, there, constraints, lambda requirement: _download(requirement, wheels)
+    )
     for wheel in sorted(wheels.iterdir()):
         print(f"{wheel.stat().st_size / 2**20:6.1f} MiB  {wheel.name}")
     folder = sum(wheel.stat().st_size for wheel in wheels.iterdir()) / 2**20
     checkout = _checkout_bytes() / 2**20
-    print(f"{folder:6.1f} MiB in {options.out}, {checkout:.1f} MiB in the checkout, {folder + checkout:.1f} together")
+    print(
+        f"{folder:6.1f} MiB in {options.out}, {checkout:.1f} MiB in the checkout, "
+        f"{folder + checkout:.1f} together"
+    )
     if folder + checkout > LARGEST:
-        raise SystemExit(f"that is more than {LARGEST} MiB: leave out --extras, or untracked files of the checkout")
+        raise SystemExit(
+            f"that is more than {LARGEST} MiB: leave out --extras, or untracked files of "
+            "the checkout"
+        )
 
 
 def missing_wheels(
-    lema: Path, extras: Iterable[str], there: Mapping[str, str], constraints: Mapping[str, str], fetch: Fetch
+    lema: Path,
+    extras: Iterable[str],
+    there: Mapping[str, str],
+    constraints: Mapping[str, str],
+    fetch: Fetch,
 ) -> list[Path]:
     """Fetch what LEMA needs and the machine lacks, and what that needs in turn; return the files.
 
@@ -79,7 +101,8 @@ def missing_wheels(
         lema: LEMA's own wheel.
         extras: of LEMA, whose requirements are fetched too.
         there: versions that the machine has, by canonical name; empty: the version is not known.
-        constraints: the versions to fetch, by canonical name; a package that is not listed is fetched by its range.
+        constraints: the versions to fetch, by canonical name; a package that is not listed is
+            fetched by its range.
         fetch: downloads one requirement without its own, and returns the wheel.
     """
     wheels: dict[str, Path] = {"lema-lora": lema}
@@ -105,14 +128,18 @@ def requirements_of(wheel: Path, extras: Iterable[str] = ()) -> list[Requirement
 
 
 def versions_in(freeze: str) -> dict[str, str]:
-    """Return the versions in a list as `pip freeze` prints it, by canonical name; empty: the line has a name alone."""
+    """Return the versions in a list as `pip freeze` prints it, by canonical name; empty: the
+    line has a name alone.
+    """
     lines = (line.partition("#")[0].strip() for line in freeze.splitlines())
     pairs = (line.partition("==") for line in lines if line)
     return {canonicalize_name(name): version for name, _, version in pairs}
 
 
 def pinned(requirement: Requirement, constraints: Mapping[str, str]) -> Requirement:
-    """Return the requirement at the version that the tests run with, if its range has that version."""
+    """Return the requirement at the version that the tests run with, if its range has that
+    version.
+    """
     version = constraints.get(canonicalize_name(requirement.name))
     if version is None or not _suffices(version, requirement):
         return requirement
@@ -133,21 +160,35 @@ def _download(requirement: Requirement, folder: Path) -> Path:
     target = ["--only-binary=:all:", "--python-version", PYTHON, "--implementation", "cp"]
     for tag in TAGS:
         target += ["--platform", f"{tag}_x86_64"]
-    name = f"{requirement.name}{requirement.specifier}"  # without its extras and its marker, which pip reads for here
+    # without its extras and its marker, which pip reads for here
+    name = f"{requirement.name}{requirement.specifier}"
     _pip("download", "--no-deps", *target, "--dest", str(folder), name)
     (wheel,) = set(folder.iterdir()) - before
     return wheel
 
 
 def _pip(*arguments: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(f"pip {' '.join(arguments)} failed:\n{done.stdout}{done.stderr}")
 
 
 def _checkout_bytes() -> int:
-    """Return the bytes of the files that travel: tracked ones, and untracked ones that git does not ignore."""
-    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    """Return the bytes of the files that travel: tracked ones, and untracked ones that git does
+    not ignore.
+    """
+    command = [
+        "git",
+        "-C",
+        str(ROOT),
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+    ]
     names = subprocess.run(command, capture_output=True, check=True).stdout.split(b"\0")
     files = {ROOT / name.decode() for name in names if name}
     return sum(file.lstat().st_size for file in files if file.is_file())

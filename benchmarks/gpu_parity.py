@@ -1,8 +1,9 @@
-"""Loss and gradients of a small deep model on a device, beside those of the `cpu` backend and of PEFT on both.
+"""Loss and gradients of a small deep model on a device, beside those of the `cpu` backend and of
+PEFT on both.
 
-The adapters' two matrices are drawn, since a gradient of A is zero while B is. Compared are the loss, and the gradients
-of all adapters together, as the norm of the difference by the norm of what it is compared with; the worst single tensor
-stands beside it.
+The adapters' two matrices are drawn, since a gradient of A is zero while B is. Compared are the
+loss, and the gradients of all adapters together, as the norm of the difference by the norm of what
+it is compared with; the worst single tensor stands beside it.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ Found = tuple[float, dict[str, Tensor]]
 def parity(device: str, layers: int, hidden: int, tokens: int) -> dict[str, Any]:
     """Return differences by dtype.
 
-    `device` is LEMA there against LEMA on the `cpu` backend, `peft` the spread that PEFT shows between the same two,
-    and `here` LEMA against PEFT, both on the device.
+    `device` is LEMA there against LEMA on the `cpu` backend, `peft` the spread that PEFT shows
+    between the same two, and `here` LEMA against PEFT, both on the device.
     """
     found = {}
     for dtype in ("float32", "bfloat16"):
@@ -95,13 +96,20 @@ def _peft(directory: Path, device: str, ids: Tensor, dtype: str) -> Found:
 
 
 def _gradients(model: Any) -> dict[str, Tensor]:
-    return {name: one.grad.detach().cpu().double() for name, one in model.named_parameters() if one.grad is not None}
+    return {
+        name: one.grad.detach().cpu().double()
+        for name, one in model.named_parameters()
+        if one.grad is not None
+    }
 
 
 def _apart(one: Found, other: Found) -> dict[str, float]:
     (loss, gradients), (reference, others) = one, other
     assert gradients.keys() == others.keys(), sorted(gradients.keys() ^ others.keys())[:4]
-    norms = {name: (float((gradients[name] - others[name]).norm()), float(others[name].norm())) for name in others}
+    norms = {
+        name: (float((gradients[name] - others[name]).norm()), float(others[name].norm()))
+        for name in others
+    }
     whole, size = (sum(pair[place] ** 2 for pair in norms.values()) ** 0.5 for place in (0, 1))
     return {
         "loss": abs(loss - reference) / abs(reference),

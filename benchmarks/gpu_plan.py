@@ -11,13 +11,16 @@ __all__ = ["CAPS", "CONTEXT", "PLAN", "TINY_CAPS", "Run", "host_bytes", "operati
 
 CAPS = {gib: gib << 30 for gib in (4, 8, 24)}
 TINY_CAPS = {4: 5 << 20, 8: 8 << 20, 24: 24 << 20}
-CONTEXT = 1 << 30  # bytes of the device that two processes' contexts take, which no allocator counts
+# bytes of the device that two processes' contexts take, which no allocator counts
+CONTEXT = 1 << 30
 COPIES = {"lema": 1.2, "roundpipe": 1.1}  # of the weights in host memory, boundaries among them
 
 
 @dataclass(frozen=True)
 class Run:
-    """One arm under one cap, with several numbers of micro-batches; a cap of None is the whole device."""
+    """One arm under one cap, with several numbers of micro-batches; a cap of None is the whole
+    device.
+    """
 
     model: str
     arm: str
@@ -66,10 +69,12 @@ def host_bytes(run: Run, shape: Shape) -> int:
 
 
 def peft_bytes(shape: Shape, tokens: int) -> int:
-    """Return about how much device memory PEFT needs, with the whole model there and one micro-batch of `tokens`.
+    """Return about how much device memory PEFT needs, with the whole model there and one
+    micro-batch of `tokens`.
 
-    Beside the weights that is 3 % of them (adapters, gradients, moments), four copies of the logits in fp32, the inputs
-    of all layers, and what one layer keeps when it is recomputed: about 16 times its hidden and intermediate states.
+    Beside the weights that is 3 % of them (adapters, gradients, moments), four copies of the logits
+    in fp32, the inputs of all layers, and what one layer keeps when it is recomputed: about 16
+    times its hidden and intermediate states.
     """
     width = getattr(torch, shape.dtype).itemsize
     inputs = shape.layers * tokens * shape.hidden * width

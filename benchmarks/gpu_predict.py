@@ -1,9 +1,10 @@
-"""What the plan predicts for LEMA's rows of gpu.py on a machine's profile: no GPU and no weights are needed.
+"""What the plan predicts for LEMA's rows of gpu.py on a machine's profile: no GPU and no weights
+are needed.
 
     python benchmarks/gpu_predict.py --profile h200
 
-These are predictions, from a profile's speeds, not measurements. *Of compute* is what of the speed of a step that waits
-for nothing is left: with the whole model on the device nothing is waited for.
+These are predictions, from a profile's speeds, not measurements. *Of compute* is what of the speed
+of a step that waits for nothing is left: with the whole model on the device nothing is waited for.
 """
 
 from __future__ import annotations
@@ -32,12 +33,25 @@ TOKENS = 1024
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--profile", choices=sorted(PROFILES), default="h200")
     parser.add_argument("--rank", type=int, default=16)
     arguments = parser.parse_args()
-    table = Table(title=f"predicted for {arguments.profile}, weights in host memory, rank {arguments.rank}")
-    for column in ("model", "cap GiB", "micro-batches", "tok/s", "of compute", "device GB", "settings", "spent on"):
+    table = Table(
+        title=f"predicted for {arguments.profile}, weights in host memory, rank {arguments.rank}"
+    )
+    for column in (
+        "model",
+        "cap GiB",
+        "micro-batches",
+        "tok/s",
+        "of compute",
+        "device GB",
+        "settings",
+        "spent on",
+    ):
         table.add_column(column, overflow="fold")
     with tempfile.TemporaryDirectory() as name:
         models = {key: _hollow(Path(name) / key, shape) for key, shape in MODELS.items()}
@@ -47,9 +61,13 @@ def main() -> None:
             for count in run.micro_batches
             if run.arm == "lema" and run.strategy == "resident"
         }
-        for model, cap, count in sorted(rows, key=lambda row: (row[0] != "8B", row[1] or 0, -row[2])):
+        for model, cap, count in sorted(
+            rows, key=lambda row: (row[0] != "8B", row[1] or 0, -row[2])
+        ):
             assert cap is not None
-            found = _predicted(models[model], CAPS[cap], count, arguments.rank, PROFILES[arguments.profile])
+            found = _predicted(
+                models[model], CAPS[cap], count, arguments.rank, PROFILES[arguments.profile]
+            )
             table.add_row(model, str(cap), str(count), *found)
     Console(width=180).print(table)
 

@@ -14,12 +14,22 @@ __all__ = ["predicted_parts", "predicted_seconds"]
 
 
 def predicted_parts(model: LemaModel) -> dict[str, int]:
-    """Return the bytes of each part of the device's peak, as the plan counts them for the model's allocation."""
+    """Return the bytes of each part of the device's peak, as the plan counts them for the
+    model's allocation.
+    """
     name, stack = find_layers(model.skeleton)
-    shape = step_shape(model.config, getattr(model.skeleton.config, "max_position_embeddings", None))
+    shape = step_shape(
+        model.config, getattr(model.skeleton.config, "max_position_embeddings", None)
+    )
     layers = model.memory.layers
-    workload = measure(model.skeleton, layers, shape.micro_batch, model.config.loss_chunk_tokens or CHUNK_TOKENS)
-    trained = (index for index, layer in enumerate(stack) if any(one.requires_grad for one in layer.parameters()))
+    workload = measure(
+        model.skeleton, layers, shape.micro_batch, model.config.loss_chunk_tokens or CHUNK_TOKENS
+    )
+    trained = (
+        index
+        for index, layer in enumerate(stack)
+        if any(one.requires_grad for one in layer.parameters())
+    )
     demand = demand_of(
         layers,
         workload,
@@ -34,7 +44,9 @@ def predicted_parts(model: LemaModel) -> dict[str, int]:
 
 
 def predicted_seconds(model: LemaModel) -> float | None:
-    """Return how long the plan says that a step takes; None: it measured no speeds, as it does without a limit."""
+    """Return how long the plan says that a step takes; None: it measured no speeds, as it does
+    without a limit.
+    """
     planner = model.planner
     if planner.timings is None:
         return None

@@ -1,4 +1,6 @@
-"""A child of gpu.py, as its parent sees it: it answers within a time, or is ended, and says what went wrong."""
+"""A child of gpu.py, as its parent sees it: it answers within a time, or is ended, and says what
+went wrong.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,12 @@ from gpu_arms import Job
 __all__ = ["Child", "Failed", "Refused"]
 
 INTERVAL = 0.02  # seconds between looks at a child's memory
-# One allocator for all arms, that can grow what it has reserved: else fragments decide what fits under a cap.
-ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+# One allocator for all arms, that can grow what it has reserved: else fragments decide what fits
+# under a cap.
+ALLOCATOR = {
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
 
 
 class Failed(Exception):
@@ -46,16 +52,27 @@ class Child:
     """
 
     def __init__(self, job: Job) -> None:
-        self.job, self.host_peak, self.ended = job, 0, False
+        self.job = job
+        self.host_peak = 0
+        self.ended = False
         self.micro_batches: int | None = None
         self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed with the child
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("gpu_child.py")), json.dumps(asdict(job))],
+            [
+                sys.executable,
+                str(Path(__file__).with_name("gpu_child.py")),
+                json.dumps(asdict(job)),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
             text=True,
-            env={**ALLOCATOR, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ},
+            env={
+                **ALLOCATOR,
+                "HF_HUB_OFFLINE": "1",
+                "TOKENIZERS_PARALLELISM": "false",
+                **os.environ,
+            },
             start_new_session=True,
         )
 
@@ -80,13 +97,15 @@ class Child:
         self.job = replace(self.job, cap=cap)
 
     def prepare(self, micro_batches: int, seconds: float) -> dict[str, Any]:
-        """Have it prepare for steps of so many micro-batches, and count its host memory from here on.
+        """Have it prepare for steps of so many micro-batches, and count its host memory from here
+        on.
 
         Raises:
             Refused: that does not fit; it may be asked for fewer.
             Failed: it could not, or took more than `seconds`.
         """
-        self.host_peak, self.micro_batches = 0, None
+        self.host_peak = 0
+        self.micro_batches = None
         answer = self.ask("prepare", seconds, micro_batches=micro_batches, cap=self.job.cap)
         if refused := answer.get("refused"):
             raise Refused(refused)
@@ -104,7 +123,8 @@ class Child:
                 pipe.close()
 
     def _answer(self, seconds: float) -> dict[str, Any]:
-        answers, until = self._process.stdout, time.monotonic() + seconds
+        answers = self._process.stdout
+        until = time.monotonic() + seconds
         assert answers is not None
         while not select.select([answers], [], [], INTERVAL)[0]:
             self._look()

@@ -1,9 +1,11 @@
-"""Models whose layers are all the bytes of the first: a shape of 60 GB is written in seconds, where 2 GB have room.
+"""Models whose layers are all the bytes of the first: a shape of 60 GB is written in seconds, where
+2 GB have room.
 
-`write_repeated` writes config and header of a published checkpoint, with its true names, shapes and types, and random
-values for the first layer and for what is outside the layers. The file is as long as the real one, and has no bytes on
-the disk for the other layers. `repeat_layers` has LEMA look for those where the first layer's are. Each of them is
-copied to the device as if it were its own; only its values are not.
+`write_repeated` writes config and header of a published checkpoint, with its true names, shapes and
+types, and random values for the first layer and for what is outside the layers. The file is as long
+as the real one, and has no bytes on the disk for the other layers. `repeat_layers` has LEMA look
+for those where the first layer's are. Each of them is copied to the device as if it were its own;
+only its values are not.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ LAYER = re.compile(r"^(.*\blayers\.)(\d+)(\..*)$")
 VALUES = 33_554_393  # in a block of random values, which is read round and round; a prime
 STEP = 7_919  # values between the beginnings of two tensors in the block, so that no two are alike
 SPREAD = 0.02  # of weights, whose mean is zero
-# A scale of mxfp4 is an exponent plus 127. Values of a block are up to 6, so these give weights of about SPREAD.
+# A scale of mxfp4 is an exponent plus 127. Values of a block are up to 6, so these give weights of
+# about SPREAD.
 SCALES = (117, 122)
 
 
@@ -43,17 +46,22 @@ class RepeatedIndex(GlobalBinaryIndex):
         for name, record in list(self.items()):
             if parts := LAYER.match(name):
                 first = self[f"{parts[1]}0{parts[3]}"]
-                assert (first.dtype, first.shape) == (record.dtype, record.shape), f"{name} is not as the first layer's"
+                assert (first.dtype, first.shape) == (record.dtype, record.shape), (
+                    f"{name} is not as the first layer's"
+                )
                 self[name] = replace(first, name=name)
 
 
 def repeat_layers() -> None:
-    """Have every model that this process opens from now on take the bytes of its first layer for all layers."""
+    """Have every model that this process opens from now on take the bytes of its first layer for
+    all layers.
+    """
     model.GlobalBinaryIndex = RepeatedIndex  # type: ignore[misc]
 
 
 def write_repeated(checkpoint: Checkpoint, directory: Path) -> int:
-    """Write a checkpoint with the values of its first layer alone; return the bytes that the whole of it has.
+    """Write a checkpoint with the values of its first layer alone; return the bytes that the whole
+    of it has.
 
     Raises:
         OSError: the first layer, or what is outside the layers, finds no room.

@@ -1,9 +1,10 @@
 """RoundPipe (arXiv:2604.27085) over the decoder of `transformers`, for the arm of that name.
 
-Its own presets call `transformers` as it was in version 4, so the sequence of layers is made here. Layers hand on what
-`transformers` gives them: hidden state, rotary tables, labels. The model is planned for the cap, which RoundPipe does
-not see by itself: it asks the card. Its optimizer steps on the host, and weights of a step may be one step old: that is
-its default, and its fastest way. Its optimizer still steps while PEFT has its turn: that time is not counted.
+Its own presets call `transformers` as it was in version 4, so the sequence of layers is made here.
+Layers hand on what `transformers` gives them: hidden state, rotary tables, labels. The model is
+planned for the cap, which RoundPipe does not see by itself: it asks the card. Its optimizer steps
+on the host, and weights of a step may be one step old: that is its default, and its fastest way.
+Its optimizer still steps while PEFT has its turn: that time is not counted.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class First(nn.Module):
 
     def __init__(self, decoder: Any) -> None:
         super().__init__()
-        self.embeddings, self.rotary = decoder.embed_tokens, decoder.rotary_emb
+        self.embeddings = decoder.embed_tokens
+        self.rotary = decoder.rotary_emb
 
     def forward(self, input_ids: Tensor) -> State:
         hidden = self.embeddings(input_ids)
@@ -49,7 +51,9 @@ class Middle(nn.Module):
     def forward(self, state: State) -> State:
         hidden, cosine, sine, positions = state
         tables = (cosine, sine)
-        hidden = self.layer(hidden, attention_mask=None, position_ids=positions, position_embeddings=tables)
+        hidden = self.layer(
+            hidden, attention_mask=None, position_ids=positions, position_embeddings=tables
+        )
         return hidden, cosine, sine, positions
 
 
@@ -58,7 +62,8 @@ class Last(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.norm, self.head = model.model.norm, model.lm_head
+        self.norm = model.model.norm
+        self.head = model.lm_head
 
     def forward(self, state: State) -> Tensor:
         return self.head(self.norm(state[0]))
@@ -69,7 +74,10 @@ def _loss_of(total: int) -> Callable[[Tensor, Tensor], Tensor]:
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
         targets = pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1)
-        return cross_entropy(logits.float().flatten(0, 1), targets.to(logits.device), reduction="sum") / total
+        return (
+            cross_entropy(logits.float().flatten(0, 1), targets.to(logits.device), reduction="sum")
+            / total
+        )
 
     return loss
 
@@ -85,11 +93,17 @@ def build(job: Job, model: Any) -> Callable[[Tensor], Prepared]:
     base.disable_input_require_grads()
     for parameter in base.parameters():
         parameter.data = parameter.data.clone()  # maps of files cannot be locked
-    stack = nn.Sequential(First(base.model), *(Middle(layer) for layer in base.model.layers), Last(base))
+    stack = nn.Sequential(
+        First(base.model), *(Middle(layer) for layer in base.model.layers), Last(base)
+    )
     # A layer at a time is recomputed: a stage of several would keep the graphs of all.
     options = roundpipe.RoundPipeRunConfig(recompute_grain="layer")
-    piped = roundpipe.RoundPipe(stack, optim_dtype=torch.float32, model_run_config=options, pin_model="register")
-    optimizer = optimizers.Adam(piped.optim_parameters(), lr=RATE, weight_decay=0.0, decoupled_weight_decay=True)
+    piped = roundpipe.RoundPipe(
+        stack, optim_dtype=torch.float32, model_run_config=options, pin_model="register"
+    )
+    optimizer = optimizers.Adam(
+        piped.optim_parameters(), lr=RATE, weight_decay=0.0, decoupled_weight_decay=True
+    )
     dtype = getattr(torch, job.shape.dtype)
     memory = job.cap or torch.cuda.get_device_properties(0).total_memory
 
@@ -101,10 +115,14 @@ def build(job: Job, model: Any) -> Callable[[Tensor], Prepared]:
         loss_fn = _loss_of(ids[:, 1:].numel())
 
         def step() -> float:
-            plan = roundpipe.ModelExecutePlan.auto("fused", piped, model_memory_limit=PART * memory / 1e9)
+            plan = roundpipe.ModelExecutePlan.auto(
+                "fused", piped, model_memory_limit=PART * memory / 1e9
+            )
             run = roundpipe.RoundPipeRunConfig(num_microbatch=len(ids), execute_plan=plan)
             with torch.autocast("cuda", dtype=dtype, enabled=dtype != torch.float32):
-                loss = piped.forward_backward(input_args=(ids,), label=ids, loss_fn=loss_fn, run_config=run)
+                loss = piped.forward_backward(
+                    input_args=(ids,), label=ids, loss_fn=loss_fn, run_config=run
+                )
             piped.step(update)
             return float(loss)
 

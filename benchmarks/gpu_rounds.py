@@ -1,4 +1,6 @@
-"""Rounds of one row of gpu.py: an arm and PEFT take a step in turn, and what each took is put together."""
+"""Rounds of one row of gpu.py: an arm and PEFT take a step in turn, and what each took is put
+together.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Measured:
         """Of each step."""
         return [step["seconds"] for step in self.steps]
 
-    def row(self, tokens: int, operations: float, rate: float | None, link: float | None) -> dict[str, Any]:
+    def row(
+        self, tokens: int, operations: float, rate: float | None, link: float | None
+    ) -> dict[str, Any]:
         """Return the numbers of a row.
 
         Args:
@@ -36,7 +40,8 @@ class Measured:
             rate: of operations per second; None: it was not measured.
             link: bytes per second to the device, likewise.
         """
-        last, seconds = self.steps[-1], statistics.median(self.seconds)
+        last = self.steps[-1]
+        seconds = statistics.median(self.seconds)
         row: dict[str, Any] = {
             "seconds": seconds,
             "all_seconds": self.seconds,
@@ -46,7 +51,9 @@ class Measured:
             "host_bytes": self.host_bytes,
         }
         row |= {name: max(step[name] for step in self.steps) for name in ("allocated", "reserved")}
-        row |= {name: last[name] for name in ("bytes_uploaded", "bytes_read", "refused") if name in last}
+        row |= {
+            name: last[name] for name in ("bytes_uploaded", "bytes_read", "refused") if name in last
+        }
         row |= {name: value for name, value in self.about.items() if name != "planned"}
         if parts := self.about.get("planned"):
             row |= {"planned": parts, "planned_bytes": sum(parts.values())}
@@ -74,7 +81,8 @@ def measure(
     seconds: float,
     patience: Callable[[], float],
 ) -> Measured:
-    """Have an arm and PEFT take `rounds` steps in turn, or as many as `seconds` allow, but one each.
+    """Have an arm and PEFT take `rounds` steps in turn, or as many as `seconds` allow, but one
+    each.
 
     Args:
         child: the arm.
@@ -89,9 +97,12 @@ def measure(
         Failed: the arm could not, or took too long.
     """
     found = Measured(child.prepare(micro_batches, patience()))
-    if reference is not None and _in_turn(reference, found, micro_batches, rounds, seconds, child, patience):
+    if reference is not None and _in_turn(
+        reference, found, micro_batches, rounds, seconds, child, patience
+    ):
         return found
-    found.steps, found.reference = [], None
+    found.steps = []
+    found.reference = None
     began = time.monotonic()
     for number in range(rounds):
         found.steps.append(child.ask("step", patience()))

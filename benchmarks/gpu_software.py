@@ -1,4 +1,5 @@
-"""The software that gpu.py needs on a machine: what is there, and what has to be installed before it can begin.
+"""The software that gpu.py needs on a machine: what is there, and what has to be installed before
+it can begin.
 
 Until everything is there, nothing but the standard library is imported here.
 """
@@ -15,7 +16,10 @@ __all__ = ["untested_versions", "versions", "what_is_missing"]
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "deepspeed", "roundpipe", "lema-lora")
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
-OFFLINE = "without a network: benchmarks/gpu_pack.py packs wheels elsewhere, and benchmarks/gpu_day.sh installs them"
+OFFLINE = (
+    "without a network: benchmarks/gpu_pack.py packs wheels elsewhere, and "
+    "benchmarks/gpu_day.sh installs them"
+)
 
 
 def versions() -> dict[str, str]:
@@ -25,7 +29,9 @@ def versions() -> dict[str, str]:
 
 
 def what_is_missing(device: str) -> list[str]:
-    """Return a line for each thing that has to be there first, the device itself last; nothing is downloaded here."""
+    """Return a line for each thing that has to be there first, the device itself last; nothing
+    is downloaded here.
+    """
     asked = {re.match(r"[\w.-]+", text)[0]: text for text in _requirements()}  # type: ignore[index]
     lines = [
         f"{name} is absent; LEMA asks for {text}: pip install '{text}'"
@@ -38,7 +44,9 @@ def what_is_missing(device: str) -> list[str]:
         return [*lines, OFFLINE]  # what the backend needs may be absent too
     name = device.partition(":")[0]
     if name not in {point.name for point in entry_points(group="lema.backends")}:
-        return [f"no backend {name!r} is installed: pip install --no-deps . in the project's directory"]
+        return [
+            f"no backend {name!r} is installed: pip install --no-deps . in the project's directory"
+        ]
     from lema.backend import load
     from lema.errors import BackendUnavailable
 
@@ -50,10 +58,11 @@ def what_is_missing(device: str) -> list[str]:
 
 
 def untested_versions() -> list[str]:
-    """Return a line for each package that is there in a version for which LEMA does not ask; it may work all the same.
+    """Return a line for each package that is there in a version for which LEMA does not ask; it may
+    work all the same.
 
-    The measurements take plain decoders, for which other versions of `transformers` give the same numbers: a pin alone
-    is no reason to measure nothing on a machine that is at hand for minutes.
+    The measurements take plain decoders, for which other versions of `transformers` give the same
+    numbers: a pin alone is no reason to measure nothing on a machine that is at hand for minutes.
     """
     from packaging.requirements import Requirement
 
@@ -61,7 +70,10 @@ def untested_versions() -> list[str]:
     for asked in map(Requirement, _requirements()):
         there = _version(asked.name)
         if there is not None and not asked.specifier.contains(there, prereleases=True):
-            lines.append(f"{asked.name} {there}; LEMA asks for {asked}: pip install '{asked}', if anything fails")
+            lines.append(
+                f"{asked.name} {there}; LEMA asks for {asked}: pip install '{asked}', if "
+                "anything fails"
+            )
     return lines
 
 

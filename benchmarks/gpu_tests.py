@@ -3,8 +3,9 @@
     python benchmarks/gpu_tests.py --out tests.jsonl
     python benchmarks/gpu_tests.py --out tests.jsonl --mark 'not slow' tests/cuda/test_cuda_order.py
 
-The files are named, because collecting all of them takes longer than the marked tests. A warning of a library is no
-failure here: its versions may be others than those that the tests run with elsewhere. What fails is in the line.
+The files are named, because collecting all of them takes longer than the marked tests. A warning of
+a library is no failure here: its versions may be others than those that the tests run with
+elsewhere. What fails is in the line.
 """
 
 from __future__ import annotations
@@ -37,11 +38,15 @@ class Outcomes:
         if report.when == "call" or report.outcome != "passed":
             why = {} if report.outcome == "passed" else {"why": str(report.longrepr)[-LONGEST:]}
             seconds = round(report.duration, 3)
-            self._lines.write(test=report.nodeid, outcome=report.outcome, when=report.when, seconds=seconds, **why)
+            self._lines.write(
+                test=report.nodeid, outcome=report.outcome, when=report.when, seconds=seconds, **why
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", nargs="*", default=FILES)
     parser.add_argument("--mark", default="cuda", help="which tests of these, as pytest's -m")
     parser.add_argument("--most-failures", type=int, default=12)
@@ -49,7 +54,15 @@ def main() -> None:
     options = parser.parse_args()
     os.chdir(ROOT)
     plain = ["-o", "addopts=", "-o", "filterwarnings=default", "-p", "no:cacheprovider", "-n", "0"]
-    arguments = ["-q", "--tb=short", f"--maxfail={options.most_failures}", "-m", options.mark, *plain, *options.files]
+    arguments = [
+        "-q",
+        "--tb=short",
+        f"--maxfail={options.most_failures}",
+        "-m",
+        options.mark,
+        *plain,
+        *options.files,
+    ]
     raise SystemExit(pytest.main(arguments, plugins=[Outcomes(Lines(options.out))]))
 
 

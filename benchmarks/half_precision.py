@@ -1,11 +1,13 @@
-"""Seconds of a step of a model in half precision on a processor that may have no instructions for it.
+"""Seconds of a step of a model in half precision on a processor that may have no instructions for
+it.
 
     python benchmarks/half_precision.py
     ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python benchmarks/half_precision.py   # as on a laptop
 
-Arms: PEFT with the model as `from_pretrained` loads it; LEMA in the type of the weights; LEMA as it is by default; PEFT
-with `dtype=torch.float32`. They take turns in one process, and the first round is dropped. `loss` is that of the first
-step; where LEMA computes in float32 it is that of the last arm, bit for bit.
+Arms: PEFT with the model as `from_pretrained` loads it; LEMA in the type of the weights; LEMA as it
+is by default; PEFT with `dtype=torch.float32`. They take turns in one process, and the first round
+is dropped. `loss` is that of the first step; where LEMA computes in float32 it is that of the last
+arm, bit for bit.
 """
 
 from __future__ import annotations
@@ -33,8 +35,12 @@ Step = Callable[[], float]
 
 def main() -> None:
     given = _arguments()
-    shape = Shape(given.hidden, 11 * given.hidden // 4, given.layers, given.vocabulary, dtype=given.dtype)
-    ids = torch.randint(3, given.vocabulary, (1, given.tokens), generator=torch.Generator().manual_seed(0))
+    shape = Shape(
+        given.hidden, 11 * given.hidden // 4, given.layers, given.vocabulary, dtype=given.dtype
+    )
+    ids = torch.randint(
+        3, given.vocabulary, (1, given.tokens), generator=torch.Generator().manual_seed(0)
+    )
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         write_model(directory / "model", shape)
@@ -49,7 +55,10 @@ def main() -> None:
         rows = _rounds(steps, given.rounds)
     first = rows[0]["seconds"]
     for row in rows:
-        print(f"{row['arm']:30} {row['seconds']:8.3f} s a step, {first / row['seconds']:6.1f} x, loss {row['loss']!r}")
+        print(
+            f"{row['arm']:30} {row['seconds']:8.3f} s a step, "
+            f"{first / row['seconds']:6.1f} x, loss {row['loss']!r}"
+        )
     report("half_precision", rows, shape)
 
 
@@ -63,17 +72,24 @@ def _rounds(steps: dict[str, Step], rounds: int) -> list[dict[str, Any]]:
             losses.setdefault(name, loss)
             seconds[name].append(time.perf_counter() - began)
     return [
-        {"arm": name, "seconds": statistics.median(found[1:]), "loss": losses[name]} for name, found in seconds.items()
+        {"arm": name, "seconds": statistics.median(found[1:]), "loss": losses[name]}
+        for name, found in seconds.items()
     ]
 
 
-def _lema(stack: ExitStack, directory: Path, ids: torch.Tensor, computed: str, *, save: bool = False) -> Step:
+def _lema(
+    stack: ExitStack, directory: Path, ids: torch.Tensor, computed: str, *, save: bool = False
+) -> Step:
     """Return a step of LEMA; `save`: leave the adapter for the other arms."""
     options: dict[str, Any] = {"compute_dtype": computed, "learning_rate": RATE, "save_steps": 0}
     options["gradient_checkpointing"] = True
     # All arms begin with one adapter, because PEFT rounds what it draws to the type of the weights.
-    options |= {"lora_init": False} if save else {"adapter_name_or_path": str(directory / "adapter")}
-    config = LemaConfig(str(directory / "model"), device="cpu", output_dir=str(directory / "run"), **options)
+    options |= (
+        {"lora_init": False} if save else {"adapter_name_or_path": str(directory / "adapter")}
+    )
+    config = LemaConfig(
+        str(directory / "model"), device="cpu", output_dir=str(directory / "run"), **options
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it computes in float32 is what is measured
         model = stack.enter_context(closing(LemaModel(config)))
@@ -85,7 +101,9 @@ def _lema(stack: ExitStack, directory: Path, ids: torch.Tensor, computed: str, *
 
 
 def _peft(directory: Path, ids: torch.Tensor, dtype: Any) -> Step:
-    """Return a step of PEFT with gradient checkpointing, as its users take it: autocast to the weights' half."""
+    """Return a step of PEFT with gradient checkpointing, as its users take it: autocast to the
+    weights' half.
+    """
     base: Any = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=dtype)
     base.config.use_cache = False
     model = PeftModel.from_pretrained(base, str(directory / "adapter"), is_trainable=True).train()
@@ -106,7 +124,9 @@ def _peft(directory: Path, ids: torch.Tensor, dtype: Any) -> Step:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     sizes = {"hidden": 1024, "layers": 4, "vocabulary": 8192, "tokens": 128, "rounds": 3}
     for option, value in sizes.items():
         parser.add_argument(f"--{option}", type=int, default=value)

@@ -1,9 +1,11 @@
-"""A model in the shape of Llama 3 8B trains in a small memory cgroup, its head leased in pieces, and the plan says so.
+"""A model in the shape of Llama 3 8B trains in a small memory cgroup, its head leased in pieces,
+and the plan says so.
 
     OMP_NUM_THREADS=2 python benchmarks/head.py --directory DIR        # 16 GB of disk, which it deletes
 
-Weights are random, bf16. One child plans; another trains a few steps inside a memory cgroup of `--limit`, the whole
-process included (interpreter, torch, page cache). malloc gives freed memory back (RETURNING, as in memory.py).
+Weights are random, bf16. One child plans; another trains a few steps inside a memory cgroup of
+`--limit`, the whole process included (interpreter, torch, page cache). malloc gives freed memory
+back (RETURNING, as in memory.py).
 """
 
 from __future__ import annotations
@@ -29,16 +31,24 @@ ROWS = 1024  # that are cast at a time
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--limit", type=float, default=3.0e9, help="bytes of the cgroup; 0: none")
     parser.add_argument("--rows", type=int, default=2, help="of a step, each a micro-batch")
     parser.add_argument("--tokens", type=int, default=128, help="of a row")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--head", default="stream", choices=["stream", "device"])
-    parser.add_argument("--tiny", action="store_true", help="a small model without a limit, to see that it runs")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a small model without a limit, to see that it runs"
+    )
     parser.add_argument("--layers", type=int, help="fewer than the 32 of the model")
-    parser.add_argument("--directory", type=Path, help="where to write the model (a disk, not memory)")
-    parser.add_argument("--fp32-products", action="store_true", help="for processors without bf16: see `_products`")
+    parser.add_argument(
+        "--directory", type=Path, help="where to write the model (a disk, not memory)"
+    )
+    parser.add_argument(
+        "--fp32-products", action="store_true", help="for processors without bf16: see `_products`"
+    )
     parser.add_argument("--model", type=Path, help="a model of this shape that is there already")
     parser.add_argument("--child", nargs=2, metavar=("WHAT", "MODEL"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -54,7 +64,9 @@ def main() -> None:
             write_random(model, shape, [Place(Path(name), 2 * shape.weight_bytes)], threads=2)
         row = _child("plan", model)
         with ExitStack() as stack:
-            group = stack.enter_context(memory_group(None if arguments.tiny else int(arguments.limit) or None))
+            group = stack.enter_context(
+                memory_group(None if arguments.tiny else int(arguments.limit) or None)
+            )
             row |= _child("train", model, group.join)
             row["cgroup"] = group.counters()
     row["off"] = row["planned_peak"] / row["peak_anonymous"] - 1
@@ -70,7 +82,9 @@ def _shape(arguments: argparse.Namespace) -> Shape:
 def _child(what: str, model: Path, join: Callable[[], None] | None = None) -> dict[str, Any]:
     command = [sys.executable, __file__, *sys.argv[1:], "--child", what, str(model)]
     env = {**os.environ, **RETURNING}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=join, env=env)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, preexec_fn=join, env=env
+    )
     if done.returncode:
         raise SystemExit(f"the child ended with {done.returncode}\n{done.stderr[-2000:]}")
     row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -93,14 +107,20 @@ def _settings(arguments: argparse.Namespace, model: str) -> Any:
 
 
 def _plan(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
-    """Plan without measuring speeds, which takes longer than a step where the processor has no bf16."""
+    """Plan without measuring speeds, which takes longer than a step where the processor has no
+    bf16.
+    """
     from lema.plan.measure import process_bytes
-    from lema.plan.planner import planner_of, site_of
+    from lema.plan.planner import machine_state_of, planner_of
 
     config = _settings(arguments, model)
-    planner = planner_of(config, site=site_of(config))
-    needs, process = planner.needs(), process_bytes()
-    parts = {**{f"host: {name}": size for name, size in needs.host.items() if name != "ring"}, **needs.device}
+    planner = planner_of(config, machine_state=machine_state_of(config))
+    needs = planner.needs()
+    process = process_bytes()
+    parts = {
+        **{f"host: {name}": size for name, size in needs.host.items() if name != "ring"},
+        **needs.device,
+    }
     return {
         "planned_peak": process + sum(parts.values()),
         "process": process,
@@ -111,26 +131,32 @@ def _plan(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
 
 @contextmanager
 def _products() -> Iterator[None]:
-    """Form bf16 products from fp32 ones, some rows of the right-hand side at a time: on a processor without bf16
-    torch's own take a hundred times as long. Sums are in fp32 in both."""
+    """Form bf16 products from fp32 ones, some rows of the right-hand side at a time: on a processor
+    without bf16 torch's own take a hundred times as long. Sums are in fp32 in both."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     aten = torch.ops.aten
 
     class Products(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if func is not aten.mm.default or args[0].dtype != torch.bfloat16:
                 return func(*args, **(kwargs or {}))
             left, right = args
             made = left.new_empty(left.shape[0], right.shape[1])
             if right.stride(0) == 1:  # the rows of a weight are the columns of the product
                 for first in range(0, right.shape[1], ROWS):
-                    made[:, first : first + ROWS] = left.float() @ right[:, first : first + ROWS].float()
+                    made[:, first : first + ROWS] = (
+                        left.float() @ right[:, first : first + ROWS].float()
+                    )
                 return made
             total = torch.zeros(made.shape)
             for first in range(0, right.shape[0], ROWS):
-                total.addmm_(left[:, first : first + ROWS].float(), right[first : first + ROWS].float())
+                total.addmm_(
+                    left[:, first : first + ROWS].float(), right[first : first + ROWS].float()
+                )
             return made.copy_(total)
 
     with Products():
@@ -150,7 +176,8 @@ def _train(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
         trainer = opened.get_trainer()
         ids = torch.randint(0, _shape(arguments).vocabulary, (arguments.rows, arguments.tokens))
         micro_batches = split_batch({"input_ids": ids, "labels": ids}, 1)
-        losses, seconds = [], []
+        losses = []
+        seconds = []
         for _ in range(arguments.steps):
             began = time.perf_counter()
             losses.append(trainer.accumulate(micro_batches).loss)

@@ -1,4 +1,5 @@
-"""What LEMA adds to the disk beside transformers and PEFT: bytes of fresh virtual environments, without torch's.
+"""What LEMA adds to the disk beside transformers and PEFT: bytes of fresh virtual environments,
+without torch's.
 
     python benchmarks/installed.py             # an environment under the directory of temporary files; some minutes
     python benchmarks/installed.py --parts     # and each package that LEMA alone brings
@@ -18,11 +19,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-STEPS = {"torch": ["torch"], "transformers and PEFT": ["transformers", "peft"], "lema-lora": [str(ROOT)]}
+STEPS = {
+    "torch": ["torch"],
+    "transformers and PEFT": ["transformers", "peft"],
+    "lema-lora": [str(ROOT)],
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
@@ -30,12 +37,21 @@ def main() -> None:
         folder = next(Path(place).glob("lib/python*/site-packages"))
         sizes = [_sizes(folder)]
         for packages in STEPS.values():
-            command = [f"{place}/bin/pip", "install", "-q", "-c", str(ROOT / "constraints.txt"), *packages]
+            command = [
+                f"{place}/bin/pip",
+                "install",
+                "-q",
+                "-c",
+                str(ROOT / "constraints.txt"),
+                *packages,
+            ]
             subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": ""})
             sizes.append(_sizes(folder))
     totals = [sum(each.values()) for each in sizes]
     _, theirs, all_of_it = (total - totals[1] for total in totals[1:])
-    print(json.dumps({"date": datetime.now(UTC).date().isoformat(), "python": sys.version.split()[0]}))
+    print(
+        json.dumps({"date": datetime.now(UTC).date().isoformat(), "python": sys.version.split()[0]})
+    )
     print("| installed beside torch | MB | of transformers and PEFT |\n|---|---|---|")
     for name, nbytes in (("transformers and PEFT", theirs), ("lema-lora", all_of_it)):
         print(f"| {name} | {nbytes / 1e6:.1f} | {nbytes / theirs:.2f} |")
@@ -49,7 +65,9 @@ def main() -> None:
 def _sizes(folder: Path) -> dict[str, int]:
     """Return the bytes of each folder and file of an environment's packages."""
     return {
-        each.name: sum(file.lstat().st_size for file in (each.rglob("*") if each.is_dir() else [each]))
+        each.name: sum(
+            file.lstat().st_size for file in (each.rglob("*") if each.is_dir() else [each])
+        )
         for each in folder.iterdir()
     }
 

@@ -1,9 +1,10 @@
-"""One arm that trains a model and does a step when its standard input says so: what benchmarks/limits.py limits.
+"""One arm that trains a model and does a step when its standard input says so: what
+benchmarks/limits.py limits.
 
     python benchmarks/limits_child.py lema MODEL
 
-It prints one line of JSON when it is ready, and one for each line it reads: that step's seconds, CPU seconds, bytes
-read from the disk, and its memory.
+It prints one line of JSON when it is ready, and one for each line it reads: that step's seconds,
+CPU seconds, bytes read from the disk, and its memory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from plainloop import ALPHA, RANK, RATE, adamw, peft_model, plain_step
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("arm", choices=sorted(ARMS))
     parser.add_argument("model", type=Path)
     parser.add_argument("--vocabulary", type=int, default=8192)
@@ -36,13 +39,20 @@ def main() -> None:
     torch.manual_seed(7)
     ids = torch.randint(0, arguments.vocabulary, (arguments.micro_batches, arguments.tokens))
     step = ARMS[arguments.arm](arguments, ids)
-    print(json.dumps({"anonymous": _status("RssAnon"), "file": _status("RssFile")}), file=lines, flush=True)
+    print(
+        json.dumps({"anonymous": _status("RssAnon"), "file": _status("RssFile")}),
+        file=lines,
+        flush=True,
+    )
     for _ in sys.stdin:
         print(json.dumps(_measured(step)), file=lines, flush=True)
 
 
 def _measured(step: Callable[[], float]) -> dict[str, Any]:
-    began, cpu, read, faults = time.perf_counter(), _cpu_seconds(), _bytes_read(), _faults()
+    began = time.perf_counter()
+    cpu = _cpu_seconds()
+    read = _bytes_read()
+    faults = _faults()
     loss = step()
     return {
         "seconds": time.perf_counter() - began,

@@ -1,4 +1,6 @@
-"""Memory cgroups, version 1 or 2, and a child process that lives in one from before its first instruction."""
+"""Memory cgroups, version 1 or 2, and a child process that lives in one from before its first
+instruction.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+V1 = Path("/sys/fs/cgroup/memory")
+V2 = Path("/sys/fs/cgroup")
 _numbers = count()
 
 
@@ -31,7 +34,8 @@ class Group:
     """A memory cgroup without swap; `limit` None: it only counts."""
 
     def __init__(self, directory: Path, version: int, limit: int | None) -> None:
-        self.directory, self._version = directory, version
+        self.directory = directory
+        self._version = version
         if version == 1:
             if limit is not None:
                 self._write("memory.limit_in_bytes", limit)
@@ -49,9 +53,11 @@ class Group:
         self._write("cgroup.procs", os.getpid())
 
     def counters(self) -> dict[str, int]:
-        """Return the most bytes ever charged, how often the limit was met and killed, and what is charged now by kind.
+        """Return the most bytes ever charged, how often the limit was met and killed, and what is
+        charged now by kind.
 
-        Not every kernel counts how often a limit of version 1 was met: where `failures` stays 0, look at major faults.
+        Not every kernel counts how often a limit of version 1 was met: where `failures` stays 0,
+        look at major faults.
         """
         if self._version == 1:
             met = [self.directory / f"memory.{kind}failcnt" for kind in ("", "memsw.")]
@@ -61,13 +67,19 @@ class Group:
             kinds = {"total_rss": "anonymous", "total_cache": "file"}
         else:
             events = self._fields("memory.events")
-            found = {"peak": self._number("memory.peak"), "failures": events["max"], "kills": events["oom_kill"]}
+            found = {
+                "peak": self._number("memory.peak"),
+                "failures": events["max"],
+                "kills": events["oom_kill"],
+            }
             kinds = {"anon": "anonymous", "file": "file"}
         charged = self._fields("memory.stat")
         return {**found, **{f"charged_{ours}": charged[theirs] for theirs, ours in kinds.items()}}
 
     def remove(self) -> None:
-        """Remove the group, from which every process is gone; the kernel may need a moment to see that."""
+        """Remove the group, from which every process is gone; the kernel may need a moment to
+        see that.
+        """
         for _ in range(50):
             with suppress(OSError):
                 self.directory.rmdir()
@@ -160,7 +172,9 @@ class Child:
 
 
 @contextmanager
-def child(script: Path, arguments: Sequence[str], limit: int | None) -> Iterator[tuple[Child, Group]]:
+def child(
+    script: Path, arguments: Sequence[str], limit: int | None
+) -> Iterator[tuple[Child, Group]]:
     """Start a child in a cgroup of its own; both end with the `with` block."""
     with memory_group(limit) as group:
         process = Child(script, arguments, group)

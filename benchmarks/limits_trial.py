@@ -1,7 +1,8 @@
-"""One trial of benchmarks/limits.py: a child under a limit and one without take turns, step by step.
+"""One trial of benchmarks/limits.py: a child under a limit and one without take turns, step by
+step.
 
-Other programs slow both alike, so what is judged is the ratio within a round. Each child has model files of its own:
-what one has in the page cache serves the other nothing.
+Other programs slow both alike, so what is judged is the ratio within a round. Each child has model
+files of its own: what one has in the page cache serves the other nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ ENDLESS = 3600.0  # what has no limit is waited for
 
 @dataclass(frozen=True)
 class Pair:
-    """An arm's child without a limit, after its first steps, and what another one needs to be started."""
+    """An arm's child without a limit, after its first steps, and what another one needs to be
+    started.
+    """
 
     arm: str
     free: Child
@@ -40,8 +43,12 @@ class Pair:
 
 
 @contextmanager
-def unlimited(arm: str, free_files: Path, limited_files: Path, options: Sequence[str]) -> Iterator[Pair]:
-    """Start an arm without a limit and let it take two steps, the second from caches that are as they will be."""
+def unlimited(
+    arm: str, free_files: Path, limited_files: Path, options: Sequence[str]
+) -> Iterator[Pair]:
+    """Start an arm without a limit and let it take two steps, the second from caches that are as
+    they will be.
+    """
     forget_pages(free_files)
     with child(SCRIPT, [arm, str(free_files), *options], None) as (process, group):
         process.ready(ENDLESS)
@@ -53,7 +60,8 @@ def unlimited(arm: str, free_files: Path, limited_files: Path, options: Sequence
 def trial(
     pair: Pair, limit: int, rounds: int, patience: float, decided: Callable[[list[float]], bool]
 ) -> dict[str, Any]:
-    """Load a child in a cgroup of `limit` bytes and have it and the one without a limit do `rounds` steps in turn.
+    """Load a child in a cgroup of `limit` bytes and have it and the one without a limit do `rounds`
+    steps in turn.
 
     Args:
         pair: the one without a limit.
@@ -74,7 +82,9 @@ def trial(
             for number in range(rounds):
                 turns = [(process, limited), (pair.free, free)]
                 for one, steps in turns if number % 2 else reversed(turns):
-                    slowest = patience * max(pair.first_seconds, *(step["seconds"] for step in free[-1:]), 1.0)
+                    slowest = patience * max(
+                        pair.first_seconds, *(step["seconds"] for step in free[-1:]), 1.0
+                    )
                     steps.append(one.step(slowest if one is process else ENDLESS))
                 if decided(_ratios(limited, free)):
                     break

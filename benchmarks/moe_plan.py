@@ -1,12 +1,13 @@
-"""What the plan tells of large mixtures of experts as they are published: memory by part, and tokens per second.
+"""What the plan tells of large mixtures of experts as they are published: memory by part, and
+tokens per second.
 
     python benchmarks/moe_plan.py                      # all of them, some minutes each
     python benchmarks/moe_plan.py DeepSeek-V3:16 --tokens 16384
 
-Nothing is measured, and neither a GPU nor weights are needed: names, shapes and types of tensors are the published
-ones, and speeds those of a profile. Each model has two rows: with host memory that holds all of it, and with a part of
-that and a disk. Adapters are on every linear of the layers, experts excepted. Where nothing fits, the row has what
-the smallest groups take, by part.
+Nothing is measured, and neither a GPU nor weights are needed: names, shapes and types of tensors
+are the published ones, and speeds those of a profile. Each model has two rows: with host memory
+that holds all of it, and with a part of that and a disk. Adapters are on every linear of the
+layers, experts excepted. Where nothing fits, the row has what the smallest groups take, by part.
 """
 
 from __future__ import annotations
@@ -26,16 +27,23 @@ from lema.config import LemaConfig
 from lema.errors import MemoryLimitError
 from lema.plan.blueprint import draw_up
 from lema.plan.cost import Speeds
-from lema.plan.groups import experts_told
+from lema.plan.groups import expert_summary
 from lema.plan.machine import PROFILES, Machine
 from lema.plan.planner import planner_of
 from lema_tools.models.checkpoints import named
 from lema_tools.models.published import write_hollow
 
 GB = 10**9
-MODELS = ("DeepSeek-V3:16", "DeepSeek-V3:24", "Kimi-K2-Thinking:24", "GLM-5.2:24", "Qwen3-235B-A22B:24")
+MODELS = (
+    "DeepSeek-V3:16",
+    "DeepSeek-V3:24",
+    "Kimi-K2-Thinking:24",
+    "GLM-5.2:24",
+    "Qwen3-235B-A22B:24",
+)
 FORMS = {"GLM-5.2": "fp8 in blocks"}  # of its second repository
-DISK, HOST = 7e9, 64  # bytes per second, and GB of host memory beside it
+DISK = 7e9
+HOST = 64  # bytes per second, and GB of host memory beside it
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
     "lora_rank": 16,
@@ -46,18 +54,34 @@ SETTINGS: dict[str, Any] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=MODELS, help="names of checkpoints, each with GB of device memory")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "models",
+        nargs="*",
+        default=MODELS,
+        help="names of checkpoints, each with GB of device memory",
+    )
     parser.add_argument("--tokens", type=int, default=16384, help="of a step")
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a row, one of which is computed at once")
+    parser.add_argument(
+        "--length", type=int, default=1024, help="tokens of a row, one of which is computed at once"
+    )
     parser.add_argument("--prefetch-depth", type=int, default=1, help="slots beside the one in use")
-    parser.add_argument("--profile", choices=sorted(PROFILES), default="4090", help="whose speeds the plan has")
+    parser.add_argument(
+        "--profile", choices=sorted(PROFILES), default="4090", help="whose speeds the plan has"
+    )
     parser.add_argument("--json", type=Path, help="a file to write the rows to, too")
     given = parser.parse_args()
     logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    print(f"{given.tokens:,} tokens a step, rows of {given.length:,}, speeds of {given.profile}: predictions")
-    print("| model | device | weights in | experts together | tokens/s | limited by | peak | of it |")
+    print(
+        f"{given.tokens:,} tokens a step, rows of {given.length:,}, speeds of "
+        f"{given.profile}: predictions"
+    )
+    print(
+        "| model | device | weights in | experts together | tokens/s | limited by | peak | of it |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     found = list[dict[str, Any]]()
     for model in given.models:
@@ -71,8 +95,12 @@ def main() -> None:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def planned(name: str, memory: int, settings: dict[str, Any], machine: Machine) -> Iterator[dict[str, Any]]:
-    """Yield what is planned of a model on a device of so many GB, with its weights in host memory and on a disk."""
+def planned(
+    name: str, memory: int, settings: dict[str, Any], machine: Machine
+) -> Iterator[dict[str, Any]]:
+    """Yield what is planned of a model on a device of so many GB, with its weights in host
+    memory and on a disk.
+    """
     checkpoint = named(name)
     if checkpoint is None:
         raise SystemExit(f"{name} is no checkpoint that is known here: `lema models` lists those")
@@ -80,29 +108,63 @@ def planned(name: str, memory: int, settings: dict[str, Any], machine: Machine) 
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = replace(checkpoint, form=FORMS.get(name, checkpoint.form))
         model = write_hollow(checkpoint, Path(scratch))
-        blueprint, known = draw_up(LemaConfig(str(model), **settings)), dict[Any, Any]()
+        blueprint = draw_up(LemaConfig(str(model), **settings))
+        known = dict[Any, Any]()
         enough = blueprint.stored_bytes + HOST * GB
         for place, host in (("host memory", enough), ("a disk", HOST * GB)):
-            of_place = {"host_memory": host, "strategy": "resident" if place == "host memory" else "streaming"}
+            of_place = {
+                "host_memory": host,
+                "strategy": "resident" if place == "host memory" else "streaming",
+            }
             config = LemaConfig(str(model), **settings, **of_place)
             there = replace(
-                machine, device_memory=memory * GB, host_memory=host, speeds=Speeds(DISK, machine.speeds.link)
+                machine,
+                device_memory=memory * GB,
+                host_memory=host,
+                speeds=Speeds(DISK, machine.speeds.link),
             )
-            planner = planner_of(config, there, blueprint=blueprint, known=known)
-            blueprint = blueprint if planner.blueprint.pieces else replace(planner.blueprint, parts=None, experts=0)
-            row: dict[str, Any] = {"model": name, "form": checkpoint.form, "device_gb": memory, "weights": place}
-            told = experts_told(planner)
-            row["experts"], row["reached"] = planner.blueprint.experts, None if told is None else told.reached
+            planner = planner_of(config, there, blueprint=blueprint, workload_cache=known)
+            blueprint = (
+                blueprint
+                if planner.blueprint.pieces
+                else replace(planner.blueprint, parts=None, experts=0)
+            )
+            row: dict[str, Any] = {
+                "model": name,
+                "form": checkpoint.form,
+                "device_gb": memory,
+                "weights": place,
+            }
+            told = expert_summary(planner)
+            row["experts"], row["reached"] = (
+                planner.blueprint.experts,
+                None if told is None else told.reached,
+            )
             row["parts"] = None if told is None else told.parts
             try:
                 needs = planner.needs()
             except MemoryLimitError as error:
                 needs = planner.unlimited().needs()
-                yield {**row, "refused": error.where, "device": needs.device, "host": sum(needs.host.values())}
+                yield {
+                    **row,
+                    "refused": error.where,
+                    "device": needs.device,
+                    "host": sum(needs.host.values()),
+                }
                 continue
             step = planner.simulated(needs.demand, needs.allocation)
-            speed = {"seconds": step.seconds, "compute": step.compute, "link": step.link, "disk": step.disk}
-            row |= {"device": needs.device, "host": sum(needs.host.values()), **speed, "limited": step.bottleneck}
+            speed = {
+                "seconds": step.seconds,
+                "compute": step.compute,
+                "link": step.link,
+                "disk": step.disk,
+            }
+            row |= {
+                "device": needs.device,
+                "host": sum(needs.host.values()),
+                **speed,
+                "limited": step.bottleneck,
+            }
             yield row | {
                 "tokens_per_second": planner.shape.tokens / step.seconds,
                 "boundaries": needs.allocation.boundaries,

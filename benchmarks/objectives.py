@@ -1,13 +1,15 @@
-"""Seconds of a step of each preference objective, against supervised training on the same rows, step about.
+"""Seconds of a step of each preference objective, against supervised training on the same rows,
+step about.
 
     OMP_NUM_THREADS=1 python benchmarks/objectives.py
     OMP_NUM_THREADS=1 python benchmarks/objectives.py --hidden 256 --length 64 --rounds 3
 
-Every objective has a model of its own over the same files, all in one process, and they take their steps by turns, so
-that whatever else the machine does falls on all; the first round is dropped. What is compared is the processor's time
-of the process in user mode, which other processes touch little. All of them train the same pairs, every token of
-them; the ratio is to the step of `sft` in the same round: 1 is as fast. DPO, IPO and KTO have a reference, which is
-one forward more; KTO's rows are compared with mismatched ones, which no other objective computes.
+Every objective has a model of its own over the same files, all in one process, and they take their
+steps by turns, so that whatever else the machine does falls on all; the first round is dropped.
+What is compared is the processor's time of the process in user mode, which other processes touch
+little. All of them train the same pairs, every token of them; the ratio is to the step of `sft` in
+the same round: 1 is as fast. DPO, IPO and KTO have a reference, which is one forward more; KTO's
+rows are compared with mismatched ones, which no other objective computes.
 """
 
 from __future__ import annotations
@@ -35,7 +37,13 @@ OBJECTIVES = ("sft", "dpo", "ipo", "orpo", "simpo", "kto")
 def main() -> None:
     arguments = _arguments()
     print_machine()
-    shape = Shape(arguments.hidden, 11 * arguments.hidden // 4, arguments.layers, arguments.vocabulary, dtype="float32")
+    shape = Shape(
+        arguments.hidden,
+        11 * arguments.hidden // 4,
+        arguments.layers,
+        arguments.vocabulary,
+        dtype="float32",
+    )
     adapter = LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.0)
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
@@ -66,19 +74,27 @@ def main() -> None:
         ratios = [one / other for one, other in zip(found, seconds["sft"], strict=True)][1:]
         low, middle, high = statistics.quantiles(ratios, n=4)
         print(
-            f"{objective:6} {statistics.median(found[1:]):6.2f} s of the processor's user time per step, "
+            f"{objective:6} {statistics.median(found[1:]):6.2f} s of the processor's user "
+            "time per step, "
             f"{middle:.3f} of sft ({low:.3f} to {high:.3f}), {len(ratios)} rounds"
         )
 
 
 def _batch(arguments: argparse.Namespace, objective: str) -> Any:
-    """Pairs side by side, or rows of which every other is desirable: the same tokens for every objective."""
-    draw, columns = torch.Generator().manual_seed(0), Columns()
+    """Pairs side by side, or rows of which every other is desirable: the same tokens for every
+    objective.
+    """
+    draw = torch.Generator().manual_seed(0)
+    columns = Columns()
     for number in range(arguments.rows):
         ids = torch.randint(3, arguments.vocabulary, (arguments.length,), generator=draw).tolist()
         columns.append(Row({}, "made", number), ids, list(ids), cut=[])
     data = TokenDataset(columns.table())
-    labels = torch.arange(arguments.rows).remainder(2).eq(0).long().numpy() if objective == "kto" else None
+    labels = (
+        torch.arange(arguments.rows).remainder(2).eq(0).long().numpy()
+        if objective == "kto"
+        else None
+    )
     pairs = PreferenceDataset(data, labels, arguments.length)
     batch = {**pairs.batch_of(range(len(pairs)), range(len(pairs)))}
     return {name: batch[name] for name in ("input_ids", "labels")} if objective == "sft" else batch

@@ -1,14 +1,17 @@
-"""How much longer a step takes than the larger of its computing and its reading, for several tokens per step.
+"""How much longer a step takes than the larger of its computing and its reading, for several tokens
+per step.
 
     python benchmarks/overlap.py
 
-Three arms take turns in one process, who begins changing every round. *Step*: a training step whose layers come from
-cold files. *Compute*: the same step by the same code with every layer in host memory, so that nothing is read.
-*Reading*: the layers of a step leased in its order, with as many buffers and nothing computed in between. The files are
-dropped from the page cache before every arm. What is compared is one round's step with the same round's larger of the
-other two, and of that the median. Few tokens per step are bound by reading, many by computing; near the crossover the
-way up waits for the disk and the way down does not, and with few buffers neither can help the other out. How much of
-that lies in the schedule a simulation of it tells, given the speeds of the other two arms.
+Three arms take turns in one process, who begins changing every round. *Step*: a training step whose
+layers come from cold files. *Compute*: the same step by the same code with every layer in host
+memory, so that nothing is read. *Reading*: the layers of a step leased in its order, with as many
+buffers and nothing computed in between. The files are dropped from the page cache before every arm.
+What is compared is one round's step with the same round's larger of the other two, and of that the
+median. Few tokens per step are bound by reading, many by computing; near the crossover the way up
+waits for the disk and the way down does not, and with few buffers neither can help the other out.
+How much of that lies in the schedule a simulation of it tells, given the speeds of the other two
+arms.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ from lema.stream import LayerStream
 from lema.stream.schedule import fetched_per_step, training_order
 from lema_cpu import CpuBackend
 
-STEP, COMPUTE, READING = "step", "compute", "reading"
+STEP = "step"
+COMPUTE = "compute"
+READING = "reading"
 MORE = "step with the memory of {} more"
 
 
@@ -51,7 +56,9 @@ class Measured:
     meters: list[Meter] = field(default_factory=list)
     blocked: list[float] = field(default_factory=list)  # seconds that leases waited for the disk
     losses: list[float] = field(default_factory=list)
-    spans: list[dict[tuple[str, str], float]] = field(default_factory=list)  # seconds by track and name
+    spans: list[dict[tuple[str, str], float]] = field(
+        default_factory=list
+    )  # seconds by track and name
 
     @property
     def seconds(self) -> list[float]:
@@ -59,7 +66,9 @@ class Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=1536)
     parser.add_argument("--intermediate", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=16)
@@ -68,26 +77,46 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=256, help="tokens of a micro-batch, at most")
     parser.add_argument("--rounds", type=int, default=7, help="measured, after one that is not")
     parser.add_argument("--prefetch-depth", type=int, default=2)
-    parser.add_argument("--more", type=int, nargs="*", default=[], help="layers that further steps have memory for")
-    parser.add_argument("--directory", type=Path, help="where to write the model (a disk, not memory)")
+    parser.add_argument(
+        "--more", type=int, nargs="*", default=[], help="layers that further steps have memory for"
+    )
+    parser.add_argument(
+        "--directory", type=Path, help="where to write the model (a disk, not memory)"
+    )
     arguments = parser.parse_args()
     shape = Shape(arguments.hidden, arguments.intermediate, arguments.layers, arguments.vocabulary)
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name, ExitStack() as stack:
         directory = Path(name)
         write_model(directory, shape)
-        batches = {tokens: _batch(tokens, arguments.longest, shape.vocabulary) for tokens in arguments.tokens}
-        step, model = _training(directory, MemoryStrategy.STREAMING, arguments.prefetch_depth, stack)
-        stream, trace = model.memory, Trace()
-        compute, _ = _training(directory, MemoryStrategy.RESIDENT, arguments.prefetch_depth, stack, trace)
-        reading = stack.enter_context(
-            closing(LayerStream(stream.layers, CpuBackend(), prefetch_depth=arguments.prefetch_depth))
+        batches = {
+            tokens: _batch(tokens, arguments.longest, shape.vocabulary)
+            for tokens in arguments.tokens
+        }
+        step, model = _training(
+            directory, MemoryStrategy.STREAMING, arguments.prefetch_depth, stack
         )
-        arms: dict[str, Callable[[Any], float]] = {STEP: step, COMPUTE: compute, READING: lambda _: _lease(reading)}
+        stream = model.memory
+        trace = Trace()
+        compute, _ = _training(
+            directory, MemoryStrategy.RESIDENT, arguments.prefetch_depth, stack, trace
+        )
+        reading = stack.enter_context(
+            closing(
+                LayerStream(stream.layers, CpuBackend(), prefetch_depth=arguments.prefetch_depth)
+            )
+        )
+        arms: dict[str, Callable[[Any], float]] = {
+            STEP: step,
+            COMPUTE: compute,
+            READING: lambda _: _lease(reading),
+        }
         streams = {STEP: stream, READING: reading}
         chosen: dict[tuple[str, int], str] = {}
         for count in arguments.more:
             steps = {
-                tokens: _with_memory(count, directory, batch, shape, arguments.prefetch_depth, stack)
+                tokens: _with_memory(
+                    count, directory, batch, shape, arguments.prefetch_depth, stack
+                )
                 for tokens, batch in batches.items()
             }
             arms[MORE.format(count)] = lambda batch, steps=steps: steps[_tokens(batch)][0](batch)
@@ -97,12 +126,22 @@ def main() -> None:
     rows = []
     for tokens in batches:
         measured = {arm: found[arm, tokens] for arm in arms}
-        rows.append(_row(tokens, measured) | {"schedule": _schedule(measured, sizes, arguments.prefetch_depth + 1)})
+        rows.append(
+            _row(tokens, measured)
+            | {"schedule": _schedule(measured, sizes, arguments.prefetch_depth + 1)}
+        )
     _show(rows, arguments.rounds)
     for (arm, tokens), text in chosen.items():
         low, middle, high = _ratios(arm, {one: found[one, tokens] for one in arms})
-        print(f"{tokens} tokens, {arm} ({text}): {middle:.3f} of the larger, quartiles {low:.2f} - {high:.2f}")
-    report("overlap", {"sizes": rows, "crossover_tokens": _crossover(rows), "threads": torch.get_num_threads()}, shape)
+        print(
+            f"{tokens} tokens, {arm} ({text}): {middle:.3f} of the larger, quartiles "
+            f"{low:.2f} - {high:.2f}"
+        )
+    report(
+        "overlap",
+        {"sizes": rows, "crossover_tokens": _crossover(rows), "threads": torch.get_num_threads()},
+        shape,
+    )
 
 
 def _batch(tokens: int, longest: int, vocabulary: int) -> list[dict[str, torch.Tensor]]:
@@ -121,8 +160,15 @@ def _training(
     **settings: Any,
 ) -> tuple[Callable[[Any], float], LemaModel]:
     """Return what trains a step and returns its loss, and its model."""
-    usual = {"device": "cpu", "gradient_checkpointing": True, "micro_batch_size": 1, "save_steps": 0}
-    config = LemaConfig(str(directory), strategy=strategy, prefetch_depth=prefetch_depth, **usual | settings)
+    usual = {
+        "device": "cpu",
+        "gradient_checkpointing": True,
+        "micro_batch_size": 1,
+        "save_steps": 0,
+    }
+    config = LemaConfig(
+        str(directory), strategy=strategy, prefetch_depth=prefetch_depth, **usual | settings
+    )
     model = stack.enter_context(closing(LemaModel(config, trace=trace)))
     model.initialize_lora()
     trainer = model.get_trainer()
@@ -132,14 +178,18 @@ def _training(
 def _with_memory(
     count: int, directory: Path, batch: Any, shape: Shape, prefetch_depth: int, stack: ExitStack
 ) -> tuple[Callable[[Any], float], str]:
-    """Return what trains a step in the memory of streaming and `count` layers more, and how the solver spends it."""
+    """Return what trains a step in the memory of streaming and `count` layers more, and how the
+    solver spends it.
+    """
     settings = {"batch_size": len(batch), "max_length": batch[0]["input_ids"].shape[1]}
     ask = ExitStack()
     with ask:
         given = directory, MemoryStrategy.STREAMING, prefetch_depth
         _, model = _training(*given, ask, device_memory=10 * shape.weight_bytes, **settings)
         parts = {**model.planner.needs().device, "residents": 0}
-        parts["slots"] = (prefetch_depth + 1) * max(layer.slot_bytes for layer in model.planner.demand().layers)
+        parts["slots"] = (prefetch_depth + 1) * max(
+            layer.slot_bytes for layer in model.planner.demand().layers
+        )
     limit = sum(parts.values()) + count * shape.layer_bytes
     step, model = _training(*given, stack, device_memory=limit, **settings)
     return step, model.allocation.summary()
@@ -169,7 +219,9 @@ def _in_turn(
     rounds: int,
     trace: Trace,
 ) -> dict[tuple[str, int], Measured]:
-    """Run every arm with every number of tokens once a round, on cold files; the first round is not measured."""
+    """Run every arm with every number of tokens once a round, on cold files; the first round is
+    not measured.
+    """
     found = {(arm, tokens): Measured() for arm in arms for tokens in batches}
     names = list(arms)
     for number in range(rounds + 1):
@@ -190,7 +242,9 @@ def _in_turn(
                     measured.losses.append(loss)
                     measured.spans.append(_by_name(trace.events[begun:]))
     for tokens in batches:
-        assert found[STEP, tokens].losses == found[COMPUTE, tokens].losses, "where the weights were changed the loss"
+        assert found[STEP, tokens].losses == found[COMPUTE, tokens].losses, (
+            "where the weights were changed the loss"
+        )
     return found
 
 
@@ -210,9 +264,13 @@ def _row(tokens: int, arms: dict[str, Measured]) -> dict[str, Any]:
 
 
 def _ratios(arm: str, arms: dict[str, Measured]) -> list[float]:
-    """Return the quartiles of what an arm takes longer than the larger of computing and reading in its round."""
+    """Return the quartiles of what an arm takes longer than the larger of computing and reading
+    in its round.
+    """
     limits = [max(pair) for pair in zip(arms[COMPUTE].seconds, arms[READING].seconds, strict=True)]
-    return statistics.quantiles([one / limit for one, limit in zip(arms[arm].seconds, limits, strict=True)], n=4)
+    return statistics.quantiles(
+        [one / limit for one, limit in zip(arms[arm].seconds, limits, strict=True)], n=4
+    )
 
 
 def _by_name(events: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
@@ -225,27 +283,37 @@ def _by_name(events: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
 
 
 def _schedule(arms: dict[str, Measured], sizes: Sequence[int], slots: int) -> float:
-    """Return the ratio that the order of reads and visits allows: a step in virtual time, at the speeds measured."""
+    """Return the ratio that the order of reads and visits allows: a step in virtual time, at the
+    speeds measured.
+    """
 
     def usual(track: str, name: str) -> float:
         return statistics.median(spans.get((track, name), 0.0) for spans in arms[COMPUTE].spans)
 
     layers = tuple(
-        LayerCost(size, size, size, forward=usual("forward", name), backward=usual("backward", name))
+        LayerCost(
+            size, size, size, forward=usual("forward", name), backward=usual("backward", name)
+        )
         for name, size in ((f"layer {index}", size) for index, size in enumerate(sizes))
     )
-    seconds, head = statistics.median(arms[COMPUTE].seconds), usual("forward", "head and loss")
+    seconds = statistics.median(arms[COMPUTE].seconds)
+    head = usual("forward", "head and loss")
     rest = seconds - head - sum(layer.forward + layer.backward for layer in layers)
     num_bytes = len(fetched_per_step(len(sizes), slots)) * statistics.mean(sizes)
     speeds = Speeds(num_bytes / statistics.median(arms[READING].seconds), float("inf"))
-    demand = Demand(layers, turn=head, rest=max(0.0, rest), shared=True)
+    demand = Demand(layers, head_seconds=head, outside_seconds=max(0.0, rest), shared=True)
     simulated = simulate(demand, Allocation(slots), speeds)
     return simulated.seconds / max(simulated.compute, simulated.link, simulated.disk)
 
 
 def _crossover(rows: Sequence[dict[str, Any]]) -> float | None:
-    """Return the tokens per step that take as long to compute as to read, between two that were measured."""
-    behind = [(row["tokens"], row["arms"][COMPUTE]["seconds"] - row["arms"][READING]["seconds"]) for row in rows]
+    """Return the tokens per step that take as long to compute as to read, between two that were
+    measured.
+    """
+    behind = [
+        (row["tokens"], row["arms"][COMPUTE]["seconds"] - row["arms"][READING]["seconds"])
+        for row in rows
+    ]
     for (fewer, below), (more, above) in itertools.pairwise(behind):
         if below < 0 <= above:
             return float(fewer + (more - fewer) * -below / (above - below))
@@ -279,13 +347,16 @@ def _show(rows: list[dict[str, Any]], rounds: int) -> None:
             " / ".join(f"{arms[arm]['cpu_seconds']:.2f}" for arm in (STEP, COMPUTE, READING)),
             f"{statistics.mean(arm['cores_others_kept_busy'] for arm in arms.values()):.1f}",
         )
-    console, crossover = Console(width=130), _crossover(rows)
+    console = Console(width=130)
+    crossover = _crossover(rows)
     console.print(table)
     met = "outside what was measured" if crossover is None else f"{crossover:.0f} tokens per step"
     load = ", ".join(f"{load:.1f}" for load in os.getloadavg())
     console.print(
-        f"Computing takes as long as reading at: {met}. Schedule: the ratio that the order of reads and visits allows "
-        "at these speeds. Blocked: the step's leases waited for the disk. CPU s: of step / compute / reading. Others: "
+        f"Computing takes as long as reading at: {met}. Schedule: the ratio that the order "
+        "of reads and visits allows "
+        "at these speeds. Blocked: the step's leases waited for the disk. CPU s: of step / "
+        "compute / reading. Others: "
         f"cores that others kept busy. Threads: {torch.get_num_threads()}; load at the end: {load}."
     )
 

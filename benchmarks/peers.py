@@ -1,21 +1,25 @@
-"""LEMA, streaming from disk, against PEFT with gradient checkpointing, FSDP2, DeepSpeed, and the peers that stream.
+"""LEMA, streaming from disk, against PEFT with gradient checkpointing, FSDP2, DeepSpeed, and the
+peers that stream.
 
     tox -e peers                                 # the table of docs/benchmarks/engines.md, in at most eleven minutes
     tox -e peers -- --layers 2 --hidden 128 --intermediate 352 --vocabulary 512 --rounds 1      # that all arms run
 
-Every arm is a process of its own (`peers_arms.py` says what each does) that has loaded the model and waits. One after
-the other takes one optimizer step while the rest are blocked, the order reversed every round, so that whatever else the
-machine does falls on all of them; the first round is dropped. Files of the model and of copies that arms make of it are
-dropped from the page cache before every step (pages that a process has mapped, as PEFT's has, stay); LEMA and AirLLM
-read a copy of their own, which no other arm reads.
+Every arm is a process of its own (`peers_arms.py` says what each does) that has loaded the model
+and waits. One after the other takes one optimizer step while the rest are blocked, the order
+reversed every round, so that whatever else the machine does falls on all of them; the first round
+is dropped. Files of the model and of copies that arms make of it are dropped from the page cache
+before every step (pages that a process has mapped, as PEFT's has, stay); LEMA and AirLLM read a
+copy of their own, which no other arm reads.
 
-A micro-batch is one row of a fixed number of tokens, so more micro-batches are more tokens in a step. Measured of each
-step, by process: wall seconds, CPU seconds (user and system, all threads), the most anonymous memory, file pages mapped
-when it ends (libraries, and PEFT's weights, which the kernel may drop and read again), bytes read from the disk. The
-arms' losses have to agree at every step, or the benchmark fails. An arm that cannot train the model has a row that says
-why, in its own words; LEMA and PEFT have to.
+A micro-batch is one row of a fixed number of tokens, so more micro-batches are more tokens in a
+step. Measured of each step, by process: wall seconds, CPU seconds (user and system, all threads),
+the most anonymous memory, file pages mapped when it ends (libraries, and PEFT's weights, which the
+kernel may drop and read again), bytes read from the disk. The arms' losses have to agree at every
+step, or the benchmark fails. An arm that cannot train the model has a row that says why, in its own
+words; LEMA and PEFT have to.
 
-A ratio is the median over the rounds of an arm's number by LEMA's of the same round: above 1, LEMA takes less.
+A ratio is the median over the rounds of an arm's number by LEMA's of the same round: above 1, LEMA
+takes less.
 """
 
 from __future__ import annotations
@@ -43,8 +47,13 @@ from rich.console import Console
 from rich.table import Table
 
 INTERVAL = 0.01  # seconds between looks at an arm's memory
-TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-3}  # of the loss; rounded differently, they drift apart over the steps
-LOOSER = {"airllm": 5}  # times the tolerance, because its adapters are in the weights' type, and each update is rounded
+TOLERANCE = {
+    "float32": 1e-6,
+    "bfloat16": 1e-3,
+}  # of the loss; rounded differently, they drift apart over the steps
+LOOSER = {
+    "airllm": 5
+}  # times the tolerance, because its adapters are in the weights' type, and each update is rounded
 OWN_COPY = {"lema", "airllm"}  # of the model, because they read it in every step
 NEEDED = {"lema", "peft"}
 STARTING = 6  # micro-batches: what starting the processes takes, when the time is divided
@@ -67,15 +76,21 @@ MEASURED = ("seconds", "cpu_seconds", "peak_anonymous", "bytes_read")
 
 
 def main() -> None:
-    arguments, began = _arguments(), time.monotonic()
+    arguments = _arguments()
+    began = time.monotonic()
     shape = Shape(
-        arguments.hidden, arguments.intermediate, arguments.layers, arguments.vocabulary, dtype=arguments.dtype
+        arguments.hidden,
+        arguments.intermediate,
+        arguments.layers,
+        arguments.vocabulary,
+        dtype=arguments.dtype,
     )
     lines = [TABLE, ["---"] * len(TABLE)]
     unable: dict[str, str] = {}
     weights = [count + STARTING for count in arguments.micro_batches]
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
-        shared, scratch = Path(name, "shared"), Path(name, "scratch")
+        shared = Path(name, "shared")
+        scratch = Path(name, "scratch")
         scratch.mkdir()
         write_family(shared, shape, arguments.family)
         for arm in OWN_COPY & set(arguments.arms):
@@ -100,23 +115,56 @@ def main() -> None:
             _check_losses(steps, TOLERANCE[arguments.dtype])
             rows = _rows(steps, micro_batches * arguments.tokens, arguments.dropped)
             threads = ", ".join(sorted({str(one["threads"]) for one in about.values()}))
-            _show(rows, f"{micro_batches} x {arguments.tokens} tokens a step, {shape.dtype}, threads: {threads}")
-            results = {"arms": rows, "rounds": len(rows[0]["losses"]) - arguments.dropped, "about": about}
-            report(f"peers-{micro_batches}x{arguments.suffix}", {**results, "unable": unable}, shape)
+            _show(
+                rows,
+                (
+                    f"{micro_batches} x {arguments.tokens} tokens a step, {shape.dtype}, "
+                    f"threads: {threads}"
+                ),
+            )
+            results = {
+                "arms": rows,
+                "rounds": len(rows[0]["losses"]) - arguments.dropped,
+                "about": about,
+            }
+            report(
+                f"peers-{micro_batches}x{arguments.suffix}", {**results, "unable": unable}, shape
+            )
             lines += [_line(micro_batches, row) for row in rows]
-    lines += [["-", arm, f"it cannot: {why}", *["-"] * (len(TABLE) - 3)] for arm, why in unable.items()]
+    lines += [
+        ["-", arm, f"it cannot: {why}", *["-"] * (len(TABLE) - 3)] for arm, why in unable.items()
+    ]
     print("\n".join(f"| {' | '.join(line)} |" for line in lines))
     took = f"{time.monotonic() - began:.0f} s, at least {results['rounds']} rounds; "
-    print(took + ", ".join(f"{name} {number}" for name, number in next(iter(about.values()))["versions"].items()))
+    print(
+        took
+        + ", ".join(
+            f"{name} {number}" for name, number in next(iter(about.values()))["versions"].items()
+        )
+    )
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--micro-batches", type=_numbers, default=[1, 4, 16], help="of one step, separated by commas")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--micro-batches",
+        type=_numbers,
+        default=[1, 4, 16],
+        help="of one step, separated by commas",
+    )
     parser.add_argument("--tokens", type=int, default=128, help="of one micro-batch")
-    parser.add_argument("--rounds", type=int, default=4, help="measured, after those dropped, if there is time")
+    parser.add_argument(
+        "--rounds", type=int, default=4, help="measured, after those dropped, if there is time"
+    )
     parser.add_argument("--dropped", type=int, default=1, help="rounds before the measured ones")
-    parser.add_argument("--seconds", type=float, default=600, help="for all; each number has one measured round anyway")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=600,
+        help="for all; each number has one measured round anyway",
+    )
     parser.add_argument("--family", choices=FAMILIES, default=FAMILIES[0], help="of the model")
     arms = ["lema", "peft", "fsdp2", "deepspeed", "soup", "airllm"]
     parser.add_argument("--arms", type=_arms, default=arms, help=", ".join(ARMS))
@@ -125,8 +173,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--vocabulary", type=int, default=16000)
     parser.add_argument("--dtype", choices=sorted(TOLERANCE), default="bfloat16")
-    parser.add_argument("--directory", type=Path, help="where to write the model (a disk, not memory)")
-    parser.add_argument("--suffix", default="", help="of the results' names, for runs that are not to replace others")
+    parser.add_argument(
+        "--directory", type=Path, help="where to write the model (a disk, not memory)"
+    )
+    parser.add_argument(
+        "--suffix",
+        default="",
+        help="of the results' names, for runs that are not to replace others",
+    )
     return parser.parse_args()
 
 
@@ -137,7 +191,9 @@ def _numbers(text: str) -> list[int]:
 def _arms(text: str) -> list[str]:
     names = text.split(",")
     if unknown := sorted(set(names) - ARMS.keys()):
-        raise argparse.ArgumentTypeError(f"no arm is named {', '.join(unknown)}; there are {', '.join(ARMS)}")
+        raise argparse.ArgumentTypeError(
+            f"no arm is named {', '.join(unknown)}; there are {', '.join(ARMS)}"
+        )
     return names
 
 
@@ -145,8 +201,10 @@ class Arm:
     """A process that waits for the word to take a step; its own log tells what went wrong."""
 
     def __init__(self, name: str, task: Task, log: Path) -> None:
-        self.name, self._log = name, log
-        self._directory, self._scratch = Path(task.directory), Path(task.scratch)
+        self.name = name
+        self._log = log
+        self._directory = Path(task.directory)
+        self._scratch = Path(task.scratch)
         self.about: dict[str, Any] = {}
         script = Path(__file__).with_name("peers_arms.py")
         with log.open("w") as written:
@@ -164,7 +222,9 @@ class Arm:
         self.about, _ = self._answer()
 
     def step(self) -> dict[str, Any]:
-        """Drop the arm's files from the page cache, let it take one step, and watch its memory meanwhile."""
+        """Drop the arm's files from the page cache, let it take one step, and watch its memory
+        meanwhile.
+        """
         copies = {file.parent for file in self._scratch.rglob("*.safetensors")}
         for directory in (self._directory, *copies):
             forget_pages(directory)
@@ -191,12 +251,18 @@ class Arm:
 
     def _anonymous(self) -> int:
         lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
-        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
+        return next(
+            (int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0
+        )
 
 
 @contextmanager
-def _processes(tasks: dict[str, Task], logs: Path, unable: dict[str, str]) -> Iterator[dict[str, Arm]]:
-    """Start the arms; those that cannot begin are noted in `unable`, with the last of what they said."""
+def _processes(
+    tasks: dict[str, Task], logs: Path, unable: dict[str, str]
+) -> Iterator[dict[str, Arm]]:
+    """Start the arms; those that cannot begin are noted in `unable`, with the last of what they
+    said.
+    """
     arms: dict[str, Arm] = {}
     try:
         for name, task in tasks.items():
@@ -208,7 +274,11 @@ def _processes(tasks: dict[str, Task], logs: Path, unable: dict[str, str]) -> It
                 if name in NEEDED:
                     raise
                 arms.pop(name).close()
-                said = [line for line in str(error).splitlines() if ": " in line and not line.startswith(" ")]
+                said = [
+                    line
+                    for line in str(error).splitlines()
+                    if ": " in line and not line.startswith(" ")
+                ]
                 unable[name] = (said or [str(error)])[-1][:200].replace("|", "/")
         yield arms
     finally:
@@ -216,9 +286,11 @@ def _processes(tasks: dict[str, Task], logs: Path, unable: dict[str, str]) -> It
             arm.close()
 
 
-def _alternate(arms: dict[str, Arm], rounds: int, dropped: int, until: float) -> dict[str, list[dict[str, Any]]]:
-    """Return every step of every arm, one round after the other, the order reversed each time: at least one after those
-    dropped, and no further one that would end after `until`."""
+def _alternate(
+    arms: dict[str, Arm], rounds: int, dropped: int, until: float
+) -> dict[str, list[dict[str, Any]]]:
+    """Return every step of every arm, one round after the other, the order reversed each time: at
+    least one after those dropped, and no further one that would end after `until`."""
     steps: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
     for number in range(dropped + rounds):
         began = time.monotonic()
@@ -236,14 +308,22 @@ def _check_losses(steps: dict[str, list[dict[str, Any]]], tolerance: float) -> N
         allowed = tolerance * LOOSER.get(name, 1)
         for number, (ours, theirs) in enumerate(zip(steps[first], steps[name], strict=True), 1):
             if abs(ours["loss"] - theirs["loss"]) > allowed * abs(ours["loss"]):
-                raise SystemExit(f"step {number}: {first} has a loss of {ours['loss']}, {name} one of {theirs['loss']}")
+                raise SystemExit(
+                    f"step {number}: {first} has a loss of {ours['loss']}, {name} one of "
+                    f"{theirs['loss']}"
+                )
 
 
-def _rows(steps: dict[str, list[dict[str, Any]]], tokens: int, dropped: int) -> list[dict[str, Any]]:
+def _rows(
+    steps: dict[str, list[dict[str, Any]]], tokens: int, dropped: int
+) -> list[dict[str, Any]]:
     rows = []
     for name, taken in steps.items():
         measured = {key: [step[key] for step in taken[dropped:]] for key in MEASURED}
-        row: dict[str, Any] = {"arm": name, **{key: statistics.median(values) for key, values in measured.items()}}
+        row: dict[str, Any] = {
+            "arm": name,
+            **{key: statistics.median(values) for key, values in measured.items()},
+        }
         row["tokens_per_second"] = tokens / row["seconds"]
         if "lema" in steps:
             row["ratios"] = {
@@ -259,8 +339,15 @@ def _rows(steps: dict[str, list[dict[str, Any]]], tokens: int, dropped: int) -> 
 
 def _line(micro_batches: int, row: dict[str, Any]) -> list[str]:
     """Return a row of the documentation's table."""
-    speed = "-" if row["arm"] == "lema" or "ratios" not in row else f"{row['ratios']['seconds']:.2f}"
-    numbers = f"{row['seconds']:.2f}", speed, f"{row['tokens_per_second']:.0f}", f"{row['cpu_seconds']:.2f}"
+    speed = (
+        "-" if row["arm"] == "lema" or "ratios" not in row else f"{row['ratios']['seconds']:.2f}"
+    )
+    numbers = (
+        f"{row['seconds']:.2f}",
+        speed,
+        f"{row['tokens_per_second']:.0f}",
+        f"{row['cpu_seconds']:.2f}",
+    )
     memory = (f"{row[kind] / 1e6:,.0f}" for kind in ("peak_anonymous", "file", "bytes_read"))
     return [str(micro_batches), row["arm"], *numbers, *memory]
 

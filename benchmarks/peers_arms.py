@@ -1,21 +1,26 @@
-"""One arm of `peers.py`: a process that loads the model, then takes one optimizer step whenever it is told to.
+"""One arm of `peers.py`: a process that loads the model, then takes one optimizer step whenever it
+is told to.
 
-Every arm trains the same adapters (LoRA of rank 16 on every linear, PEFT's draw for one seed, fp32) on the same frozen
-weights and tokens, recomputes each layer in the backward pass, computes under the same autocast, and steps torch's
-AdamW with the same settings. All are one process on the CPU, a world of one. What each does with the weights:
+Every arm trains the same adapters (LoRA of rank 16 on every linear, PEFT's draw for one seed, fp32)
+on the same frozen weights and tokens, recomputes each layer in the backward pass, computes under
+the same autocast, and steps torch's AdamW with the same settings. All are one process on the CPU, a
+world of one. What each does with the weights:
 
-- `lema`: reads them from the disk, layer by layer, past the page cache, with default settings: 3 layers are in memory.
+- `lema`: reads them from the disk, layer by layer, past the page cache, with default settings: 3
+  layers are in memory.
 - `peft`: has them in memory, where `from_pretrained` maps the files; non-reentrant checkpointing.
-- `fsdp2`: holds a copy of its own in memory and gathers each layer from it for each micro-batch, in the forward and in
-  the backward pass (`CPUOffloadPolicy`, resharded after both). The adapters are left out of the sharding
-  (`ignored_params`) and gradients are synchronised with the last micro-batch only: in a world of one that changes no
-  number, and saves it the adapters' traffic and an optimizer over distributed tensors. Arms `fsdp2-sharded` (adapters
-  sharded as well, the textbook's way) and `fsdp2-kept` (layers stay gathered from one micro-batch of a step to the
-  next, a second copy of the weights) are there for comparison.
-- `deepspeed`: ZeRO-3 with `offload_param` on the CPU, gradient accumulation over the micro-batches, `torch_autocast`.
-  It holds a copy of its own in memory; on the CPU a gather in a world of one is a view. Decoder layers are its leaf
-  modules: by default it runs hooks around each of the hundreds of modules that PEFT makes, at twice the CPU time.
-  Clipping, which is on by default, is off as in the other arms.
+- `fsdp2`: holds a copy of its own in memory and gathers each layer from it for each micro-batch, in
+  the forward and in the backward pass (`CPUOffloadPolicy`, resharded after both). The adapters are
+  left out of the sharding (`ignored_params`) and gradients are synchronised with the last
+  micro-batch only: in a world of one that changes no number, and saves it the adapters' traffic and
+  an optimizer over distributed tensors. Arms `fsdp2-sharded` (adapters sharded as well, the
+  textbook's way) and `fsdp2-kept` (layers stay gathered from one micro-batch of a step to the next,
+  a second copy of the weights) are there for comparison.
+- `deepspeed`: ZeRO-3 with `offload_param` on the CPU, gradient accumulation over the micro-batches,
+  `torch_autocast`. It holds a copy of its own in memory; on the CPU a gather in a world of one is a
+  view. Decoder layers are its leaf modules: by default it runs hooks around each of the hundreds of
+  modules that PEFT makes, at twice the CPU time. Clipping, which is on by default, is off as in the
+  other arms.
 - `soup`, `soup-ram`, `airllm`: peers that stream too (peers_streaming.py).
 """
 
@@ -52,7 +57,16 @@ __all__ = [
 ]
 
 Step = Callable[[], float]
-PACKAGES = ("torch", "transformers", "peft", "accelerate", "deepspeed", "soup-cli", "airllm", "lema")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "peft",
+    "accelerate",
+    "deepspeed",
+    "soup-cli",
+    "airllm",
+    "lema",
+)
 
 
 @dataclass(frozen=True)
@@ -69,7 +83,9 @@ class Task:
     def ids(self) -> Tensor:
         """Return the tokens of every step, `[micro-batches, tokens]`."""
         generator = torch.Generator().manual_seed(0)
-        return torch.randint(0, self.vocabulary, (self.micro_batches, self.tokens), generator=generator)
+        return torch.randint(
+            0, self.vocabulary, (self.micro_batches, self.tokens), generator=generator
+        )
 
     def batches(self) -> list[dict[str, Tensor]]:
         """Return the micro-batches of every step."""
@@ -114,7 +130,8 @@ def _fsdp2(task: Task, *, shard_adapters: bool = False, keep: bool = False) -> S
 def shard_with_fsdp2(
     model: Any, device: str, *, shard_adapters: bool = False, keep: bool = False, ahead: int = 0
 ) -> Callable[[bool], None]:
-    """Have FSDP2 keep a model's weights in host memory; return what `plain_step` calls before each micro-batch.
+    """Have FSDP2 keep a model's weights in host memory; return what `plain_step` calls before each
+    micro-batch.
 
     Args:
         model: as `peft_model` returns it.
@@ -165,8 +182,12 @@ def _soup(task: Task, source: str) -> Step:
     return plain_step(model, task.ids(), getattr(torch, task.dtype), adamw(model))
 
 
-def deepspeed_settings(dtype: str, micro_batches: int, offload: dict[str, Any], **zero: Any) -> dict[str, Any]:
-    """Return DeepSpeed's settings, with further ones of `zero_optimization` and of `offload_param`."""
+def deepspeed_settings(
+    dtype: str, micro_batches: int, offload: dict[str, Any], **zero: Any
+) -> dict[str, Any]:
+    """Return DeepSpeed's settings, with further ones of `zero_optimization` and of
+    `offload_param`.
+    """
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": micro_batches,
@@ -176,7 +197,8 @@ def deepspeed_settings(dtype: str, micro_batches: int, offload: dict[str, Any], 
         "torch_autocast": {
             "enabled": dtype != "float32",
             "dtype": dtype,
-            "lower_precision_safe_modules": [],  # the adapters' gradients stay fp32, as in the other arms
+            # the adapters' gradients stay fp32, as in the other arms
+            "lower_precision_safe_modules": [],
         },
         "zero_optimization": {
             "stage": 3,
@@ -188,26 +210,37 @@ def deepspeed_settings(dtype: str, micro_batches: int, offload: dict[str, Any], 
 
 
 def deepspeed_engine(
-    model: Any, dtype: str, micro_batches: int, settings: dict[str, Any] | None = None, *, in_parts: bool = False
+    model: Any,
+    dtype: str,
+    micro_batches: int,
+    settings: dict[str, Any] | None = None,
+    *,
+    in_parts: bool = False,
 ) -> Any:
-    """Return DeepSpeed's engine over a model as `peft_model` returns it; a layer is gathered as a whole.
+    """Return DeepSpeed's engine over a model as `peft_model` returns it; a layer is gathered as a
+    whole.
 
     Args:
         model: in host memory.
         dtype: of its weights.
         micro_batches: of an optimizer step.
         settings: DeepSpeed's; None: those of the CPU.
-        in_parts: hand the weights over one by one; else the whole model passes through the device's memory first.
+        in_parts: hand the weights over one by one; else the whole model passes through the device's
+            memory first.
     """
     deepspeed: Any = import_module("deepspeed")
     deepspeed.utils.set_z3_leaf_modules(model, [type(model.get_base_model().model.layers[0])])
     if settings is None:
         # The default reduce bucket, of 5e8 elements, would be a buffer of 2 GB.
         adapters = sum(one.numel() for one in model.parameters() if one.requires_grad)
-        settings = deepspeed_settings(dtype, micro_batches, {"pin_memory": False}, reduce_bucket_size=adapters)
+        settings = deepspeed_settings(
+            dtype, micro_batches, {"pin_memory": False}, reduce_bucket_size=adapters
+        )
     if in_parts:
         deepspeed.zero.Init(module=model, config_dict_or_path=settings)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=settings, dist_init_required=False)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=adamw(model), config=settings, dist_init_required=False
+    )
     engine.train()
     return engine
 
@@ -284,10 +317,13 @@ def _serve(name: str, task: Task, lines: Iterable[str]) -> Iterator[dict[str, An
 
 
 def main() -> None:
-    """Talk to `peers.py`: lines in on stdin, JSON out on stdout; whatever libraries print goes to stderr."""
+    """Talk to `peers.py`: lines in on stdin, JSON out on stdout; whatever libraries print goes
+    to stderr.
+    """
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    name, task = sys.argv[1], Task(**json.loads(sys.argv[2]))
+    name = sys.argv[1]
+    task = Task(**json.loads(sys.argv[2]))
     for answer in _serve(name, task, sys.stdin):
         print(json.dumps(answer), file=answers, flush=True)
 

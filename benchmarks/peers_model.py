@@ -1,4 +1,6 @@
-"""The models of `peers.py`: a Llama, or the text half of a Qwen3.5, which is what every peer can train."""
+"""The models of `peers.py`: a Llama, or the text half of a Qwen3.5, which is what every peer can
+train.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ def write_family(directory: Path, shape: Shape, family: str) -> None:
 
 
 def _write_qwen(directory: Path, shape: Shape) -> None:
-    """Write a Qwen3.5 as it is published, a tower for images with it, of which nothing is used and which is tiny here.
+    """Write a Qwen3.5 as it is published, a tower for images with it, of which nothing is used and
+    which is tiny here.
 
     All layers have full attention: linear attention has no kernel on the CPU.
     """
@@ -41,7 +44,13 @@ def _write_qwen(directory: Path, shape: Shape) -> None:
         }
     )
     config.vision_config.update(
-        {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": shape.hidden}
+        {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": shape.hidden,
+        }
     )
     config.update({"tie_word_embeddings": False, "dtype": shape.dtype})
     torch.manual_seed(0)

@@ -1,16 +1,19 @@
-"""The peers of 2026 that stream a frozen model, as arms of `peers.py`: Soup (`soup-cli`) and AirLLM (`airllm`).
+"""The peers of 2026 that stream a frozen model, as arms of `peers.py`: Soup (`soup-cli`) and AirLLM
+(`airllm`).
 
-- `soup`: the streamed model that `soup train` builds with `stream_source: disk`: two buffers for layers, one for
-  embeddings and head, filled from the disk by a thread, past the page cache. `soup-ram` is the same with
-  `stream_source: ram`, which Soup chooses itself where the weights fit in memory. Around both is the loop of the other
-  arms, because Soup's own is TRL's. Soup calls its CPU mode a convenience for tests, and its command takes fp32 there;
-  here it has the type of the other arms.
-- `airllm`: `AirLLMLoRA`, for models of Qwen3.5's type alone; its weights come through the page cache, a layer ahead.
-  It steps its optimizer after every batch and cannot accumulate, so the micro-batches of a step are one batch here. Its
-  adapters have the type of the weights; those of the other arms are fp32.
+- `soup`: the streamed model that `soup train` builds with `stream_source: disk`: two buffers for
+  layers, one for embeddings and head, filled from the disk by a thread, past the page cache.
+  `soup-ram` is the same with `stream_source: ram`, which Soup chooses itself where the weights fit
+  in memory. Around both is the loop of the other arms, because Soup's own is TRL's. Soup calls its
+  CPU mode a convenience for tests, and its command takes fp32 there; here it has the type of the
+  other arms.
+- `airllm`: `AirLLMLoRA`, for models of Qwen3.5's type alone; its weights come through the page
+  cache, a layer ahead. It steps its optimizer after every batch and cannot accumulate, so the
+  micro-batches of a step are one batch here. Its adapters have the type of the weights; those of
+  the other arms are fp32.
 
-Each makes a copy of the checkpoint first, a file for each layer, and reads every layer twice for every micro-batch, or
-batch. Both start from PEFT's own draw of the adapters.
+Each makes a copy of the checkpoint first, a file for each layer, and reads every layer twice for
+every micro-batch, or batch. Both start from PEFT's own draw of the adapters.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ def soup_model(directory: str, scratch: str, dtype: str, source: str) -> Any:
     names = ("layer_stream", "layer_shard", "layer_stream_runtime")
     stream, shards, runtime = (import_module(f"soup_cli.utils.{name}") for name in names)
     whole = peft_model(directory)
-    settings, drawn = whole.peft_config["default"], _adapters(whole)
+    settings = whole.peft_config["default"]
+    drawn = _adapters(whole)
     architecture = stream.stream_arch_of(whole.get_base_model().config)
     del whole
     copy = str(Path(scratch) / f"soup-{source}")
@@ -60,7 +64,9 @@ def soup_model(directory: str, scratch: str, dtype: str, source: str) -> Any:
 
 
 def airllm_step(directory: str, scratch: str, ids: Tensor) -> Callable[[], float]:
-    """Return what takes one optimizer step of AirLLM's LoRA over rows of tokens, `[rows, tokens]`, as one batch."""
+    """Return what takes one optimizer step of AirLLM's LoRA over rows of tokens, `[rows,
+    tokens]`, as one batch.
+    """
     drawn = _adapters(peft_model(directory))
     copy = Path(scratch) / "airllm"
     copy.mkdir(exist_ok=True)
@@ -79,18 +85,26 @@ def airllm_step(directory: str, scratch: str, ids: Tensor) -> Callable[[], float
 
 
 def _adapters(model: Any) -> dict[str, Tensor]:
-    return {_short(name): one.data.clone() for name, one in model.named_parameters() if one.requires_grad}
+    return {
+        _short(name): one.data.clone()
+        for name, one in model.named_parameters()
+        if one.requires_grad
+    }
 
 
 def _start_from(model: Any, drawn: dict[str, Tensor]) -> None:
     trained = {_short(name): one for name, one in model.named_parameters() if one.requires_grad}
     if trained.keys() != drawn.keys():
-        raise SystemExit(f"other adapters than PEFT's are trained: {sorted(trained.keys() ^ drawn.keys())[:3]}")
+        raise SystemExit(
+            f"other adapters than PEFT's are trained: {sorted(trained.keys() ^ drawn.keys())[:3]}"
+        )
     with torch.no_grad():
         for name, one in trained.items():
             one.copy_(drawn[name])
 
 
 def _short(name: str) -> str:
-    """Return a name from its layer's number on, which is all that the arms' names have in common."""
+    """Return a name from its layer's number on, which is all that the arms' names have in
+    common.
+    """
     return name.split(".layers.")[-1].removesuffix(".default.weight")

@@ -1,6 +1,7 @@
 """PEFT and torch's plain loop: what every arm is compared with. Nothing of ours is imported.
 
-Gradient checkpointing is on, non-reentrant; the weights stay as `from_pretrained` leaves them: maps of the files.
+Gradient checkpointing is on, non-reentrant; the weights stay as `from_pretrained` leaves them: maps
+of the files.
 """
 
 from __future__ import annotations
@@ -14,17 +15,26 @@ from torch import Tensor
 
 __all__ = ["ALPHA", "RANK", "RATE", "SEED", "adamw", "peft_model", "plain_step"]
 
-SEED, RANK, ALPHA, RATE = 42, 16, 32, 1e-4
+SEED = 42
+RANK = 16
+ALPHA = 32
+RATE = 1e-4
 
 
 def peft_model(
-    directory: Path | str, *, device: str | None = None, rank: int = RANK, initial: bool = True, **options: Any
+    directory: Path | str,
+    *,
+    device: str | None = None,
+    rank: int = RANK,
+    initial: bool = True,
+    **options: Any,
 ) -> Any:
     """Return the model of a directory with LoRA on every linear of its layers, in training mode.
 
     Args:
         directory: of the model.
-        device: where its weights go, tensor by tensor; None: they stay where `from_pretrained` leaves them.
+        device: where its weights go, tensor by tensor; None: they stay where `from_pretrained`
+            leaves them.
         rank: of the adapters.
         initial: PEFT's `init_lora_weights`; False: both matrices are drawn.
         options: further ones of `from_pretrained`.
@@ -36,7 +46,11 @@ def peft_model(
     model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", **placed, **options)
     torch.manual_seed(SEED)
     lora = LoraConfig(
-        r=rank, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=initial
+        r=rank,
+        lora_alpha=ALPHA,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+        init_lora_weights=initial,
     )
     adapted: Any = get_peft_model(model, lora)
     adapted.gradient_checkpointing_enable({"use_reentrant": False})
@@ -73,11 +87,15 @@ def plain_step(
         for index, row in enumerate(ids.split(1)):
             before(index == len(ids) - 1)
             with torch.autocast(ids.device.type, dtype=dtype, enabled=dtype != torch.float32):
-                loss = model(input_ids=row, labels=row, use_cache=False, num_items_in_batch=total).loss
+                loss = model(
+                    input_ids=row, labels=row, use_cache=False, num_items_in_batch=total
+                ).loss
             loss.backward()
             losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return sum(float(one) for one in losses)  # read when all is queued: a device is not waited for in between
+        return sum(
+            float(one) for one in losses
+        )  # read when all is queued: a device is not waited for in between
 
     return step

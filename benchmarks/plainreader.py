@@ -1,7 +1,9 @@
-"""The fastest a process reads files here: threads that do nothing but `preadv` with O_DIRECT into buffers of their own.
+"""The fastest a process reads files here: threads that do nothing but `preadv` with O_DIRECT into
+buffers of their own.
 
-Nothing is kept of what is read. The buffers are taken once and used again. In huge pages a disk fills them in fewer,
-larger requests: it makes a plain reader up to twice as fast, so one without them is no measure.
+Nothing is kept of what is read. The buffers are taken once and used again. In huge pages a disk
+fills them in fewer, larger requests: it makes a plain reader up to twice as fast, so one without
+them is no measure.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Way:
         return f"{self.threads} x {self.segment >> 20} MiB{pages}"
 
 
-WAYS = tuple(Way(threads, segment << 20) for threads, segment in itertools.product((2, 4, 8), (1, 4, 16)))
+WAYS = tuple(
+    Way(threads, segment << 20) for threads, segment in itertools.product((2, 4, 8), (1, 4, 16))
+)
 
 
 def spans_of(layers: Sequence[LayerBytes], segment: int) -> list[tuple[Path, int, int]]:
@@ -53,13 +57,18 @@ class PlainReader:
     """Reads the same spans of files again and again; use it in a `with` block."""
 
     def __init__(self, layers: Sequence[LayerBytes], way: Way) -> None:
-        self._spans, self._way = spans_of(layers, way.segment), way
-        self._files = {file: os.open(file, os.O_RDONLY | os.O_DIRECT) for file in {span[0] for span in self._spans}}
+        self._spans = spans_of(layers, way.segment)
+        self._way = way
+        self._files = {
+            file: os.open(file, os.O_RDONLY | os.O_DIRECT)
+            for file in {span[0] for span in self._spans}
+        }
         self._buffers = [_buffer(way) for _ in range(way.threads)]
 
     def read(self) -> None:
         """Read everything once."""
-        lock, ahead = threading.Lock(), iter(self._spans)
+        lock = threading.Lock()
+        ahead = iter(self._spans)
 
         def work(buffer: memoryview) -> None:
             while True:
@@ -85,7 +94,10 @@ class PlainReader:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._buffers.clear()
         for descriptor in self._files.values():

@@ -1,13 +1,15 @@
-"""Preparing a checkpoint takes at most twice as long as copying it, in less memory than two of its layers.
+"""Preparing a checkpoint takes at most twice as long as copying it, in less memory than two of its
+layers.
 
     OMP_NUM_THREADS=1 python benchmarks/prepare.py
 
-Four checkpoints: one that is copied as it is, one that is cast, one whose experts are stored one by one, and one whose
-experts are stored turned over. Three arms, which take turns: `lema prepare` in a process of its own, the `cp` command,
-and Python's `shutil.copyfile`, each until every byte is on the disk (fsync). The source is dropped from the page cache
-before every arm, unless `--warm`. *setup* is what of preparing goes by before the first byte is written: transformers'
-imports, building the model without weights, mapping names. Anonymous memory is sampled in the process that prepares
-and counted from what it had when everything of lema was imported.
+Four checkpoints: one that is copied as it is, one that is cast, one whose experts are stored one by
+one, and one whose experts are stored turned over. Three arms, which take turns: `lema prepare` in a
+process of its own, the `cp` command, and Python's `shutil.copyfile`, each until every byte is on
+the disk (fsync). The source is dropped from the page cache before every arm, unless `--warm`.
+*setup* is what of preparing goes by before the first byte is written: transformers' imports,
+building the model without weights, mapping names. Anonymous memory is sampled in the process that
+prepares and counted from what it had when everything of lema was imported.
 """
 
 from __future__ import annotations
@@ -34,20 +36,31 @@ from transformers import MixtralConfig
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter
 
-CASES = {"copied": None, "cast": "bfloat16", "experts one by one": None, "experts turned over": None}
+CASES = {
+    "copied": None,
+    "cast": "bfloat16",
+    "experts one by one": None,
+    "experts turned over": None,
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--intermediate", type=int, default=2048)
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--layers", type=int, default=14, help="of the models with experts")
     parser.add_argument("--vocabulary", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--warm", action="store_true", help="read the source into the page cache before every arm")
+    parser.add_argument(
+        "--warm", action="store_true", help="read the source into the page cache before every arm"
+    )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--directory", type=Path, help="where to write the models (a disk, not memory)")
+    parser.add_argument(
+        "--directory", type=Path, help="where to write the models (a disk, not memory)"
+    )
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -66,17 +79,25 @@ def main() -> None:
 
 def _write(case: str, directory: Path, arguments: argparse.Namespace) -> None:
     """Write a checkpoint of about the same size in bytes for every case."""
-    hidden, inner = arguments.hidden * 3 // 2, arguments.intermediate * 2
+    hidden = arguments.hidden * 3 // 2
+    inner = arguments.intermediate * 2
     if case == "copied":
-        write_model(directory, Shape(hidden, inner, arguments.layers * 12 // 7, arguments.vocabulary))
+        write_model(
+            directory, Shape(hidden, inner, arguments.layers * 12 // 7, arguments.vocabulary)
+        )
     elif case == "cast":
-        write_model(directory, Shape(hidden, inner, arguments.layers * 6 // 7, arguments.vocabulary, dtype="float32"))
+        write_model(
+            directory,
+            Shape(hidden, inner, arguments.layers * 6 // 7, arguments.vocabulary, dtype="float32"),
+        )
     else:
         _write_experts(directory, arguments, turned_over=case == "experts turned over")
 
 
 def _write_experts(directory: Path, arguments: argparse.Namespace, turned_over: bool) -> None:
-    hidden, inner, experts = arguments.hidden, arguments.intermediate, arguments.experts
+    hidden = arguments.hidden
+    inner = arguments.intermediate
+    experts = arguments.experts
     config = MixtralConfig(
         hidden_size=hidden,
         intermediate_size=inner,
@@ -90,7 +111,8 @@ def _write_experts(directory: Path, arguments: argparse.Namespace, turned_over: 
         architectures=["MixtralForCausalLM"],
     )
     config.save_pretrained(directory)
-    generator, weight_map = torch.Generator().manual_seed(0), dict[str, str]()
+    generator = torch.Generator().manual_seed(0)
+    weight_map = dict[str, str]()
 
     def draw(*size: int) -> torch.Tensor:
         return (torch.randn(size, generator=generator) * 0.02).bfloat16()
@@ -102,7 +124,9 @@ def _write_experts(directory: Path, arguments: argparse.Namespace, turned_over: 
     for layer in range(arguments.layers):
         prefix = f"model.layers.{layer}."
         tensors = {f"{prefix}self_attn.{name}_proj.weight": draw(hidden, hidden) for name in "qo"}
-        tensors |= {f"{prefix}self_attn.{name}_proj.weight": draw(hidden // 2, hidden) for name in "kv"}
+        tensors |= {
+            f"{prefix}self_attn.{name}_proj.weight": draw(hidden // 2, hidden) for name in "kv"
+        }
         if turned_over:
             tensors[f"{prefix}mlp.gate.weight"] = draw(experts, hidden)
             tensors[f"{prefix}mlp.experts.gate_up_projs"] = draw(experts, hidden, 2 * inner)
@@ -111,24 +135,36 @@ def _write_experts(directory: Path, arguments: argparse.Namespace, turned_over: 
             tensors[f"{prefix}block_sparse_moe.gate.weight"] = draw(experts, hidden)
             for expert in range(experts):
                 one = f"{prefix}block_sparse_moe.experts.{expert}."
-                tensors |= {f"{one}w1.weight": draw(inner, hidden), f"{one}w3.weight": draw(inner, hidden)}
+                tensors |= {
+                    f"{one}w1.weight": draw(inner, hidden),
+                    f"{one}w3.weight": draw(inner, hidden),
+                }
                 tensors[f"{one}w2.weight"] = draw(hidden, inner)
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{prefix}{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
         put(f"model-{layer:05d}.safetensors", tensors)
-    outside = {name: draw(arguments.vocabulary, hidden) for name in ("model.embed_tokens.weight", "lm_head.weight")}
-    put("model-outside.safetensors", {**outside, "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16)})
+    outside = {
+        name: draw(arguments.vocabulary, hidden)
+        for name in ("model.embed_tokens.weight", "lm_head.weight")
+    }
+    put(
+        "model-outside.safetensors",
+        {**outside, "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16)},
+    )
     index = {"metadata": {}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def _measure(case: str, source: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run the arms in turn, each repeat beginning with another."""
-    files, out = sorted(source.iterdir()), source.parent / "out"
+    files = sorted(source.iterdir())
+    out = source.parent / "out"
     arms: dict[str, Callable[[], dict[str, Any]]] = {
         "prepare": lambda: _child(case, source, out),
         "cp": lambda: _timed(lambda: subprocess.run(["cp", *files, out], check=True), out),
-        "copyfile": lambda: _timed(lambda: [shutil.copyfile(file, out / file.name) for file in files], out),
+        "copyfile": lambda: _timed(
+            lambda: [shutil.copyfile(file, out / file.name) for file in files], out
+        ),
     }
     outcomes: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
     for repeat in range(arguments.repeats):
@@ -145,11 +181,15 @@ def _measure(case: str, source: Path, arguments: argparse.Namespace) -> dict[str
     prepared = outcomes["prepare"]
     ratios = {
         f"ratio_{name}": statistics.median(
-            copied["seconds"] / mine["seconds"] for copied, mine in zip(outcomes[name], prepared, strict=True)
+            copied["seconds"] / mine["seconds"]
+            for copied, mine in zip(outcomes[name], prepared, strict=True)
         )
         for name in ("cp", "copyfile")
     }
-    seconds = {f"seconds_{name}": [outcome["seconds"] for outcome in runs] for name, runs in outcomes.items()}
+    seconds = {
+        f"seconds_{name}": [outcome["seconds"] for outcome in runs]
+        for name, runs in outcomes.items()
+    }
     sizes = {key: prepared[0][key] for key in ("layer", "embedding", "written")}
     peak = max(outcome["anonymous"] for outcome in prepared)
     return {
@@ -198,7 +238,10 @@ def _prepare(case: str, source: str, out: str) -> dict[str, Any]:
     began = time.perf_counter()
     with PeakAnonymous(interval=0.002) as sampled:
         prepared = prepare(
-            source, out, CASES[case], progress=lambda *_: starts or starts.append(time.perf_counter() - began)
+            source,
+            out,
+            CASES[case],
+            progress=lambda *_: starts or starts.append(time.perf_counter() - began),
         )
         seconds = time.perf_counter() - began
     index = GlobalBinaryIndex(prepared.path)
@@ -214,15 +257,34 @@ def _prepare(case: str, source: str, out: str) -> dict[str, Any]:
 
 def _show(rows: list[dict[str, Any]]) -> None:
     table = Table(title="prepare against copying: medians of seconds, MB")
-    columns = ["checkpoint", "read", "written", "prepare", "of it setup", "cp", "copyfile", "cp ÷", "copyfile ÷"]
+    columns = [
+        "checkpoint",
+        "read",
+        "written",
+        "prepare",
+        "of it setup",
+        "cp",
+        "copyfile",
+        "cp ÷",
+        "copyfile ÷",
+    ]
     for column in [*columns, "anonymous", "2 layers + embedding"]:
         table.add_column(column, justify="left" if column == "checkpoint" else "right")
     for row in rows:
-        seconds = {name: statistics.median(row[f"seconds_{name}"]) for name in ("prepare", "cp", "copyfile")}
-        cells = [f"{row['source'] / 1e6:,.0f}", f"{row['written'] / 1e6:,.0f}", f"{seconds['prepare']:.2f}"]
+        seconds = {
+            name: statistics.median(row[f"seconds_{name}"])
+            for name in ("prepare", "cp", "copyfile")
+        }
+        cells = [
+            f"{row['source'] / 1e6:,.0f}",
+            f"{row['written'] / 1e6:,.0f}",
+            f"{seconds['prepare']:.2f}",
+        ]
         cells += [f"{row['setup']:.2f}", f"{seconds['cp']:.2f}", f"{seconds['copyfile']:.2f}"]
         cells += [f"{row['ratio_cp']:.2f}", f"{row['ratio_copyfile']:.2f}"]
-        table.add_row(row["case"], *cells, f"{row['anonymous'] / 1e6:,.0f}", f"{row['allowed'] / 1e6:,.0f}")
+        table.add_row(
+            row["case"], *cells, f"{row['anonymous'] / 1e6:,.0f}", f"{row['allowed'] / 1e6:,.0f}"
+        )
     Console(width=140).print(table)
 
 

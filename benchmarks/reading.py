@@ -1,16 +1,19 @@
-"""Bytes per second of reading all layers from disk, against a plain reader of the same files, in many short rounds.
+"""Bytes per second of reading all layers from disk, against a plain reader of the same files, in
+many short rounds.
 
     python benchmarks/reading.py
     python benchmarks/reading.py --experts 64
 
-With `--experts`, a model of experts is read as it is published, each expert's matrices by themselves, in turn with
-the same model as `lema prepare` writes it, each layer whole. Otherwise the plain reader's threads do nothing but
-`preadv` with O_DIRECT into buffers of their own. First it tries several ways (threads x bytes at once). Then arms
-take turns, who begins changing every round: the plain reader in the ways that were the fastest, and in the way of
-`LayerReader`, into huge pages and into small ones; `LayerReader`, each layer into its place in one of three host
-buffers; and a `LayerStream` whose layers are leased and let go at once. The files are dropped from the page cache
-before every arm. What is compared is one round's arm with the same round's plain reader, in the way that was the
-fastest over all rounds, and of that the median: a machine that others use is the same for both.
+With `--experts`, a model of experts is read as it is published, each expert's matrices by
+themselves, in turn with the same model as `lema prepare` writes it, each layer whole. Otherwise the
+plain reader's threads do nothing but `preadv` with O_DIRECT into buffers of their own. First it
+tries several ways (threads x bytes at once). Then arms take turns, who begins changing every round:
+the plain reader in the ways that were the fastest, and in the way of `LayerReader`, into huge pages
+and into small ones; `LayerReader`, each layer into its place in one of three host buffers; and a
+`LayerStream` whose layers are leased and let go at once. The files are dropped from the page cache
+before every arm. What is compared is one round's arm with the same round's plain reader, in the way
+that was the fastest over all rounds, and of that the median: a machine that others use is the same
+for both.
 """
 
 from __future__ import annotations
@@ -48,14 +51,25 @@ SMALL_PAGES = replace(OWN_WAY, huge_pages=False)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--intermediate", type=int, default=5632)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--experts", type=int, help="of a layer, each as wide as an eighth of --intermediate")
+    parser.add_argument(
+        "--experts", type=int, help="of a layer, each as wide as an eighth of --intermediate"
+    )
     parser.add_argument("--rounds", type=int, default=25, help="measured, after one that is not")
-    parser.add_argument("--tries", type=int, default=5, help="rounds in which the ways of the plain reader are tried")
-    parser.add_argument("--directory", type=Path, help="where to write the model (a disk, not memory)")
+    parser.add_argument(
+        "--tries",
+        type=int,
+        default=5,
+        help="rounds in which the ways of the plain reader are tried",
+    )
+    parser.add_argument(
+        "--directory", type=Path, help="where to write the model (a disk, not memory)"
+    )
     arguments = parser.parse_args()
     shape = Shape(arguments.hidden, arguments.intermediate, arguments.layers, vocabulary=1000)
     if arguments.experts:
@@ -68,11 +82,18 @@ def main() -> None:
         layers = list(model.memory.layers)
         nbytes = sum(layer.read_bytes for layer in layers)
         tried = _try_ways(layers, directory, arguments.tries)
-        by_speed = sorted(tried, key=lambda way: statistics.median(meter.seconds for meter in tried[way]))
+        by_speed = sorted(
+            tried, key=lambda way: statistics.median(meter.seconds for meter in tried[way])
+        )
         ways = dict.fromkeys([*by_speed[:NUM_FINALISTS], OWN_WAY, SMALL_PAGES])
         reader = stack.enter_context(closing(LayerReader()))
-        stream = stack.enter_context(closing(LayerStream(layers, CpuBackend(), prefetch_depth=NUM_BUFFERS - 1)))
-        buffers = [CpuBackend().host_buffer(max(layer.nbytes for layer in layers)) for _ in range(NUM_BUFFERS)]
+        stream = stack.enter_context(
+            closing(LayerStream(layers, CpuBackend(), prefetch_depth=NUM_BUFFERS - 1))
+        )
+        buffers = [
+            CpuBackend().host_buffer(max(layer.nbytes for layer in layers))
+            for _ in range(NUM_BUFFERS)
+        ]
         arms: dict[str, Callable[[], None]] = {
             f"plain, {way}": stack.enter_context(PlainReader(layers, way)).read for way in ways
         }
@@ -82,7 +103,9 @@ def main() -> None:
         huge = _share_of_huge_pages(buffers)
     plain = {name: meters[name] for name in arms if name.startswith("plain")}
     best = min(plain, key=lambda name: statistics.median(meter.seconds for meter in plain[name]))
-    rows = [_row(name, meters[name], plain[best], plain[f"plain, {OWN_WAY}"], nbytes) for name in arms]
+    rows = [
+        _row(name, meters[name], plain[best], plain[f"plain, {OWN_WAY}"], nbytes) for name in arms
+    ]
     trial = [{"way": str(way), **_speeds(found, nbytes)} for way, found in tried.items()]
     _show(rows, trial, best, nbytes, huge)
     found = {"arms": rows, "best": best, "ways": trial, "share_of_buffers_in_huge_pages": huge}
@@ -104,15 +127,25 @@ def _compare_experts(shape: Shape, arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name, ExitStack() as stack:
         published = Path(name) / "published"
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(published)
-        directories = {"whole": prepare(published, Path(name) / "whole").path, "per expert": published}
+        directories = {
+            "whole": prepare(published, Path(name) / "whole").path,
+            "per expert": published,
+        }
         arms: dict[str, Callable[[], None]] = {}
         slots: dict[str, int] = {}
         for kind, directory in directories.items():
-            model = stack.enter_context(closing(LemaModel(LemaConfig(str(directory), device="cpu"))))
+            model = stack.enter_context(
+                closing(LemaModel(LemaConfig(str(directory), device="cpu")))
+            )
             layers = list(model.memory.layers)
-            slots[kind], nbytes = max(layer.nbytes for layer in layers), sum(layer.read_bytes for layer in layers)
+            slots[kind], nbytes = (
+                max(layer.nbytes for layer in layers),
+                sum(layer.read_bytes for layer in layers),
+            )
             buffers = [CpuBackend().host_buffer(slots[kind]) for _ in range(NUM_BUFFERS)]
-            arms[kind] = partial(_read_layers, stack.enter_context(closing(LayerReader())), layers, buffers)
+            arms[kind] = partial(
+                _read_layers, stack.enter_context(closing(LayerReader())), layers, buffers
+            )
         meters: dict[str, list[Meter]] = {kind: [] for kind in arms}
         for number in range(arguments.rounds + 1):
             for kind in sorted(arms, reverse=number % 2 == 1):
@@ -121,7 +154,10 @@ def _compare_experts(shape: Shape, arguments: argparse.Namespace) -> None:
                     arms[kind]()
                 if number:
                     meters[kind].append(meter)
-    ratios = [one.seconds / other.seconds for one, other in zip(meters["whole"], meters["per expert"], strict=True)]
+    ratios = [
+        one.seconds / other.seconds
+        for one, other in zip(meters["whole"], meters["per expert"], strict=True)
+    ]
     low, middle, high = statistics.quantiles(ratios, n=4)
     found = {kind: _speeds(of_kind, nbytes) for kind, of_kind in meters.items()}
     found |= {"per_expert_of_whole": middle, "quartiles": [low, high], "slot_bytes": slots}
@@ -133,11 +169,19 @@ def _compare_experts(shape: Shape, arguments: argparse.Namespace) -> None:
 def _try_ways(layers: Sequence[LayerBytes], directory: Path, rounds: int) -> dict[Way, list[Meter]]:
     """Read by every way, round about."""
     with ExitStack() as stack:
-        return _in_turn({way: stack.enter_context(PlainReader(layers, way)).read for way in WAYS}, directory, rounds)
+        return _in_turn(
+            {way: stack.enter_context(PlainReader(layers, way)).read for way in WAYS},
+            directory,
+            rounds,
+        )
 
 
-def _in_turn(arms: dict[Any, Callable[[], None]], directory: Path, rounds: int) -> dict[Any, list[Meter]]:
-    """Run every arm once a round, on cold files, another one first each time; the first round is not measured."""
+def _in_turn(
+    arms: dict[Any, Callable[[], None]], directory: Path, rounds: int
+) -> dict[Any, list[Meter]]:
+    """Run every arm once a round, on cold files, another one first each time; the first round is
+    not measured.
+    """
     meters: dict[Any, list[Meter]] = {name: [] for name in arms}
     for number in range(rounds + 1):
         first = number % len(arms)
@@ -150,7 +194,9 @@ def _in_turn(arms: dict[Any, Callable[[], None]], directory: Path, rounds: int) 
     return meters
 
 
-def _read_layers(reader: LayerReader, layers: Sequence[LayerBytes], buffers: Sequence[torch.Tensor]) -> None:
+def _read_layers(
+    reader: LayerReader, layers: Sequence[LayerBytes], buffers: Sequence[torch.Tensor]
+) -> None:
     tickets = []
     for index, layer in enumerate(layers):
         if index >= len(buffers):
@@ -161,8 +207,11 @@ def _read_layers(reader: LayerReader, layers: Sequence[LayerBytes], buffers: Seq
 
 
 def _lease_layers(stream: LayerStream) -> None:
-    """Lease every layer. What is in the buffers is wanted last, so it is read again before its turn."""
-    order, before = forward_order(len(stream.layers)), stream.counters.bytes_read
+    """Lease every layer. What is in the buffers is wanted last, so it is read again before its
+    turn.
+    """
+    order = forward_order(len(stream.layers))
+    before = stream.counters.bytes_read
     stream.announce(order)
     for layer in order:
         with stream.lease(layer):
@@ -171,8 +220,12 @@ def _lease_layers(stream: LayerStream) -> None:
 
 
 def _share_of_huge_pages(buffers: Sequence[torch.Tensor]) -> float:
-    """Return how much of the buffers the system has put into huge pages: it may have had none left in one piece."""
-    starts, found, within = {buffer.data_ptr() for buffer in buffers}, 0, False
+    """Return how much of the buffers the system has put into huge pages: it may have had none
+    left in one piece.
+    """
+    starts = {buffer.data_ptr() for buffer in buffers}
+    found = 0
+    within = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *values = line.split()
         if not name.endswith(":"):
@@ -180,7 +233,9 @@ def _share_of_huge_pages(buffers: Sequence[torch.Tensor]) -> float:
             within = any(first <= start < last for start in starts)
         elif within and name == "AnonHugePages:":
             found += int(values[0]) * 1024
-    return min(1.0, found / sum(buffer.numel() for buffer in buffers))  # neighbours may be in one mapping with them
+    return min(
+        1.0, found / sum(buffer.numel() for buffer in buffers)
+    )  # neighbours may be in one mapping with them
 
 
 def _speeds(meters: Sequence[Meter], nbytes: int) -> dict[str, float]:
@@ -189,7 +244,9 @@ def _speeds(meters: Sequence[Meter], nbytes: int) -> dict[str, float]:
         "bytes_per_second": statistics.median(speeds),
         "slowest": min(speeds),
         "fastest": max(speeds),
-        "cpu_seconds_per_gb": statistics.median(meter.cpu_seconds / nbytes * 1e9 for meter in meters),
+        "cpu_seconds_per_gb": statistics.median(
+            meter.cpu_seconds / nbytes * 1e9 for meter in meters
+        ),
         "cores_others_kept_busy": statistics.mean(meter.others for meter in meters),
     }
 
@@ -211,11 +268,16 @@ def _row(
     }
 
 
-def _show(rows: list[dict[str, Any]], trial: list[dict[str, Any]], best: str, nbytes: int, huge: float) -> None:
+def _show(
+    rows: list[dict[str, Any]], trial: list[dict[str, Any]], best: str, nbytes: int, huge: float
+) -> None:
     console = Console(width=120)
     headings = ("MB/s", "slowest", "fastest", "CPU s/GB", "others")
     ways = Table("threads x segment", title="ways of the plain reader, tried before")
-    table = Table("arm", title=f"cold reads of {nbytes / 1e6:,.0f} MB of layers, {len(rows[0]['seconds'])} rounds")
+    table = Table(
+        "arm",
+        title=f"cold reads of {nbytes / 1e6:,.0f} MB of layers, {len(rows[0]['seconds'])} rounds",
+    )
     for heading in headings:
         ways.add_column(heading, justify="right")
     for heading in (*headings, "of best plain", "quartiles", f"of plain, {OWN_WAY}"):
@@ -224,7 +286,11 @@ def _show(rows: list[dict[str, Any]], trial: list[dict[str, Any]], best: str, nb
         ways.add_row(row["way"], *_cells(row))
     for row in rows:
         low, high = row["of_best_plain_quartiles"]
-        ratios = (f"{row['of_best_plain']:.2f}", f"{low:.2f} - {high:.2f}", f"{row['of_own_way_plain']:.2f}")
+        ratios = (
+            f"{row['of_best_plain']:.2f}",
+            f"{low:.2f} - {high:.2f}",
+            f"{row['of_own_way_plain']:.2f}",
+        )
         table.add_row(row["arm"], *_cells(row), *ratios)
     console.print(ways, table, sep="\n")
     load = ", ".join(f"{load:.1f}" for load in os.getloadavg())

@@ -1,16 +1,19 @@
-"""Tokens per second of streaming from disk against PEFT with gradient checkpointing, in one process, step about.
+"""Tokens per second of streaming from disk against PEFT with gradient checkpointing, in one
+process, step about.
 
     python benchmarks/speed.py --dtype bfloat16 --micro-batches 4
     python benchmarks/speed.py --dtype bfloat16 --micro-batches 4 --memory    # each arm's memory, in its own process
 
-All arms train the same adapters on the same weights and tokens; the arms alternate, and the model's files are dropped
-from the page cache before every streamed step. The PEFT arm keeps its weights in memory: it is the one to equal.
+All arms train the same adapters on the same weights and tokens; the arms alternate, and the model's
+files are dropped from the page cache before every streamed step. The PEFT arm keeps its weights in
+memory: it is the one to equal.
 
-Two LEMA arms may take as much memory as PEFT's weights and boundaries take. They keep there products and activations
-that are then not recomputed.
+Two LEMA arms may take as much memory as PEFT's weights and boundaries take. They keep there
+products and activations that are then not recomputed.
 
-Beside the ratio stands the fraction of the limit: no step can be shorter than its arithmetic at the speed this machine
-reaches on the layer's own matmuls, nor than its bytes at the speed a plain multi-threaded reader reaches on its files.
+Beside the ratio stands the fraction of the limit: no step can be shorter than its arithmetic at the
+speed this machine reaches on the layer's own matmuls, nor than its bytes at the speed a plain
+multi-threaded reader reaches on its files.
 """
 
 from __future__ import annotations
@@ -28,7 +31,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Meter, PeakAnonymous, Shape, cpu_seconds, forget_pages, memory_kinds, report, write_model
+from common import (
+    Meter,
+    PeakAnonymous,
+    Shape,
+    cpu_seconds,
+    forget_pages,
+    memory_kinds,
+    report,
+    write_model,
+)
 from plainloop import adamw, peft_model, plain_step
 from plainreader import PlainReader, Way
 from rich.console import Console
@@ -41,13 +53,19 @@ from lema.stream.placement import LayerBytes
 from lema.stream.reader import SEGMENT, LayerReader
 from lema.stream.schedule import fetched_per_step
 
-STREAMED, ROOMY, PEFT = "lema exact", "lema fast, PEFT's memory", "peft"  # arms
+STREAMED = "lema exact"
+ROOMY = "lema fast, PEFT's memory"
+PEFT = "peft"  # arms
 
 
 def main() -> None:
     arguments = _arguments()
     shape = Shape(
-        arguments.hidden, arguments.intermediate, arguments.layers, arguments.vocabulary, dtype=arguments.dtype
+        arguments.hidden,
+        arguments.intermediate,
+        arguments.layers,
+        arguments.vocabulary,
+        dtype=arguments.dtype,
     )
     if arguments.alone:
         _alone(arguments.alone, arguments.directory, shape, arguments)
@@ -59,7 +77,9 @@ def main() -> None:
             _memory_of_each(directory)
             return
         made = {name: make() for name, make in _arms(directory, shape, arguments).items()}
-        seconds, cpu, losses = _alternate({name: arm for name, (arm, _) in made.items()}, directory, arguments.steps)
+        seconds, cpu, losses = _alternate(
+            {name: arm for name, (arm, _) in made.items()}, directory, arguments.steps
+        )
         streamed = made[STREAMED][1]
         limits = _limits(streamed.memory, directory, shape, arguments)
         rows = _rows(seconds, cpu, losses, arguments.tokens, limits)
@@ -67,17 +87,30 @@ def main() -> None:
         roomy = made[ROOMY][1]
         layer = roomy.planner.demand().layers[0]
         Console(width=110).print(
-            f"in PEFT's {roomy.config.device_memory / 1e6:,.0f} MB: {roomy.allocation.summary()}; the products of a "
-            f"layer take {layer.product_bytes / layer.saved_bytes:.2f} of the bytes of its activations"
+            f"in PEFT's {roomy.config.device_memory / 1e6:,.0f} MB: "
+            f"{roomy.allocation.summary()}; the products of a "
+            f"layer take {layer.product_bytes / layer.saved_bytes:.2f} of the bytes of its "
+            "activations"
         )
-        report(f"speed-{shape.dtype}-{arguments.micro_batches}x", {"arms": rows, "limits": limits}, shape)
+        report(
+            f"speed-{shape.dtype}-{arguments.micro_batches}x",
+            {"arms": rows, "limits": limits},
+            shape,
+        )
 
 
-def _arms(directory: Path, shape: Shape, arguments: argparse.Namespace) -> dict[str, Callable[[], tuple[Any, Any]]]:
+def _arms(
+    directory: Path, shape: Shape, arguments: argparse.Namespace
+) -> dict[str, Callable[[], tuple[Any, Any]]]:
     """Return, by the arm's name, what makes its step and its model."""
     torch.manual_seed(0)
-    ids = torch.randint(0, shape.vocabulary, (arguments.micro_batches, arguments.tokens // arguments.micro_batches))
-    room = {"gradient_checkpointing": "auto", "device_memory": _peft_memory(directory, shape, arguments)}
+    ids = torch.randint(
+        0, shape.vocabulary, (arguments.micro_batches, arguments.tokens // arguments.micro_batches)
+    )
+    room = {
+        "gradient_checkpointing": "auto",
+        "device_memory": _peft_memory(directory, shape, arguments),
+    }
     arm = partial(_lema_arm, directory, ids, arguments)
     return {
         STREAMED: arm,
@@ -101,7 +134,9 @@ def _memory_of_each(directory: Path) -> None:
 
 
 def _alone(name: str, directory: Path, shape: Shape, arguments: argparse.Namespace) -> None:
-    """Print the most memory that three steps of one arm take, without what the process has before."""
+    """Print the most memory that three steps of one arm take, without what the process has
+    before.
+    """
     arm = _arms(directory, shape, arguments)[name]
     gc.collect()
     before = memory_kinds()["anonymous"]
@@ -110,11 +145,19 @@ def _alone(name: str, directory: Path, shape: Shape, arguments: argparse.Namespa
         for _ in range(3):
             step()
     mapped = memory_kinds()["file"]
-    print(f"{name}: {(peak.peak - before) / 1e6:,.0f} MB anonymous, {mapped / 1e6:,.0f} MB of mapped files", flush=True)
+    print(
+        (
+            f"{name}: {(peak.peak - before) / 1e6:,.0f} MB anonymous, {mapped / 1e6:,.0f} MB "
+            "of mapped files"
+        ),
+        flush=True,
+    )
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--intermediate", type=int, default=2816)
     parser.add_argument("--layers", type=int, default=24)
@@ -124,8 +167,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=6, help="measured, after one that is not")
     parser.add_argument("--prefetch-depth", type=int, default=2)
-    parser.add_argument("--directory", type=Path, help="where to write the model (a disk, not memory)")
-    parser.add_argument("--memory", action="store_true", help="of each arm in a process of its own, not its speed")
+    parser.add_argument(
+        "--directory", type=Path, help="where to write the model (a disk, not memory)"
+    )
+    parser.add_argument(
+        "--memory", action="store_true", help="of each arm in a process of its own, not its speed"
+    )
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -154,8 +201,12 @@ def _config(directory: Path, arguments: argparse.Namespace, **settings: Any) -> 
 
 
 def _peft_memory(directory: Path, shape: Shape, arguments: argparse.Namespace) -> int:
-    """Return the bytes that a step takes by LEMA's count if all layers are in memory and each is recomputed."""
-    model = LemaModel(_config(directory, arguments, arithmetic="fast", device_memory=10 * shape.weight_bytes))
+    """Return the bytes that a step takes by LEMA's count if all layers are in memory and each is
+    recomputed.
+    """
+    model = LemaModel(
+        _config(directory, arguments, arithmetic="fast", device_memory=10 * shape.weight_bytes)
+    )
     model.initialize_lora()
     parts = {**model.planner.needs().device, "slots": 0, "residents": 0, "saved": 0}
     model.close()
@@ -172,7 +223,8 @@ def _alternate(
     for round_number in range(steps + 1):
         for name in list(arms) if round_number % 2 else list(reversed(arms)):
             forget_pages(directory)
-            began, began_cpu = time.perf_counter(), cpu_seconds()
+            began = time.perf_counter()
+            began_cpu = cpu_seconds()
             losses[name].append(arms[name]())
             if round_number:
                 seconds[name].append(time.perf_counter() - began)
@@ -180,11 +232,14 @@ def _alternate(
     return seconds, cpu, losses
 
 
-def _limits(stream: LayerStream, directory: Path, shape: Shape, arguments: argparse.Namespace) -> dict[str, float]:
+def _limits(
+    stream: LayerStream, directory: Path, shape: Shape, arguments: argparse.Namespace
+) -> dict[str, float]:
     """Return the least seconds a step can take by arithmetic alone and by reading alone."""
     rows = arguments.tokens // arguments.micro_batches
     dtype = getattr(torch, shape.dtype)
-    x, w = torch.randn(rows, shape.hidden).to(dtype), torch.randn(shape.intermediate, shape.hidden).to(dtype)
+    x = torch.randn(rows, shape.hidden).to(dtype)
+    w = torch.randn(shape.intermediate, shape.hidden).to(dtype)
     flops = 2 * rows * shape.hidden * shape.intermediate
     rate = max(flops / _timed(lambda: x @ w.t(), 20) for _ in range(5))
     head = 4 * shape.vocabulary * shape.hidden
@@ -208,7 +263,9 @@ def _timed(call: Callable[[], object], repeats: int) -> float:
 
 
 def _read_speed(layers: Sequence[LayerBytes], directory: Path) -> float:
-    """Read every layer once from the disk, past the page cache, with as many threads as the streamed arm has."""
+    """Read every layer once from the disk, past the page cache, with as many threads as the
+    streamed arm has.
+    """
     forget_pages(directory)
     with PlainReader(layers, Way(LayerReader.THREADS, SEGMENT)) as reader, Meter() as meter:
         reader.read()
@@ -230,7 +287,9 @@ def _rows(
             "seconds": statistics.median(times),
             "tokens_per_second": tokens / statistics.median(times),
             "ratio_to_peft": baseline / statistics.median(times),
-            "paired_ratio": statistics.median(theirs / ours for ours, theirs in zip(times, seconds[PEFT], strict=True)),
+            "paired_ratio": statistics.median(
+                theirs / ours for ours, theirs in zip(times, seconds[PEFT], strict=True)
+            ),
             "cpu_seconds": statistics.median(cpu[name]),
             "fraction_of_limit": limit / statistics.median(times),
             "all_seconds": times,
@@ -242,7 +301,16 @@ def _rows(
 
 def _show(rows: list[dict[str, Any]], limits: dict[str, float], counters: Any) -> None:
     table = Table(title="one optimizer step")
-    for column in ("arm", "s/step", "tok/s", "x PEFT", "x PEFT, step by step", "CPU s", "of the limit", "last loss"):
+    for column in (
+        "arm",
+        "s/step",
+        "tok/s",
+        "x PEFT",
+        "x PEFT, step by step",
+        "CPU s",
+        "of the limit",
+        "last loss",
+    ):
         table.add_column(column)
     for row in rows:
         table.add_row(
@@ -258,7 +326,8 @@ def _show(rows: list[dict[str, Any]], limits: dict[str, float], counters: Any) -
     console = Console(width=110)
     console.print(table)
     console.print(
-        f"limit: compute {limits['compute_seconds']:.2f} s at {limits['flops_per_second'] / 1e12:.2f} TFLOP/s, "
+        f"limit: compute {limits['compute_seconds']:.2f} s at "
+        f"{limits['flops_per_second'] / 1e12:.2f} TFLOP/s, "
         f"reading {limits['read_seconds']:.2f} s at {limits['bytes_per_second'] / 1e9:.2f} GB/s"
     )
     console.print(f"streamed: {counters}")

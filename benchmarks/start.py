@@ -4,8 +4,8 @@
     python benchmarks/start.py CONFIG --as-found   # with every library that transformers and PEFT find
     python benchmarks/start.py CONFIG --no-step    # ends where the first step would begin
 
-Seconds are of the process in user and system mode, because wall time on a shared machine is others', too; and of the
-clock, since the process began.
+Seconds are of the process in user and system mode, because wall time on a shared machine is
+others', too; and of the clock, since the process began.
 """
 
 import argparse
@@ -20,7 +20,9 @@ from typing import Any
 from lema.cli import app as command
 from lema.cli.exitcodes import run
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("config")
 parser.add_argument("--as-found", action="store_true")
 parser.add_argument("--no-step", action="store_true")
@@ -34,12 +36,16 @@ def _began() -> float:
 
 def main() -> None:
     """Run the command with a clock around its parts, and print a row for each as it ends."""
-    given, then, began = parser.parse_args(), (0.0, 0.0), _began()
+    given = parser.parse_args()
+    then = (0.0, 0.0)
+    began = _began()
 
     def tell(part: str) -> None:
         nonlocal then
         now = time.process_time(), time.clock_gettime(time.CLOCK_BOOTTIME) - began
-        each = " | ".join(f"{after - before:.2f} | {after:.2f}" for before, after in zip(then, now, strict=True))
+        each = " | ".join(
+            f"{after - before:.2f} | {after:.2f}" for before, after in zip(then, now, strict=True)
+        )
         print(f"| {part} | {each} |", flush=True)
         then = now
 
@@ -66,12 +72,19 @@ def main() -> None:
             importlib.import_module(name)
         tell("torch, transformers, PEFT")
         names = ("model", "run", "trainer", "events")
-        model, running, trainer, events = (importlib.import_module(f"lema.train.{name}") for name in names)
+        model, running, trainer, events = (
+            importlib.import_module(f"lema.train.{name}") for name in names
+        )
         tell("LEMA's modules")
         timed(model.LemaModel, "__init__", "model opened, weights outside the layers read")
         timed(model.LemaModel, "initialize_lora", "adapter drawn")
         timed(running, "load_data", "plan, data opened")
-        timed(trainer.LemaTrainer, "accumulate", "first step, without the optimizer", before="trainer made")
+        timed(
+            trainer.LemaTrainer,
+            "accumulate",
+            "first step, without the optimizer",
+            before="trainer made",
+        )
         timed(events.RunEvents, "draw", "optimizer, end of the run, picture")
 
     vars(command)["import_libraries"] = imported

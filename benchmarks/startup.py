@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/startup.py                  # makes the demo's model and run first, a minute
     OMP_NUM_THREADS=1 python benchmarks/startup.py --keep DIRECTORY --rounds 7    # there, and uses it again
 
-Seconds are of the process in user and system mode: those of the clock on a shared machine are others', too. Each verb
-is a process of its own, and the verbs take turns with `import torch`, so that other work slows all of them. All modules
-are compiled to bytecode in a turn that is not counted, as pip compiles those that it installs.
+Seconds are of the process in user and system mode: those of the clock on a shared machine are
+others', too. Each verb is a process of its own, and the verbs take turns with `import torch`, so
+that other work slows all of them. All modules are compiled to bytecode in a turn that is not
+counted, as pip compiles those that it installs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ from common import RESULTS, machine
 UNIT = "import torch"
 VERBS = {
     "config show": ("config", "show", "demo/train.yaml"),
-    "init": ("init", "demo/model", "--device-memory", "1GB", "--data", "demo/data/text.txt", "--output", "new.yaml"),
+    "init": (
+        "init",
+        "demo/model",
+        "--device-memory",
+        "1GB",
+        "--data",
+        "demo/data/text.txt",
+        "--output",
+        "new.yaml",
+    ),
     "report": ("report", "demo/adapter", "--output", "new.html"),
     "watch": ("watch", "demo/adapter", "--once"),
     "data": ("data", "demo/train.yaml"),
@@ -41,12 +51,20 @@ PROGRAMS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--keep", type=Path, metavar="DIRECTORY", help="directory of the demo")
-    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="programs whose names begin with one")
+    parser.add_argument(
+        "--only", nargs="*", default=[], metavar="WORD", help="programs whose names begin with one"
+    )
     arguments = parser.parse_args()
-    chosen = [name for name in PROGRAMS if not arguments.only or name == UNIT or name.startswith(tuple(arguments.only))]
+    chosen = [
+        name
+        for name in PROGRAMS
+        if not arguments.only or name == UNIT or name.startswith(tuple(arguments.only))
+    ]
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(arguments.keep or temporary).resolve()
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -61,13 +79,20 @@ def main() -> None:
     unit = statistics.median(seconds[UNIT])
     for name, measured in seconds.items():
         middle = statistics.median(measured)
-        print(f"| {name} | {middle:.2f} | {min(measured):.2f} | {max(measured):.2f} | {middle / unit:.2f} |")
+        print(
+            f"| {name} | {middle:.2f} | {min(measured):.2f} | {max(measured):.2f} | "
+            f"{middle / unit:.2f} |"
+        )
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "startup.json").write_text(json.dumps({"machine": about, "rows": seconds}, indent=2) + "\n")
+    (RESULTS / "startup.json").write_text(
+        json.dumps({"machine": about, "rows": seconds}, indent=2) + "\n"
+    )
 
 
 def _rounds(directory: Path, names: list[str], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each program in each round; a round before them fills caches and is not counted."""
+    """Return the seconds of each program in each round; a round before them fills caches and is
+    not counted.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for counted in [False, *[True] * rounds]:
         for name in names:
@@ -84,7 +109,9 @@ def _seconds(directory: Path, words: tuple[str, ...]) -> float:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, *words], cwd=directory, capture_output=True, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if done.returncode and "doctor" not in words:  # which ends with 2 where this machine has a problem
+    if (
+        done.returncode and "doctor" not in words
+    ):  # which ends with 2 where this machine has a problem
         raise SystemExit(f"{words}: {done.stderr}")
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

@@ -3,7 +3,8 @@
     lema train CONFIG --trace trace.json
     python benchmarks/trace_picture.py trace.json docs/trace.png
 
-Without a trace, a small model is trained for a few steps on files dropped from the page cache, and that is drawn:
+Without a trace, a small model is trained for a few steps on files dropped from the page cache, and
+that is drawn:
 
     python benchmarks/trace_picture.py --demo docs/trace.png
 """
@@ -17,17 +18,34 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-TRACKS = ["read", "upload", "stall: disk", "stall: upload", "forward", "backward", "boundaries", "optimizer"]
+TRACKS = [
+    "read",
+    "upload",
+    "stall: disk",
+    "stall: upload",
+    "forward",
+    "backward",
+    "boundaries",
+    "optimizer",
+]
 WITHOUT_LAYER = "0.55"  # grey
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", nargs="+", type=Path, metavar="[TRACE] PICTURE")
-    parser.add_argument("--demo", action="store_true", help="trace a small model instead of reading a trace")
-    parser.add_argument("--steps", type=int, default=1, help="draw this many optimizer steps, the last ones")
+    parser.add_argument(
+        "--demo", action="store_true", help="trace a small model instead of reading a trace"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1, help="draw this many optimizer steps, the last ones"
+    )
     parser.add_argument("--tokens", type=int, default=192, help="of one step of the demo")
-    parser.add_argument("--directory", type=Path, help="where to write the demo's model (a disk, not memory)")
+    parser.add_argument(
+        "--directory", type=Path, help="where to write the demo's model (a disk, not memory)"
+    )
     arguments = parser.parse_args()
     if len(arguments.files) != (1 if arguments.demo else 2):
         parser.error("give a trace and a picture, or --demo and a picture")
@@ -50,20 +68,32 @@ def draw(events: list[dict[str, Any]], png: Path) -> None:
     spans = [event for event in events if event["ph"] == "X"]
     start = min(span["ts"] for span in spans)
     whole = max(span["ts"] + span["dur"] for span in spans) - start
-    used = {span["tid"] for span in spans if span["dur"] > whole / 1000}  # a row where nothing shows is left out
+    used = {
+        span["tid"] for span in spans if span["dur"] > whole / 1000
+    }  # a row where nothing shows is left out
     spans = [span for span in spans if span["tid"] in used]
     rows = sorted(used, key=lambda row: (_track(names[row]), names[row]))
-    num_layers = 1 + max((layer for span in spans if (layer := _layer(span["name"])) is not None), default=0)
+    num_layers = 1 + max(
+        (layer for span in spans if (layer := _layer(span["name"])) is not None), default=0
+    )
     colours = colormaps["viridis"].resampled(num_layers)
     figure = Figure(figsize=(12, 0.8 + 0.34 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="milliseconds")
     for span in spans:
-        layer, place = _layer(span["name"]), rows.index(span["tid"])
+        layer = _layer(span["name"])
+        place = rows.index(span["tid"])
         colour = WITHOUT_LAYER if layer is None else colours(layer)
-        left, width = (span["ts"] - start) / 1e3, span["dur"] / 1e3
+        left = (span["ts"] - start) / 1e3
+        width = span["dur"] / 1e3
         gap = min(0.3, span["dur"] / whole * 100)  # thin bars have no room for an edge
-        axes.broken_barh([(left, width)], (place - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=gap)
+        axes.broken_barh(
+            [(left, width)],
+            (place - 0.4, 0.8),
+            facecolors=colour,
+            edgecolors="white",
+            linewidth=gap,
+        )
     axes.set_yticks(range(len(rows)), [names[row] for row in rows])
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
@@ -77,7 +107,9 @@ def draw(events: list[dict[str, Any]], png: Path) -> None:
 
 
 def _track(name: str) -> int:
-    return next((place for place, track in enumerate(TRACKS) if name.startswith(track)), len(TRACKS))
+    return next(
+        (place for place, track in enumerate(TRACKS) if name.startswith(track)), len(TRACKS)
+    )
 
 
 def _layer(name: str) -> int | None:
@@ -90,7 +122,9 @@ def _last_steps(events: list[dict[str, Any]], count: int) -> list[dict[str, Any]
     ends = sorted(event["ts"] + event["dur"] for event in events if event.get("cat") == "optimizer")
     begin, end = ([0.0, *ends][-count - 1], ends[-1]) if ends else (0.0, float("inf"))
     return [
-        event for event in events if event["ph"] == "M" or (event["ts"] >= begin and event["ts"] + event["dur"] <= end)
+        event
+        for event in events
+        if event["ph"] == "M" or (event["ts"] >= begin and event["ts"] + event["dur"] <= end)
     ]
 
 
@@ -106,7 +140,9 @@ def _trace_of_a_small_model(tokens: int, directory: Path | None) -> list[dict[st
     trace = Trace()
     with tempfile.TemporaryDirectory(dir=directory) as name:
         write_model(Path(name), shape)
-        config = LemaConfig(name, device="cpu", gradient_checkpointing=True, save_steps=0, output_dir=f"{name}/out")
+        config = LemaConfig(
+            name, device="cpu", gradient_checkpointing=True, save_steps=0, output_dir=f"{name}/out"
+        )
         with closing(LemaModel(config, trace=trace)) as model:
             model.initialize_lora()
             trainer = model.get_trainer()

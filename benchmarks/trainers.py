@@ -1,11 +1,13 @@
-"""TRL's SFTTrainer on a model that `lema.streamed` opens, against LemaTrainer: the same rows, step about.
+"""TRL's SFTTrainer on a model that `lema.streamed` opens, against LemaTrainer: the same rows, step
+about.
 
     OMP_NUM_THREADS=1 python benchmarks/trainers.py        # in an environment with TRL: tox -e trl
 
-Both are in one process, each with a stream of its own over the same files, and take their steps by turns, so that
-whatever else the machine does falls on both; the first steps are dropped. What is compared is the processor's time of
-the process in user mode, all threads, which other processes touch little. The ratio is LemaTrainer's time by the other
-one's, median and quartiles over the rounds: 1 is as fast. The losses of every step have to be alike, to 1e-4.
+Both are in one process, each with a stream of its own over the same files, and take their steps by
+turns, so that whatever else the machine does falls on both; the first steps are dropped. What is
+compared is the processor's time of the process in user mode, all threads, which other processes
+touch little. The ratio is LemaTrainer's time by the other one's, median and quartiles over the
+rounds: 1 is as fast. The losses of every step have to be alike, to 1e-4.
 """
 
 from __future__ import annotations
@@ -36,8 +38,11 @@ class ByTurns(TrainerCallback):
     """Takes a step of LemaTrainer before each of the trainer's, and times both."""
 
     def __init__(self, trainer: Any, batch: dict[str, torch.Tensor]) -> None:
-        self.trainer, self.batch = trainer, batch
-        self.ours, self.theirs, self.losses = list[float](), list[float](), list[float]()
+        self.trainer = trainer
+        self.batch = batch
+        self.ours = list[float]()
+        self.theirs = list[float]()
+        self.losses = list[float]()
         self.began = 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -53,7 +58,13 @@ class ByTurns(TrainerCallback):
 def main() -> None:
     arguments = _arguments()
     print_machine()
-    shape = Shape(arguments.hidden, 11 * arguments.hidden // 4, arguments.layers, arguments.vocabulary, dtype="float32")
+    shape = Shape(
+        arguments.hidden,
+        11 * arguments.hidden // 4,
+        arguments.layers,
+        arguments.vocabulary,
+        dtype="float32",
+    )
     torch.manual_seed(0)
     ids = torch.randint(3, shape.vocabulary, (arguments.rows, arguments.length))
     adapter = LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.0)
@@ -76,8 +87,13 @@ def main() -> None:
             )
         )
         own.attach_lora(adapter, seed=42)
-        turns = ByTurns(own.get_trainer(), {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)})
-        model = lema.streamed(directory, adapter, device="cpu", micro_batch_size=arguments.micro_batch_size)
+        turns = ByTurns(
+            own.get_trainer(),
+            {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)},
+        )
+        model = lema.streamed(
+            directory, adapter, device="cpu", micro_batch_size=arguments.micro_batch_size
+        )
         trainer = SFTTrainer(
             model,
             args=_settings(arguments, name, arguments.rows, arguments.steps + 2),
@@ -87,14 +103,25 @@ def main() -> None:
         )
         trainer.train()
         for one, other in zip(
-            turns.losses, [one["loss"] for one in trainer.state.log_history if "loss" in one], strict=False
+            turns.losses,
+            [one["loss"] for one in trainer.state.log_history if "loss" in one],
+            strict=False,
         ):
             assert math.isclose(one, float(other), rel_tol=1e-4), (one, other)
         ratios = [one / other for one, other in zip(turns.ours, turns.theirs, strict=True)][2:]
         first, middle, third = statistics.quantiles(ratios, n=4)
-        print(f"LemaTrainer {statistics.median(turns.ours[2:]):.2f} s of the processor's user time per step, ", end="")
+        print(
+            (
+                f"LemaTrainer {statistics.median(turns.ours[2:]):.2f} s of the processor's "
+                "user time per step, "
+            ),
+            end="",
+        )
         print(f"SFTTrainer {statistics.median(turns.theirs[2:]):.2f} s")
-        print(f"{middle:.3f} of LemaTrainer's tokens per second ({first:.3f} to {third:.3f}), {len(ratios)} rounds")
+        print(
+            f"{middle:.3f} of LemaTrainer's tokens per second ({first:.3f} to "
+            f"{third:.3f}), {len(ratios)} rounds"
+        )
         model.close()
         own.close()
 
@@ -103,7 +130,8 @@ class Seconds(TrainerCallback):
     """Times each optimizer step on the clock."""
 
     def __init__(self) -> None:
-        self.began, self.steps = 0.0, list[float]()
+        self.began = 0.0
+        self.steps = list[float]()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.began = perf_counter()
@@ -112,27 +140,43 @@ class Seconds(TrainerCallback):
         self.steps.append(perf_counter() - self.began)
 
 
-def _accumulate(arguments: argparse.Namespace, directory: Path, ids: torch.Tensor, adapter: LoraConfig) -> None:
+def _accumulate(
+    arguments: argparse.Namespace, directory: Path, ids: torch.Tensor, adapter: LoraConfig
+) -> None:
     ratios = []
     for number in range(arguments.steps):
         seconds = {}
         for wide in (True, False) if number % 2 else (False, True):
             forget_pages(directory)
-            model = lema.streamed(directory, adapter, device="cpu", micro_batch_size=arguments.micro_batch_size)
-            watch, rows = Seconds(), arguments.rows if wide else 1
+            model = lema.streamed(
+                directory, adapter, device="cpu", micro_batch_size=arguments.micro_batch_size
+            )
+            watch = Seconds()
+            rows = arguments.rows if wide else 1
             data = Dataset.from_dict({"input_ids": ids.tolist()})
             settings = _settings(arguments, f"{directory}/trl", rows, 3)
             SFTTrainer(
-                model, args=settings, train_dataset=data, processing_class=_tokenizer(), callbacks=[watch]
+                model,
+                args=settings,
+                train_dataset=data,
+                processing_class=_tokenizer(),
+                callbacks=[watch],
             ).train()
             model.close()
             seconds[wide] = statistics.mean(watch.steps[1:])
         ratios.append(seconds[False] / seconds[True])
         print(
-            f"one batch of {arguments.rows} rows {seconds[True]:.2f} s, accumulated {seconds[False]:.2f} s", flush=True
+            (
+                f"one batch of {arguments.rows} rows {seconds[True]:.2f} s, accumulated "
+                f"{seconds[False]:.2f} s"
+            ),
+            flush=True,
         )
     first, middle, third = statistics.quantiles(ratios, n=4)
-    print(f"{middle:.2f} x the tokens per second of accumulation ({first:.2f} to {third:.2f}), {len(ratios)} rounds")
+    print(
+        f"{middle:.2f} x the tokens per second of accumulation ({first:.2f} to "
+        f"{third:.2f}), {len(ratios)} rounds"
+    )
 
 
 def _settings(arguments: argparse.Namespace, name: str, rows: int, steps: int) -> SFTConfig:
@@ -158,7 +202,9 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, models
 
     made = Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2}, unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
 
 
 def _arguments() -> argparse.Namespace:
@@ -173,7 +219,11 @@ def _arguments() -> argparse.Namespace:
         "steps": 7,
     }.items():
         parser.add_argument(f"--{option}", type=int, default=value)
-    parser.add_argument("--accumulation", action="store_true", help="one wide batch against accumulation of its rows")
+    parser.add_argument(
+        "--accumulation",
+        action="store_true",
+        help="one wide batch against accumulation of its rows",
+    )
     return parser.parse_args()
 
 

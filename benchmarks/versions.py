@@ -1,12 +1,14 @@
-"""Seconds per optimizer step of this checkout against another one, each in a process of its own, step about.
+"""Seconds per optimizer step of this checkout against another one, each in a process of its own,
+step about.
 
     git worktree add ../before v0.9
     python benchmarks/versions.py ../before --dtype float32
 
-Both stream the same files and train the same adapters on the same tokens. The two processes alternate, the order
-reversed every round, and the model's files are dropped from the page cache before every step. The number to read is the
-median over the rounds of one process's seconds divided by the other's; beside it stand its quartiles, the same ratio
-of processor time, which other work on the machine disturbs less, and whether all losses are equal to the bit.
+Both stream the same files and train the same adapters on the same tokens. The two processes
+alternate, the order reversed every round, and the model's files are dropped from the page cache
+before every step. The number to read is the median over the rounds of one process's seconds divided
+by the other's; beside it stand its quartiles, the same ratio of processor time, which other work on
+the machine disturbs less, and whether all losses are equal to the bit.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ class Version:
 
     def __init__(self, checkout: Path, directory: Path, arguments: argparse.Namespace) -> None:
         paths = os.pathsep.join(str(checkout / floor) for floor in FLOORS)
-        shown = [f"--{name}={getattr(arguments, name)}" for name in ("arithmetic", "tokens", "vocabulary")]
+        shown = [
+            f"--{name}={getattr(arguments, name)}"
+            for name in ("arithmetic", "tokens", "vocabulary")
+        ]
         shown.append(f"--micro-batches={arguments.micro_batches}")
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(directory), "--alone", *shown],
@@ -48,7 +53,9 @@ class Version:
         )
         said = self._answer()
         if Path(said["imported"]) != checkout / "lema":
-            raise SystemExit(f"{checkout} was asked for, but its process imported {said['imported']}")
+            raise SystemExit(
+                f"{checkout} was asked for, but its process imported {said['imported']}"
+            )
 
     def step(self) -> dict[str, Any]:
         """Return the `seconds`, `cpu` seconds and `loss` of one optimizer step."""
@@ -74,12 +81,19 @@ def main() -> None:
         _alone(arguments)
         return
     shape = Shape(
-        arguments.hidden, arguments.intermediate, arguments.layers, arguments.vocabulary, dtype=arguments.dtype
+        arguments.hidden,
+        arguments.intermediate,
+        arguments.layers,
+        arguments.vocabulary,
+        dtype=arguments.dtype,
     )
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         directory = Path(name)
         write_model(directory, shape)
-        versions = [Version(checkout, directory, arguments) for checkout in (HERE, arguments.other.resolve())]
+        versions = [
+            Version(checkout, directory, arguments)
+            for checkout in (HERE, arguments.other.resolve())
+        ]
         rounds = []
         for number in range(arguments.steps + 1):
             order = (0, 1) if number % 2 else (1, 0)
@@ -90,11 +104,18 @@ def main() -> None:
     for kind in ("seconds", "cpu"):
         ratios = [here[kind] / other[kind] for here, other in rounds[1:]]
         low, middle, high = statistics.quantiles(ratios, n=4)
-        here, other = (statistics.median(answers[which][kind] for answers in rounds[1:]) for which in (0, 1))
-        print(f"{kind}: {here:.3f} here, {other:.3f} there, ratio {middle:.4f} (quartiles {low:.4f} and {high:.4f})")
+        here, other = (
+            statistics.median(answers[which][kind] for answers in rounds[1:]) for which in (0, 1)
+        )
+        print(
+            f"{kind}: {here:.3f} here, {other:.3f} there, ratio {middle:.4f} (quartiles "
+            f"{low:.4f} and {high:.4f})"
+        )
     same = sum(here["loss"] == other["loss"] for here, other in rounds)
     print(f"losses: {same} of {len(rounds)} equal")
-    report(f"versions-{shape.dtype}-{arguments.micro_batches}x-{arguments.arithmetic}", rounds, shape)
+    report(
+        f"versions-{shape.dtype}-{arguments.micro_batches}x-{arguments.arithmetic}", rounds, shape
+    )
 
 
 def _cold_step(version: Version, directory: Path) -> dict[str, Any]:
@@ -103,7 +124,9 @@ def _cold_step(version: Version, directory: Path) -> dict[str, Any]:
 
 
 def _alone(arguments: argparse.Namespace) -> None:
-    """Train on the model in the directory that `other` names, one step for each line that is read."""
+    """Train on the model in the directory that `other` names, one step for each line that is
+    read.
+    """
     import lema
 
     torch.manual_seed(0)
@@ -124,14 +147,18 @@ def _alone(arguments: argparse.Namespace) -> None:
     micro_batches = split_batch({"input_ids": ids, "labels": ids}, 1)
     print(json.dumps({"imported": str(Path(lema.__file__).parent)}), flush=True)
     for _ in sys.stdin:
-        began, began_cpu = time.perf_counter(), cpu_seconds()
+        began = time.perf_counter()
+        began_cpu = cpu_seconds()
         loss = trainer.accumulate(micro_batches).loss
-        seconds, cpu = time.perf_counter() - began, cpu_seconds() - began_cpu
+        seconds = time.perf_counter() - began
+        cpu = cpu_seconds() - began_cpu
         print(json.dumps({"seconds": seconds, "cpu": cpu, "loss": loss}), flush=True)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("other", type=Path, help="the directory of the other checkout")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--intermediate", type=int, default=2816)
@@ -141,8 +168,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--arithmetic", default="exact", choices=("exact", "fast"))
     parser.add_argument("--tokens", type=int, default=1024, help="per optimizer step")
     parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=20, help="of each version, after one that is not measured")
-    parser.add_argument("--directory", type=Path, help="where to write the model (a disk, not memory)")
+    parser.add_argument(
+        "--steps", type=int, default=20, help="of each version, after one that is not measured"
+    )
+    parser.add_argument(
+        "--directory", type=Path, help="where to write the model (a disk, not memory)"
+    )
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

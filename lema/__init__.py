@@ -1,9 +1,10 @@
-"""Fine-tune language models larger than the device's memory: frozen weights stream through it layer by layer.
+"""Fine-tune language models larger than the device's memory: frozen weights stream through it layer
+by layer.
 
     from lema import LemaConfig, LemaModel
 
-Names are imported when they are first used, so `import lema` costs nothing. `lema.config.printing` says why these
-imports print nothing.
+Names are imported when they are first used, so `import lema` costs nothing. `lema.config.printing`
+says why these imports print nothing.
 """
 
 import os
@@ -50,10 +51,14 @@ __all__ = [
 ]
 
 
-def lazy_exports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the `__getattr__` and `__dir__` of a package whose names are imported when they are first used (PEP 562).
+def lazy_exports(
+    package: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the `__getattr__` and `__dir__` of a package whose names are imported when they are
+    first used (PEP 562).
 
-    So the import of one module does not import the others of its folder, which may import transformers or PEFT.
+    So the import of one module does not import the others of its folder, which may import
+    transformers or PEFT.
 
     Args:
         package: its full name.
@@ -69,10 +74,14 @@ def lazy_exports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str]
 
 
 def _quiet_import(module: str) -> ModuleType:
-    """Import a module of LEMA without the warnings of libraries that PEFT and transformers import on their own."""
+    """Import a module of LEMA without the warnings of libraries that PEFT and transformers
+    import on their own.
+    """
     if module in sys.modules:
         return import_module(module)  # which waits where another thread is importing it
-    from lema.config.printing import hushed  # not at the top, because `lema.config` is a user of `lazy_exports`
+    from lema.config.printing import (
+        hushed,
+    )  # not at the top, because `lema.config` is a user of `lazy_exports`
 
     with hushed():
         return import_module(module)
@@ -118,10 +127,15 @@ def __dir__() -> list[str]:
 
 
 def _warn_of_same_name() -> None:
-    """Warn of another project's package in this folder: each installation overwrites files of the other."""
+    """Warn of another project's package in this folder: each installation overwrites files of
+    the other.
+    """
     beside = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120 - pathlib takes longer than all the rest
     if any(name.startswith("lema-") and name.endswith(".dist-info") for name in os.listdir(beside)):  # noqa: PTH208 - as above
-        what = f"another project's package `lema` is installed in {beside}, too, and files of both have the same names"
+        what = (
+            f"another project's package `lema` is installed in {beside}, too, and files of "
+            "both have the same names"
+        )
         how = "pip uninstall lema, then pip install --force-reinstall --no-deps lema-lora"
         warnings.warn(f"{what}: {how}", stacklevel=3)
 

@@ -1,10 +1,12 @@
-"""What the releases of transformers, PEFT and accelerate do differently, and which of their private names are used.
+"""What the releases of transformers, PEFT and accelerate do differently, and which of their private
+names are used.
 
-A difference is asked of what is installed, by a name or an argument that it has, and never of a version, because a
-release may be patched, and one that does not exist yet has no number. Where something is not there and is written out
-in a few lines, it is here.
+A difference is asked of what is installed, by a name or an argument that it has, and never of a
+version, because a release may be patched, and one that does not exist yet has no number. Where
+something is not there and is written out in a few lines, it is here.
 
-Everything is imported where it is used: this is the ground floor, and verbs that need no library load none.
+Everything is imported where it is used: this is the ground floor, and verbs that need no library
+load none.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ __all__ = [
     "untested",
 ]
 
-# The minor releases that all tests have run with (`constraints.txt`), and those that `tox -e oldest` and the like take.
+# The minor releases that all tests have run with (`constraints.txt`), and those that `tox -e
+# oldest` and the like take.
 TESTED: Mapping[str, tuple[str, ...]] = {
     "transformers": ("5.17", "5.20", "5.24"),
     "peft": ("0.20", "0.21"),
@@ -53,19 +56,21 @@ TESTED: Mapping[str, tuple[str, ...]] = {
 
 
 def untested() -> str:
-    """Return what is installed of the libraries of `TESTED` in minor releases that no tests ran with, in one line;
-    empty where there is nothing to say."""
-    others = list[str]()
+    """Return what is installed of the libraries of `TESTED` in minor releases that no tests ran
+    with, in one line; empty where there is nothing to say."""
+    mismatches = list[str]()
     for name, releases in TESTED.items():
         with suppress(PackageNotFoundError):
             installed = version(name)
             if ".".join(installed.split(".")[:2]) not in releases:
-                others.append(f"{name} {installed} (tests ran with {', '.join(releases)})")
-    return "; ".join(others)
+                mismatches.append(f"{name} {installed} (tests ran with {', '.join(releases)})")
+    return "; ".join(mismatches)
 
 
 def releases(library: str) -> str:
-    """Return which release of a library is installed, and which one all tests run with, as the end of a sentence."""
+    """Return which release of a library is installed, and which one all tests run with, as the
+    end of a sentence.
+    """
     return f"{version(library)} is installed, and LEMA is tested up to {TESTED[library][-1]}"
 
 
@@ -79,7 +84,8 @@ def dtype_of_files(
     described: dict[str, Any] | None,
     quantizer: HfQuantizer | None,
 ) -> torch.dtype:
-    """Return the dtype that `from_pretrained` gives a model of these files; it writes it to the config, too.
+    """Return the dtype that `from_pretrained` gives a model of these files; it writes it to the
+    config, too.
 
     Args:
         asked: as `from_pretrained` takes it.
@@ -96,20 +102,26 @@ def dtype_of_files(
 
 
 def check_fusions(config: PreTrainedConfig) -> None:
-    """Check what a config asks to have fused, as `from_pretrained` does. ValueError: it asks for what there is not."""
+    """Check what a config asks to have fused, as `from_pretrained` does. ValueError: it asks for
+    what there is not.
+    """
     from transformers.fusion_mapping import _iter_enabled_fusions
 
     _iter_enabled_fusions(getattr(config, "fusion_config", None) or {})
 
 
 def models_of(auto: Any) -> Any:
-    """Return the classes that one of `transformers`' auto classes makes, by the class of their config."""
+    """Return the classes that one of `transformers`' auto classes makes, by the class of their
+    config.
+    """
     return auto._model_mapping
 
 
 @contextmanager
 def collecting(recorded: dict[str, list[Tensor]]) -> Iterator[None]:
-    """Have the models of `transformers` that run in a `with` block add outputs of modules to lists, by their kinds."""
+    """Have the models of `transformers` that run in a `with` block add outputs of modules to
+    lists, by their kinds.
+    """
     from transformers.utils.output_capturing import _active_collector
 
     token = _active_collector.set(recorded)
@@ -120,17 +132,24 @@ def collecting(recorded: dict[str, list[Tensor]]) -> Iterator[None]:
 
 
 def grouped_fallback() -> tuple[Callable[..., Any], Callable[..., None]]:
-    """Return the backward of `transformers`' fallback for grouped products, and what keeps the tensors for it."""
+    """Return the backward of `transformers`' fallback for grouped products, and what keeps the
+    tensors for it.
+    """
     from transformers.integrations import moe
 
     return moe._grouped_mm_fallback_backward, moe._grouped_mm_fallback_setup_context
 
 
 def template_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the functions that compile a chat template, and that render it with what the assistant says marked."""
+    """Return the functions that compile a chat template, and that render it with what the
+    assistant says marked.
+    """
     from transformers.utils import chat_template_utils
 
-    return chat_template_utils._cached_compile_jinja_template, chat_template_utils._render_with_assistant_indices
+    return (
+        chat_template_utils._cached_compile_jinja_template,
+        chat_template_utils._render_with_assistant_indices,
+    )
 
 
 def encodes_by_itself(tokenizer: object) -> bool:
@@ -143,27 +162,34 @@ def encodes_by_itself(tokenizer: object) -> bool:
 
 @cache
 def _has_load_operations() -> bool:
-    """Whether quantizers say with which operations they load (5.21); earlier ones make the conversions themselves."""
+    """Whether quantizers say with which operations they load (5.21); earlier ones make the
+    conversions themselves.
+    """
     from transformers.quantizers.base import HfQuantizer
 
     return hasattr(HfQuantizer, "get_load_operations")
 
 
 def expands(method: str) -> bool:
-    """Whether `transformers` expands weights of a quantisation method. It asks classes, because some quantizers and
-    configs cannot be made without libraries and devices of their own."""
-    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+    """Whether `transformers` expands weights of a quantisation method. It asks classes, because
+    some quantizers and configs cannot be made without libraries and devices of their own."""
+    from transformers.quantizers.auto import (
+        AUTO_QUANTIZATION_CONFIG_MAPPING,
+        AUTO_QUANTIZER_MAPPING,
+    )
 
     kind: Any = AUTO_QUANTIZER_MAPPING.get(method)
     config: Any = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
     if kind is None or config is None or "dequantize" not in signature(config.__init__).parameters:
         return False
-    return not _has_load_operations() or "dequantize" in kind.get_load_operations(kind.__new__(kind))
+    return not _has_load_operations() or "dequantize" in kind.get_load_operations(
+        kind.__new__(kind)
+    )
 
 
 def loading_by_operations(kind: type[HfQuantizer]) -> type[HfQuantizer]:
-    """Give a class of quantizers with `serialized_names` and `get_load_operations` the conversions that `transformers`
-    makes of these since 5.21, where it does not."""
+    """Give a class of quantizers with `serialized_names` and `get_load_operations` the conversions
+    that `transformers` makes of these since 5.21, where it does not."""
     if _has_load_operations():
         return kind
     kind.get_weight_conversions = _weight_conversions  # type: ignore[method-assign] # as a subclass would have it
@@ -175,26 +201,35 @@ def _weight_conversions(self: Any) -> list[Any]:
     """Return what loads the parameters of modules: see `HfQuantizer.get_weight_conversions`."""
     from transformers.core_model_loading import WeightConverter
 
-    operation, stored = self.get_load_operations()["dequantize"], self.serialized_names
-    return [WeightConverter(_longest_first(names), param, [operation(self)]) for param, names in stored.items()]
+    operation = self.get_load_operations()["dequantize"]
+    stored = self.serialized_names
+    return [
+        WeightConverter(_longest_first(names), param, [operation(self)])
+        for param, names in stored.items()
+    ]
 
 
 def _longest_first(patterns: Iterable[str]) -> list[str]:
-    """Sort patterns so that none comes before one that it is the start of: the first that matches a name is taken."""
+    """Sort patterns so that none comes before one that it is the start of: the first that
+    matches a name is taken.
+    """
     return sorted(patterns, key=lambda pattern: -len(pattern))
 
 
 def _updated_conversions(self: Any, conversions: Sequence[Any], _model: Any = None) -> list[Any]:
-    """Return the conversions of a type, of which those of quantised weights collect what is stored of each and expand
-    it first, and those of other weights: see `HfQuantizer.update_weight_conversions`."""
+    """Return the conversions of a type, of which those of quantised weights collect what is stored
+    of each and expand it first, and those of other weights: see
+    `HfQuantizer.update_weight_conversions`."""
     from transformers.core_model_loading import WeightConverter
 
-    operation, updated = self.get_load_operations()["dequantize"], list[Any]()
+    operation = self.get_load_operations()["dequantize"]
+    updated = list[Any]()
     for conversion in conversions:
         updated.append(conversion)
         if not isinstance(conversion, WeightConverter):
             continue
-        sources, targets = conversion._original_source_patterns, conversion._original_target_patterns
+        sources = conversion._original_source_patterns
+        targets = conversion._original_target_patterns
         param = sources[0].rpartition(".")[2]
         names = self.serialized_names.get(param)
         if names and all(source.endswith(f".{param}") for source in sources):
@@ -211,23 +246,28 @@ def _updated_conversions(self: Any, conversions: Sequence[Any], _model: Any = No
 
 
 def check_target(model: PreTrainedModel, config: LoraConfig, name: str) -> None:
-    """Have PEFT check that it adapts modules of a name. ValueError: it does not, because kernels do not call them."""
+    """Have PEFT check that it adapts modules of a name. ValueError: it does not, because kernels
+    do not call them.
+    """
     from peft.tuners.lora import LoraModel
 
     LoraModel._check_target_module_compatiblity(None, config, model, name)  # type: ignore[arg-type] # self is not used
 
 
-def adapted_module(config: LoraConfig, adapter: str, target: nn.Module, **options: Any) -> nn.Module:
+def adapted_module(
+    config: LoraConfig, adapter: str, target: nn.Module, **options: Any
+) -> nn.Module:
     """Return PEFT's own layer around a module."""
     from peft.tuners.lora import LoraModel
 
-    made: nn.Module = LoraModel._create_new_module(config, adapter, target, **options)
-    return made
+    layer: nn.Module = LoraModel._create_new_module(config, adapter, target, **options)
+    return layer
 
 
 def delta_factors(wrapper: ParamWrapper, adapter: str) -> tuple[Tensor, Tensor]:
-    """Return the two factors of what an adapter of stacked experts adds to their weight, but for its scaling, as
-    `[experts, rows, rank]` and `[experts, rank, columns]` in the dtype of the weight."""
+    """Return the two factors of what an adapter of stacked experts adds to their weight, but for
+    its scaling, as `[experts, rows, rank]` and `[experts, rank, columns]` in the dtype of the
+    weight."""
     if hasattr(wrapper, "get_delta_factors"):  # since 0.21
         left, right, _ = wrapper.get_delta_factors(adapter)
         return left, right
@@ -244,7 +284,9 @@ def delta_factors(wrapper: ParamWrapper, adapter: str) -> tuple[Tensor, Tensor]:
 
 
 def processes_kind() -> object:
-    """Return what accelerate, if it was set up, knows of how processes train together; None: nothing."""
+    """Return what accelerate, if it was set up, knows of how processes train together; None:
+    nothing.
+    """
     from accelerate.state import AcceleratorState
 
     return AcceleratorState._shared_state.get("distributed_type")

@@ -1,7 +1,7 @@
 """Every error a user can meet: what went wrong, where, and how to fix it.
 
-One tree, rooted in `LemaError`. Each class carries the exit code the command line ends with, so a script can tell a
-mistyped config from a full disk without reading the message.
+One tree, rooted in `LemaError`. Each class carries the exit code the command line ends with, so a
+script can tell a mistyped config from a full disk without reading the message.
 """
 
 import errno
@@ -34,14 +34,32 @@ __all__ = [
 ]
 
 DISTRIBUTION = "lema-lora"  # what an index calls this project; `lema` is another one there
-# What the system says of a disk that fails, or of a server of files that is gone, whatever is in the file.
-FAILING = ("EIO", "ESTALE", "ENXIO", "ENODEV", "EREMOTEIO", "ETIMEDOUT", "EHOSTDOWN", "ENOTCONN", "EUCLEAN", "EBADMSG")
+# What the system says of a disk that fails, or of a server of files that is gone, whatever is in
+# the file.
+FAILING = (
+    "EIO",
+    "ESTALE",
+    "ENXIO",
+    "ENODEV",
+    "EREMOTEIO",
+    "ETIMEDOUT",
+    "EHOSTDOWN",
+    "ENOTCONN",
+    "EUCLEAN",
+    "EBADMSG",
+)
 FAILING_DISK = frozenset(getattr(errno, name) for name in FAILING if hasattr(errno, name))
-WHOLE_DISK = "check the disk (dmesg names it) or the network that leads to it, or copy the file from another place"
+WHOLE_DISK = (
+    "check the disk (dmesg names it) or the network that leads to it, or copy the file from "
+    "another place"
+)
 
 # Terminals obey these, print them in another order, or print none.
 NO_TEXT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-SAYINGS = ("out of memory", "status_alloc_failed")  # of drivers, and of libraries of kernels that allocate themselves
+SAYINGS = (
+    "out of memory",
+    "status_alloc_failed",
+)  # of drivers, and of libraries of kernels that allocate themselves
 
 
 def installing(extra: str = "") -> str:
@@ -50,26 +68,44 @@ def installing(extra: str = "") -> str:
 
 
 def listed(items: list[str], most: int = 14) -> str:
-    """Lines of a list for a message: the first items, as far as they have 125 characters each, and how many more."""
+    """Lines of a list for a message: the first items, as far as they have 125 characters each,
+    and how many more.
+    """
     lines = [f"\n  - {' '.join(item.split())[:400]}" for item in items]
-    shown = next((n for n in range(min(most, len(lines)), 1, -1) if sum(map(len, lines[:n])) <= 125 * most), 1)
-    return "".join(lines[:shown]) + (f"\n  and {len(lines) - shown:,} more" if len(lines) > shown else "")
+    shown = next(
+        (n for n in range(min(most, len(lines)), 1, -1) if sum(map(len, lines[:n])) <= 125 * most),
+        1,
+    )
+    return "".join(lines[:shown]) + (
+        f"\n  and {len(lines) - shown:,} more" if len(lines) > shown else ""
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device is out of memory. The host's memory is not meant (`MemoryError`)."""
-    named = type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported for the sake of its errors
-    return isinstance(error, RuntimeError) and (named or any(saying in str(error).lower() for saying in SAYINGS))
+    # torch's, which is not imported for the sake of its errors
+    named = type(error).__name__ == "OutOfMemoryError"
+    return isinstance(error, RuntimeError) and (
+        named or any(saying in str(error).lower() for saying in SAYINGS)
+    )
 
 
 def message_of(error: Exception) -> str:
-    """Return an error's message, with its type if the message may say nothing alone, as in `KeyError: 'x'`."""
-    return str(error) if isinstance(error, ValueError | OSError | ImportError) else f"{type(error).__name__}: {error}"
+    """Return an error's message, with its type if the message may say nothing alone, as in
+    `KeyError: 'x'`.
+    """
+    return (
+        str(error)
+        if isinstance(error, ValueError | OSError | ImportError)
+        else f"{type(error).__name__}: {error}"
+    )
 
 
 def printable(text: str) -> str:
-    """Return a text as it may go to a terminal: what is no character there, or a command to it, is written out."""
-    return NO_TEXT.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    """Return a text as it may go to a terminal: what is no character there, or a command to it,
+    is written out.
+    """
+    return NO_TEXT.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class LemaError(Exception):
@@ -91,9 +127,9 @@ class LemaError(Exception):
 
     def _shortened(self, text: str, most: int) -> str:
         text = printable(text)
-        kept = "\n".join(text.split("\n", most)[:most])[: self.max_length]
-        more = len(text) - len(kept)
-        return f"{kept} ... and {more:,} characters more" if more else text
+        shortened = "\n".join(text.split("\n", most)[:most])[: self.max_length]
+        more = len(text) - len(shortened)
+        return f"{shortened} ... and {more:,} characters more" if more else text
 
     def __str__(self) -> str:
         lines = [self.what]
@@ -145,7 +181,9 @@ class NonFiniteError(LemaError):
 
 
 class DeadRun(LemaError):
-    """Training stopped because nothing was learnt for many steps; the checkpoint of before is kept."""
+    """Training stopped because nothing was learnt for many steps; the checkpoint of before is
+    kept.
+    """
 
     exit_code = 5
 
@@ -171,20 +209,29 @@ class Stopped(LemaError):
 
 
 def unreadable(
-    file: object, error: BaseException, kind: type[LemaError] = DataError, what: str = "", how: str = ""
+    file: object,
+    error: BaseException,
+    kind: type[LemaError] = DataError,
+    what: str = "",
+    how: str = "",
 ) -> LemaError:
-    """Return the error of a file that could not be read: where its disk failed, a `ReadError` that says so, because
-    nothing is known of what is in the file; else one of `kind`, with `what` to say and `how` to mend it."""
+    """Return the error of a file that could not be read: where its disk failed, a `ReadError` that
+    says so, because nothing is known of what is in the file; else one of `kind`, with `what` to say
+    and `how` to mend it."""
     why = getattr(error, "strerror", None) or error
     numbered = re.search(r"\(os error (\d+)\)", str(error))  # as libraries in Rust say it
     if (int(numbered[1]) if numbered else getattr(error, "errno", None)) in FAILING_DISK:
-        return ReadError(f"the disk failed while the file was read: {why}", where=str(file), how=WHOLE_DISK)
+        return ReadError(
+            f"the disk failed while the file was read: {why}", where=str(file), how=WHOLE_DISK
+        )
     return kind(what or f"the file cannot be read: {why}", where=str(file), how=how)
 
 
 @contextmanager
 def named_in(source: object) -> Iterator[None]:
-    """Add the name of a file to an error that is raised in the block, unless the error names it already."""
+    """Add the name of a file to an error that is raised in the block, unless the error names it
+    already.
+    """
     try:
         yield
     except LemaError as error:

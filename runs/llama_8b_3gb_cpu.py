@@ -2,7 +2,8 @@
 
     OMP_NUM_THREADS=2 python runs/llama_8b_3gb_cpu.py --directory DIR     # 16 GB of disk, which it deletes
 
-Options are those of `benchmarks/head.py`, which it calls; `--tiny`: a small model without a limit, to see that it runs.
+Options are those of `benchmarks/head.py`, which it calls; `--tiny`: a small model without a limit,
+to see that it runs.
 """
 
 import json
@@ -23,7 +24,9 @@ def main(arguments: list[str]) -> None:
     limit = "none" if "--tiny" in arguments else "3.0 GB (a memory cgroup)"
     name = "a tiny model" if "--tiny" in arguments else "shape of Llama 3 8B, 16.1 GB"
     went = f"it trains; {peak:.1f} GB at the peak, {planned:.1f} GB planned"
-    sys.stdout.write(f"| {name} | {limit} | - | {went} | `benchmarks/head.py`, {datetime.now(UTC):%Y-%m-%d} |\n")
+    sys.stdout.write(
+        f"| {name} | {limit} | - | {went} | `benchmarks/head.py`, {datetime.now(UTC):%Y-%m-%d} |\n"
+    )
 
 
 if __name__ == "__main__":

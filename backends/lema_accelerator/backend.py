@@ -1,7 +1,9 @@
-"""Any accelerator that torch knows: streams copy, events order them, and the host waits for nothing in a step.
+"""Any accelerator that torch knows: streams copy, events order them, and the host waits for nothing
+in a step.
 
-A device with memory of its own has slots, to which layers are copied. One that computes in host memory, as a graphics
-unit on the processor's own chip does, has none: a layer is computed where the reader put it.
+A device with memory of its own has slots, to which layers are copied. One that computes in host
+memory, as a graphics unit on the processor's own chip does, has none: a layer is computed where the
+reader put it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lema.backend import BackendOptions, DeviceSlots, Download, MemoryStats, Parallel, Replicas, SingleProcess
+from lema.backend import (
+    BackendOptions,
+    DeviceSlots,
+    Download,
+    MemoryStats,
+    Parallel,
+    Replicas,
+    SingleProcess,
+)
 from lema.backend.hostmemory import relabelled
 from lema.backend.lockedmemory import HostMemory
 from lema.backend.queues import MappedSlots
@@ -32,7 +42,8 @@ class AcceleratorBackend:
     """One device, which becomes torch's current one. Under `torchrun` each process has its own.
 
     Args:
-        device: a name of `lema_accelerator.kinds`, or torch's name of the device; `"name:1"` is the second one.
+        device: a name of `lema_accelerator.kinds`, or torch's name of the device; `"name:1"` is the
+            second one.
         options: whether host memory is page-locked.
         unified: whether the device computes in host memory; None: torch is asked.
 
@@ -45,7 +56,9 @@ class AcceleratorBackend:
 
     proven: ClassVar = PROVEN
 
-    def __init__(self, device: str, options: BackendOptions | None = None, *, unified: bool | None = None) -> None:
+    def __init__(
+        self, device: str, options: BackendOptions | None = None, *, unified: bool | None = None
+    ) -> None:
         self.name = device.partition(":")[0]
         options = options or BackendOptions()
         options.refuse_parts(self.name)
@@ -54,14 +67,18 @@ class AcceleratorBackend:
         torch.accelerator.set_device_index(self._device.index)
         self._carrier = TorchCarrier(self._device, at_once=not has_streams(self._device))
         driver = RuntimeDriver(self._device) if hasattr(self._module, "cudart") else None
-        # Without streams nothing copies beside the compute, for which memory would have to be locked.
+        # Without streams nothing copies beside the compute, for which memory would have to be
+        # locked.
         locked = False if self._carrier.at_once else options.page_locked
         self._host = HostMemory(driver, locked)
-        self._unified = not self._carrier.at_once and (self._integrated() if unified is None else unified)
+        self._unified = not self._carrier.at_once and (
+            self._integrated() if unified is None else unified
+        )
         if self._unified and (driver is None or driver.reaches_all()):
             self._host = HostMemory(AllMemory(self._device))
         if self._unified and not self._maps():
-            self._unified, self._host = False, HostMemory(driver, locked)
+            self._unified = False
+            self._host = HostMemory(driver, locked)
         self._parallel = SingleProcess()
         replicas, self._leave = join(carriers(self._device.type), partial(identity, self._device))
         self._replicas = QueuedReplicas(replicas, self._carrier.copies.queues)
@@ -78,12 +95,14 @@ class AcceleratorBackend:
 
     @property
     def replicas(self) -> Replicas:
-        """The processes that `torchrun` started, which talk through the library that torch has for the device."""
+        """The processes that `torchrun` started, which talk through the library that torch has
+        for the device.
+        """
         return self._replicas
 
     def host_buffer(self, nbytes: int, memory: Tensor | None = None) -> Tensor:
-        """Return uint8 `[nbytes]`, page-aligned, and page-locked if the options ask for it, or for the device to
-        compute in (`lema.backend.lockedmemory`).
+        """Return uint8 `[nbytes]`, page-aligned, and page-locked if the options ask for it, or for
+        the device to compute in (`lema.backend.lockedmemory`).
 
         Raises:
             MemoryLimitError: the options demand page-locked memory, and it cannot be locked.
@@ -91,9 +110,13 @@ class AcceleratorBackend:
         return self._host.buffer(nbytes, memory)
 
     def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
-        """Return a ring of `count` slots of `nbytes` bytes, in torch's memory, or with host buffers as slots."""
+        """Return a ring of `count` slots of `nbytes` bytes, in torch's memory, or with host
+        buffers as slots.
+        """
         if self._unified:
-            return MappedSlots(self._carrier.copies, self._seen, partial(self._carrier.device_slots, nbytes, count))
+            return MappedSlots(
+                self._carrier.copies, self._seen, partial(self._carrier.device_slots, nbytes, count)
+            )
         return self._carrier.device_slots(nbytes, count)
 
     def download(self, source: Tensor, target: Tensor) -> Download:
@@ -101,8 +124,14 @@ class AcceleratorBackend:
         return self._carrier.download(source, target)
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """Autocast to the weights' dtype if that is half precision; full precision needs no autocast."""
-        return nullcontext() if dtype == torch.float32 else torch.autocast(self._device.type, dtype=dtype)
+        """Autocast to the weights' dtype if that is half precision; full precision needs no
+        autocast.
+        """
+        return (
+            nullcontext()
+            if dtype == torch.float32
+            else torch.autocast(self._device.type, dtype=dtype)
+        )
 
     def rng_state(self) -> Tensor:
         """Return the state of the device's generator, which is in host memory, so nothing waits."""
@@ -122,8 +151,8 @@ class AcceleratorBackend:
         self._carrier.copies.forget_done()
 
     def memory(self) -> MemoryStats:
-        """Return the bytes of tensors on the device, their peak, and the device's memory, or of all that is the host's
-        if the device computes there."""
+        """Return the bytes of tensors on the device, their peak, and the device's memory, or of all
+        that is the host's if the device computes there."""
         return unified_memory(self._device) if self._unified else device_memory(self._device)
 
     def close(self) -> None:

@@ -18,9 +18,11 @@ VISIBLE = re.compile(r"VISIBLE_DEVICES$|^ZE_AFFINITY_MASK$")  # the variables th
 
 
 def choose_device(device: str) -> torch.device:
-    """Return the device that a setting (`"name"` or `"name:1"`) names, as torch knows it, with its number.
+    """Return the device that a setting (`"name"` or `"name:1"`) names, as torch knows it, with its
+    number.
 
-    Without a number, it is the device numbered like the process's local rank under `torchrun`, else the current device.
+    Without a number, it is the device numbered like the process's local rank under `torchrun`, else
+    the current device.
 
     Raises:
         BackendUnavailable: it cannot be used; the message says what is missing.
@@ -40,7 +42,7 @@ def choose_device(device: str) -> torch.device:
         raise BackendUnavailable(
             f"there is not a {kind.words} device {number}: this process sees {count}",
             where=f"device: {device}",
-            how=f"choose a lower number, start fewer processes, or {kind.look}",
+            how=f"choose a lower number, start fewer processes, or {kind.hint}",
         )
     return torch.device(kind.type, number)
 
@@ -64,11 +66,13 @@ def _check_usable(device: str, kind: Kind) -> None:
         warnings.simplefilter("always")
         usable = torch.accelerator.is_available()
     if not usable:
-        reason = str(caught[0].message) if caught else starting_error(torch.get_device_module(kind.type))
+        reason = (
+            str(caught[0].message) if caught else starting_error(torch.get_device_module(kind.type))
+        )
         raise BackendUnavailable(
             f"no {kind.words} device can be used: {' '.join(reason.split())}",
             where=f"device: {device}",
-            how=f"{kind.look}; or write device: cpu",
+            how=f"{kind.hint}; or write device: cpu",
         )
 
 
@@ -82,7 +86,8 @@ def starting_error(module: Any) -> str:
 
 
 def _number(device: str, number: str | None, count: int) -> int:
-    processes, place = os.environ.get("LOCAL_WORLD_SIZE", "1"), os.environ.get("LOCAL_RANK", "")
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    local_rank = os.environ.get("LOCAL_RANK", "")
     if number is not None:
         if processes != "1":
             raise BackendUnavailable(
@@ -91,14 +96,17 @@ def _number(device: str, number: str | None, count: int) -> int:
                 how=f"write device: {device.partition(':')[0]}, which gives each process its own",
             )
         return int(number)
-    if processes == "1" or not place.isdigit():
+    if processes == "1" or not local_rank.isdigit():
         return torch.accelerator.current_device_index()
-    # Some launchers show each process its own device alone. Whether that is so here `identity` tells, later.
-    return int(place) % count if count == 1 else int(place)
+    # Some launchers show each process its own device alone. Whether that is so here `identity`
+    # tells, later.
+    return int(local_rank) % count if count == 1 else int(local_rank)
 
 
 def identity(device: torch.device) -> str | None:
-    """Return what tells a device that this process sees alone from others; None: the process sees several."""
+    """Return what tells a device that this process sees alone from others; None: the process
+    sees several.
+    """
     if torch.accelerator.device_count() > 1:
         return None
     asked = getattr(torch.get_device_module(device), "get_device_properties", None)

@@ -20,7 +20,8 @@ LIBRARY = re.compile(r"libcudart.*\.so.*|libamdhip64.*\.so.*|cudart.*\.dll|amdhi
 
 
 class RuntimeDriver:
-    """`lema.backend.lockedmemory.Driver` through torch's own binding of CUDA's runtime library, or HIP's.
+    """`lema.backend.lockedmemory.Driver` through torch's own binding of CUDA's runtime library, or
+    HIP's.
 
     Args:
         device: with its number.
@@ -48,9 +49,14 @@ class RuntimeDriver:
 
     def reaches_all(self) -> bool:
         """Return whether the device computes in memory that was not registered."""
-        library, value = _library(), ctypes.c_int(0)
+        library = _library()
+        value = ctypes.c_int(0)
         asked = getattr(library, "cudaDeviceGetAttribute", None)
-        return asked is not None and not asked(ctypes.byref(value), PAGEABLE, self._device.index) and value.value == 1
+        return (
+            asked is not None
+            and not asked(ctypes.byref(value), PAGEABLE, self._device.index)
+            and value.value == 1
+        )
 
 
 class AllMemory:
@@ -73,7 +79,8 @@ class AllMemory:
 
 
 def _forget_error(runtime: Any, result: int) -> None:
-    """Take back the last error of the runtime, which would otherwise be reported for the next kernel.
+    """Take back the last error of the runtime, which would otherwise be reported for the next
+    kernel.
 
     Raises:
         RuntimeError: it is another one than that of the call before, and nobody has seen it.
@@ -90,8 +97,14 @@ def _forget_error(runtime: Any, result: int) -> None:
 def _library() -> ctypes.CDLL | None:
     """Return the runtime library that torch has loaded; None: it is part of another one."""
     try:
-        mapped = [line.split(maxsplit=5)[-1] for line in MAPS.read_text(encoding="utf-8").splitlines()]
+        mapped = [
+            line.split(maxsplit=5)[-1] for line in MAPS.read_text(encoding="utf-8").splitlines()
+        ]
     except OSError:  # not Linux
-        mapped = [one.path for one in psutil.Process().memory_maps()] if hasattr(psutil.Process, "memory_maps") else []
+        mapped = (
+            [region.path for region in psutil.Process().memory_maps()]
+            if hasattr(psutil.Process, "memory_maps")
+            else []
+        )
     loaded = next((path for path in mapped if LIBRARY.fullmatch(Path(path).name)), None)
     return None if loaded is None else ctypes.CDLL(loaded)

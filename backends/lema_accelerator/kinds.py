@@ -1,4 +1,6 @@
-"""The devices that are known by name, in words and by what torch calls them; others have the name of torch's device."""
+"""The devices that are known by name, in words and by what torch calls them; others have the
+name of torch's device.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from dataclasses import dataclass
 
 __all__ = ["KINDS", "PROVEN", "Kind", "kind_of"]
 
-SITE = "https://pytorch.org/get-started/locally has the command"
+INSTALL_PAGE = "https://pytorch.org/get-started/locally has the command"
 
 # What `lema backends` and docs/devices.md say of each: on which hardware LEMA ran, and when.
 ON_SECOND = "on no hardware yet; the class of all accelerators on the tests' second device"
@@ -28,14 +30,14 @@ class Kind:
         type: torch's name of the device.
         words: what people call it.
         build: how to get a torch that has it.
-        look: what to look at where torch finds none.
+        hint: what to look at where torch finds none.
     """
 
     name: str
     type: str
     words: str
     build: str
-    look: str
+    hint: str
 
 
 KINDS = {
@@ -45,23 +47,34 @@ KINDS = {
             "cuda",
             "cuda",
             "CUDA",
-            f"install a CUDA build of torch (its version ends in +cu and CUDA's version; {SITE})",
-            "check that `nvidia-smi` lists a device, that the driver is new enough for this torch, and "
+            (
+                "install a CUDA build of torch (its version ends in +cu and CUDA's version; "
+                f"{INSTALL_PAGE})"
+            ),
+            "check that `nvidia-smi` lists a device, that the driver is new enough for "
+            "this torch, and "
             "CUDA_VISIBLE_DEVICES",
         ),
         Kind(
             "rocm",
             "cuda",
             "ROCm",
-            f"install a ROCm build of torch (its version ends in +rocm and ROCm's version; {SITE})",
-            "check that `rocminfo` lists a device, that this user is in the groups render and video, and "
+            (
+                "install a ROCm build of torch (its version ends in +rocm and ROCm's version; "
+                f"{INSTALL_PAGE})"
+            ),
+            "check that `rocminfo` lists a device, that this user is in the groups render "
+            "and video, and "
             "HIP_VISIBLE_DEVICES",
         ),
         Kind(
             "xpu",
             "xpu",
             "XPU",
-            f"install an XPU build of torch for Intel GPUs (its version ends in +xpu; {SITE})",
+            (
+                "install an XPU build of torch for Intel GPUs (its version ends in +xpu; "
+                f"{INSTALL_PAGE})"
+            ),
             "check that `xpu-smi discovery` lists a device, its driver, and ZE_AFFINITY_MASK",
         ),
         Kind(
@@ -76,7 +89,7 @@ KINDS = {
             "mps",
             "mps",
             "MPS",
-            f"use a Mac with Apple silicon, and torch's build for macOS ({SITE})",
+            f"use a Mac with Apple silicon, and torch's build for macOS ({INSTALL_PAGE})",
             "use macOS 14 or newer on a Mac with Apple silicon",
         ),
     )
@@ -85,5 +98,10 @@ KINDS = {
 
 def kind_of(name: str) -> Kind:
     """Return the kind of that name; torch knows one that is not listed by the same name."""
-    build = f"install the package that brings {name!r} to torch, and check that `import torch` loads it"
-    return KINDS.get(name, Kind(name, name, name, build, "check its driver, and which devices the process may see"))
+    build = (
+        f"install the package that brings {name!r} to torch, and check that `import torch` loads it"
+    )
+    return KINDS.get(
+        name,
+        Kind(name, name, name, build, "check its driver, and which devices the process may see"),
+    )

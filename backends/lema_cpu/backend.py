@@ -1,7 +1,8 @@
-"""The `cpu` backend. By default nothing is copied: a layer computes with the buffer that the reader filled.
+"""The `cpu` backend. By default nothing is copied: a layer computes with the buffer that the reader
+filled.
 
-With `poison=True` (tests) it behaves like a device with memory of its own: bytes are copied into private slots, and a
-released slot is filled with NaN, so that tests notice a use after release.
+With `poison=True` (tests) it behaves like a device with memory of its own: bytes are copied into
+private slots, and a released slot is filled with NaN, so that tests notice a use after release.
 """
 
 from __future__ import annotations
@@ -65,16 +66,23 @@ class _AliasSlots:
 
 
 class _PoisonedUpload:
-    """A copy of the bytes for each lease. It is NaN once it is released, even if the slot is leased again."""
+    """A copy of the bytes for each lease. It is NaN once it is released, even if the slot is
+    leased again.
+    """
 
     def __init__(self, slots: _PoisonedSlots, clean: Tensor, nbytes: int) -> None:
-        self._slots, self._clean, self._nbytes, self._number = slots, clean, nbytes, slots.uploads
+        self._slots = slots
+        self._clean = clean
+        self._nbytes = nbytes
+        self._number = slots.uploads
         self._leased: Tensor | None = None
         self._released = False
 
     def wait(self) -> Tensor:
         if self._released:
-            assert self._slots.uploads == self._number, "a slot was asked for that something else was uploaded to"
+            assert self._slots.uploads == self._number, (
+                "a slot was asked for that something else was uploaded to"
+            )
             self._released = False
             self._slots.free -= 1
         if self._leased is None:
@@ -97,7 +105,8 @@ class _PoisonedSlots:
     """Private slots whose memory is never used twice: after its lease it stays NaN."""
 
     def __init__(self, nbytes: int, count: int) -> None:
-        self._nbytes, self.free = nbytes, count
+        self._nbytes = nbytes
+        self.free = count
         self.uploads = 0
 
     def upload(self, source: Tensor, layout: SlotLayout | None = None) -> Upload:
@@ -105,7 +114,9 @@ class _PoisonedSlots:
         layout = layout or SlotLayout(source.numel(), (Span(0, source.numel(), 0),))
         clean = torch.full((self._nbytes,), NAN_BYTE, dtype=torch.uint8)
         for span in layout.spans:
-            clean[span.slot : span.slot + span.nbytes].copy_(source[span.start : span.start + span.nbytes])
+            clean[span.slot : span.slot + span.nbytes].copy_(
+                source[span.start : span.start + span.nbytes]
+            )
         self.free -= 1
         self.uploads += 1
         return _PoisonedUpload(self, clean, layout.nbytes)
@@ -118,7 +129,8 @@ class CpuBackend:
         device: `"cpu"`.
         options: layers are not divided.
         poison: copy into private slots and fill them with NaN on release.
-        joined: the other processes, and how to leave them; None: the backend joins those that `torchrun` started.
+        joined: the other processes, and how to leave them; None: the backend joins those that
+            `torchrun` started.
 
     Raises:
         BackendUnavailable: a device number was given; this backend has one device.
@@ -141,7 +153,8 @@ class CpuBackend:
                 "the cpu backend has one device", where=f"device: {device}", how="write device: cpu"
             )
         (options or BackendOptions()).refuse_parts(self.name)
-        self._poison, self._heap = poison, Heap()
+        self._poison = poison
+        self._heap = Heap()
         limit_threads()
         self._parallel = SingleProcess()
         self._replicas, self._leave = joined or join("gloo")
@@ -180,16 +193,22 @@ class CpuBackend:
         return Downloaded()
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """Autocast to the weights' dtype if that is half precision; full precision needs no autocast."""
+        """Autocast to the weights' dtype if that is half precision; full precision needs no
+        autocast.
+        """
         return nullcontext() if dtype == torch.float32 else _autocast(dtype)
 
     @staticmethod
     def fast_dtype(dtype: torch.dtype) -> torch.dtype:
-        """Return fp32 for half precision that this processor has no instructions for, and that is slow."""
+        """Return fp32 for half precision that this processor has no instructions for, and that
+        is slow.
+        """
         return products.fast_dtype(dtype)
 
     def attention(self) -> str:
-        """Return the name by which transformers knows the attention that is fast here; importing it takes seconds."""
+        """Return the name by which transformers knows the attention that is fast here; importing
+        it takes seconds.
+        """
         from lema_cpu.attention import NAME
 
         return NAME
@@ -204,7 +223,7 @@ class CpuBackend:
 
     def end_visit(self) -> None:
         """Give freed memory back to the system if little is left."""
-        self._heap.look()
+        self._heap.check()
 
     def end_step(self) -> None:
         """Nothing is queued on this device."""

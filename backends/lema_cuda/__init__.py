@@ -1,4 +1,6 @@
-"""One NVIDIA GPU, or several with `torchrun`: a separate stream copies layers into slots, and events guard these."""
+"""One NVIDIA GPU, or several with `torchrun`: a separate stream copies layers into slots, and
+events guard these.
+"""
 
 from lema_cuda.backend import CudaBackend
 

@@ -23,14 +23,17 @@ __all__ = ["CudaBackend"]
 
 
 class CudaBackend(AcceleratorBackend):
-    """One NVIDIA GPU, which becomes torch's current device. Under `torchrun` each process has its own.
+    """One NVIDIA GPU, which becomes torch's current device. Under `torchrun` each process has its
+    own.
 
     Args:
         device: `"cuda"`, or `"cuda:N"`.
-        options: whether host memory is page-locked, and whether cuBLAS computes the same bits each time.
+        options: whether host memory is page-locked, and whether cuBLAS computes the same bits each
+            time.
 
     Attributes:
-        allocation_granularity: the bytes of which memory for larger tensors is a multiple, for plans.
+        allocation_granularity: the bytes of which memory for larger tensors is a multiple, for
+            plans.
 
     Raises:
         BackendUnavailable: there is no such device, or the other processes cannot be reached.
@@ -40,7 +43,9 @@ class CudaBackend(AcceleratorBackend):
 
     def __init__(self, device: str = "cuda", options: BackendOptions | None = None) -> None:
         # First, because cuBLAS looks at it once, when it is first used.
-        self._restore_products = make_deterministic() if options is not None and options.deterministic else _nothing
+        self._restore_products = (
+            make_deterministic() if options is not None and options.deterministic else _nothing
+        )
         with ExitStack() as unusable:
             unusable.callback(self._restore_products)
             super().__init__(device, options)
@@ -50,18 +55,22 @@ class CudaBackend(AcceleratorBackend):
         self._restore_attention = switch_off(self.device)
 
     def fuse(self, model: PreTrainedModel, layers: nn.ModuleList) -> str:
-        """Have norms, rotary embeddings and gated MLPs computed by Liger's kernels, if they are installed."""
+        """Have norms, rotary embeddings and gated MLPs computed by Liger's kernels, if they are
+        installed.
+        """
         from lema_cuda.liger import fuse  # now, because what it needs takes seconds to import
 
         return fuse(model, layers)
 
     def workspace_bytes(self) -> int:
         """Return the bytes of device memory that cuBLAS takes for itself at the first product."""
-        return workspace_bytes(torch.cuda.get_device_capability(self.device), os.environ.get(VARIABLE, ""))
+        return workspace_bytes(
+            torch.cuda.get_device_capability(self.device), os.environ.get(VARIABLE, "")
+        )
 
     def close(self) -> None:
-        """Wait for queued work, leave the process group, if this backend joined it, and have attention and products as
-        before."""
+        """Wait for queued work, leave the process group, if this backend joined it, and have
+        attention and products as before."""
         try:
             super().close()
         finally:
@@ -80,7 +89,8 @@ def _check_kernels(device: torch.device) -> None:
     capability = torch.cuda.get_device_capability(device)
     if built_for and capability < (oldest := min(built_for)):
         raise BackendUnavailable(
-            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}, and this "
+            f"{torch.cuda.get_device_name(device)} has compute capability "
+            f"{capability[0]}.{capability[1]}, and this "
             f"torch ({torch.__version__}) has kernels from {oldest[0]}.{oldest[1]} on",
             where=f"device: {device}",
             how="install a torch that was built for it (an older CUDA's), or use another device",

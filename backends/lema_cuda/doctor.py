@@ -1,4 +1,5 @@
-"""The checks of `lema doctor` on NVIDIA devices: whether the driver fits the CUDA that torch was built with.
+"""The checks of `lema doctor` on NVIDIA devices: whether the driver fits the CUDA that torch was
+built with.
 
 `lema_cuda.installeddriver` checks the driver itself, without torch.
 """
@@ -36,8 +37,16 @@ VARIABLES = {
         "the host waits for every kernel, so nothing overlaps",
         "unset it",
     ),
-    "CUDA_DEVICE_MAX_CONNECTIONS": (Level.NOTE, "with few queues copies wait behind kernels", "unset it"),
-    "NVIDIA_TF32_OVERRIDE": (Level.NOTE, "tf32 is set for the whole process and overrides the config", "unset it"),
+    "CUDA_DEVICE_MAX_CONNECTIONS": (
+        Level.NOTE,
+        "with few queues copies wait behind kernels",
+        "unset it",
+    ),
+    "NVIDIA_TF32_OVERRIDE": (
+        Level.NOTE,
+        "tf32 is set for the whole process and overrides the config",
+        "unset it",
+    ),
     "NCCL_P2P_DISABLE": (Level.NOTE, "devices exchange tensors through host memory", "unset it"),
 }
 
@@ -66,7 +75,10 @@ def _torch(driver: str | None) -> Iterator[Finding]:
                 "torch sees",
                 Level.WARNING,
                 f"torch cannot use the driver: {reason}.",
-                "check CUDA_VISIBLE_DEVICES, that /dev/nvidia* may be opened, and that the driver is new enough",
+                (
+                    "check CUDA_VISIBLE_DEVICES, that /dev/nvidia* may be opened, and that the "
+                    "driver is new enough"
+                ),
             )
         return
     kinds = []
@@ -88,7 +100,9 @@ def runtime(built: str | None, driver: str | None) -> Finding:
     if built is None:
         level = Level.NOTE if driver is None else Level.WARNING
         how = "install the build of torch for CUDA, as PyTorch's install page says"
-        return Finding(SECTION, "runtime", level, "This torch is built without CUDA.", how, facts=facts)
+        return Finding(
+            SECTION, "runtime", level, "This torch is built without CUDA.", how, facts=facts
+        )
     if driver is None:
         what = f"torch is built with CUDA {built}, and there is no driver to run it."
         return Finding(SECTION, "runtime", Level.NOTE, what, facts=facts)
@@ -100,7 +114,10 @@ def runtime(built: str | None, driver: str | None) -> Finding:
             SECTION,
             "runtime",
             Level.WARNING,
-            f"torch is built with CUDA {built}, which needs driver {oldest} or newer; driver {driver} is loaded.",
+            (
+                f"torch is built with CUDA {built}, which needs driver {oldest} or newer; "
+                f"driver {driver} is loaded."
+            ),
             "install a newer driver, or the build of torch for an older CUDA",
             DRIVERS,
             facts,
@@ -115,8 +132,13 @@ def memory(number: int, name: str, free: int, total: int) -> Finding:
     what = f"{name}: {human_bytes(free)} of {human_bytes(total)} free"
     if free >= 0.9 * total:  # a context of this process takes some hundred megabytes of it
         return Finding(SECTION, f"memory {number}", Level.OK, f"{what}.", facts=facts)
-    how = "nvidia-smi lists the processes that use it; set device_memory to a number of bytes that is free"
-    return Finding(SECTION, f"memory {number}", Level.NOTE, f"{what}: others use the rest.", how, facts=facts)
+    how = (
+        "nvidia-smi lists the processes that use it; set device_memory to a number of bytes "
+        "that is free"
+    )
+    return Finding(
+        SECTION, f"memory {number}", Level.NOTE, f"{what}: others use the rest.", how, facts=facts
+    )
 
 
 def kernels(number: int, capability: tuple[int, int], built_for: Sequence[str]) -> Finding:
@@ -125,17 +147,21 @@ def kernels(number: int, capability: tuple[int, int], built_for: Sequence[str]) 
     Args:
         number: of the device.
         capability: its compute capability.
-        built_for: from `torch.cuda.get_arch_list`: `sm_90` are kernels, `compute_90` can be compiled at run time.
+        built_for: from `torch.cuda.get_arch_list`: `sm_90` are kernels, `compute_90` can be
+            compiled at run time.
     """
     major, minor = capability
     facts: dict[str, Fact] = {"capability": f"{major}.{minor}", "built_for": " ".join(built_for)}
-    if not any(_runs(one, capability) for one in built_for):
+    if not any(_runs(architecture, capability) for architecture in built_for):
         return Finding(
             SECTION,
             f"kernels {number}",
             Level.WARNING,
             f"This torch has no kernels for compute capability {major}.{minor}.",
-            "install the build of torch for another CUDA: newer for a newer device, 12.6 for an older one",
+            (
+                "install the build of torch for another CUDA: newer for a newer device, 12.6 "
+                "for an older one"
+            ),
             ARCHITECTURES,
             facts,
         )
@@ -148,14 +174,17 @@ def kernels(number: int, capability: tuple[int, int], built_for: Sequence[str]) 
 
 
 def _runs(built_for: str, capability: tuple[int, int]) -> bool:
-    """Whether kernels of `sm_XY` run on the device (same major version), or `compute_XY` is compiled for it."""
-    found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", built_for)
-    if not found:
+    """Whether kernels of `sm_XY` run on the device (same major version), or `compute_XY` is
+    compiled for it.
+    """
+    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", built_for)
+    if not match:
         return False
-    major, minor = int(found[2]), int(found[3])
-    if found[4]:  # such kernels run on this device alone
+    major = int(match[2])
+    minor = int(match[3])
+    if match[4]:  # such kernels run on this device alone
         return (major, minor) == capability
-    if found[1] == "compute":
+    if match[1] == "compute":
         return (major, minor) <= capability
     return major == capability[0] and minor <= capability[1]
 
@@ -168,7 +197,8 @@ def attention(torch_version: str, capabilities: Sequence[tuple[int, int]]) -> It
         SECTION,
         "attention",
         Level.NOTE,
-        f"torch {torch_version} on compute capability 9.0: cuDNN's attention may give gradients with NaN where rows "
+        f"torch {torch_version} on compute capability 9.0: cuDNN's attention may give "
+        "gradients with NaN where rows "
         "are padded, so LEMA switches it off and torch takes another.",
         "call torch.backends.cuda.enable_cudnn_sdp(False) in programs of your own",
         SOURCE,
@@ -177,54 +207,81 @@ def attention(torch_version: str, capabilities: Sequence[tuple[int, int]]) -> It
 
 
 def _quantizer(built: str) -> Iterator[Finding]:
-    """Tell whether bitsandbytes has a library for this CUDA; one of another major version does not work."""
-    found = installed_version("bitsandbytes")
-    spec = find_spec("bitsandbytes") if found else None
-    if found is None or spec is None or not spec.submodule_search_locations:
+    """Tell whether bitsandbytes has a library for this CUDA; one of another major version does
+    not work.
+    """
+    installed = installed_version("bitsandbytes")
+    spec = find_spec("bitsandbytes") if installed else None
+    if installed is None or spec is None or not spec.submodule_search_locations:
         return
     folder = Path(next(iter(spec.submodule_search_locations)))
-    names = (re.fullmatch(r"libbitsandbytes_cuda(\d\d)\d+", file.stem) for file in folder.glob("libbitsandbytes_cuda*"))
+    names = (
+        re.fullmatch(r"libbitsandbytes_cuda(\d\d)\d+", file.stem)
+        for file in folder.glob("libbitsandbytes_cuda*")
+    )
     majors = {match[1] for match in names if match}
-    facts: dict[str, Fact] = {"installed": found, "built_with": " ".join(sorted(majors))}
+    facts: dict[str, Fact] = {"installed": installed, "built_with": " ".join(sorted(majors))}
     if built.partition(".")[0] in majors:
-        yield Finding(SECTION, "bitsandbytes", Level.OK, f"bitsandbytes has a library for CUDA {built}.", facts=facts)
+        yield Finding(
+            SECTION,
+            "bitsandbytes",
+            Level.OK,
+            f"bitsandbytes has a library for CUDA {built}.",
+            facts=facts,
+        )
         return
-    what = f"bitsandbytes {found} has no library for CUDA {built}: nf4 models cannot be opened on a device."
-    yield Finding(SECTION, "bitsandbytes", Level.WARNING, what, "pip install --upgrade bitsandbytes", facts=facts)
+    what = (
+        f"bitsandbytes {installed} has no library for CUDA {built}: nf4 models cannot be "
+        "opened on a device."
+    )
+    yield Finding(
+        SECTION,
+        "bitsandbytes",
+        Level.WARNING,
+        what,
+        "pip install --upgrade bitsandbytes",
+        facts=facts,
+    )
 
 
 def _flash_attention() -> Iterator[Finding]:
-    found = installed_version("flash-attn")
-    if found is None:
+    installed = installed_version("flash-attn")
+    if installed is None:
         return
-    facts: dict[str, Fact] = {"installed": found}
+    facts: dict[str, Fact] = {"installed": installed}
     try:
         import_module("flash_attn_2_cuda")
     except ImportError as error:
-        what = f"flash-attn {found} was built for another torch: {error}."
-        how = "pip install --no-build-isolation --force-reinstall --no-deps flash-attn, or uninstall it"
+        what = f"flash-attn {installed} was built for another torch: {error}."
+        how = (
+            "pip install --no-build-isolation --force-reinstall --no-deps flash-attn, or "
+            "uninstall it"
+        )
         yield Finding(SECTION, "flash-attn", Level.WARNING, what, how, FLASH, facts)
         return
-    yield Finding(SECTION, "flash-attn", Level.OK, f"flash-attn {found} can be used.", facts=facts)
-
-
-def fused_kernels(found: str | None) -> Finding:
-    """Tell whether `arithmetic: fast` has kernels for norms, rotary embeddings and gated MLPs (`lema_cuda.liger`)."""
-    what, facts = "norms, rotary embeddings and gated MLPs", dict[str, Fact](installed=found)
-    if found is not None:
-        what = f"liger-kernel {found} fuses {what} under arithmetic: fast."
-        return Finding(SECTION, "liger-kernel", Level.OK, what, facts=facts)
-    what, how = (
-        f"liger-kernel, which fuses {what}, is not installed.",
-        f"for arithmetic: fast, {installing('kernels')}",
+    yield Finding(
+        SECTION, "flash-attn", Level.OK, f"flash-attn {installed} can be used.", facts=facts
     )
+
+
+def fused_kernels(installed: str | None) -> Finding:
+    """Tell whether `arithmetic: fast` has kernels for norms, rotary embeddings and gated MLPs
+    (`lema_cuda.liger`).
+    """
+    what = "norms, rotary embeddings and gated MLPs"
+    facts = dict[str, Fact](installed=installed)
+    if installed is not None:
+        what = f"liger-kernel {installed} fuses {what} under arithmetic: fast."
+        return Finding(SECTION, "liger-kernel", Level.OK, what, facts=facts)
+    what = f"liger-kernel, which fuses {what}, is not installed."
+    how = f"for arithmetic: fast, {installing('kernels')}"
     return Finding(SECTION, "liger-kernel", Level.NOTE, what, how, facts=facts)
 
 
-def environment(given: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+def environment(variables: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """List the variables of NVIDIA's libraries that are set, with their effect."""
     for name, (level, what, how) in VARIABLES.items():
-        value = given.get(name)
+        value = variables.get(name)
         if value is None or (value == "0" and level is not Level.OK):
             continue
         yield Finding(SECTION, name, level, f"{name}={value}: {what}.", how, facts={"value": value})

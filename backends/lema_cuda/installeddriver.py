@@ -1,4 +1,6 @@
-"""Checks of the NVIDIA driver that do not use torch, because torch may not be able to use the driver."""
+"""Checks of the NVIDIA driver that do not use torch, because torch may not be able to use the
+driver.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +34,20 @@ COLUMNS = {
 
 def driver_version(root: Path = ROOT) -> str | None:
     """Return the version of the loaded driver; None: no driver is loaded."""
-    if found := re.search(r"\s(\d+\.\d+(\.\d+)*)(\s|$)", _said_by(root / "proc/driver/nvidia/version")):
-        return found[1]
-    return _said_by(root / "sys/module/nvidia/version") or None
+    if match := re.search(
+        r"\s(\d+\.\d+(\.\d+)*)(\s|$)", _first_line(root / "proc/driver/nvidia/version")
+    ):
+        return match[1]
+    return _first_line(root / "sys/module/nvidia/version") or None
 
 
 def driver(root: Path = ROOT) -> Finding:
     """Tell which driver is loaded; without one, tell whether there is a device that needs it."""
-    version, present = driver_version(root), len(list(_on_the_bus(root)))
+    version = driver_version(root)
+    present = len(list(_on_the_bus(root)))
     facts: dict[str, Fact] = {"driver": version, "devices_on_the_bus": present}
     if version is not None:
-        facts["open_module"] = "Open Kernel" in _said_by(root / "proc/driver/nvidia/version")
+        facts["open_module"] = "Open Kernel" in _first_line(root / "proc/driver/nvidia/version")
         return Finding(SECTION, "driver", Level.OK, f"NVIDIA driver {version}.", facts=facts)
     if (root / "dev/dxg").exists():
         what = "The driver is that of Windows, which hosts this system."
@@ -53,7 +58,10 @@ def driver(root: Path = ROOT) -> Finding:
             "driver",
             Level.WARNING,
             "An NVIDIA device is in this machine, and no NVIDIA driver is loaded.",
-            "install NVIDIA's driver and load it (modprobe nvidia); in a container: docker run --gpus all",
+            (
+                "install NVIDIA's driver and load it (modprobe nvidia); in a container: docker "
+                "run --gpus all"
+            ),
             facts=facts,
         )
     how = "nothing, if this machine has no NVIDIA device; in a container: docker run --gpus all"
@@ -63,11 +71,13 @@ def driver(root: Path = ROOT) -> Finding:
 def _on_the_bus(root: Path) -> Iterator[Path]:
     """Yield the NVIDIA display and compute devices on the PCI bus."""
     for device in (root / "sys/bus/pci/devices").glob("*"):
-        if _said_by(device / "vendor") == "0x10de" and _said_by(device / "class").startswith("0x03"):
+        if _first_line(device / "vendor") == "0x10de" and _first_line(device / "class").startswith(
+            "0x03"
+        ):
             yield device
 
 
-def _said_by(file: Path) -> str:
+def _first_line(file: Path) -> str:
     """Return the first line of a file; empty if there is no such file."""
     with suppress(OSError):
         return file.read_text(encoding="utf-8").partition("\n")[0].strip()
@@ -82,12 +92,14 @@ def system_management(command: str = "nvidia-smi") -> Iterator[Finding]:
     try:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=PATIENCE, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        yield Finding(SECTION, "nvidia-smi", Level.WARNING, f"nvidia-smi does not answer: {error}.", "reboot")
+        yield Finding(
+            SECTION, "nvidia-smi", Level.WARNING, f"nvidia-smi does not answer: {error}.", "reboot"
+        )
         return
     if done.returncode:
-        said = (done.stdout + done.stderr).strip().partition("\n")[0]
+        message = (done.stdout + done.stderr).strip().partition("\n")[0]
         how = "load the driver; after an update of it: reboot"
-        yield Finding(SECTION, "nvidia-smi", Level.WARNING, f"nvidia-smi fails: {said}", how)
+        yield Finding(SECTION, "nvidia-smi", Level.WARNING, f"nvidia-smi fails: {message}", how)
         return
     for number, line in enumerate(done.stdout.splitlines()):
         yield _managed(number, [cell.strip() for cell in line.split(",")])
@@ -98,7 +110,8 @@ def _managed(number: int, cells: Sequence[str]) -> Finding:
     for name in ("total", "used"):
         mebibytes = str(facts.pop(f"{name}_mebibytes", ""))
         facts[f"{name}_bytes"] = int(mebibytes) << 20 if mebibytes.isdigit() else None
-    width, widest = str(facts.get("link_width", "")), str(facts.get("link_width_max", ""))
+    width = str(facts.get("link_width", ""))
+    widest = str(facts.get("link_width_max", ""))
     what = f"Device {number} is {facts.get('name', 'unknown')}"
     if width.isdigit() and widest.isdigit() and int(width) < int(widest):
         return Finding(

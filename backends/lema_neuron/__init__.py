@@ -1,3 +1,5 @@
-"""AWS Trainium: layers divided among NeuronCores, or among processes of this machine that emulate them."""
+"""AWS Trainium: layers divided among NeuronCores, or among processes of this machine that
+emulate them.
+"""
 
 __all__: list[str] = []

@@ -1,7 +1,8 @@
-"""The `neuron` backend: layers divided among the processes that `torchrun` started, one for each NeuronCore.
+"""The `neuron` backend: layers divided among the processes that `torchrun` started, one for each
+NeuronCore.
 
-A runtime (`lema_neuron.probe`) does the computing. This file has the part that all runtimes share: the grid of
-processes, and how layers are divided over it.
+A runtime (`lema_neuron.probe`) does the computing. This file has the part that all runtimes share:
+the grid of processes, and how layers are divided over it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lema.backend import BackendOptions, DeviceSlots, Download, MemoryStats, Parallel, Replicas, SingleProcess
+from lema.backend import (
+    BackendOptions,
+    DeviceSlots,
+    Download,
+    MemoryStats,
+    Parallel,
+    Replicas,
+    SingleProcess,
+)
 from lema.backend.layout import KvLayout
 from lema.backend.torchrun import join_in_parts
 from lema.errors import BackendUnavailable
-from lema_neuron.probe import choose_runtime, look
+from lema_neuron.probe import choose_runtime, probe_machine
 from lema_neuron.runtimes import runtime_named
 from lema_neuron.settings import KV_LAYOUT, RUNTIME
 from lema_neuron.standin import StandIn
@@ -30,13 +39,15 @@ class NeuronBackend:
 
     Args:
         device: `"neuron"`.
-        options: the runtime, and how many processes hold one copy of the model (default: all of them).
+        options: the runtime, and how many processes hold one copy of the model (default: all of
+            them).
 
     Attributes:
         proven: where it has run, by name.
         runtime: its name.
-        keeps: the part of the device's memory that layers may fill if the settings set no limit. The rest is for
-            compiled graphs, because the memory that they need in addition to their tensors is not known beforehand.
+        keeps: the part of the device's memory that layers may fill if the settings set no limit.
+            The rest is for compiled graphs, because the memory that they need in addition to their
+            tensors is not known beforehand.
 
     Raises:
         BackendUnavailable: the runtime or the device is missing; the message says what to install.
@@ -45,7 +56,9 @@ class NeuronBackend:
 
     name = "neuron"
     keeps = 0.75
-    proven: ClassVar = {"neuron": "on no hardware yet; with processes on the CPU in the place of cores"}
+    proven: ClassVar = {
+        "neuron": "on no hardware yet; with processes on the CPU in the place of cores"
+    }
 
     def __init__(self, device: str = "neuron", options: BackendOptions | None = None) -> None:
         if device != self.name:
@@ -55,7 +68,9 @@ class NeuronBackend:
                 how="write device: neuron",
             )
         options = options or BackendOptions()
-        self.runtime = choose_runtime(str(options.settings.get("neuron_runtime", RUNTIME.default)), look())
+        self.runtime = choose_runtime(
+            str(options.settings.get("neuron_runtime", RUNTIME.default)), probe_machine()
+        )
         runtime = runtime_named(self.runtime)
         runtime.prepare()
         joined = join_in_parts(runtime.carrier, options.tensor_parallel_size, PATIENCE_AT_START)
@@ -65,7 +80,9 @@ class NeuronBackend:
         self._watch = Watch()
         self._parallel: Parallel = SingleProcess()
         if joined.parts is not None:
-            from lema_neuron.divide import Division  # peft and transformers, which `lema backends` can do without
+            from lema_neuron.divide import (
+                Division,
+            )  # peft and transformers, which `lema backends` can do without
 
             layout: KvLayout | str = options.settings.get("neuron_kv_layout", KV_LAYOUT.default)
             self._parallel = Division(
@@ -76,8 +93,8 @@ class NeuronBackend:
 
     @staticmethod
     def planned(options: BackendOptions) -> Parallel:
-        """Return how layers would be divided over `tensor_parallel_size` processes, as the first of them sees it. This
-        is for a plan: it needs no runtime and no other process."""
+        """Return how layers would be divided over `tensor_parallel_size` processes, as the first of
+        them sees it. This is for a plan: it needs no runtime and no other process."""
         from lema_neuron.divide import Division
 
         size = options.tensor_parallel_size or 1
@@ -116,7 +133,9 @@ class NeuronBackend:
         return self._device.download(source, target)
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """Autocast to the weights' dtype if that is half precision; full precision needs no autocast."""
+        """Autocast to the weights' dtype if that is half precision; full precision needs no
+        autocast.
+        """
         return self._device.autocast(dtype)
 
     def rng_state(self) -> Tensor:
@@ -128,7 +147,9 @@ class NeuronBackend:
         self._device.set_rng_state(state)
 
     def end_step(self) -> None:
-        """Run the collected graph, on a lazy device. After the first step, waits for other ranks end sooner."""
+        """Run the collected graph, on a lazy device. After the first step, waits for other ranks
+        end sooner.
+        """
         self._device.end_step()
         self._watch.step_ended()
 

@@ -1,7 +1,9 @@
-"""The collectives that parallel layers need from the processes that share them; all are out of place.
+"""The collectives that parallel layers need from the processes that share them; all are out of
+place.
 
-`C10dComm` goes through `torch.distributed` (gloo, nccl, native Trainium), `XlaComm` through `torch_xla`, `Solo` is one
-process. Every process of a group makes the same calls in the same order, and sums have the same bits on all.
+`C10dComm` goes through `torch.distributed` (gloo, nccl, native Trainium), `XlaComm` through
+`torch_xla`, `Solo` is one process. Every process of a group makes the same calls in the same order,
+and sums have the same bits on all.
 """
 
 from __future__ import annotations
@@ -105,7 +107,8 @@ class C10dComm:
 
     def __init__(self, group: Any = None) -> None:
         dist: Any = torch.distributed
-        self._dist, self.group = dist, group
+        self._dist = dist
+        self.group = group
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self._scatters = dist.get_backend(group) != "gloo"  # gloo does not have it in every version
@@ -116,13 +119,17 @@ class C10dComm:
 
     @classmethod
     def over(cls, groups: Sequence[Sequence[int]]) -> C10dComm:
-        """Return this process's group of several that cover all processes; every process passes all of them."""
+        """Return this process's group of several that cover all processes; every process passes
+        all of them.
+        """
         dist: Any = torch.distributed
-        made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
-        return cls(next(group for ranks, group in made if dist.get_rank() in ranks))
+        process_groups = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
+        return cls(next(group for ranks, group in process_groups if dist.get_rank() in ranks))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum over the group; it is formed once for each element, so that all ranks get the same bits."""
+        """Return the sum over the group; it is formed once for each element, so that all ranks
+        get the same bits.
+        """
         if tensor.is_meta:  # the layer is only traced for its shapes
             return tensor
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -134,9 +141,9 @@ class C10dComm:
         if tensor.is_meta:
             return torch.cat([tensor] * self.size, dim)
         mine = tensor.detach().contiguous()
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        self._dist.all_gather(found, mine, group=self.group)
-        return torch.cat(found, dim)
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        self._dist.all_gather(gathered, mine, group=self.group)
+        return torch.cat(gathered, dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's equal share along `dim` of the sum over the group."""
@@ -152,23 +159,27 @@ class C10dComm:
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Return the tensor of the rank `source` of the group."""
-        found = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self._dist.broadcast(found, group=self.group, group_src=source)
-        return found
+        received = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self._dist.broadcast(received, group=self.group, group_src=source)
+        return received
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self._dist.barrier(group=self.group)
 
     def split(self, parts: Sequence[Sequence[int]]) -> Comm:
-        """Return this rank's part of the group; all processes call it, those of other groups too."""
+        """Return this rank's part of the group; all processes call it, those of other groups
+        too.
+        """
         key = tuple(tuple(part) for part in parts)
         if key not in self._parts:
             mine = self._dist.get_process_group_ranks(self.group or self._dist.group.WORLD)
-            found: list[Any] = [None] * self._dist.get_world_size()
-            self._dist.all_gather_object(found, tuple(mine))
-            groups = sorted(set(found))
-            self._parts[key] = C10dComm.over([[group[one] for one in part] for group in groups for part in key])
+            groups_by_rank: list[Any] = [None] * self._dist.get_world_size()
+            self._dist.all_gather_object(groups_by_rank, tuple(mine))
+            groups = sorted(set(groups_by_rank))
+            self._parts[key] = C10dComm.over(
+                [[group[rank] for rank in part] for group in groups for part in key]
+            )
         return self._parts[key]
 
 
@@ -186,11 +197,16 @@ class XlaComm:
 
     def __init__(self, groups: Sequence[Sequence[int]], xm: Any, ordinal: int) -> None:
         self._groups = [list(group) for group in groups]
-        self._xm, self._ordinal = xm, ordinal
+        self._xm = xm
+        self._ordinal = ordinal
         mine = next((group for group in self._groups if ordinal in group), None)
         if mine is None:
-            raise ConfigError(f"rank {ordinal} is in none of the groups {self._groups}", how="name every rank once")
-        self.rank, self.size = mine.index(ordinal), len(mine)
+            raise ConfigError(
+                f"rank {ordinal} is in none of the groups {self._groups}",
+                how="name every rank once",
+            )
+        self.rank = mine.index(ordinal)
+        self.size = len(mine)
         self._parts: dict[Groups, Comm] = {}
 
     def __deepcopy__(self, memo: Any) -> XlaComm:
@@ -198,13 +214,17 @@ class XlaComm:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over the group."""
-        total: Tensor = self._xm.all_reduce(self._xm.REDUCE_SUM, tensor, groups=self._groups, pin_layout=False)
+        total: Tensor = self._xm.all_reduce(
+            self._xm.REDUCE_SUM, tensor, groups=self._groups, pin_layout=False
+        )
         return total
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """Return every rank's tensor, joined along `dim` in rank order."""
-        found: Tensor = self._xm.all_gather(tensor, dim=dim % tensor.dim(), groups=self._groups, pin_layout=False)
-        return found
+        gathered: Tensor = self._xm.all_gather(
+            tensor, dim=dim % tensor.dim(), groups=self._groups, pin_layout=False
+        )
+        return gathered
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's equal share along `dim` of the sum over the group."""
@@ -221,7 +241,9 @@ class XlaComm:
         return total
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Return the tensor of rank `source`, by a sum with zeros of the others: all ranks build the same graph."""
+        """Return the tensor of rank `source`, by a sum with zeros of the others: all ranks build
+        the same graph.
+        """
         mine = torch.tensor(self.rank == source, device=tensor.device)
         return self.all_reduce(torch.where(mine, tensor, torch.zeros_like(tensor)))
 
@@ -233,7 +255,7 @@ class XlaComm:
         """Return this rank's part of the group; the groups of all ranks are known to each."""
         key = tuple(tuple(part) for part in parts)
         if key not in self._parts:
-            groups = [[group[one] for one in part] for group in self._groups for part in key]
+            groups = [[group[rank] for rank in part] for group in self._groups for part in key]
             self._parts[key] = XlaComm(groups, self._xm, self._ordinal)
         return self._parts[key]
 
@@ -241,18 +263,21 @@ class XlaComm:
 class Counted:
     """A group that counts the bytes that its collectives exchange, and those of its parts.
 
-    For `n` bytes over `T` processes, a ring sends `2 (T-1)/T n` in an all-reduce, and `(T-1)/T n` in an all-gather or a
-    reduce-scatter, which is the least that is possible (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce
-    algorithms for clusters of workstations", https://doi.org/10.1016/j.jpdc.2008.09.002).
+    For `n` bytes over `T` processes, a ring sends `2 (T-1)/T n` in an all-reduce, and `(T-1)/T n`
+    in an all-gather or a reduce-scatter, which is the least that is possible (Patarasuk and Yuan
+    2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+    https://doi.org/10.1016/j.jpdc.2008.09.002).
 
     Args:
         comm: the group.
-        whole: the count that it adds to; None: a new one.
+        root: the count that it adds to; None: a new one.
     """
 
-    def __init__(self, comm: Comm, whole: Counted | None = None) -> None:
-        self._comm, self.rank, self.size = comm, comm.rank, comm.size
-        self._whole = whole or self
+    def __init__(self, comm: Comm, root: Counted | None = None) -> None:
+        self._comm = comm
+        self.rank = comm.rank
+        self.size = comm.size
+        self._root = root or self
         self._parts: dict[Groups, Comm] = {}
         self.exchanged = Exchange()
 
@@ -260,7 +285,7 @@ class Counted:
         return self
 
     def _sends(self, nbytes: int) -> None:
-        self._whole.exchanged = self._whole.exchanged.plus(Exchange(int(self.size > 1), nbytes))
+        self._root.exchanged = self._root.exchanged.plus(Exchange(int(self.size > 1), nbytes))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over the group."""
@@ -290,7 +315,7 @@ class Counted:
         """Return this rank's part of the group; the same one each time."""
         key = tuple(tuple(part) for part in parts)
         if key not in self._parts:
-            self._parts[key] = Counted(self._comm.split(parts), self._whole)
+            self._parts[key] = Counted(self._comm.split(parts), self._root)
         return self._parts[key]
 
 
@@ -298,12 +323,13 @@ def comm_of(group: Any = None) -> Comm:
     """Return the group that a layer's argument `tensor_model_parallel_group` means.
 
     Args:
-        group: a `Comm`; a process group of `torch.distributed`; None: all processes that were joined, or this one.
+        group: a `Comm`; a process group of `torch.distributed`; None: all processes that were
+            joined, or this one.
     """
     dist: Any = torch.distributed
     if group is None:
         return C10dComm() if dist.is_available() and dist.is_initialized() else Solo()
     if dist.is_available() and isinstance(group, dist.ProcessGroup):
         return C10dComm(group)
-    found: Comm = group
-    return found
+    comm: Comm = group
+    return comm

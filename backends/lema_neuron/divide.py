@@ -1,7 +1,8 @@
-"""A model whose adapters are attached, divided among the ranks: `lema.backend.Parallel` over a communication group.
+"""A model whose adapters are attached, divided among the ranks: `lema.backend.Parallel` over a
+communication group.
 
-Adapters are attached to the whole model first, with the numbers PEFT draws for it; then both are cut. So the
-initial values of an adapter are bitwise the same on any number of ranks.
+Adapters are attached to the whole model first, with the numbers PEFT draws for it; then both are
+cut. So the initial values of an adapter are bitwise the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lema.backend.layout import KvLayout
 from lema.errors import ConfigError, ModelError
 from lema.model.experts import stacked_weights
 from lema.model.partition import layouts_of
-from lema.model.skeleton import ends_of, find_layers
+from lema.model.skeleton import find_embed_head, find_layers
 from lema_neuron.boundary import SEQUENCE
 from lema_neuron.comm import Comm, Counted
 from lema_neuron.experts import shard_adapters
@@ -47,8 +48,11 @@ class Division:
         kv_layout: where copies of key and value heads lie, if there are fewer of them than ranks.
     """
 
-    def __init__(self, comm: Comm, *, sequence_parallel: bool = False, kv_layout: KvLayout = "tile") -> None:
-        self._comm, self._kv_layout = Counted(comm), kv_layout
+    def __init__(
+        self, comm: Comm, *, sequence_parallel: bool = False, kv_layout: KvLayout = "tile"
+    ) -> None:
+        self._comm = Counted(comm)
+        self._kv_layout = kv_layout
         self._sequence_parallel = sequence_parallel and comm.size > 1
         self._words: Words | None = None  # of the head; None: it is whole
 
@@ -68,20 +72,26 @@ class Division:
         return self._comm.exchanged
 
     def shard(self, layer: nn.Module, words: Collection[str] = ()) -> None:
-        """Replace the modules of every decoder layer, and the adapters on them, by this rank's share of them.
+        """Replace the modules of every decoder layer, and the adapters on them, by this rank's
+        share of them.
 
         Args:
             layer: the model; its layers are on `meta`, its adapters real, or there are none.
-            words: names of weights of the input embeddings and the head, whose rows are divided as well.
+            words: names of weights of the input embeddings and the head, whose rows are divided as
+                well.
 
         Raises:
-            ModelError: the model has no tensor-parallel plan, or the plan does not cover a module; it is named.
-            ConfigError: something cannot be cut for so many ranks, or the adapter is not exact when it is cut.
+            ModelError: the model has no tensor-parallel plan, or the plan does not cover a module;
+                it is named.
+            ConfigError: something cannot be cut for so many ranks, or the adapter is not exact when
+                it is cut.
         """
         if not isinstance(layer, PreTrainedModel):
             if self.size == 1:
                 return
-            raise ModelError("layers are divided by the plan of their model", where=type(layer).__name__)
+            raise ModelError(
+                "layers are divided by the plan of their model", where=type(layer).__name__
+            )
         model = layer
         adapters = _take_off(model)
         plan = TensorParallel(
@@ -91,28 +101,38 @@ class Division:
             layouts_of(model, self.size, self._kv_layout),
             self._sequence_parallel,
         )
-        for one in find_layers(model)[1]:
-            plan.shard(one)
+        for decoder_layer in find_layers(model)[1]:
+            plan.shard(decoder_layer)
         for name, adapter in adapters.items():
-            model.set_submodule(name, _put_back(model.get_submodule(name), adapter, name, self._comm))
+            model.set_submodule(
+                name, _put_back(model.get_submodule(name), adapter, name, self._comm)
+            )
         divide_words(model, words, self._comm)
-        self._words = words_of(ends_of(model)[1])
+        self._words = words_of(find_embed_head(model)[1])
         mark(model, self._comm)
 
-    def cross_entropy(self, logits: Callable[[], Tensor], targets: Tensor, **options: Any) -> Tensor:
-        """Return the cross-entropy of the head's logits. With a divided head, each rank computes those of its words."""
+    def cross_entropy(
+        self, logits: Callable[[], Tensor], targets: Tensor, **options: Any
+    ) -> Tensor:
+        """Return the cross-entropy of the head's logits. With a divided head, each rank computes
+        those of its words.
+        """
         if self._words is None:
             return SingleProcess().cross_entropy(logits, targets, **options)
-        with self._words.left_apart():
-            made = logits()
-        return self._words.cross_entropy(made, targets, **options)
+        with self._words.only_local():
+            local_logits = logits()
+        return self._words.cross_entropy(local_logits, targets, **options)
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients that are partial, because each rank has computed only a part of them."""
+        """Sum the gradients that are partial, because each rank has computed only a part of
+        them.
+        """
         reduce_gradients(self._marked(parameters))
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Return the norm of all gradients of the group; a parameter that several ranks hold counts once."""
+        """Return the norm of all gradients of the group; a parameter that several ranks hold
+        counts once.
+        """
         return global_norm(self._marked(parameters), self._comm)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
@@ -131,65 +151,88 @@ class Division:
 
     def _marked(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Mark unmarked parameters, which are outside the layers: every rank has them whole."""
-        found = list(parameters)
-        for parameter in found:
+        marked = list(parameters)
+        for parameter in marked:
             if not is_marked(parameter):
                 carry(parameter, replicated_part(self._comm, partial=False))
-        return found
+        return marked
 
 
 def _take_off(model: PreTrainedModel) -> dict[str, LoraLayer]:
-    """Detach the adapters, so that the modules which they wrap are back in place; return adapters by module name."""
+    """Detach the adapters, so that the modules which they wrap are back in place; return
+    adapters by module name.
+    """
     config: LoraConfig | None = getattr(model, "peft_config", {}).get(ADAPTER)
     if config is None:
         return {}
     check_config(config, parameters=True)
     inside = f"{find_layers(model)[0]}."
-    found: dict[str, LoraLayer] = {}
+    adapters: dict[str, LoraLayer] = {}
     for name, module in list(model.named_modules()):
-        nested = name.removesuffix(".base_layer") in found  # adapters on several weights of a module are nested
+        # adapters on several weights of a module are nested
+        nested = name.removesuffix(".base_layer") in adapters
         if not isinstance(module, LoraLayer) or not name.startswith(inside) or nested:
             continue
         base = module.get_base_layer()
         on_weight = isinstance(module, ParamWrapper) and bool(stacked_weights(base))
-        if not (on_weight or isinstance(base, nn.Linear)) or getattr(module, "lora_embedding_A", None):
+        if not (on_weight or isinstance(base, nn.Linear)) or getattr(
+            module, "lora_embedding_A", None
+        ):
             raise ConfigError(
-                f"an adapter on {name}, which is neither linear nor experts, cannot be divided among processes",
+                (
+                    f"an adapter on {name}, which is neither linear nor experts, cannot be "
+                    "divided among processes"
+                ),
                 where="lora_target_modules",
                 how="name linear modules of attention and of the dense network",
             )
         model.set_submodule(name, base)
-        found[name] = module
-    return found
+        adapters[name] = module
+    return adapters
 
 
 def _put_back(base: nn.Module, adapter: LoraLayer, name: str, comm: Comm) -> nn.Module:
-    """Return an adapter over a module that has been divided, with this rank's share of its values."""
+    """Return an adapter over a module that has been divided, with this rank's share of its
+    values.
+    """
     if isinstance(adapter, ParamWrapper):
         shard_adapters(adapter, name, comm)
         return adapter
     factors = {
-        f"{kind}.{ADAPTER}.{one}": parameter
+        f"{kind}.{ADAPTER}.{leaf}": parameter
         for kind in ("lora_A", "lora_B", "lora_magnitude_vector")
         if ADAPTER in getattr(adapter, kind)
-        for one, parameter in getattr(adapter, kind)[ADAPTER].named_parameters()
+        for leaf, parameter in getattr(adapter, kind)[ADAPTER].named_parameters()
     }
     with torch.device("meta"):
-        made = ParallelLinear(
-            base, ADAPTER, adapter.r[ADAPTER], lora_alpha=adapter.lora_alpha[ADAPTER], config=_config_of(adapter)
+        parallel_linear = ParallelLinear(
+            base,
+            ADAPTER,
+            adapter.r[ADAPTER],
+            lora_alpha=adapter.lora_alpha[ADAPTER],
+            config=_config_of(adapter),
         )
-    parts = made.parts()
+    parts = parallel_linear.parts()
     for owner in ("lora_A", "lora_B"):
-        module = getattr(made, owner)[ADAPTER]
-        says = getattr(module, "parts", None)
-        parts |= {f"{owner}.{ADAPTER}.{one}": part for one, part in (says() if callable(says) else {}).items()}
-    for path, whole in factors.items():
+        module = getattr(parallel_linear, owner)[ADAPTER]
+        list_parts = getattr(module, "parts", None)
+        parts |= {
+            f"{owner}.{ADAPTER}.{leaf}": part
+            for leaf, part in (list_parts() if callable(list_parts) else {}).items()
+        }
+    for path, factor in factors.items():
         owner, _, leaf = path.rpartition(".")
-        held = parts[path].shard(whole.detach(), comm.rank)
-        setattr(made.get_submodule(owner), leaf, nn.Parameter(held.clone(), requires_grad=whole.requires_grad))
-    made.train(cast(nn.Module, adapter).training)
-    assert not any(one.is_meta for one in made.lora_A.parameters()), f"{name} was left without values"
-    return made
+        local_shard = parts[path].shard(factor.detach(), comm.rank)
+        setattr(
+            parallel_linear.get_submodule(owner),
+            leaf,
+            nn.Parameter(local_shard.clone(), requires_grad=factor.requires_grad),
+        )
+    parallel_linear.train(cast(nn.Module, adapter).training)
+    assert not any(parameter.is_meta for parameter in parallel_linear.lora_A.parameters()), (
+        f"{name} was left without values"
+    )
+    return parallel_linear
 
 
 def _config_of(adapter: LoraLayer) -> LoraConfig:

@@ -1,7 +1,7 @@
 """How gradients are summed when layers are divided over several ranks.
 
-Each parameter carries a `Part`, which says it. Partial gradients are summed over the ranks that hold the parameter.
-Then the norm of all gradients is computed, and copies count once.
+Each parameter carries a `Part`, which says it. Partial gradients are summed over the ranks that
+hold the parameter. Then the norm of all gradients is computed, and copies count once.
 """
 
 from __future__ import annotations
@@ -22,52 +22,59 @@ __all__ = ["carry", "global_norm", "is_marked", "mark", "part_of", "parts", "red
 def parts(model: nn.Module, comm: Comm) -> dict[str, Part | None]:
     """Return how each parameter is divided, by its name in the model.
 
-    A module's method `parts` gives this for its own and its children's parameters. A parameter that no module lists has
-    the `whole_part` of the nearest module above it (None: it is unknown whether its gradient is partial). Without
-    that, it is whole and its gradient is complete.
+    A module's method `parts` gives this for its own and its children's parameters. A parameter that
+    no module lists has the `whole_part` of the nearest module above it (None: it is unknown whether
+    its gradient is partial). Without that, it is whole and its gradient is complete.
     """
-    found: dict[str, Part | None] = {}
+    part_by_name: dict[str, Part | None] = {}
     for prefix, module in model.named_modules():
-        says = getattr(module, "parts", None)
-        for name, part in (says() if callable(says) else {}).items():
-            found.setdefault(f"{prefix}.{name}" if prefix else name, part)
+        list_parts = getattr(module, "parts", None)
+        for name, part in (list_parts() if callable(list_parts) else {}).items():
+            part_by_name.setdefault(f"{prefix}.{name}" if prefix else name, part)
     complete = replicated_part(comm, partial=False)
     return {
-        name: found[name] if name in found else _inherited(model, name, complete)
+        name: part_by_name[name] if name in part_by_name else _inherited(model, name, complete)
         for name, _ in model.named_parameters()
     }
 
 
-def _inherited(model: nn.Module, name: str, found: Part | None) -> Part | None:
+def _inherited(model: nn.Module, name: str, part: Part | None) -> Part | None:
     module = model
     for step in name.split(".")[:-1]:
         module = getattr(module, step)
-        found = getattr(module, "whole_part", found)
-    return found
+        part = getattr(module, "whole_part", part)
+    return part
 
 
 def mark(model: nn.Module, comm: Comm) -> None:
     """Store its part on every parameter; call this again whenever parameters were replaced.
 
     Raises:
-        ModelError: a parameter trains, and it is unknown whether its gradient is partial; the message names it.
+        ModelError: a parameter trains, and it is unknown whether its gradient is partial; the
+            message names it.
     """
-    known = parts(model, comm)
+    part_by_name = parts(model, comm)
     for name, parameter in model.named_parameters():
-        if known[name] is None and parameter.requires_grad:
+        if part_by_name[name] is None and parameter.requires_grad:
             raise ModelError(
-                "this parameter, whole on every rank, cannot train inside a block that lies over ranks",
+                (
+                    "this parameter, whole on every rank, cannot train inside a block that "
+                    "lies over ranks"
+                ),
                 where=name,
                 how="freeze it, or train without tensor parallelism",
             )
-        if (part := known[name]) is not None:
+        if (part := part_by_name[name]) is not None:
             carry(parameter, part)
 
 
 def carry(parameter: nn.Parameter, part: Part) -> None:
-    """Store its part on a parameter: the layout in the attribute that the core reads, the rest in another."""
-    given: Any = parameter
-    given.parallel_layout, given.gradient_rule = part.layout, (part.sum_over, part.counted)
+    """Store its part on a parameter: the layout in the attribute that the core reads, the rest
+    in another.
+    """
+    untyped: Any = parameter
+    untyped.parallel_layout = part.layout
+    untyped.gradient_rule = (part.sum_over, part.counted)
 
 
 def is_marked(parameter: nn.Parameter) -> bool:
@@ -85,14 +92,18 @@ def part_of(parameter: nn.Parameter) -> Part:
         raise ModelError(
             "a parameter does not say how it lies over the tensor-parallel ranks",
             where=f"shape {list(parameter.shape)}",
-            how="call lema_neuron.gradients.mark(model, comm) after parameters were made or replaced",
+            how=(
+                "call lema_neuron.gradients.mark(model, comm) after parameters were made or "
+                "replaced"
+            ),
         )
-    given: Any = parameter
-    return Part(given.parallel_layout, *given.gradient_rule)
+    untyped: Any = parameter
+    return Part(untyped.parallel_layout, *untyped.gradient_rule)
 
 
 def reduce_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Sum partial gradients, in place, over the ranks that their parameters' parts name; all get the same bits.
+    """Sum partial gradients, in place, over the ranks that their parameters' parts name; all get
+    the same bits.
 
     One collective for each group and dtype. Every rank passes its parameters in one order.
     """
@@ -116,7 +127,9 @@ def _all_reduce(gradients: list[Tensor], comm: Comm) -> None:
 
 
 def global_norm(parameters: Iterable[nn.Parameter], comm: Comm) -> Tensor:
-    """Return the 2-norm of all gradients of the whole model, copies counted once; the same bits on every rank."""
+    """Return the 2-norm of all gradients of the whole model, copies counted once; the same bits
+    on every rank.
+    """
     squares = [
         gradient.float().square().sum() * part_of(parameter).counted
         for parameter, gradient in _with_gradients(parameters)

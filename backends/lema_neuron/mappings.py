@@ -1,8 +1,8 @@
 """How an activation is gathered, summed or cut over the ranks, and its gradient in the backward.
 
-The pairs are those of Megatron-LM (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053; Korthikanti et al. 2022,
-https://arxiv.org/abs/2205.05198). A tensor is either whole on every rank, a share along a dimension, or partial:
-then its value is the sum over the ranks.
+The pairs are those of Megatron-LM (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053;
+Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198). A tensor is either whole on every rank,
+a share along a dimension, or partial: then its value is the sum over the ranks.
 """
 
 from __future__ import annotations
@@ -62,13 +62,25 @@ def reduce_from_group(tensor: Tensor, comm: Comm) -> Tensor:
 
 
 def gather_from_group(tensor: Tensor, comm: Comm, dim: int = -1) -> Tensor:
-    """Share to whole; the gradient is whole and the same on every rank, and each rank takes its share of it."""
-    return _map(tensor, comm, lambda one: comm.all_gather(one, dim), lambda one: share(one, dim, comm).contiguous())
+    """Share to whole; the gradient is whole and the same on every rank, and each rank takes its
+    share of it.
+    """
+    return _map(
+        tensor,
+        comm,
+        lambda local: comm.all_gather(local, dim),
+        lambda gradient: share(gradient, dim, comm).contiguous(),
+    )
 
 
 def scatter_to_group(tensor: Tensor, comm: Comm, dim: int = -1) -> Tensor:
     """Whole to share; its gradient is gathered."""
-    return _map(tensor, comm, lambda one: share(one, dim, comm).contiguous(), lambda one: comm.all_gather(one, dim))
+    return _map(
+        tensor,
+        comm,
+        lambda full: share(full, dim, comm).contiguous(),
+        lambda gradient: comm.all_gather(gradient, dim),
+    )
 
 
 def gather_sequence(tensor: Tensor, comm: Comm, dim: int, *, partial: bool = True) -> Tensor:
@@ -78,14 +90,24 @@ def gather_sequence(tensor: Tensor, comm: Comm, dim: int, *, partial: bool = Tru
         tensor: this rank's tokens.
         comm: the group.
         dim: the sequence's dimension.
-        partial: the ranks use the result in different ways, so the gradient is partial and is summed. False: it is
-            whole, and each rank takes its share.
+        partial: the ranks use the result in different ways, so the gradient is partial and is
+            summed. False: it is whole, and each rank takes its share.
     """
     if not partial:
         return gather_from_group(tensor, comm, dim)
-    return _map(tensor, comm, lambda one: comm.all_gather(one, dim), lambda one: comm.reduce_scatter(one, dim))
+    return _map(
+        tensor,
+        comm,
+        lambda local: comm.all_gather(local, dim),
+        lambda gradient: comm.reduce_scatter(gradient, dim),
+    )
 
 
 def reduce_scatter_sequence(tensor: Tensor, comm: Comm, dim: int) -> Tensor:
     """Partial to share of the sequence; its gradient is gathered."""
-    return _map(tensor, comm, lambda one: comm.reduce_scatter(one, dim), lambda one: comm.all_gather(one, dim))
+    return _map(
+        tensor,
+        comm,
+        lambda partial: comm.reduce_scatter(partial, dim),
+        lambda gradient: comm.all_gather(gradient, dim),
+    )

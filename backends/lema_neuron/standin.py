@@ -1,7 +1,8 @@
 """A group with only one process: it uses its own tensors in the place of the others'.
 
-The results have the shapes of the real group's results, and need the same memory and about the same time, but the
-values are wrong. Plans use it, because they run without the other processes, on tensors without values.
+The results have the shapes of the real group's results, and need the same memory and about the same
+time, but the values are wrong. Plans use it, because they run without the other processes, on
+tensors without values.
 """
 
 from __future__ import annotations
@@ -56,5 +57,7 @@ class StandIn:
 
 
 def without_values(tensor: Tensor) -> bool:
-    """Whether a tensor has only a shape: then a layer is traced without values, and other ranks do not take part."""
+    """Whether a tensor has only a shape: then a layer is traced without values, and other ranks
+    do not take part.
+    """
     return tensor.is_meta or isinstance(tensor, FakeTensor)

@@ -1,9 +1,11 @@
-"""The input embeddings and the head of a model, divided over a group by their rows, one row for each word.
+"""The input embeddings and the head of a model, divided over a group by their rows, one row for
+each word.
 
-Each rank looks up its own words. The sum of the vectors over the ranks is bitwise that of the whole table. Each rank
-computes the logits of its words, and these are gathered. For a loss they are not gathered: for every token each rank
-finds the largest of its logits, the sum of their exponentials and the target's logit. The ranks exchange only these
-three numbers (Megatron-LM's cross-entropy, Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053).
+Each rank looks up its own words. The sum of the vectors over the ranks is bitwise that of the whole
+table. Each rank computes the logits of its words, and these are gathered. For a loss they are not
+gathered: for every token each rank finds the largest of its logits, the sum of their exponentials
+and the target's logit. The ranks exchange only these three numbers (Megatron-LM's cross-entropy,
+Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053).
 """
 
 from __future__ import annotations
@@ -36,37 +38,52 @@ class Words:
         size: how many words there are.
 
     Attributes:
-        each: how many words a rank has; the last ranks may have fewer.
+        words_per_rank: how many words a rank has; the last ranks may have fewer.
         first: this rank's first word.
-        apart: whether the head returns only the logits of this rank's words, and no vectors are needed.
+        is_local_only: whether the head returns only the logits of this rank's words, and no vectors
+            are needed.
     """
 
     def __init__(self, comm: Comm, size: int) -> None:
-        self.comm, self.size = comm, size
+        self.comm = comm
+        self.size = size
         self.layout = embedding(comm.size, size)
-        self.each = -(-size // comm.size)
-        self.first = comm.rank * self.each
-        self.apart = False
+        self.words_per_rank = -(-size // comm.size)
+        self.first = comm.rank * self.words_per_rank
+        self.is_local_only = False
 
     @property
     def is_enough(self) -> bool:
         """Whether there are words for every rank."""
-        return self.each * (self.comm.size - 1) < self.size
+        return self.words_per_rank * (self.comm.size - 1) < self.size
 
-    def held(self, whole: nn.Parameter) -> nn.Parameter:
+    def local_rows(self, full: nn.Parameter) -> nn.Parameter:
         """Return this rank's rows of a weight, or of a bias, without padding."""
-        rows = shard(whole.detach(), self.layout, self.comm.rank)[: min(self.each, self.size - self.first)]
-        return nn.Parameter(rows, requires_grad=whole.requires_grad)
+        rows = shard(full.detach(), self.layout, self.comm.rank)[
+            : min(self.words_per_rank, self.size - self.first)
+        ]
+        return nn.Parameter(rows, requires_grad=full.requires_grad)
 
     def here(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of words in this rank's weight (any row for words of other ranks), and which words it has."""
+        """Return the rows of words in this rank's weight (any row for words of other ranks), and
+        which words it has.
+        """
         at = ids - self.first
-        return at.clamp(0, min(self.each, self.size - self.first) - 1), (at >= 0) & (at < self.each)
+        return at.clamp(0, min(self.words_per_rank, self.size - self.first) - 1), (at >= 0) & (
+            at < self.words_per_rank
+        )
 
     def cross_entropy(
-        self, logits: Tensor, targets: Tensor, *, reduction: str, ignore_index: int = -100, label_smoothing: float = 0.0
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        *,
+        reduction: str,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
     ) -> Tensor:
-        """Return the same as torch's `cross_entropy` of all words' logits, from the logits of this rank's words.
+        """Return the same as torch's `cross_entropy` of all words' logits, from the logits of this
+        rank's words.
 
         Args:
             logits: `[..., words of this rank]`, of any precision; the loss is in fp32.
@@ -76,20 +93,21 @@ class Words:
             label_smoothing: the part of each target that is spread over all words.
         """
         assert reduction in ("sum", "none"), f"a loss is not reduced by {reduction!r} over ranks"
-        flat, asked = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+        flat = logits.reshape(-1, logits.shape[-1])
+        asked = targets.reshape(-1)
         losses: Tensor = _CrossEntropy.apply(flat, asked, self, label_smoothing)  # type: ignore[no-untyped-call]
         losses = torch.where(asked == ignore_index, 0.0, losses)
         return losses.sum() if reduction == "sum" else losses
 
     @contextmanager
-    def left_apart(self) -> Iterator[None]:
-        """Make the head return only the logits of this rank's words, in a `with` block. The block discards outputs of
-        embeddings, so other ranks need not send them."""
-        self.apart = True
+    def only_local(self) -> Iterator[None]:
+        """Make the head return only the logits of this rank's words, in a `with` block. The block
+        discards outputs of embeddings, so other ranks need not send them."""
+        self.is_local_only = True
         try:
             yield
         finally:
-            self.apart = False
+            self.is_local_only = False
 
 
 def words_of(module: nn.Module | None) -> Words | None:
@@ -98,34 +116,41 @@ def words_of(module: nn.Module | None) -> Words | None:
 
 
 def divide_words(model: nn.Module, names: Collection[str], comm: Comm) -> None:
-    """Cut the weights of embeddings and a head to this rank's rows, in place; tied weights stay one weight. If there
-    are fewer words than ranks, the weights stay whole.
+    """Cut the weights of embeddings and a head to this rank's rows, in place; tied weights stay one
+    weight. If there are fewer words than ranks, the weights stay whole.
 
     Args:
         model: the model.
         names: those of the weights, of modules `nn.Embedding` that take only ids, or `nn.Linear`.
         comm: the group.
     """
-    shared: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # keeps the whole ones, so that each `id` stays unique
+    shared: dict[
+        int, tuple[nn.Parameter, nn.Parameter]
+    ] = {}  # keeps the whole ones, so that each `id` stays unique
     vocabularies: dict[int, Words] = {}
     for name in sorted(names):
         module = model.get_submodule(name.rpartition(".")[0])
-        assert isinstance(module, nn.Linear | nn.Embedding), f"{name} is of a {type(module).__name__}"
+        assert isinstance(module, nn.Linear | nn.Embedding), (
+            f"{name} is of a {type(module).__name__}"
+        )
         words = vocabularies.setdefault(module.weight.shape[0], Words(comm, module.weight.shape[0]))
         if not words.is_enough:
             continue
-        whole = module.weight
-        assert isinstance(whole, nn.Parameter)
-        module.weight = shared.setdefault(id(whole), (whole, words.held(whole)))[1]
+        full = module.weight
+        assert isinstance(full, nn.Parameter)
+        module.weight = shared.setdefault(id(full), (full, words.local_rows(full)))[1]
         if isinstance(module, nn.Embedding):
-            module.padding_idx = None  # the id whose row gets no gradient; here it would be another row
+            module.padding_idx = (
+                None  # the id whose row gets no gradient; here it would be another row
+            )
         elif module.bias is not None:
-            module.bias = words.held(module.bias)
-        # Methods of this one module, because models check the class of their embeddings, and have their own classes
-        # that scale them; a copy of the module has its own methods.
+            module.bias = words.local_rows(module.bias)
+        # Methods of this one module, because models check the class of their embeddings, and have
+        # their own classes that scale them; a copy of the module has its own methods.
         module.words = words  # type: ignore[assignment]
         module.parts = MethodType(_parts, module)  # type: ignore[assignment]
-        module.forward = MethodType(_vectors if isinstance(module, nn.Embedding) else _logits, module)  # type: ignore[method-assign]
+        forward = _vectors if isinstance(module, nn.Embedding) else _logits
+        module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
 
 def _parts(module: Any) -> dict[str, Part]:
@@ -139,7 +164,11 @@ def _vectors(module: Any, input: Tensor) -> Tensor:
     vectors: Tensor = type(module).forward(module, at)
     # Selected instead of multiplied by 0, because a row of another word may not be finite.
     mine_alone = torch.where(mine.unsqueeze(-1), vectors, 0.0)
-    return mine_alone if module.words.apart else reduce_from_group(mine_alone, module.words.comm)
+    return (
+        mine_alone
+        if module.words.is_local_only
+        else reduce_from_group(mine_alone, module.words.comm)
+    )
 
 
 def _logits(module: Any, input: Tensor) -> Tensor:
@@ -148,41 +177,51 @@ def _logits(module: Any, input: Tensor) -> Tensor:
         followed: Tensor = handle_torch_function(_logits, (input,), module, input)
         return followed
     words: Words = module.words
-    made = linear(copy_to_group(input, words.comm), module.weight, module.bias)
-    if words.apart:
-        return made
-    return gather_from_group(pad(made, (0, words.each - made.shape[-1])), words.comm)[..., : words.size]
+    local_logits = linear(copy_to_group(input, words.comm), module.weight, module.bias)
+    if words.is_local_only:
+        return local_logits
+    return gather_from_group(
+        pad(local_logits, (0, words.words_per_rank - local_logits.shape[-1])), words.comm
+    )[..., : words.size]
 
 
 class _CrossEntropy(torch.autograd.Function):
     """The loss of each token, `[tokens]` in fp32, from this rank's logits, `[tokens, words]`."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, words: Words, smoothing: float) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, words: Words, smoothing: float
+    ) -> Tensor:
         at, inside = words.here(targets)
         at = at.unsqueeze(-1)
         most = logits.amax(-1).float()
         # torch computes in fp32 if only one operand is in fp32, so no copy of the logits is needed.
         total = torch.sub(logits, most.unsqueeze(-1)).exp_().sum(-1)
         hit = torch.where(inside, logits.gather(-1, at).squeeze(-1).float(), 0.0)
-        found = [most, total, hit] + ([logits.sum(-1, dtype=torch.float32)] if smoothing else [])
-        every = words.comm.all_gather(torch.stack(found).unsqueeze(0), 0).unbind(1)  # each [ranks, tokens]
+        statistics = [most, total, hit] + (
+            [logits.sum(-1, dtype=torch.float32)] if smoothing else []
+        )
+        every = words.comm.all_gather(torch.stack(statistics).unsqueeze(0), 0).unbind(
+            1
+        )  # each [ranks, tokens]
         most = every[0].amax(0)
         total = (every[1] * (every[0] - most).exp()).sum(0).log()
-        # Subtract first, because the sum's logarithm and the largest logit may have very different sizes.
+        # Subtract first, because the sum's logarithm and the largest logit may have very different
+        # sizes.
         losses = total - (every[2].sum(0) - most)
         if smoothing:
             mean = every[3].sum(0) / words.size
             losses = losses * (1 - smoothing) + (total - (mean - most)) * smoothing
         ctx.save_for_backward(logits, at, inside, most + total)
-        ctx.smoothing, ctx.size = smoothing, words.size
+        ctx.smoothing = smoothing
+        ctx.size = words.size
         return losses
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         logits, at, inside, norm = ctx.saved_tensors
-        found = torch.sub(logits, norm.unsqueeze(-1)).exp_()  # softmax
+        grad = torch.sub(logits, norm.unsqueeze(-1)).exp_()  # softmax
         if ctx.smoothing:
-            found.sub_(ctx.smoothing / ctx.size)
-        found.scatter_add_(-1, at, inside.unsqueeze(-1) * (ctx.smoothing - 1.0))
-        return found.mul_(gradients[0].unsqueeze(-1)).to(logits.dtype), None, None, None
+            grad.sub_(ctx.smoothing / ctx.size)
+        grad.scatter_add_(-1, at, inside.unsqueeze(-1) * (ctx.smoothing - 1.0))
+        return grad.mul_(gradients[0].unsqueeze(-1)).to(logits.dtype), None, None, None

@@ -1,8 +1,9 @@
 """A time limit for every collective: one that takes too long ends the process.
 
-If ranks call different collectives, or one rank has died, all hang without a message. So every collective has a limit.
-It is long until the end of the first step, because other ranks may still read or compile, and shorter afterwards. When
-it is over, LEMA writes the stacks of all threads to standard error and ends the process; `torchrun` ends the others.
+If ranks call different collectives, or one rank has died, all hang without a message. So every
+collective has a limit. It is long until the end of the first step, because other ranks may still
+read or compile, and shorter afterwards. When it is over, LEMA writes the stacks of all threads to
+standard error and ends the process; `torchrun` ends the others.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ Kind = TypeVar("Kind")
 class Watch:
     """The limit on a rank's waits for the others.
 
-    One thread watches all waits. It never sleeps longer than the shortest limit, so a new wait need not wake it.
+    One thread watches all waits. It never sleeps longer than the shortest limit, so a new wait need
+    not wake it.
 
     Args:
         at_start: the limit until the first step has ended.
         later: the limit from then on.
-        over: called with a description of the wait when the time is over; None: write all stacks, end the process.
+        over: called with a description of the wait when the time is over; None: write all stacks,
+            end the process.
     """
 
     def __init__(
@@ -49,7 +52,9 @@ class Watch:
         later: timedelta = PATIENCE_LATER,
         over: Callable[[str], None] | None = None,
     ) -> None:
-        self._patience, self._later, self._over = at_start, later, over or _end
+        self._patience = at_start
+        self._later = later
+        self._over = over or _end
         self._waits: dict[object, tuple[float, str]] = {}  # until when, and for what
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -70,7 +75,9 @@ class Watch:
         wait = object()
         with self._changed:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._look_on, name="watch over other ranks", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._poll_loop, name="watch over other ranks", daemon=True
+                )
                 self._thread.start()
             end = time.monotonic() + self._patience.total_seconds()
             self._waits[wait] = end, f"{what} after {self._patience}"
@@ -88,19 +95,20 @@ class Watch:
     def close(self) -> None:
         """Stop the thread that watches."""
         with self._changed:
-            thread, self._thread = self._thread, None
+            thread = self._thread
+            self._thread = None
             self._changed.notify()
         if thread is not None:
             thread.join()
 
-    def _look_on(self) -> None:
+    def _poll_loop(self) -> None:
         with self._changed:
             while self._thread is threading.current_thread():
                 now = time.monotonic()
-                for wait in [one for one, (end, _) in self._waits.items() if end <= now]:
+                for wait in [key for key, (end, _) in self._waits.items() if end <= now]:
                     self._over(self._waits.pop(wait)[1])
-                ends = [end for end, _ in self._waits.values()]
-                self._changed.wait(min([*ends, now + self._patience.total_seconds()]) - now)
+                deadlines = [end for end, _ in self._waits.values()]
+                self._changed.wait(min([*deadlines, now + self._patience.total_seconds()]) - now)
 
     def around(self, comm: Comm) -> WatchedComm:
         """Return a group whose collectives are watched."""
@@ -116,7 +124,8 @@ class WatchedComm:
     """
 
     def __init__(self, comm: Comm, watch: Watch) -> None:
-        self._comm, self._watch = comm, watch
+        self._comm = comm
+        self._watch = watch
         self._alone = StandIn(comm.rank, comm.size)
 
     def __deepcopy__(self, memo: Any) -> WatchedComm:
@@ -142,7 +151,9 @@ class WatchedComm:
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's share of the sum."""
-        return self._answered("reduce_scatter", tensor, lambda comm: comm.reduce_scatter(tensor, dim))
+        return self._answered(
+            "reduce_scatter", tensor, lambda comm: comm.reduce_scatter(tensor, dim)
+        )
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Return the tensor of the rank `source`."""
@@ -166,9 +177,12 @@ class WatchedComm:
 
 
 def _end(what: str) -> None:
-    """Print the wait and the stacks of all threads, and end the process; the other ranks then end, too."""
+    """Print the wait and the stacks of all threads, and end the process; the other ranks then
+    end, too.
+    """
     sys.stderr.write(
-        f"error: other ranks did not answer: {what}\n  how: see the stacks below, and the output of the other ranks; "
+        f"error: other ranks did not answer: {what}\n  how: see the stacks below, and the "
+        "output of the other ranks; "
         "start all of them again (--resume continues from the last checkpoint)\n"
     )
     faulthandler.dump_traceback(all_threads=True)

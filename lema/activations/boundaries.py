@@ -1,8 +1,10 @@
-"""Where boundary activations wait between the forward and the backward: on the device, in host memory, or on disk.
+"""Where boundary activations wait between the forward and the backward: on the device, in host
+memory, or on disk.
 
-A tier keeps its memory from step to step. It grows when a step needs more and never shrinks: batches of a run differ in
-length, and what the longest needed will be needed again. Off the device boundaries are pieces in a store, whose order
-is known beforehand: so a few slots on the device serve all that come back.
+A tier keeps its memory from step to step. It grows when a step needs more and never shrinks:
+batches of a run differ in length, and what the longest needed will be needed again. Off the device
+boundaries are pieces in a store, whose order is known beforehand: so a few slots on the device
+serve all that come back.
 """
 
 from collections import deque
@@ -21,7 +23,7 @@ from lema.backend.registry import has_addresses
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.storage.spillfile import OffloadFile, whole_blocks
 
-__all__ = ["NUM_BUFFERS", "Key", "Tier", "TierName", "make_tier", "placed"]
+__all__ = ["NUM_BUFFERS", "Key", "Tier", "TierName", "make_tier", "view_like"]
 
 Key = tuple[int, int]  # layer, micro-batch
 TierName = Literal["device", "host", "disk"]
@@ -29,16 +31,24 @@ NUM_BUFFERS = 3  # boundaries between where they wait and the layer: one in use,
 ALIGNMENT = 64  # of a boundary in memory: torch's own
 
 
-def make_tier(name: TierName, backend: Carrier, directory: Path, trace: NoTrace = NO_TRACE) -> "Tier":
-    """Return an empty tier; `directory` has its file if it is on disk, `trace` records what goes there."""
+def make_tier(
+    name: TierName, backend: Carrier, directory: Path, trace: NoTrace = NO_TRACE
+) -> "Tier":
+    """Return an empty tier; `directory` has its file if it is on disk, `trace` records what goes
+    there.
+    """
     if name == "device":
         return _OnDevice(backend.device)
-    return _Away(backend, _Pool(backend.host_buffer) if name == "host" else _DiskRoom(backend, directory, trace))
+    return _Away(
+        backend,
+        _Pool(backend.host_buffer) if name == "host" else _DiskPool(backend, directory, trace),
+    )
 
 
 class _Pool:
-    """Memory that is handed out from the start again in every step: one allocation, unless a step outgrows it. Not
-    buffers of a `HostPool`, because those would be made again, page-locked, whenever batches change in length."""
+    """Memory that is handed out from the start again in every step: one allocation, unless a step
+    outgrows it. Not buffers of a `HostPool`, because those would be made again, page-locked,
+    whenever batches change in length."""
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         self._allocate = allocate
@@ -54,22 +64,27 @@ class _Pool:
         nbytes = sum(map(_aligned, sizes))
         if len(self._chunks) > 1 or self.memory_bytes < nbytes:
             nbytes = max(nbytes, self.memory_bytes)
-            self._chunks.clear()  # before more is taken, because the old and the new shall not add up
+            # before more is taken, because the old and the new shall not add up
+            self._chunks.clear()
             self._chunks.append(self._allocate(nbytes))
         self._chunk = self._used = 0
 
     def take(self, nbytes: int, to_come: int) -> Tensor:
-        """Return the next `nbytes`; if the room is used up, allocate more for all boundaries `to_come`."""
+        """Return the next `nbytes`; if the room is used up, allocate more for all boundaries
+        `to_come`.
+        """
         while self._chunk < len(self._chunks):
-            chunk, start = self._chunks[self._chunk], self._used
+            chunk = self._chunks[self._chunk]
+            start = self._used
             if start + nbytes <= len(chunk):
                 self._used += _aligned(nbytes)
                 return chunk[start : start + nbytes]
-            self._chunk, self._used = self._chunk + 1, 0
+            self._chunk = self._chunk + 1
+            self._used = 0
         self._chunks.append(self._allocate(_aligned(nbytes) * (to_come + 1)))
         return self.take(nbytes, to_come)
 
-    def place(self, nbytes: int, to_come: int) -> WaitingPiece:
+    def allocate(self, nbytes: int, to_come: int) -> WaitingPiece:
         return HostPiece(self.take(nbytes, to_come), lambda _: None)
 
     def close(self) -> None:
@@ -77,8 +92,9 @@ class _Pool:
 
 
 class _OnDevice:
-    """Boundaries in one allocation on the device; on a lazy device, whose memory is the runtime's, as they are. In
-    memory of ours each would there be written to a place of its own, and every layer's graph would be another."""
+    """Boundaries in one allocation on the device; on a lazy device, whose memory is the runtime's,
+    as they are. In memory of ours each would there be written to a place of its own, and every
+    layer's graph would be another."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = _Pool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device))
@@ -96,10 +112,10 @@ class _OnDevice:
 
     def keep(self, key: Key, state: Tensor, like: Tensor, to_come: int) -> None:
         if self._copies:
-            state = placed(self._pool.take(like.nbytes, to_come), like).copy_(state)
+            state = view_like(self._pool.take(like.nbytes, to_come), like).copy_(state)
         self._states[key] = state
 
-    def turn(self) -> None:
+    def end_forward(self) -> None:
         """Everything is where it is needed."""
 
     def fetched(self, key: Key, *, again: bool = False) -> Generator[Tensor, None, None]:
@@ -112,24 +128,29 @@ class _OnDevice:
         self._states.clear()
 
 
-class _DiskRoom:
-    """A file, and a few buffers in host memory through which boundaries go there and come back; used as `_Pool` is."""
+class _DiskPool:
+    """A file, and a few buffers in host memory through which boundaries go there and come back;
+    used as `_Pool` is.
+    """
 
     def __init__(self, backend: Carrier, directory: Path, trace: NoTrace) -> None:
-        how = "free some space, set offload_dir to a directory on another disk, or use boundary_activations: host"
+        how = (
+            "free some space, set offload_dir to a directory on another disk, or use "
+            "boundary_activations: host"
+        )
         file = OffloadFile(directory, "boundary activations", how, trace)
         self._store = DiskStore(file, HostPool(backend.host_buffer, num_buffers=NUM_BUFFERS))
 
     @property
     def memory_bytes(self) -> int:
-        return self._store.staging.held_bytes
+        return self._store.staging.allocated_bytes
 
     def begin(self, sizes: Sequence[int]) -> None:
         self._store.reserve(sum(map(whole_blocks, sizes)))
 
-    def place(self, nbytes: int, to_come: int) -> WaitingPiece:
+    def allocate(self, nbytes: int, to_come: int) -> WaitingPiece:
         self._store.reserve(whole_blocks(nbytes) * (to_come + 1))
-        return self._store.place(nbytes)
+        return self._store.allocate(nbytes)
 
     def close(self) -> None:
         self._store.close()
@@ -145,42 +166,51 @@ class _Fetch:
 
 
 class _Away:
-    """Boundaries that leave the device, each as a piece in a store, and come back in an order that is known.
-    Copies are queued behind the compute that makes the state, and those back behind them, a few ahead; nobody waits."""
+    """Boundaries that leave the device, each as a piece in a store, and come back in an order that
+    is known. Copies are queued behind the compute that makes the state, and those back behind them,
+    a few ahead; nobody waits."""
 
-    def __init__(self, backend: Carrier, room: _Pool | _DiskRoom) -> None:
-        self._backend, self._room = backend, room
-        self._kept: list[_Fetch] = []  # until the backward begins
-        self._leaving: deque[Download] = deque()  # the last few, which keep their boundaries on the device
+    def __init__(self, backend: Carrier, pool: _Pool | _DiskPool) -> None:
+        self._backend = backend
+        self._pool = pool
+        self._waiting: list[_Fetch] = []  # until the backward begins
+        # the last few, which keep their boundaries on the device
+        self._leaving: deque[Download] = deque()
         self._to_fetch: deque[_Fetch] = deque()
         self._fetches: deque[_Fetch] = deque()  # under way
         self._slots: deque[DeviceSlots] = deque()  # that are free
-        self._slot_bytes = self._num_held = 0
+        self._slot_bytes = self._num_in_use = 0
 
     @property
     def memory_bytes(self) -> int:
-        return self._room.memory_bytes
+        return self._pool.memory_bytes
 
     def begin(self, likes: Sequence[Tensor]) -> None:
         """Forget the step before; make room for boundaries like these, tensors without bytes."""
         self._forget()
-        self._room.begin([like.nbytes for like in likes])
+        self._pool.begin([like.nbytes for like in likes])
 
     def keep(self, key: Key, state: Tensor, like: Tensor, to_come: int) -> None:
-        """Keep a copy of `state`. It must not be written to any more: it may be copied later, and is held until then.
-        Where this boundary and those `to_come` are unlike those that `begin` was told of, room is made for them."""
-        piece = self._room.place(like.nbytes, to_come)
-        self._kept.append(_Fetch(key, like, piece))
-        if len(self._leaving) == NUM_BUFFERS:  # not at once, because compute need not wait for a copy then
+        """Keep a copy of `state`. It must not be written to any more: it may be copied later, and
+        is held until then. Where this boundary and those `to_come` are unlike those that `begin`
+        was told of, room is made for them."""
+        piece = self._pool.allocate(like.nbytes, to_come)
+        self._waiting.append(_Fetch(key, like, piece))
+        if (
+            len(self._leaving) == NUM_BUFFERS
+        ):  # not at once, because compute need not wait for a copy then
             self._leaving.popleft().release()
-        self._leaving.append(self._backend.download(state, placed(piece.fill(), like)))
+        self._leaving.append(self._backend.download(state, view_like(piece.fill(), like)))
         piece.filled(self._leaving[-1].landed)
 
-    def turn(self) -> None:
-        """Begin to fetch in the order of use: the top layer's first, each layer's in the order of micro-batches."""
+    def end_forward(self) -> None:
+        """Begin to fetch in the order of use: the top layer's first, each layer's in the order
+        of micro-batches.
+        """
         self._let_go()
-        order, self._kept = sorted(self._kept, key=lambda one: (-one.key[0], one.key[1])), []
-        largest = max((one.like.nbytes for one in order), default=0)
+        order = sorted(self._waiting, key=lambda fetch: (-fetch.key[0], fetch.key[1]))
+        self._waiting = []
+        largest = max((fetch.like.nbytes for fetch in order), default=0)
         if largest > self._slot_bytes:
             self._slots = deque(self._backend.device_slots(largest, 1) for _ in range(NUM_BUFFERS))
             self._slot_bytes = largest
@@ -188,49 +218,57 @@ class _Away:
         self._pump()
 
     def fetched(self, key: Key, *, again: bool = False) -> Generator[Tensor, None, None]:
-        """Yield the boundary, on the device; it may be gone when the generator goes on or is closed. `again`: it waits
-        for another backward then, which `turn` begins."""
+        """Yield the boundary, on the device; it may be gone when the generator goes on or is
+        closed. `again`: it waits for another backward then, which `end_forward` begins."""
         self._pump()
         fetch = self._fetches.popleft()
-        assert fetch.key == key, "boundaries were requested in another order than that of the backward"
-        self._num_held += 1
+        assert fetch.key == key, (
+            "boundaries were requested in another order than that of the backward"
+        )
+        self._num_in_use += 1
         try:
             if fetch.upload is None:
                 self._upload(fetch)
             assert fetch.upload is not None
             self._pump()
-            yield placed(fetch.upload.wait(), fetch.like)
+            yield view_like(fetch.upload.wait(), fetch.like)
         finally:
-            self._num_held -= 1
+            self._num_in_use -= 1
             self._give_back(fetch, again=again)
         self._pump()
 
     def close(self) -> None:
         self._forget()
-        self._room.close()
+        self._pool.close()
 
     def _forget(self) -> None:
-        """Drop the boundaries of a step that was given up. Uploads of stale bytes may still end; no code reads them."""
+        """Drop the boundaries of a step that was given up. Uploads of stale bytes may still end;
+        no code reads them.
+        """
         while fetches := self._to_fetch or self._fetches:
             self._give_back(fetches.popleft())
         self._let_go()
-        while self._kept:
-            self._kept.pop().piece.drop()
+        while self._waiting:
+            self._waiting.pop().piece.drop()
 
     def _let_go(self) -> None:
         while self._leaving:
             self._leaving.popleft().release()
 
     def _pump(self) -> None:
-        """Have as many pieces read as there are slots, and begin every upload whose bytes are there."""
-        while self._to_fetch and len(self._fetches) + self._num_held < NUM_BUFFERS:
+        """Have as many pieces read as there are slots, and begin every upload whose bytes are
+        there.
+        """
+        while self._to_fetch and len(self._fetches) + self._num_in_use < NUM_BUFFERS:
             self._fetches.append(self._to_fetch.popleft())
         waiting = [fetch for fetch in self._fetches if fetch.upload is None]
         for fetch in waiting:
             fetch.piece.expect()
         for fetch in waiting:
             if not fetch.piece.ready():
-                break  # because compute wants them in this order, and so must the queue of uploads have them
+                # because compute wants them in this order, and so must the queue of uploads have
+                # them
+                break
             self._upload(fetch)
 
     def _upload(self, fetch: _Fetch) -> None:
@@ -242,10 +280,11 @@ class _Away:
         if fetch.upload is not None and fetch.slot is not None:
             fetch.upload.release()
             self._slots.append(fetch.slot)
-            # Not before: on a device that computes in host memory the slot is the piece's own buffer.
+            # Not before: on a device that computes in host memory the slot is the piece's own
+            # buffer.
             fetch.piece.used(fetch.upload.drained)
         if again:
-            self._kept.append(_Fetch(fetch.key, fetch.like, fetch.piece))
+            self._waiting.append(_Fetch(fetch.key, fetch.like, fetch.piece))
         else:
             fetch.piece.drop()
 
@@ -253,7 +292,7 @@ class _Away:
 Tier = _OnDevice | _Away
 
 
-def placed(memory: Tensor, like: Tensor) -> Tensor:
+def view_like(memory: Tensor, like: Tensor) -> Tensor:
     """Return the tensor that looks like `like` in the first bytes of `memory`."""
     flat = memory[: like.nbytes].view(like.dtype)
     return flat.as_strided(like.shape, like.stride(), flat.storage_offset())

@@ -1,4 +1,6 @@
-"""The public context managers: inside one of them, what autograd saves for the backward waits off the device."""
+"""The public context managers: inside one of them, what autograd saves for the backward waits
+off the device.
+"""
 
 import tempfile
 import weakref
@@ -16,7 +18,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lema.activations.diskstore import DiskStore, Store
-from lema.activations.hooks import Scope, Sites, current, entered, has_storage
+from lema.activations.hooks import ModelHooks, Scope, current, entered, has_storage
 from lema.activations.hoststore import HostPool, HostStore
 from lema.activations.layers import LayerInputs, only_layer_inputs, only_layer_values
 from lema.activations.lazy import ByValue
@@ -54,34 +56,39 @@ class NoOpManager:
 
 
 class OffloadActivations:
-    """A context that moves the tensors that autograd saves on the device to host memory or disk until the backward.
+    """A context that moves the tensors that autograd saves on the device to host memory or disk
+    until the backward.
 
-    Enter it once per training step. The backward may run inside or after it. A moved tensor belongs to the graph that
-    saved it, and is freed with it.
+    Enter it once per training step. The backward may run inside or after it. A moved tensor belongs
+    to the graph that saved it, and is freed with it.
 
     Args:
         use_pin_memory: lock the pages of host memory, so that the device can copy on its own.
         use_streams: copy while the device computes; otherwise the computation waits for each copy.
         min_offload_size: size in bytes below which tensors stay.
-        max_fwd_stash_size: pieces that may be on the device while they are copied away; the same number is fetched
-            ahead in the backward. At least 1.
-        model: its weights, its head and excluded modules are not moved, and "hidden_states" moves the inputs of its
-            layers. None: every tensor that is not a parameter or a view of one counts as an activation.
-        mode: True: everything that autograd saves. "legacy": the same without streams. "hidden_states": only inputs of
-            decoder layers. "disk": everything, to a file without a name.
-        offload_dir: directory of that file; in other modes the file takes what does not fit into host memory. None: the
-            system's directory for temporary files, and no file in other modes.
-        host_memory: limit of host memory in bytes; None: no limit as long as the machine has some left, and 256 MiB
-            with "disk".
+        max_fwd_stash_size: pieces that may be on the device while they are copied away; the same
+            number is fetched ahead in the backward. At least 1.
+        model: its weights, its head and excluded modules are not moved, and "hidden_states" moves
+            the inputs of its layers. None: every tensor that is not a parameter or a view of one
+            counts as an activation.
+        mode: True: everything that autograd saves. "legacy": the same without streams.
+            "hidden_states": only inputs of decoder layers. "disk": everything, to a file without a
+            name.
+        offload_dir: directory of that file; in other modes the file takes what does not fit into
+            host memory. None: the system's directory for temporary files, and no file in other
+            modes.
+        host_memory: limit of host memory in bytes; None: no limit as long as the machine has some
+            left, and 256 MiB with "disk".
         disk_space: limit of disk space in bytes; None: the free space.
         exclude_modules: modules whose tensors stay: ends of their names, or regular expressions.
         warn_if_no_head: warn if no output head is found in the model.
         certify: keep moved tensors on the device, too, and compare every byte that returns.
-        sync: on a lazy device, whose tensors have no storage, runs the computation so far. It is called when inputs of
-            layers leave and return. "hidden_states" is the only mode there.
+        sync: on a lazy device, whose tensors have no storage, runs the computation so far. It is
+            called when inputs of layers leave and return. "hidden_states" is the only mode there.
 
     Raises:
-        ConfigError: a setting is wrong, or `exclude_modules` match nothing. DiskError: there is no space for the file.
+        ConfigError: a setting is wrong, or `exclude_modules` match nothing. DiskError: there is no
+            space for the file.
     """
 
     def __init__(
@@ -104,9 +111,16 @@ class OffloadActivations:
         by_value = model is not None and not all(map(has_storage, islice(model.parameters(), 1)))
         _check(mode, max_fwd_stash_size, model, by_value=by_value)
         self.mode = mode
-        carrier = partial(carrier_for, use_streams=use_streams and mode != "legacy", pin_memory=use_pin_memory)
-        self._scope, self._weights = Scope(), WeightStorages(model)
-        self._sites = None if model is None else Sites(model, exclude=exclude_modules, warn_if_no_head=warn_if_no_head)
+        carrier = partial(
+            carrier_for, use_streams=use_streams and mode != "legacy", pin_memory=use_pin_memory
+        )
+        self._scope = Scope()
+        self._weights = WeightStorages(model)
+        self._model_hooks = (
+            None
+            if model is None
+            else ModelHooks(model, exclude=exclude_modules, warn_if_no_head=warn_if_no_head)
+        )
         self._layers = None if model is None else LayerInputs(model)
         self._devices = set(_device_types(model))
         self._by_value = by_value
@@ -118,11 +132,13 @@ class OffloadActivations:
             choice = everything(self._weights, self._devices, min_bytes=min_offload_size, but=but)
             allocate = carrier(torch.device(min(self._devices))).host_buffer
             store = _store(mode, allocate, offload_dir, host_memory, disk_space)
-            self.offload = Offload(choice, store, carrier, stash=max_fwd_stash_size, certify=certify)
+            self.offload = Offload(
+                choice, store, carrier, stash=max_fwd_stash_size, certify=certify
+            )
         self._entered: list[ExitStack] = []
-        # Not a method of this object, because what takes its hooks off must not keep it alive. What waits for a
-        # backward does not go with it: the graph owns that.
-        self._take_off = weakref.finalize(self, _take_off, self._sites, self._layers)
+        # Not a method of this object, because what takes its hooks off must not keep it alive. What
+        # waits for a backward does not go with it: the graph owns that.
+        self._take_off = weakref.finalize(self, _take_off, self._model_hooks, self._layers)
         self._model = None if model is None else weakref.ref(model)
 
     @property
@@ -155,7 +171,10 @@ class OffloadActivations:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             self._entered.pop().__exit__(kind, error, trace)
@@ -164,7 +183,9 @@ class OffloadActivations:
                 self.offload.let_go()
 
     def close(self) -> None:
-        """Remove the hooks from the model and free all memory. Tensors that still wait for a backward are lost."""
+        """Remove the hooks from the model and free all memory. Tensors that still wait for a
+        backward are lost.
+        """
         if self._take_off.alive:
             self._take_off()
             self.offload.close()
@@ -181,10 +202,37 @@ def get_lora_act_offloading_ctx_manager(
     mode: Mode | Literal[False] = True,
     **options: Any,
 ) -> OffloadActivations | NoOpManager:
-    """Return the context in which a training step of `model` offloads its activations. It works for any `transformers`
-    model, with or without a PEFT adapter, with few or all parameters trained, and wrapped for several processes or not.
-    The output head, everything after it, and modules in `exclude_modules` stay on the device. Arguments and errors are
-    those of `OffloadActivations`. `mode` may also be False, which moves nothing."""
+    """Return the context in which a training step of a model offloads its activations.
+
+    It works for any model of transformers, with or without a PEFT adapter, with few or all
+    parameters trained, and wrapped for several processes or not. The output head, everything after
+    it, and modules in `exclude_modules` stay on the device.
+
+    Args:
+        model: the model that is trained.
+        use_pin_memory: lock the pages of host memory, so that the device can copy on its own.
+        use_streams: copy while the device computes; otherwise the computation waits for each copy.
+        min_offload_size: size in bytes below which tensors stay.
+        max_fwd_stash_size: pieces that may be on the device while they are copied away. At least 1.
+        warn_if_no_head: warn if no output head is found in the model.
+        mode: as in `OffloadActivations`; False: nothing is moved.
+        options: further arguments of `OffloadActivations`.
+
+    Returns:
+        A context to enter once per training step.
+
+    Raises:
+        ConfigError: a setting is wrong, or `exclude_modules` match nothing.
+        DiskError: there is no space for the file.
+
+    Example:
+        ```python
+        offload = get_lora_act_offloading_ctx_manager(model, mode="hidden_states")
+        with offload:
+            loss = model(**batch).loss
+        loss.backward()
+        ```
+    """
     if mode is False:  # not a null context, because one that offloads may be open around this one
         return NoOpManager()
     return OffloadActivations(
@@ -201,20 +249,27 @@ def get_lora_act_offloading_ctx_manager(
 
 def _check(mode: Mode, stash: int, model: nn.Module | None, *, by_value: bool) -> None:
     if mode not in MODES:
-        known = ", ".join(map(repr, MODES))
-        raise ConfigError(f"there is no mode {mode!r}", where="mode", how=f"use one of {known}")
+        modes = ", ".join(map(repr, MODES))
+        raise ConfigError(f"there is no mode {mode!r}", where="mode", how=f"use one of {modes}")
     if stash < 1:
         raise ConfigError(f"max_fwd_stash_size is {stash}", how="use at least 1")
     if mode == "hidden_states" and model is None:
-        raise ConfigError("hidden_states moves the inputs of a model's layers, but no model was given", where="model")
+        raise ConfigError(
+            "hidden_states moves the inputs of a model's layers, but no model was given",
+            where="model",
+        )
     if by_value and mode != "hidden_states":
         raise ConfigError(
-            f"{mode!r} moves storages, and tensors of this device have none", where="mode", how="use hidden_states"
+            f"{mode!r} moves storages, and tensors of this device have none",
+            where="mode",
+            how="use hidden_states",
         )
 
 
 def _device_types(model: nn.Module | None) -> frozenset[str]:
-    """Return the kinds of device whose memory is to be saved: those of the weights, but the host's only if alone."""
+    """Return the kinds of device whose memory is to be saved: those of the weights, but the
+    host's only if alone.
+    """
     if model is None:
         accelerator = torch.accelerator.current_accelerator()
         return frozenset(("cpu" if accelerator is None else accelerator.type,))
@@ -223,7 +278,11 @@ def _device_types(model: nn.Module | None) -> frozenset[str]:
 
 
 def _store(
-    mode: Mode, allocate: Any, offload_dir: str | Path | None, host_memory: int | None, disk_space: int | None
+    mode: Mode,
+    allocate: Any,
+    offload_dir: str | Path | None,
+    host_memory: int | None,
+    disk_space: int | None,
 ) -> Store:
     if mode != "disk" and offload_dir is None:
         return HostStore(HostPool(allocate, host_memory))
@@ -233,8 +292,8 @@ def _store(
     return disk if mode == "disk" else HostStore(HostPool(allocate, host_memory), disk)
 
 
-def _take_off(sites: Sites | None, layers: LayerInputs | None) -> None:
-    if sites is not None:
-        sites.close()
+def _take_off(model_hooks: ModelHooks | None, layers: LayerInputs | None) -> None:
+    if model_hooks is not None:
+        model_hooks.close()
     if layers is not None:
         layers.close()

@@ -1,7 +1,8 @@
 """Where in a model's forward the calling thread is, as far as offloading cares.
 
-Hooks on the model's modules say it to whatever context is open, and do nothing where none is. They are the same for
-every context built on the model, are put on once however many ask for them, and taken off when the last one is closed.
+Hooks on the model's modules say it to whatever context is open, and do nothing where none is. They
+are the same for every context built on the model, are put on once however many ask for them, and
+taken off when the last one is closed.
 """
 
 import difflib
@@ -23,33 +24,49 @@ from torch.utils.hooks import RemovableHandle
 
 from lema.errors import ConfigError
 
-__all__ = ["Hooked", "Hooks", "Scope", "Sites", "current", "entered", "has_storage", "output_head", "wrapped"]
+__all__ = [
+    "Hooked",
+    "Hooks",
+    "ModelHooks",
+    "Scope",
+    "current",
+    "entered",
+    "has_storage",
+    "output_head",
+    "wrapped",
+]
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a module is to call: functions of a module of ours, so that a model with hooks can be copied and pickled."""
+    """What a module is to call: functions of a module of ours, so that a model with hooks can be
+    copied and pickled.
+    """
 
     # Called before `forward` with the module, its positional and its keyword arguments.
     before: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
     # Called with these and the output, also where `forward` raised; None: nothing is.
     after: Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None] | None = None
-    # Whether `before` comes before other hooks, so that `after` has its `before` also where one of those raises.
-    # Otherwise it comes last, and gets the arguments that `forward` will get.
+    # Whether `before` comes before other hooks, so that `after` has its `before` also where one of
+    # those raises. Otherwise it comes last, and gets the arguments that `forward` will get.
     first: bool = False
 
 
 # By module and kind of hooks: how many ask for them, and what takes them off.
-_asked: WeakKeyDictionary[nn.Module, dict[Hooks, tuple[int, list[RemovableHandle]]]] = WeakKeyDictionary()
+_asked: WeakKeyDictionary[nn.Module, dict[Hooks, tuple[int, list[RemovableHandle]]]] = (
+    WeakKeyDictionary()
+)
 _lock = threading.RLock()  # a garbage collector may remove hooks while others are being added
 
 
 class Hooked:
-    """The hooks of one owner. They are removed when it is closed or garbage-collected; it keeps no module alive."""
+    """The hooks of one owner. They are removed when it is closed or garbage-collected; it keeps
+    no module alive.
+    """
 
     def __init__(self) -> None:
-        self._places: list[tuple[ref[nn.Module], Hooks]] = []
-        self._forgotten = weakref.finalize(self, _take_off, self._places)
+        self._hooked_modules: list[tuple[ref[nn.Module], Hooks]] = []
+        self._forgotten = weakref.finalize(self, _take_off, self._hooked_modules)
         self._forgotten.atexit = False
 
     def add(self, module: nn.Module, hooks: Hooks) -> None:
@@ -58,17 +75,17 @@ class Hooked:
             asked = _asked.setdefault(module, {})
             count, handles = asked[hooks] if hooks in asked else (0, _put_on(module, hooks))
             asked[hooks] = count + 1, handles
-            self._places.append((ref(module), hooks))
+            self._hooked_modules.append((ref(module), hooks))
 
     def close(self) -> None:
         """Ask for none any more. May be called twice."""
-        _take_off(self._places)
+        _take_off(self._hooked_modules)
 
 
-def _take_off(places: list[tuple[ref[nn.Module], Hooks]]) -> None:
+def _take_off(hooked_modules: list[tuple[ref[nn.Module], Hooks]]) -> None:
     with _lock:
-        while places:
-            where, hooks = places.pop()
+        while hooked_modules:
+            where, hooks = hooked_modules.pop()
             asked = None if (module := where()) is None else _asked.get(module)
             if asked is not None:
                 count, handles = asked.pop(hooks)
@@ -81,21 +98,28 @@ def _take_off(places: list[tuple[ref[nn.Module], Hooks]]) -> None:
 
 def _put_on(module: nn.Module, hooks: Hooks) -> list[RemovableHandle]:
     _take_off_copies(module, hooks)
-    handles = [module.register_forward_pre_hook(hooks.before, prepend=hooks.first, with_kwargs=True)]
+    handles = [
+        module.register_forward_pre_hook(hooks.before, prepend=hooks.first, with_kwargs=True)
+    ]
     if hooks.after is not None:
-        handles.append(module.register_forward_hook(hooks.after, with_kwargs=True, always_call=True))
+        handles.append(
+            module.register_forward_hook(hooks.after, with_kwargs=True, always_call=True)
+        )
     return handles
 
 
 def _take_off_copies(module: nn.Module, hooks: Hooks) -> None:
     """Remove hooks that came with a copy of a hooked module, because they have no owner."""
-    for called, beside in (
+    for called, extra_dicts in (
         (module._forward_pre_hooks, [module._forward_pre_hooks_with_kwargs]),
-        (module._forward_hooks, [module._forward_hooks_with_kwargs, module._forward_hooks_always_called]),
+        (
+            module._forward_hooks,
+            [module._forward_hooks_with_kwargs, module._forward_hooks_always_called],
+        ),
     ):
         for number, hook in list(called.items()):
             if hook in (hooks.before, hooks.after):
-                handle = RemovableHandle(called, extra_dict=beside)
+                handle = RemovableHandle(called, extra_dict=extra_dicts)
                 handle.id = number
                 handle.remove()
 
@@ -104,18 +128,23 @@ def _take_off_copies(module: nn.Module, hooks: Hooks) -> None:
 class Scope:
     """What one open context knows of the forward that runs in it."""
 
-    excluded: int = 0  # excluded modules, and regions opted out of, that are being run, one in the other
-    # The output head has been entered: what is saved from here to the model's next forward is the loss's.
+    excluded: int = (
+        0  # excluded modules, and regions opted out of, that are being run, one in the other
+    )
+    # The output head has been entered: what is saved from here to the model's next forward is the
+    # loss's.
     past_head: bool = False
-    # The inputs of decoder layers that are being run, and how often: by `id`, because on some devices a tensor has no
-    # storage, and by the `_cdata` of the storage where there is one.
+    # The inputs of decoder layers that are being run, and how often: by `id`, because on some
+    # devices a tensor has no storage, and by the `_cdata` of the storage where there is one.
     layer_inputs: Counter[tuple[str, int]] = field(default_factory=Counter)
-    # The modules with weights that are being run, the innermost last, and how many tensors each has saved so far.
+    # The modules with weights that are being run, the innermost last, and how many tensors each has
+    # saved so far.
     modules: list[tuple[nn.Module, list[int]]] = field(default_factory=list)
 
     def reset(self) -> None:
         """Be at the beginning again, whatever ended the last forward."""
-        self.excluded, self.past_head = 0, False
+        self.excluded = 0
+        self.past_head = False
         self.layer_inputs.clear()
         self.modules.clear()
 
@@ -144,7 +173,8 @@ def has_storage(tensor: Tensor) -> bool:
     return address != 0 or tensor.numel() == 0 or tensor.is_meta
 
 
-_open = threading.local()  # its `scopes` are those of the contexts that are open in a thread, the innermost last
+# its `scopes` are those of the contexts that are open in a thread, the innermost last
+_open = threading.local()
 
 
 def current() -> Scope | None:
@@ -154,7 +184,9 @@ def current() -> Scope | None:
 
 
 def in_forward() -> Scope | None:
-    """Return the scope that a hook speaks to; None: no context is open, or the module is being compiled, not run."""
+    """Return the scope that a hook speaks to; None: no context is open, or the module is being
+    compiled, not run.
+    """
     return None if torch.compiler.is_compiling() else current()
 
 
@@ -169,22 +201,41 @@ def entered(scope: Scope) -> Iterator[None]:
         scopes.pop()
 
 
-# Where models have their heads, in the order in which they are looked for. A head that is no module calls one of its
-# own. Where there is nothing but the last norm, the head follows it.
-HEADS = ("output", "output.linear", "lm_head", "decoder.output", "decoder.lm_head", "final_layer_norm", "ln_f", "head")
+# Where models have their heads, in the order in which they are looked for. A head that is no module
+# calls one of its own. Where there is nothing but the last norm, the head follows it.
+HEADS = (
+    "output",
+    "output.linear",
+    "lm_head",
+    "decoder.output",
+    "decoder.lm_head",
+    "final_layer_norm",
+    "ln_f",
+    "head",
+)
 
 UNTOUCHED = "liger"  # modules with this in their names keep what they save, for their own kernels
-WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")  # parts of names that users do not write
+WRAPPERS = (
+    "_checkpoint_wrapped_module.",
+    "_orig_mod.",
+    "module.",
+)  # parts of names that users do not write
 
 
-class Sites:
-    """The hooks of one context on a model as the user has it: wrapped or not, adapted or not. `exclude` names further
-    modules whose saved tensors stay: ends of their dotted names, or regular expressions that match the whole of them.
-    `ConfigError`: nothing matches one of these, or it is no regular expression."""
+class ModelHooks:
+    """The hooks of one context on a model as the user has it: wrapped or not, adapted or not.
+    `exclude` names further modules whose saved tensors stay: ends of their dotted names, or regular
+    expressions that match the whole of them. `ConfigError`: nothing matches one of these, or it is
+    no regular expression."""
 
-    def __init__(self, model: nn.Module, *, exclude: Sequence[str] = (), warn_if_no_head: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, *, exclude: Sequence[str] = (), warn_if_no_head: bool = True
+    ) -> None:
         levels = wrapped(model)
-        excluded = [*_untouched(model), *_matching(levels, (exclude,) if isinstance(exclude, str) else exclude)]
+        excluded = [
+            *_untouched(model),
+            *_matching(levels, (exclude,) if isinstance(exclude, str) else exclude),
+        ]
         head = output_head(model)
         self.head = head is not None  # whether there is one
         self._hooked = Hooked()
@@ -194,12 +245,15 @@ class Sites:
             self._hooked.add(head, HEAD)
         elif warn_if_no_head:
             warnings.warn(
-                f"no output head was found in {type(levels[-1]).__name__}, so what its head and its loss save, as wide "
-                "as the vocabulary, is moved as well. Exclude the head by its name (exclude_modules), or compute the "
+                f"no output head was found in {type(levels[-1]).__name__}, so what its "
+                "head and its loss save, as wide "
+                "as the vocabulary, is moved as well. Exclude the head by its name "
+                "(exclude_modules), or compute the "
                 "loss outside; warn_if_no_head=False says that this is meant",
                 stacklevel=3,
             )
-        # By identity, because two patterns may match one module, which would then be entered twice and left once.
+        # By identity, because two patterns may match one module, which would then be entered twice
+        # and left once.
         for module in {id(module): module for module in excluded}.values():
             self._hooked.add(module, EXCLUDED)
         for module in model.modules():
@@ -215,16 +269,18 @@ def wrapped(model: nn.Module) -> list[nn.Module]:
     """Return `model` and what is in its wrappers, one in the other, the bare model last."""
     levels = [model]
     while True:
-        for found in _inner(levels[-1]):
-            if isinstance(found, nn.Module) and found not in levels:
-                levels.append(found)
+        for inner in _inner(levels[-1]):
+            if isinstance(inner, nn.Module) and inner not in levels:
+                levels.append(inner)
                 break
         else:
             return levels
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
-    """Return the module that computes logits from hidden states, by the name it has; None: there is none."""
+    """Return the module that computes logits from hidden states, by the name it has; None: there
+    is none.
+    """
     for level in reversed(wrapped(model)):
         get = getattr(level, "get_output_embeddings", None)
         for head in (None if get is None else get(), *(_at(level, path) for path in HEADS)):
@@ -241,15 +297,19 @@ def _inner(model: nn.Module) -> Iterator[Any]:
     if callable(get := getattr(model, "get_base_model", None)):
         yield get()
     elif hasattr(model, "peft_config"):
-        yield model._modules.get("base_model")  # bare models have a property of that name, which is something else
+        yield model._modules.get(
+            "base_model"
+        )  # bare models have a property of that name, which is something else
 
 
 def _at(model: Any, path: str) -> Any:
-    return reduce(lambda found, name: getattr(found, name, None), path.split("."), model)
+    return reduce(lambda owner, name: getattr(owner, name, None), path.split("."), model)
 
 
 def _untouched(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of kernels that keep what they save; a block that contains other modules is no kernel."""
+    """Return the modules of kernels that keep what they save; a block that contains other
+    modules is no kernel.
+    """
     return [
         module
         for name, module in model.named_modules()
@@ -260,27 +320,36 @@ def _untouched(model: nn.Module) -> list[nn.Module]:
 
 def _matching(levels: Sequence[nn.Module], patterns: Sequence[str]) -> Iterator[nn.Module]:
     # Users know the names of the model as it was before it was wrapped, or adapted.
-    named = [(_plain(name), module) for level in levels for name, module in level.named_modules() if name]
+    named = [
+        (_plain(name), module) for level in levels for name, module in level.named_modules() if name
+    ]
     for pattern in patterns:
-        found = [module for name, module in named if f".{name}".endswith(f".{pattern}")]
-        if not found:
+        modules = [module for name, module in named if f".{name}".endswith(f".{pattern}")]
+        if not modules:
             try:
-                whole = re.compile(pattern)
+                expression = re.compile(pattern)
             except re.error as error:
                 raise ConfigError(
-                    f"{pattern!r} ends no module's name, and is no regular expression: {error}", where="exclude_modules"
+                    f"{pattern!r} ends no module's name, and is no regular expression: {error}",
+                    where="exclude_modules",
                 ) from error
-            found = [module for name, module in named if whole.fullmatch(name)]
-        if not found:
-            known = {one for name, _ in named for one in (name, name.rpartition(".")[2])}
-            close = ", ".join(difflib.get_close_matches(pattern, sorted(known), n=3))
-            how = f"close names are: {close}" if close else "give the end of a module's name, or a pattern"
+            modules = [module for name, module in named if expression.fullmatch(name)]
+        if not modules:
+            names = {
+                candidate for name, _ in named for candidate in (name, name.rpartition(".")[2])
+            }
+            close = ", ".join(difflib.get_close_matches(pattern, sorted(names), n=3))
+            how = (
+                f"close names are: {close}"
+                if close
+                else "give the end of a module's name, or a pattern"
+            )
             raise ConfigError(f"no module matches {pattern!r}", where="exclude_modules", how=how)
-        yield from found
+        yield from modules
 
 
 def _plain(name: str) -> str:
-    return reduce(lambda rest, part: rest.replace(part, ""), WRAPPERS, f"{name}.").removesuffix(".")
+    return reduce(lambda text, part: text.replace(part, ""), WRAPPERS, f"{name}.").removesuffix(".")
 
 
 def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001 - torch's
@@ -308,7 +377,12 @@ def _enter_weights(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         scope.modules.append((module, [0]))
 
 
-def _leave_weights(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:  # noqa: ARG001 - a hook
+def _leave_weights(
+    module: nn.Module,
+    args: tuple[Any, ...],  # noqa: ARG001
+    kwargs: dict[str, Any],  # noqa: ARG001
+    out: Any,  # noqa: ARG001 - a hook
+) -> None:
     if (scope := in_forward()) is not None and scope.modules and scope.modules[-1][0] is module:
         scope.modules.pop()
 

@@ -1,7 +1,8 @@
 """Hidden states that wait in host memory between two layers, in a pass that forms no gradients.
 
-They leave behind the compute that makes them, and come back behind that, so the host waits for nothing. Each
-micro-batch has one buffer, which the next layer's output overwrites: it leaves only after what was computed with it.
+They leave behind the compute that makes them, and come back behind that, so the host waits for
+nothing. Each micro-batch has one buffer, which the next layer's output overwrites: it leaves only
+after what was computed with it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lema.activations.boundaries import placed
+from lema.activations.boundaries import view_like
 from lema.backend import Carrier, Download, Upload
 
 __all__ = ["HostState", "HostStates", "on_device"]
@@ -24,7 +25,9 @@ class HostState:
     """One hidden state in host memory, or on its way there or back."""
 
     def __init__(self, carrier: Carrier, memory: Tensor, like: Tensor) -> None:
-        self._carrier, self._memory, self._like = carrier, memory, like
+        self._carrier = carrier
+        self._memory = memory
+        self._like = like
         self._upload: Upload | None = None
 
     def expect(self) -> None:
@@ -36,12 +39,15 @@ class HostState:
         """Return it on the device; the memory there is the caller's."""
         self.expect()
         assert self._upload is not None
-        upload, self._upload = self._upload, None
-        return placed(upload.wait(), self._like)
+        upload = self._upload
+        self._upload = None
+        return view_like(upload.wait(), self._like)
 
 
 class HostStates:
-    """Page-locked buffers for one hidden state of each micro-batch, which the next pass uses again."""
+    """Page-locked buffers for one hidden state of each micro-batch, which the next pass uses
+    again.
+    """
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
@@ -49,19 +55,25 @@ class HostStates:
         self._leaving: deque[Download] = deque()
 
     def keep(self, number: int, state: Tensor) -> HostState:
-        """Copy the hidden state of micro-batch `number` to host memory, over the one before; the caller goes on."""
+        """Copy the hidden state of micro-batch `number` to host memory, over the one before; the
+        caller goes on.
+        """
         like = torch.empty_like(state, device="meta", requires_grad=False)
         memory = self._buffer(number, like.nbytes)[: like.nbytes]
-        target = placed(memory, like)
+        target = view_like(memory, like)
         source = state.detach()
         if source.stride() != target.stride():
-            source = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=state.device).copy_(source)
-        if len(self._leaving) == NUM_LEAVING:  # not at once, because compute need not wait for the copy then
+            source = torch.empty_strided(
+                like.shape, like.stride(), dtype=like.dtype, device=state.device
+            ).copy_(source)
+        if (
+            len(self._leaving) == NUM_LEAVING
+        ):  # not at once, because compute need not wait for the copy then
             self._leaving.popleft().release()
         self._leaving.append(self._carrier.download(source, target))
         return HostState(self._carrier, memory, like)
 
-    def turn(self) -> None:
+    def end_forward(self) -> None:
         """Hold no state on the device any more: the pass is over."""
         while self._leaving:
             self._leaving.popleft().release()

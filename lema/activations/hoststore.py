@@ -1,4 +1,6 @@
-"""A store of activations in host memory, with a bound, and another store for what the bound does not hold."""
+"""A store of activations in host memory, with a bound, and another store for what the bound does
+not hold.
+"""
 
 import threading
 from collections import deque
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["HostPiece", "HostPool", "HostStore"]
 
-FLOOR_PART, FLOOR_BYTES = 20, 256 << 20  # of the machine's memory, what is left alone: a twentieth, at least so much
+FLOOR_PART = 20
+# of the machine's memory, what is left alone: a twentieth, at least so much
+FLOOR_BYTES = 256 << 20
 
 
 def floor_bytes() -> int:
@@ -28,13 +32,15 @@ def floor_bytes() -> int:
 class HostPool:
     """Host buffers, handed out, given back and used again. Any thread may call it.
 
-    A buffer is used again for the size it was made for; if a new one would make the pool larger than the most that was
-    in use at once, also for half of that and more. So batches of all lengths do not add up.
+    A buffer is used again for the size it was made for; if a new one would make the pool larger
+    than the most that was in use at once, also for half of that and more. So batches of all lengths
+    do not add up.
 
-    `allocate`: returns uint8 `[nbytes]`, at a page boundary, in a storage of its own. `limit`: bytes of all buffers,
-    free and in use; None: as many as the machine has. `available`: returns the bytes of memory that can still be had;
-    None: the machine and the control groups say it. `num_buffers`: let there be so many, each as large as the largest
-    ever asked for; this sets the limit."""
+    `allocate`: returns uint8 `[nbytes]`, at a page boundary, in a storage of its own. `limit`:
+    bytes of all buffers, free and in use; None: as many as the machine has. `available`: returns
+    the bytes of memory that can still be had; None: the machine and the control groups say it.
+    `num_buffers`: let there be so many, each as large as the largest ever asked for; this sets the
+    limit."""
 
     def __init__(
         self,
@@ -44,52 +50,66 @@ class HostPool:
         *,
         num_buffers: int | None = None,
     ) -> None:
-        self._allocate, self._num_buffers, self._smallest = allocate, num_buffers, 0
+        self._allocate = allocate
+        self._num_buffers = num_buffers
+        self._smallest = 0
         self.limit = limit if num_buffers is None else 0
         self._available = available or memory_available
         self._floor = floor_bytes()
         self._lock = threading.Lock()
-        # A garbage collector may return buffers at any point of the code, so the methods that it calls take no lock.
+        # A garbage collector may return buffers at any point of the code, so the methods that it
+        # calls take no lock.
         self._returned: deque[tuple[int, bool]] = deque()
-        self._out: dict[int, tuple[Tensor, int]] = {}  # by address, with the number of bytes requested
+        self._out: dict[
+            int, tuple[Tensor, int]
+        ] = {}  # by address, with the number of bytes requested
         self._free: dict[int, deque[Tensor]] = {}  # by size, that which came back last at the end
-        self._held = self._wanted = self._most_wanted = 0
-        self.allocated = self.reused = 0  # how many buffers were made, and how often one was handed out again
+        self._allocated_bytes = self._requested = self._most_wanted = 0
+        self.allocated = self.reused = (
+            0  # how many buffers were made, and how often one was handed out again
+        )
         self.peak_bytes = 0  # the most that all buffers ever had
 
     @property
-    def held_bytes(self) -> int:
+    def allocated_bytes(self) -> int:
         """The bytes of all buffers, free and in use."""
         with self._lock:
             self._sort()
-            return self._held
+            return self._allocated_bytes
 
     def take(self, nbytes: int, *, must: bool = False) -> Tensor | None:
-        """Return uint8 `[nbytes]`, of whole blocks in a storage of its own; None: there is no room. If it `must`, room
-        is taken all the same where there is none; it is given back to the system, not to the pool."""
+        """Return uint8 `[nbytes]`, of whole blocks in a storage of its own; None: there is no room.
+        If it `must`, room is taken all the same where there is none; it is given back to the
+        system, not to the pool."""
         assert nbytes > 0, "a buffer of no bytes was requested"
         size = whole_blocks(nbytes)
         with self._lock:
             self._sort()
             if self._num_buffers is not None:
-                # Because otherwise pieces of changing sizes would allocate and free buffers in every step.
+                # Because otherwise pieces of changing sizes would allocate and free buffers in
+                # every step.
                 size = self._smallest = max(size, self._smallest)
                 self.limit = self._num_buffers * size
             buffer = self._again(size)
             if buffer is None:
                 buffer = self._new(size)
             if buffer is None:
-                buffer = self._again(min((other for other in self._free if size < other <= 2 * size), default=size))
+                buffer = self._again(
+                    min(
+                        (free_size for free_size in self._free if size < free_size <= 2 * size),
+                        default=size,
+                    )
+                )
             while buffer is None and self._free:
                 self._let_go()
                 buffer = self._new(size)
             if buffer is None and must:
-                buffer = self._made(size)
+                buffer = self._allocate_buffer(size)
             if buffer is None:
                 return None
             self._out[buffer.data_ptr()] = buffer, size
-            self._wanted += size
-            self._most_wanted = max(self._most_wanted, self._wanted)
+            self._requested += size
+            self._most_wanted = max(self._most_wanted, self._requested)
             return buffer[:nbytes]
 
     def give(self, buffer: Tensor) -> None:
@@ -112,15 +132,15 @@ class HostPool:
         while self._returned:
             address, again = self._returned.popleft()
             assert address in self._out, "a buffer was given back twice, or is not of this pool"
-            buffer, wanted = self._out.pop(address)
-            self._wanted -= wanted
+            buffer, requested = self._out.pop(address)
+            self._requested -= requested
             size = len(buffer)
-            if again and (self.limit is None or self._held <= self.limit):
+            if again and (self.limit is None or self._allocated_bytes <= self.limit):
                 same = self._free.pop(size, deque())
                 same.append(buffer)
                 self._free[size] = same  # of all sizes, freed last
             else:
-                self._held -= size
+                self._allocated_bytes -= size
 
     def _again(self, size: int) -> Tensor | None:
         if size not in self._free:
@@ -133,18 +153,20 @@ class HostPool:
         return buffer
 
     def _new(self, size: int) -> Tensor | None:
-        if self._free and self._held + size > max(self._most_wanted, self._wanted + size):
+        if self._free and self._allocated_bytes + size > max(
+            self._most_wanted, self._requested + size
+        ):
             return None
-        if self.limit is not None and self._held + size > self.limit:
+        if self.limit is not None and self._allocated_bytes + size > self.limit:
             return None
         if self._available() - size < self._floor:
             return None
-        return self._made(size)
+        return self._allocate_buffer(size)
 
-    def _made(self, size: int) -> Tensor:
+    def _allocate_buffer(self, size: int) -> Tensor:
         buffer = self._allocate(size)
-        self._held += size
-        self.peak_bytes = max(self.peak_bytes, self._held)
+        self._allocated_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self._allocated_bytes)
         self.allocated += 1
         return buffer
 
@@ -155,22 +177,24 @@ class HostPool:
         same.popleft()
         if not same:
             del self._free[size]
-        self._held -= size
+        self._allocated_bytes -= size
 
 
 class HostStore:
-    """Room in host memory for pieces; what has none there goes to the store `beyond` it, if there is one. A buffer
-    is used again for the next piece while the copy from there may still be under way: whoever drops a place must have
-    made compute wait for that copy, which the next copy to the buffer comes after."""
+    """Room in host memory for pieces; what has none there goes to the store `beyond` it, if there
+    is one. A buffer is used again for the next piece while the copy from there may still be under
+    way: whoever drops a place must have made compute wait for that copy, which the next copy to the
+    buffer comes after."""
 
     def __init__(self, pool: HostPool, beyond: "DiskStore | None" = None) -> None:
-        self.pool, self.beyond = pool, beyond
+        self.pool = pool
+        self.beyond = beyond
 
-    def place(self, nbytes: int) -> "HostPiece | DiskPiece | None":
+    def allocate(self, nbytes: int) -> "HostPiece | DiskPiece | None":
         """Return room for `nbytes`; None: there is none. What `beyond` raises, this does."""
         if (buffer := self.pool.take(nbytes)) is not None:
             return HostPiece(buffer, self.pool.give)
-        return None if self.beyond is None else self.beyond.place(nbytes)
+        return None if self.beyond is None else self.beyond.allocate(nbytes)
 
     def close(self) -> None:
         """Give back all that nothing waits in."""
@@ -180,11 +204,13 @@ class HostStore:
 
 
 class HostPiece:
-    """One piece in host memory, uint8 `[nbytes]`, with the methods of `lema.activations.diskstore.DiskPiece`. `give`
-    takes the buffer back; a garbage collector may call it."""
+    """One piece in host memory, uint8 `[nbytes]`, with the methods of
+    `lema.activations.diskstore.DiskPiece`. `give` takes the buffer back; a garbage collector may
+    call it."""
 
     def __init__(self, buffer: Tensor, give: Callable[[Tensor], None]) -> None:
-        self._buffer, self._give = [buffer], give
+        self._buffer = [buffer]
+        self._give = give
 
     def fill(self) -> Tensor:
         return self.memory()

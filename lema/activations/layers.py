@@ -1,4 +1,5 @@
-"""The inputs of decoder layers: marked while their layers run, and found where `torch.utils.checkpoint` saves them.
+"""The inputs of decoder layers: marked while their layers run, and found where
+`torch.utils.checkpoint` saves them.
 
 A checkpoint saves its positional tensors, and holds tensors passed by keyword on the device. So an
 input that comes by keyword is handed to it by position.
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lema.activations.hooks import Hooked, Hooks, current, in_forward
-from lema.activations.protocols import Kept
+from lema.activations.protocols import StayReason
 
 __all__ = ["LayerInputs", "only_layer_inputs", "only_layer_values"]
 
@@ -25,19 +26,25 @@ WRAPPED = "_checkpoint_wrapped_module"  # what a module that checkpoints another
 
 
 class LayerInputs:
-    """The decoder layers of a model, for a context that is opened again and again. It does not keep the model alive."""
+    """The decoder layers of a model, for a context that is opened again and again. It does not
+    keep the model alive.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = ref(model)
-        self._hooked, self._layers = Hooked(), WeakSet[nn.Module]()
+        self._hooked = Hooked()
+        self._layers = WeakSet[nn.Module]()
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Mark the inputs of layers in a `with` block. Checkpointing may have been turned on or off since the last."""
+        """Mark the inputs of layers in a `with` block. Checkpointing may have been turned on or
+        off since the last.
+        """
         checkpoints = _Checkpoints()
         try:
             if (model := self._model()) is not None:
-                # Hooks stay on: a compiled model is compiled again wherever it finds other hooks than the last time.
+                # Hooks stay on: a compiled model is compiled again wherever it finds other hooks
+                # than the last time.
                 for layer in decoder_layers(model):
                     if layer not in self._layers:
                         self._layers.add(layer)
@@ -49,32 +56,45 @@ class LayerInputs:
             checkpoints.unwrap()
 
     def close(self) -> None:
-        """Remove the hooks that no other owner uses. May be called twice; it may be opened again."""
+        """Remove the hooks that no other owner uses. May be called twice; it may be opened
+        again.
+        """
         self._hooked.close()
         self._layers.clear()
 
 
-def only_layer_inputs(tensor: Tensor) -> Kept | None:
-    """The choice of what shares its memory with the input of a decoder layer that is being run, and nothing else."""
+def only_layer_inputs(tensor: Tensor) -> StayReason | None:
+    """The choice of what shares its memory with the input of a decoder layer that is being run,
+    and nothing else.
+    """
     scope = current()
-    marked = scope is not None and ("storage", tensor.untyped_storage()._cdata) in scope.layer_inputs
-    return None if marked else Kept.UNCHOSEN
+    marked = (
+        scope is not None and ("storage", tensor.untyped_storage()._cdata) in scope.layer_inputs
+    )
+    return None if marked else StayReason.UNCHOSEN
 
 
-def only_layer_values(tensor: Tensor) -> Kept | None:
+def only_layer_values(tensor: Tensor) -> StayReason | None:
     """The same choice on a device whose tensors have no storage: by the tensors themselves."""
     if torch._C._current_graph_task_id() != -1:
-        return Kept.BACKWARD  # a recomputation, whose saved tensors are used at once
+        return StayReason.BACKWARD  # a recomputation, whose saved tensors are used at once
     scope = current()
     if scope is not None and scope.excluded:
-        return Kept.EXCLUDED
-    return None if scope is not None and ("value", id(tensor)) in scope.layer_inputs else Kept.UNCHOSEN
+        return StayReason.EXCLUDED
+    return (
+        None
+        if scope is not None and ("value", id(tensor)) in scope.layer_inputs
+        else StayReason.UNCHOSEN
+    )
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that can be checkpointed each by itself: layers, by their class or by a wrapper around them.
-    Without such classes, the layers are the modules of the longest list that is in no other list."""
-    modeling = sys.modules.get("transformers.modeling_layers")  # not imported: no module is of its classes
+    """Return the modules that can be checkpointed each by itself: layers, by their class or by a
+    wrapper around them. Without such classes, the layers are the modules of the longest list that
+    is in no other list."""
+    modeling = sys.modules.get(
+        "transformers.modeling_layers"
+    )  # not imported: no module is of its classes
     kind = getattr(modeling, "GradientCheckpointingLayer", ())
 
     def is_layer(module: nn.Module) -> bool:
@@ -83,41 +103,52 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     if layers := list(_outermost(model, is_layer)):
         return layers
     lists = list(_outermost(model, lambda module: isinstance(module, nn.ModuleList)))
-    return list(max(lists, key=lambda found: sum(1 for _ in found.children())).children()) if lists else []
+    return (
+        list(max(lists, key=lambda module_list: sum(1 for _ in module_list.children())).children())
+        if lists
+        else []
+    )
 
 
-def _outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
-    if wanted(model):
+def _outermost(model: nn.Module, predicate: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
+    if predicate(model):
         yield model
     else:
         for child in model.children():
-            yield from _outermost(child, wanted)
+            yield from _outermost(child, predicate)
 
 
-_wrapped: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # how many contexts are open on each
+# how many contexts are open on each
+_wrapped: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _lock = threading.RLock()
 
 
 class _Checkpoints:
-    """The functions by which modules checkpoint, wrapped in one that marks what these are about to save."""
+    """The functions by which modules checkpoint, wrapped in one that marks what these are about
+    to save.
+    """
 
     def __init__(self) -> None:
-        self._places: list[tuple[ref[nn.Module], str]] = []
+        self._checkpoint_attributes: list[tuple[ref[nn.Module], str]] = []
 
     def wrap(self, model: nn.Module) -> None:
         with _lock:
             for module in model.modules():
-                name = "checkpoint_fn" if hasattr(module, WRAPPED) else "_gradient_checkpointing_func"
+                name = (
+                    "checkpoint_fn" if hasattr(module, WRAPPED) else "_gradient_checkpointing_func"
+                )
                 if (checkpoint := vars(module).get(name)) is not None:
-                    if not _is_marking(checkpoint):  # it may have been replaced since another context wrapped it
+                    if not _is_marking(
+                        checkpoint
+                    ):  # it may have been replaced since another context wrapped it
                         setattr(module, name, partial(_marking, checkpoint))
                     _wrapped[module] = _wrapped.get(module, 0) + 1
-                    self._places.append((ref(module), name))
+                    self._checkpoint_attributes.append((ref(module), name))
 
     def unwrap(self) -> None:
         with _lock:
-            while self._places:
-                where, name = self._places.pop()
+            while self._checkpoint_attributes:
+                where, name = self._checkpoint_attributes.pop()
                 if (module := where()) is None:
                     continue
                 left = _wrapped.pop(module) - 1
@@ -133,16 +164,21 @@ def _is_marking(checkpoint: Any) -> bool:
     return isinstance(checkpoint, partial) and checkpoint.func is _marking
 
 
-def _marking(checkpoint: Callable[..., Any], run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _marking(
+    checkpoint: Callable[..., Any], run: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """Call `checkpoint(run, *args, **kwargs)`, the layer's input among `args` and marked."""
     if torch.compiler.is_compiling():
         return checkpoint(run, *args, **kwargs)
     if isinstance(kwargs.get(INPUT), Tensor):
-        run, args = partial(_with_input, run), (kwargs.pop(INPUT), *args)
+        run = partial(_with_input, run)
+        args = (kwargs.pop(INPUT), *args)
     elif isinstance(run, partial) and isinstance(run.keywords.get(INPUT), Tensor):
-        others = {name: value for name, value in run.keywords.items() if name != INPUT}
-        run, args = partial(_with_input, partial(run.func, *run.args, **others)), (run.keywords[INPUT], *args)
-    scope, state = current(), _input_of(args, {})
+        keywords = {name: value for name, value in run.keywords.items() if name != INPUT}
+        args = (run.keywords[INPUT], *args)
+        run = partial(_with_input, partial(run.func, *run.args, **keywords))
+    scope = current()
+    state = _input_of(args, {})
     if scope is None:
         return checkpoint(run, *args, **kwargs)
     scope.mark(state)
@@ -166,7 +202,12 @@ def _enter_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         scope.mark(_input_of(args, kwargs))
 
 
-def _leave_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:  # noqa: ARG001 - a hook
+def _leave_layer(
+    module: nn.Module,  # noqa: ARG001
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    out: Any,  # noqa: ARG001 - a hook
+) -> None:
     if (scope := in_forward()) is not None:
         scope.unmark(_input_of(args, kwargs))
 

@@ -1,9 +1,11 @@
-"""The core of offloading: moves what autograd saves for the backward off the device, and brings it back.
+"""The core of offloading: moves what autograd saves for the backward off the device, and brings it
+back.
 
-What is moved, where to, and by which means are parts that are given to it (`choice`, `store`, `carrier`). It remembers
-nothing that a graph does not hold: what is packed into a graph owns its piece, and with the graph everything goes. So a
-graph may be kept, differentiated twice, dropped half way, or live beside others. Casts of weights, as autocast makes
-them for adapters, are kept as the weight and the type, and are cast again (`lema.activations.policy.WeightView`).
+What is moved, where to, and by which means are parts that are given to it (`choice`, `store`,
+`carrier`). It remembers nothing that a graph does not hold: what is packed into a graph owns its
+piece, and with the graph everything goes. So a graph may be kept, differentiated twice, dropped
+half way, or live beside others. Casts of weights, as autocast makes them for adapters, are kept as
+the weight and the type, and are cast again (`lema.activations.policy.WeightView`).
 """
 
 import threading
@@ -21,7 +23,7 @@ from torch import Tensor
 from lema.activations.diskstore import Store
 from lema.activations.pieces import Piece, span_of, view
 from lema.activations.policy import WeightView
-from lema.activations.protocols import Choice, Counters, Kept
+from lema.activations.protocols import Choice, Counters, StayReason
 from lema.backend import Carrier
 
 __all__ = ["Offload", "Order", "Packed"]
@@ -30,7 +32,8 @@ P = TypeVar("P")
 NO_BACKWARD = -1  # the number of the backward where none runs
 
 OVERWRITTEN = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+    "one of the variables needed for gradient computation has been modified by an inplace "
+    "operation: "
     "a tensor {shape} of {dtype} is at version {now}, and was saved at version {then}"
 )
 
@@ -39,17 +42,23 @@ class Packed(Protocol):
     """The object that a graph keeps instead of a tensor."""
 
     def unpack(self) -> Tensor:
-        """Return the tensor, on its device, as it was saved; `RuntimeError`: it was written into since."""
+        """Return the tensor, on its device, as it was saved; `RuntimeError`: it was written into
+        since.
+        """
 
 
-class KeptTensor:
-    """A tensor that stays where it is. Under hooks autograd does not look whether it was written into; this does."""
+class UnmovedTensor:
+    """A tensor that stays where it is. Under hooks autograd does not look whether it was written
+    into; this does.
+    """
 
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # Not the tensor itself: an operation that keeps its output would hold itself, and would never be freed.
-        self._tensor, self._version = tensor.detach(), tensor._version
+        # Not the tensor itself: an operation that keeps its output would hold itself, and would
+        # never be freed.
+        self._tensor = tensor.detach()
+        self._version = tensor._version
 
     def unpack(self) -> Tensor:
         """Return it."""
@@ -75,22 +84,42 @@ class Order(Generic[P]):
 class OffloadedTensor:
     """A tensor whose piece left the device."""
 
-    __slots__ = ("_dtype", "_first", "_offload", "_order", "_piece", "_place", "_round", "_shape", "_stride")
+    __slots__ = (
+        "_dtype",
+        "_first",
+        "_offload",
+        "_order",
+        "_piece",
+        "_position",
+        "_round",
+        "_shape",
+        "_stride",
+    )
 
-    def __init__(self, offload: "Offload", piece: Piece, order: Order[Piece], tensor: Tensor) -> None:
-        self._offload, self._piece, self._order = offload, piece, order
-        self._place, self._round = order.add(piece), piece.round
-        self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
+    def __init__(
+        self, offload: "Offload", piece: Piece, order: Order[Piece], tensor: Tensor
+    ) -> None:
+        self._offload = offload
+        self._piece = piece
+        self._order = order
+        self._position = order.add(piece)
+        self._round = piece.round
+        self._dtype = tensor.dtype
+        self._shape = tensor.shape
+        self._stride = tensor.stride()
         self._first = int(tensor.storage_offset()) * tensor.element_size()
         piece.alive += 1
 
     def unpack(self) -> Tensor:
-        """Return the tensor: a view of the source if that is still there, else of the returned copy."""
+        """Return the tensor: a view of the source if that is still there, else of the returned
+        copy.
+        """
         with self._offload.alone():
             return self._unpacked()
 
     def _unpacked(self) -> Tensor:
-        offload, piece = self._offload, self._piece
+        offload = self._offload
+        piece = self._piece
         offload.counters.restored += 1
         check_version(piece.version_copied, piece.version, self._shape, self._dtype)
         if (source := piece.source) is not None:
@@ -102,7 +131,7 @@ class OffloadedTensor:
             first = int(memory.storage_offset()) + self._first - piece.start
             tensor = view(memory, first, self._shape, self._stride, self._dtype)
             self._ask()
-        offload.fetch_ahead(self._order, self._place)
+        offload.fetch_ahead(self._order, self._position)
         return tensor
 
     def _ask(self) -> None:
@@ -110,8 +139,8 @@ class OffloadedTensor:
         piece = self._piece
         if self._round != piece.round:
             self._round = piece.round
-            piece.wanted -= 1
-        if piece.wanted == 0:
+            piece.num_pending -= 1
+        if piece.num_pending == 0:
             piece.spent = torch._C._current_graph_task_id()
             piece.forget()
 
@@ -120,9 +149,10 @@ class OffloadedTensor:
 
 
 class Offload:
-    """Moves what a choice says to a store, through the carrier of each device. As many as `stash` pieces are held on
-    the device while they leave, and as many are fetched ahead of a backward; without `fetch`, only read from a disk.
-    `certify`: what is moved is kept on the device too, and every byte that comes back is compared."""
+    """Moves what a choice says to a store, through the carrier of each device. As many as `stash`
+    pieces are held on the device while they leave, and as many are fetched ahead of a backward;
+    without `fetch`, only read from a disk. `certify`: what is moved is kept on the device too, and
+    every byte that comes back is compared."""
 
     def __init__(
         self,
@@ -136,12 +166,17 @@ class Offload:
         counters: Counters | None = None,
     ) -> None:
         assert stash >= 1, f"{stash} pieces cannot leave at once"
-        self._choice, self._store, self._carrier = choice, store, carrier
+        self._choice = choice
+        self._store = store
+        self._carrier = carrier
         # Not before the last packed tensor goes, because each of them holds this object.
         self._close_store = weakref.finalize(self, store.close)
-        self._stash_size, self._fetch, self._certify = stash, fetch, certify
+        self._stash_size = stash
+        self._fetch = fetch
+        self._certify = certify
         self.counters = counters or Counters()
-        self._lock = threading.Lock()  # because a graph may be differentiated in one thread, and dropped in another
+        # because a graph may be differentiated in one thread, and dropped in another
+        self._lock = threading.Lock()
         self._lost: deque[tuple[Piece, int]] = deque()
         self._carriers: dict[torch.device, Carrier] = {}
         self._pieces: dict[tuple[int, int], list[Piece]] = {}  # alive, by storage and version
@@ -162,21 +197,23 @@ class Offload:
         return self._order
 
     def pack(self, tensor: Tensor, order: Order[Piece] | None = None) -> Packed:
-        """Return what a graph is to keep in the place of `tensor`, which belongs to the newest order if none is given.
-        `DiskError`: this or something before it could not be written."""
+        """Return what a graph is to keep in the place of `tensor`, which belongs to the newest
+        order if none is given. `DiskError`: this or something before it could not be written."""
         with self.alone():
             self.counters.seen += 1
             why = self._choice(tensor)
             if why is None and (piece := self._piece_of(tensor)) is not None:
                 self.counters.moved += 1
                 return OffloadedTensor(self, piece, order or self._order, tensor)
-            self.counters.kept[why or Kept.FULL] += 1
-            if why is Kept.WEIGHT and (reference := WeightView.of(tensor)) is not None:
+            self.counters.kept[why or StayReason.FULL] += 1
+            if why is StayReason.WEIGHT and (reference := WeightView.of(tensor)) is not None:
                 return reference
-            return KeptTensor(tensor)
+            return UnmovedTensor(tensor)
 
     def expect(self, order: Order[Piece]) -> None:
-        """Begin to bring back the tensors that were packed last, because their backward comes soon."""
+        """Begin to bring back the tensors that were packed last, because their backward comes
+        soon.
+        """
         with self.alone():
             self.fetch_ahead(order, len(order.pieces))
 
@@ -204,12 +241,15 @@ class Offload:
         if backward not in self._back:
             self._back[backward] = WeakSet()
             if backward != NO_BACKWARD:
-                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(backward))
+                torch.autograd.Variable._execution_engine.queue_callback(
+                    lambda: self._end_backward(backward)
+                )
         self._back[backward].add(piece)
 
     def fetch_ahead(self, order: Order[Piece], position: int) -> None:
         """Begin to bring back what left before what stands at `position`: it is wanted next."""
-        backward, to_fetch = torch._C._current_graph_task_id(), self._stash_size
+        backward = torch._C._current_graph_task_id()
+        to_fetch = self._stash_size
         while position > 0 and to_fetch > 0:
             position -= 1
             piece = order.pieces[position]() if position < len(order.pieces) else None
@@ -221,15 +261,18 @@ class Offload:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Let no other thread in, and no graph that goes meanwhile take a piece away, in a `with` block."""
+        """Let no other thread in, and no graph that goes meanwhile take a piece away, in a
+        `with` block.
+        """
         with self._lock:
             self._sweep()
             yield
             self._sweep()
 
     def lost(self, piece: Piece, came: int) -> None:
-        """Know that a packed tensor has gone, which was last asked for when its piece came back for the `came`th time.
-        A garbage collector calls this in any thread, also one that another waits for, so nothing is waited for here."""
+        """Know that a packed tensor has gone, which was last asked for when its piece came back for
+        the `came`th time. A garbage collector calls this in any thread, also one that another waits
+        for, so nothing is waited for here."""
         self._lost.append((piece, came))
         while self._lost and self._lock.acquire(blocking=False):
             try:
@@ -242,41 +285,51 @@ class Offload:
             piece, came = self._lost.popleft()
             piece.alive -= 1
             if piece.alive == 0:
-                others = self._pieces[piece.key]
-                others.remove(piece)
-                if not others:
+                pieces = self._pieces[piece.key]
+                pieces.remove(piece)
+                if not pieces:
                     del self._pieces[piece.key]
                 piece.gone()
             elif came != piece.round:
-                piece.wanted -= 1
-                if piece.wanted == 0:
+                piece.num_pending -= 1
+                if piece.num_pending == 0:
                     piece.forget()
 
     def _piece_of(self, tensor: Tensor) -> Piece | None:
-        """Return the piece that `tensor` lies in, new if need be; None: there is no space for it."""
+        """Return the piece that `tensor` lies in, new if need be; None: there is no space for
+        it.
+        """
         start, nbytes = span_of(tensor)
         pieces = self._pieces.get((tensor.untyped_storage()._cdata, tensor._version), [])
         for piece in pieces:
             if piece.covers(start, nbytes):
                 return piece
-        place = self._store.place(nbytes)
-        if place is None:
+        waiting_piece = self._store.allocate(nbytes)
+        if waiting_piece is None:
             if not self._full:
-                what = f"no space for {nbytes:,} bytes of activations in host memory, so they stay on the device; "
-                warnings.warn(f"{what}free memory, or give a directory on a disk for the rest", stacklevel=1)
+                what = (
+                    f"no space for {nbytes:,} bytes of activations in host memory, so they "
+                    "stay on the device; "
+                )
+                warnings.warn(
+                    f"{what}free memory, or give a directory on a disk for the rest", stacklevel=1
+                )
             self._full = True
             return None
         device = tensor.device
         if device not in self._carriers:
             self._carriers[device] = self._carrier(device)
-        # Before the next piece leaves, because its source is held as well until its copy is waited for.
+        # Before the next piece leaves, because its source is held as well until its copy is waited
+        # for.
         while len(self._stash) >= self._stash_size:
             if (oldest := self._stash.popleft()()) is not None:
                 oldest.release()
         try:
-            piece = Piece(tensor, start, nbytes, place, self._carriers[device], self.counters)
+            piece = Piece(
+                tensor, start, nbytes, waiting_piece, self._carriers[device], self.counters
+            )
         except BaseException:
-            place.drop()
+            waiting_piece.drop()
             raise
         if self._certify:
             piece.certify()
@@ -285,7 +338,9 @@ class Offload:
         return piece
 
     def _end_backward(self, backward: int) -> None:
-        """Free returned copies that are still wanted, by an unused branch or a graph that is kept."""
+        """Free returned copies that are still wanted, by an unused branch or a graph that is
+        kept.
+        """
         with self.alone():
             self._forget(backward)
 

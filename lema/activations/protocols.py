@@ -1,6 +1,8 @@
-"""What offloading is told to move (`Choice`), why the rest stays, and the counters of what was done.
+"""What offloading is told to move (`Choice`), why the rest stays, and the counters of what was
+done.
 
-Where to is a store (`lema.activations.diskstore.Store`); how bytes travel is `lema.backend.Carrier`, as every backend.
+Where to is a store (`lema.activations.diskstore.Store`); how bytes travel is
+`lema.backend.Carrier`, as every backend.
 """
 
 from collections import Counter
@@ -11,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Choice", "Counters", "Kept"]
+__all__ = ["Choice", "Counters", "StayReason"]
 
 
-class Kept(StrEnum):
+class StayReason(StrEnum):
     """Why a tensor that autograd saves stays where it is."""
 
     ELSEWHERE = "not on the device"
@@ -26,7 +28,7 @@ class Kept(StrEnum):
     EXCLUDED = "in an excluded module"
     LOSS = "of the output head or the loss"
     BACKWARD = "saved while a backward runs"
-    HELD = "held by other code until the backward"
+    REFERENCED = "held by other code until the backward"
     UNCHOSEN = "not a tensor that this mode moves"
     FULL = "no space for it"
 
@@ -36,14 +38,17 @@ class Counters:
     """Counted from the beginning, or since `reset`."""
 
     seen: int = 0  # tensors that autograd saved
-    moved: int = 0  # of these, those that wait elsewhere; several that share memory are moved together
+    moved: int = (
+        0  # of these, those that wait elsewhere; several that share memory are moved together
+    )
     restored: int = 0  # how often a moved one was requested
-    kept: Counter[Kept] = field(default_factory=Counter)  # those that stayed, by reason
+    kept: Counter[StayReason] = field(default_factory=Counter)  # those that stayed, by reason
     copies_out: int = 0  # pieces of memory that were copied away
     copies_back: int = 0  # pieces of memory that were copied back
     bytes_out: int = 0  # of these, in bytes
     bytes_back: int = 0  # in the same way
-    early: int = 0  # tensors requested while their memory was still on the device, so that nothing was copied
+    # tensors requested while their memory was still on the device, so that nothing was copied
+    early: int = 0
 
     def reset(self) -> None:
         """Begin again."""
@@ -55,5 +60,7 @@ class Counters:
         return {**plain, "kept": {reason.value: count for reason, count in self.kept.items()}}
 
 
-Choice = Callable[[Tensor], Kept | None]
-"""What to move: returns why a tensor that autograd is about to save stays where it is; None: it is to be moved."""
+Choice = Callable[[Tensor], StayReason | None]
+"""What to move: returns why a tensor that autograd is about to save stays where it is; None: it
+is to be moved.
+"""

@@ -1,7 +1,9 @@
-"""Selective checkpointing whose kept outputs wait off the device; everything else in the checkpoint is recomputed.
+"""Selective checkpointing whose kept outputs wait off the device; everything else in the checkpoint
+is recomputed.
 
-For `torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=offloaded_ops(...))`. Attention costs much
-to compute again and little to keep. Torch's own keeps such outputs on the device; here they are moved.
+For `torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=offloaded_ops(...))`.
+Attention costs much to compute again and little to keep. Torch's own keeps such outputs on the
+device; here they are moved.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -40,16 +42,24 @@ Contexts = tuple[TorchDispatchMode, TorchDispatchMode]
 def offloaded_ops(
     offload: Offload | OffloadActivations, ops: Collection[Any] = DEFAULT_ATTENTION_OPS
 ) -> Callable[[], Contexts]:
-    """Return a `context_fn` for checkpoints that are not reentrant. `offload` is what moves the outputs, or the context
-    that does, which need not be open. `ops` are the operators whose outputs are kept: names as "aten::mm", or what
-    `torch.ops` has under these. All others' are recomputed. `ConfigError`: one of `ops` is unknown, writes into what it
-    is given or returns a view of it, or is made of other operators, so that it never runs itself."""
+    """Return a `context_fn` for checkpoints that are not reentrant. `offload` is what moves the
+    outputs, or the context that does, which need not be open. `ops` are the operators whose outputs
+    are kept: names as "aten::mm", or what `torch.ops` has under these. All others' are recomputed.
+    `ConfigError`: one of `ops` is unknown, writes into what it is given or returns a view of it, or
+    is made of other operators, so that it never runs itself."""
     core = offload if isinstance(offload, Offload) else offload.offload
     if not isinstance(core, Offload):
-        raise ConfigError("outputs of operations are moved as storages, and tensors of this device have none")
-    chosen = frozenset(overload for op in ops for overload in _overloads(op, needed=ops is not DEFAULT_ATTENTION_OPS))
+        raise ConfigError(
+            "outputs of operations are moved as storages, and tensors of this device have none"
+        )
+    chosen = frozenset(
+        overload
+        for op in ops
+        for overload in _overloads(op, needed=ops is not DEFAULT_ATTENTION_OPS)
+    )
 
-    # One pair for each call of a checkpoint, because the graph of that call holds it until its backward.
+    # One pair for each call of a checkpoint, because the graph of that call holds it until its
+    # backward.
     def contexts() -> Contexts:
         forward = _Keeping(chosen, core)
         return forward, _BringingBack(chosen, forward.calls)
@@ -68,39 +78,51 @@ class _Waiting:
 class _Call:
     op: Any  # the operator
     out: Any  # what it returned, with `_Waiting` for tensors
-    drawn: dict[torch.device, tuple[Tensor, Tensor]]  # where it drew, the generator's state before and after
+    drawn: dict[
+        torch.device, tuple[Tensor, Tensor]
+    ]  # where it drew, the generator's state before and after
 
 
 class _Keeping(TorchDispatchMode):
-    """One run of a checkpointed function, and the calls of chosen operators that it made, in order."""
+    """One run of a checkpointed function, and the calls of chosen operators that it made, in
+    order.
+    """
 
     supports_higher_order_operators = True
 
     def __init__(self, ops: frozenset[Any], offload: Offload) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's is
-        self._ops, self._offload, self.calls = ops, offload, list[_Call]()
-        self._kept: dict[int, tuple[StorageWeakRef, Any]] = {}  # storages of outputs, and whose they are
+        self._ops = ops
+        self._offload = offload
+        self.calls = list[_Call]()
+        self._outputs: dict[
+            int, tuple[StorageWeakRef, Any]
+        ] = {}  # storages of outputs, and whose they are
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for tensor in _written(func, args, kwargs):
-            self._refuse_if_kept(func, tensor)
+            self._refuse_write(func, tensor)
         if func not in self._ops:
             return func(*args, **kwargs)
         devices = {tensor.device for tensor in _tensors((*args, *kwargs.values()))}
         before = {device: _random_state(device) for device in devices}
         out = func(*args, **kwargs)
         after = {device: _random_state(device) for device in devices}
-        drawn = {device: (old, after[device]) for device, old in before.items() if not torch.equal(old, after[device])}
+        drawn = {
+            device: (old, after[device])
+            for device, old in before.items()
+            if not torch.equal(old, after[device])
+        }
         self.calls.append(_Call(func, tree_map_only(Tensor, self._packed, out), drawn))
         for tensor in _tensors(out):
             for key in storages_of(tensor):
-                self._kept[key] = StorageWeakRef(tensor.untyped_storage()), func
+                self._outputs[key] = StorageWeakRef(tensor.untyped_storage()), func
         return out
 
     def _packed(self, tensor: Tensor) -> _Waiting:
-        # Down here aliases do not share their version with what they are aliases of. Those that `pack` makes must, so
-        # that a write into the tensor is seen, and with this they do.
+        # Down here aliases do not share their version with what they are aliases of. Those that
+        # `pack` makes must, so that a write into the tensor is seen, and with this they do.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             if (scope := current()) is None:
                 return _Waiting(self._offload.pack(tensor))
@@ -110,10 +132,10 @@ class _Keeping(TorchDispatchMode):
             finally:
                 scope.unmark(tensor)
 
-    def _refuse_if_kept(self, func: Any, tensor: Tensor) -> None:
+    def _refuse_write(self, func: Any, tensor: Tensor) -> None:
         for key in storages_of(tensor):
-            if key in self._kept:
-                op = self._kept[key][1]
+            if key in self._outputs:
+                op = self._outputs[key][1]
                 what = f"the output of {op} is kept for the backward, and {func} writes into it"
                 how = f"leave {op} out of the operators, or write to a copy"
                 raise ConfigError(what, where="offloaded_ops", how=how)
@@ -126,7 +148,9 @@ class _BringingBack(TorchDispatchMode):
 
     def __init__(self, ops: frozenset[Any], calls: Sequence[_Call]) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's is
-        self._ops, self._calls, self._next = ops, calls, 0
+        self._ops = ops
+        self._calls = calls
+        self._next = 0
 
     def __enter__(self) -> Any:
         self._next = 0
@@ -145,10 +169,12 @@ class _BringingBack(TorchDispatchMode):
             )
         self._next += 1
         for device, (before, after) in call.drawn.items():
-            # The code after it must draw the same numbers. A checkpoint that does not preserve the state draws again.
+            # The code after it must draw the same numbers. A checkpoint that does not preserve the
+            # state draws again.
             if torch.equal(_random_state(device), before):
                 _set_random_state(device, after)
-        # An alias, because autograd makes it part of a graph, and a tensor that stayed may be requested again.
+        # An alias, because autograd makes it part of a graph, and a tensor that stayed may be
+        # requested again.
         return tree_map_only(_Waiting, lambda waiting: waiting.packed.unpack().detach(), call.out)
 
 
@@ -177,22 +203,34 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
         return
     for position, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors(args[position] if position < len(args) else kwargs.get(argument.name))
+            yield from _tensors(
+                args[position] if position < len(args) else kwargs.get(argument.name)
+            )
 
 
 def _overloads(op: Any, *, needed: bool) -> Iterator[Any]:
-    """Yield an operator's overloads that can be kept; if not `needed`, there may be no such operator."""
+    """Yield an operator's overloads that can be kept; if not `needed`, there may be no such
+    operator.
+    """
     if isinstance(op, str):
         space, _, name = op.partition("::")
-        found = getattr(getattr(torch.ops, space), name, None) if name else None
-        if found is None and needed:
-            raise ConfigError(f"there is no operator {op!r}", where="offloaded_ops", how='name it as in "aten::mm"')
-        if found is None:
+        packet = getattr(getattr(torch.ops, space), name, None) if name else None
+        if packet is None and needed:
+            raise ConfigError(
+                f"there is no operator {op!r}",
+                where="offloaded_ops",
+                how='name it as in "aten::mm"',
+            )
+        if packet is None:
             return
-        op = found
+        op = packet
     # Every overload, because which of them runs depends on how a model calls the operator.
-    all_overloads = [getattr(op, name) for name in op.overloads()] if hasattr(op, "overloads") else [op]
-    refused = [(overload, why) for overload in all_overloads if (why := _why_refused(overload)) is not None]
+    all_overloads = (
+        [getattr(op, name) for name in op.overloads()] if hasattr(op, "overloads") else [op]
+    )
+    refused = [
+        (overload, why) for overload in all_overloads if (why := _why_refused(overload)) is not None
+    ]
     if len(refused) == len(all_overloads):
         what = f"the output of {refused[0][0]} cannot be kept: {refused[0][1]}"
         how = "choose operators that return new tensors"

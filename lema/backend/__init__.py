@@ -1,4 +1,5 @@
-"""The seam: what a device and a group of processes must offer, and what the core asks while it waits for them.
+"""The seam: what a device and a group of processes must offer, and what the core asks while it
+waits for them.
 
 docs/internals/processes.md describes the folder.
 """

@@ -1,9 +1,10 @@
-"""Findings of the doctor: one thing that was looked at, how it stands, in one sentence, and how to fix it.
+"""Findings of the doctor: one thing that was looked at, how it stands, in one sentence, and how to
+fix it.
 
-A backend returns findings about its own device. `known_bad` and `stubs` make findings of two kinds of tables: versions
-that are known not to work together, and packages that only look like the one they are named after. They compare the
-tables with what is installed and import nothing, because importing is what fails with such packages. Every entry names
-where it is published.
+A backend returns findings about its own device. `known_bad` and `stubs` make findings of two kinds
+of tables: versions that are known not to work together, and packages that only look like the one
+they are named after. They compare the tables with what is installed and import nothing, because
+importing is what fails with such packages. Every entry names where it is published.
 """
 
 from __future__ import annotations
@@ -21,7 +22,17 @@ from packaging.version import InvalidVersion
 
 import lema
 
-__all__ = ["PAIRS", "Fact", "Finding", "Level", "Pair", "Stub", "installed_version", "known_bad", "stubs"]
+__all__ = [
+    "PAIRS",
+    "Fact",
+    "Finding",
+    "Level",
+    "Pair",
+    "Stub",
+    "installed_version",
+    "known_bad",
+    "stubs",
+]
 __all__ += ["program_versions"]
 
 Fact = str | int | float | bool | None
@@ -51,7 +62,8 @@ class Finding:
     what: str  # one sentence
     how: str = ""  # how to fix it; empty where nothing has to be fixed
     source: str = ""  # where that is published; empty where it was seen here
-    # what was measured: name, with its unit where it has one -> plain value; bytes and bytes per second are numbers
+    # what was measured: name, with its unit where it has one -> plain value; bytes and bytes per
+    # second are numbers
     facts: Mapping[str, Fact] = field(default_factory=dict)
 
     @property
@@ -68,8 +80,8 @@ class Finding:
 class Pair:
     """Two requirements that must not both be met."""
 
-    one: str  # such as `"a>=2"`
-    other: str  # such as `"b<1.5"`
+    first: str  # such as `"a>=2"`
+    second: str  # such as `"b<1.5"`
     level: Level  # how bad it is
     what: str  # what goes wrong, as the end of a sentence that begins with the two packages
     how: str  # how to fix it
@@ -94,7 +106,10 @@ PAIRS = (
         "torchao>=0.18",
         "torch<2.11",
         Level.WARNING,
-        "torchao leaves out the kernels it has compiled: int8 and fp8 models are slower, if they run",
+        (
+            "torchao leaves out the kernels it has compiled: int8 and fp8 models are slower, "
+            "if they run"
+        ),
         'pip install "torch>=2.11"',
         "https://github.com/pytorch/ao/releases/tag/v0.18.0",
     ),
@@ -118,38 +133,45 @@ def installed_version(name: str) -> str | None:
 
 
 def program_versions(*names: str) -> dict[str, str]:
-    """Return versions by name: LEMA's as `lema`, and those of some distributions, which have to be installed."""
+    """Return versions by name: LEMA's as `lema`, and those of some distributions, which have to
+    be installed.
+    """
     return {"lema": lema.__version__, **{name: version(name) for name in names}}
 
 
 def known_bad(pairs: Iterable[Pair], section: str) -> Iterator[Finding]:
     """Find the pairs that are installed."""
     for pair in pairs:
-        one, other = _met(pair.one), _met(pair.other)
-        if one is not None and other is not None:
-            name = f"{Requirement(pair.one).name} and {Requirement(pair.other).name}"
-            what, facts = f"{one} with {other}: {pair.what}.", {"one": one, "other": other}
+        first = _met(pair.first)
+        second = _met(pair.second)
+        if first is not None and second is not None:
+            name = f"{Requirement(pair.first).name} and {Requirement(pair.second).name}"
+            what = f"{first} with {second}: {pair.what}."
+            facts = {"one": first, "other": second}
             yield Finding(section, name, pair.level, what, pair.how, pair.source, facts)
 
 
 def stubs(table: Iterable[Stub], section: str) -> Iterator[Finding]:
     """Find the stubs that are installed, by their version or by what their module says."""
     for stub in table:
-        found = installed_version(stub.name)
-        if found is not None and (found == stub.version or stub.mark in _source(stub.module)):
-            what, facts = f"{stub.name} {found} {stub.what}.", dict[str, Fact](installed=found, stub=True)
+        installed = installed_version(stub.name)
+        if installed is not None and (
+            installed == stub.version or stub.mark in _source(stub.module)
+        ):
+            what = f"{stub.name} {installed} {stub.what}."
+            facts = dict[str, Fact](installed=installed, stub=True)
             yield Finding(section, stub.name, Level.WARNING, what, stub.how, stub.source, facts)
 
 
 def _met(requirement: str) -> str | None:
     """Return the package with its version if it meets the requirement."""
-    wanted = Requirement(requirement)
-    found = installed_version(wanted.name)
+    package = Requirement(requirement)
+    installed = installed_version(package.name)
     try:
-        met = found is not None and wanted.specifier.contains(found, prereleases=True)
+        met = installed is not None and package.specifier.contains(installed, prereleases=True)
     except InvalidVersion:
         return None
-    return f"{wanted.name} {found}" if met else None
+    return f"{package.name} {installed}" if met else None
 
 
 def _source(module: str) -> str:

@@ -1,4 +1,5 @@
-"""Host memory by the page, and the limits that control groups (version 1 or 2) set to this process and others together.
+"""Host memory by the page, and the limits that control groups (version 1 or 2) set to this process
+and others together.
 
 `anonymous` returns untouched memory at a page boundary, in huge pages where the system has them.
 """
@@ -37,13 +38,16 @@ HUGE_PAGE = 2 << 20
 
 
 def anonymous(nbytes: int) -> Tensor:
-    """Return uint8 `[nbytes]`, page-aligned, untouched (so not yet resident) memory of this process alone. In huge
-    pages, as far as whole ones go: a disk fills them in fewer, larger requests, at a fraction of the work."""
+    """Return uint8 `[nbytes]`, page-aligned, untouched (so not yet resident) memory of this process
+    alone. In huge pages, as far as whole ones go: a disk fills them in fewer, larger requests, at a
+    fraction of the work."""
     import torch
 
     huge = nbytes // HUGE_PAGE * HUGE_PAGE if hasattr(mmap, "MADV_HUGEPAGE") else 0
-    room = max(nbytes, 1) + (HUGE_PAGE if huge else 0)  # addresses, not memory: what is never touched takes none
-    private = private_pages(room)
+    mapped_bytes = max(nbytes, 1) + (
+        HUGE_PAGE if huge else 0
+    )  # addresses, not memory: what is never touched takes none
+    private = private_pages(mapped_bytes)
     start = -torch.frombuffer(private, dtype=torch.uint8).data_ptr() % HUGE_PAGE if huge else 0
     if huge:
         with suppress(OSError):  # a system without them has pages all the same
@@ -59,7 +63,9 @@ def private_pages(nbytes: int) -> mmap.mmap:
 
 
 def mapped(descriptor: int, nbytes: int) -> Tensor:
-    """Return uint8 `[nbytes]`, page-aligned: the first bytes of a file, as every process sees and changes them."""
+    """Return uint8 `[nbytes]`, page-aligned: the first bytes of a file, as every process sees
+    and changes them.
+    """
     import torch
 
     shared = mmap.mmap(descriptor, max(nbytes, 1))
@@ -67,8 +73,8 @@ def mapped(descriptor: int, nbytes: int) -> Tensor:
 
 
 def read_only(memory: Tensor) -> None:
-    """Protect `memory`, whole pages of this process: the system ends a process that writes there (SIGSEGV). Where the C
-    library has no such call, nothing keeps anyone from writing."""
+    """Protect `memory`, whole pages of this process: the system ends a process that writes there
+    (SIGSEGV). Where the C library has no such call, nothing keeps anyone from writing."""
     protect = c_function("mprotect")
     if protect is None:
         return
@@ -77,22 +83,28 @@ def read_only(memory: Tensor) -> None:
 
 
 def relabelled(memory: Tensor, device: torch.device) -> Tensor:
-    """Return the same bytes as a tensor of a device that can compute in them; they stay until both tensors are dropped.
+    """Return the same bytes as a tensor of a device that can compute in them; they stay until both
+    tensors are dropped.
 
-    DLPack says of a tensor where it is: in a capsule, after the address (https://dmlc.github.io/dlpack/latest/c_api.html).
-    What torch says there of a tensor on the device is put in the place of what it says of `memory`. `RuntimeError`:
-    torch knows that the device cannot.
+    DLPack says of a tensor where it is: in a capsule, after the address
+    (https://dmlc.github.io/dlpack/latest/c_api.html). What torch says there of a tensor on the
+    device is put in the place of what it says of `memory`. `RuntimeError`: torch knows that the
+    device cannot.
     """
     import torch
     from torch.utils import dlpack
 
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    pointer.restype = ctypes.c_void_p
+    pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
     here = dlpack.to_dlpack(memory)  # type: ignore[attr-defined]
     there = dlpack.to_dlpack(torch.empty(1, dtype=memory.dtype, device=device))  # type: ignore[attr-defined]
     kind_and_index = ctypes.c_int32 * 2
     address = ctypes.sizeof(ctypes.c_void_p)
-    source, target = (kind_and_index.from_address(pointer(one, b"dltensor") + address) for one in (there, here))
+    source, target = (
+        kind_and_index.from_address(pointer(capsule, b"dltensor") + address)
+        for capsule in (there, here)
+    )
     ctypes.memmove(target, source, ctypes.sizeof(target))
     return dlpack.from_dlpack(here)
 
@@ -107,14 +119,17 @@ def memory_limit(root: Path = ROOT) -> int | None:
 
 
 def memory_left(root: Path = ROOT) -> int | None:
-    """Return the bytes that this process's control groups may still take; None: as many as there are. Files in memory
-    count as free, because the system drops them when memory is short."""
+    """Return the bytes that this process's control groups may still take; None: as many as there
+    are. Files in memory count as free, because the system drops them when memory is short."""
     return min((limit - _used(group) for group, limit in _limits(root)), default=None)
 
 
 def memory_available() -> int:
-    """Return the bytes that the machine can still give this process, and its control groups, if they are limited."""
-    available, left = int(psutil.virtual_memory().available), memory_left()
+    """Return the bytes that the machine can still give this process, and its control groups, if
+    they are limited.
+    """
+    available = int(psutil.virtual_memory().available)
+    left = memory_left()
     return available if left is None else min(available, left)
 
 
@@ -132,7 +147,10 @@ def _used(group: Path) -> int:
         with suppress(OSError, ValueError):
             used = int((group / name).read_text(encoding="utf-8"))
     with suppress(OSError, ValueError):
-        stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
+        stat = dict(
+            line.split()
+            for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines()
+        )
         files = int(stat.get("total_cache", stat.get("file", 0)))
         # Memory that processes share is counted among files, and is not dropped.
         used -= files - int(stat.get("total_shmem", stat.get("shmem", 0)))

@@ -1,7 +1,8 @@
 """Host memory that the device copies from and to, or computes in.
 
-torch's allocator of page-locked memory takes blocks of the next power of two, up to twice the bytes that are needed. So
-where a driver can, memory is mapped as everywhere in LEMA and then registered, until the last tensor in it is dropped.
+torch's allocator of page-locked memory takes blocks of the next power of two, up to twice the bytes
+that are needed. So where a driver can, memory is mapped as everywhere in LEMA and then registered,
+until the last tensor in it is dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from lema.errors import MemoryLimitError
 __all__ = ["Driver", "HostMemory"]
 
 HOW = (
-    "let the process lock more memory (`ulimit -l unlimited`, `docker run --ulimit memlock=-1`, memlock in "
+    "let the process lock more memory (`ulimit -l unlimited`, `docker run --ulimit "
+    "memlock=-1`, memlock in "
     "/etc/security/limits.conf, LimitMEMLOCK of a service)"
 )
 
@@ -39,22 +41,25 @@ class Driver(Protocol):
 class HostMemory:
     """Host buffers of one device.
 
-    Memory that is not locked is pageable. A copy from or to it is still right, but the driver moves it through a
-    buffer of its own, at a fraction of the speed, and the thread that queues the copy may have to wait.
+    Memory that is not locked is pageable. A copy from or to it is still right, but the driver moves
+    it through a buffer of its own, at a fraction of the speed, and the thread that queues the copy
+    may have to wait.
 
     Args:
         driver: locks memory; None: torch's allocator does, and memory that is given stays as it is.
-        page_locked: True: memory that cannot be locked is an error. None: it stays pageable, with one warning.
-            False: no memory is locked.
+        page_locked: True: memory that cannot be locked is an error. None: it stays pageable, with
+            one warning. False: no memory is locked.
     """
 
     def __init__(self, driver: Driver | None, page_locked: bool | None = None) -> None:
-        self._driver, self._page_locked = driver, page_locked
+        self._driver = driver
+        self._page_locked = page_locked
         self._warned = False
         self._locked = set[int]()  # addresses of what the driver has locked
 
     def buffer(self, nbytes: int, memory: Tensor | None = None) -> Tensor:
-        """Return uint8 `[nbytes]` at a page boundary; `memory`: as in `lema.backend.Backend.host_buffer`.
+        """Return uint8 `[nbytes]` at a page boundary; `memory`: as in
+        `lema.backend.Backend.host_buffer`.
 
         Raises:
             MemoryLimitError: it must be locked, and that is not possible.
@@ -62,10 +67,13 @@ class HostMemory:
         if self._driver is None and self._page_locked is not False and nbytes:
             return self._from_allocator(nbytes, memory)
         memory = anonymous(nbytes) if memory is None else memory
-        assert memory.dtype == torch.uint8 and memory.shape == (nbytes,), "memory of another size was given"
+        assert memory.dtype == torch.uint8 and memory.shape == (nbytes,), (
+            "memory of another size was given"
+        )
         if nbytes == 0 or self._page_locked is False or self._driver is None:
             return memory
-        # This object is a link between tensors and memory: it is freed after the last tensor, before the memory.
+        # This object is a link between tensors and memory: it is freed after the last tensor,
+        # before the memory.
         link = memory.numpy()
         address = link.ctypes.data
         if (refusal := self._driver.lock(address, nbytes)) is not None:
@@ -91,12 +99,20 @@ class HostMemory:
             return anonymous(nbytes)
 
     def _refused(self, nbytes: int, refusal: str) -> None:
-        what = f"{nbytes:,} bytes of host memory cannot be page-locked: {refusal}; this process may lock {_limit()}"
+        what = (
+            f"{nbytes:,} bytes of host memory cannot be page-locked: {refusal}; this process "
+            f"may lock {_limit()}"
+        )
         if self._page_locked:
-            raise MemoryLimitError(what, where="page_locked: true", how=f"{HOW}, or set page_locked: false")
+            raise MemoryLimitError(
+                what, where="page_locked: true", how=f"{HOW}, or set page_locked: false"
+            )
         if not self._warned:
             self._warned = True
-            warnings.warn(f"{what}; copies to and from the device will be slower; to fix it, {HOW}", stacklevel=4)
+            warnings.warn(
+                f"{what}; copies to and from the device will be slower; to fix it, {HOW}",
+                stacklevel=4,
+            )
 
 
 def _unlock(driver: Driver, locked: set[int], address: int) -> None:

@@ -16,8 +16,8 @@ __all__ = ["QueuedReplicas"]
 class QueuedReplicas:
     """`lema.backend.protocols.Replicas` that gathers in a separate queue.
 
-    That queue waits for the upload, sends and receives, and releases the uploaded part. Meanwhile the device
-    computes.
+    That queue waits for the upload, sends and receives, and releases the uploaded part. Meanwhile
+    the device computes.
 
     Args:
         replicas: the processes; their work goes to the queue that is current in the calling thread.
@@ -25,7 +25,8 @@ class QueuedReplicas:
     """
 
     def __init__(self, replicas: Replicas, queues: Queues) -> None:
-        self._replicas, self._queues = replicas, queues
+        self._replicas = replicas
+        self._queues = queues
 
     @property
     def rank(self) -> int:
@@ -58,16 +59,23 @@ class QueuedReplicas:
         return self._replicas.num_processes
 
     def sum(self, tensor: Tensor) -> None:
-        """Add up a tensor on the device over all processes, in place, in the queue that computes."""
+        """Add up a tensor on the device over all processes, in place, in the queue that
+        computes.
+        """
         self._replicas.sum(tensor)
 
-    def gather(self, upload: Upload, whole: Tensor) -> Gathering:
-        """Start to put the parts together in `whole`, after the compute queued so far; the caller goes on."""
-        compute, gathers = self._queues.compute, self._queues.gathers
-        gathers.wait(compute.record())  # which may still use the last content of `whole`
+    def gather(self, upload: Upload, target: Tensor) -> Gathering:
+        """Start to put the parts together in `target`, after the compute queued so far; the
+        caller goes on.
+        """
+        compute = self._queues.compute
+        gathers = self._queues.gathers
+        gathers.wait(compute.record())  # which may still use the last content of `target`
         with gathers.current():
-            self._replicas.gather(upload, whole).wait()  # waits in that queue, and releases the part there
-        return _Gathering(self._queues, gathers.record(), compute, whole)
+            self._replicas.gather(
+                upload, target
+            ).wait()  # waits in that queue, and releases the part there
+        return _Gathering(self._queues, gathers.record(), compute, target)
 
     def exchange(self, value: Any) -> list[Any]:
         """Return every process's value, in rank order."""
@@ -89,9 +97,10 @@ class QueuedReplicas:
 class _Gathering:
     """A layer that is being gathered; its memory is held until compute waits for it."""
 
-    def __init__(self, queues: Queues, done: Event, compute: Queue, whole: Tensor) -> None:
-        self._queues, self._done = queues, done
-        self._forgotten = weakref.finalize(self, _let_go, compute, done, whole)
+    def __init__(self, queues: Queues, done: Event, compute: Queue, target: Tensor) -> None:
+        self._queues = queues
+        self._done = done
+        self._forgotten = weakref.finalize(self, _let_go, compute, done, target)
         self._forgotten.atexit = False
 
     def wait(self) -> None:
@@ -99,5 +108,5 @@ class _Gathering:
         self._forgotten.detach()
 
 
-def _let_go(compute: Queue, done: Event, whole: Tensor) -> None:  # noqa: ARG001 - held until this has been called
+def _let_go(compute: Queue, done: Event, target: Tensor) -> None:  # noqa: ARG001 - held until this has been called
     compute.wait(done)

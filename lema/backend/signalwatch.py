@@ -1,8 +1,10 @@
-"""Sees signals as they arrive, also while the main thread is within a library, where Python runs no handler.
+"""Sees signals as they arrive, also while the main thread is within a library, where Python runs no
+handler.
 
-Python runs handlers in the main thread alone, between two of its instructions. A product of large matrices, a tokenizer
-or the import of a library may take longer than whoever pressed Ctrl-C waits. The C part of Python writes each signal
-that has a handler to a descriptor at once (`signal.set_wakeup_fd`), and a thread reads it here.
+Python runs handlers in the main thread alone, between two of its instructions. A product of large
+matrices, a tokenizer or the import of a library may take longer than whoever pressed Ctrl-C waits.
+The C part of Python writes each signal that has a handler to a descriptor at once
+(`signal.set_wakeup_fd`), and a thread reads it here.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ __all__ = ["SignalWatch"]
 
 
 class SignalWatch:
-    """Calls `seen` with the number of each signal, in a thread of its own, for the length of a `with` block. Only a
-    signal that Python has a handler for is seen. Outside of the main thread the block does nothing."""
+    """Calls `seen` with the number of each signal, in a thread of its own, for the length of a
+    `with` block. Only a signal that Python has a handler for is seen. Outside of the main thread
+    the block does nothing."""
 
     def __init__(self, seen: Callable[[int], None]) -> None:
         self._seen = seen
@@ -30,11 +33,12 @@ class SignalWatch:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            _forgotten_by_forks()
-            numbers, self._out = socket.socketpair()  # because not every system has pipes that never wait
+            _disable_after_fork()
+            # because not every system has pipes that never wait
+            numbers, self._out = socket.socketpair()
             self._out.setblocking(False)
             self._before = signal.set_wakeup_fd(self._out.fileno(), warn_on_full_buffer=False)
-            self._thread = threading.Thread(target=self._look, args=(numbers,), daemon=True)
+            self._thread = threading.Thread(target=self._observe, args=(numbers,), daemon=True)
             self._thread.start()
         return self
 
@@ -44,15 +48,15 @@ class SignalWatch:
             self._out.close()  # which ends the thread
             self._thread.join()
 
-    def _look(self, numbers: socket.socket) -> None:
+    def _observe(self, numbers: socket.socket) -> None:
         with numbers:
-            while found := numbers.recv(64):
-                for number in found:
+            while received := numbers.recv(64):
+                for number in received:
                     self._seen(number)
 
 
 @cache
-def _forgotten_by_forks() -> None:
+def _disable_after_fork() -> None:
     """Let no process that is forked tell its signals to this one."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))

@@ -15,9 +15,10 @@ __all__ = ["limited"]
 
 @contextmanager
 def limited(seconds: float, error: Callable[[], Exception]) -> Iterator[None]:
-    """Raise `error()` in a `with` block that computes for more than so many seconds of the processor's time in user
-    mode, and `MemoryError` where the process asks for more than 768 MiB in it. Signals reach the main thread alone, so
-    in another one nothing bounds the time, nor on a system without timers (Windows)."""
+    """Raise `error()` in a `with` block that computes for more than so many seconds of the
+    processor's time in user mode, and `MemoryError` where the process asks for more than 768 MiB in
+    it. Signals reach the main thread alone, so in another one nothing bounds the time, nor on a
+    system without timers (Windows)."""
     timed = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
     with bounded_memory(), _by_timer(seconds, error) if timed else nullcontext():
         yield
@@ -25,7 +26,9 @@ def limited(seconds: float, error: Callable[[], Exception]) -> Iterator[None]:
 
 @contextmanager
 def _by_timer(seconds: float, error: Callable[[], Exception]) -> Iterator[None]:
-    """Use the timer of user mode, which hardly any other program uses; it costs nothing while it runs."""
+    """Use the timer of user mode, which hardly any other program uses; it costs nothing while it
+    runs.
+    """
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         raise error()

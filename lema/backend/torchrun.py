@@ -1,7 +1,7 @@
 """The processes that `torchrun` started, as one group that trains on parts of each batch.
 
-This is a part for backends, which decide the library that carries tensors between devices. Plain data goes from host to
-host, past the devices, so that asking for it waits for no device.
+This is a part for backends, which decide the library that carries tensors between devices. Plain
+data goes from host to host, past the devices, so that asking for it waits for no device.
 """
 
 from __future__ import annotations
@@ -45,23 +45,28 @@ PATIENCE = timedelta(minutes=30)  # one process may be reading weights while the
 class Joined:
     """This process among those that `torchrun` started."""
 
-    # Those that hold the same part of a copy as this one: all, where each process holds a whole copy.
+    # Those that hold the same part of a copy as this one: all, where each process holds a whole
+    # copy.
     replicas: Replicas
-    parts: Any  # of the processes that hold one copy together, the group between devices; None: there is one
+    # of the processes that hold one copy together, the group between devices; None: there is one
+    parts: Any
     leave: Callable[[], None]  # leaves them all again
 
 
 def carriers(kind: str) -> str:
-    """Return the libraries that carry tensors between hosts and between devices of a kind, as `join` takes them: what
-    torch has for such devices."""
-    known: dict[str, str] = torch.distributed.Backend.default_device_backend_map
-    return f"cpu:gloo,{kind}:{known[kind]}" if kind in known else "gloo"
+    """Return the libraries that carry tensors between hosts and between devices of a kind, as
+    `join` takes them: what torch has for such devices."""
+    backend_by_kind: dict[str, str] = torch.distributed.Backend.default_device_backend_map
+    return f"cpu:gloo,{kind}:{backend_by_kind[kind]}" if kind in backend_by_kind else "gloo"
 
 
-def join(carrier: str, identity: Callable[[], str | None] | None = None) -> tuple[Replicas, Callable[[], None]]:
-    """Join the processes that `torchrun` started, each with a whole copy; return them, and a function to leave them.
-    `carrier` and errors are as of `join_in_parts`. `identity` tells this process's device from others, where the
-    process sees no other: `BackendUnavailable` is raised, too, where two processes of one machine have the same."""
+def join(
+    carrier: str, identity: Callable[[], str | None] | None = None
+) -> tuple[Replicas, Callable[[], None]]:
+    """Join the processes that `torchrun` started, each with a whole copy; return them, and a
+    function to leave them. `carrier` and errors are as of `join_in_parts`. `identity` tells this
+    process's device from others, where the process sees no other: `BackendUnavailable` is raised,
+    too, where two processes of one machine have the same."""
     joined = join_in_parts(carrier, 1)
     try:
         if identity is not None:
@@ -73,20 +78,21 @@ def join(carrier: str, identity: Callable[[], str | None] | None = None) -> tupl
 
 
 def join_in_parts(carrier: str, parts: int | None, patience: timedelta = PATIENCE) -> Joined:
-    """Join the processes that `torchrun` started; `parts` of them hold one copy together (None: all do). Those of one
-    copy have ranks that follow each other, so that they are on one machine where they can be. `carrier` is what
-    `torch.distributed` calls the library that carries tensors between the devices. `BackendUnavailable`: the variables
-    that `torchrun` sets are there in part, or the others cannot be reached. `ConfigError`: the processes cannot be
-    divided into such groups."""
-    given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-    if "WORLD_SIZE" not in given or given["WORLD_SIZE"] == "1":
+    """Join the processes that `torchrun` started; `parts` of them hold one copy together (None: all
+    do). Those of one copy have ranks that follow each other, so that they are on one machine where
+    they can be. `carrier` is what `torch.distributed` calls the library that carries tensors
+    between the devices. `BackendUnavailable`: the variables that `torchrun` sets are there in part,
+    or the others cannot be reached. `ConfigError`: the processes cannot be divided into such
+    groups."""
+    variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    if "WORLD_SIZE" not in variables or variables["WORLD_SIZE"] == "1":
         _divide(1, parts)
         return Joined(Alone(), None, lambda: None)
-    if missing := [name for name in VARIABLES if not given.get(name, "").isdigit()]:
+    if missing := [name for name in VARIABLES if not variables.get(name, "").isdigit()]:
         what = f"{', '.join(missing)} should be numbers, as torchrun sets them"
         how = "start the processes with torchrun, or unset WORLD_SIZE"
         raise BackendUnavailable(what, where="environment", how=how)
-    rank, size, local_rank, local_size = (int(given[name]) for name in VARIABLES)
+    rank, size, local_rank, local_size = (int(variables[name]) for name in VARIABLES)
     parts = _divide(size, parts)
     import torch.distributed as dist
 
@@ -121,13 +127,14 @@ def join_in_parts(carrier: str, parts: int | None, patience: timedelta = PATIENC
 
 def local_processes() -> int | None:
     """Return how many processes `torchrun` started on this machine; None: it started none."""
-    given = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(given) if given.isdigit() else None
+    num_local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(num_local) if num_local.isdigit() else None
 
 
 def refuse_sharing(replicas: Replicas, identity: Callable[[], str | None]) -> None:
-    """Refuse that two processes of one machine use one device. All processes call this. `identity` tells a device from
-    others; None: the process has chosen one of several by its place. `BackendUnavailable`: another process has it."""
+    """Refuse that two processes of one machine use one device. All processes call this. `identity`
+    tells a device from others; None: the process has chosen one of several by its place.
+    `BackendUnavailable`: another process has it."""
     if replicas.num_processes == 1:
         return
     mine = platform.node(), identity()
@@ -142,32 +149,38 @@ def _divide(size: int, parts: int | None) -> int:
         return size
     if size % parts:
         what = f"{size} process{'' if size == 1 else 'es'} cannot be divided into groups of {parts}"
-        how = f"start a multiple of {parts} processes: torchrun --nproc_per_node {parts} -m lema train ..."
+        how = (
+            f"start a multiple of {parts} processes: torchrun --nproc_per_node {parts} -m lema "
+            "train ..."
+        )
         raise ConfigError(what, where=f"tensor_parallel_size: {parts}", how=how)
     return parts
 
 
 def _groups(rank: int, size: int, parts: int, patience: timedelta) -> tuple[Any, Any, Any, Any]:
-    """Make every group of the grid, in the same order in each process; return this one's, of devices and of hosts."""
+    """Make every group of the grid, in the same order in each process; return this one's, of
+    devices and of hosts.
+    """
     import torch.distributed as dist
 
-    own: list[Any] = []
+    local_groups: list[Any] = []
     of_replicas = [range(part, size, parts) for part in range(parts)]
     of_copies = [range(start, start + parts) for start in range(0, size, parts)]
     for rows in (of_replicas, of_copies):
         devices = [dist.new_group(list(row), timeout=patience) for row in rows]
         hosts = [dist.new_group(list(row), timeout=patience, backend="gloo") for row in rows]
-        place = next(number for number, row in enumerate(rows) if rank in row)
-        own += [devices[place], hosts[place]]
-    return own[0], own[1], own[2], own[3]
+        index = next(number for number, row in enumerate(rows) if rank in row)
+        local_groups += [devices[index], hosts[index]]
+    return local_groups[0], local_groups[1], local_groups[2], local_groups[3]
 
 
 class ProcessGroup:
-    """`lema.backend.protocols.Replicas` over `torch.distributed`, for these ranks, the first if `first`, or rank 0.
+    """`lema.backend.protocols.Replicas` over `torch.distributed`, for these ranks, the first if
+    `first`, or rank 0.
 
-    Of the groups, `hosts` and `all_hosts` (None: `hosts` is of all processes) have tensors in host memory, and so has
-    `copy_hosts`, of the processes that hold one copy together; None: this one holds a copy alone. `device_group` has
-    tensors on the devices; None: that of all processes.
+    Of the groups, `hosts` and `all_hosts` (None: `hosts` is of all processes) have tensors in host
+    memory, and so has `copy_hosts`, of the processes that hold one copy together; None: this one
+    holds a copy alone. `device_group` has tensors on the devices; None: that of all processes.
     """
 
     def __init__(
@@ -183,9 +196,14 @@ class ProcessGroup:
         copy_hosts: Any = None,
         first: bool | None = None,
     ) -> None:
-        self.rank, self.size, self.local_rank, self.local_size = rank, size, local_rank, local_size
+        self.rank = rank
+        self.size = size
+        self.local_rank = local_rank
+        self.local_size = local_size
         self.first = rank == 0 if first is None else first
-        self._hosts, self._devices, self._all_hosts = hosts, device_group, all_hosts or hosts
+        self._hosts = hosts
+        self._devices = device_group
+        self._all_hosts = all_hosts or hosts
         self._copy_hosts = copy_hosts
         self.num_processes: int = torch.distributed.get_world_size()
 
@@ -193,11 +211,12 @@ class ProcessGroup:
         with others_there():
             torch.distributed.all_reduce(tensor, group=self._devices)
 
-    def gather(self, upload: Upload, whole: Tensor) -> Gathering:
+    def gather(self, upload: Upload, target: Tensor) -> Gathering:
         """Gather in the background; devices that queue their work do this in a queue of its own."""
         dist: Any = torch.distributed
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-        return _Work(gather(whole, upload.wait(), group=self._devices, async_op=True), upload)
+        # its name before torch 2.13
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return _Work(gather(target, upload.wait(), group=self._devices, async_op=True), upload)
 
     def exchange(self, value: Any) -> list[Any]:
         return gather_objects(value, self.size, self._hosts)
@@ -208,28 +227,35 @@ class ProcessGroup:
     def of_copy(self, value: Any) -> list[Any]:
         if self._copy_hosts is None:
             return [value]
-        return gather_objects(value, torch.distributed.get_world_size(self._copy_hosts), self._copy_hosts)
+        return gather_objects(
+            value, torch.distributed.get_world_size(self._copy_hosts), self._copy_hosts
+        )
 
     def shared_memory(self, nbytes: int) -> Tensor:
-        """Map a file that the first process of each machine makes; it goes with the last of them. Its only name is one
-        of Linux below /proc, or, elsewhere, one among the temporary files, until every process has it open."""
+        """Map a file that the first process of each machine makes; it goes with the last of them.
+        Its only name is one of Linux below /proc, or, elsewhere, one among the temporary files,
+        until every process has it open."""
         machine = self.rank - self.local_rank  # the rank of its first process
-        made, name = _shared_file(nbytes) if self.local_rank == 0 else (-1, "")
+        own_descriptor, name = _shared_file(nbytes) if self.local_rank == 0 else (-1, "")
         where = self.exchange(name)[machine]
-        descriptor = made if made >= 0 else os.open(where, os.O_RDWR | BINARY)
+        descriptor = own_descriptor if own_descriptor >= 0 else os.open(where, os.O_RDWR | BINARY)
         try:
             memory = mapped(descriptor, nbytes)
             self.exchange(None)  # every process has it open
         finally:
             os.close(descriptor)
             if name and not hasattr(os, "memfd_create"):
-                with suppress(PermissionError):  # of Windows, where it stays among the temporary files
+                with suppress(
+                    PermissionError
+                ):  # of Windows, where it stays among the temporary files
                     Path(name).unlink()
         return memory
 
 
 def _shared_file(nbytes: int) -> tuple[int, str]:
-    """Make a file of so many bytes; return its descriptor, and a name by which other processes can open it."""
+    """Make a file of so many bytes; return its descriptor, and a name by which other processes
+    can open it.
+    """
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("lema")
         name = f"/proc/{os.getpid()}/fd/{descriptor}"
@@ -240,30 +266,40 @@ def _shared_file(nbytes: int) -> tuple[int, str]:
 
 
 def gather_objects(value: Any, size: int, hosts: Any) -> list[Any]:
-    """Return the value of each of `size` processes of a group, in rank order: plain data, from host to host."""
-    found: list[Any] = [None] * size
+    """Return the value of each of `size` processes of a group, in rank order: plain data, from
+    host to host.
+    """
+    values: list[Any] = [None] * size
     with others_there():
-        torch.distributed.all_gather_object(found, value, group=hosts)
-    return found
+        torch.distributed.all_gather_object(values, value, group=hosts)
+    return values
 
 
 @contextmanager
 def others_there() -> Iterator[None]:
-    """Turn torch's error of a message that another process does not take, or does not answer, into a plain one."""
+    """Turn torch's error of a message that another process does not take, or does not answer,
+    into a plain one.
+    """
     try:
         yield
     except RuntimeError as error:
         late = "timed out" in str(error).lower()
         raise LemaError(
-            "another process of this run did not answer in time" if late else "another process of this run has ended",
+            "another process of this run did not answer in time"
+            if late
+            else "another process of this run has ended",
             where=str(error).partition("\n")[0],
-            how="its own message above gives the reason; start all again (--resume continues from the last checkpoint)",
+            how=(
+                "its own message above gives the reason; start all again (--resume continues "
+                "from the last checkpoint)"
+            ),
         ) from error
 
 
 class _Work:
     def __init__(self, work: Any, upload: Upload) -> None:
-        self._work, self._upload = work, upload
+        self._work = work
+        self._upload = upload
 
     def wait(self) -> None:
         self._work.wait()

@@ -1,4 +1,5 @@
-"""torch's streams and events as the queues of `lema.backend.queues`, and memory, of whichever accelerator torch has.
+"""torch's streams and events as the queues of `lema.backend.queues`, and memory, of whichever
+accelerator torch has.
 
 Queues whose work has ended when it is queued are the reference that the streams are compared with.
 """
@@ -21,30 +22,44 @@ from lema.backend.hostmemory import anonymous, memory_available
 from lema.backend.protocols import DeviceSlots, Download, MemoryStats
 from lema.backend.queues import Copies, CopyDown, Event, Slots
 
-__all__ = ["TorchCarrier", "carrier_for", "device_memory", "has_streams", "pinned", "unified_memory"]
+__all__ = [
+    "TorchCarrier",
+    "carrier_for",
+    "device_memory",
+    "has_streams",
+    "pinned",
+    "unified_memory",
+]
 
-# A device finishes each copy that it has begun. So a layer is copied in pieces: activations get in between.
+# A device finishes each copy that it has begun. So a layer is copied in pieces: activations get in
+# between.
 PIECE = 32 << 20
 
 
-def carrier_for(device: torch.device, *, use_streams: bool = True, pin_memory: bool = True) -> TorchCarrier:
-    """Return the carrier of bytes from and to any device that torch knows. Where the device allows it, copies run
-    beside the compute if `use_streams`, and from and to page-locked host memory if `pin_memory`."""
+def carrier_for(
+    device: torch.device, *, use_streams: bool = True, pin_memory: bool = True
+) -> TorchCarrier:
+    """Return the carrier of bytes from and to any device that torch knows. Where the device allows
+    it, copies run beside the compute if `use_streams`, and from and to page-locked host memory if
+    `pin_memory`."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device.type:
         return TorchCarrier(device, at_once=True)
-    return TorchCarrier(device, at_once=not (use_streams and has_streams(device)), pin_memory=pin_memory)
+    return TorchCarrier(
+        device, at_once=not (use_streams and has_streams(device)), pin_memory=pin_memory
+    )
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether a device has streams: of the accelerators that torch knows some have one queue for everything, and
-    then their module offers no `Stream`."""
+    """Return whether a device has streams: of the accelerators that torch knows some have one queue
+    for everything, and then their module offers no `Stream`."""
     return hasattr(torch.get_device_module(device), "Stream")
 
 
 def pinned(nbytes: int) -> Tensor:
-    """Return uint8 `[nbytes]` of page-locked memory at a page boundary, of torch's allocator for the accelerator, which
-    takes a block of the next power of two. `RuntimeError`: the memory cannot be had."""
+    """Return uint8 `[nbytes]` of page-locked memory at a page boundary, of torch's allocator for
+    the accelerator, which takes a block of the next power of two. `RuntimeError`: the memory cannot
+    be had."""
     memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     if memory.data_ptr() % mmap.PAGESIZE:  # a driver that divides its pages between small requests
         memory = torch.empty(nbytes + mmap.PAGESIZE - 1, dtype=torch.uint8, pin_memory=True)
@@ -65,8 +80,9 @@ def device_memory(device: torch.device) -> MemoryStats:
 
 
 def unified_memory(device: torch.device) -> MemoryStats:
-    """Return the same of a device that computes in host memory: of the process, and of the machine. The memory of
-    torch's allocator for the device is the driver's, and so is counted beside the process's."""
+    """Return the same of a device that computes in host memory: of the process, and of the machine.
+    The memory of torch's allocator for the device is the driver's, and so is counted beside the
+    process's."""
     tensors = device_memory(device)
     peak = peak_memory()
     used = psutil.Process().memory_info().rss
@@ -80,9 +96,14 @@ def unified_memory(device: torch.device) -> MemoryStats:
 
 
 def _asked(device: torch.device, name: str) -> Any:
-    """Return what torch says of any accelerator by a name, or else the device's own module; None: neither does."""
+    """Return what torch says of any accelerator by a name, or else the device's own module;
+    None: neither does.
+    """
     module = torch.get_device_module(device)
-    for function, arguments in ((getattr(torch.accelerator, name, None), (device,)), (getattr(module, name, None), ())):
+    for function, arguments in (
+        (getattr(torch.accelerator, name, None), (device,)),
+        (getattr(module, name, None), ()),
+    ):
         try:
             if function is not None:
                 return function(*arguments)  # the module's is of the current device, which this is
@@ -92,23 +113,30 @@ def _asked(device: torch.device, name: str) -> Any:
 
 
 class TorchCarrier:
-    """A `lema.backend.Carrier` whose copies run during the compute, in torch's streams; no thread waits for them. If
-    `at_once`, copies have ended when the call returns, on any device: the reference for the others. Otherwise the
-    device is of the kind of torch's current accelerator; without a number, it is the one that is current now. With
-    `pin_memory` host buffers are page-locked: a device copies from and to others only while its host waits."""
+    """A `lema.backend.Carrier` whose copies run during the compute, in torch's streams; no thread
+    waits for them. If `at_once`, copies have ended when the call returns, on any device: the
+    reference for the others. Otherwise the device is of the kind of torch's current accelerator;
+    without a number, it is the one that is current now. With `pin_memory` host buffers are
+    page-locked: a device copies from and to others only while its host waits."""
 
     def __init__(self, device: torch.device, *, at_once: bool, pin_memory: bool = False) -> None:
         if not at_once:
-            index = torch.accelerator.current_device_index() if device.index is None else device.index
+            index = (
+                torch.accelerator.current_device_index() if device.index is None else device.index
+            )
             device = torch.device(device.type, index)
-        self.device, self.at_once, self._pin_memory = device, at_once, pin_memory
+        self.device = device
+        self.at_once = at_once
+        self._pin_memory = pin_memory
         self.copies = Copies(_Done() if at_once else _Queues(device))
 
     def host_buffer(self, nbytes: int) -> Tensor:
         return pinned(nbytes) if self._pin_memory else anonymous(nbytes)
 
     def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
-        """Return a ring of `count` slots, in memory that belongs to the stream that computes now."""
+        """Return a ring of `count` slots, in memory that belongs to the stream that computes
+        now.
+        """
         memory = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(count)]
         return Slots(self.copies, memory)
 
@@ -120,11 +148,14 @@ class _Event:
     """A torch event behind what a stream has to do so far."""
 
     def __init__(self, stream: torch.Stream, event: torch.Event) -> None:
-        self._index, self.event = stream.device_index, event
+        self._index = stream.device_index
+        self.event = event
         event.record(stream)
 
     def wait(self) -> None:
-        with torch.accelerator.device_index(self._index):  # a thread that never chose one would wake up the first
+        with torch.accelerator.device_index(
+            self._index
+        ):  # a thread that never chose one would wake up the first
             self.event.synchronize()
 
     def happened(self) -> bool:
@@ -136,7 +167,8 @@ class _Queue:
     """A torch stream, and what makes its events."""
 
     def __init__(self, stream: torch.Stream, new_event: Callable[[], torch.Event]) -> None:
-        self._stream, self._new_event = stream, new_event
+        self._stream = stream
+        self._new_event = new_event
 
     def record(self) -> Event:
         return _Event(self._stream, self._new_event())
@@ -161,38 +193,51 @@ class _Queue:
 class _Queues:
     """`lema.backend.queues.Queues` of one device: four streams besides the one that computes.
 
-    A thread that waits for a `torch.Event` may spin. Where the device's own events let it sleep they are used, with the
-    device's own streams, because the two kinds do not mix.
+    A thread that waits for a `torch.Event` may spin. Where the device's own events let it sleep
+    they are used, with the device's own streams, because the two kinds do not mix.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._index = device.index
         module: Any = torch.get_device_module(device)
         sleeps = _lets_sleep(getattr(module, "Event", None))
-        new_stream: Callable[[], torch.Stream] = partial(module.Stream if sleeps else torch.Stream, device=device)
-        new_event = module.Event if sleeps else partial(torch.Event, device)  # which heeds `blocking` one day
+        new_stream: Callable[[], torch.Stream] = partial(
+            module.Stream if sleeps else torch.Stream, device=device
+        )
+        # which heeds `blocking` one day
+        new_event = module.Event if sleeps else partial(torch.Event, device)
         self._new_event: Callable[[], torch.Event] = partial(new_event, blocking=True)
-        self._current_stream: Callable[[int], torch.Stream] = (module if sleeps else torch.accelerator).current_stream
+        self._current_stream: Callable[[int], torch.Stream] = (
+            module if sleeps else torch.accelerator
+        ).current_stream
         self.uploads, self.returns, self.downloads, self.gathers = (
             _Queue(new_stream(), self._new_event) for _ in range(4)
         )
 
     @property
     def compute(self) -> _Queue:
-        """The stream that is current in the calling thread, now; in a backward, autograd makes it the forward's."""
+        """The stream that is current in the calling thread, now; in a backward, autograd makes
+        it the forward's.
+        """
         return _Queue(self._current_stream(self._index), self._new_event)
 
 
 def _lets_sleep(kind: Any) -> bool:
     """Return whether a device has events of its own kind for which a thread can sleep."""
     try:
-        return isinstance(kind, type) and kind is not torch.Event and "blocking" in signature(kind).parameters
+        return (
+            isinstance(kind, type)
+            and kind is not torch.Event
+            and "blocking" in signature(kind).parameters
+        )
     except ValueError:  # it is written in another language, and does not tell
         return False
 
 
 class _Done:
-    """A queue of a device whose work has ended when it is queued, each of its events, and all its `Queues`."""
+    """A queue of a device whose work has ended when it is queued, each of its events, and all
+    its `Queues`.
+    """
 
     def __init__(self) -> None:
         self.compute = self.uploads = self.returns = self.downloads = self.gathers = self

@@ -1,8 +1,9 @@
 """A watchdog for a run in which nothing moves any more: it writes the stacks of all threads.
 
-A disk that does not answer, or a process that waits for another which has gone, would otherwise hang without a word. A
-thread looks every few seconds at the counters of finished work. When no number has changed for ten times as long as a
-layer takes, the work under way and the stacks go to standard error and into a file, once, until something moves again.
+A disk that does not answer, or a process that waits for another which has gone, would otherwise
+hang without a word. A thread looks every few seconds at the counters of finished work. When no
+number has changed for ten times as long as a layer takes, the work under way and the stacks go to
+standard error and into a file, once, until something moves again.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ EXIT = 1
 
 
 class Watchdog:
-    """Looks on while a `with` block runs, in a thread of its own, in which it calls `moves` for the counters of
-    finished work: first the visits of layers, then whatever else changes while something moves. `awaited` returns, in
-    words, the work that is under way. The file of stacks goes to `directory`, made if need be. After so many seconds
-    without a move as `end_after` says the process is ended by `end`, with an exit code, because nothing can be cleaned
-    up where a thread does not answer; None: it never is."""
+    """Looks on while a `with` block runs, in a thread of its own, in which it calls `moves` for the
+    counters of finished work: first the visits of layers, then whatever else changes while
+    something moves. `awaited` returns, in words, the work that is under way. The file of stacks
+    goes to `directory`, made if need be. After so many seconds without a move as `end_after` says
+    the process is ended by `end`, with an exit code, because nothing can be cleaned up where a
+    thread does not answer; None: it never is."""
 
     def __init__(
         self,
@@ -47,25 +49,33 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int], object] = os._exit,
     ) -> None:
-        self._moves, self._awaited, self._directory = moves, awaited, directory
-        self._end_after, self._clock, self._end = end_after, clock, end
+        self._moves = moves
+        self._awaited = awaited
+        self._directory = directory
+        self._end_after = end_after
+        self._clock = clock
+        self._end = end
         self._seconds: deque[float] = deque(maxlen=REMEMBERED)  # that layers took
         self._slow: list[str] = []  # what is under way that no layer is a measure of
-        self._told = False
+        self._reported = False
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._seen = moves()
-        self._moved = self._layer = self._looked = clock()
+        self._moved = self._layer = self._polled = clock()
 
     @property
     def limit(self) -> float:
         """Seconds without a move that are too many."""
-        known = max(AT_LEAST, FACTOR * statistics.median(self._seconds)) if self._seconds else AT_FIRST
-        return max(known, AT_FIRST) if self._slow else known
+        layer_limit = (
+            max(AT_LEAST, FACTOR * statistics.median(self._seconds)) if self._seconds else AT_FIRST
+        )
+        return max(layer_limit, AT_FIRST) if self._slow else layer_limit
 
     @contextmanager
     def patient(self, what: str) -> Iterator[None]:
-        """Wait longer for what a `with` block does, in which layers do not move: a checkpoint, a merge."""
+        """Wait longer for what a `with` block does, in which layers do not move: a checkpoint, a
+        merge.
+        """
         self._slow.append(what)
         self._moved = self._clock()
         try:
@@ -74,28 +84,36 @@ class Watchdog:
             self._slow.pop()
             self._moved = self._layer = self._clock()
 
-    def look(self) -> None:
-        """See whether anything has moved since the last look; if nothing has for too long, say so."""
-        now, seen = self._clock(), self._moves()
-        if (gone := now - self._looked) > 4 * INTERVAL:  # this thread was stopped, too, so the run is not to blame
-            self._moved, self._layer = self._moved + gone, self._layer + gone
-        self._looked = now
+    def poll(self) -> None:
+        """See whether anything has moved since the last look; if nothing has for too long, say
+        so.
+        """
+        now = self._clock()
+        seen = self._moves()
+        if (
+            gone := now - self._polled
+        ) > 4 * INTERVAL:  # this thread was stopped, too, so the run is not to blame
+            self._moved = self._moved + gone
+            self._layer = self._layer + gone
+        self._polled = now
         if seen != self._seen:
             if count := seen[0] - self._seen[0]:
                 self._seconds.append((now - self._layer) / count)
                 self._layer = now
-            self._seen, self._moved, self._told = seen, now, False
+            self._seen = seen
+            self._moved = now
+            self._reported = False
             return
         idle = now - self._moved
         over = self._end_after is not None and idle >= self._end_after
-        if over or (idle >= self.limit and not self._told):
-            self._told = True
+        if over or (idle >= self.limit and not self._reported):
+            self._reported = True
             write_stacks(self._words(idle, over), self._directory)
         if over:
             self._end(EXIT)
 
     def __enter__(self) -> Self:
-        self._thread = threading.Thread(target=self._look_on, name="lema-watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._poll_loop, name="lema-watchdog", daemon=True)
         self._thread.start()
         return self
 
@@ -104,24 +122,33 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join()
 
-    def _look_on(self) -> None:
+    def _poll_loop(self) -> None:
         while not self._stopped.wait(INTERVAL):
-            self.look()
+            self.poll()
 
     def _words(self, idle: float, over: bool) -> str:
         where = ", ".join([*self._slow, self._awaited()])
-        how = "the run still waits; check the disk, the device and the other processes, or stop it and use --resume"
+        how = (
+            "the run still waits; check the disk, the device and the other processes, or stop "
+            "it and use --resume"
+        )
         if over:
             how = "the process ends (hang_timeout); start it again with --resume"
         return f"nothing has moved for {idle:.0f} seconds\n  where: {where}\n  fix:   {how}"
 
 
-def write_stacks(words: str, directory: Path | None = None, out: TextIO | None = None) -> Path | None:
-    """Write `words`, which say what is wrong, and the stack of every thread to `out`, and into a new file. Standard
-    error, the default of `out`, comes first, because it may be the disk that does not answer. The file is
-    `stacks-<time>.txt` in `directory`, and is returned; None: it could not be written, or no directory was given."""
+def write_stacks(
+    words: str, directory: Path | None = None, out: TextIO | None = None
+) -> Path | None:
+    """Write `words`, which say what is wrong, and the stack of every thread to `out`, and into a
+    new file. Standard error, the default of `out`, comes first, because it may be the disk that
+    does not answer. The file is `stacks-<time>.txt` in `directory`, and is returned; None: it could
+    not be written, or no directory was given."""
     to = sys.stderr if out is None else out
-    names = "".join(f"\n  thread 0x{thread.ident or 0:016x} is {thread.name}" for thread in threading.enumerate())
+    names = "".join(
+        f"\n  thread 0x{thread.ident or 0:016x} is {thread.name}"
+        for thread in threading.enumerate()
+    )
     head = f"warning: {words}{names}\n"
     print(head, file=to, flush=True)
     direct = True
@@ -138,7 +165,11 @@ def write_stacks(words: str, directory: Path | None = None, out: TextIO | None =
             print(head, file=written, flush=True)
             faulthandler.dump_traceback(file=written, all_threads=True)
     except OSError as error:
-        print(f"warning: the stacks cannot be written to {file}: {error.strerror}", file=to, flush=True)
+        print(
+            f"warning: the stacks cannot be written to {file}: {error.strerror}",
+            file=to,
+            flush=True,
+        )
         return None
     if not direct:
         with suppress(OSError):

@@ -1,10 +1,13 @@
-"""The `lema` command: each verb reads its arguments and calls the library; errors become exit codes."""
+"""The `lema` command: each verb reads its arguments and calls the library; errors become exit
+codes.
+"""
 
 import contextlib
 import json
 import sys
+from collections.abc import Sequence
 from functools import cache, partial
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -32,11 +35,12 @@ from lema.errors import ConfigError, MemoryLimitError
 __all__ = ["app", "main"]
 
 app: typer.Typer  # the whole command line, which is put together when it is first asked for
-_own = typer.Typer(
+_core_app = typer.Typer(
     name="lema",
     cls=Verbs,
     help="Fine-tune language models larger than the device's memory.",
-    epilog="Exit codes: 0 done, 2 config, 3 data, 4 memory, 5 non-finite or nothing learnt, 6 disk, 7 `lema prove` "
+    epilog="Exit codes: 0 done, 2 config, 3 data, 4 memory, 5 non-finite or nothing learnt, 6 "
+    "disk, 7 `lema prove` "
     "found a difference, 75 stopped with a checkpoint, 130 Ctrl-C.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -49,7 +53,7 @@ config_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-_own.add_typer(config_app, name="config")
+_core_app.add_typer(config_app, name="config")
 
 
 def main() -> NoReturn:
@@ -58,32 +62,53 @@ def main() -> NoReturn:
     hide_kernels()
     hush()  # `peft` and `transformers` import any optional package that is installed
     with ending_on_interrupt():
-        sys.exit(run(_own if sys.argv[1:2] and sys.argv[1] in OWN else _whole(), sys.argv[1:], by="main"))
+        sys.exit(run(_command_line(sys.argv[1:]), sys.argv[1:], by="main"))
+
+
+def _command_line(words: Sequence[str]) -> typer.Typer:
+    """Return the command line with the verb that is asked for; with all verbs, if it is none of
+    those that there are.
+
+    Verbs of other packages take as long to find and import as its own.
+    """
+    verb = words[0] if words else ""
+    if verb in OWN:
+        return _core_app
+    if not (points := entry_points(group="lema.verbs", name=verb)):
+        return _full_app()
+    for point in points:
+        _add_verb(point)
+    return _core_app
+
+
+def _full_app() -> typer.Typer:
+    """Return the command line with the verbs of other packages."""
+    for point in sorted(entry_points(group="lema.verbs"), key=lambda point: point.name):
+        _add_verb(point)
+    return _core_app
 
 
 @cache
-def _whole() -> typer.Typer:
-    """Return the command line with the verbs of other packages, which take as long to find and import as its own."""
-    for point in sorted(entry_points(group="lema.verbs"), key=lambda point: point.name):
-        _own.command(name=point.name, cls=Verb)(point.load())
-    return _own
+def _add_verb(point: EntryPoint) -> None:
+    """Add a verb of another package, once."""
+    _core_app.command(name=point.name, cls=Verb)(point.load())
 
 
 def __getattr__(name: str) -> typer.Typer:
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _whole()
+    return _full_app()
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         import lema
 
         typer.echo(f"lema {lema.__version__}")
         raise typer.Exit
 
 
-@_own.callback()
+@_core_app.callback()
 def _common(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Version.")
@@ -96,23 +121,32 @@ def _common(
 def train(
     context: typer.Context,
     config: ConfigFile,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest valid checkpoint.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the newest valid checkpoint.")
+    ] = False,
     weights_only: Annotated[
-        bool, typer.Option("--weights-only", help="With --resume: continue with an empty optimizer.")
+        bool,
+        typer.Option("--weights-only", help="With --resume: continue with an empty optimizer."),
     ] = False,
     settings: Settings = None,
     trust_remote_code: Trust = False,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Record every read, upload and computation, for ui.perfetto.dev."),
+        typer.Option(
+            metavar="FILE", help="Record every read, upload and computation, for ui.perfetto.dev."
+        ),
     ] = None,
     start: Annotated[
         Path | None,
         typer.Option(
-            "--from", metavar="PATH", help="Phases: start from this checkpoint, or train adapters on this model."
+            "--from",
+            metavar="PATH",
+            help="Phases: start from this checkpoint, or train adapters on this model.",
         ),
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show the whole plan instead of one sentence.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show the whole plan instead of one sentence.")
+    ] = False,
 ) -> None:
     """Fine-tune with the settings of a YAML file. If it has `phases`, run them in order."""
     from lema.backend.trace import BEGIN
@@ -134,7 +168,11 @@ def train(
 
     console = Console(highlight=False)  # one for both: a bar makes room for the lines
     with contextlib.closing(ProgressDisplay(console)) as display, tracing(trace) as recorded:
-        shared: dict[str, Any] = {"resume": resume, "console": console, "callbacks": [progress_callback(display)]}
+        shared: dict[str, Any] = {
+            "resume": resume,
+            "console": console,
+            "callbacks": [progress_callback(display)],
+        }
         shared |= {"trust_remote_code": trust_remote_code, "trace": recorded}
         if phased:
             from lema.train.phases.run import train_phases
@@ -151,29 +189,48 @@ def train(
 def _check_options(*, phased: bool, resume: bool, weights_only: bool, start: Path | None) -> None:
     """Refuse options of `lema train` that do not go together, or not with what the file holds."""
     if weights_only and not resume:
-        raise ConfigError("only a resumed run can do this", where="--weights-only", how="add --resume")
+        raise ConfigError(
+            "only a resumed run can do this", where="--weights-only", how="add --resume"
+        )
     if weights_only and phased:
         how = "leave it out: if the newest checkpoint is damaged, LEMA takes an older one"
-        raise ConfigError("a run of phases resumes with its optimizer", where="--weights-only", how=how)
+        raise ConfigError(
+            "a run of phases resumes with its optimizer", where="--weights-only", how=how
+        )
     if start is not None and not phased:
         how = "use --resume for the newest checkpoint in output_dir"
-        raise ConfigError("only a run of phases can start from another checkpoint", where=f"--from {start}", how=how)
+        raise ConfigError(
+            "only a run of phases can start from another checkpoint",
+            where=f"--from {start}",
+            how=how,
+        )
 
 
 def plan(
     context: typer.Context,
     config: ConfigFile,
     profile: Annotated[
-        str | None, typer.Option(help="Machine to plan for (t4, 4090, h200, trn1, cpu). Default: measure this machine.")
+        str | None,
+        typer.Option(
+            help="Machine to plan for (t4, 4090, h200, trn1, cpu). Default: measure this machine."
+        ),
     ] = None,
-    price: Annotated[float | None, typer.Option(min=0.0, help="Price of a machine-hour, to price an epoch.")] = None,
+    price: Annotated[
+        float | None, typer.Option(min=0.0, help="Price of a machine-hour, to price an epoch.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw step time against tokens per step.")] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show every part instead of sums.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw step time against tokens per step.")
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show every part instead of sums.")
+    ] = False,
     settings: Settings = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Predict memory, time and the limit of a run or its phases. It reads no weights. Exit code 4: does not fit."""
+    """Predict memory, time and the limit of a run or its phases. It reads no weights. Exit code
+    4: does not fit.
+    """
     from lema.train.phases.file import has_phases
 
     if phased := has_phases(config):
@@ -194,19 +251,23 @@ def plan(
         from lema.train.phases.report import phase_report, show_report
 
         report = phase_report(file.config, file.plan, measure=True, **shared)
-        told, show, fits = report.to_dict(), partial(show_report, report), True
+        contents = report.to_dict
+        show = partial(show_report, report)
+        fits = True
     else:
         from lema.cli.tables import draw, show_plan
         from lema.plan import make_plan
 
-        made, planner = make_plan(checked, **shared)
-        told, show, fits = made.to_dict(), partial(show_plan, made, verbose=verbose), made.fits
+        run_plan, planner = make_plan(checked, **shared)
+        contents = run_plan.to_dict
+        show = partial(show_plan, run_plan, verbose=verbose)
+        fits = run_plan.fits
     if as_json:
-        typer.echo(json.dumps(told, indent=2))
+        typer.echo(json.dumps(contents(), indent=2))
     else:
         show(Console(highlight=False))
     if plot is not None:
-        draw(made, planner, plot)
+        draw(run_plan, planner, plot)
     if not fits:
         raise typer.Exit(MemoryLimitError.exit_code)
 
@@ -215,7 +276,7 @@ PICTURES = b"\x89PNG", b"%PDF", b"<?xml"  # as matplotlib writes them, and a pla
 VERBS = train, plan, tellcommands.backends
 OWN = {"config", *(verb.__name__ for verb in VERBS)}
 for verb in VERBS:
-    _own.command(name=verb.__name__, cls=Verb)(verb)
+    _core_app.command(name=verb.__name__, cls=Verb)(verb)
 config_app.command(cls=Verb)(tellcommands.show)
 config_app.command(cls=Verb)(tellcommands.schema)
 config_app.command(name="import", cls=Verb)(tellcommands.import_file)

@@ -22,27 +22,38 @@ __all__ += ["check_written", "config_of", "phase_file_of", "phase_of", "settings
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of settings.")]
 
 Source = Annotated[
-    Path, typer.Argument(metavar="CONFIG|ADAPTER_DIR", help="YAML file or directory of a saved adapter.")
+    Path,
+    typer.Argument(metavar="CONFIG|ADAPTER_DIR", help="YAML file or directory of a saved adapter."),
 ]
 
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override one setting of the file; the same as --KEY VALUE."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override one setting of the file; the same as --KEY VALUE.",
+    ),
 ]
 
 PhaseNamed = Annotated[
-    str | None, typer.Option("--phase", metavar="NAME", help="The phase to use, by name or number. Default: the last.")
+    str | None,
+    typer.Option(
+        "--phase", metavar="NAME", help="The phase to use, by name or number. Default: the last."
+    ),
 ]
 
 # No setting: a file must not decide what code is run.
 Trust = Annotated[
     bool,
     typer.Option(
-        "--trust-remote-code", help="Run the model's own code, from a directory or from a commit of a hub id."
+        "--trust-remote-code",
+        help="Run the model's own code, from a directory or from a commit of a hub id.",
     ),
 ]
 
-Revision = Annotated[str | None, typer.Option(metavar="COMMIT", help="Branch, tag or commit of a hub id.")]
+Revision = Annotated[
+    str | None, typer.Option(metavar="COMMIT", help="Branch, tag or commit of a hub id.")
+]
 
 
 LARGEST_NUMBER = 2**32 - 1  # of an option: seeds are as large; counts and measures are smaller
@@ -65,11 +76,13 @@ class Verbs(TyperGroup):
 
 
 class Verb(TyperCommand):
-    """A command; where it takes settings, `--KEY VALUE` and `--KEY=VALUE` stand for `--set KEY=VALUE`."""
+    """A command; where it takes settings, `--KEY VALUE` and `--KEY=VALUE` stand for `--set
+    KEY=VALUE`.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments; options of the command's own go before settings of the same name. `ConfigError`: a number
-        is none, or larger than any that means something."""
+        """Read the arguments; options of the command's own go before settings of the same name.
+        `ConfigError`: a number is none, or larger than any that means something."""
         try:
             left = super().parse_args(ctx, self._with_settings(ctx, args))
         except USAGE as error:  # any wrong use, which repeats what was given
@@ -77,57 +90,80 @@ class Verb(TyperCommand):
             raise
         for name, value in ctx.params.items():
             if type(value) in (int, float) and not abs(value) <= LARGEST_NUMBER:  # NaN, too
-                what = f"{str(value)[:40]} is not a number between {-LARGEST_NUMBER:,} and {LARGEST_NUMBER:,}"
-                raise ConfigError(what, where=f"--{name.replace('_', '-')}", how="give a smaller number")
+                what = (
+                    f"{str(value)[:40]} is not a number between {-LARGEST_NUMBER:,} and "
+                    f"{LARGEST_NUMBER:,}"
+                )
+                raise ConfigError(
+                    what, where=f"--{name.replace('_', '-')}", how="give a smaller number"
+                )
         return left
 
     def _with_settings(self, ctx: Any, args: list[str]) -> list[str]:
-        own = {*ctx.help_option_names, *(option for parameter in self.params for option in parameter.opts)}
-        if "--set" not in own or not any(one.startswith("--") and one.partition("=")[0] not in own for one in args):
+        options = {
+            *ctx.help_option_names,
+            *(option for parameter in self.params for option in parameter.opts),
+        }
+        if "--set" not in options or not any(
+            argument.startswith("--") and argument.partition("=")[0] not in options
+            for argument in args
+        ):
             return args
         from lema.config import LemaConfig
 
-        known, found, rest = LemaConfig.defaults(), list[str](), iter(args)
-        for one in rest:
-            name, equals, value = one.partition("=")
+        defaults = LemaConfig.defaults()
+        rewritten = list[str]()
+        remaining = iter(args)
+        for argument in remaining:
+            name, equals, value = argument.partition("=")
             key = name.removeprefix("--").replace("-", "_")
-            if not name.startswith("--") or name in own or key not in known:
-                found.append(one)
+            if not name.startswith("--") or name in options or key not in defaults:
+                rewritten.append(argument)
             else:
-                found += ["--set", f"{key}={value if equals else next(rest, '')}"]
-        return found
+                rewritten += ["--set", f"{key}={value if equals else next(remaining, '')}"]
+        return rewritten
 
 
 def check_written(
-    option: str, target: Path | None, config: "LemaConfig", *reads: Path | None, begins: Iterable[bytes] = (b"",)
+    option: str,
+    target: Path | None,
+    config: "LemaConfig",
+    *reads: Path | None,
+    begins: Iterable[bytes] = (b"",),
 ) -> None:
-    """Make sure that the file which an option names to be written is no link and no device, and neither is nor lies in
-    anything that the command reads: `reads`, or what the settings name. `begins`: how a file begins that it may
-    replace; any may be, unless given. `ConfigError` says what it is."""
+    """Make sure that the file which an option names to be written is no link and no device, and
+    neither is nor lies in anything that the command reads: `reads`, or what the settings name.
+    `begins`: how a file begins that it may replace; any may be, unless given. `ConfigError` says
+    what it is."""
     if target is None:
         return
     from lema.errors import named_in
-    from lema.storage.regular import check_apart, check_kind, check_target
+    from lema.storage.regular import check_kind, check_separate, check_target
     from lema.train.inputs import inputs_of
 
     with named_in(option):
         check_target(target)
-        check_apart(target, [*(place for place in reads if place is not None), *inputs_of(config)])
+        check_separate(target, [*(path for path in reads if path is not None), *inputs_of(config)])
         check_kind(target, *begins)
 
 
-def settings_of(given: list[str] | None) -> dict[str, Any]:
+def settings_of(assignments: list[str] | None) -> dict[str, Any]:
     """Return what `--set` gives, or raise a ConfigError: it is not KEY=VALUE."""
     from lema.config.yaml import parse_value
 
     pairs = {}
-    for item in given or []:
+    for item in assignments or []:
         key, equals, text = item.partition("=")
         if not equals or not key.strip():
-            raise ConfigError("a setting is given as KEY=VALUE", where=f"--set {item}", how="--set lora_rank=8")
+            raise ConfigError(
+                "a setting is given as KEY=VALUE", where=f"--set {item}", how="--set lora_rank=8"
+            )
         if len(parts := re.split(r"[.\[]", key.strip(), maxsplit=1)) > 1:
             what = "--set replaces a whole setting, and this names a part of one"
-            how = f"change it in the file, or give all of {parts[0]}: --set '{parts[0]}=[...]', or {{...}}, as in YAML"
+            how = (
+                f"change it in the file, or give all of {parts[0]}: --set '{parts[0]}=[...]', "
+                f"or {{...}}, as in YAML"
+            )
             raise ConfigError(what, where=f"--set {item}", how=how)
         pairs[key.strip()] = parse_value(text, f"--set {item}")
     allow_kernels(pairs.get("attn_implementation"))
@@ -135,7 +171,9 @@ def settings_of(given: list[str] | None) -> dict[str, Any]:
 
 
 def config_of(path: Path, settings: list[str] | None) -> "LemaConfig":
-    """Return the settings of a file, those of `--set` in place of its own; a ConfigError says where each was given."""
+    """Return the settings of a file, those of `--set` in place of its own; a ConfigError says
+    where each was given.
+    """
     from lema.config import LemaConfig
     from lema.config.problems import SettingsError
 
@@ -149,7 +187,9 @@ def config_of(path: Path, settings: list[str] | None) -> "LemaConfig":
 
 
 def phase_file_of(path: Path, settings: list[str] | None) -> "PhaseFile":
-    """Return a file of phases, its settings replaced by those of `--set`; a ConfigError says where each was given."""
+    """Return a file of phases, its settings replaced by those of `--set`; a ConfigError says
+    where each was given.
+    """
     from lema.train.phases.file import read_phase_file
 
     file = read_phase_file(path, **settings_of(settings))
@@ -157,8 +197,12 @@ def phase_file_of(path: Path, settings: list[str] | None) -> "PhaseFile":
     return file
 
 
-def phase_of(source: Path, settings: list[str] | None, phase: str | None) -> "tuple[PhaseFile, int] | None":
-    """Return a file of phases and the place of the one that is meant, the last if none is; None: it is no such file."""
+def phase_of(
+    source: Path, settings: list[str] | None, phase: str | None
+) -> "tuple[PhaseFile, int] | None":
+    """Return a file of phases and the place of the one that is meant, the last if none is; None:
+    it is no such file.
+    """
     from lema.train.phases.file import has_phases, phase_named
 
     if not source.is_dir() and has_phases(source):

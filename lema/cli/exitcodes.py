@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import typer
 
+from lema.cli.misfits import misfit
 from lema.cli.streams import full, text_streams
 from lema.errors import (
     FAILING_DISK,
@@ -20,20 +21,27 @@ from lema.errors import (
 __all__ = ["run"]
 
 _FULL = "free some space; earlier files are untouched"
-_DISK_FAILURES = {errno.ENOSPC: _FULL, errno.EDQUOT: _FULL, errno.EROFS: "choose a directory that may be written to"}
+_DISK_FAILURES = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EROFS: "choose a directory that may be written to",
+}
 _DISK_FAILURES |= dict.fromkeys(FAILING_DISK, WHOLE_DISK)
 
 
 def run(commands: typer.Typer, arguments: Sequence[str], *, by: str = "") -> int:
-    """Run a command line `by` whom; return its exit code. An error is one message on standard error, or a traceback.
-    What is printed is text, and a reader who goes away ends the printing alone."""
+    """Run a command line `by` whom; return its exit code. An error is one message on standard
+    error, or a traceback. What is printed is text, and a reader who goes away ends the printing
+    alone."""
     with text_streams() as streams:
         code = _run(commands, arguments, by)
         for stream in streams:
             stream.flush()
         # Of a run the product is on the disk, of any other command it is what was printed.
         if code == 0 and any(map(full, streams)) and arguments[:1] != ["train"]:
-            typer.echo("error: what was printed could not be written; the disk may be full", err=True)
+            typer.echo(
+                "error: what was printed could not be written; the disk may be full", err=True
+            )
             code = DiskError.exit_code
     return code
 
@@ -41,7 +49,9 @@ def run(commands: typer.Typer, arguments: Sequence[str], *, by: str = "") -> int
 def _run(commands: typer.Typer, arguments: Sequence[str], by: str) -> int:
     debug = "--debug" in arguments
     try:
-        typer.main.get_command(commands).main([a for a in arguments if a != "--debug"], prog_name="lema", obj=by)
+        typer.main.get_command(commands).main(
+            [a for a in arguments if a != "--debug"], prog_name="lema", obj=by
+        )
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     except Exception as error:
@@ -57,16 +67,24 @@ def _as_lema_error(error: Exception) -> LemaError:
     if isinstance(error, LemaError):
         return error
     if isinstance(error, OSError) and error.errno in _DISK_FAILURES:
-        return DiskError(str(error.strerror), where=str(error.filename or ""), how=_DISK_FAILURES[error.errno])
+        return DiskError(
+            str(error.strerror), where=str(error.filename or ""), how=_DISK_FAILURES[error.errno]
+        )
     if isinstance(error, OSError) and error.strerror:
-        return ConfigError(str(error.strerror), where=str(error.filename or ""), how="give another path")
+        return ConfigError(
+            str(error.strerror), where=str(error.filename or ""), how="give another path"
+        )
     if is_out_of_memory(error):
-        said, *_ = str(error).splitlines() or [""]
+        message, *_ = str(error).splitlines() or [""]
         how = "lower prefetch_depth, micro_batch_size or max_length, or set device_memory"
         how += "; `lema plan` shows the memory by part"
-        return MemoryLimitError(f"the device is out of memory: {said}", how=how)
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # torch's error is a RuntimeError
+        return MemoryLimitError(f"the device is out of memory: {message}", how=how)
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(
+        error
+    ):  # torch's error is a RuntimeError
         how = "lower micro_batch_size, host_memory or prefetch_depth"
         return MemoryLimitError("the machine is out of memory", how=how)
+    if (unfit := misfit(error)) is not None:
+        return unfit
     how = "LEMA does not know this error; run the command with --debug to see where it occurred"
     return LemaError(f"{type(error).__name__}: {error}", how=how)

@@ -15,30 +15,42 @@ __all__ = ["backends", "import_file", "schema", "show"]
 
 
 def backends() -> None:
-    """List the devices that LEMA supports, say why one cannot run here, and where LEMA has run on it."""
+    """List the devices that LEMA supports, say why one cannot run here, and where LEMA has run
+    on it.
+    """
     from lema.backend import available
 
-    known = list(available())
-    if not known:
-        raise BackendUnavailable("no backend is installed", how=f"{installing()} brings one for the CPU")
-    for backend in known:
-        typer.echo(f"{backend.name}  {'ok' if backend.ok else 'unavailable: ' + str(backend.reason)}")
+    installed = list(available())
+    if not installed:
+        raise BackendUnavailable(
+            "no backend is installed", how=f"{installing()} brings one for the CPU"
+        )
+    for backend in installed:
+        typer.echo(
+            f"{backend.name}  {'ok' if backend.ok else 'unavailable: ' + str(backend.reason)}"
+        )
         if backend.proven:
             typer.echo(f"  proven: {backend.proven}")
 
 
 def show(config: ConfigFile, phase: PhaseNamed = None, settings: Settings = None) -> None:
-    """Print every setting of a run as YAML, defaults included; of phases all, or those that one of them has."""
-    if (found := phase_of(config, settings, phase)) is None:
+    """Print every setting of a run as YAML, defaults included; of phases all, or those that one
+    of them has.
+    """
+    if (selected := phase_of(config, settings, phase)) is None:
         _print_yaml(config_of(config, settings).to_dict())
         return
     from lema.train.phases.file import all_settings
 
-    _print_yaml(all_settings(found[0], None if phase is None else found[1]))
+    _print_yaml(all_settings(selected[0], None if phase is None else selected[1]))
 
 
-def import_file(file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of axolotl or TRL.")]) -> None:
-    """Translate a file of axolotl or TRL into settings of LEMA. Comments list what was not carried over, and why."""
+def import_file(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of axolotl or TRL.")],
+) -> None:
+    """Translate a file of axolotl or TRL into settings of LEMA. Comments list what was not
+    carried over, and why.
+    """
     from lema.config import LemaConfig
     from lema.config.foreign import imported
     from lema.config.problems import SettingsError
@@ -54,7 +66,9 @@ def import_file(file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML 
                 del settings[problem.key]
     _print_yaml(settings)
     for key, why in notes.items():
-        typer.echo(f"# {' '.join(printable(f'{key}: not carried over; {why}').split())}")  # in one line, or it is none
+        typer.echo(
+            f"# {' '.join(printable(f'{key}: not carried over; {why}').split())}"
+        )  # in one line, or it is none
 
 
 def _print_yaml(settings: Mapping[str, Any]) -> None:

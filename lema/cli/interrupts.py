@@ -1,9 +1,10 @@
 """Ctrl-C ends a command within two seconds, wherever it is.
 
-Python raises `KeyboardInterrupt` in the main thread, between two of its instructions, and what is being written is then
-put away. Within a library, or where an import swallows the exception, that may take long or never come. A command that
-has not ended when the grace is over is ended as a kill would end it, which loses nothing that was saved. What comes
-again within the grace raises nothing in what is being put away.
+Python raises `KeyboardInterrupt` in the main thread, between two of its instructions, and what is
+being written is then put away. Within a library, or where an import swallows the exception, that
+may take long or never come. A command that has not ended when the grace is over is ended as a kill
+would end it, which loses nothing that was saved. What comes again within the grace raises nothing
+in what is being put away.
 """
 
 import os
@@ -25,12 +26,13 @@ SHOW_CURSOR = b"\x1b[?25h\n"  # which a bar of progress hides
 
 @contextmanager
 def ending_on_interrupt() -> Iterator[None]:
-    """Let the process end at Ctrl-C within a `with` block, which ends in `SystemExit`. A run that is stopped by signals
-    sees them itself (`lema.train.stop`)."""
+    """Let the process end at Ctrl-C within a `with` block, which ends in `SystemExit`. A run that
+    is stopped by signals sees them itself (`lema.train.stop`)."""
     end = threading.Timer(GRACE, _end)
     end.daemon = True
     came = threading.Event()
-    before, raised = signal.getsignal(signal.SIGINT), list[int]()
+    before = signal.getsignal(signal.SIGINT)
+    raised = list[int]()
 
     def raise_once(number: int, _: FrameType | None) -> None:
         raised.append(number)
@@ -42,13 +44,13 @@ def ending_on_interrupt() -> Iterator[None]:
             came.set()
             end.start()
 
-    say = sys.unraisablehook
+    previous_hook = sys.unraisablehook
 
-    def say_nothing_of_interrupts(what: "sys.UnraisableHookArgs") -> None:
+    def ignore_interrupts(what: "sys.UnraisableHookArgs") -> None:
         if what.exc_type is not KeyboardInterrupt:  # which came where an object was put away
-            say(what)
+            previous_hook(what)
 
-    sys.unraisablehook = say_nothing_of_interrupts
+    sys.unraisablehook = ignore_interrupts
     if before != signal.SIG_IGN:  # as in the background of a shell's script
         signal.signal(signal.SIGINT, raise_once)
     try:
@@ -57,12 +59,14 @@ def ending_on_interrupt() -> Iterator[None]:
     except KeyboardInterrupt:  # no command has begun
         os._exit(INTERRUPTED)
     except SystemExit as ended:
-        if came.is_set():  # what was printed has been flushed, and what was imported takes seconds to be put away
+        if (
+            came.is_set()
+        ):  # what was printed has been flushed, and what was imported takes seconds to be put away
             os._exit(ended.code if isinstance(ended.code, int) else INTERRUPTED)
         raise
     finally:
         signal.signal(signal.SIGINT, before)
-        sys.unraisablehook = say
+        sys.unraisablehook = previous_hook
 
 
 def _end() -> None:

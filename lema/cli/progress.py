@@ -1,5 +1,7 @@
 # ruff: noqa: ARG002 - transformers defines the parameters of a callback, used or not.
-"""The progress of training or writing: a bar on a terminal, one line per measurement anywhere else."""
+"""The progress of training or writing: a bar on a terminal, one line per measurement anywhere
+else.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -39,17 +41,30 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 
 
 class _Bar(Progress):
-    """A bar with words before and after it and a line below it; nothing is drawn but on a terminal."""
+    """A bar with words before and after it and a line below it; nothing is drawn but on a
+    terminal.
+    """
 
-    def __init__(self, console: Console, clock: Clock, *, below: str | None = None, transient: bool = False) -> None:
-        self.below, self._clock, self._began = below, clock, clock()
+    def __init__(
+        self, console: Console, clock: Clock, *, below: str | None = None, transient: bool = False
+    ) -> None:
+        self.below = below
+        self._clock = clock
+        self._began = clock()
         alone = Column(no_wrap=True)
         before, after = (
-            TextColumn(f"{{task.fields[{key}]}}", markup=False, table_column=alone) for key in ("done", "left")
+            TextColumn(f"{{task.fields[{key}]}}", markup=False, table_column=alone)
+            for key in ("done", "left")
         )
-        columns, hidden = (before, BarColumn(bar_width=None), after), not draws(console)
+        columns = (before, BarColumn(bar_width=None), after)
+        hidden = not draws(console)
         super().__init__(
-            *columns, console=console, refresh_per_second=4, transient=transient, expand=True, disable=hidden
+            *columns,
+            console=console,
+            refresh_per_second=4,
+            transient=transient,
+            expand=True,
+            disable=hidden,
         )
         self._task = self.add_task("", done="", left="")
 
@@ -59,7 +74,7 @@ class _Bar(Progress):
         if self.below is not None:
             yield Text(self.below, no_wrap=True, overflow="ellipsis")
 
-    def tell(self, **changes: Any) -> None:
+    def update_task(self, **changes: Any) -> None:
         """Change what is shown."""
         self.update(self._task, **changes)
 
@@ -69,17 +84,21 @@ class _Bar(Progress):
 
 
 class ProgressDisplay:
-    """Shows steps and measurements, on a terminal with a bar, elsewhere as lines; lives from `start` to `close`."""
+    """Shows steps and measurements, on a terminal with a bar, elsewhere as lines; lives from
+    `start` to `close`.
+    """
 
     def __init__(self, console: Console | None = None, clock: Clock = time.monotonic) -> None:
-        self._console, self._clock = console or Console(), clock
+        self._console = console or Console()
+        self._clock = clock
         self._bar: _Bar | None = None
         self._total = self._first = self._step = 0
 
     def start(self, total: int, done: int = 0) -> None:
         """Begin at step `done` of `total`; a run that resumes does not begin at 0."""
         self.close()
-        self._total, self._first = total, done
+        self._total = total
+        self._first = done
         self._bar = _Bar(self._console, self._clock, below="")
         self.advance(done)
         self._bar.start()
@@ -88,20 +107,32 @@ class ProgressDisplay:
         """Step `step` is done."""
         self._step = step
         if self._bar is not None:
-            self._bar.tell(completed=step, total=max(1, self._total), done=self._done(), left=self._left())
+            self._bar.update_task(
+                completed=step, total=max(1, self._total), done=self._done(), left=self._left()
+            )
 
     def show(self, logs: Mapping[str, Any], epoch: float | None = None) -> None:
-        """Show one row of measurements; rows with neither a loss nor an evaluation loss are not for people."""
+        """Show one row of measurements; rows with neither a loss nor an evaluation loss are not
+        for people.
+        """
         if "eval_loss" not in logs and "loss" not in logs:
             return
-        described = "  ".join(shown(float(logs[key])) for key, shown in _SHOWN.items() if logs.get(key) is not None)
+        described = "  ".join(
+            shown(float(logs[key])) for key, shown in _SHOWN.items() if logs.get(key) is not None
+        )
         if self._bar is not None and not self._bar.disable and "eval_loss" not in logs:
             self._bar.below = described
             return
         at = "" if epoch is None else f"epoch {epoch:.2f}"
         parts = [self._done(), at, described, "" if "eval_loss" in logs else self._left()]
         # One line is one record: neither wrapped nor searched for markup or emoji.
-        self._console.print("  ".join(filter(None, parts)), soft_wrap=True, markup=False, highlight=False, emoji=False)
+        self._console.print(
+            "  ".join(filter(None, parts)),
+            soft_wrap=True,
+            markup=False,
+            highlight=False,
+            emoji=False,
+        )
 
     def close(self) -> None:
         """Leave the terminal as it was; twice is harmless."""
@@ -113,7 +144,9 @@ class ProgressDisplay:
         return f"step {self._step}/{self._total}"
 
     def _left(self) -> str:
-        """Say how long the rest takes by the steps of this process; rich's own estimate is not there after one step."""
+        """Say how long the rest takes by the steps of this process; rich's own estimate is not
+        there after one step.
+        """
         done = self._step - self._first
         if self._bar is None or done <= 0 or self._step >= self._total:
             return ""
@@ -121,43 +154,66 @@ class ProgressDisplay:
 
 
 class ByteProgress:
-    """Shows how many bytes of a whole are done, on a terminal only; call it with both numbers, and `close` it."""
+    """Shows how many bytes of a whole are done, on a terminal only; call it with both numbers,
+    and `close` it.
+    """
 
     def __init__(self, console: Console | None = None, clock: Clock = time.monotonic) -> None:
-        self._bar, self._bytes = _Bar(console or Console(stderr=True), clock, transient=True), 0
+        self._bar = _Bar(console or Console(stderr=True), clock, transient=True)
+        self._bytes = 0
         self.close = self._bar.stop  # leaves the terminal as it was; twice is harmless
 
     def __call__(self, done: int, total: int) -> None:
         """`done` bytes of `total` are done."""
-        self._bytes, rate = done, done / self._bar.seconds()
-        left = f"{human_bytes(rate)}/s" + (f"  {human_duration((total - done) / rate)} left" if rate else "")
-        self._bar.tell(completed=done, total=total, done=f"{human_bytes(done)} of {human_bytes(total)}", left=left)
+        self._bytes = done
+        rate = done / self._bar.seconds()
+        left = f"{human_bytes(rate)}/s" + (
+            f"  {human_duration((total - done) / rate)} left" if rate else ""
+        )
+        self._bar.update_task(
+            completed=done,
+            total=total,
+            done=f"{human_bytes(done)} of {human_bytes(total)}",
+            left=left,
+        )
         self._bar.start()
 
     def summary(self) -> str:
         """Say how much was done how fast, up to now: `1.4 GB in 0.9 s, 1.5 GB/s`."""
         seconds = self._bar.seconds()
-        return f"{human_bytes(self._bytes)} in {seconds:.1f} s, {human_bytes(self._bytes / seconds)}/s"
+        return (
+            f"{human_bytes(self._bytes)} in {seconds:.1f} s, {human_bytes(self._bytes / seconds)}/s"
+        )
 
 
 class TokenProgress:
-    """Shows how many of `total` texts are done and how fast tokens come, on a terminal; call it, and `close` it."""
+    """Shows how many of `total` texts are done and how fast tokens come, on a terminal; call it,
+    and `close` it.
+    """
 
     def __init__(self, total: int, done: int = 0) -> None:
         self._bar = _Bar(Console(stderr=True), time.monotonic, transient=True)
         self.close = self._bar.stop  # leaves the terminal as it was; twice is harmless
-        self._total, self._done, self._tokens = total, done, 0
+        self._total = total
+        self._done = done
+        self._tokens = 0
         self._bar.start()
 
     def __call__(self, tokens: int, texts: int = 0) -> None:
-        """So many tokens have been made, one of each text that goes on; so many more texts are done."""
-        self._tokens, self._done = self._tokens + tokens, self._done + texts
-        done, left = f"{self._done}/{self._total} texts", f"{human_count(self._tokens / self._bar.seconds())} tok/s"
-        self._bar.tell(completed=self._done, total=max(1, self._total), done=done, left=left)
+        """So many tokens have been made, one of each text that goes on; so many more texts are
+        done.
+        """
+        self._tokens = self._tokens + tokens
+        self._done = self._done + texts
+        done = f"{self._done}/{self._total} texts"
+        left = f"{human_count(self._tokens / self._bar.seconds())} tok/s"
+        self._bar.update_task(completed=self._done, total=max(1, self._total), done=done, left=left)
 
 
 def progress_callback(display: ProgressDisplay | None = None) -> "TrainerCallback":
-    """Return a callback of `transformers` that draws what the training loop reports, in the first process."""
+    """Return a callback of `transformers` that draws what the training loop reports, in the
+    first process.
+    """
     from transformers import TrainerCallback
 
     shown = display or ProgressDisplay()
@@ -174,7 +230,12 @@ def progress_callback(display: ProgressDisplay | None = None) -> "TrainerCallbac
                 shown.advance(state.global_step)
 
         def on_log(
-            self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any
+            self,
+            args: Any,
+            state: Any,
+            control: Any,
+            logs: Mapping[str, Any] | None = None,
+            **kwargs: Any,
         ) -> None:
             if state.is_world_process_zero and logs:
                 shown.advance(state.global_step)

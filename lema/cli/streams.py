@@ -16,14 +16,16 @@ from lema.errors import NO_TEXT, printable
 
 __all__ = ["TextStream", "full", "text_streams"]
 
-# What draws bars and colours on a terminal (ECMA-48, control sequences), and goes back to the beginning of a line.
+# What draws bars and colours on a terminal (ECMA-48, control sequences), and goes back to the
+# beginning of a line.
 DRAWING = r"\x1b\[[0-9;?]*[A-Za-z]|\r"
 ON_TERMINAL = re.compile(f"{DRAWING}|{NO_TEXT.pattern}")
 IN_FILE = re.compile(rf"\r|{NO_TEXT.pattern}")
 
 
 class TextStream:
-    """A standard stream that writes out what is no text, and takes what is written after its reader has gone.
+    """A standard stream that writes out what is no text, and takes what is written after its reader
+    has gone.
 
     Attributes:
         lost: the error that ended the writing; None: it goes on.
@@ -31,7 +33,7 @@ class TextStream:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._told = ON_TERMINAL if stream.isatty() else IN_FILE
+        self._control_pattern = ON_TERMINAL if stream.isatty() else IN_FILE
         self._keeps = re.compile(DRAWING if stream.isatty() else r"\r")
         self.lost: Exception | None = None
 
@@ -42,7 +44,7 @@ class TextStream:
         """Write a text, and return how many characters it has."""
         if self.lost is None:
             try:
-                self._stream.write(self._encodable(self._told.sub(self._shown, text)))
+                self._stream.write(self._encodable(self._control_pattern.sub(self._shown, text)))
             except (OSError, ValueError) as error:  # the latter of a stream that was closed
                 self._lose(error)
         return len(text)
@@ -60,8 +62,8 @@ class TextStream:
             except (OSError, ValueError) as error:
                 self._lose(error)
 
-    def _shown(self, found: re.Match[str]) -> str:
-        return found[0] if self._keeps.fullmatch(found[0]) else printable(found[0])
+    def _shown(self, match: re.Match[str]) -> str:
+        return match[0] if self._keeps.fullmatch(match[0]) else printable(match[0])
 
     def _encodable(self, text: str) -> str:
         """Write out what the locale's encoding has no character for."""
@@ -69,7 +71,9 @@ class TextStream:
         return text.encode(encoding, "backslashreplace").decode(encoding)
 
     def _lose(self, error: Exception) -> None:
-        """Let the descriptor lead nowhere, because Python writes once more as it ends, what waits in its buffer."""
+        """Let the descriptor lead nowhere, because Python writes once more as it ends, what
+        waits in its buffer.
+        """
         self.lost = error
         if isinstance(error, OSError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -85,10 +89,16 @@ class _Record(logging.LogRecord):
 
 
 def _warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
 ) -> str:
     shown = Warning("\n".join(map(printable, str(message).split("\n"))))
-    if category is UserWarning:  # it is for who uses the command, to whom a line of code says nothing
+    if (
+        category is UserWarning
+    ):  # it is for who uses the command, to whom a line of code says nothing
         return f"warning: {shown}\n"
     return _formatted(shown, category, printable(filename), lineno, line)
 
@@ -98,9 +108,11 @@ _formatted = warnings.formatwarning
 
 @contextmanager
 def text_streams() -> Iterator[list[TextStream]]:
-    """Let the process write text alone to its standard streams, log and warn in such, for the length of a `with` block;
-    give the two. A stream that is closed is left out."""
-    before, factory, form = (sys.stdout, sys.stderr), logging.getLogRecordFactory(), warnings.formatwarning
+    """Let the process write text alone to its standard streams, log and warn in such, for the
+    length of a `with` block; give the two. A stream that is closed is left out."""
+    before = (sys.stdout, sys.stderr)
+    factory = logging.getLogRecordFactory()
+    form = warnings.formatwarning
     wrapped = [TextStream(stream) if stream is not None else None for stream in before]
     sys.stdout, sys.stderr = wrapped
     logging.setLogRecordFactory(_Record)

@@ -1,7 +1,8 @@
-"""A plan, shown to a reader: a table on a terminal, tab-separated lines elsewhere; and as a picture.
+"""A plan, shown to a reader: a table on a terminal, tab-separated lines elsewhere; and as a
+picture.
 
-The picture shows the seconds of a step over its tokens, and from how many tokens on compute hides the transfer of
-weights.
+The picture shows the seconds of a step over its tokens, and from how many tokens on compute hides
+the transfer of weights.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,9 +29,13 @@ TIMED |= {f"waiting for {what}" for what in ("the disk", "the link", "activation
 Row = tuple[str, str, str]
 
 
-def rows(plan: Plan) -> Iterator[Row]:
-    """Yield what a plan says, as (section, what, how much)."""
-    yield from _memory("device memory", plan.memory.device, plan.step.device_peak, plan.memory.device_limit)
+def rows(plan: Plan, *, limits: bool = True) -> Iterator[Row]:
+    """Yield what a plan says, as (section, what, how much); how much larger a step may be only
+    with `limits`.
+    """
+    yield from _memory(
+        "device memory", plan.memory.device, plan.step.device_peak, plan.memory.device_limit
+    )
     yield from _memory("host memory", plan.memory.host, plan.host_peak, plan.memory.host_limit)
     yield from (
         (f"disk: {MEMORY_PARTS.get(part, part)}", "", human_bytes(size))
@@ -43,13 +48,13 @@ def rows(plan: Plan) -> Iterator[Row]:
         yield "experts", "of each token", f"{experts.active:,}"
         yield "experts", "leased together", f"{experts.together:,}"
         yield "experts", "reached by a step, if routers choose all alike", f"{experts.reached:,.1f}"
-        yield from (("weights of all layers", part, human_bytes(size)) for part, size in experts.parts.items() if size)
-    if plan.room.crossover is not None:
-        yield "limits", "tokens per step above which reading costs no time", human_count(plan.room.crossover)
-    yield "limits", "largest micro_batch_size", str(plan.room.largest_micro_batch)
-    yield "limits", "most tokens per step", human_count(plan.room.largest_step)
-    yield "limits", "1 GB more device memory saves, per step", f"{plan.room.gigabyte_on_device:.3g} s"
-    yield "limits", "1 GB more host memory saves, per step", f"{plan.room.gigabyte_in_host:.3g} s"
+        yield from (
+            ("weights of all layers", part, human_bytes(size))
+            for part, size in experts.parts.items()
+            if size
+        )
+    if limits:
+        yield from _limits(plan)
     machine = plan.machine
     yield "machine", f"{machine.name}, {'measured' if plan.measured else 'by its profile'}", ""
     yield "machine", "disk", f"{human_bytes(machine.speeds.disk)}/s"
@@ -64,17 +69,29 @@ def rows(plan: Plan) -> Iterator[Row]:
         if epoch.cost is not None:
             yield "an epoch", "costs", f"{epoch.cost:,.2f}"
         if epoch.hours:
-            yield "the run", f"{epoch.run_steps:,} steps take", human_duration(3600 * epoch.run_hours)
+            yield (
+                "the run",
+                f"{epoch.run_steps:,} steps take",
+                human_duration(3600 * epoch.run_hours),
+            )
     for note in plan.notes:
         yield "note", note, ""
 
 
 def show_plan(plan: Plan, console: Console, *, verbose: bool = False) -> None:
-    """Print whether and how well the run goes, then its sums; `verbose`: every part of them, the sums in bold."""
+    """Print whether and how well the run goes, then its sums; `verbose`: every part of them, the
+    sums in bold.
+    """
     console.print(plan.verdict, style="bold" if plan.fits else "bold red", soft_wrap=True)
-    shown = [row for row in rows(plan) if verbose or row[1] in SUMS or row[0] in ("note", "the run")]
-    told = (tuple(Text(cell, "bold") for cell in row) if row[1] == "in all" else row for row in shown)
-    print_table(told, console, amounts=True)
+    shown = [
+        row
+        for row in rows(plan, limits=verbose)
+        if verbose or row[1] in SUMS or row[0] in ("note", "the run")
+    ]
+    styled_rows = (
+        tuple(Text(cell, "bold") for cell in row) if row[1] == "in all" else row for row in shown
+    )
+    print_table(styled_rows, console, amounts=True)
     if not verbose:
         console.print("--verbose shows the parts", style="dim")
 
@@ -91,12 +108,30 @@ def _memory(section: str, parts: Mapping[str, int], peak: int, limit: int) -> It
     yield section, "in all", f"{human_bytes(peak)} of {human_bytes(limit)}"
 
 
+def _limits(plan: Plan) -> Iterator[Row]:
+    if plan.room.crossover is not None:
+        yield (
+            "limits",
+            "tokens per step above which reading costs no time",
+            human_count(plan.room.crossover),
+        )
+    yield "limits", "largest micro_batch_size", str(plan.room.largest_micro_batch)
+    yield "limits", "most tokens per step", human_count(plan.room.largest_step)
+    yield (
+        "limits",
+        "1 GB more device memory saves, per step",
+        f"{plan.room.gigabyte_on_device:.3g} s",
+    )
+    yield "limits", "1 GB more host memory saves, per step", f"{plan.room.gigabyte_in_host:.3g} s"
+
+
 def _step(plan: Plan) -> Iterator[Row]:
-    step, allocation = plan.step, plan.allocation
+    step = plan.step
+    allocation = plan.allocation
     waiting = ("layers' inputs wait", allocation.boundaries)
     if allocation.saved_on != "device":
         waiting = ("activations wait", allocation.saved_on)
-    told = {
+    amounts = {
         "tokens of full rows": human_count(plan.tokens),
         "layers that stay on the device": str(len(allocation.residents)),
         "layers kept in host memory": str(len(allocation.host_cached)),
@@ -116,30 +151,39 @@ def _step(plan: Plan) -> Iterator[Row]:
         "tokens per second": human_count(plan.tokens_per_second or 0),
     }
     if not step.seconds:
-        told = {what: amount for what, amount in told.items() if what not in TIMED}
-    for what, amount in told.items():
+        amounts = {what: amount for what, amount in amounts.items() if what not in TIMED}
+    for what, amount in amounts.items():
         yield "a step", what, amount
 
 
 def draw(plan: Plan, planner: Planner, path: Path) -> None:
-    """Draw step time against tokens per step, with the crossover marked; what `path` ends in decides the format."""
+    """Draw step time against tokens per step, with the crossover marked; what `path` ends in
+    decides the format.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("a picture needs matplotlib", where="--plot", how=installing("plot")) from error
-    points = list(step_curve(planner, plan.allocation, plan.room.crossover or plan.tokens))
+        raise ConfigError(
+            "a picture needs matplotlib", where="--plot", how=installing("plot")
+        ) from error
+    points = list(step_curve(planner, plan.allocation, plan.crossover or plan.tokens))
     tokens = [count for count, _ in points]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(
-        xscale="log", yscale="log", xlabel="tokens per optimizer step", ylabel="seconds per optimizer step"
+        xscale="log",
+        yscale="log",
+        xlabel="tokens per optimizer step",
+        ylabel="seconds per optimizer step",
     )
     axes.plot(tokens, [step.seconds for _, step in points], linewidth=2.5, label="step, predicted")
     axes.plot(tokens, [step.compute for _, step in points], linestyle="--", label="computing alone")
     moved = [max(step.link, step.disk) for _, step in points]
     axes.plot(tokens, moved, linestyle="--", label="reading and copying alone")
-    if (crossover := plan.room.crossover) is not None:
+    if (crossover := plan.crossover) is not None:
         axes.axvline(crossover, color="gray", linestyle=":")
-        axes.annotate(f" hidden from {crossover:,.0f} tokens on", (crossover, axes.get_ylim()[0]), va="bottom")
+        axes.annotate(
+            f" hidden from {crossover:,.0f} tokens on", (crossover, axes.get_ylim()[0]), va="bottom"
+        )
     if tokens[0] <= plan.tokens <= tokens[-1]:
         axes.plot([plan.tokens], [plan.step.seconds], marker="o", color="black", label="this run")
     axes.set_title(f"{planner.blueprint.directory.name} on {plan.machine.name}")

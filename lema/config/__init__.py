@@ -10,4 +10,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LemaConfig", "MemoryStrategy"]
 
-__getattr__, __dir__ = lazy_exports(__name__, {"LemaConfig": "lemaconfig", "MemoryStrategy": "types"})
+__getattr__, __dir__ = lazy_exports(
+    __name__, {"LemaConfig": "lemaconfig", "MemoryStrategy": "types"}
+)

@@ -1,8 +1,9 @@
-"""The settings that act on the machine: what they do, if a file says so that the user has not written.
+"""The settings that act on the machine: what they do, if a file says so that the user has not
+written.
 
-An adapter's `lema_config.json` has every setting of the run that made it. Most describe the adapter, or how it was
-made. Those here open files, write, send away, fetch code or start programs, or say what the machine of that run had;
-`lema.lora.consent` says when they may.
+An adapter's `lema_config.json` has every setting of the run that made it. Most describe the
+adapter, or how it was made. Those here open files, write, send away, fetch code or start programs,
+or say what the machine of that run had; `lema.lora.consent` says when they may.
 """
 
 from collections.abc import Mapping
@@ -13,11 +14,15 @@ from lema.config.lemaconfig import LemaConfig
 __all__ = ["ACTING", "LIBRARY_ATTENTION", "OF_TRAINING", "SILENT", "acts"]
 
 LIBRARY_ATTENTION = ("eager", "sdpa")
-"""Attention that is code of `transformers` and torch alone; others may fetch kernels of the hub, or compile."""
+"""Attention that is code of `transformers` and torch alone; others may fetch kernels of the hub,
+or compile.
+"""
 
 ACTING: Mapping[str, str] = {
     "gbi_path": "reads weights from any path",
-    "attn_implementation": "may fetch code from the hub and run it, or start a compiler, unless it is eager or sdpa",
+    "attn_implementation": (
+        "may fetch code from the hub and run it, or start a compiler, unless it is eager or sdpa"
+    ),
     "train_data": "reads any path, walks directories, loads data sets of the hub and of addresses",
     "eval_data": "as train_data",
     "mixture": "names the data sets of train_data",
@@ -55,13 +60,31 @@ ACTING: Mapping[str, str] = {
 """The settings that act on the machine, each with what it does."""
 
 OF_TRAINING = frozenset(
-    {"train_data", "eval_data", "eval_prompts", "mixture", "data_cache", "adapter_name_or_path", "report_to"}
+    {
+        "train_data",
+        "eval_data",
+        "eval_prompts",
+        "mixture",
+        "data_cache",
+        "adapter_name_or_path",
+        "report_to",
+    }
 )
-OF_TRAINING |= {"push_to_hub", "hub_model_id", "activation_offloading", "cache_frozen_prefix", "shard_optimizer"}
+OF_TRAINING |= {
+    "push_to_hub",
+    "hub_model_id",
+    "activation_offloading",
+    "cache_frozen_prefix",
+    "shard_optimizer",
+}
 """Those that no command reads which neither trains nor evaluates."""
 
-SILENT = frozenset({"output_dir", "overwrite_output_dir", "run_name", "mixture", "hub_private_repo"})
-"""Those that mean nothing where no run begins, or without another one: that they are ignored needs no line."""
+SILENT = frozenset(
+    {"output_dir", "overwrite_output_dir", "run_name", "mixture", "hub_private_repo"}
+)
+"""Those that mean nothing where no run begins, or without another one: that they are ignored
+needs no line.
+"""
 
 
 def acts(name: str, value: Any) -> bool:

@@ -1,4 +1,6 @@
-"""The settings of adapters (LoRA, arXiv:2106.09685): those of a run, and those of each of its phases."""
+"""The settings of adapters (LoRA, arXiv:2106.09685): those of a run, and those of each of its
+phases.
+"""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -8,7 +10,7 @@ from pydantic import Field
 from lema.config import types
 from lema.config.peft import contradictions
 from lema.config.problems import Problem
-from lema.config.settings import OfAdapter, Said, Settings, Silent
+from lema.config.settings import OfAdapter, Reported, Settings, Silent
 
 __all__ = ["AdapterSettings"]
 
@@ -24,13 +26,19 @@ class AdapterSettings(Settings):
     lora_alpha: OfAdapter[types.Scale] = 32
     """The adapter's output is multiplied by lora_alpha / lora_rank."""
     lora_target_modules: OfAdapter[types.Targets | None] = None
-    """Modules to adapt: names or one regular expression; None: every linear module of the layers, and experts."""
-    lora_dropout: Said[types.Beta] = 0.0
+    """Modules to adapt: names or one regular expression; None: every linear module of the
+    layers, and experts.
+    """
+    lora_dropout: Reported[types.Beta] = 0.0
     """Dropout on the adapter's input."""
     lora_exclude_modules: OfAdapter[types.Targets | None] = None
-    """Modules to leave out although `lora_target_modules` matches them: names or one regular expression."""
+    """Modules to leave out although `lora_target_modules` matches them: names or one regular
+    expression.
+    """
     lora_rank_pattern: OfAdapter[dict[types.Pattern, types.Count]] = Field(default_factory=dict)
-    """Ranks of single modules: from the end of a module's name, or a regular expression, to a rank."""
+    """Ranks of single modules: from the end of a module's name, or a regular expression, to a
+    rank.
+    """
     lora_alpha_pattern: OfAdapter[dict[types.Pattern, types.Scale]] = Field(default_factory=dict)
     """Alphas of single modules, in the same form."""
     lora_use_rslora: OfAdapter[bool] = False
@@ -40,20 +48,28 @@ class AdapterSettings(Settings):
     lora_layers_pattern: OfAdapter[types.Patterns | None] = None
     """Name of the list of layers that these numbers refer to, if the model has several lists."""
     lora_init: Silent[types.InitialValues] = True
-    """Initial values: true (A uniform, B zero), "gaussian" (A normal), "orthogonal", or false (A and B random)."""
+    """Initial values: true (A uniform, B zero), "gaussian" (A normal), "orthogonal", or false (A
+    and B random).
+    """
     lora_lora_bias: OfAdapter[bool] = False
     """Give the adapter's B a bias (PEFT's `lora_bias`)."""
     lora_bias: OfAdapter[Literal["none", "all", "lora_only"]] = "none"
-    """Biases of the model that also train: "none", "all", or "lora_only" (those of adapted modules)."""
+    """Biases of the model that also train: "none", "all", or "lora_only" (those of adapted
+    modules).
+    """
     lora_modules_to_save: OfAdapter[types.NameList | None] = None
-    """Modules that train whole and are saved with the adapter, such as the embeddings or the head."""
+    """Modules that train whole and are saved with the adapter, such as the embeddings or the
+    head.
+    """
     lora_use_dora: OfAdapter[bool] = False
     """Train a magnitude for each row of the adapted weights (DoRA, arXiv:2402.09353)."""
     lora_target_parameters: OfAdapter[types.Several | None] = None
-    """Parameters to adapt that do not belong to a linear module, such as stacked weights of experts; []: none; None:
-    those of experts, if lora_target_modules is None."""
+    """Parameters to adapt that do not belong to a linear module, such as stacked weights of
+    experts; []: none; None: those of experts, if lora_target_modules is None."""
     lora_trainable_token_indices: OfAdapter[types.TokenIndices | None] = None
-    """Rows of the embeddings to train: token ids, or a map from the name of an embedding to its rows."""
+    """Rows of the embeddings to train: token ids, or a map from the name of an embedding to its
+    rows.
+    """
     lora_ensure_weight_tying: OfAdapter[bool] = False
     """Keep tied parameters tied if both train."""
 
@@ -72,7 +88,11 @@ class AdapterSettings(Settings):
         plain |= {name: sorted(set(plain[name])) for name in _SETS if isinstance(plain[name], list)}
         layers = plain["lora_layers_to_transform"]
         if layers is not None:
-            plain["lora_layers_to_transform"] = sorted({layers} if isinstance(layers, int) else set(layers))
+            plain["lora_layers_to_transform"] = sorted(
+                {layers} if isinstance(layers, int) else set(layers)
+            )
         plain["lora_alpha"] = float(plain["lora_alpha"])  # 16 and 16.0 are one alpha, and two texts
-        plain["lora_alpha_pattern"] = {name: float(alpha) for name, alpha in plain["lora_alpha_pattern"].items()}
+        plain["lora_alpha_pattern"] = {
+            name: float(alpha) for name, alpha in plain["lora_alpha_pattern"].items()
+        }
         return plain

@@ -1,4 +1,6 @@
-"""Settings of how many tokens a step and a micro-batch have, and of rows that are drawn by length or in shares."""
+"""Settings of how many tokens a step and a micro-batch have, and of rows that are drawn by
+length or in shares.
+"""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -17,17 +19,21 @@ class BatchSettings(Settings):
     """Settings of steps and micro-batches in tokens, and of the rows that an epoch draws."""
 
     tokens_per_step: Refused[StepTokens | None] = None
-    """Tokens of an optimizer step, such as 16k, instead of `batch_size`. A step takes rows until one more would exceed
-    this number, and at least one row. auto: the number from which reading is hidden behind computing, by the plan."""
+    """Tokens of an optimizer step, such as 16k, instead of `batch_size`. A step takes rows until
+    one more would exceed this number, and at least one row. auto: the number from which reading is
+    hidden behind computing, by the plan."""
     micro_batch_tokens: Silent[Tokens | None] = None
-    """Tokens that are computed at once, instead of `micro_batch_size`: the number of rows times the longest row, which
-    fairseq calls max_tokens. It changes results as `micro_batch_size` does. None: `micro_batch_size` decides with
-    `batch_size`, and with `tokens_per_step` it is the length of the longest allowed row."""
+    """Tokens that are computed at once, instead of `micro_batch_size`: the number of rows times the
+    longest row, which fairseq calls max_tokens. It changes results as `micro_batch_size` does.
+    None: `micro_batch_size` decides with `batch_size`, and with `tokens_per_step` it is the length
+    of the longest allowed row."""
     group_by_length: Refused[bool] = False
-    """Draw rows of similar length for a step, as `transformers` does: rows are drawn in groups of 50 steps, and each
-    group is sorted, the longest first."""
+    """Draw rows of similar length for a step, as `transformers` does: rows are drawn in groups of
+    50 steps, and each group is sorted, the longest first."""
     mixture: OfData[dict[Name, float] | None] = None
-    """The share of each named data set in the rows of an epoch; None: every row of every data set occurs once."""
+    """The share of each named data set in the rows of an epoch; None: every row of every data
+    set occurs once.
+    """
 
     @property
     def counts_tokens(self) -> bool:
@@ -41,9 +47,13 @@ def disagreements_of_batches(config: "LemaConfig") -> Iterator[Problem]:
     for name, rows in (("tokens_per_step", in_rows), ("micro_batch_tokens", in_rows[2:])):
         if getattr(config, name) is None:
             continue
-        for one in rows:
-            if getattr(config, one) != type(config).model_fields[one].default:
-                yield Problem(one, f"{name} counts tokens, and {one} counts rows", "leave one of them out")
+        for setting in rows:
+            if getattr(config, setting) != type(config).model_fields[setting].default:
+                yield Problem(
+                    setting,
+                    f"{name} counts tokens, and {setting} counts rows",
+                    "leave one of them out",
+                )
         if config.objective != "sft":
             what = f"objective: {config.objective} counts examples, not tokens"
             yield Problem(name, what, "leave it out, and set batch_size or micro_batch_size")
@@ -53,8 +63,13 @@ def disagreements_of_batches(config: "LemaConfig") -> Iterator[Problem]:
     if config.group_by_length and config.packing:
         yield Problem("group_by_length", "packs have about the same length already", "leave it out")
     if config.mixture is not None:
-        if not isinstance(config.train_data, dict) or config.train_data.keys() != config.mixture.keys():
+        if (
+            not isinstance(config.train_data, dict)
+            or config.train_data.keys() != config.mixture.keys()
+        ):
             what = "its names are not those of the data sets in train_data"
             yield Problem("mixture", what, "write train_data: {one: FILES, other: FILES}")
         if config.objective != "sft":
-            yield Problem("mixture", f"objective: {config.objective} does not allow a mixture", "leave it out")
+            yield Problem(
+                "mixture", f"objective: {config.objective} does not allow a mixture", "leave it out"
+            )

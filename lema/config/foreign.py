@@ -1,4 +1,5 @@
-"""What other trainers call settings, and what says the same here: as a hint, and for a whole file of theirs.
+"""What other trainers call settings, and what says the same here: as a hint, and for a whole file
+of theirs.
 
 The names are those of TRL's settings, of axolotl's, and of others that call them so.
 """
@@ -6,30 +7,45 @@ The names are those of TRL's settings, of axolotl's, and of others that call the
 from collections.abc import Collection, Mapping
 from typing import Any
 
-__all__ = ["CALLED_HERE", "SAID_HERE", "imported"]
+__all__ = ["CALLED_HERE", "FOREIGN_HINTS", "imported"]
 
-# What the columns of a data set, and of a message in it, are called by `field_...` and `message_field_...`.
+# What the columns of a data set, and of a message in it, are called by `field_...` and
+# `message_field_...`.
 _COLUMNS = ("messages", "tools", "system", "instruction", "input", "output")
 _OF_MESSAGES = ("role", "content")
 
-_ANSWERS = "here: train_on: assistant, which is the default: answers and completions are trained on, prompts are not"
+_ANSWERS = (
+    "here: train_on: assistant, which is the default: answers and completions are trained on, "
+    "prompts are not"
+)
 _COLUMN = "here: columns: {{{ours}: NAME}}"
 _QUANTISE = "quantise the model once with `lema prepare MODEL OUT --quantize {kind}`, and train OUT"
 _FORMATTED = "give formatted rows: text, prompt + completion, or messages"
 _STREAMS = "not needed: layers stream, so a model need not be divided"
 _HUB_DATA = "here: train_data: {path: org/name, name: subset, split: train}, or files"
 _TOKENISED = "not needed: LEMA tokenises rows once, with several processes, before the first step"
-_EVALUATES = "not needed: LEMA evaluates eval_data or eval_split every eval_steps, or at the end of each epoch"
+_EVALUATES = (
+    "not needed: LEMA evaluates eval_data or eval_split every eval_steps, or at the end of "
+    "each epoch"
+)
 
-SAID_HERE: Mapping[str, str] = {
-    **dict.fromkeys(("assistant_only_loss", "completion_only_loss", "train_on_responses_only"), _ANSWERS),
+FOREIGN_HINTS: Mapping[str, str] = {
     **dict.fromkeys(
-        ("response_template", "instruction_template"), f"{_ANSWERS}; the chat template says where they begin"
+        ("assistant_only_loss", "completion_only_loss", "train_on_responses_only"), _ANSWERS
     ),
-    **dict.fromkeys(("train_on_inputs", "train_on_prompt"), "here: train_on: all, or assistant, which is the default"),
+    **dict.fromkeys(
+        ("response_template", "instruction_template"),
+        f"{_ANSWERS}; the chat template says where they begin",
+    ),
+    **dict.fromkeys(
+        ("train_on_inputs", "train_on_prompt"),
+        "here: train_on: all, or assistant, which is the default",
+    ),
     "roles_to_train": "here: train_on: assistant (the default), last, completion or all",
     **dict.fromkeys(("mask_history", "last_turn_only"), "here: train_on: last"),
-    **dict.fromkeys(("train_on_eos", "train_on_eot"), "only the token that ends an answer is trained on, always"),
+    **dict.fromkeys(
+        ("train_on_eos", "train_on_eot"), "only the token that ends an answer is trained on, always"
+    ),
     "eot_tokens": "the chat template defines the token that ends an answer, and it is trained on",
     **dict.fromkeys(
         ("template", "chat_template_jinja", "chat_template_path"),
@@ -40,9 +56,13 @@ SAID_HERE: Mapping[str, str] = {
     **{f"message_field_{ours}": _COLUMN.format(ours=ours) for ours in _OF_MESSAGES},
     "message_property_mappings": "here: columns: {role: NAME, content: NAME}",
     "message_field_training": "not needed: `train` or `training` of a message already works",
-    "message_field_training_detail": "LEMA cannot leave out parts; split the message into several with train: false",
+    "message_field_training_detail": (
+        "LEMA cannot leave out parts; split the message into several with train: false"
+    ),
     **dict.fromkeys(("formatting_func", "formatting_prompts_func"), _FORMATTED),
-    "remove_unused_columns": "not needed: LEMA names columns that it does not use, and ignores them",
+    "remove_unused_columns": (
+        "not needed: LEMA names columns that it does not use, and ignores them"
+    ),
     "excess_length_strategy": "here: overlong: truncate, drop or error",
     "truncation_mode": "rows are cut at their end; overlong: drop leaves long ones out",
     **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config"), _STREAMS),
@@ -52,25 +72,48 @@ SAID_HERE: Mapping[str, str] = {
     "load_in_8bit": _QUANTISE.format(kind="int8"),
     "saves_per_epoch": "checkpoints are written every save_steps",
     "special_tokens": "LEMA uses the tokenizer's own; change them in its files",
-    "trust_remote_code": "a file cannot allow code to run; use --trust-remote-code on the command line",
+    "trust_remote_code": (
+        "a file cannot allow code to run; use --trust-remote-code on the command line"
+    ),
     "sample_packing": "here: packing: true",
     **dict.fromkeys(
-        ("eval_packing", "eval_sample_packing"), "here: packing: true, which also packs the evaluation rows"
+        ("eval_packing", "eval_sample_packing"),
+        "here: packing: true, which also packs the evaluation rows",
     ),
-    "packing_strategy": "here: packing: true joins whole rows by best fit, packing: wrapped cuts them",
-    "padding_free": "here: packing: true; without it a micro-batch has no more padding than its longest row needs",
-    "train_sampling_strategy": "here: group_by_length: true; shuffle: false keeps the order of the data",
-    **dict.fromkeys(("max_tokens", "max_tokens_per_batch", "batch_tokens"), "here: micro_batch_tokens"),
+    "packing_strategy": (
+        "here: packing: true joins whole rows by best fit, packing: wrapped cuts them"
+    ),
+    "padding_free": (
+        "here: packing: true; without it a micro-batch has no more padding than its longest "
+        "row needs"
+    ),
+    "train_sampling_strategy": (
+        "here: group_by_length: true; shuffle: false keeps the order of the data"
+    ),
+    **dict.fromkeys(
+        ("max_tokens", "max_tokens_per_batch", "batch_tokens"), "here: micro_batch_tokens"
+    ),
     "append_eos_token": "text and completions always end in the end-of-sequence token, once",
     "adapter": "not needed for lora, which LEMA trains; for qlora " + _QUANTISE.format(kind="nf4"),
     "use_peft": "not needed: LEMA trains an adapter",
-    "peft_config": "here: lora_rank, lora_alpha, lora_target_modules, ...: each PEFT option is a setting lora_NAME",
+    "peft_config": (
+        "here: lora_rank, lora_alpha, lora_target_modules, ...: each PEFT option is a setting "
+        "lora_NAME"
+    ),
     **dict.fromkeys(("dataset_name", "dataset_config", "dataset_train_split"), _HUB_DATA),
-    "dataset_test_split": "here: eval_data: {path: org/name, name: subset, split: test}, or eval_split",
-    **dict.fromkeys(("dataset_num_proc", "dataset_processes", "dataloader_num_workers"), _TOKENISED),
-    "dataset_prepared_path": "here: data_cache: the folder that keeps tokens of large data; it has a default",
+    "dataset_test_split": (
+        "here: eval_data: {path: org/name, name: subset, split: test}, or eval_split"
+    ),
+    **dict.fromkeys(
+        ("dataset_num_proc", "dataset_processes", "dataloader_num_workers"), _TOKENISED
+    ),
+    "dataset_prepared_path": (
+        "here: data_cache: the folder that keeps tokens of large data; it has a default"
+    ),
     "wandb_project": "here: report_to: wandb, with the environment variable WANDB_PROJECT",
-    "logging_dir": "metrics.jsonl is in output_dir; TENSORBOARD_LOGGING_DIR sets the directory of tensorboard",
+    "logging_dir": (
+        "metrics.jsonl is in output_dir; TENSORBOARD_LOGGING_DIR sets the directory of tensorboard"
+    ),
     "eos_token": "not needed: the tokenizer's own is used; change it in the tokenizer's files",
     "strict": "not needed: an unknown setting is always an error",
     **dict.fromkeys(("eval_strategy", "evaluation_strategy", "do_eval"), _EVALUATES),
@@ -107,58 +150,105 @@ CALLED_HERE: Mapping[str, str] = {
 }
 # What is so here in any case, or has no meaning here.
 _NEEDLESS = (
-    *("adapter", "assistant_only_loss", "completion_only_loss", "dataset_name", "dataset_prepared_path"),
-    *("dataset_text_field", "datasets", "eval_sample_packing", "eval_strategy", "lora_target_linear"),
+    *(
+        "adapter",
+        "assistant_only_loss",
+        "completion_only_loss",
+        "dataset_name",
+        "dataset_prepared_path",
+    ),
+    *(
+        "dataset_text_field",
+        "datasets",
+        "eval_sample_packing",
+        "eval_strategy",
+        "lora_target_linear",
+    ),
     *("pad_to_sequence_len", "remove_unused_columns", "save_strategy", "strict", "use_peft"),
     *("wandb_entity", "wandb_log_model", "wandb_watch"),
 )
-_ATTENTION = {"eager_attention": "eager", "flash_attention": "flash_attention_2", "sdp_attention": "sdpa"}
-_FORMS = ("alpaca", "chat_template", "completion", "sharegpt")  # of axolotl's data sets; columns tell them here
+_ATTENTION = {
+    "eager_attention": "eager",
+    "flash_attention": "flash_attention_2",
+    "sdp_attention": "sdpa",
+}
+_FORMS = (
+    "alpaca",
+    "chat_template",
+    "completion",
+    "sharegpt",
+)  # of axolotl's data sets; columns tell them here
 _FIELDS = {"field": "text"} | {f"field_{ours}": ours for ours in _COLUMNS}
 _FIELDS |= {f"message_field_{ours}": ours for ours in _OF_MESSAGES}
 
 
-def imported(values: Mapping[str, Any], known: Collection[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the settings that say what a file of axolotl or TRL says, and of each of its keys that none says, why.
-    What a device accumulates over several batches becomes one batch, because the layers then stream once for all of it.
-    `values`: the file's keys; one without a value counts as not given. `known`: the settings there are here."""
-    given = {key: value for key, value in values.items() if value is not None and value != ""}
-    found: dict[str, Any] = {}
+def imported(
+    values: Mapping[str, Any], setting_names: Collection[str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the settings that say what a file of axolotl or TRL says, and of each of its keys that
+    none says, why. What a device accumulates over several batches becomes one batch, because the
+    layers then stream once for all of it. `values`: the file's keys; one without a value counts as
+    not given. `setting_names`: the settings there are here."""
+    foreign = {key: value for key, value in values.items() if value is not None and value != ""}
+    settings: dict[str, Any] = {}
     notes: dict[str, str] = {}
     files: list[Any] = []
     columns: dict[str, str] = {}
-    named: Any = given.get("datasets") or given.get("dataset_name")
-    for one in named if isinstance(named, list) else [named]:
-        about = one if isinstance(one, Mapping) else {"path": one}
+    named: Any = foreign.get("datasets") or foreign.get("dataset_name")
+    for dataset in named if isinstance(named, list) else [named]:
+        about = dataset if isinstance(dataset, Mapping) else {"path": dataset}
         files += [about["path"]] if about.get("path") else []
         form = about.get("type")
         if form is not None and str(form).partition(".")[0] not in _FORMS:
-            notes["datasets"] = f"the type {form!r} is not known; docs/data.md lists the columns that LEMA reads"
-        columns |= {ours: about[name] for name, ours in _FIELDS.items() if isinstance(about.get(name), str)}
-    if isinstance(text := given.get("dataset_text_field"), str):
+            notes["datasets"] = (
+                f"the type {form!r} is not known; docs/data.md lists the columns that LEMA reads"
+            )
+        columns |= {
+            ours: about[name] for name, ours in _FIELDS.items() if isinstance(about.get(name), str)
+        }
+    if isinstance(text := foreign.get("dataset_text_field"), str):
         columns["text"] = text
-    found |= {key: value for key, value in (("train_data", files), ("columns", columns)) if value}
-    rows = given.pop("per_device_train_batch_size", given.get("micro_batch_size"))
-    if isinstance(rows, int) and isinstance(batches := given.pop("gradient_accumulation_steps", 1), int):
-        found |= {"batch_size": rows * batches, "micro_batch_size": rows}
-    for name, dtype in {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}.items():
-        if given.pop(name, None) is True:
-            found["dtype"] = dtype
+    settings |= {
+        key: value for key, value in (("train_data", files), ("columns", columns)) if value
+    }
+    rows = foreign.pop("per_device_train_batch_size", foreign.get("micro_batch_size"))
+    if isinstance(rows, int) and isinstance(
+        batches := foreign.pop("gradient_accumulation_steps", 1), int
+    ):
+        settings |= {"batch_size": rows * batches, "micro_batch_size": rows}
+    for name, dtype in {
+        "bf16": "bfloat16",
+        "bfloat16": "bfloat16",
+        "fp16": "float16",
+        "float16": "float16",
+    }.items():
+        if foreign.pop(name, None) is True:
+            settings["dtype"] = dtype
     for name, attention in _ATTENTION.items():
-        if given.pop(name, False) is True:
-            found["attn_implementation"] = attention
-    if given.get("adapter", "lora") != "lora":
-        qlora = given["adapter"] == "qlora"
-        notes["adapter"] = SAID_HERE["load_in_4bit"] if qlora else "LEMA trains only LoRA adapters"
-    if "wandb_project" in given:
-        found["report_to"] = ["wandb"]
+        if foreign.pop(name, False) is True:
+            settings["attn_implementation"] = attention
+    if foreign.get("adapter", "lora") != "lora":
+        qlora = foreign["adapter"] == "qlora"
+        notes["adapter"] = (
+            FOREIGN_HINTS["load_in_4bit"] if qlora else "LEMA trains only LoRA adapters"
+        )
+    if "wandb_project" in foreign:
+        settings["report_to"] = ["wandb"]
         notes["wandb_project"] = "set the environment variable WANDB_PROJECT"
-    for key, value in given.items():
+    for key, value in foreign.items():
         ours = CALLED_HERE.get(key, key)
-        if key in notes or key in _NEEDLESS or ours in found or (value is False and ours not in known):
+        if (
+            key in notes
+            or key in _NEEDLESS
+            or ours in settings
+            or (value is False and ours not in setting_names)
+        ):
             continue
-        if ours not in known:
-            notes[key] = SAID_HERE.get(key, "LEMA has no such setting")
-        elif (ours, value) not in (("eval_split", 0), ("lora_target_modules", "all-linear")):  # what is so without
-            found[ours] = value
-    return {name: found[name] for name in known if name in found}, notes
+        if ours not in setting_names:
+            notes[key] = FOREIGN_HINTS.get(key, "LEMA has no such setting")
+        elif (ours, value) not in (
+            ("eval_split", 0),
+            ("lora_target_modules", "all-linear"),
+        ):  # what is so without
+            settings[ours] = value
+    return {name: settings[name] for name in setting_names if name in settings}, notes

@@ -1,8 +1,10 @@
-"""Output for a reader: lines, rows that are a table on a terminal and tab-separated columns anywhere else; and silence.
+"""Output for a reader: lines, rows that are a table on a terminal and tab-separated columns
+anywhere else; and silence.
 
-PEFT imports bitsandbytes, and transformers torchao, wherever these are installed, which log warnings of kernels that
-they could not load. Where a command cannot do without them (`lema.cli.libraries.import_libraries`) LEMA hushes them
-for its whole process, and where they are imported in a user's (`lema.lazy_exports`) for as long as that takes.
+PEFT imports bitsandbytes, and transformers torchao, wherever these are installed, which log
+warnings of kernels that they could not load. Where a command cannot do without them
+(`lema.cli.libraries.import_libraries`) LEMA hushes them for its whole process, and where they are
+imported in a user's (`lema.lazy_exports`) for as long as that takes.
 """
 
 import logging
@@ -22,40 +24,51 @@ CHATTY = ("torchao", "bitsandbytes", "torch.utils._pytree")
 
 
 def draws(console: "Console") -> bool:
-    """Whether bars can be drawn on a console: it is a terminal, and one that goes back in a line, as TERM=dumb does
-    not; that takes lines, as a file does."""
+    """Whether bars can be drawn on a console: it is a terminal, and one that goes back in a line,
+    as TERM=dumb does not; that takes lines, as a file does."""
     return console.is_terminal and not console.is_dumb_terminal
 
 
 def line_printer(console: "Console") -> Callable[[str], None]:
-    """Return what prints a line as one record, whatever the terminal's width; a path in it may hold brackets."""
+    """Return what prints a line as one record, whatever the terminal's width; a path in it may
+    hold brackets.
+    """
     return partial(console.print, soft_wrap=True, markup=False, emoji=False)
 
 
 def print_table(
-    rows: "Iterable[Sequence[str | Text]]", console: "Console", *, headers: Sequence[str] = (), amounts: bool = False
+    rows: "Iterable[Sequence[str | Text]]",
+    console: "Console",
+    *,
+    headers: Sequence[str] = (),
+    amounts: bool = False,
 ) -> None:
-    """Print rows; anywhere but on a terminal each as soon as it is there, so that the reader of a pipe can follow. The
-    first cell of a row names a section, which a table without `headers` shows once for all rows of it. A table aligns a
-    last column of `amounts` on the right. A quiet console prints nothing."""
+    """Print rows; anywhere but on a terminal each as soon as it is there, so that the reader of a
+    pipe can follow. The first cell of a row names a section, which a table without `headers` shows
+    once for all rows of it. A table aligns a last column of `amounts` on the right. A quiet console
+    prints nothing."""
     if console.quiet:
         return
     if not console.is_terminal:
         for row in chain([headers] if headers else [], rows):
-            console.file.write("\t".join(str(cell).replace("\t", " ").replace("\n", " ") for cell in row) + "\n")
+            console.file.write(
+                "\t".join(str(cell).replace("\t", " ").replace("\n", " ") for cell in row) + "\n"
+            )
             console.file.flush()
         return
     from rich.table import Table
 
-    known = list(rows)
-    width = max(map(len, [headers, *known]))
+    all_rows = list(rows)
+    width = max(map(len, [headers, *all_rows]))
     table = Table(box=None, pad_edge=False, show_header=bool(headers))
     for column in range(width):
         right = amounts and column == width - 1
         title = headers[column] if headers else ""
-        table.add_column(title, justify="right" if right else "left", no_wrap=column == 0, overflow="fold")
+        table.add_column(
+            title, justify="right" if right else "left", no_wrap=column == 0, overflow="fold"
+        )
     last = ""
-    for row in known:
+    for row in all_rows:
         table.add_row("" if str(row[0]) == last and not headers else row[0], *row[1:])
         last = str(row[0])
     console.print(table, markup=False, highlight=False)
@@ -80,6 +93,8 @@ def hushed() -> Iterator[None]:
 
 
 def _set_level(logger: logging.Logger, level: int) -> None:
-    """Set a level that is another one, because setting it empties a cache of every logger of the process."""
+    """Set a level that is another one, because setting it empties a cache of every logger of the
+    process.
+    """
     if logger.level != level:
         logger.setLevel(level)

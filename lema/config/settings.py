@@ -1,9 +1,11 @@
-"""What every group of settings has in common: all that is wrong is told at once, in one error, whatever is nested.
+"""What every group of settings has in common: all that is wrong is told at once, in one error,
+whatever is nested.
 
-Each setting says in its type what becomes of a run that is resumed with another value of it. A change that would make
-it another run is refused: other shapes, rows, batches or draws. A change of numbers that a user may reasonably want,
-such as a lower learning rate, takes effect and is reported. A setting that changes no number may change freely: where
-the run is computed, how much memory it takes, what it writes and how often.
+Each setting says in its type what becomes of a run that is resumed with another value of it. A
+change that would make it another run is refused: other shapes, rows, batches or draws. A change of
+numbers that a user may reasonably want, such as a lower learning rate, takes effect and is
+reported. A setting that changes no number may change freely: where the run is computed, how much
+memory it takes, what it writes and how often.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,12 +13,19 @@ from enum import Enum
 from os import PathLike
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from lema.config.problems import Problem, SettingsError, Several, problems_of
 from lema.config.yaml import read_yaml
 
-__all__ = ["Change", "OfAdapter", "OfData", "Refused", "Said", "Settings", "Silent", "part"]
+__all__ = ["Change", "OfAdapter", "OfData", "Refused", "Reported", "Settings", "Silent", "part"]
 
 
 class Change(Enum):
@@ -25,8 +34,11 @@ class Change(Enum):
     REFUSED = "it would be another run"
     ADAPTER = "LEMA compares what it means for PEFT, and refuses a difference"
     DATA = "the fingerprint of the rows decides; shown if that differs"
-    SAID = "later numbers change, sometimes only in their last bits; a line says so"
-    SILENT = "no number changes, or LEMA compares something else: the files of the model, the content of the checkpoint"
+    REPORTED = "later numbers change, sometimes only in their last bits; a line says so"
+    SILENT = (
+        "no number changes, or LEMA compares something else: the files of the model, the "
+        "content of the checkpoint"
+    )
 
 
 Value = TypeVar("Value")
@@ -34,15 +46,21 @@ Value = TypeVar("Value")
 Refused = Annotated[Value, Change.REFUSED]
 OfAdapter = Annotated[Value, Change.ADAPTER]
 OfData = Annotated[Value, Change.DATA]
-Said = Annotated[Value, Change.SAID]
+Reported = Annotated[Value, Change.REPORTED]
 Silent = Annotated[Value, Change.SILENT]
 
 
 class Settings(BaseModel):
-    """Settings by name. Unknown names, wrong types and contradictions are one `SettingsError` that lists them all."""
+    """Settings by name. Unknown names, wrong types and contradictions are one `SettingsError`
+    that lists them all.
+    """
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
     )
 
     _spellings: ClassVar[Mapping[str, str]] = {}  # other names in a file, each with the setting's
@@ -63,12 +81,24 @@ class Settings(BaseModel):
 
     @classmethod
     def from_yaml(cls, path: str | PathLike[str], **overrides: Any) -> Self:
-        """Read a YAML file, whose settings those given here replace; a `ConfigError` names file, line and key."""
+        """Read a YAML file.
+
+        Args:
+            path: the file.
+            overrides: settings that replace those of the file.
+
+        Returns:
+            The settings.
+
+        Raises:
+            ConfigError: the file cannot be read, or a setting is wrong; it names file, line and
+                key.
+        """
         file = read_yaml(path)
         try:
             return cls(**{**file.values, **overrides})
         except SettingsError as error:
-            raise error.located(file.places(cls._spellings), overrides) from error.__cause__
+            raise error.located(file.locations(cls._spellings), overrides) from error.__cause__
 
     def to_dict(self) -> dict[str, Any]:
         """Every setting as plain JSON types."""
@@ -97,32 +127,58 @@ SMALLEST = 2.0**-126  # that 32 bits of floating point hold in full
 
 
 def _unreasonable(value: Any, path: str = "", depth: int = 32) -> Iterator[tuple[str, str]]:
-    """Yield where, and what, no setting can be, whichever it is: system calls and tensors fail on it in their words."""
+    """Yield where, and what, no setting can be, whichever it is: system calls and tensors fail
+    on it in their words.
+    """
     if depth == 0:
         yield path, "is nested too deep"
-    elif isinstance(value, str) and ("\0" in value or value.encode(errors="ignore").decode() != value):
+    elif isinstance(value, str) and (
+        "\0" in value or value.encode(errors="ignore").decode() != value
+    ):
         yield path, "must not contain a NUL character or half of a character"
     elif isinstance(value, int | float) and LARGEST < abs(value) < float("inf"):
-        yield path, f"must be at most {LARGEST:,}" if value > 0 else f"must be at least {-LARGEST:,}"
+        yield (
+            path,
+            f"must be at most {LARGEST:,}" if value > 0 else f"must be at least {-LARGEST:,}",
+        )
     elif isinstance(value, float) and 0 < abs(value) < SMALLEST:
-        yield path, f"must be 0 or at least {SMALLEST:g} in size: numbers are computed in float32, in which this is 0"
+        yield (
+            path,
+            (
+                f"must be 0 or at least {SMALLEST:g} in size: numbers are computed in float32, "
+                "in which this is 0"
+            ),
+        )
     elif isinstance(value, Mapping | list | tuple):
-        for key, one in value.items() if isinstance(value, Mapping) else enumerate(value):
+        for key, nested in value.items() if isinstance(value, Mapping) else enumerate(value):
             inner = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}".removeprefix(".")
-            yield from (*_unreasonable(key, path, depth - 1), *_unreasonable(one, inner, depth - 1))
+            yield from (
+                *_unreasonable(key, path, depth - 1),
+                *_unreasonable(nested, inner, depth - 1),
+            )
 
 
-def part(kind: type, make: Callable[..., Any] | None = None, *, optional: bool = False) -> BeforeValidator:
-    """Return a validator that makes a mapping a `kind`, by `make` or itself; one passes as is, None if `optional`."""
+def part(
+    kind: type, make: Callable[..., Any] | None = None, *, optional: bool = False
+) -> BeforeValidator:
+    """Return a validator that makes a mapping a `kind`, by `make` or itself; one passes as is,
+    None if `optional`.
+    """
 
-    def made(value: Any) -> Any:
+    def as_kind(value: Any) -> Any:
         if isinstance(value, kind) or (optional and value is None):
             return value
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-            raise Several([Problem("", f"this must have settings, not {value!r}", "write them as `key: value`")])
+            raise Several(
+                [
+                    Problem(
+                        "", f"this must have settings, not {value!r}", "write them as `key: value`"
+                    )
+                ]
+            )
         try:
             return (make or kind)(**value)
         except SettingsError as error:
             raise Several(error.problems) from error
 
-    return BeforeValidator(made)
+    return BeforeValidator(as_kind)

@@ -1,4 +1,6 @@
-"""The types a setting may have: which values each accepts, and in which words any other value is refused."""
+"""The types a setting may have: which values each accepts, and in which words any other value is
+refused.
+"""
 
 import json
 import os
@@ -43,9 +45,12 @@ def _day(value: str) -> str:
         raise ValueError(f"must be a date such as 2026-03-31, not {value!r}") from None
 
 
-def _kept(value: int) -> int:
+def _retained_count(value: int) -> int:
     if value < 2:
-        raise ValueError(f"must be 2 or more, not {value}, so that a run can continue if the newest one is damaged")
+        raise ValueError(
+            f"must be 2 or more, not {value}, so that a run can continue if the newest one "
+            "is damaged"
+        )
     return value
 
 
@@ -68,27 +73,46 @@ def _switch(*names: str) -> BeforeValidator:
     def check(value: Any) -> Any:
         if isinstance(value, bool) or (isinstance(value, str) and value in names):
             return value
-        raise ValueError(f"must be {', '.join(('true', 'false', *names[:-1]))} or {names[-1]}, not {value!r}")
+        raise ValueError(
+            f"must be {', '.join(('true', 'false', *names[:-1]))} or {names[-1]}, not {value!r}"
+        )
 
     return BeforeValidator(check)
 
 
 def _split(value: Any) -> Any:
-    if isinstance(value, int | float) and not (0 < value < 1 if isinstance(value, float) else value >= 1):
+    if isinstance(value, int | float) and not (
+        0 < value < 1 if isinstance(value, float) else value >= 1
+    ):
         raise ValueError(f"must be a fraction between 0 and 1, or a number of rows, not {value!r}")
     return value
 
 
 # That data may call by other names; the last two are of a message.
-_OF_TOKENS, _OF_CHATS = ("input_ids", "labels", "attention_mask"), ("messages", "conversations", "tools", "system")
-_OF_TEXT = ("prompt", "completion", "instruction", "input", "output", "text", "chosen", "rejected", "label")
+_OF_TOKENS = ("input_ids", "labels", "attention_mask")
+_OF_CHATS = ("messages", "conversations", "tools", "system")
+_OF_TEXT = (
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "text",
+    "chosen",
+    "rejected",
+    "label",
+)
 COLUMNS = (*_OF_TOKENS, *_OF_CHATS, *_OF_TEXT, "train", "weight", "role", "content")
 
 
 def _columns(value: dict[str, str]) -> dict[str, str]:
     if wrong := [name for name in value if name not in COLUMNS]:
-        turned = value[wrong[0]] in COLUMNS
-        how = f"; write {{{value[wrong[0]]}: {wrong[0]}}}" if turned else f"; there are {', '.join(COLUMNS)}"
+        is_reversed = value[wrong[0]] in COLUMNS
+        how = (
+            f"; write {{{value[wrong[0]]}: {wrong[0]}}}"
+            if is_reversed
+            else f"; there are {', '.join(COLUMNS)}"
+        )
         raise ValueError(f"must map LEMA's names of columns to yours, not {wrong[0]!r}{how}")
     if len(set(value.values())) < len(value):
         raise ValueError("must name each of your columns once")
@@ -103,18 +127,29 @@ def _path(value: Any) -> Any:
 
 
 def _names(value: Any) -> Any:
-    return [_path(item) for item in value] if isinstance(value, list | tuple | set) else _path(value)
+    return (
+        [_path(item) for item in value] if isinstance(value, list | tuple | set) else _path(value)
+    )
 
 
 def _source(value: Any) -> Any:
     """Return a data set of the hub as the text that names it, and any other value unchanged."""
     if isinstance(value, dict) and isinstance(value.get("path"), str):
-        if wrong := [key for key in value if key not in ("path", "name", "split", "revision", "streaming")]:
-            known = "path, name, split, revision and streaming"
-            raise ValueError(f"has {wrong[0]!r}; of a data set of the hub there are {known}")
-        said = {key: one for key, one in value.items() if key != "path" and one is not None}
+        if wrong := [
+            key for key in value if key not in ("path", "name", "split", "revision", "streaming")
+        ]:
+            choices = "path, name, split, revision and streaming"
+            raise ValueError(f"has {wrong[0]!r}; of a data set of the hub there are {choices}")
+        options = {
+            key: option for key, option in value.items() if key != "path" and option is not None
+        }
         about = urlencode(
-            {key: "true" if one is True else one for key, one in said.items() if one is not False}, safe="/"
+            {
+                key: "true" if option is True else option
+                for key, option in options.items()
+                if option is not False
+            },
+            safe="/",
         )
         return f"hub:{value['path']}" + f"?{about}" * bool(about)
     if isinstance(value, list | tuple | set):
@@ -146,33 +181,41 @@ def _pattern(value: str) -> str:
 def _initial(value: Any) -> Any:
     if value in INITIAL_VALUES and isinstance(value, bool | str):
         return value
-    known = ", ".join(json.dumps(one) for one in INITIAL_VALUES)
+    choices = ", ".join(json.dumps(choice) for choice in INITIAL_VALUES)
     if isinstance(value, str) and (reason := why_not_initial(value)) is not None:
-        raise ValueError(f"{json.dumps(value)} {reason}; use one of {known}")
-    raise ValueError(f"must be one of {known}, not {value!r}")
+        raise ValueError(f"{json.dumps(value)} {reason}; use one of {choices}")
+    raise ValueError(f"must be one of {choices}, not {value!r}")
 
 
 def _dtype(value: Any) -> Any:
-    return dtype_name(value) if type(value).__module__ == "torch" else value  # asking torch would import it
+    # asking torch would import it
+    return dtype_name(value) if type(value).__module__ == "torch" else value
 
 
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 # A number, or None where the plan of the run chooses it, which may be written as auto.
 AutoCount = Annotated[Count | None, BeforeValidator(_auto)]
-Kept = Annotated[int, Field(json_schema_extra={"minimum": 2}), AfterValidator(_kept)]
+RetainedCount = Annotated[
+    int, Field(json_schema_extra={"minimum": 2}), AfterValidator(_retained_count)
+]
 Name = Annotated[str, Field(min_length=1)]
 Location = Annotated[Name, BeforeValidator(_path)]
 Names = Annotated[Name | Annotated[list[Name], Field(min_length=1)], BeforeValidator(_names)]
 # One data set, or several by name.
-DataFiles = Annotated[Names | Annotated[dict[Name, Names], Field(min_length=1)], BeforeValidator(_source)]
+DataFiles = Annotated[
+    Names | Annotated[dict[Name, Names], Field(min_length=1)], BeforeValidator(_source)
+]
 Columns = Annotated[dict[Name, Name], AfterValidator(_columns)]
 RowSplit = Annotated[int | float, BeforeValidator(_split)]
 Strategy = Annotated[MemoryStrategy, BeforeValidator(_strategy)]
 Pattern = Annotated[Name, AfterValidator(_pattern)]
-Patterns = Annotated[Pattern | Annotated[list[Pattern], Field(min_length=1)], BeforeValidator(_listed)]
+Patterns = Annotated[
+    Pattern | Annotated[list[Pattern], Field(min_length=1)], BeforeValidator(_listed)
+]
 
-# PEFT takes a text for an expression over full names, and the items of a list for the ends of names.
+# PEFT takes a text for an expression over full names, and the items of a list for the ends of
+# names.
 Targets = Annotated[Pattern | list[Name], BeforeValidator(_listed)]
 Rows = Annotated[list[NotNegative], Field(min_length=1), BeforeValidator(_listed)]
 TokenIndices = Rows | dict[Name, Rows]
@@ -182,30 +225,48 @@ NameList = Annotated[Several, Field(min_length=1)]
 InitialValues = Annotated[bool | str, BeforeValidator(_initial)]
 Memory = Annotated[int | float | str, BeforeValidator(_memory)]
 Indices = NotNegative | Annotated[list[NotNegative], Field(min_length=1), BeforeValidator(_listed)]
-Offloading = Annotated[bool | Literal["legacy", "hidden_states", "disk"], _switch("legacy", "hidden_states", "disk")]
+Offloading = Annotated[
+    bool | Literal["legacy", "hidden_states", "disk"], _switch("legacy", "hidden_states", "disk")
+]
 Packing = Annotated[bool | Literal["wrapped"], _switch("wrapped")]
 Scale = Annotated[int | float, Field(gt=0)]
 Day = Annotated[str, BeforeValidator(_as_text), AfterValidator(_day)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(_dtype)]
-ComputeDtype = Annotated[Literal["auto", "weights", "float32", "bfloat16", "float16"], BeforeValidator(_dtype)]
+ComputeDtype = Annotated[
+    Literal["auto", "weights", "float32", "bfloat16", "float16"], BeforeValidator(_dtype)
+]
 
-# The values of transformers.SchedulerType, which costs seconds to import (a test holds the two together), and our own.
+# The values of transformers.SchedulerType, which costs seconds to import (a test holds the two
+# together), and our own.
 Scheduler = Literal[  # noqa: RUF041 - nested, so that each kind has its line
-    Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"],
-    Literal["inverse_sqrt", "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr"],
+    Literal[
+        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup"
+    ],
+    Literal[
+        "inverse_sqrt", "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr"
+    ],
     Literal["warmup_stable_decay", "greedy"],
     Literal["wsd", "wsds", "cosine_rewarm"],
 ]
-PhaseScheduler = Literal["constant", "constant_with_warmup", "linear", "cosine", "wsd", "wsds", "cosine_rewarm"]
+PhaseScheduler = Literal[
+    "constant", "constant_with_warmup", "linear", "cosine", "wsd", "wsds", "cosine_rewarm"
+]
 
-# Those of transformers.training_args.OptimizerNames that torch, transformers, bitsandbytes and torchao have, and whose
-# state is tensors, or made of such, and numbers: a checkpoint holds nothing that is pickled.
+# Those of transformers.training_args.OptimizerNames that torch, transformers, bitsandbytes and
+# torchao have, and whose state is tensors, or made of such, and numbers: a checkpoint holds nothing
+# that is pickled.
 Optimizer = Literal[  # noqa: RUF041 - nested, so that each kind has its line
     Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"],
     Literal["adamw_torch_8bit", "adamw_torch_4bit"],
     Literal["adamw_8bit", "adamw_bnb_8bit", "ademamix", "ademamix_8bit", "lion_32bit", "lion_8bit"],
-    Literal["rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "paged_adamw_32bit", "paged_adamw_8bit"],
+    Literal[
+        "rmsprop_bnb",
+        "rmsprop_bnb_8bit",
+        "rmsprop_bnb_32bit",
+        "paged_adamw_32bit",
+        "paged_adamw_8bit",
+    ],
     Literal["paged_ademamix_32bit", "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit"],
 ]
 
@@ -218,7 +279,9 @@ def _tokens(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():  # YAML reads 1e9 as a float
         value = int(value)
     if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-        raise ValueError(f"must be at least 1, not {value}; leave out data sets that are not trained on")
+        raise ValueError(
+            f"must be at least 1, not {value}; leave out data sets that are not trained on"
+        )
     return value
 
 
@@ -229,5 +292,7 @@ def _step_tokens(value: Any) -> Any:
     raise ValueError(f"must be a number of tokens, such as 16k, or auto, not {value!r}")
 
 
-Tokens = Annotated[Count, Field(json_schema_extra={"type": ["integer", "string"]}), BeforeValidator(_tokens)]
+Tokens = Annotated[
+    Count, Field(json_schema_extra={"type": ["integer", "string"]}), BeforeValidator(_tokens)
+]
 StepTokens = Annotated[Tokens | Literal["auto"], BeforeValidator(_step_tokens)]

@@ -1,11 +1,20 @@
-"""Amounts of memory as people write them ("4GB", "512MiB", bytes, a fraction, "auto"), and what LEMA shows of them."""
+"""Amounts of memory as people write them ("4GB", "512MiB", bytes, a fraction, "auto"), and what
+LEMA shows of them.
+"""
 
 import math
 import re
 
 from lema.errors import ConfigError
 
-__all__ = ["MEMORY_PARTS", "human_bytes", "human_count", "human_duration", "memory_bytes", "parse_memory"]
+__all__ = [
+    "MEMORY_PARTS",
+    "human_bytes",
+    "human_count",
+    "human_duration",
+    "memory_bytes",
+    "parse_memory",
+]
 
 # What a run spends memory on, by the names of its plan and of plan.json, in words.
 MEMORY_PARTS = {
@@ -48,9 +57,10 @@ _UNITS: dict[str, int] = {"B": 1} | {
 
 
 def parse_memory(value: int | float | str, total: int) -> int:
-    """Return the bytes that a memory setting means, of `total` bytes there are; `ConfigError` where it means none. It
-    is bytes (`2_000_000`), a size (`"4GB"` is 4 * 1000**3, `"4GiB"` is 4 * 1024**3; one larger than `total` is returned
-    as asked), a fraction of `total` (`0.5`; more than 0, at most 1) or `"auto"` (nine tenths of `total`)."""
+    """Return the bytes that a memory setting means, of `total` bytes there are; `ConfigError` where
+    it means none. It is bytes (`2_000_000`), a size (`"4GB"` is 4 * 1000**3, `"4GiB"` is 4 *
+    1024**3; one larger than `total` is returned as asked), a fraction of `total` (`0.5`; more than
+    0, at most 1) or `"auto"` (nine tenths of `total`)."""
     try:
         return memory_bytes(value, total)
     except ValueError as error:
@@ -66,7 +76,11 @@ def memory_bytes(value: int | float | str, total: int) -> int:
         match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([A-Za-z]*)", text)
         if match and not match[2]:
             return memory_bytes(int(text) if text.isdecimal() else float(text), total)
-        if match and (unit := _UNITS.get(match[2].upper())) and 0 < (size := float(match[1]) * unit) < _LARGEST:
+        if (
+            match
+            and (unit := _UNITS.get(match[2].upper()))
+            and 0 < (size := float(match[1]) * unit) < _LARGEST
+        ):
             return math.ceil(size)
     elif not isinstance(value, bool):
         if 0 < value <= 1 and isinstance(value, float):
@@ -74,7 +88,10 @@ def memory_bytes(value: int | float | str, total: int) -> int:
         # YAML reads 4e9 as a float.
         if 1 <= value < _LARGEST and value == int(value):
             return int(value)
-    raise ValueError(f"{value!r} is not an amount of memory; write 4GB, 512MiB, a fraction like 0.5, auto, or bytes")
+    raise ValueError(
+        f"{value!r} is not an amount of memory; write 4GB, 512MiB, a fraction like 0.5, "
+        "auto, or bytes"
+    )
 
 
 def human_bytes(count: float) -> str:
@@ -89,8 +106,8 @@ def human_count(count: float) -> str:
 
 def human_duration(seconds: float) -> str:
     """`48s`, `3m 05s`, `2h 07m`, `4d 01h`."""
-    whole = max(0, round(seconds))
-    minutes, second = divmod(whole, 60)
+    total_seconds = max(0, round(seconds))
+    minutes, second = divmod(total_seconds, 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
     if days:
@@ -101,9 +118,11 @@ def human_duration(seconds: float) -> str:
 
 
 def _scaled(count: float, space: str, units: tuple[str, ...]) -> str:
-    size, power = float(count), 0
+    size = float(count)
+    power = 0
     # 999.5 would print as 1000; it is 1.0 of the next unit.
     while abs(size) >= 999.5 and power < len(units) - 1:
-        size, power = size / 1000, power + 1
+        size = size / 1000
+        power = power + 1
     digits = 0 if power == 0 or abs(size) >= 99.95 else 1
     return f"{size:.{digits}f}{space}{units[power]}".rstrip()

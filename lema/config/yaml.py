@@ -1,6 +1,7 @@
 """A YAML file as a plain mapping that still knows on which line each key stood, at every depth.
 
-The dialect is YAML 1.2, so `1e-4` is a number, and `on` and a date are text; duplicate keys, tags and tabs are errors.
+The dialect is YAML 1.2, so `1e-4` is a number, and `on` and a date are text; duplicate keys, tags
+and tabs are errors.
 """
 
 import re
@@ -22,8 +23,11 @@ from lema.errors import ConfigError, unreadable
 
 __all__ = ["YamlFile", "parse_value", "read_yaml"]
 
-MAX_BYTES = 256 << 10  # of a file: the parser takes 10 s for so much, and settings are a few thousand
-MAX_VALUES = 20_000  # in a file, aliases written out: a few lines of them stand for more than any memory
+# of a file: the parser takes 10 s for so much, and settings are a few thousand
+MAX_BYTES = 256 << 10
+MAX_VALUES = (
+    20_000  # in a file, aliases written out: a few lines of them stand for more than any memory
+)
 MAX_OPEN = 200  # brackets open at once: the parser's time goes by the square of their number
 HALVES = re.compile("[\ud800-\udbff][\udc00-\udfff]")  # of one character
 _TAG_HOW = "write plain values: text, numbers, true/false, lists"
@@ -35,20 +39,30 @@ class YamlFile:
 
     path: Path  # the file, as the user named it
     values: dict[str, Any]  # the mapping at the top of the file
-    lines: dict[str, int]  # the line, counted from 1, on which each key stands, by its path: `phases[1].tokens`
+    lines: dict[
+        str, int
+    ]  # the line, counted from 1, on which each key stands, by its path: `phases[1].tokens`
 
-    def places(self, spellings: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-        """`file:line` of every key by its path, and of "" the file, for error messages. `spellings` are other names in
-        the file, each with the setting's, which is there as well then."""
-        found = {"": str(self.path)} | {key: f"{self.path}:{line}" for key, line in self.lines.items()}
-        for other, name in spellings.items():
-            given = [key for key in found if key == other or key.startswith((f"{other}[", f"{other}."))]
-            found |= {name + key.removeprefix(other): found[key] for key in given}
-        return found
+    def locations(self, spellings: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+        """`file:line` of every key by its path, and of "" the file, for error messages. `spellings`
+        are other names in the file, each with the setting's, which is there as well then."""
+        by_path = {"": str(self.path)} | {
+            key: f"{self.path}:{line}" for key, line in self.lines.items()
+        }
+        for spelling, name in spellings.items():
+            keys = [
+                key
+                for key in by_path
+                if key == spelling or key.startswith((f"{spelling}[", f"{spelling}."))
+            ]
+            by_path |= {name + key.removeprefix(spelling): by_path[key] for key in keys}
+        return by_path
 
 
 def read_yaml(path: str | PathLike[str]) -> YamlFile:
-    """Read a YAML mapping with text keys; a `ConfigError` names file and line of what is none, or cannot be read."""
+    """Read a YAML mapping with text keys; a `ConfigError` names file and line of what is none,
+    or cannot be read.
+    """
     file = Path(path)
     try:
         with file.open("rb") as opened:
@@ -56,9 +70,12 @@ def read_yaml(path: str | PathLike[str]) -> YamlFile:
         text = data.decode("utf-8-sig")
     except OSError as error:
         how = "check the path; it is relative to the current directory" if not file.exists() else ""
-        raise unreadable(file, error, ConfigError, f"cannot read the config file: {error.strerror}", how) from error
+        raise unreadable(
+            file, error, ConfigError, f"cannot read the config file: {error.strerror}", how
+        ) from error
     except UnicodeDecodeError as error:
-        what, at = "the config file is not UTF-8 text", data.count(b"\n", 0, error.start) + 1
+        what = "the config file is not UTF-8 text"
+        at = data.count(b"\n", 0, error.start) + 1
         raise ConfigError(what, where=f"{file}:{at}", how="save it as UTF-8") from error
     if len(data) > MAX_BYTES:
         what = f"the config file has more than {MAX_BYTES:,} bytes"
@@ -74,25 +91,34 @@ def read_yaml(path: str | PathLike[str]) -> YamlFile:
         raise ConfigError("a config file is a list of `key: value` lines", where=where, how=how)
     if _num_values(root, {}) > MAX_VALUES:
         how = "write fewer settings, and fewer aliases (`*name`) of aliases"
-        raise ConfigError(f"the file unpacks to more than {MAX_VALUES:,} values", where=str(file), how=how)
+        raise ConfigError(
+            f"the file unpacks to more than {MAX_VALUES:,} values", where=str(file), how=how
+        )
     lines = dict(_lines(root, "", set()))
-    constructed = _parsed(lambda _: yaml.constructor.construct_document(root), text, str(file))  # not parsed again
+    constructed = _parsed(
+        lambda _: yaml.constructor.construct_document(root), text, str(file)
+    )  # not parsed again
     values = _with_whole_characters(constructed)
     for key in values:
         if not isinstance(key, str):
             line = lines.get(str(key))
-            raise ConfigError(f"a key must be a name, not {key!r}", where=f"{file}:{line}" if line else str(file))
+            raise ConfigError(
+                f"a key must be a name, not {key!r}", where=f"{file}:{line}" if line else str(file)
+            )
     return YamlFile(file, values, lines)
 
 
 def parse_value(text: str, where: str) -> Any:
-    """Read one value as a YAML file would, or raise `ConfigError`: `1e-4`, `true`, `[one, two]`; empty is None."""
+    """Read one value as a YAML file would, or raise `ConfigError`: `1e-4`, `true`, `[one, two]`;
+    empty is None.
+    """
     return _with_whole_characters(_parsed(_yaml().load, text, where, lines=False))
 
 
 def _with_whole_characters(value: Any, above: tuple[int, ...] = ()) -> Any:
-    """Join the halves of characters beyond the first 65,536, which JSON writes as two escapes, and YAML as one. What an
-    alias puts into itself stays as it is; `above` are the containers that it lies in."""
+    """Join the halves of characters beyond the first 65,536, which JSON writes as two escapes, and
+    YAML as one. What an alias puts into itself stays as it is; `above` are the containers that it
+    lies in."""
     if isinstance(value, dict | list) and (id(value) in above or len(above) > MAX_OPEN):
         return value
     within = (*above, id(value))
@@ -102,7 +128,9 @@ def _with_whole_characters(value: Any, above: tuple[int, ...] = ()) -> Any:
     if isinstance(value, list):
         return [_with_whole_characters(inner, within) for inner in value]
     if isinstance(value, str) and HALVES.search(value):
-        return HALVES.sub(lambda pair: pair[0].encode("utf-16", "surrogatepass").decode("utf-16"), value)
+        return HALVES.sub(
+            lambda pair: pair[0].encode("utf-16", "surrogatepass").decode("utf-16"), value
+        )
     return value
 
 
@@ -122,55 +150,77 @@ def _yaml() -> YAML:
 
 def _parsed(read: Callable[[str], Any], text: str, where: str, lines: bool = True) -> Any:
     brackets = list(re.finditer(r"[\[\]{}]", text))
-    depths = accumulate(1 if one[0] in "[{" else -1 for one in brackets)
-    deep = next((one for one, depth in zip(brackets, depths, strict=True) if depth > MAX_OPEN), None)
+    depths = accumulate(1 if bracket[0] in "[{" else -1 for bracket in brackets)
+    deep = next(
+        (bracket for bracket, depth in zip(brackets, depths, strict=True) if depth > MAX_OPEN), None
+    )
     if deep is not None:
-        place = f"{where}:{text.count(chr(10), 0, deep.start()) + 1}" if lines else where
-        raise ConfigError("nested too deeply", where=place, how="settings are not nested")
+        location = f"{where}:{text.count(chr(10), 0, deep.start()) + 1}" if lines else where
+        raise ConfigError("nested too deeply", where=location, how="settings are not nested")
     try:
         return read(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f"{where}:{mark.line + 1}" if mark is not None and lines else where
+        location = f"{where}:{mark.line + 1}" if mark is not None and lines else where
         what, how = _explained(error)
-        raise ConfigError(what, where=place, how=how) from error
+        raise ConfigError(what, where=location, how=how) from error
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        place = f"{where}:{line}" if lines else where
-        what, how = "not YAML: a control character is in the text", "delete it"
-        if any("\udc80" <= character <= "\udcff" for character in text):  # as Python has such a byte of an argument
-            what = "the text has a byte that is not UTF-8, as names of files in another encoding have"
-            how = "rename the file or directory, or go to it and give its name from there; or set LC_ALL=C.UTF-8"
-        raise ConfigError(what, where=place, how=how) from error
+        location = f"{where}:{line}" if lines else where
+        what = "not YAML: a control character is in the text"
+        how = "delete it"
+        if any(
+            "\udc80" <= character <= "\udcff" for character in text
+        ):  # as Python has such a byte of an argument
+            what = (
+                "the text has a byte that is not UTF-8, as names of files in another encoding have"
+            )
+            how = (
+                "rename the file or directory, or go to it and give its name from there; or "
+                "set LC_ALL=C.UTF-8"
+            )
+        raise ConfigError(what, where=location, how=how) from error
     except (YAMLError, ValueError) as error:
         raise ConfigError(f"not YAML: {error}", where=where) from error
     except RecursionError as error:
-        raise ConfigError("nested too deeply", where=where, how="settings are not nested") from error
+        raise ConfigError(
+            "nested too deeply", where=where, how="settings are not nested"
+        ) from error
 
 
 def _explained(error: MarkedYAMLError) -> tuple[str, str]:
     problem = str(error.problem or error.context)
     if isinstance(error, DuplicateKeyError):
         # ruamel says: found duplicate key "a" with value "2" (original value: "1")
-        return problem.removeprefix("found ").split(" with value ")[0] + " is given twice", "keep one of the two lines"
+        return problem.removeprefix("found ").split(" with value ")[
+            0
+        ] + " is given twice", "keep one of the two lines"
     if "\\t" in problem:
         return "a tab is used as indentation", "YAML is indented with spaces"
     if "could not determine a constructor" in problem:
         return "tags (`!...`) are not allowed", _TAG_HOW
     if "another document" in problem:
-        return "the file holds more than one document", "keep one, and remove the `---` between them"
-    return f"not YAML: {problem}", "check the quotes, brackets and colons on this line and the one before"
+        return (
+            "the file holds more than one document",
+            "keep one, and remove the `---` between them",
+        )
+    return (
+        f"not YAML: {problem}",
+        "check the quotes, brackets and colons on this line and the one before",
+    )
 
 
-def _num_values(node: Node, known: dict[int, int]) -> int:
-    """How many values a node stands for if every alias is written out; one that holds itself is more than allowed."""
-    if id(node) not in known:
-        known[id(node)] = MAX_VALUES + 1  # until it is counted
+def _num_values(node: Node, counts: dict[int, int]) -> int:
+    """How many values a node stands for if every alias is written out; one that holds itself is
+    more than allowed.
+    """
+    if id(node) not in counts:
+        counts[id(node)] = MAX_VALUES + 1  # until it is counted
         inside = list(node.value) if isinstance(node, SequenceNode) else []
         if isinstance(node, MappingNode):
-            inside = [one for pair in node.value for one in pair]
-        known[id(node)] = 1 + sum(_num_values(one, known) for one in inside)
-    return known[id(node)]
+            inside = [child for pair in node.value for child in pair]
+        counts[id(node)] = 1 + sum(_num_values(child, counts) for child in inside)
+    return counts[id(node)]
 
 
 def _lines(node: Node, path: str, seen: set[int]) -> Iterator[tuple[str, int]]:
@@ -183,6 +233,6 @@ def _lines(node: Node, path: str, seen: set[int]) -> Iterator[tuple[str, int]]:
             yield inner, key.start_mark.line + 1
             yield from _lines(value, inner, seen)
     elif isinstance(node, SequenceNode):
-        for place, value in enumerate(node.value):
-            yield f"{path}[{place}]", value.start_mark.line + 1
-            yield from _lines(value, f"{path}[{place}]", seen)
+        for index, value in enumerate(node.value):
+            yield f"{path}[{index}]", value.start_mark.line + 1
+            yield from _lines(value, f"{path}[{index}]", seen)

@@ -15,5 +15,6 @@ if TYPE_CHECKING:
 __all__ = ["apply_delta", "merge_adapter", "prepare_monolithic_safetensors"]
 
 __getattr__, __dir__ = lazy_exports(
-    __name__, {"apply_delta": "delta", "merge_adapter": "merge", "prepare_monolithic_safetensors": "prepare"}
+    __name__,
+    {"apply_delta": "delta", "merge_adapter": "merge", "prepare_monolithic_safetensors": "prepare"},
 )

@@ -1,7 +1,8 @@
 """A delta: the tensors that training changed, as they are now, and the model they belong to.
 
-A delta holds new values and not differences, since differences do not restore bits. It is three kinds of files: shards
-(`delta.safetensors`, or several and their index), and `lema_delta.json`, which names the base and its fingerprint.
+A delta holds new values and not differences, since differences do not restore bits. It is three
+kinds of files: shards (`delta.safetensors`, or several and their index), and `lema_delta.json`,
+which names the base and its fingerprint.
 """
 
 import os
@@ -21,7 +22,7 @@ from lema.errors import WeightsError, named_in
 from lema.storage import GlobalBinaryIndex
 from lema.storage.atomic import free_directory
 from lema.storage.header import damaged, read_json
-from lema.storage.regular import check_apart
+from lema.storage.regular import check_separate
 from lema.storage.rendering import carry_rendering
 from lema.storage.verify import base_fingerprint
 
@@ -73,13 +74,15 @@ def apply_delta(
     *,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write the model that a delta makes of its base, in the hub's format. `ConfigError`: `out_dir` is not empty, or
-    lies in what is read, or `max_shard_size` is not positive; `WeightsError`: the delta is damaged, the base is
-    missing, or it is not the one that was trained; `DiskError`: a file could not be written; nothing is left behind.
-    `delta_dir`: a directory that `save_delta` wrote. `base`: where the base is now; None: where it was.
-    `max_shard_size`: bytes of the tensors of one file, at most; a larger tensor has a file to itself.
-    `trust_remote_code`: run code that comes with the base model, and copy it."""
-    out, delta = free_directory(out_dir, max_shard_size), Path(delta_dir)
+    """Write the model that a delta makes of its base, in the hub's format. `ConfigError`: `out_dir`
+    is not empty, or lies in what is read, or `max_shard_size` is not positive; `WeightsError`: the
+    delta is damaged, the base is missing, or it is not the one that was trained; `DiskError`: a
+    file could not be written; nothing is left behind. `delta_dir`: a directory that `save_delta`
+    wrote. `base`: where the base is now; None: where it was. `max_shard_size`: bytes of the tensors
+    of one file, at most; a larger tensor has a file to itself. `trust_remote_code`: run code that
+    comes with the base model, and copy it."""
+    out = free_directory(out_dir, max_shard_size)
+    delta = Path(delta_dir)
     about = DeltaFile.read(delta)
     if about.dtype is not None and not isinstance(getattr(torch, about.dtype, None), torch.dtype):
         raise damaged(delta / DELTA_NAME, f"there is no dtype {about.dtype!r}")
@@ -91,24 +94,38 @@ def apply_delta(
             dtype=about.dtype,
             trust_remote_code=trust_remote_code,
         )
-    check_apart(out, [delta, stored.directory])
-    if (found := base_fingerprint(stored.index)) != about.fingerprint:
-        what = f"the base is not the model that was trained: its fingerprint is {found}, and it was {about.fingerprint}"
+    check_separate(out, [delta, stored.directory])
+    if (fingerprint := base_fingerprint(stored.index)) != about.fingerprint:
+        what = (
+            f"the base is not the model that was trained: its fingerprint is {fingerprint}, "
+            f"and it was {about.fingerprint}"
+        )
         how = f"name the directory of the unchanged base model ({about.base})"
         raise WeightsError(what, where=str(stored.index.path), how=how)
-    # Each of the delta's tensors must be one of the model's, of its shape and the type it is written in.
+    # Each of the delta's tensors must be one of the model's, of its shape and the type it is
+    # written in.
     single = delta / f"{STEM}.safetensors"
     new = GlobalBinaryIndex(single if single.exists() else delta / f"{STEM}.safetensors.index.json")
-    if other := sorted(new.keys() ^ set(about.tensors)):
-        raise damaged(delta / DELTA_NAME, f"it and the other files list different tensors: {other[0]!r}")
+    if mismatch := sorted(new.keys() ^ set(about.tensors)):
+        raise damaged(
+            delta / DELTA_NAME, f"it and the other files list different tensors: {mismatch[0]!r}"
+        )
     state = stored.skeleton.state_dict()
     for name, record in new.items():
-        own = stored.classes.in_own(name)
-        wanted = (stored_name(own, stored.dtypes[own]), tuple(state[own].shape)) if own in stored.records else None
-        if (record.dtype, record.shape) != wanted:
-            what = f"tensor {name!r} ({record.dtype} {list(record.shape)}) is not a tensor of the base model"
+        model_name = stored.classes.in_own(name)
+        expected = (
+            (stored_name(model_name, stored.dtypes[model_name]), tuple(state[model_name].shape))
+            if model_name in stored.records
+            else None
+        )
+        if (record.dtype, record.shape) != expected:
+            what = (
+                f"tensor {name!r} ({record.dtype} {list(record.shape)}) is not a tensor of the "
+                "base model"
+            )
             raise WeightsError(what, where=str(record.file), how="the delta is of another model")
-    form, trained = stored.form(), stored.by_own_names(new)
+    form = stored.form()
+    trained = stored.by_own_names(new)
 
     def value(name: str) -> Tensor:
         return read_tensor(trained[name], stored.dtypes[name])
@@ -125,5 +142,5 @@ def apply_delta(
         stored.directory,
         changes,
         code=trust_remote_code,
-        beside=partial(carry_rendering, delta),
+        write_extra=partial(carry_rendering, delta),
     )

@@ -1,8 +1,10 @@
-"""Writes the base model with an adapter merged into its weights, as a directory that any `transformers` program loads.
+"""Writes the base model with an adapter merged into its weights, as a directory that any
+`transformers` program loads.
 
-The arithmetic is PEFT's own `merge` on weights lent in fp32, one adapted module at a time (`lema.lora.merge`); the sum
-is rounded once, to the type that is written. Every other tensor is copied piece by piece. The whole model is never in
-memory, and the directory appears under its name only when it is complete.
+The arithmetic is PEFT's own `merge` on weights lent in fp32, one adapted module at a time
+(`lema.lora.merge`); the sum is rounded once, to the type that is written. Every other tensor is
+copied piece by piece. The whole model is never in memory, and the directory appears under its name
+only when it is complete.
 """
 
 import os
@@ -28,22 +30,26 @@ from lema.lora.files import adapter_config, load_weights, read_settings, setting
 from lema.lora.merge import ADAPTER, Rounding, merge_module, wrapped
 from lema.model.skeleton import find_layers
 from lema.storage.atomic import free_directory
-from lema.storage.regular import check_apart
+from lema.storage.regular import check_separate
 from lema.storage.rendering import carry_rendering
 
 __all__ = ["merge_adapter", "untied"]
 
 
 class MergedTensors:
-    """The tensors of the merged model that training changed, asked for in turn; it holds those of one adapted module.
-    The skeleton of `base` has an adapter whose values are loaded."""
+    """The tensors of the merged model that training changed, asked for in turn; it holds those of
+    one adapted module. The skeleton of `base` has an adapter whose values are loaded."""
 
     def __init__(self, base: StoredModel, rounding: Rounding, seed: int) -> None:
-        self._records, self._dtypes, model = base.records, base.dtypes, base.skeleton
+        self._records = base.records
+        self._dtypes = base.dtypes
+        model = base.skeleton
         self._how = (rounding, seed)
         self._adapted = dict(wrapped(model))
         # Frozen ones that are in memory are of the adapter's file, too.
-        self._trained = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
+        self._trained = {
+            name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta
+        }
         self._module = ""
         self._merged: dict[str, Tensor] = {}
 
@@ -57,7 +63,9 @@ class MergedTensors:
             return self._trained[name].detach().to(self._dtypes[name])
         if module != self._module:
             self._merged = {}  # so that two modules are never in memory at once
-            self._merged = merge_module(module, self._adapted[module], self._weight, self._dtypes, *self._how)
+            self._merged = merge_module(
+                module, self._adapted[module], self._weight, self._dtypes, *self._how
+            )
             self._module = module
         return self._merged[name].to(self._dtypes[name])
 
@@ -72,14 +80,18 @@ class MergedTensors:
     def _weight(self, stored: str, parameter: nn.Parameter) -> Tensor:
         if parameter.is_meta:
             return read_tensor(self._records[stored], self._dtypes[stored])
-        return parameter.detach().clone()  # a trained bias, or a module that PEFT saved with the adapter
+        # a trained bias, or a module that PEFT saved with the adapter
+        return parameter.detach().clone()
 
 
 def check_mergeable(model: nn.Module) -> None:
-    """Make sure that every adapter can be merged into its module. `AdapterError`: a module has no bias into which B's
-    could be merged."""
+    """Make sure that every adapter can be merged into its module. `AdapterError`: a module has no
+    bias into which B's could be merged."""
     for name, module in wrapped(model):
-        if getattr(module, "lora_bias", {}).get(ADAPTER) and cast(Any, module).get_base_layer().bias is None:
+        if (
+            getattr(module, "lora_bias", {}).get(ADAPTER)
+            and cast(Any, module).get_base_layer().bias is None
+        ):
             what = "the adapter's B has a bias, but the adapted module has none to merge it into"
             how = "keep the adapter separate, or train one without lora_lora_bias"
             raise AdapterError(what, where=name, how=how)
@@ -91,25 +103,34 @@ def untied(model: PreTrainedModel) -> bool:
 
 
 def _alike(model: nn.Module, *names: str) -> bool:
-    """Whether two tensors that are one are still so when the modules that have them are merged, if they are adapted."""
+    """Whether two tensors that are one are still so when the modules that have them are merged,
+    if they are adapted.
+    """
     first, second = (model.get_submodule(name.rpartition(".")[0]) for name in names)
     if isinstance(first, TrainableTokensWrapper) and isinstance(second, TrainableTokensWrapper):
-        # Only rows that PEFT ties are the same ones; those of a map with other rows are two adapters.
+        # Only rows that PEFT ties are the same ones; those of a map with other rows are two
+        # adapters.
         rows = first.token_adapter, second.token_adapter
         return rows[0].tied_adapter is rows[1] or rows[1].tied_adapter is rows[0]
-    if any(isinstance(one, LoraLayer | TrainableTokensWrapper) for one in (first, second)):
+    if any(isinstance(module, LoraLayer | TrainableTokensWrapper) for module in (first, second)):
         return False
-    one, other = (_whole(module, name) for module, name in zip((first, second), names, strict=True))
-    if one.is_meta or other.is_meta:  # as it is stored
-        return one.is_meta and other.is_meta
-    return torch.equal(one, other)
+    first_tensor, second_tensor = (
+        _unadapted_tensor(module, name) for module, name in zip((first, second), names, strict=True)
+    )
+    if first_tensor.is_meta or second_tensor.is_meta:  # as it is stored
+        return first_tensor.is_meta and second_tensor.is_meta
+    return torch.equal(first_tensor, second_tensor)
 
 
-def _whole(module: nn.Module, name: str) -> Tensor:
-    """The tensor `name` in the end, of a module that has no matrices or rows of an adapter; on `meta`: as stored."""
-    trained: Any = module.modules_to_save[ADAPTER] if isinstance(module, ModulesToSaveWrapper) else module
-    found: Tensor = getattr(trained, name.rpartition(".")[2])
-    return found
+def _unadapted_tensor(module: nn.Module, name: str) -> Tensor:
+    """The tensor `name` in the end, of a module that has no matrices or rows of an adapter; on
+    `meta`: as stored.
+    """
+    trained: Any = (
+        module.modules_to_save[ADAPTER] if isinstance(module, ModulesToSaveWrapper) else module
+    )
+    tensor: Tensor = getattr(trained, name.rpartition(".")[2])
+    return tensor
 
 
 def merge_adapter(
@@ -123,29 +144,37 @@ def merge_adapter(
     trust_remote_code: bool = False,
     note: Callable[[str], object] = lambda _: None,
 ) -> Path:
-    """Write the model an adapter belongs to, with the adapter merged into its weights, in the hub's format.
+    """Write the model an adapter belongs to, with the adapter merged into its weights, in the hub's
+    format.
 
-    The weights have the dtype the adapter was trained with: the one its config names, else the checkpoint's. It is
-    of the class that its config names, with every tensor and the names of the base's files. Of a quantised base the
-    weights are expanded, and stay so.
-    `ConfigError`: `out_dir` is not empty, or lies in the adapter or the base, `max_shard_size` is not positive, or
-    there is no such `rounding`; `AdapterError`: there is no adapter, it does not fit the model, or the model has
-    changed since it was trained; `WeightsError`: the base model is damaged, does not fit its config, or must be
-    prepared first; `DiskError`: a file could not be written; nothing is left behind.
+    The weights have the dtype the adapter was trained with: the one its config names, else the
+    checkpoint's. It is of the class that its config names, with every tensor and the names of the
+    base's files. Of a quantised base the weights are expanded, and stay so. `ConfigError`:
+    `out_dir` is not empty, or lies in the adapter or the base, `max_shard_size` is not positive, or
+    there is no such `rounding`; `AdapterError`: there is no adapter, it does not fit the model, or
+    the model has changed since it was trained; `WeightsError`: the base model is damaged, does not
+    fit its config, or must be prepared first; `DiskError`: a file could not be written; nothing is
+    left behind.
 
-    `adapter_dir`: a saved adapter; it names its base model. `base_dir`: where that is by now, if it is elsewhere.
-    `max_shard_size`: bytes of the tensors of one file, at most; a larger tensor has a file to itself. `rounding`: of
-    `W + alpha / rank B A`, which is formed in fp32, to the type of the weights. In half precision `nearest` loses
-    changes that are small next to a weight (of 1e-6 on 0.02 in bfloat16 it keeps a thirtieth); `stochastic` keeps them
-    in the mean, at the cost of noise of one last place. `seed`: of stochastic rounding; the same one gives the same
-    bits, however the files are cut. `note`: takes a sentence on weights that are one in the base and two in what is
-    written."""
+    `adapter_dir`: a saved adapter; it names its base model. `base_dir`: where that is by now, if it
+    is elsewhere. `max_shard_size`: bytes of the tensors of one file, at most; a larger tensor has a
+    file to itself. `rounding`: of `W + alpha / rank B A`, which is formed in fp32, to the type of
+    the weights. In half precision `nearest` loses changes that are small next to a weight (of 1e-6
+    on 0.02 in bfloat16 it keeps a thirtieth); `stochastic` keeps them in the mean, at the cost of
+    noise of one last place. `seed`: of stochastic rounding; the same one gives the same bits,
+    however the files are cut. `note`: takes a sentence on weights that are one in the base and two
+    in what is written."""
     if rounding not in get_args(Rounding):
         what = f"there is no rounding {rounding!r}"
         raise ConfigError(what, where="rounding", how=f"choose {' or '.join(get_args(Rounding))}")
-    out, adapter = free_directory(out_dir, max_shard_size), Path(adapter_dir)
-    place = {} if base_dir is None else {"model_name_or_path": base_dir, "revision": None, "gbi_path": None}
-    settings, saved = read_settings(adapter, unread=ACTING.keys() - {"gbi_path"}, **place)
+    out = free_directory(out_dir, max_shard_size)
+    adapter = Path(adapter_dir)
+    overrides = (
+        {}
+        if base_dir is None
+        else {"model_name_or_path": base_dir, "revision": None, "gbi_path": None}
+    )
+    settings, saved = read_settings(adapter, unread=ACTING.keys() - {"gbi_path"}, **overrides)
     with named_in(settings_file(adapter) if base_dir is None else None):
         base = open_stored(
             settings.model_name_or_path,
@@ -154,8 +183,12 @@ def merge_adapter(
             dtype=settings.dtype,
             trust_remote_code=trust_remote_code,
         )
-    check_apart(out, [adapter, base.directory])
-    lora = configured_lora(base.skeleton, settings) if saved is None else adapter_config(base.skeleton, saved, adapter)
+    check_separate(out, [adapter, base.directory])
+    lora = (
+        configured_lora(base.skeleton, settings)
+        if saved is None
+        else adapter_config(base.skeleton, saved, adapter)
+    )
     form = base.form()
     model = inject_lora_params(base.skeleton, lora, torch.device("cpu"), seed=None)
     load_weights(model, adapter, find_layers(base.skeleton)[0])
@@ -165,8 +198,13 @@ def merge_adapter(
     changes = dict(base.config_changes) | ({"tie_word_embeddings": False} if parted else {})
     merged = MergedTensors(base, rounding, seed)
     if parted:
-        apart = " and ".join(sorted({name for pair in base.skeleton.all_tied_weights_keys.items() for name in pair}))
-        note(f"{apart} are no longer one: each is written, and config.json has tie_word_embeddings: false")
+        untied_names = " and ".join(
+            sorted({name for pair in base.skeleton.all_tied_weights_keys.items() for name in pair})
+        )
+        note(
+            f"{untied_names} are no longer one: each is written, and config.json has "
+            "tie_word_embeddings: false"
+        )
 
     def pieces(name: str) -> Iterable[memoryview]:
         return form.pieces(name, merged.changed, merged.value)
@@ -179,5 +217,5 @@ def merge_adapter(
         base.directory,
         changes,
         code=trust_remote_code,
-        beside=partial(carry_rendering, adapter),
+        write_extra=partial(carry_rendering, adapter),
     )

@@ -1,9 +1,11 @@
-"""Rewrites a checkpoint as one file in the order it is streamed: embeddings, layer by layer, final norm, head.
+"""Rewrites a checkpoint as one file in the order it is streamed: embeddings, layer by layer, final
+norm, head.
 
-A layer is one run of bytes. In a directory every tensor is as it is published; in a single file, and where weights are
-quantised, tensors are put together as `transformers` has them in memory, so that they need no work when they are read
-(`lema.convert.published`). Never more than two layers are in memory, however deep the model: copying and casting hold a
-few megabytes, and a tensor that is put together from several, or is quantised, is held whole.
+A layer is one run of bytes. In a directory every tensor is as it is published; in a single file,
+and where weights are quantised, tensors are put together as `transformers` has them in memory, so
+that they need no work when they are read (`lema.convert.published`). Never more than two layers are
+in memory, however deep the model: copying and casting hold a few megabytes, and a tensor that is
+put together from several, or is quantised, is held whole.
 """
 
 import os
@@ -27,14 +29,20 @@ from lema.errors import ConfigError, ModelError
 from lema.lora.class_names import compare_classes
 from lema.model import meta_model, read_config
 from lema.model.skeleton import find_layers, main_dtype
-from lema.model.weight_names import NameMap, checkpoint_dtype, grouped, target_dtypes, warn_of_unused
+from lema.model.weight_names import (
+    NameMap,
+    checkpoint_dtype,
+    grouped,
+    target_dtypes,
+    warn_of_unused,
+)
 from lema.storage import GlobalBinaryIndex, resolve_model
 from lema.storage.atomic import appearing, directories_for
 from lema.storage.header import DTYPE_BITS
 from lema.storage.hub import own_weights
 from lema.storage.index import ORIGIN_MARK, SINGLE_NAME, SOURCES_MARK, origin_of
-from lema.storage.regular import check_apart, expanded
-from lema.storage.tensorfile import TensorSpec, ends_apart, tensor_file
+from lema.storage.regular import check_separate, expanded
+from lema.storage.tensorfile import TensorSpec, is_unaligned, tensor_file
 from lema.storage.verify import base_fingerprint
 
 __all__ = ["Progress", "Source", "prepare", "prepare_monolithic_safetensors"]
@@ -50,11 +58,19 @@ class Prepared:
     path: Path  # the file or directory that was written
     weights: Path  # the file of weights in it
     names: NameMap | None = None  # where every tensor came from; None: from a model in memory
-    precision: tuple[Precision, ...] = ()  # what quantising has cost, by kind of module; empty: nothing was quantised
+    precision: tuple[
+        Precision, ...
+    ] = ()  # what quantising has cost, by kind of module; empty: nothing was quantised
     refused: tuple[str, ...] = ()  # linear weights with a shape that the format does not support
-    in_pieces: tuple[str, ...] = ()  # further ones, that are not quantised because they are written in pieces
-    changes: dict[str, Any] = field(default_factory=dict)  # what `config.json` must say of the weights
-    left_out: tuple[str, ...] = ()  # tensors of a quantised source that no model reads, and that cannot be copied
+    in_pieces: tuple[
+        str, ...
+    ] = ()  # further ones, that are not quantised because they are written in pieces
+    changes: dict[str, Any] = field(
+        default_factory=dict
+    )  # what `config.json` must say of the weights
+    left_out: tuple[
+        str, ...
+    ] = ()  # tensors of a quantised source that no model reads, and that cannot be copied
     published: bool = False  # it has the names of the source, and all of its tensors
 
     @property
@@ -63,7 +79,9 @@ class Prepared:
         return self.weights.stat().st_size
 
     def notes(self) -> list[str]:
-        """List, one line each, the tensors that are not plain copies: rearranged, left out or added ones."""
+        """List, one line each, the tensors that are not plain copies: rearranged, left out or
+        added ones.
+        """
         names = self.names or NameMap()
         if self.published:
             lines = {
@@ -71,16 +89,26 @@ class Prepared:
                 "left out, because they are quantised and no model reads them": list(self.left_out),
                 "left out, because no class reads them": [record.name for record in names.unused],
             }
-            return [f"{len(found)} tensors {what}: {grouped(found)}" for what, found in lines.items() if found]
+            return [
+                f"{len(tensors)} tensors {what}: {grouped(tensors)}"
+                for what, tensors in lines.items()
+                if tensors
+            ]
         lines = {
             "rearranged": names.rearranged,
-            "left out, because transformers does not load them into this type": [r.name for r in names.ignored],
+            "left out, because transformers does not load them into this type": [
+                r.name for r in names.ignored
+            ],
             "left out, because the model does not have them": [r.name for r in names.unused],
-            "not stored, so written with the model's own values": names.kept,
+            "not stored, so written with the model's own values": names.unstored_buffers,
             "not quantised, because of their shape": list(self.refused),
             "not quantised, because they stay in pieces": list(self.in_pieces),
         }
-        return [f"{len(found)} tensors {what}: {grouped(found)}" for what, found in lines.items() if found]
+        return [
+            f"{len(tensors)} tensors {what}: {grouped(tensors)}"
+            for what, tensors in lines.items()
+            if tensors
+        ]
 
 
 @dataclass(frozen=True)
@@ -90,22 +118,25 @@ class _Opened:
     model: PreTrainedModel  # of the class that is published; on `meta`, where it is of files
     dtypes: Mapping[str, torch.dtype]  # what each of its tensors is written as
     rename: Callable[[str], str]  # from its names to those in the class that trains
-    readers: Sequence[tuple[PreTrainedModel, Callable[[str], str]]]  # the classes that shall read it, and their names
+    readers: Sequence[
+        tuple[PreTrainedModel, Callable[[str], str]]
+    ]  # the classes that shall read it, and their names
     index: GlobalBinaryIndex | None = None
     names: NameMap | None = None
     changes: Mapping[str, Any] = field(default_factory=dict)  # of the config
 
     def form(self, *, assembled: bool) -> PublishedForm:
         """Return the form in which it is written."""
-        kept = read_as_they_are(self.model, self.readers) if assembled else None
-        return PublishedForm(self.model, self.names or NameMap(), self.index, self.dtypes, kept)
+        readable = read_as_they_are(self.model, self.readers) if assembled else None
+        return PublishedForm(self.model, self.names or NameMap(), self.index, self.dtypes, readable)
 
 
 def _open(source: Source, dtype: torch.dtype | None, trust: bool) -> _Opened:
     if isinstance(source, PreTrainedModel):
         return _Opened(source, _dtypes_in_memory(source, dtype), str, [(source, str)])
     directory = resolve_model(source)
-    index, config = GlobalBinaryIndex(own_weights(source, directory)), read_config(directory, trust_remote_code=trust)
+    index = GlobalBinaryIndex(own_weights(source, directory))
+    config = read_config(directory, trust_remote_code=trust)
     chosen = checkpoint_dtype(config, index, dtype)
     model, names, changes = published_skeleton(config, index, chosen, trust_remote_code=trust)
     trains = meta_model(deepcopy(config), chosen, trust_remote_code=trust)
@@ -114,7 +145,7 @@ def _open(source: Source, dtype: torch.dtype | None, trust: bool) -> _Opened:
     readers += [] if type(trains) is type(model) else [(trains, rename)]
     state = model.state_dict()
     # What is not loaded is not widened either.
-    dtypes = target_dtypes(model) | {name: state[name].dtype for name in names.kept}
+    dtypes = target_dtypes(model) | {name: state[name].dtype for name in names.unstored_buffers}
     return _Opened(model, dtypes, rename, readers, index, names, changes)
 
 
@@ -128,24 +159,28 @@ def write_weights(
     *,
     assembled: bool,
 ) -> Prepared:
-    """Write a model into one file in the order it is streamed, in the assembled form or as it is published; other
-    arguments and errors as of `prepare`."""
+    """Write a model into one file in the order it is streamed, in the assembled form or as it is
+    published; other arguments and errors as of `prepare`."""
     opened = _open(source, dtype, trust)
     form = opened.form(assembled=assembled)
-    quantizer = None if quantize is None else Quantizer.of(quantize, opened.model, opened.dtypes, form.places)
+    quantizer = (
+        None
+        if quantize is None
+        else Quantizer.of(quantize, opened.model, opened.dtypes, form.file_names)
+    )
     owners: dict[str, str] = {}
     specs: list[TensorSpec] = []
-    for spec in (whole := form.specs(parted=assembled)):
+    for spec in (form_specs := form.specs(parted=assembled)):
         parts = [spec] if quantizer is None else quantizer.specs(spec)
         specs += parts
         owners |= {name: form.owner(spec[0]) for name, _, _ in parts}
     specs = _aligned(specs, find_layers(opened.model)[0], owners.__getitem__)
     metadata = METADATA if assembled else {"format": "pt"}
     if quantizer is not None:
-        metadata = quantizer.metadata([name for name, _, _ in whole])
+        metadata = quantizer.metadata([name for name, _, _ in form_specs])
     origin = {} if opened.index is None else _origin(opened.index)
     with directories_for(file), tensor_file(file, specs, metadata | origin, progress) as out:
-        for name, _, _ in whole:
+        for name, _, _ in form_specs:
             tensor = form.tensors[name]
             if quantizer is not None and name in quantizer.chosen:
                 quantizer.write(out, name, form.read(form.owner(name)))
@@ -153,27 +188,41 @@ def write_weights(
                 write_cast(out, name, record, tensor.dtype)
             else:
                 out.write(name, form.pieces(name))
-    changes, names = dict(opened.changes), opened.names
+    changes = dict(opened.changes)
+    names = opened.names
     if quantizer is not None:
-        changes |= {"quantization_config": quantizer.settings(opened.rename), "dtype": quantizer.dtype}
-        refused, in_pieces = tuple(quantizer.refused), tuple(quantizer.in_pieces)
+        changes |= {
+            "quantization_config": quantizer.settings(opened.rename),
+            "dtype": quantizer.dtype,
+        }
+        refused = tuple(quantizer.refused)
+        in_pieces = tuple(quantizer.in_pieces)
         return Prepared(file, file, names, quantizer.precision, refused, in_pieces, changes)
     # What was quantised is written expanded.
     if names is not None and names.quantized:
         changes |= {"quantization_config": None, "dtype": main_dtype(opened.model)}
-    return Prepared(file, file, names, changes=changes, left_out=tuple(form.left_out), published=not assembled)
+    return Prepared(
+        file, file, names, changes=changes, left_out=tuple(form.left_out), published=not assembled
+    )
 
 
 def _origin(index: GlobalBinaryIndex) -> dict[str, str]:
-    """Return the entries for the header of a file by which adapters of the source are known to be of the file, too."""
-    sources = dict.fromkeys((*index.sources, base_fingerprint(index)))  # each once: what changes nothing adds none
+    """Return the entries for the header of a file by which adapters of the source are known to
+    be of the file, too.
+    """
+    sources = dict.fromkeys(
+        (*index.sources, base_fingerprint(index))
+    )  # each once: what changes nothing adds none
     return {ORIGIN_MARK: origin_of(index), SOURCES_MARK: " ".join(sources)}
 
 
-def _aligned(specs: list[TensorSpec], layers_name: str, owner: Callable[[str], str]) -> list[TensorSpec]:
-    """Return what is written in an order in which those of each layer that are whole vectors long come before others,
-    so that they begin at whole vectors: a file has no padding between tensors; after those, wide dtypes come first.
-    `owner`: a tensor of the model that one of the files has values of."""
+def _aligned(
+    specs: list[TensorSpec], layers_name: str, owner: Callable[[str], str]
+) -> list[TensorSpec]:
+    """Return what is written in an order in which those of each layer that are whole vectors long
+    come before others, so that they begin at whole vectors: a file has no padding between tensors;
+    after those, wide dtypes come first. `owner`: a tensor of the model that one of the files has
+    values of."""
     prefix = f"{layers_name}."
 
     def layer(spec: TensorSpec) -> str:
@@ -181,20 +230,24 @@ def _aligned(specs: list[TensorSpec], layers_name: str, owner: Callable[[str], s
         return name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
 
     def order(spec: TensorSpec) -> tuple[bool, int]:
-        return ends_apart(spec), -DTYPE_BITS[spec[1]]
+        return is_unaligned(spec), -DTYPE_BITS[spec[1]]
 
     return [spec for _, group in groupby(specs, layer) for spec in sorted(group, key=order)]
 
 
 def _dtypes_in_memory(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Return what each tensor of a model in memory is written as, or raise `ModelError` where it cannot be."""
+    """Return what each tensor of a model in memory is written as, or raise `ModelError` where it
+    cannot be.
+    """
     state = model.state_dict()
     if absent := [name for name, tensor in state.items() if tensor.device.type == "meta"]:
         what = f"{len(absent)} tensors of the model have no weights, {absent[0]} for one"
         how = "load the model without offloading, or give its directory"
         raise ModelError(what, where=type(model).__name__, how=how)
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise ModelError("the model carries adapters", where=type(model).__name__, how="prepare the base model")
+        raise ModelError(
+            "the model carries adapters", where=type(model).__name__, how="prepare the base model"
+        )
     if dtype is None:
         return {name: tensor.dtype for name, tensor in state.items()}
     return target_dtypes(meta_model(deepcopy(model.config), dtype))
@@ -209,61 +262,76 @@ def prepare(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Prepared:
-    """Write a model in the order it is streamed, as one `.safetensors` file or as a directory with all that it needs.
+    """Write a model in the order it is streamed, as one `.safetensors` file or as a directory with
+    all that it needs.
 
-    A directory that is not quantised has every tensor of the checkpoint, under its name there, so that it is read as
-    the checkpoint is. In a single file, and in one that is quantised, tensors that are published in pieces, as experts
-    are, are put together, and tied weights are there under each of their names; `transformers` reads these as well. The
-    class is the one that `config.json` names, with the towers that text does not reach.
-    What is written appears only when it is complete; what a killed run to the same place left is removed. The header of
-    the file names what it was made of, for adapters that are trained on it. Tensors on disk that no class reads are
-    left out, and named in what is returned; a tensor of the model that is not on disk is an error, though
-    `from_pretrained` would draw it at random.
-    `ConfigError`: `out` is the model's own directory, or one in it, or a file where it must be a directory; what
-    `quantize` needs is not installed; `WeightsError`: the checkpoint is damaged or does not fit its config;
-    `ModelError`: `transformers` cannot build the model, or it has no single stack of layers, or it is quantised
-    already, or has nothing to quantise; `DiskError`: the disk is full or failing; nothing is left behind.
+    A directory that is not quantised has every tensor of the checkpoint, under its name there, so
+    that it is read as the checkpoint is. In a single file, and in one that is quantised, tensors
+    that are published in pieces, as experts are, are put together, and tied weights are there under
+    each of their names; `transformers` reads these as well. The class is the one that `config.json`
+    names, with the towers that text does not reach. What is written appears only when it is
+    complete; what a killed run to the same place left is removed. The header of the file names what
+    it was made of, for adapters that are trained on it. Tensors on disk that no class reads are
+    left out, and named in what is returned; a tensor of the model that is not on disk is an error,
+    though `from_pretrained` would draw it at random. `ConfigError`: `out` is the model's own
+    directory, or one in it, or a file where it must be a directory; what `quantize` needs is not
+    installed; `WeightsError`: the checkpoint is damaged or does not fit its config; `ModelError`:
+    `transformers` cannot build the model, or it has no single stack of layers, or it is quantised
+    already, or has nothing to quantise; `DiskError`: the disk is full or failing; nothing is left
+    behind.
 
-    `model_or_dir`: a model directory, a `.safetensors` file next to its `config.json`, a hub id, or a model in memory.
-    `out`: a `.safetensors` file, or a directory; directories are made where they are missing. `dtype`: what the weights
-    are converted to; None: what `from_pretrained` would load them as. `quantize`: "int8", "fp8" (both as torchao stores
-    them) or "nf4" (as bitsandbytes does): what the weights of the linear modules in decoder layers are stored as; then
-    `dtype` is what they expand to. None: nothing is quantised. `progress`: called with the bytes given to the disk, and
-    how many there are in all."""
+    `model_or_dir`: a model directory, a `.safetensors` file next to its `config.json`, a hub id, or
+    a model in memory. `out`: a `.safetensors` file, or a directory; directories are made where they
+    are missing. `dtype`: what the weights are converted to; None: what `from_pretrained` would load
+    them as. `quantize`: "int8", "fp8" (both as torchao stores them) or "nf4" (as bitsandbytes
+    does): what the weights of the linear modules in decoder layers are stored as; then `dtype` is
+    what they expand to. None: nothing is quantised. `progress`: called with the bytes given to the
+    disk, and how many there are in all."""
     check_kind(quantize)
-    place, wanted = Path(out), _parse_dtype(dtype)
+    target = Path(out)
+    target_dtype = _parse_dtype(dtype)
     if not isinstance(model_or_dir, PreTrainedModel):
-        # A new file of weights belongs beside a `config.json`, and beside one that is read there may be anything.
-        alone = ".safetensors" in (place.suffix, expanded(model_or_dir).suffix)
-        check_apart(place, [resolve_model(model_or_dir)], below=not alone)
-    if place.suffix == ".safetensors" and not place.is_dir():
+        # A new file of weights belongs beside a `config.json`, and beside one that is read there
+        # may be anything.
+        alone = ".safetensors" in (target.suffix, expanded(model_or_dir).suffix)
+        check_separate(target, [resolve_model(model_or_dir)], below=not alone)
+    if target.suffix == ".safetensors" and not target.is_dir():
         if quantize is not None:
-            what = "a single file cannot hold a quantised model, because config.json describes the quantisation"
-            raise ConfigError(what, where=str(place), how="name a directory")
-        return write_weights(model_or_dir, place, wanted, None, trust_remote_code, progress, assembled=True)
-    options = (wanted, quantize, trust_remote_code, progress)
+            what = (
+                "a single file cannot hold a quantised model, because config.json describes "
+                "the quantisation"
+            )
+            raise ConfigError(what, where=str(target), how="name a directory")
+        return write_weights(
+            model_or_dir, target, target_dtype, None, trust_remote_code, progress, assembled=True
+        )
+    options = (target_dtype, quantize, trust_remote_code, progress)
     with ExitStack() as stack:
-        part = place
-        if not place.exists():  # one that is there may hold other files, or be where a disk is mounted
-            stack.enter_context(directories_for(place))
-            part = stack.enter_context(appearing(place))
-        written = write_weights(model_or_dir, part / SINGLE_NAME, *options, assembled=quantize is not None)
+        part = target
+        if (
+            not target.exists()
+        ):  # one that is there may hold other files, or be where a disk is mounted
+            stack.enter_context(directories_for(target))
+            part = stack.enter_context(appearing(target))
+        written = write_weights(
+            model_or_dir, part / SINGLE_NAME, *options, assembled=quantize is not None
+        )
         if isinstance(model_or_dir, PreTrainedModel):
             model_or_dir.config.save_pretrained(part)
             if model_or_dir.can_generate():
                 model_or_dir.generation_config.save_pretrained(part)
             names: dict[str, Any] = {
                 "architectures": [type(model_or_dir).__name__],
-                "dtype": wanted or model_or_dir.dtype,
+                "dtype": target_dtype or model_or_dir.dtype,
             }
             source: Path = part
         else:
             source = resolve_model(model_or_dir)
             copy_companions(source, part, code=trust_remote_code)
-            names = {} if wanted is None else {"dtype": wanted}
+            names = {} if target_dtype is None else {"dtype": target_dtype}
         # Last, because a directory that was there is visibly not complete without it.
         write_config(source / "config.json", part, names | written.changes)
-    return replace(written, path=place, weights=place / SINGLE_NAME)
+    return replace(written, path=target, weights=target / SINGLE_NAME)
 
 
 def prepare_monolithic_safetensors(
@@ -274,9 +342,26 @@ def prepare_monolithic_safetensors(
     *,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write a model as one safetensors file, `out_file`, layers contiguous in the order they are visited. It is
-    `prepare`, which describes the other arguments and errors, with a warning that names tensors on disk that the model
-    has no place for. `device` has no effect. `ConfigError`: `out_file` does not end in `.safetensors`."""
+    """Write a model as one safetensors file, layers contiguous in the order they are visited.
+
+    It is `prepare` with a warning that names tensors on disk that the model has no place for.
+
+    Args:
+        model_or_dir: a loaded model, or a directory or hub id.
+        out_file: the file to write, which ends in `.safetensors`.
+        device: has no effect.
+        dtype: floating-point weights are written in it; None: in that of `from_pretrained`.
+        trust_remote_code: run the model's own code.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ConfigError: `out_file` does not end in `.safetensors`.
+        ModelError: the model cannot be streamed.
+        WeightsError: a file of weights is missing or damaged.
+        DiskError: there is no space for the file.
+    """
     file = Path(out_file)
     if file.suffix != ".safetensors" or file.is_dir():
         what = f"{file} is not the name of a .safetensors file"
@@ -290,6 +375,10 @@ def prepare_monolithic_safetensors(
 def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     parsed = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if dtype is not None and not (isinstance(parsed, torch.dtype) and parsed.is_floating_point):
-        what = f"{dtype!r} is not a dtype of weights" if parsed is not None else f"there is no dtype {dtype!r}"
+        what = (
+            f"{dtype!r} is not a dtype of weights"
+            if parsed is not None
+            else f"there is no dtype {dtype!r}"
+        )
         raise ConfigError(what, where="dtype", how="give float32, bfloat16 or float16")
     return parsed

@@ -1,4 +1,6 @@
-"""Quantises the weights of layers on their way into a prepared file, and measures what that costs in precision."""
+"""Quantises the weights of layers on their way into a prepared file, and measures what that
+costs in precision.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,11 +31,14 @@ INPUTS = 16  # random ones, per measured weight
 
 @dataclass(frozen=True)
 class Precision:
-    """The errors from quantising one kind of module, over the sampled layers, relative to the exact values."""
+    """The errors from quantising one kind of module, over the sampled layers, relative to the
+    exact values.
+    """
 
     module: str  # the kind, as modules of that kind are called within a layer
     sampled: int  # how many weights were measured
-    weights_worst: float  # the largest relative error of a weight: of its difference from the original, in the 2-norm
+    # the largest relative error of a weight: of its difference from the original, in the 2-norm
+    weights_worst: float
     weights_median: float  # the median of the same
     outputs_worst: float  # the largest relative error of what a weight makes of random inputs
     outputs_median: float  # the median of the same
@@ -56,19 +61,28 @@ class Quantizer:
     chosen: dict[str, _Chosen]  # what is quantised, by the names of the files that are written
     unchanged: list[str]  # the linear modules that are not
     refused: list[str]  # the parameters whose shape the format does not take
-    in_pieces: list[str]  # the parameters that are written as several tensors, because no class reads one
+    in_pieces: list[
+        str
+    ]  # the parameters that are written as several tensors, because no class reads one
     _errors: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, kind: str, model: PreTrainedModel, dtypes: Mapping[str, torch.dtype], places: Mapping[str, str]
+        cls,
+        kind: str,
+        model: PreTrainedModel,
+        dtypes: Mapping[str, torch.dtype],
+        file_names: Mapping[str, str],
     ) -> Self:
-        """Choose the weights of linear modules and experts in decoder layers, but for those kept in a wider dtype, and
-        those that are written in pieces. Parameters may be on `meta`; `dtypes` say what each tensor of the state dict
-        is written as, `places` under which name. `ConfigError`: the library that quantises to `kind` is not installed;
-        `ModelError`: there is nothing to quantise."""
+        """Choose the weights of linear modules and experts in decoder layers, but for those kept in
+        a wider dtype, and those that are written in pieces. Parameters may be on `meta`; `dtypes`
+        say what each tensor of the state dict is written as, `file_names` under which name.
+        `ConfigError`: the library that quantises to `kind` is not installed; `ModelError`: there is
+        nothing to quantise."""
         layers_name, layers = find_layers(model)
-        sampled = {round(i * (len(layers) - 1) / max(SAMPLED_LAYERS - 1, 1)) for i in range(SAMPLED_LAYERS)}
+        sampled = {
+            round(i * (len(layers) - 1) / max(SAMPLED_LAYERS - 1, 1)) for i in range(SAMPLED_LAYERS)
+        }
         library = LIBRARIES[KINDS[kind]]
         narrow = min(dtype.itemsize for dtype in dtypes.values() if dtype.is_floating_point)
         chosen: dict[str, _Chosen] = {}
@@ -79,22 +93,30 @@ class Quantizer:
                 name = f"{layers_name}.{number}.{inner}"
                 if dtypes[name].itemsize > narrow:
                     continue
-                if name not in places:
+                if name not in file_names:
                     in_pieces.append(name)
                 elif not library.takes(weight.shape):
                     refused.append(name)
                 else:
                     specs, about = library.specs(kind, weight.shape, dtypes[name])
                     label = re.sub(r"(?<![^.])\d+(?![^.])", "*", inner.removesuffix(".weight"))
-                    chosen[places[name]] = _Chosen(specs, about, label, number in sampled)
+                    chosen[file_names[name]] = _Chosen(specs, about, label, number in sampled)
         if not chosen:
-            why = f"none of their shapes fits {kind}" if refused else "no decoder layer has a linear module"
+            why = (
+                f"none of their shapes fits {kind}"
+                if refused
+                else "no decoder layer has a linear module"
+            )
             what = f"there is nothing to quantise: {why}"
             how = "quantise to another kind" if refused else "prepare it without --quantize"
             raise ModelError(what, where=f"model_type {model.config.model_type!r}", how=how)
-        linears = [name for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)]
-        unchanged = [name for name in linears if places.get(f"{name}.weight") not in chosen]
-        expands_to = next(dtypes[name] for name, place in places.items() if place in chosen)
+        linears = [
+            name for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)
+        ]
+        unchanged = [name for name in linears if file_names.get(f"{name}.weight") not in chosen]
+        expands_to = next(
+            dtypes[name] for name, file_name in file_names.items() if file_name in chosen
+        )
         return cls(kind, expands_to, chosen, unchanged, refused, in_pieces)
 
     def specs(self, spec: TensorSpec) -> list[TensorSpec]:
@@ -102,8 +124,12 @@ class Quantizer:
         name, _, _ = spec
         if name not in self.chosen:
             return [spec]
-        library, parts = LIBRARIES[KINDS[self.kind]], self.chosen[name].specs.items()
-        return [(library.part_name(name, part), stored_name(name, dtype), shape) for part, (dtype, shape) in parts]
+        library = LIBRARIES[KINDS[self.kind]]
+        parts = self.chosen[name].specs.items()
+        return [
+            (library.part_name(name, part), stored_name(name, dtype), shape)
+            for part, (dtype, shape) in parts
+        ]
 
     def metadata(self, names: Sequence[str]) -> dict[str, str]:
         """Return the entries for the header of a file with the tensors `names`."""
@@ -112,14 +138,16 @@ class Quantizer:
         return METADATA | written
 
     def settings(self, rename: Callable[[str], str]) -> dict[str, Any]:
-        """Return the `quantization_config` by which `transformers` loads what is written, in this class and in the one
-        that trains, where `rename` gives the names of modules."""
+        """Return the `quantization_config` by which `transformers` loads what is written, in this
+        class and in the one that trains, where `rename` gives the names of modules."""
         unchanged = dict.fromkeys([*self.unchanged, *map(rename, self.unchanged)])
         return dict(LIBRARIES[KINDS[self.kind]].settings(self.kind, self.dtype, [*unchanged]))
 
     @torch.no_grad()
     def write(self, out: TensorFile, name: str, weight: Tensor) -> None:
-        """Quantise a weight, which has the dtype it is to expand to, and write its parts, or raise `DiskError`."""
+        """Quantise a weight, which has the dtype it is to expand to, and write its parts, or
+        raise `DiskError`.
+        """
         library = LIBRARIES[KINDS[self.kind]]
         parts, about = library.quantize(self.kind, weight)
         if self.chosen[name].sampled:
@@ -130,22 +158,36 @@ class Quantizer:
     @property
     def precision(self) -> tuple[Precision, ...]:
         """What quantising has cost, by kind of module."""
-        found = []
+        precisions = []
         for module, errors in self._errors.items():
             weights, outputs = zip(*errors, strict=True)
-            found.append(Precision(module, len(errors), max(weights), median(weights), max(outputs), median(outputs)))
-        return tuple(found)
+            precisions.append(
+                Precision(
+                    module,
+                    len(errors),
+                    max(weights),
+                    median(weights),
+                    max(outputs),
+                    median(outputs),
+                )
+            )
+        return tuple(precisions)
 
-    def _measure(self, kind: str, weight: Tensor, parts: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    def _measure(
+        self, kind: str, weight: Tensor, parts: Mapping[str, Tensor], about: Mapping[str, Any]
+    ) -> None:
         expanded = torch.empty_like(weight)
         expand(KINDS[self.kind], parts, about, expanded)
         inputs = torch.randn(weight.shape[-1], INPUTS, generator=torch.Generator().manual_seed(0))
         sums = torch.zeros(4, dtype=torch.float64)
-        flat, expanded = weight.flatten(0, -2), expanded.flatten(0, -2)
+        flat = weight.flatten(0, -2)
+        expanded = expanded.flatten(0, -2)
         for rows in pieces(flat):
             exact = flat[rows].float()
             off = expanded[rows].float() - exact
-            sums += torch.stack([part.norm().double() ** 2 for part in (off, exact, off @ inputs, exact @ inputs)])
+            sums += torch.stack(
+                [part.norm().double() ** 2 for part in (off, exact, off @ inputs, exact @ inputs)]
+            )
         off_weight, whole_weight, off_output, whole_output = sums.sqrt().tolist()
         errors = (off_weight / (whole_weight or 1.0), off_output / (whole_output or 1.0))
         self._errors.setdefault(kind, []).append(errors)
@@ -154,14 +196,24 @@ class Quantizer:
 def check_kind(kind: str | None) -> None:
     """Make sure that `kind` can be quantised to; another is a `ConfigError`."""
     if kind is not None and kind not in KINDS:
-        raise ConfigError(f"weights cannot be quantised to {kind!r}", where="quantize", how=f"give {', '.join(KINDS)}")
+        raise ConfigError(
+            f"weights cannot be quantised to {kind!r}",
+            where="quantize",
+            how=f"give {', '.join(KINDS)}",
+        )
 
 
 def show(precision: Sequence[Precision], console: Console) -> None:
     """Print a table of what quantising has cost."""
     table = Table(title="What quantising changed, as a fraction of what was there")
     table.add_column("module", no_wrap=True)
-    for heading in ("layers sampled", "weights: worst", "weights: median", "outputs: worst", "outputs: median"):
+    for heading in (
+        "layers sampled",
+        "weights: worst",
+        "weights: median",
+        "outputs: worst",
+        "outputs: median",
+    ):
         table.add_column(heading, justify="right")
     for row in precision:
         errors = (row.weights_worst, row.weights_median, row.outputs_worst, row.outputs_median)
@@ -170,9 +222,15 @@ def show(precision: Sequence[Precision], console: Console) -> None:
 
 
 def _weights(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a layer's linear modules, and of experts that lie in one tensor of three dimensions."""
+    """Yield the weights of a layer's linear modules, and of experts that lie in one tensor of
+    three dimensions.
+    """
     for name, module in layer.named_modules():
-        experts = hasattr(module, "has_gate")  # as transformers marks modules that hold several experts
+        experts = hasattr(
+            module, "has_gate"
+        )  # as transformers marks modules that hold several experts
         for leaf, parameter in module.named_parameters(recurse=False):
-            if (isinstance(module, nn.Linear) and leaf == "weight") or (experts and parameter.ndim == 3):
+            if (isinstance(module, nn.Linear) and leaf == "weight") or (
+                experts and parameter.ndim == 3
+            ):
                 yield f"{name}.{leaf}", parameter

@@ -1,4 +1,6 @@
-"""From files of text, prompts or chats to batches of token ids; each batch is a pure function of seed and step."""
+"""From files of text, prompts or chats to batches of token ids; each batch is a pure function of
+seed and step.
+"""
 
 from typing import TYPE_CHECKING
 

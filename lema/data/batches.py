@@ -1,4 +1,6 @@
-"""Batches whose order is a pure function of seed and epoch, so that a run resumes at any step without replay."""
+"""Batches whose order is a pure function of seed and epoch, so that a run resumes at any step
+without replay.
+"""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -17,12 +19,15 @@ __all__ = ["OF_ROWS", "Batch", "Batches", "collate", "dealt", "split_batch"]
 
 TokenRow = Mapping[str, Sequence[int]]
 Numbers = npt.NDArray[np.int64]
-OF_ROWS = frozenset({"example"})  # columns with one or several values for each row, not for each token
+OF_ROWS = frozenset(
+    {"example"}
+)  # columns with one or several values for each row, not for each token
 
 
 class Batch(TypedDict):
-    """One batch: `input_ids`, `labels` and `attention_mask` are int64 `[batch, sequence]`. `attention_mask` is absent
-    when no row is padded. Packs have `position_ids` instead, 0 where a row begins and at padding."""
+    """One batch: `input_ids`, `labels` and `attention_mask` are int64 `[batch, sequence]`.
+    `attention_mask` is absent when no row is padded. Packs have `position_ids` instead, 0 where a
+    row begins and at padding."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
@@ -38,79 +43,107 @@ def dealt(
     batches: int = 1,
     tokens: int | None = None,
 ) -> list[list[int]]:
-    """Return the micro-batches of process `rank` of `size`, as places in the `lengths` of a step's rows. Rows are put
-    together by length, the longest first; those of one length stay in order. Micro-batches of `at_once` rows are dealt
-    out in turn, whatever the number of processes; the last get none where there are too few. None: as many rows as make
-    one for each process and each of the `batches` that the rows are. With `tokens` in place of `at_once`, the rows of a
-    micro-batch times its longest are so many at most, unless it is one row, and no more than a quarter is padding."""
-    order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
+    """Return the micro-batches of process `rank` of `size`, as places in the `lengths` of a step's
+    rows. Rows are put together by length, the longest first; those of one length stay in order.
+    Micro-batches of `at_once` rows are dealt out in turn, whatever the number of processes; the
+    last get none where there are too few. None: as many rows as make one for each process and each
+    of the `batches` that the rows are. With `tokens` in place of `at_once`, the rows of a
+    micro-batch times its longest are so many at most, unless it is one row, and no more than a
+    quarter is padding."""
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     if tokens is not None:
         return _within(order, lengths, tokens)[rank::size]
     if at_once is None:
         few, more = divmod(len(order), min(len(order), size * batches))
-        ends = list(range(0, more * (few + 1), few + 1)) + list(range(more * (few + 1), len(order), few))
+        starts = list(range(0, more * (few + 1), few + 1)) + list(
+            range(more * (few + 1), len(order), few)
+        )
     else:
-        ends = list(range(0, len(order), at_once))
-    return [order[first:last] for first, last in zip(ends, [*ends[1:], len(order)], strict=True)][rank::size]
+        starts = list(range(0, len(order), at_once))
+    return [
+        order[first:last] for first, last in zip(starts, [*starts[1:], len(order)], strict=True)
+    ][rank::size]
 
 
 def _within(order: Sequence[int], lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Cut rows, the longest first, into micro-batches of so many tokens, and return the largest of these first."""
+    """Cut rows, the longest first, into micro-batches of so many tokens, and return the largest
+    of these first.
+    """
     groups: list[list[int]] = []
-    computed = said = 0
-    for place in order:
-        computed, said = computed + (lengths[groups[-1][0]] if groups else 0), said + lengths[place]
-        if not groups or computed > tokens or 4 * said < 3 * computed:
+    computed = real_tokens = 0
+    for index in order:
+        computed = computed + (lengths[groups[-1][0]] if groups else 0)
+        real_tokens = real_tokens + lengths[index]
+        if not groups or computed > tokens or 4 * real_tokens < 3 * computed:
             groups.append([])
-            computed = said = lengths[place]
-        groups[-1].append(place)
+            computed = real_tokens = lengths[index]
+        groups[-1].append(index)
     return sorted(groups, key=lambda group: -len(group) * lengths[group[0]])
 
 
 def split_batch(batch: Mapping[str, Any], rows: int | None) -> list[dict[str, torch.Tensor]]:
-    """Cut a batch into micro-batches of at most `rows` rows, each as wide as its longest; None: one micro-batch.
-    Columns at the end that no row of the micro-batch attends to or learns are left out."""
+    """Cut a batch into micro-batches of at most `rows` rows, each as wide as its longest; None: one
+    micro-batch. Columns at the end that no row of the micro-batch attends to or learns are left
+    out."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     size = len(tensors["input_ids"])
     step = rows or size
-    parts = [{name: value[at : at + step] for name, value in tensors.items()} for at in range(0, size, step)]
+    parts = [
+        {name: value[at : at + step] for name, value in tensors.items()}
+        for at in range(0, size, step)
+    ]
     for prefix, part in ((prefix, part) for prefix in ("", "mismatched_") for part in parts):
         if (mask := part.get(f"{prefix}attention_mask")) is None:
             continue
         labels = part.get(f"{prefix}labels")
-        said = mask != 0 if labels is None else (mask != 0) | (labels != IGNORED)
-        columns, width = np.flatnonzero(said.any(dim=0).cpu().numpy()), mask.shape[1]
+        used = mask != 0 if labels is None else (mask != 0) | (labels != IGNORED)
+        columns = np.flatnonzero(used.any(dim=0).cpu().numpy())
+        width = mask.shape[1]
         end = int(columns[-1]) + 1 if columns.size else width
         # By their names as well as their widths, because two kinds of rows may be equally wide.
-        for name in [name for name in part.keys() - OF_ROWS if name.startswith("mismatched_") == bool(prefix)]:
+        for name in [
+            name for name in part.keys() - OF_ROWS if name.startswith("mismatched_") == bool(prefix)
+        ]:
             if part[name].dim() == 2 and part[name].shape[1] == width:
                 part[name] = part[name][:, :end]
     return parts
 
 
 def collate(
-    rows: Sequence[TokenRow], pad_token_id: int = 0, *, untrained: bool = False, length: int | None = None
+    rows: Sequence[TokenRow],
+    pad_token_id: int = 0,
+    *,
+    untrained: bool = False,
+    length: int | None = None,
 ) -> Batch:
-    """Rows side by side, padded on the right to the longest of them, or to `length`; `untrained`: none of them need
-    train anything. Padding carries label -100 and attention 0, so which token stands there changes nothing.
-    `DataError`: no rows, a row without tokens, labels of another length, or no token to train on in the whole batch."""
+    """Rows side by side, padded on the right to the longest of them, or to `length`; `untrained`:
+    none of them need train anything. Padding carries label -100 and attention 0, so which token
+    stands there changes nothing. `DataError`: no rows, a row without tokens, labels of another
+    length, or no token to train on in the whole batch."""
     lengths = [len(row["input_ids"]) for row in rows]
     if not rows or min(lengths) == 0:
         raise DataError("a batch needs rows, and a row needs tokens", where="collate")
     shape = (len(rows), length or max(lengths))
     input_ids = torch.full(shape, pad_token_id, dtype=torch.long)
     labels = torch.full(shape, IGNORED, dtype=torch.long)
-    for place, (row, size) in enumerate(zip(rows, lengths, strict=True)):
+    for index, (row, size) in enumerate(zip(rows, lengths, strict=True)):
         if len(row["labels"]) != size:
-            raise DataError(f"{size} input_ids but {len(row['labels'])} labels", where=f"row {place} of the batch")
-        input_ids[place, :size] = torch.as_tensor(row["input_ids"], dtype=torch.long)
-        labels[place, :size] = torch.as_tensor(row["labels"], dtype=torch.long)
+            raise DataError(
+                f"{size} input_ids but {len(row['labels'])} labels",
+                where=f"row {index} of the batch",
+            )
+        input_ids[index, :size] = torch.as_tensor(row["input_ids"], dtype=torch.long)
+        labels[index, :size] = torch.as_tensor(row["labels"], dtype=torch.long)
     if not untrained and not bool((labels[:, 1:] != IGNORED).any()):
         how = "every label after the first is -100, so its loss has no tokens"
         raise DataError("a batch has no token to train on", where="collate", how=how)
     if "position_ids" in rows[0]:
-        # No mask, because it would hide which row a token is of. At padding they are 0: each token is a row.
-        positions = [pad(torch.as_tensor(row["position_ids"]), (0, shape[1] - len(row["labels"]))) for row in rows]
+        # No mask, because it would hide which row a token is of. At padding they are 0: each token
+        # is a row.
+        positions = [
+            pad(torch.as_tensor(row["position_ids"]), (0, shape[1] - len(row["labels"])))
+            for row in rows
+        ]
         return Batch(input_ids=input_ids, labels=labels, position_ids=torch.stack(positions))
     if min(lengths) == shape[1]:
         return Batch(input_ids=input_ids, labels=labels)
@@ -119,19 +152,22 @@ def collate(
 
 
 class Batches:
-    """The batches of a run, each reached directly by its step. Steps count from 0 over all epochs. Each epoch visits
-    every row once, in an order that it decides with `seed` alone, or in that of the data; its last batch is smaller
-    where the rows do not divide evenly. Process `rank` of `size` gets its share of each batch: see `dealt`.
-    `DataError`: the data set is empty, or `batch_size` is below 1.
+    """The batches of a run, each reached directly by its step. Steps count from 0 over all epochs.
+    Each epoch visits every row once, in an order that it decides with `seed` alone, or in that of
+    the data; its last batch is smaller where the rows do not divide evenly. Process `rank` of
+    `size` gets its share of each batch: see `dealt`. `DataError`: the data set is empty, or
+    `batch_size` is below 1.
 
     Args:
         dataset: a `TokenDataset`, or any sequence of rows with `input_ids` and `labels`.
         micro_batch_size: rows computed at once; None: a process's whole share of a batch.
-        apart: put together rows of one batch only, so that its micro-batches are the same in whatever step it is.
-        tokens: of a batch, in place of `batch_size`: it takes the next rows until one more would pass that, and one at
-            least. Epochs may then be of different numbers of batches.
+        separate_batches: put together rows of one batch only, so that its micro-batches are the
+            same in whatever step it is.
+        tokens: of a batch, in place of `batch_size`: it takes the next rows until one more would
+            pass that, and one at least. Epochs may then be of different numbers of batches.
         micro_batch_tokens: computed at once, in place of `micro_batch_size`: see `dealt`.
-        multiple: rows count as so many tokens, or a multiple of it, because they are made that long.
+        multiple: rows count as so many tokens, or a multiple of it, because they are made that
+            long.
         per_step: batches of a step, whose rows are to be about equally long; 0: in any order.
     """
 
@@ -146,7 +182,7 @@ class Batches:
         rank: int = 0,
         size: int = 1,
         micro_batch_size: int | None = None,
-        apart: bool = False,
+        separate_batches: bool = False,
         tokens: int | None = None,
         micro_batch_tokens: int | None = None,
         multiple: int = 1,
@@ -155,15 +191,28 @@ class Batches:
         if not len(dataset):
             raise DataError("the data set is empty", how="give at least one row")
         if batch_size < 1:
-            raise DataError(f"a batch cannot have {batch_size} rows", where="batch_size", how="use 1 or more")
-        self.dataset, self.batch_size, self.seed, self.shuffle = dataset, batch_size, seed, shuffle
+            raise DataError(
+                f"a batch cannot have {batch_size} rows", where="batch_size", how="use 1 or more"
+            )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
         self.pad_token_id = pad_token_id
-        self.rank, self.size, self.micro_batch_size = rank, size, micro_batch_size
-        self._each = getattr(dataset, "rows_each", 1)
+        self.rank = rank
+        self.size = size
+        self.micro_batch_size = micro_batch_size
+        self._example_rows = getattr(dataset, "rows_each", 1)
         self._lengths = np.zeros(len(dataset), dtype=np.int64)  # of rows that were read; 0: not yet
-        self._held: dict[int, TokenRow] = {}  # rows that were read for their length, and not collated yet
-        self._apart = apart or hasattr(dataset, "batch_of")  # what is trained on of examples is a mean over their batch
-        self._tokens, self._micro_batch_tokens, self._multiple = tokens, micro_batch_tokens, multiple
+        self._cached_rows: dict[
+            int, TokenRow
+        ] = {}  # rows that were read for their length, and not collated yet
+        self._separate_batches = separate_batches or hasattr(
+            dataset, "batch_of"
+        )  # what is trained on of examples is a mean over their batch
+        self._tokens = tokens
+        self._micro_batch_tokens = micro_batch_tokens
+        self._multiple = multiple
         if tokens is not None or per_step:
             self._lengths = -(-lengths_of(dataset) // multiple) * multiple
         rows = batch_size if tokens is None else tokens // max(1.0, float(self._lengths.mean()))
@@ -184,7 +233,7 @@ class Batches:
             self._before.append(self._before[-1] + len(self._epoch(len(self._before) - 1)[1]) - 1)
         return self._before[epoch]
 
-    def place(self, step: int) -> tuple[int, int]:
+    def position(self, step: int) -> tuple[int, int]:
         """The epoch of batch `step`, and the batch's number in it, from 0."""
         if step < 0:
             raise IndexError(f"steps count from 0, not {step}")
@@ -197,81 +246,111 @@ class Batches:
 
     def num_batches(self, epochs: float) -> int:
         """How many batches so many epochs have, one at least."""
-        whole = int(epochs) if self._tokens is not None else 0  # of rows, all epochs are alike
-        each = self.before(whole + 1) - self.before(whole)
-        return max(1, self.before(whole) + round((epochs - whole) * each))
+        # of rows, all epochs are alike
+        full_epochs = int(epochs) if self._tokens is not None else 0
+        epoch_batches = self.before(full_epochs + 1) - self.before(full_epochs)
+        return max(1, self.before(full_epochs) + round((epochs - full_epochs) * epoch_batches))
 
     def rows(self, step: int) -> list[int]:
         """The places in the data set of the rows of batch `step`."""
-        epoch, place = self.place(step)
+        epoch, number = self.position(step)
         order, starts = self._epoch(epoch)
-        return [int(row) for row in order[starts[place] : starts[place + 1]]]
+        return [int(row) for row in order[starts[number] : starts[number + 1]]]
 
     def tokens_before(self, step: int) -> int:
         """How many tokens batches of so many tokens have, all before batch `step`."""
-        epoch, place = self.place(step)
-        first = self._epoch(epoch)[1][place]
-        return epoch * int(self._ends[-1]) + int(self._ends[first - 1] if first else 0)
+        epoch, number = self.position(step)
+        first = self._epoch(epoch)[1][number]
+        return epoch * int(self._cumulative_tokens[-1]) + int(
+            self._cumulative_tokens[first - 1] if first else 0
+        )
 
     def groups(self, steps: Sequence[int]) -> list[list[int]]:
-        """The places in the data set of this process's rows of some batches, by micro-batch: see `dealt`."""
-        if self._apart and len(steps) > 1:
+        """The places in the data set of this process's rows of some batches, by micro-batch: see
+        `dealt`.
+        """
+        if self._separate_batches and len(steps) > 1:
             return [group for step in steps for group in self.groups([step])]
         rows = [row for step in steps for row in self.rows(step)]
         lengths = [self._length(row) for row in rows] if len(rows) > 1 else [1]
-        at_once = None if self.micro_batch_size is None else max(1, self.micro_batch_size // self._each)
+        at_once = (
+            None
+            if self.micro_batch_size is None
+            else max(1, self.micro_batch_size // self._example_rows)
+        )
         # At most a batch, because memory is planned for that, however many batches a step has.
         limit = None if at_once is None else min(at_once, self.batch_size)
-        found = dealt(lengths, self.rank, self.size, limit, len(steps), self._micro_batch_tokens)
-        return [[rows[place] for place in group] for group in found]
+        micro_batches = dealt(
+            lengths, self.rank, self.size, limit, len(steps), self._micro_batch_tokens
+        )
+        return [[rows[index] for index in group] for group in micro_batches]
 
     def micro_batches(self, steps: Sequence[int]) -> list[dict[str, torch.Tensor]]:
-        """This process's rows of some batches, as what is computed at once: `groups`, each as wide as its longest row.
-        Examples of several rows are cut further where not even one may be computed at once."""
+        """This process's rows of some batches, as what is computed at once: `groups`, each as wide
+        as its longest row. Examples of several rows are cut further where not even one may be
+        computed at once."""
         if (batch_of := getattr(self.dataset, "batch_of", None)) is None:
             groups = self.groups(steps)
-            read = [[self._held[row] if row in self._held else self.dataset[row] for row in group] for group in groups]
-            self._held.clear()  # also of those that other processes have
+            read = [
+                [
+                    self._cached_rows[row] if row in self._cached_rows else self.dataset[row]
+                    for row in group
+                ]
+                for group in groups
+            ]
+            self._cached_rows.clear()  # also of those that other processes have
             return [{**collate(rows, self.pad_token_id, untrained=True)} for rows in read]  # type: ignore[dict-item]
         parts = []
         for number, step in enumerate(steps):
             groups = self.groups([step])
             if rows := [row for group in groups for row in group]:
                 share = batch_of(self.rows(step), rows, self.pad_token_id, number, len(steps))
-                at_once = len(groups[0]) * self._each
+                at_once = len(groups[0]) * self._example_rows
                 parts += split_batch(share, min(self.micro_batch_size or at_once, at_once))
         return parts
 
-    def _length(self, place: int) -> int:
-        """The tokens of a row, which is read once for them and its batch, because making one may take time."""
-        if not self._lengths[place]:
-            known = getattr(self.dataset, "num_tokens", None)
-            if known is None:
-                self._held[place] = self.dataset[place]
-            tokens = len(self._held[place]["input_ids"]) if known is None else known(place)
-            self._lengths[place] = -(-tokens // self._multiple) * self._multiple
-        return int(self._lengths[place])
+    def _length(self, row: int) -> int:
+        """The tokens of a row, which is read once for them and its batch, because making one may
+        take time.
+        """
+        if not self._lengths[row]:
+            num_tokens = getattr(self.dataset, "num_tokens", None)
+            if num_tokens is None:
+                self._cached_rows[row] = self.dataset[row]
+            tokens = (
+                len(self._cached_rows[row]["input_ids"]) if num_tokens is None else num_tokens(row)
+            )
+            self._lengths[row] = -(-tokens // self._multiple) * self._multiple
+        return int(self._lengths[row])
 
     def _epoch(self, epoch: int) -> tuple[Numbers, Numbers]:
-        """The rows of an epoch in their order, and where in it each of its batches begins, and the last ends."""
+        """The rows of an epoch in their order, and where in it each of its batches begins, and
+        the last ends.
+        """
         if self._drawn is None or self._drawn[0] != epoch:
             count = len(self.dataset)
-            order = shuffled(count, self.seed, epoch) if self.shuffle else np.arange(count, dtype=np.int64)
+            order = (
+                shuffled(count, self.seed, epoch)
+                if self.shuffle
+                else np.arange(count, dtype=np.int64)
+            )
             if self._alike:
                 order = grouped_by_length(order, self._lengths, self._alike)
             if self._tokens is None:
                 starts = np.append(np.arange(0, count, self.batch_size), count)
             else:
-                self._ends = np.cumsum(self._lengths[order])
-                starts = _starts(self._ends, self._tokens)
+                self._cumulative_tokens = np.cumsum(self._lengths[order])
+                starts = _starts(self._cumulative_tokens, self._tokens)
             self._drawn = (epoch, order, starts)
         return self._drawn[1:]
 
 
-def _starts(ends: Numbers, tokens: int) -> Numbers:
-    """Where batches of next rows begin, which end at these tokens, until one more would pass so many; last, the end."""
-    found = [0]
-    while (first := found[-1]) < len(ends):
-        most = tokens + int(ends[first - 1] if first else 0)
-        found.append(max(first + 1, int(np.searchsorted(ends, most, side="right"))))
-    return np.array(found, dtype=np.int64)
+def _starts(cumulative_tokens: Numbers, tokens: int) -> Numbers:
+    """Where batches of next rows begin, which end at these tokens, until one more would pass so
+    many; last, the end.
+    """
+    starts = [0]
+    while (first := starts[-1]) < len(cumulative_tokens):
+        most = tokens + int(cumulative_tokens[first - 1] if first else 0)
+        starts.append(max(first + 1, int(np.searchsorted(cumulative_tokens, most, side="right"))))
+    return np.array(starts, dtype=np.int64)

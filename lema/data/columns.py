@@ -1,4 +1,6 @@
-"""The kind of a row, told by the names of its columns: token ids, a chat, a prompt with its completion, or text."""
+"""The kind of a row, told by the names of its columns: token ids, a chat, a prompt with its
+completion, or text.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +27,9 @@ __all__ = [
 ]
 
 Kind: TypeAlias = tuple[str, ...]
-"""The columns a row is read from. The first entry of `KINDS` whose columns a row has is its kind."""
+"""The columns a row is read from. The first entry of `KINDS` whose columns a row has is its
+kind.
+"""
 
 KINDS: tuple[Kind, ...] = (
     ("input_ids", "labels"),
@@ -38,7 +42,7 @@ KINDS: tuple[Kind, ...] = (
 )
 
 # What else is read of a row of a kind, by the first column of the kind.
-_BESIDE: dict[str, tuple[str, ...]] = {
+_EXTRA_COLUMNS: dict[str, tuple[str, ...]] = {
     "input_ids": ("attention_mask",),
     "messages": ("tools",),
     "conversations": ("tools", "system"),
@@ -47,14 +51,17 @@ _BESIDE: dict[str, tuple[str, ...]] = {
 }
 FLAGS = frozenset(("train", "weight"))  # of any row: false or 0 leaves it out
 
-# Stanford Alpaca's wording (https://github.com/tatsu-lab/stanford_alpaca), for tokenizers without a chat template.
+# Stanford Alpaca's wording (https://github.com/tatsu-lab/stanford_alpaca), for tokenizers without a
+# chat template.
 _ALPACA = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "Below is an instruction that describes a task. Write a response that appropriately "
+    "completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n"
 )
 
 _ALPACA_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Below is an instruction that describes a task, paired with an input that provides "
+    "further context. "
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 )
@@ -62,7 +69,9 @@ _ALPACA_INPUT = (
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A row tokenised beforehand; `labels` is as long as `ids` and holds -100 where nothing is trained on."""
+    """A row tokenised beforehand; `labels` is as long as `ids` and holds -100 where nothing is
+    trained on.
+    """
 
     ids: list[int]
     labels: list[int]
@@ -87,40 +96,57 @@ def num_trained(labels: npt.NDArray[np.int32]) -> int:
 
 
 def detect(row: Row, forms: Forms = _AS_IT_IS) -> Kind:
-    """The kind of a row, by the columns which are present and not null, and first of all by those the settings name.
-    `DataError`: no kind fits; the message lists the columns found and those understood."""
+    """The kind of a row, by the columns which are present and not null, and first of all by those
+    the settings name. `DataError`: no kind fits; the message lists the columns found and those
+    understood."""
     present = {name for name, value in row.values.items() if value is not None}
     named = {name for name in forms.columns if any(name in kind for kind in KINDS)}
     if present.issuperset(("chosen", "rejected")):
         how = "set objective: dpo, or rename 'chosen' to train only on it"
-        raise row.broken("the row has 'chosen' and 'rejected', but objective: sft compares nothing", how=how)
+        raise row.broken(
+            "the row has 'chosen' and 'rejected', but objective: sft compares nothing", how=how
+        )
     if present.issuperset(("completion", "label")):
         how = "set objective: kto, or remove the column and the rows with bad completions"
-        raise row.broken("'label' marks good and bad completions, but objective: sft would train on all", how=how)
+        raise row.broken(
+            "'label' marks good and bad completions, but objective: sft would train on all", how=how
+        )
     for kind in KINDS:
         if present.issuperset(kind) and named.issubset(kind):
             return kind
-    found = ", ".join(sorted(map(str, present))) or "none"
-    known = "; ".join(" + ".join(kind) for kind in KINDS)
-    how = f"use one of these sets of columns: {known}; or map your columns, for example `columns: {{prompt: question}}`"
-    raise row.broken(f"the columns say nothing to train on (found: {found})", how=how)
+    columns = ", ".join(sorted(map(str, present))) or "none"
+    supported = "; ".join(" + ".join(kind) for kind in KINDS)
+    how = (
+        f"use one of these sets of columns: {supported}; or map your columns, for example "
+        f"`columns: {{prompt: question}}`"
+    )
+    raise row.broken(f"the columns say nothing to train on (found: {columns})", how=how)
 
 
 def unused(row: Row, kind: Kind) -> list[str]:
     """The names of the columns that hold something and that nothing is read from."""
-    known = {*kind, *_BESIDE.get(kind[0], ()), *FLAGS}
-    return sorted(str(name) for name, value in row.values.items() if value is not None and name not in known)
+    used = {*kind, *_EXTRA_COLUMNS.get(kind[0], ()), *FLAGS}
+    return sorted(
+        str(name) for name, value in row.values.items() if value is not None and name not in used
+    )
 
 
 def left_out(row: Row) -> bool:
-    """Whether `train: false` or `weight: 0` keeps the row from training. `DataError`: one is no truth value, 1 or 0."""
-    said = [flag_of(row, row.values[name], f"'{name}'") for name in sorted(FLAGS) if row.values.get(name) is not None]
-    return not all(said)
+    """Whether `train: false` or `weight: 0` keeps the row from training. `DataError`: one is no
+    truth value, 1 or 0.
+    """
+    flags = [
+        flag_of(row, row.values[name], f"'{name}'")
+        for name in sorted(FLAGS)
+        if row.values.get(name) is not None
+    ]
+    return not all(flags)
 
 
 def parse(row: Row, kind: Kind, *, chat_template: bool, forms: Forms = _AS_IT_IS) -> Example:
-    """Read a row of the kind that `detect` found; with a `chat_template` instruction data become chats. `DataError`: a
-    value is missing, of the wrong type, or empty; names file, line and column."""
+    """Read a row of the kind that `detect` found; with a `chat_template` instruction data become
+    chats. `DataError`: a value is missing, of the wrong type, or empty; names file, line and
+    column."""
     fields = {name: forms.columns[name] for name in MESSAGE_FIELDS if name in forms.columns}
     match kind[0]:
         case "input_ids":
@@ -138,9 +164,11 @@ def parse(row: Row, kind: Kind, *, chat_template: bool, forms: Forms = _AS_IT_IS
 
 def _ints(row: Row, column: str) -> list[int]:
     values = list_of(row, column)
-    for place, value in enumerate(values):
+    for position, value in enumerate(values):
         if type(value) is not int:  # bool is an int to isinstance, and is never a token
-            raise row.broken(f"'{column}' should hold whole numbers, not {value!r}", at=f"position {place}")
+            raise row.broken(
+                f"'{column}' should hold whole numbers, not {value!r}", at=f"position {position}"
+            )
     return values
 
 
@@ -155,8 +183,10 @@ def _tokens(row: Row, *, labelled: bool) -> Tokens:
     mask = _ints(row, "attention_mask")
     if len(mask) != len(ids):
         raise row.broken(f"{len(ids)} input_ids but an attention_mask of {len(mask)}")
-    kept = [i for i, seen in enumerate(mask) if seen]  # padding is put back per batch, as much as that batch needs
-    return Tokens([ids[i] for i in kept], [labels[i] for i in kept])
+    attended = [
+        i for i, seen in enumerate(mask) if seen
+    ]  # padding is put back per batch, as much as that batch needs
+    return Tokens([ids[i] for i in attended], [labels[i] for i in attended])
 
 
 def _text(row: Row, column: str, *, may_be_empty: bool = False) -> str:
@@ -168,25 +198,35 @@ def _text(row: Row, column: str, *, may_be_empty: bool = False) -> str:
 
 def _prompt_completion(row: Row, fields: Mapping[str, str]) -> Example:
     """Two strings, or two lists of messages; the second begins with the assistant's answer."""
-    prompt, completion = row.values["prompt"], row.values["completion"]
+    prompt = row.values["prompt"]
+    completion = row.values["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return Text(_text(row, "prompt", may_be_empty=True), _text(row, "completion"))
     if isinstance(prompt, str) or isinstance(completion, str):
         how = "write both as text, or both as lists of messages"
         raise row.broken("only one of 'prompt' and 'completion' is text", how=how)
-    before, after = read_messages(row, "prompt", fields), read_messages(row, "completion", fields)
+    before = read_messages(row, "prompt", fields)
+    after = read_messages(row, "completion", fields)
     if after.messages[0]["role"] != "assistant":
-        raise row.broken("'completion' should begin with an assistant message", at="completion, message 1")
+        raise row.broken(
+            "'completion' should begin with an assistant message", at="completion, message 1"
+        )
     length = len(before.messages)
     flags = (None,) * length + after.flags if after.flags else ()
     return Chat(before.messages + after.messages, before.tools, length, flags)
 
 
 def _instruction(row: Row, chat_template: bool) -> Example:
-    instruction, output = _text(row, "instruction"), _text(row, "output")
-    given = row.values.get("input")
-    extra = text_of(row, given, "'input'") if given is not None else ""
+    instruction = _text(row, "instruction")
+    output = _text(row, "output")
+    raw_input = row.values.get("input")
+    extra = text_of(row, raw_input, "'input'") if raw_input is not None else ""
     if chat_template:
         question = f"{instruction}\n\n{extra}" if extra.strip() else instruction
-        return Chat([{"role": "user", "content": question}, {"role": "assistant", "content": output}])
-    return Text((_ALPACA_INPUT if extra.strip() else _ALPACA).format(instruction=instruction, input=extra), output)
+        return Chat(
+            [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
+        )
+    return Text(
+        (_ALPACA_INPUT if extra.strip() else _ALPACA).format(instruction=instruction, input=extra),
+        output,
+    )

@@ -1,7 +1,9 @@
-"""Tokenised rows: token ids in one flat array, four bytes a token, and a table that says what each row is.
+"""Tokenised rows: token ids in one flat array, four bytes a token, and a table that says what each
+row is.
 
-An untrained token is stored as its complement, `~id`, which is negative. A row whose labels are other tokens
-than its own, which data that were tokenised beforehand may have, has its labels stored after its ids.
+An untrained token is stored as its complement, `~id`, which is negative. A row whose labels are
+other tokens than its own, which data that were tokenised beforehand may have, has its labels stored
+after its ids.
 """
 
 import hashlib
@@ -20,11 +22,22 @@ from lema.data.columns import IGNORED
 from lema.data.files import Row
 from lema.errors import DataError
 
-__all__ = ["ROW", "Columns", "Counts", "Skipped", "Table", "TokenDataset", "first_rows", "held_out"]
+__all__ = [
+    "ROW",
+    "Columns",
+    "Counts",
+    "Skipped",
+    "Table",
+    "TokenDataset",
+    "eval_mask",
+    "first_rows",
+]
 
 TokenRow = dict[str, list[int]]
 Skipped = dict[str, Any]
-"""A row that was cut or dropped: its `file` and `line`, `why`, its `tokens`, and of a cut one what it lost."""
+"""A row that was cut or dropped: its `file` and `line`, `why`, its `tokens`, and of a cut one
+what it lost.
+"""
 
 ROW = np.dtype(
     [
@@ -35,7 +48,10 @@ ROW = np.dtype(
         ("cut", "<i4"),  # tokens that were cut off its end
         ("cut_trained", "<i4"),  # tokens among them which the loss would have counted
         ("source", "<i4"),  # the number of its file
-        ("mark", "<i4"),  # `LABELLED`, and what the reader of the row has to say of it, in the bits below
+        (
+            "mark",
+            "<i4",
+        ),  # `LABELLED`, and what the reader of the row has to say of it, in the bits below
     ]
 )
 PACKED = struct.Struct("<qqiiiiii")  # the same, for one row
@@ -56,9 +72,16 @@ class Counts:
     cut_trained: int = 0  # tokens among them which the loss would have counted
 
     def __str__(self) -> str:
-        text = [f"{self.rows:,} rows, {self.tokens:,} tokens, {self.trained_tokens:,} of them trained on"]
+        text = [
+            (
+                f"{self.rows:,} rows, {self.tokens:,} tokens, {self.trained_tokens:,} of them "
+                "trained on"
+            )
+        ]
         if self.truncated:
-            cut = f"{self.cut_tokens:,} tokens cut off, {self.cut_trained:,} of them to be trained on"
+            cut = (
+                f"{self.cut_tokens:,} tokens cut off, {self.cut_trained:,} of them to be trained on"
+            )
             text.append(f"{self.truncated:,} rows truncated ({cut})")
         text += [f"{self.dropped:,} rows dropped"] * bool(self.dropped)
         text += [f"{self.left_out:,} left out because of train: false"] * bool(self.left_out)
@@ -103,20 +126,33 @@ class Columns:
     dropped: int = 0
     left_out: int = 0
     skipped: list[Skipped] = field(default_factory=list)
-    remarks: dict[str, tuple[int, str]] = field(default_factory=dict)  # as of `lema.data.forms.Remarks`
+    remarks: dict[str, tuple[int, str]] = field(
+        default_factory=dict
+    )  # as of `lema.data.forms.Remarks`
 
     def append(self, row: Row, ids: Any, labels: Any, cut: Any, mark: int = 0) -> None:
-        """Take in a tokenised row, lists or arrays; `cut` has the labels of the tokens that were cut off its end."""
-        stored, given = np.array(ids, dtype=np.int32), np.asarray(labels, dtype=np.int32)
-        learnt = given != IGNORED
-        start, lost = len(self.tokens), int(np.count_nonzero(np.asarray(cut) != IGNORED))
-        if labelled := not np.array_equal(stored[learnt], given[learnt]):
-            stored = np.concatenate([stored, given])
+        """Take in a tokenised row, lists or arrays; `cut` has the labels of the tokens that were
+        cut off its end.
+        """
+        stored = np.array(ids, dtype=np.int32)
+        label_ids = np.asarray(labels, dtype=np.int32)
+        learnt = label_ids != IGNORED
+        start = len(self.tokens)
+        lost = int(np.count_nonzero(np.asarray(cut) != IGNORED))
+        if labelled := not np.array_equal(stored[learnt], label_ids[learnt]):
+            stored = np.concatenate([stored, label_ids])
         else:
             np.invert(stored, out=stored, where=~learnt)
         self.tokens.frombytes(stored.tobytes())
         source = self.sources.setdefault(row.source, len(self.sources))
-        about = (len(ids), int(learnt[1:].sum()), len(cut), lost, source, mark | LABELLED * labelled)
+        about = (
+            len(ids),
+            int(learnt[1:].sum()),
+            len(cut),
+            lost,
+            source,
+            mark | LABELLED * labelled,
+        )
         self.rows += PACKED.pack(start, row.line, *about)
         if len(cut):
             self.skip(row, "truncated", len(ids) + len(cut), cut=len(cut), cut_trained=lost)
@@ -133,28 +169,41 @@ class Columns:
 
     def skip(self, row: Row, why: str, tokens: int, **more: int) -> None:
         """List a row that is cut or dropped."""
-        self.skipped.append({"file": row.source, "line": row.line, "why": why, "tokens": tokens, **more})
+        self.skipped.append(
+            {"file": row.source, "line": row.line, "why": why, "tokens": tokens, **more}
+        )
 
     def table(self, notes: tuple[str, ...] = ()) -> Table:
         """The rows that were gathered; nothing more may be appended."""
-        tokens = np.frombuffer(self.tokens, dtype=np.int32) if self.tokens else np.empty(0, np.int32)
+        tokens = (
+            np.frombuffer(self.tokens, dtype=np.int32) if self.tokens else np.empty(0, np.int32)
+        )
         rows = np.frombuffer(self.rows, dtype=ROW)
-        return Table(rows, tokens, tuple(self.sources), self.dropped, self.left_out, notes, self.skipped)
+        return Table(
+            rows, tokens, tuple(self.sources), self.dropped, self.left_out, notes, self.skipped
+        )
 
 
 class TokenDataset(Sequence[TokenRow]):
-    """A sequence of `{"input_ids": list[int], "labels": list[int]}`; labels are -100 where nothing is trained. Labels
-    stand on their own token, as `transformers` expects; the loss shifts them. The data set has the `rows` of the table
-    in their order, or all. `notes` are for the user, a line each; `shares` those it was `mixed` in."""
+    """A sequence of `{"input_ids": list[int], "labels": list[int]}`; labels are -100 where nothing
+    is trained. Labels stand on their own token, as `transformers` expects; the loss shifts them.
+    The data set has the `rows` of the table in their order, or all. `notes` are for the user, a
+    line each; `shares` those it was `mixed` in."""
 
     shares: Mapping[str, float] | None = None
 
-    def __init__(self, table: Table, rows: npt.NDArray[np.int64] | None = None, *, part: bool = False) -> None:
-        self._table, self._rows = table, np.arange(len(table.rows)) if rows is None else rows
-        self._part, self.notes = part, () if part else table.notes
+    def __init__(
+        self, table: Table, rows: npt.NDArray[np.int64] | None = None, *, part: bool = False
+    ) -> None:
+        self._table = table
+        self._rows = np.arange(len(table.rows)) if rows is None else rows
+        self._part = part
+        self.notes = () if part else table.notes
 
         def total(name: str) -> int:
-            return int((table.rows[name] if rows is None else table.rows[name][rows]).sum(dtype=np.int64))
+            return int(
+                (table.rows[name] if rows is None else table.rows[name][rows]).sum(dtype=np.int64)
+            )
 
         cut = table.rows["cut"] if rows is None else table.rows["cut"][rows]
         self.counts = Counts(
@@ -187,7 +236,8 @@ class TokenDataset(Sequence[TokenRow]):
     def _row(self, index: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """The ids and labels of a row, int32 `[length]` each."""
         about = self._table.rows[self._rows[index]]
-        start, length = int(about["start"]), int(about["length"])
+        start = int(about["start"])
+        length = int(about["length"])
         labelled = bool(about["mark"] & LABELLED)
         stored = self._table.tokens[start : start + length * (1 + labelled)]
         if labelled:
@@ -225,54 +275,77 @@ class TokenDataset(Sequence[TokenRow]):
 
     def num_rows_of(self) -> dict[str, int]:
         """How many rows each file has given."""
-        found = np.bincount(self._table.rows["source"][self._rows], minlength=len(self._table.sources))
-        return {name: int(count) for name, count in zip(self._table.sources, found, strict=True)}
+        counts = np.bincount(
+            self._table.rows["source"][self._rows], minlength=len(self._table.sources)
+        )
+        return {name: int(count) for name, count in zip(self._table.sources, counts, strict=True)}
 
     def skipped(self, count: int | None = None) -> Iterator[Skipped]:
-        """The rows of the data that were cut, dropped or left out, in their order; the first `count` of them."""
+        """The rows of the data that were cut, dropped or left out, in their order; the first
+        `count` of them.
+        """
         return islice(iter(self._table.skipped), count)
 
     def select(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> "TokenDataset":
         """The rows at these places, in this order; shares the tokens with this data set."""
-        found = TokenDataset(self._table, self._rows[np.asarray(rows, dtype=np.int64)], part=True)
-        found.shares = self.shares
-        return found
+        selection = TokenDataset(
+            self._table, self._rows[np.asarray(rows, dtype=np.int64)], part=True
+        )
+        selection.shares = self.shares
+        return selection
 
-    def mixed(self, sets: Mapping[str, str], rates: Mapping[str, float], seed: int) -> "TokenDataset":
-        """The rows of several data sets as often as makes up their rates, in an order that the seed draws. Each row is
-        there once at least. What a data set lacks for its rate is made up by giving all its rows again, and at last
-        some of them. `sets` has the data set of each file, `rates` sum to 1. `DataError`: a data set has no rows."""
-        names = np.array([sets[source] for source in self._table.sources])[self._table.rows["source"][self._rows]]
-        own = {name: self._rows[names == name] for name in sorted(rates)}
-        if empty := [name for name, rows in own.items() if not len(rows)]:
-            what, how = f"the data set {empty[0]!r} has no rows", "give it some, or leave it out"
+    def mixed(
+        self, sets: Mapping[str, str], rates: Mapping[str, float], seed: int
+    ) -> "TokenDataset":
+        """The rows of several data sets as often as makes up their rates, in an order that the seed
+        draws. Each row is there once at least. What a data set lacks for its rate is made up by
+        giving all its rows again, and at last some of them. `sets` has the data set of each file,
+        `rates` sum to 1. `DataError`: a data set has no rows."""
+        names = np.array([sets[source] for source in self._table.sources])[
+            self._table.rows["source"][self._rows]
+        ]
+        rows_by_name = {name: self._rows[names == name] for name in sorted(rates)}
+        if empty := [name for name, rows in rows_by_name.items() if not len(rows)]:
+            what = f"the data set {empty[0]!r} has no rows"
+            how = "give it some, or leave it out"
             raise DataError(what, where="mixture", how=how)
-        total = max(math.ceil(len(rows) / rates[name] - 1e-9) for name, rows in own.items())
-        parts, said = [], []
-        for number, (name, rows) in enumerate(own.items()):
-            wanted = max(len(rows), round(total * rates[name]))
-            whole, more = divmod(wanted, len(rows))
-            parts += [rows] * whole + [rows[shuffled(len(rows), seed, stream=2**33 + number)[:more]]]
-            said.append(f"{name} {wanted:,} rows, each {wanted / len(rows):.3g} times")
+        total = max(
+            math.ceil(len(rows) / rates[name] - 1e-9) for name, rows in rows_by_name.items()
+        )
+        parts = []
+        descriptions = []
+        for number, (name, rows) in enumerate(rows_by_name.items()):
+            num_rows = max(len(rows), round(total * rates[name]))
+            repeats, more = divmod(num_rows, len(rows))
+            parts += [rows] * repeats + [
+                rows[shuffled(len(rows), seed, stream=2**33 + number)[:more]]
+            ]
+            descriptions.append(f"{name} {num_rows:,} rows, each {num_rows / len(rows):.3g} times")
         order = np.concatenate(parts)
-        found = TokenDataset(self._table, order[shuffled(len(order), seed, stream=2**33 - 1)], part=self._part)
-        found.notes, found.shares = (*self.notes, f"an epoch has of {'; of '.join(said)}"), dict(rates)
-        return found
+        mixture = TokenDataset(
+            self._table, order[shuffled(len(order), seed, stream=2**33 - 1)], part=self._part
+        )
+        mixture.notes = (*self.notes, f"an epoch has of {'; of '.join(descriptions)}")
+        mixture.shares = dict(rates)
+        return mixture
 
     def split(self, eval_split: float | int, seed: int) -> tuple["TokenDataset", "TokenDataset"]:
-        """Rows to train on and rows to evaluate on, drawn by the seed alone; each keeps the order of the data. The same
-        seed draws the same rows from the same data, on every machine. `eval_split` is a fraction between 0 and 1, or a
-        number of rows. `DataError`: one of the two would be empty."""
-        chosen = held_out(len(self), eval_split, seed)
+        """Rows to train on and rows to evaluate on, drawn by the seed alone; each keeps the order
+        of the data. The same seed draws the same rows from the same data, on every machine.
+        `eval_split` is a fraction between 0 and 1, or a number of rows. `DataError`: one of the two
+        would be empty."""
+        chosen = eval_mask(len(self), eval_split, seed)
         train = TokenDataset(self._table, self._rows[~chosen], part=self._part)
         return train, self.select(np.flatnonzero(chosen))
 
     def fingerprint(self) -> str:
-        """A digest of all tokens and labels in order, kept with them: whether a run resumes on the same data."""
+        """A digest of all tokens and labels in order, kept with them: whether a run resumes on
+        the same data.
+        """
         which = f"fingerprint-{hashlib.blake2b(self._rows.tobytes(), digest_size=8).hexdigest()}"
         keeper = self._table.keeper
-        if keeper is not None and (known := keeper.get(which)) is not None:
-            return known
+        if keeper is not None and (stored_digest := keeper.get(which)) is not None:
+            return stored_digest
         digest = hashlib.blake2b(digest_size=16)
         for index in range(len(self)):
             ids, labels = self._row(index)
@@ -282,45 +355,55 @@ class TokenDataset(Sequence[TokenRow]):
         return digest.hexdigest()
 
 
-def held_out(total: int, eval_split: float | int, seed: int) -> npt.NDArray[np.bool_]:
-    """Say of each row whether it is held back to evaluate on (`TokenDataset.split`). `DataError`: none is, or all."""
-    wanted = eval_split if isinstance(eval_split, int) else round(eval_split * total)
-    if not 0 < wanted < total:
-        what = f"leaves {max(total - wanted, 0)} of {total} rows to train on and {max(wanted, 0)} to evaluate on"
+def eval_mask(total: int, eval_split: float | int, seed: int) -> npt.NDArray[np.bool_]:
+    """Say of each row whether it is held back to evaluate on (`TokenDataset.split`).
+    `DataError`: none is, or all.
+    """
+    num_eval = eval_split if isinstance(eval_split, int) else round(eval_split * total)
+    if not 0 < num_eval < total:
+        what = (
+            f"leaves {max(total - num_eval, 0)} of {total} rows to train on and "
+            f"{max(num_eval, 0)} to evaluate on"
+        )
         how = "both need at least one row: choose another split, or set eval_data"
         raise DataError(f"an evaluation split of {eval_split} {what}", where="eval_split", how=how)
     chosen = np.zeros(total, dtype=bool)
-    chosen[shuffled(total, seed, stream=2**32)[:wanted]] = True
+    chosen[shuffled(total, seed, stream=2**32)[:num_eval]] = True
     return chosen
 
 
 def shuffled(count: int, seed: int, stream: int) -> npt.NDArray[np.int64]:
-    """A permutation of `range(count)` that depends on nothing but `(count, seed, stream)`. NumPy promises that bit
-    generators and seed sequences give the same bits in every release, and promises no such thing of
-    `Generator.permutation` (NEP 19); so the order is that of raw 64-bit draws."""
+    """A permutation of `range(count)` that depends on nothing but `(count, seed, stream)`. NumPy
+    promises that bit generators and seed sequences give the same bits in every release, and
+    promises no such thing of `Generator.permutation` (NEP 19); so the order is that of raw 64-bit
+    draws."""
     keys: Any = np.random.PCG64(np.random.SeedSequence([seed % 2**64, stream])).random_raw(count)
     return np.argsort(keys, kind="stable").astype(np.int64)
 
 
 def lengths_of(rows: Any) -> npt.NDArray[np.int64]:
-    """The tokens of each row, int64 `[rows]`; rows that do not know how many they have are read for it."""
-    if (known := getattr(rows, "lengths", None)) is not None:
-        return np.asarray(known, dtype=np.int64)
-    of = getattr(rows, "num_tokens", lambda place: len(rows[place]["input_ids"]))
+    """The tokens of each row, int64 `[rows]`; rows that do not know how many they have are read
+    for it.
+    """
+    if (lengths := getattr(rows, "lengths", None)) is not None:
+        return np.asarray(lengths, dtype=np.int64)
+    of = getattr(rows, "num_tokens", lambda index: len(rows[index]["input_ids"]))
     return np.fromiter(map(of, range(len(rows))), dtype=np.int64, count=len(rows))
 
 
 def grouped_by_length(
     order: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], per_step: int
 ) -> npt.NDArray[np.int64]:
-    """An order in which the rows of a step, about so many, are about equally long; the longest row of all is the first.
-    Rows stay in the part of the order where they were, of up to 50 steps, as by `transformers`' function
-    `get_length_grouped_indices`, whose `batch_size` is `per_step`."""
+    """An order in which the rows of a step, about so many, are about equally long; the longest row
+    of all is the first. Rows stay in the part of the order where they were, of up to 50 steps, as
+    by `transformers`' function `get_length_grouped_indices`, whose `batch_size` is `per_step`."""
     part = per_step * max(1, min(len(order) // (4 * per_step), 50))
-    found = np.lexsort((-lengths[order], np.arange(len(order)) // part))  # stable, so that equals stay in order
-    longest = int(lengths[order[found[::part]]].argmax()) * part
-    found[[0, longest]] = found[[longest, 0]]
-    return order[found]
+    indices = np.lexsort(
+        (-lengths[order], np.arange(len(order)) // part)
+    )  # stable, so that equals stay in order
+    longest = int(lengths[order[indices[::part]]].argmax()) * part
+    indices[[0, longest]] = indices[[longest, 0]]
+    return order[indices]
 
 
 def first_rows(rows: Any, count: int | None) -> Any:
@@ -329,7 +412,8 @@ def first_rows(rows: Any, count: int | None) -> Any:
         return rows
     if not hasattr(rows, "select"):
         return [rows[index] for index in range(count)]
-    found, notes = rows.select(range(count)), getattr(rows, "notes", None)
+    selection = rows.select(range(count))
+    notes = getattr(rows, "notes", None)
     if notes:
-        found.notes = notes
-    return found
+        selection.notes = notes
+    return selection

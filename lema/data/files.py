@@ -1,4 +1,6 @@
-"""Rows out of data files and of data sets of the hub, each row knowing the file and line it came from."""
+"""Rows out of data files and of data sets of the hub, each row knowing the file and line it came
+from.
+"""
 
 import csv
 import glob
@@ -45,66 +47,90 @@ class Row:
 
 
 def find_files(paths: str | Path | Iterable[str | Path], first: int | None = None) -> list[Path]:
-    """The data files that files, directories and globs stand for, in a fixed order. A directory gives the data files
-    directly inside it, sorted by name; a glob its matches, sorted. Of data sets by name, these are the files of all of
-    them. A stream of the hub stands for itself, with how many of its rows are read, which are the `first` ones.
-    `DataError`: a path does not exist, matches nothing, or is of a kind which cannot be read."""
+    """The data files that files, directories and globs stand for, in a fixed order. A directory
+    gives the data files directly inside it, sorted by name; a glob its matches, sorted. Of data
+    sets by name, these are the files of all of them. A stream of the hub stands for itself, with
+    how many of its rows are read, which are the `first` ones. `DataError`: a path does not exist,
+    matches nothing, or is of a kind which cannot be read."""
     if isinstance(paths, Mapping):
         return [file for files in paths.values() for file in find_files(files, first)]
-    given = [paths] if isinstance(paths, (str, Path)) else list(paths)
-    if not given:
-        raise DataError("no data files were given", how="set train_data to a file, a directory or a glob")
-    return [file for path in given for file in _expand(path, first)]
+    path_list = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    if not path_list:
+        raise DataError(
+            "no data files were given", how="set train_data to a file, a directory or a glob"
+        )
+    return [file for path in path_list for file in _expand(path, first)]
 
 
-def local_places(paths: Any) -> list[Path]:
-    """Return the files and directories that the settings of data name, globs as what they match, without opening any;
-    a data set of the hub is none."""
+def local_paths(paths: Any) -> list[Path]:
+    """Return the files and directories that the settings of data name, globs as what they match,
+    without opening any; a data set of the hub is none."""
     if isinstance(paths, Mapping):
-        return [place for named in paths.values() for place in local_places(named)]
+        return [local_path for named in paths.values() for local_path in local_paths(named)]
     if isinstance(paths, (str, Path)):
         if is_stream(paths):
             return []
         path = expanded(paths)
-        return [path] if path.exists() else [Path(match) for match in glob.glob(str(path), recursive=True)]  # noqa: PTH207
-    return [place for path in paths or () for place in local_places(path)]
+        return (
+            [path]
+            if path.exists()
+            else [Path(match) for match in glob.glob(str(path), recursive=True)]  # noqa: PTH207
+        )
+    return [local_path for path in paths or () for local_path in local_paths(path)]
 
 
 def _kind(path: Path) -> str:
     """The suffix for a file's contents, without the suffix for its compression."""
     if is_stream(path):
         return HUB
-    kind, inner = path.suffix.lower(), Path(path.stem).suffix.lower()
+    kind = path.suffix.lower()
+    inner = Path(path.stem).suffix.lower()
     return inner if kind in _COMPRESSED and inner in _OF_LINES else kind
 
 
-def _expand(given: str | Path, first: int | None) -> list[Path]:
-    if is_stream(given):
-        with hub_data(str(given)) as (datasets, name, options, how):
+def _expand(source: str | Path, first: int | None) -> list[Path]:
+    if is_stream(source):
+        with hub_data(str(source)) as (datasets, name, options, how):
             if how.get("streaming") == "true":
-                return [Path(given if first is None or "take" in how else f"{given}&take={first}")]
-            kept = datasets.load_dataset(name, keep_in_memory=False, split=how["split"], **options)
-            return [Path(file["filename"]) for file in kept.cache_files]
-    path = expanded(given)
+                return [
+                    Path(source if first is None or "take" in how else f"{source}&take={first}")
+                ]
+            dataset = datasets.load_dataset(
+                name, keep_in_memory=False, split=how["split"], **options
+            )
+            return [Path(file["filename"]) for file in dataset.cache_files]
+    path = expanded(source)
     if path.is_dir():
-        found = sorted(p for p in path.iterdir() if _kind(p) in _READERS and not p.name.startswith("."))
-        if not found:
-            raise DataError("the directory holds no data files", where=str(path), how=f"it may hold {_accepted()}")
-        return found
+        files = sorted(
+            p for p in path.iterdir() if _kind(p) in _READERS and not p.name.startswith(".")
+        )
+        if not files:
+            raise DataError(
+                "the directory holds no data files",
+                where=str(path),
+                how=f"it may hold {_accepted()}",
+            )
+        return files
     matches = [str(path)] if path.exists() else glob.glob(str(path), recursive=True)  # noqa: PTH207 (absolute globs)
     if not matches:
-        fix = "check the path; it is relative to the shell's; of the hub, give {path: org/name, split: train}"
+        fix = (
+            "check the path; it is relative to the shell's; of the hub, give {path: org/name, "
+            "split: train}"
+        )
         raise DataError("no such data file", where=str(path), how=fix)
-    found = [Path(match) for match in sorted(matches)]
-    for file in found:
+    files = [Path(match) for match in sorted(matches)]
+    for file in files:
         if _kind(file) not in _READERS:
             what = f"cannot read a {file.suffix or 'nameless'} file"
             raise DataError(what, where=str(file), how=f"give {_accepted()}")
-    return found
+    return files
 
 
 def _accepted() -> str:
-    return f"{', '.join(sorted(_READERS))} files, or {' and '.join(_OF_LINES)} with {' or '.join(_COMPRESSED)} after it"
+    return (
+        f"{', '.join(sorted(_READERS))} files, or {' and '.join(_OF_LINES)} with "
+        f"{' or '.join(_COMPRESSED)} after it"
+    )
 
 
 def load_rows(paths: str | Path | Iterable[str | Path]) -> list[Row]:
@@ -113,23 +139,32 @@ def load_rows(paths: str | Path | Iterable[str | Path]) -> list[Row]:
 
 
 def read_rows(paths: str | Path | Iterable[str | Path]) -> Iterator[Row]:
-    """The rows of the files, one after another, in the order of the files and their lines. Blank lines of .jsonl, .csv
-    and .txt files are no rows. A leading UTF-8 byte-order mark is taken off. `DataError`: a file is missing, empty,
-    damaged or not UTF-8, or a row is malformed; names file and line."""
+    """The rows of the files, one after another, in the order of the files and their lines. Blank
+    lines of .jsonl, .csv and .txt files are no rows. A leading UTF-8 byte-order mark is taken off.
+    `DataError`: a file is missing, empty, damaged or not UTF-8, or a row is malformed; names file
+    and line."""
     for path in find_files(paths):
         for _, piece in pieces_of(path):
             yield from piece.rows()
 
 
-MAX_ROW = 16 << 20  # bytes of a line, characters of a text: a tokenizer takes thirty times as much memory
-TOO_LONG, SHORTER = "a row of more than 16 MiB", "divide it into rows of at most max_length tokens"
-MAX_UNPACKED, ROW_BYTES = 1 << 22, 100  # allowed for any packed file; for a row, besides its values
-UNPACKS, DISTRUST = "the file unpacks to hundreds of times its size", "write its rows to a new file if you trust it"
-MAX_RATIO = 150  # of what is in a packed file to its size: rows with one prompt of 10 KB reach 130, others 20
-PIECE_BYTES, PIECE_ROWS = 1 << 19, 512
+# bytes of a line, characters of a text: a tokenizer takes thirty times as much memory
+MAX_ROW = 16 << 20
+TOO_LONG = "a row of more than 16 MiB"
+SHORTER = "divide it into rows of at most max_length tokens"
+MAX_UNPACKED = 1 << 22
+ROW_BYTES = 100  # allowed for any packed file; for a row, besides its values
+UNPACKS = "the file unpacks to hundreds of times its size"
+DISTRUST = "write its rows to a new file if you trust it"
+# of what is in a packed file to its size: rows with one prompt of 10 KB reach 130, others 20
+MAX_RATIO = 150
+PIECE_BYTES = 1 << 19
+PIECE_ROWS = 512
 
 Where: TypeAlias = tuple[str, int, int]
-"""A file, the first line of a piece of it, and how many bytes of the file have been read behind the piece."""
+"""A file, the first line of a piece of it, and how many bytes of the file have been read behind
+the piece.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,27 +192,33 @@ class Piece:
 
 
 def pieces_of(path: Path) -> Iterator[tuple[Row, Piece]]:
-    """Read a file in pieces, each with the file's first row. `DataError`: it cannot be read or is empty, its
-    first row is malformed, or another is where rows are not lines."""
+    """Read a file in pieces, each with the file's first row. `DataError`: it cannot be read or is
+    empty, its first row is malformed, or another is where rows are not lines."""
     first = None
     for piece in _pieces(path):
         first = first or next(piece.rows(), None)
         if first is not None:
             yield first, piece
     if first is None:
-        raise DataError("the file holds no rows", where=str(path), how="remove it from the data, or add rows")
+        raise DataError(
+            "the file holds no rows", where=str(path), how="remove it from the data, or add rows"
+        )
 
 
 def _pieces(path: Path) -> Iterator[Piece]:
     if path.exists() and not path.is_file():
         how = "write the data to a file, because LEMA reads them more than once"
-        raise DataError("the data are a pipe or a device, not a regular file", where=str(path), how=how)
+        raise DataError(
+            "the data are a pipe or a device, not a regular file", where=str(path), how=how
+        )
     try:
         if _kind(path) in _OF_LINES:
             if path.suffix.lower() in _COMPRESSED:
                 with path.open("rb") as raw, _expanded(raw, path) as file:
                     blocks = iter(partial(file.read, 1 << 20), b"")
-                    _check_unpacked(path, (len(one) + one.count(b"\n") * ROW_BYTES for one in blocks))
+                    _check_unpacked(
+                        path, (len(block) + block.count(b"\n") * ROW_BYTES for block in blocks)
+                    )
             line = 1
             with path.open("rb") as raw, _expanded(raw, path) as file:
                 while content := file.read(PIECE_BYTES):
@@ -188,7 +229,8 @@ def _pieces(path: Path) -> Iterator[Piece]:
                     yield Piece(path, line, content, raw.tell())
                     line += num_lines
             return
-        size, read = 0 if is_stream(path) else path.stat().st_size, _OF_FILES[_kind(path)](path)
+        size = 0 if is_stream(path) else path.stat().st_size
+        read = _OF_FILES[_kind(path)](path)
         rows: list[Row] = []
         try:
             for line, values in read:
@@ -209,18 +251,23 @@ def _pieces(path: Path) -> Iterator[Piece]:
 
 
 def _check_unpacked(path: Path, sizes: Iterable[int]) -> None:
-    """Refuse a file that stands for far more than it has, before a row of it is tokenised: that takes most time."""
+    """Refuse a file that stands for far more than it has, before a row of it is tokenised: that
+    takes most time.
+    """
     left = MAX_UNPACKED + MAX_RATIO * path.stat().st_size
     if any((left := left - size) < 0 for size in sizes):
         raise DataError(UNPACKS, where=str(path), how=DISTRUST)
 
 
 def _arrow(path: Path) -> Any:
-    """Return the library that reads columns and expands compressed files. `DataError`: it is not installed."""
+    """Return the library that reads columns and expands compressed files. `DataError`: it is not
+    installed.
+    """
     try:
         import pyarrow
     except ImportError as error:
-        what, how = f"a {path.suffix} file needs the library `pyarrow`", installing("parquet")
+        what = f"a {path.suffix} file needs the library `pyarrow`"
+        how = installing("parquet")
         raise DataError(what, where=str(path), how=how) from error
     return pyarrow
 
@@ -245,7 +292,9 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _decoded(path: Path, lines: Iterable[bytes], first: int) -> Iterator[tuple[int, str]]:
-    """Numbered lines with their line endings; split at newlines only, since JSON and text may hold U+2028."""
+    """Numbered lines with their line endings; split at newlines only, since JSON and text may
+    hold U+2028.
+    """
     for number, raw in enumerate(lines, first):
         if number == 1:
             if raw.startswith(_UTF16_MARKS):
@@ -268,11 +317,16 @@ def _decode(text: str, start: int, path: Path, line: int) -> tuple[dict[str, Any
     except json.JSONDecodeError as error:
         at = line + error.lineno - 1 - text.count("\n", 0, start)
         raise _error(f"not JSON: {error.msg} (column {error.colno})", path, at) from error
-    except (ValueError, RecursionError) as error:  # a name twice, thousands of digits, thousands of brackets
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a name twice, thousands of digits, thousands of brackets
         raise _error(f"not usable JSON: {error}", path, line) from error
     if not isinstance(value, dict):
         what = f"a row must be a JSON object, not a {type(value).__name__}"
-        how = 'write each row as {"text": "..."} or the like; a list of rows belongs in a .json file'
+        how = (
+            'write each row as {"text": "..."} or the like; a list of rows belongs in a .json file'
+        )
         raise _error(what, path, line, how)
     return value, end
 
@@ -281,7 +335,11 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object's values by name; of two values under one name neither is taken."""
     values = dict(pairs)
     if len(values) != len(pairs):
-        twice = next(name for number, (name, _) in enumerate(pairs) if name in {one for one, _ in pairs[:number]})
+        twice = next(
+            name
+            for number, (name, _) in enumerate(pairs)
+            if name in {earlier for earlier, _ in pairs[:number]}
+        )
         raise ValueError(f"{twice!r} is given twice")
     return values
 
@@ -306,14 +364,19 @@ def _jsonl(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, 
 
 
 def _json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """An array of objects, or objects one after another; decoded one by one so that each knows its line."""
+    """An array of objects, or objects one after another; decoded one by one so that each knows
+    its line.
+    """
     text = "".join(line for _, line in _lines(path))
-    position, line, counted = _skip_blank(text, 0), 1, 0
+    position = _skip_blank(text, 0)
+    line = 1
+    counted = 0
     array = text.startswith("[", position)
     if array:
         position = _skip_blank(text, position + 1)
     while position < len(text) and not (array and text.startswith("]", position)):
-        line, counted = line + text.count("\n", counted, position), position
+        line = line + text.count("\n", counted, position)
+        counted = position
         value, position = _decode(text, position, path, line)
         yield line, value
         position = _skip_blank(text, position)
@@ -321,14 +384,17 @@ def _json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             position = _skip_blank(text, position + 1)
         elif array:
             break
-    if array and not (text.startswith("]", position) and _skip_blank(text, position + 1) == len(text)):
+    if array and not (
+        text.startswith("]", position) and _skip_blank(text, position + 1) == len(text)
+    ):
         at = 1 + text.count("\n", 0, position)
         what = "the list of rows is incomplete, lacks a comma, or is followed by other text"
         raise _error(what, path, at, "check that the file is complete")
 
 
 def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    # The csv module's limit of 128 KiB per field is one setting for the whole process; a long document exceeds it.
+    # The csv module's limit of 128 KiB per field is one setting for the whole process; a long
+    # document exceeds it.
     csv.field_size_limit(MAX_ROW)
     reader = csv.reader((text for _, text in _lines(path)), strict=True)
     header: list[str] | None = None
@@ -347,10 +413,14 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             header = [name.strip() for name in cells]
             if len(set(header)) < len(header) or "" in header:
                 how = "the first line must name each column once"
-                raise _error(f"column names are empty or repeated: {', '.join(header)}", path, line, how)
+                raise _error(
+                    f"column names are empty or repeated: {', '.join(header)}", path, line, how
+                )
         elif len(cells) != len(header):
             how = "quote cells which hold commas; write an empty cell as nothing between commas"
-            raise _error(f"{len(cells)} cells in a row under {len(header)} columns", path, line, how)
+            raise _error(
+                f"{len(cells)} cells in a row under {len(header)} columns", path, line, how
+            )
         else:
             yield line, dict(zip(header, cells, strict=True))
 
@@ -362,7 +432,9 @@ def _txt(_: Path, lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, dict[
 
 
 def _batches(path: Path) -> Iterator[Any]:
-    """Batches of a parquet file, or of either form of Arrow's: what `datasets` writes is a stream."""
+    """Batches of a parquet file, or of either form of Arrow's: what `datasets` writes is a
+    stream.
+    """
     import pyarrow.ipc
 
     if _kind(path) == ".parquet":
@@ -391,18 +463,27 @@ def _within_memory(path: Path, number: int, function: Callable[[], Any]) -> Any:
 
 def _columnar(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     pyarrow = _arrow(path)
-    number, left = 0, MAX_UNPACKED + MAX_RATIO * path.stat().st_size
+    number = 0
+    left = MAX_UNPACKED + MAX_RATIO * path.stat().st_size
     try:
-        every = iter(partial(_within_memory, path, number, partial(next, _batches(path), None)), None)
+        every = iter(
+            partial(_within_memory, path, number, partial(next, _batches(path), None)), None
+        )
         _check_unpacked(path, (batch.nbytes + ROW_BYTES * len(batch) for batch in every))
         batches = _batches(path)
         while (batch := _within_memory(path, number, lambda: next(batches, None))) is not None:
             left -= batch.nbytes
-            most = max(1, min(1024, MAX_ROW * len(batch) // max(1, batch.nbytes)))  # rows at once, of one long text
+            most = max(
+                1, min(1024, MAX_ROW * len(batch) // max(1, batch.nbytes))
+            )  # rows at once, of one long text
             parts = (batch.slice(at, most) for at in range(0, len(batch), most))
-            for values in (row for part in parts for row in _within_memory(path, number, part.to_pylist)):
+            for values in (
+                row for part in parts for row in _within_memory(path, number, part.to_pylist)
+            ):
                 number += 1
-                left -= ROW_BYTES + sum(len(one) for one in values.values() if isinstance(one, str))
+                left -= ROW_BYTES + sum(
+                    len(cell) for cell in values.values() if isinstance(cell, str)
+                )
                 if left < 0:
                     raise _error(UNPACKS, path, number, DISTRUST)
                 yield number, values
@@ -411,7 +492,10 @@ def _columnar(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 _Values = Iterator[tuple[int, dict[str, Any]]]
-_OF_LINES: dict[str, Callable[[Path, Iterable[tuple[int, str]]], _Values]] = {".jsonl": _jsonl, ".txt": _txt}
+_OF_LINES: dict[str, Callable[[Path, Iterable[tuple[int, str]]], _Values]] = {
+    ".jsonl": _jsonl,
+    ".txt": _txt,
+}
 _OF_FILES: dict[str, Callable[[Path], _Values]] = {".json": _json, ".csv": _csv}
 _OF_FILES |= dict.fromkeys((".parquet", ".arrow"), _columnar)
 _COMPRESSED = {".gz", ".zst"}

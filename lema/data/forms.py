@@ -1,4 +1,6 @@
-"""What the settings say of the form of the data, and values of rows in the forms that they may have."""
+"""What the settings say of the form of the data, and values of rows in the forms that they may
+have.
+"""
 
 import copy
 import json
@@ -35,10 +37,14 @@ __all__ = [
 ]
 
 IGNORED = -100
-"""The label of a token which is read but not trained on; the value `torch.nn.functional.cross_entropy` ignores."""
+"""The label of a token which is read but not trained on; the value
+`torch.nn.functional.cross_entropy` ignores.
+"""
 
 TrainOn: TypeAlias = Literal["assistant", "last", "all", "completion"]
-"""What is trained on: every answer; the last one; every token; or the answers after the user's last message."""
+"""What is trained on: every answer; the last one; every token; or the answers after the user's
+last message.
+"""
 
 MESSAGE_FIELDS = ("role", "content")
 """Names of `columns` that mean fields of a message rather than columns of a row."""
@@ -49,41 +55,65 @@ class Forms:
     """How rows are to be read."""
 
     columns: Mapping[str, str] = field(default_factory=dict)  # our name of a column to the data's
-    chat_template: str | None = None  # a file, a Jinja text, or a name among the tokenizer's; None: the tokenizer's own
+    chat_template: str | None = (
+        None  # a file, a Jinja text, or a name among the tokenizer's; None: the tokenizer's own
+    )
     train_on: TrainOn = "assistant"
-    trains_prompt: bool = False  # whether what a generation prompt gives, such as an opened <think>, is trained
-    template_date: str | None = None  # that chat templates are told for today, YYYY-MM-DD; None: today's
+    trains_prompt: bool = (
+        False  # whether what a generation prompt gives, such as an opened <think>, is trained
+    )
+    template_date: str | None = (
+        None  # that chat templates are told for today, YYYY-MM-DD; None: today's
+    )
 
     def renamed(self, row: Row) -> Row:
-        """Return the row with the columns under our names. `DataError`: the row lacks a column that was named."""
-        wanted = {ours: theirs for ours, theirs in self.columns.items() if ours not in MESSAGE_FIELDS}
-        if not wanted:
+        """Return the row with the columns under our names. `DataError`: the row lacks a column
+        that was named.
+        """
+        renames = {
+            ours: theirs for ours, theirs in self.columns.items() if ours not in MESSAGE_FIELDS
+        }
+        if not renames:
             return row
-        if missing := [theirs for theirs in wanted.values() if theirs not in row.values]:
-            found = ", ".join(sorted(map(str, row.values)))
-            what = f"the settings name the column {missing[0]!r}, and the row has {found or 'none'}"
-            raise row.broken(what, how="correct `columns`, which maps LEMA's names to yours: {prompt: question}")
-        taken = set(wanted.values()) | set(wanted)
+        if missing := [theirs for theirs in renames.values() if theirs not in row.values]:
+            present = ", ".join(sorted(map(str, row.values)))
+            what = (
+                f"the settings name the column {missing[0]!r}, and the row has {present or 'none'}"
+            )
+            raise row.broken(
+                what, how="correct `columns`, which maps LEMA's names to yours: {prompt: question}"
+            )
+        taken = set(renames.values()) | set(renames)
         values = {name: value for name, value in row.values.items() if name not in taken}
-        return Row(values | {ours: row.values[theirs] for ours, theirs in wanted.items()}, row.source, row.line)
+        return Row(
+            values | {ours: row.values[theirs] for ours, theirs in renames.items()},
+            row.source,
+            row.line,
+        )
 
     def with_template(self, tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenizerBase":
-        """Return the tokenizer with the chat template of the settings; a copy, since the tokenizer is the caller's.
-        `DataError`: the setting is neither a Jinja text, nor a template of the tokenizer's, nor a file."""
-        given, own = self.chat_template, tokenizer.chat_template
-        if given is None:
+        """Return the tokenizer with the chat template of the settings; a copy, since the tokenizer
+        is the caller's. `DataError`: the setting is neither a Jinja text, nor a template of the
+        tokenizer's, nor a file."""
+        template = self.chat_template
+        named_templates = tokenizer.chat_template
+        if template is None:
             return tokenizer
         changed = copy.copy(tokenizer)
-        if "{{" in given or "{%" in given:
-            changed.chat_template = given
-        elif isinstance(own, dict) and given in own:
-            changed.chat_template = own[given]
+        if "{{" in template or "{%" in template:
+            changed.chat_template = template
+        elif isinstance(named_templates, dict) and template in named_templates:
+            changed.chat_template = named_templates[template]
         else:
             try:
-                changed.chat_template = read_regular(expanded(given), MAX_TEMPLATE_BYTES).decode("utf-8")
+                changed.chat_template = read_regular(expanded(template), MAX_TEMPLATE_BYTES).decode(
+                    "utf-8"
+                )
             except (OSError, ValueError, RuntimeError) as error:  # that of a home that is not here
                 how = "give a .jinja file, or the template itself"
-                raise DataError(f"the chat template cannot be read: {error}", where="chat_template", how=how) from error
+                raise DataError(
+                    f"the chat template cannot be read: {error}", where="chat_template", how=how
+                ) from error
         return changed
 
 
@@ -100,34 +130,41 @@ def forms_of(config: LemaConfig) -> Forms:
 
 @dataclass
 class Remarks:
-    """What a user should know of the data, each thing once: how many rows it holds for, and the first of them."""
+    """What a user should know of the data, each thing once: how many rows it holds for, and the
+    first of them.
+    """
 
-    found: dict[str, tuple[int, str]] = field(default_factory=dict)
+    counts: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def add(self, row: Row, what: str) -> None:
         """Count one more row for which this holds."""
-        count, first = self.found.get(what, (0, row.origin))
-        self.found[what] = (count + 1, first)
+        count, first = self.counts.get(what, (0, row.origin))
+        self.counts[what] = (count + 1, first)
 
     def lines(self) -> tuple[str, ...]:
         """What was found, one line for each."""
         return tuple(
             f"{what} ({count:,} {'row' if count == 1 else 'rows'}, the first is {first})"
-            for what, (count, first) in self.found.items()
+            for what, (count, first) in self.counts.items()
         )
 
 
-def check_ids(row: Row, columns: Mapping[str, Sequence[int] | npt.NDArray[Any]], vocab_size: int | None) -> None:
-    """Refuse token ids of a row that are outside the vocabulary of `vocab_size` tokens; None: any that are ids. Of the
-    `columns`, by their names, `labels` may hold -100. `DataError`: names the column, the id and its position."""
+def check_ids(
+    row: Row, columns: Mapping[str, Sequence[int] | npt.NDArray[Any]], vocab_size: int | None
+) -> None:
+    """Refuse token ids of a row that are outside the vocabulary of `vocab_size` tokens; None: any
+    that are ids. Of the `columns`, by their names, `labels` may hold -100. `DataError`: names the
+    column, the id and its position."""
     limit = 2**31 if vocab_size is None else vocab_size
     for column, values in columns.items():
-        known = np.asarray(values)
-        wrong = (known < 0) & ((known != IGNORED) | (column != "labels")) | (known >= limit)
+        ids = np.asarray(values)
+        wrong = (ids < 0) & ((ids != IGNORED) | (column != "labels")) | (ids >= limit)
         if wrong.any():
             at = int(wrong.argmax())
             what = f"{column} holds {values[at]}, which is outside the vocabulary of {limit} tokens"
-            raise row.broken(what, at=f"position {at}", how="use the tokenizer of the model being trained")
+            raise row.broken(
+                what, at=f"position {at}", how="use the tokenizer of the model being trained"
+            )
 
 
 _YES_OR_NO = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
@@ -140,7 +177,9 @@ def list_of(row: Row, column: str) -> list[Any]:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise row.broken(f"'{column}' should be a list, and the text there is not JSON: {error}") from error
+            raise row.broken(
+                f"'{column}' should be a list, and the text there is not JSON: {error}"
+            ) from error
     elif hasattr(value, "tolist"):  # arrays and tensors, in rows from memory
         value = value.tolist()
     if not isinstance(value, (list, tuple)):
@@ -157,7 +196,9 @@ def text_of(row: Row, value: Any, name: str, at: str = "") -> str:
     if len(value) > MAX_ROW:
         raise row.broken(f"{name} is {TOO_LONG}", at=at, how=SHORTER)
     if "\0" in value:
-        raise row.broken(f"{name} holds a NUL character", at=at, how="remove it; the text is probably damaged")
+        raise row.broken(
+            f"{name} holds a NUL character", at=at, how="remove it; the text is probably damaged"
+        )
     if not value.isascii():
         try:
             value.encode("utf-8")
@@ -169,35 +210,45 @@ def text_of(row: Row, value: Any, name: str, at: str = "") -> str:
 
 
 def flag_of(row: Row, value: Any, name: str, at: str = "") -> bool:
-    """Whether to train, as `train: false` or `weight: 0` say; a weight between the two is refused."""
-    value = value.item() if hasattr(value, "item") else value  # of arrays and tensors, in rows from memory
-    known = value.lower() if isinstance(value, str) else value
-    if not isinstance(known, (bool, int, float, str)) or known not in _YES_OR_NO:
+    """Whether to train, as `train: false` or `weight: 0` say; a weight between the two is
+    refused.
+    """
+    # of arrays and tensors, in rows from memory
+    value = value.item() if hasattr(value, "item") else value
+    flag = value.lower() if isinstance(value, str) else value
+    if not isinstance(flag, (bool, int, float, str)) or flag not in _YES_OR_NO:
         what = f"{name} marks what to train on, and should be true or false, 1 or 0, not {value!r}"
         raise row.broken(what, at=at, how="weights between 0 and 1 do not work here")
-    return _YES_OR_NO[known]
+    return _YES_OR_NO[flag]
 
 
-def num_alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+def num_alike(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return how many items two sequences begin with alike."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    )
 
 
 DEFAULT_LENGTH = 1024  # tokens; what TRL cuts at
 
 
 def num_positions(config: Any) -> int | None:
-    """Return the most tokens that a model takes at once, as the config of its text part says; None: any number."""
+    """Return the most tokens that a model takes at once, as the config of its text part says;
+    None: any number.
+    """
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return None if positions is None or positions < 1 else int(positions)  # -1 is how XLNet's says that it has no limit
+    # -1 is how XLNet's says that it has no limit
+    return None if positions is None or positions < 1 else int(positions)
 
 
-def longest_row(wanted: int | None, positions: int | None) -> int:
-    """Return the most tokens a row may have: as `wanted`, else 1024, or the model's `positions` where they are fewer
-    (None: any number). `ConfigError`: the model takes fewer than asked for."""
+def longest_row(max_length: int | None, positions: int | None) -> int:
+    """Return the most tokens a row may have: as `max_length`, else 1024, or the model's `positions`
+    where they are fewer (None: any number). `ConfigError`: the model takes fewer than asked for."""
     if positions is None:
-        return wanted or DEFAULT_LENGTH
-    if wanted is not None and wanted > positions:
-        what = f"the model has {positions} positions, fewer than max_length: {wanted}"
-        raise ConfigError(what, where="max_length", how=f"set max_length to {positions} or less, or leave it out")
-    return wanted or min(DEFAULT_LENGTH, positions)
+        return max_length or DEFAULT_LENGTH
+    if max_length is not None and max_length > positions:
+        what = f"the model has {positions} positions, fewer than max_length: {max_length}"
+        raise ConfigError(
+            what, where="max_length", how=f"set max_length to {positions} or less, or leave it out"
+        )
+    return max_length or min(DEFAULT_LENGTH, positions)

@@ -1,14 +1,17 @@
-"""Which data set gives the i-th sample of a mixture, by rate: a pure function of (key, i), with no state kept.
+"""Which data set gives the i-th sample of a mixture, by rate: a pure function of (key, i), with no
+state kept.
 
-If data sets were drawn at random, only a replay could tell how many samples one has given before the i-th. Here slots
-are dealt out such that this number is a formula, and are shuffled afterwards within windows: the formula counts up to a
-window, and the rest is counted. Rates also hold better than by drawing (`Interleaving`).
+If data sets were drawn at random, only a replay could tell how many samples one has given before
+the i-th. Here slots are dealt out such that this number is a formula, and are shuffled afterwards
+within windows: the formula counts up to a window, and the rest is counted. Rates also hold better
+than by drawing (`Interleaving`).
 
-A fade is the passage from one mixture into the next (`Fade`). The weight of the earlier mixture at sample i of n is a
-function of x = i / n that falls from 1 to 0: `1 - x` (linear), `(1 + cos(pi x)) / 2` (cosine), or `1 / (1 + exp(10 (x -
-1/2)))`, stretched so that it begins at 1 and ends at 0 (sigmoid). Slots are dealt out by sums of weights, which must be
-the same on every machine, while cosines are not to the last bit. So the function is tabulated at 257 places, rounded to
-2**-20, and is linear between them; sums are exact from there on.
+A fade is the passage from one mixture into the next (`Fade`). The weight of the earlier mixture at
+sample i of n is a function of x = i / n that falls from 1 to 0: `1 - x` (linear), `(1 + cos(pi x))
+/ 2` (cosine), or `1 / (1 + exp(10 (x - 1/2)))`, stretched so that it begins at 1 and ends at 0
+(sigmoid). Slots are dealt out by sums of weights, which must be the same on every machine, while
+cosines are not to the last bit. So the function is tabulated at 257 places, rounded to 2**-20, and
+is linear between them; sums are exact from there on.
 """
 
 import heapq
@@ -34,7 +37,9 @@ STEEPNESS = 10.0  # of the sigmoid: a tenth of the fade before its middle, the w
 
 
 def _sigmoid(x: float) -> float:
-    bent, first, last = (1.0 / (1.0 + math.exp(STEEPNESS * (place - 0.5))) for place in (x, 0.0, 1.0))
+    bent, first, last = (
+        1.0 / (1.0 + math.exp(STEEPNESS * (position - 0.5))) for position in (x, 0.0, 1.0)
+    )
     return (bent - last) / (first - last)
 
 
@@ -48,15 +53,19 @@ SHAPES: Mapping[str, Callable[[float], float]] = {
 
 @lru_cache(maxsize=len(SHAPES))
 def _tables(shape: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Weights at the ends of the pieces in units of 2**-20, and twice the sum of all pieces before each end."""
-    weights = tuple(round(UNIT * SHAPES[shape](place / PIECES)) for place in range(PIECES + 1))
-    return weights, tuple(accumulate((one + other for one, other in pairwise(weights)), initial=0))
+    """Weights at the ends of the pieces in units of 2**-20, and twice the sum of all pieces
+    before each end.
+    """
+    weights = tuple(round(UNIT * SHAPES[shape](piece / PIECES)) for piece in range(PIECES + 1))
+    return weights, tuple(
+        accumulate((left + right for left, right in pairwise(weights)), initial=0)
+    )
 
 
 @dataclass(frozen=True)
 class Fade:
-    """The first samples of a stage, over which its mixture comes in for the one before. `ConfigError`: `before` is no
-    mixture, there are no samples, or there is no such shape."""
+    """The first samples of a stage, over which its mixture comes in for the one before.
+    `ConfigError`: `before` is no mixture, there are no samples, or there is no such shape."""
 
     before: tuple[Sampling, ...]  # the data sets of the mixture before
     samples: int  # over which
@@ -65,33 +74,44 @@ class Fade:
     def __post_init__(self) -> None:
         check_rates(self.before, "fade")
         if self.samples < 1:
-            raise ConfigError(f"a fade cannot have {self.samples} samples", where="fade", how="leave it out")
+            raise ConfigError(
+                f"a fade cannot have {self.samples} samples", where="fade", how="leave it out"
+            )
         if self.shape not in SHAPES:
             how = f"use one of {', '.join(SHAPES)}"
             raise ConfigError(f"there is no fade {self.shape!r}", where="shape", how=how)
 
-    def given(self, count: int) -> int:
-        """Return how many of the first `count` slots are the mixture's before: the sum of weights, halves up. It is the
-        integral of the weight from 0 to `count`, exactly, so no slot is given twice and none is left out."""
+    def num_before(self, count: int) -> int:
+        """Return how many of the first `count` slots are the mixture's before: the sum of weights,
+        halves up. It is the integral of the weight from 0 to `count`, exactly, so no slot is given
+        twice and none is left out."""
         weights, sums = _tables(self.shape)
         count = min(count, self.samples)
-        piece, rest = divmod(count * PIECES, self.samples)
-        # In units of UNIT * PIECES * 2 * samples: whole pieces are trapezoids, and so is the part of the last one.
+        piece, remainder = divmod(count * PIECES, self.samples)
+        # In units of UNIT * PIECES * 2 * samples: whole pieces are trapezoids, and so is the part
+        # of the last one.
         total = self.samples**2 * sums[piece]
-        if rest:
-            total += 2 * self.samples * weights[piece] * rest + (weights[piece + 1] - weights[piece]) * rest**2
-        whole = 2 * UNIT * PIECES * self.samples
-        return (2 * total + whole) // (2 * whole)
+        if remainder:
+            total += (
+                2 * self.samples * weights[piece] * remainder
+                + (weights[piece + 1] - weights[piece]) * remainder**2
+            )
+        denominator = 2 * UNIT * PIECES * self.samples
+        return (2 * total + denominator) // (2 * denominator)
 
 
-WINDOW = 1024  # samples that are shuffled among each other; another number is another order of every run
-FADING = 16  # windows in a fade, at least, where it has so many samples: shuffling must not even it out
+WINDOW = (
+    1024  # samples that are shuffled among each other; another number is another order of every run
+)
+FADING = (
+    16  # windows in a fade, at least, where it has so many samples: shuffling must not even it out
+)
 
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A node of a tree: of the first n slots at it, `round(n * share)` go left, halves up, and the others right. Where
-    the share is a fade, `share.given(n)` go left, to the mixture before."""
+    """A node of a tree: of the first n slots at it, `round(n * share)` go left, halves up, and the
+    others right. Where the share is a fade, `share.given(n)` go left, to the mixture before."""
 
     left: "_Node | str"
     right: "_Node | str"
@@ -99,27 +119,34 @@ class _Node:
 
     def to_left(self, slots: int) -> int:
         if isinstance(self.share, Fade):
-            return self.share.given(slots)
-        part, whole = self.share.as_integer_ratio()
-        return (2 * slots * part + whole) // (2 * whole)
+            return self.share.num_before(slots)
+        part, denominator = self.share.as_integer_ratio()
+        return (2 * slots * part + denominator) // (2 * denominator)
 
 
 _Tree: TypeAlias = _Node | str
 
 
 class Interleaving:
-    """Data sets that take turns, each as often as its rate says; rates are decimals, divided by their sum.
+    """Data sets that take turns, each as often as its rate says; rates are decimals, divided by
+    their sum.
 
-    Of the first n slots a data set has its rate of n, give or take less than 2 (with two data sets: at most 1/2), for
-    every n. Samples are the slots, shuffled by `key` in windows of 1024; so the same holds for samples up to the end of
-    any window. The order in which data sets are listed changes nothing. Under a fade a data set has, of the first n
-    slots, the sum of its rates at each of them, give or take less than 5 (with two data sets in both mixtures: at most
-    2), during the fade and ever after. The samples of a fade are shuffled in windows of their own, a sixteenth of the
-    fade at most; windows of 1024 begin where it ends."""
+    Of the first n slots a data set has its rate of n, give or take less than 2 (with two data sets:
+    at most 1/2), for every n. Samples are the slots, shuffled by `key` in windows of 1024; so the
+    same holds for samples up to the end of any window. The order in which data sets are listed
+    changes nothing. Under a fade a data set has, of the first n slots, the sum of its rates at each
+    of them, give or take less than 5 (with two data sets in both mixtures: at most 2), during the
+    fade and ever after. The samples of a fade are shuffled in windows of their own, a sixteenth of
+    the fade at most; windows of 1024 begin where it ends."""
 
-    def __init__(self, rates: Mapping[str, float], *key: int | str, fade: Fade | None = None) -> None:
-        self._tree, self._names, self._key = _tree(rates), list(rates), key
-        self._fade_samples, self._fade_window = 0, 1
+    def __init__(
+        self, rates: Mapping[str, float], *key: int | str, fade: Fade | None = None
+    ) -> None:
+        self._tree = _tree(rates)
+        self._names = list(rates)
+        self._key = key
+        self._fade_samples = 0
+        self._fade_window = 1
         if fade is not None:
             before = rates_of(fade.before)
             self._tree = _Node(_tree(before), self._tree, fade)
@@ -133,7 +160,9 @@ class Interleaving:
         return name, _slots(self._tree, slot)[name]
 
     def sample(self, index: int) -> tuple[str, int]:
-        """Return the data set that gives this sample, and how many of the samples before it gave."""
+        """Return the data set that gives this sample, and how many of the samples before it
+        gave.
+        """
         first, order = self._window(index)
         which = order[index - first]
         name = self._names[which]
@@ -142,26 +171,37 @@ class Interleaving:
     def counts(self, count: int) -> dict[str, int]:
         """Return how many of the first `count` samples each data set gives."""
         first, order = self._window(count)
-        given, part = _slots(self._tree, first), order[: count - first]
-        return {name: given[name] + part.count(which) for which, name in enumerate(self._names)}
+        num_slots = _slots(self._tree, first)
+        part = order[: count - first]
+        return {name: num_slots[name] + part.count(which) for which, name in enumerate(self._names)}
 
     def _window(self, index: int) -> tuple[int, "array[int]"]:
-        """Return the first sample of a sample's window, and the data set of each in the window, by place in `names`."""
+        """Return the first sample of a sample's window, and the data set of each in the window,
+        by place in `names`.
+        """
         if index < self._fade_samples:
             window = index // self._fade_window
             first = window * self._fade_window
-            count, key = min(self._fade_window, self._fade_samples - first), (*self._key, "fade", window)
+            count = min(self._fade_window, self._fade_samples - first)
+            key = (*self._key, "fade", window)
         else:
             window = (index - self._fade_samples) // WINDOW
-            first, count, key = self._fade_samples + window * WINDOW, WINDOW, (*self._key, window)
+            first = self._fade_samples + window * WINDOW
+            count = WINDOW
+            key = (*self._key, window)
         return first, _order(self._tree, tuple(self._names), first, count, key)
 
 
 @lru_cache(maxsize=16)
-def _order(tree: _Tree, names: tuple[str, ...], first: int, count: int, key: tuple[int | str, ...]) -> "array[int]":
-    """Return the data sets of a window's samples, by place in `names`; the latest are kept for the next calls."""
-    shuffled, places = Permutation(count, *key), {name: place for place, name in enumerate(names)}
-    return array("L", (places[_owner(tree, first + shuffled(place))] for place in range(count)))
+def _order(
+    tree: _Tree, names: tuple[str, ...], first: int, count: int, key: tuple[int | str, ...]
+) -> "array[int]":
+    """Return the data sets of a window's samples, by place in `names`; the latest are kept for
+    the next calls.
+    """
+    shuffled = Permutation(count, *key)
+    numbers = {name: number for number, name in enumerate(names)}
+    return array("L", (numbers[_owner(tree, first + shuffled(index))] for index in range(count)))
 
 
 def _owner(tree: _Tree, slot: int) -> str:
@@ -177,21 +217,24 @@ def _slots(tree: _Tree, slots: int) -> Counter[str]:
     if isinstance(tree, str):
         return Counter({tree: slots})
     left = tree.to_left(slots)
-    given = _slots(tree.left, left)
-    given.update(_slots(tree.right, slots - left))
-    return given
+    slot_counts = _slots(tree.left, left)
+    slot_counts.update(_slots(tree.right, slots - left))
+    return slot_counts
 
 
 def _tree(rates: Mapping[str, float]) -> _Tree:
-    """Huffman's tree over the rates. A node rounds by 1/2 at most, and what comes to it too much or too little is
-    passed on by its share. In this tree a node has at most 2/3 of the node above it (its own two parts are no larger
-    than its sibling), so a node is off by at most 1/2 + 1/3 + 2/9 + ... = 3/2, and a data set by less than 2."""
+    """Huffman's tree over the rates. A node rounds by 1/2 at most, and what comes to it too much or
+    too little is passed on by its share. In this tree a node has at most 2/3 of the node above it
+    (its own two parts are no larger than its sibling), so a node is off by at most 1/2 + 1/3 + 2/9
+    + ... = 3/2, and a data set by less than 2."""
     # Names break ties: they are compared before trees would be, and no two are alike.
-    heap: list[tuple[Fraction, str, _Tree]] = [(Fraction(str(rate)), name, name) for name, rate in rates.items()]
+    heap: list[tuple[Fraction, str, _Tree]] = [
+        (Fraction(str(rate)), name, name) for name, rate in rates.items()
+    ]
     heapq.heapify(heap)
     while len(heap) > 1:
         small, name, right = heapq.heappop(heap)
-        large, other, left = heapq.heappop(heap)
+        large, left_name, left = heapq.heappop(heap)
         node = _Node(left, right, large / (small + large))
-        heapq.heappush(heap, (small + large, min(name, other), node))
+        heapq.heappush(heap, (small + large, min(name, left_name), node))
     return heap[0][2]

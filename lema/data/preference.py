@@ -1,7 +1,9 @@
-"""Examples for preference objectives: pairs of a chosen and a rejected row, or rows with a label, and their batches.
+"""Examples for preference objectives: pairs of a chosen and a rejected row, or rows with a label,
+and their batches.
 
-Rows are tokenised as TRL does: prompt and completion together, as the model meets them, and the completion begins where
-these tokens part from those of the prompt alone. A pair without a prompt has one: what its sides begin with alike.
+Rows are tokenised as TRL does: prompt and completion together, as the model meets them, and the
+completion begins where these tokens part from those of the prompt alone. A pair without a prompt
+has one: what its sides begin with alike.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from lema.data.chat.messages import read_messages, read_tools
 from lema.data.chat.template import Ahead, date_for, open_template, render_ahead
 from lema.data.chat.tokens import DATED, encoded
 from lema.data.columns import IGNORED, left_out, parse
-from lema.data.dataset import Columns, TokenDataset, held_out
+from lema.data.dataset import Columns, TokenDataset, eval_mask
 from lema.data.files import Row
 from lema.data.forms import Forms, Remarks, check_ids, num_alike
 from lema.data.read import Overlong, table_of
@@ -33,25 +35,28 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["EXAMPLE", "Of", "PreferenceDataset", "prepare_preferences"]
+__all__ = ["EXAMPLE", "ExampleColumn", "PreferenceDataset", "prepare_preferences"]
 
 EXAMPLE = "example"
-"""The name, in a micro-batch, of int64 `[rows, 7]`, with the values that `Of` names for each row."""
+"""The name, in a micro-batch, of int64 `[rows, 7]`, with the values that `Of` names for each
+row.
+"""
 
 
-class Of(IntEnum):
+class ExampleColumn(IntEnum):
     """The columns of what is said of a row."""
 
     BATCH = 0  # the number of its batch in the step
-    PLACE = 1  # of its example in the batch
+    INDEX = 1  # of its example in the batch
     LABEL = 2  # 1: chosen, or desirable; 0: rejected
     EXAMPLES = 3  # how many examples the batch has, in all processes
     BATCHES = 4  # how many batches the step has
     TOKENS = 5  # how many tokens of completions the chosen rows of the batch have, in all processes
-    WHOLE = 6  # in the same way, with their prompts, less the first token of each row
+    ALL_TOKENS = 6  # in the same way, with their prompts, less the first token of each row
 
 
-BATCH, BATCH_CHARACTERS = 32, 1 << 17  # rows that are rendered at once
+BATCH = 32
+BATCH_CHARACTERS = 1 << 17  # rows that are rendered at once
 
 Value: TypeAlias = str | list[dict[str, Any]]
 """Text, or messages for the chat template."""
@@ -60,13 +65,18 @@ TokenRow = dict[str, list[int]]
 
 
 class PreferenceDataset(Sequence[list[TokenRow]]):
-    """Examples in order: each a list of its rows, `[chosen, rejected]`, or one row. `rows`: of all examples, one after
-    the other; labels are -100 in the prompts. `labels`: whether each example is desirable; None: examples are pairs.
-    `max_length`: rows are cut at this many tokens."""
+    """Examples in order: each a list of its rows, `[chosen, rejected]`, or one row. `rows`: of all
+    examples, one after the other; labels are -100 in the prompts. `labels`: whether each example is
+    desirable; None: examples are pairs. `max_length`: rows are cut at this many tokens."""
 
-    def __init__(self, rows: TokenDataset, labels: npt.NDArray[np.int64] | None, max_length: int) -> None:
-        self.rows, self._labels, self._max_length = rows, labels, max_length
-        self.counts, self.notes = rows.counts, rows.notes
+    def __init__(
+        self, rows: TokenDataset, labels: npt.NDArray[np.int64] | None, max_length: int
+    ) -> None:
+        self.rows = rows
+        self._labels = labels
+        self._max_length = max_length
+        self.counts = rows.counts
+        self.notes = rows.notes
         self.rows_each = 2 if labels is None else 1
 
     def __len__(self) -> int:
@@ -79,16 +89,20 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
     def __getitem__(self, index: int | slice) -> list[TokenRow] | list[list[TokenRow]]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        return [self._cut(self.rows[index * self.rows_each + one]) for one in range(self.rows_each)]
+        return [
+            self._cut(self.rows[index * self.rows_each + side]) for side in range(self.rows_each)
+        ]
 
     def _cut(self, row: TokenRow) -> TokenRow:
         return {name: values[: self._max_length] for name, values in row.items()}
 
     @property
     def lengths(self) -> npt.NDArray[np.int32]:
-        """The length of each example's longest row in tokens, int32 `[examples]`; no token is read for it."""
-        found: npt.NDArray[np.int32] = self.rows.lengths.reshape(-1, self.rows_each).max(axis=1)
-        return np.minimum(found, self._max_length)
+        """The length of each example's longest row in tokens, int32 `[examples]`; no token is
+        read for it.
+        """
+        longest: npt.NDArray[np.int32] = self.rows.lengths.reshape(-1, self.rows_each).max(axis=1)
+        return np.minimum(longest, self._max_length)
 
     def fingerprint(self) -> str:
         """A digest of all examples in order: whether a run resumes on the data it began with."""
@@ -98,14 +112,18 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
 
     def select(self, examples: Sequence[int] | npt.NDArray[np.int64]) -> PreferenceDataset:
         """The examples at these places, in this order."""
-        places = np.asarray(examples, dtype=np.int64)
-        rows = (places[:, None] * self.rows_each + np.arange(self.rows_each)).reshape(-1)
-        labels = None if self._labels is None else self._labels[places]
+        indices = np.asarray(examples, dtype=np.int64)
+        rows = (indices[:, None] * self.rows_each + np.arange(self.rows_each)).reshape(-1)
+        labels = None if self._labels is None else self._labels[indices]
         return PreferenceDataset(self.rows.select(rows), labels, self._max_length)
 
-    def split(self, eval_split: float | int, seed: int) -> tuple[PreferenceDataset, PreferenceDataset]:
-        """Examples to train on and examples to evaluate on, drawn as `TokenDataset.split` draws rows."""
-        chosen = held_out(len(self), eval_split, seed)
+    def split(
+        self, eval_split: float | int, seed: int
+    ) -> tuple[PreferenceDataset, PreferenceDataset]:
+        """Examples to train on and examples to evaluate on, drawn as `TokenDataset.split` draws
+        rows.
+        """
+        chosen = eval_mask(len(self), eval_split, seed)
         return self.select(np.flatnonzero(~chosen)), self.select(np.flatnonzero(chosen))
 
     def num_tokens(self, index: int) -> int:
@@ -114,40 +132,58 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
         return min(self._max_length, max(map(self.rows.num_tokens, rows)))
 
     def batch_of(
-        self, examples: Sequence[int], mine: Sequence[int], pad_token_id: int = 0, number: int = 0, count: int = 1
+        self,
+        examples: Sequence[int],
+        mine: Sequence[int],
+        pad_token_id: int = 0,
+        number: int = 0,
+        count: int = 1,
     ) -> Batch:
-        """Return the rows of `mine`, which this process has of a batch of `examples`, the `number`-th of `count` in its
-        step. Each row of labelled examples also comes with the completion of the one before it in the batch, the first
-        with that of the last: `mismatched_input_ids` and so on."""
-        rows = [row for place in mine for row in self[place]]
+        """Return the rows of `mine`, which this process has of a batch of `examples`, the
+        `number`-th of `count` in its step. Each row of labelled examples also comes with the
+        completion of the one before it in the batch, the first with that of the last:
+        `mismatched_input_ids` and so on."""
+        rows = [row for index in mine for row in self[index]]
         batch = collate(rows, pad_token_id, untrained=True)
-        about = torch.zeros((len(rows), len(Of)), dtype=torch.long)
-        known = [self[place][0] for place in examples]
-        wanted = [row for row, place in zip(known, examples, strict=True) if self._label(place, 0)]
-        about[:, Of.TOKENS] = sum(sum(one != IGNORED for one in row["labels"][1:]) for row in wanted)
-        about[:, Of.WHOLE] = sum(len(row["labels"]) - 1 for row in wanted)
-        about[:, Of.EXAMPLES], about[:, Of.BATCH], about[:, Of.BATCHES] = len(examples), number, count
-        at = {place: number for number, place in enumerate(examples)}
-        for number, place in enumerate(place for place in mine for _ in range(self.rows_each)):
-            about[number, Of.PLACE] = at[place]
-            about[number, Of.LABEL] = self._label(place, number % self.rows_each)
+        about = torch.zeros((len(rows), len(ExampleColumn)), dtype=torch.long)
+        first_rows = [self[index][0] for index in examples]
+        chosen_rows = [
+            row for row, index in zip(first_rows, examples, strict=True) if self._label(index, 0)
+        ]
+        about[:, ExampleColumn.TOKENS] = sum(
+            sum(label != IGNORED for label in row["labels"][1:]) for row in chosen_rows
+        )
+        about[:, ExampleColumn.ALL_TOKENS] = sum(len(row["labels"]) - 1 for row in chosen_rows)
+        about[:, ExampleColumn.EXAMPLES] = len(examples)
+        about[:, ExampleColumn.BATCH] = number
+        about[:, ExampleColumn.BATCHES] = count
+        at = {index: number for number, index in enumerate(examples)}
+        for number, index in enumerate(index for index in mine for _ in range(self.rows_each)):
+            about[number, ExampleColumn.INDEX] = at[index]
+            about[number, ExampleColumn.LABEL] = self._label(index, number % self.rows_each)
         batch[EXAMPLE] = about  # type: ignore[literal-required] # of rows alone
         if self._labels is not None:
-            others = collate([self._mismatched(place, examples[at[place] - 1]) for place in mine], untrained=True)
-            others.setdefault("attention_mask", torch.ones_like(others["input_ids"]))
-            batch.update({f"mismatched_{name}": one for name, one in others.items()})  # type: ignore[typeddict-item]
+            mismatched = collate(
+                [self._mismatched(index, examples[at[index] - 1]) for index in mine], untrained=True
+            )
+            mismatched.setdefault("attention_mask", torch.ones_like(mismatched["input_ids"]))
+            batch.update({f"mismatched_{name}": tensor for name, tensor in mismatched.items()})  # type: ignore[typeddict-item]
         return batch
 
     def _label(self, example: int, row: int) -> int:
         return int(row == 0) if self._labels is None else int(self._labels[example])
 
-    def _mismatched(self, example: int, other: int) -> TokenRow:
+    def _mismatched(self, example: int, other_example: int) -> TokenRow:
         """The prompt of one example with the completion of another."""
-        own, given = self.rows[example], self.rows[other]
-        start, begins = _start(own["labels"]), _start(given["labels"])
-        completion = given["input_ids"][begins:]
+        prompt_row = self.rows[example]
+        completion_row = self.rows[other_example]
+        start = _start(prompt_row["labels"])
+        begins = _start(completion_row["labels"])
+        completion = completion_row["input_ids"][begins:]
         labels = [IGNORED] * start + completion
-        return self._cut({"input_ids": own["input_ids"][:start] + completion, "labels": labels})
+        return self._cut(
+            {"input_ids": prompt_row["input_ids"][:start] + completion, "labels": labels}
+        )
 
 
 def prepare_preferences(
@@ -161,16 +197,20 @@ def prepare_preferences(
     forms: Forms | None = None,
     cache: Path | None = None,
 ) -> PreferenceDataset:
-    """Read and tokenise examples, given and cached as `prepare_data` takes them; with `labelled` they are rows with a
-    label, which a pair is made two of. "drop" leaves out the example of a longer row; so is one of which no token of a
-    completion would be left. `DataError`: no rows, a malformed row (named by file and line), or none left."""
+    """Read and tokenise examples, given and cached as `prepare_data` takes them; with `labelled`
+    they are rows with a label, which a pair is made two of. "drop" leaves out the example of a
+    longer row; so is one of which no token of a completion would be left. `DataError`: no rows, a
+    malformed row (named by file and line), or none left."""
     forms = forms or Forms()
     tokenizer = forms.with_template(tokenizer)
     date = date_for(tokenizer, forms.template_date)
 
     def gather(rows: Iterable[Row], _: Row | None = None) -> Columns:
-        columns, remarks = Columns(), Remarks()
-        for row, examples, ahead in _read(map(forms.renamed, rows), tokenizer, date, labelled=labelled):
+        columns = Columns()
+        remarks = Remarks()
+        for row, examples, ahead in _read(
+            map(forms.renamed, rows), tokenizer, date, labelled=labelled
+        ):
             if examples is None:
                 columns.leave_out(row)
                 continue
@@ -183,41 +223,59 @@ def prepare_preferences(
                     continue
                 mark = GOOD * label | SECOND * (number > 0)
                 for ids, learnt in tokens:
-                    # Labelled rows stay whole, because completions also stand behind shorter prompts.
+                    # Labelled rows stay whole, because completions also stand behind shorter
+                    # prompts.
                     end = len(ids) if labelled else max_length
                     columns.append(row, ids[:end], learnt[:end], learnt[max_length:], mark)
-        columns.remarks = remarks.found
+        columns.remarks = remarks.counts
         return columns
 
-    settings: dict[str, Any] = {"task": "kto" if labelled else "pairs", "columns": dict(forms.columns)}
+    settings: dict[str, Any] = {
+        "task": "kto" if labelled else "pairs",
+        "columns": dict(forms.columns),
+    }
     settings |= {"max_length": max_length, "overlong": overlong, "vocab_size": vocab_size}
     settings |= {} if date is None else {"template_date": date}
     rows = TokenDataset(table_of(data, gather, tokenizer, settings, cache))
     marks = rows.marks[:: 1 if labelled else 2]
-    made = PreferenceDataset(rows, (marks & GOOD).astype(np.int64) if labelled else None, max_length)
-    # Rejected rows come after all chosen ones, because next to a row with its prompt a completion is not mismatched.
+    dataset = PreferenceDataset(
+        rows, (marks & GOOD).astype(np.int64) if labelled else None, max_length
+    )
+    # Rejected rows come after all chosen ones, because next to a row with its prompt a completion
+    # is not mismatched.
     second = (marks & SECOND) > 0
-    return made.select(np.argsort(second, kind="stable")) if second.any() else made
+    return dataset.select(np.argsort(second, kind="stable")) if second.any() else dataset
 
 
-def _fits(row: Row, tokens: Sequence[tuple[list[int], list[int]]], max_length: int, overlong: Overlong) -> bool:
-    """Whether the rows of an example are kept: they are short enough, or some of each completion is left of them."""
+def _fits(
+    row: Row, tokens: Sequence[tuple[list[int], list[int]]], max_length: int, overlong: Overlong
+) -> bool:
+    """Whether the rows of an example are kept: they are short enough, or some of each completion
+    is left of them.
+    """
     longest = max(len(ids) for ids, _ in tokens)
     if longest > max_length and overlong == "error":
         how = "raise max_length, shorten the row, or set overlong to truncate or drop"
-        raise row.broken(f"the row has {longest:,} tokens, more than max_length={max_length:,}", how=how)
+        raise row.broken(
+            f"the row has {longest:,} tokens, more than max_length={max_length:,}", how=how
+        )
     start = min(_start(learnt) for _, learnt in tokens)
     return longest <= max_length or (overlong != "drop" and start < max_length)
 
 
-GOOD, SECOND = 1, 2
-"""What rows of examples are marked with: desirable; the second of two examples that a pair was made of."""
+GOOD = 1
+SECOND = 2
+"""What rows of examples are marked with: desirable; the second of two examples that a pair was
+made of.
+"""
 
 Side: TypeAlias = tuple[Value, Value]
 """A prompt and a completion."""
 
 Examples: TypeAlias = list[tuple[list[Value], bool]] | None
-"""Of a row, each with its label: the prompt, and the prompt with each completion. None: the row is left out."""
+"""Of a row, each with its label: the prompt, and the prompt with each completion. None: the row
+is left out.
+"""
 
 
 def _examples(row: Row, *, labelled: bool) -> Iterator[tuple[list[Side], bool]]:
@@ -231,27 +289,31 @@ def _examples(row: Row, *, labelled: bool) -> Iterator[tuple[list[Side], bool]]:
             yield [(prompt, chosen), (prompt, rejected)], True
         return
     if labelled and present.issuperset(("prompt", "completion", "label")):
-        prompt, completion = _value(row, "prompt", may_be_empty=True), _value(row, "completion")
+        prompt = _value(row, "prompt", may_be_empty=True)
+        completion = _value(row, "completion")
         _check_alike(row, prompt, completion)
         label = row.values["label"]
         if label not in (True, False, 0, 1, "true", "false", "True", "False"):
             raise row.broken(f"'label' should be true or false, not {label!r}")
         yield [(prompt, completion)], str(label).lower() in ("true", "1")
         return
-    wanted = "chosen + rejected, with or without prompt"
-    wanted += "; or prompt + completion + label" if labelled else ""
-    found = ", ".join(sorted(map(str, present))) or "none"
-    how = f"name the columns {wanted}"
+    expected = "chosen + rejected, with or without prompt"
+    expected += "; or prompt + completion + label" if labelled else ""
+    columns = ", ".join(sorted(map(str, present))) or "none"
+    how = f"name the columns {expected}"
     if not labelled and present.issuperset(("completion", "label")):
         how += "; or set objective: kto for rows with a label"
-    raise row.broken(f"the columns do not form a preference example (found: {found})", how=how)
+    raise row.broken(f"the columns do not form a preference example (found: {columns})", how=how)
 
 
 def _pair(row: Row) -> tuple[Value, Value, Value]:
-    chosen, rejected = _value(row, "chosen"), _value(row, "rejected")
+    chosen = _value(row, "chosen")
+    rejected = _value(row, "rejected")
     _check_alike(row, chosen, rejected)
     if chosen == rejected:
-        raise row.broken("'chosen' and 'rejected' are equal", how="remove the row, because it has no preference")
+        raise row.broken(
+            "'chosen' and 'rejected' are equal", how="remove the row, because it has no preference"
+        )
     if row.values.get("prompt") is not None:
         prompt = _value(row, "prompt", may_be_empty=True)
         _check_alike(row, prompt, chosen)
@@ -260,12 +322,15 @@ def _pair(row: Row) -> tuple[Value, Value, Value]:
     if isinstance(chosen, str) and end > 0 and chosen[end - 1] == " ":
         end -= 1  # because tokens of words begin with the space before them
     if not isinstance(chosen, str) and end == 0:
-        raise row.broken("'chosen' and 'rejected' begin differently, so they have no prompt", how="give a 'prompt'")
+        raise row.broken(
+            "'chosen' and 'rejected' begin differently, so they have no prompt",
+            how="give a 'prompt'",
+        )
     return chosen[:end], chosen[end:], rejected[end:]
 
 
-def _check_alike(row: Row, one: Value, other: Value) -> None:
-    if isinstance(one, str) != isinstance(other, str):
+def _check_alike(row: Row, first: Value, second: Value) -> None:
+    if isinstance(first, str) != isinstance(second, str):
         how = "write all as text, or all as lists of messages"
         raise row.broken("only some parts of the example are text", how=how)
 
@@ -274,7 +339,9 @@ def _value(row: Row, column: str, *, may_be_empty: bool = False) -> Value:
     """Return a column that holds text or messages, checked as those of other rows are."""
     value: Any = row.values[column]
     if not isinstance(value, str):
-        return read_messages(Row({"messages": value}, row.source, row.line), "messages", {}).messages
+        return read_messages(
+            Row({"messages": value}, row.source, row.line), "messages", {}
+        ).messages
     if not (may_be_empty and not value):
         parse(Row({"text": value}, row.source, row.line), ("text",), chat_template=False)
     return str(value)
@@ -283,8 +350,9 @@ def _value(row: Row, column: str, *, may_be_empty: bool = False) -> Value:
 def _read(
     rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, date: str | None, *, labelled: bool
 ) -> Iterator[tuple[Row, Examples, Ahead]]:
-    """Yield each row with its examples and what templates have written for them, of several rows at once, because that
-    is faster. What is wrong with a row is raised after those before it are yielded."""
+    """Yield each row with its examples and what templates have written for them, of several rows at
+    once, because that is faster. What is wrong with a row is raised after those before it are
+    yielded."""
     for batch in _batches(rows, labelled=labelled):
         asked = []
         for row, examples in batch:
@@ -293,20 +361,26 @@ def _read(
                     with suppress(DataError):  # which is raised when it is rendered alone
                         template = open_template(tokenizer, read_tools(row), row, date)
                         asked.append((template, prompt, True))
-                        asked += [(template, whole, False) for whole in wholes if isinstance(whole, list)]
+                        asked += [
+                            (template, conversation, False)
+                            for conversation in wholes
+                            if isinstance(conversation, list)
+                        ]
         ahead = render_ahead(asked)
         yield from ((row, examples, ahead) for row, examples in batch)
 
 
 def _batches(rows: Iterable[Row], *, labelled: bool) -> Iterator[list[tuple[Row, Examples]]]:
-    batch, size = list[tuple[Row, Examples]](), 0
+    batch = list[tuple[Row, Examples]]()
+    size = 0
     try:
         for row in rows:
             batch.append((row, None if left_out(row) else list(_values(row, labelled=labelled))))
             size += sum(len(str(value)) for value in row.values.values())
             if len(batch) == BATCH or size > BATCH_CHARACTERS:
                 yield batch
-                batch, size = [], 0
+                batch = []
+                size = 0
     except DataError:
         yield batch
         raise
@@ -327,18 +401,30 @@ class _Encoding(NamedTuple):
     ahead: Ahead
 
     def ids_of(self, value: Value, *, is_prompt: bool = False) -> list[int]:
-        """Return the tokens of a prompt, or of a prompt with a completion, which ends in the token of an end."""
-        tokenizer, row = self.tokenizer, self.row
+        """Return the tokens of a prompt, or of a prompt with a completion, which ends in the
+        token of an end.
+        """
+        tokenizer = self.tokenizer
+        row = self.row
         if not isinstance(value, str):
             template = open_template(tokenizer, read_tools(row), row, self.date, self.ahead)
-            return encoded(tokenizer, template.render(value, row, prompt=is_prompt), row, whole=True)
+            return encoded(
+                tokenizer, template.render(value, row, prompt=is_prompt), row, has_special=True
+            )
         end = tokenizer.eos_token
         if end is None:
-            what = "the tokenizer has no end-of-sequence token, so the model cannot learn where a text ends"
-            raise DataError(what, where="tokenizer", how="set eos_token in its tokenizer_config.json")
+            what = (
+                "the tokenizer has no end-of-sequence token, so the model cannot learn where a "
+                "text ends"
+            )
+            raise DataError(
+                what, where="tokenizer", how="set eos_token in its tokenizer_config.json"
+            )
         if is_prompt:
-            return encoded(tokenizer, value, row, whole=False)
-        ids = encoded(tokenizer, value if value.endswith(end) else value + end, row, whole=False)
+            return encoded(tokenizer, value, row, has_special=False)
+        ids = encoded(
+            tokenizer, value if value.endswith(end) else value + end, row, has_special=False
+        )
         while len(ids) > 1 and ids[-2] == ids[-1] == tokenizer.eos_token_id:
             ids.pop()  # because the data, or the tokenizer, may write it too
         return ids
@@ -347,13 +433,17 @@ class _Encoding(NamedTuple):
 def _tokenized(
     values: Sequence[Value], encoding: _Encoding, vocab_size: int | None
 ) -> list[tuple[list[int], list[int]]]:
-    """Return the tokens of each side, and labels that are -100 in the prompt, which is as long on all sides."""
+    """Return the tokens of each side, and labels that are -100 in the prompt, which is as long
+    on all sides.
+    """
     before = encoding.ids_of(values[0], is_prompt=True)
     wholes = [encoding.ids_of(value) for value in values[1:]]
     start = min(num_alike(before, ids) for ids in wholes)
     for ids in wholes:
         if len(ids) <= max(start, 1):
-            raise encoding.row.broken("a completion has no token to train on", how="remove the row, or fill it")
+            raise encoding.row.broken(
+                "a completion has no token to train on", how="remove the row, or fill it"
+            )
         check_ids(encoding.row, {"input_ids": ids}, vocab_size)
     return [(ids, [IGNORED] * start + ids[start:]) for ids in wholes]
 

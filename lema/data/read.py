@@ -1,4 +1,6 @@
-"""Reads files or rows into a data set of tokens, and names or counts every row that cannot be used."""
+"""Reads files or rows into a data set of tokens, and names or counts every row that cannot be
+used.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -8,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lema.config import LemaConfig
-from lema.data import cache as kept
+from lema.data import cache as token_cache
 from lema.data.chat.template import date_for
 from lema.data.columns import Kind, detect, num_trained, unused
 from lema.data.dataset import Columns, Table, TokenDataset
@@ -42,26 +44,34 @@ def prepare_data(
     forms: Forms | None = None,
     cache: Path | None = None,
 ) -> TokenDataset:
-    """Read, recognise and tokenise training data. The columns of a file say what its rows are: `input_ids` (+
-    `labels`), `messages` or `conversations`, `prompt` + `completion`, `instruction` (+ `input`) + `output`, or `text`.
-    All rows of a file are of one kind. A row which loses everything it had to learn when it is cut is dropped and
-    counted; one that says not to be trained on is left out. `DataError`: no rows, a malformed row (named by file and
-    line), a row with nothing to learn, or none left. `DiskError`: the tokens could not be written to `cache`.
+    """Read, recognise and tokenise training data. The columns of a file say what its rows are:
+    `input_ids` (+ `labels`), `messages` or `conversations`, `prompt` + `completion`, `instruction`
+    (+ `input`) + `output`, or `text`. All rows of a file are of one kind. A row which loses
+    everything it had to learn when it is cut is dropped and counted; one that says not to be
+    trained on is left out. `DataError`: no rows, a malformed row (named by file and line), a row
+    with nothing to learn, or none left. `DiskError`: the tokens could not be written to `cache`.
 
     Args:
-        data: files, directories or globs of them, or `hub:` and a data set's name (`lema.data.files`); or rows as
-            dictionaries, such as a `datasets.Dataset` or an `IterableDataset`, which is read to its end.
+        data: files, directories or globs of them, or `hub:` and a data set's name
+            (`lema.data.files`); or rows as dictionaries, such as a `datasets.Dataset` or an
+            `IterableDataset`, which is read to its end.
         tokenizer: the model's tokenizer; None will do when the rows are token ids already.
-        overlong: what becomes of a longer row: "truncate" it at the end, "drop" it, or raise an "error".
+        overlong: what becomes of a longer row: "truncate" it at the end, "drop" it, or raise an
+            "error".
         vocab_size: how many tokens the model knows; ids beyond it are an error. None: not checked.
         forms: which columns are meant, which chat template, and what is trained on; None: as above.
-        cache: a folder in which the tokens of large files are kept for later calls; None: they are not.
+        cache: a folder in which the tokens of large files are kept for later calls; None: they are
+            not.
     """
     if max_length < 2:
         what = f"rows of {max_length} tokens have nothing to predict"
         raise DataError(what, where="max_length", how="allow 2 or more")
     if overlong not in ("truncate", "drop", "error"):
-        raise DataError(f"{overlong!r} is not an option for long rows", where="overlong", how="truncate, drop or error")
+        raise DataError(
+            f"{overlong!r} is not an option for long rows",
+            where="overlong",
+            how="truncate, drop or error",
+        )
     forms = forms or Forms()
     if tokenizer is not None:
         tokenizer = forms.with_template(tokenizer)
@@ -69,27 +79,36 @@ def prepare_data(
     reading = Reading(tokenizer, forms, vocab_size)
 
     def gather(rows: Iterable[Row], first: Row | None = None) -> Columns:
-        columns, reading.remarks.found = Columns(), {}
+        columns = Columns()
+        reading.remarks.counts = {}
         for row, ids, labels in tokenize_rows(_with_kinds(rows, forms, reading, first), reading):
             if len(ids):
                 _take(columns, row, ids, labels, max_length, overlong)
             else:
                 columns.leave_out(row)
-        columns.remarks = reading.remarks.found
+        columns.remarks = reading.remarks.counts
         return columns
 
-    settings: dict[str, Any] = {"task": "sft", "train_on": forms.train_on, "columns": dict(forms.columns)}
+    settings: dict[str, Any] = {
+        "task": "sft",
+        "train_on": forms.train_on,
+        "columns": dict(forms.columns),
+    }
     settings |= {"max_length": max_length, "overlong": overlong, "vocab_size": vocab_size}
     settings |= {"trains_prompt": forms.trains_prompt}
     settings |= {} if forms.template_date is None else {"template_date": forms.template_date}
     return TokenDataset(table_of(data, gather, tokenizer, settings, cache))
 
 
-def _take(columns: Columns, row: Row, ids: Ints, labels: Ints, max_length: int, overlong: Overlong) -> None:
+def _take(
+    columns: Columns, row: Row, ids: Ints, labels: Ints, max_length: int, overlong: Overlong
+) -> None:
     length = len(ids)
     if length > max_length and overlong == "error":
         how = "raise max_length, shorten the row, or set overlong to truncate or drop"
-        raise row.broken(f"the row has {length:,} tokens, more than max_length={max_length:,}", how=how)
+        raise row.broken(
+            f"the row has {length:,} tokens, more than max_length={max_length:,}", how=how
+        )
     cut = labels[max_length:]
     if len(cut) and (overlong == "drop" or num_trained(labels[:max_length]) == 0):
         columns.drop(row, length)
@@ -99,41 +118,55 @@ def _take(columns: Columns, row: Row, ids: Ints, labels: Ints, max_length: int, 
 
 def table_of(
     data: Data,
-    gather: kept.Gather,
+    gather: token_cache.Gather,
     tokenizer: "PreTrainedTokenizerBase | None",
     settings: Mapping[str, Any],
     cache: Path | None,
 ) -> Table:
-    """Return data as tokens: those of large files from the folder `cache`, all others gathered in memory. `settings`
-    are what else decides the tokens. `DataError`: no row is left; that and `DiskError`: as `lema.data.cache.cached`."""
-    notes, table = list[str](), None
+    """Return data as tokens: those of large files from the folder `cache`, all others gathered in
+    memory. `settings` are what else decides the tokens. `DataError`: no row is left; that and
+    `DiskError`: as `lema.data.cache.cached`."""
+    notes = list[str]()
+    table = None
     if cache is not None and (isinstance(data, (str, Path)) or (_lists_files(data) and data)):
         files = find_files(data)  # type: ignore[arg-type] # they are paths
         # A tokenizer that cannot be saved cannot be told from another, so nothing is kept for it.
         with suppress(NotImplementedError):
             size = sum(file.stat().st_size for file in files if file.is_file())
-            if size >= kept.SMALL or any(map(is_stream, files)):
+            if size >= token_cache.SMALL or any(map(is_stream, files)):
                 try:
-                    if cache == kept.folder_of(True):
+                    if cache == token_cache.folder_of(True):
                         make_private(cache)
-                    table = kept.cached(files, lambda: kept.key_of(files, tokenizer, settings), gather, cache)
+                    table = token_cache.cached(
+                        files, lambda: token_cache.key_of(files, tokenizer, settings), gather, cache
+                    )
                 except DiskError as error:
-                    if cache != kept.folder_of(True):
+                    if cache != token_cache.folder_of(True):
                         raise  # because the user has named this folder
-                    notes = [f"tokens are not kept, so every start makes them again: {error.what} ({error.where})"]
+                    notes = [
+                        (
+                            "tokens are not kept, so every start makes them again: "
+                            f"{error.what} ({error.where})"
+                        )
+                    ]
     if table is None:
         columns = gather(rows_of(data), None)
         table = columns.table((*notes, *Remarks(columns.remarks).lines()))
     if not len(table.rows):
-        how = f"raise max_length={settings['max_length']} or shorten the rows" if table.dropped else "give some rows"
+        how = (
+            f"raise max_length={settings['max_length']} or shorten the rows"
+            if table.dropped
+            else "give some rows"
+        )
         gone = f"{table.dropped:,} were dropped, {table.left_out:,} say not to be trained on"
         raise DataError(f"no rows to train on: {gone}", where=_describe(data), how=how)
     return table
 
 
 def mixed(config: LemaConfig, rows: Any) -> Any:
-    """Return the rows of `train_data` in the shares that `mixture` gives its data sets; as they are where it is None.
-    `ConfigError`: the shares do not sum to 1, or a file is in two data sets. `DataError`: a data set has no rows."""
+    """Return the rows of `train_data` in the shares that `mixture` gives its data sets; as they are
+    where it is None. `ConfigError`: the shares do not sum to 1, or a file is in two data sets.
+    `DataError`: a data set has no rows."""
     if config.mixture is None:
         return rows
     check_rates([Sampling(name, rate) for name, rate in config.mixture.items()], "mixture")
@@ -142,35 +175,51 @@ def mixed(config: LemaConfig, rows: Any) -> Any:
     for name, files in config.train_data.items():
         for file in map(str, find_files(files, config.max_train_samples)):
             if sets.setdefault(file, name) != name:
-                raise ConfigError(f"{file} is in two data sets", where="mixture", how="give it to one of them")
+                raise ConfigError(
+                    f"{file} is in two data sets", where="mixture", how="give it to one of them"
+                )
     return rows.mixed(sets, config.mixture, config.seed)
 
 
 def needs_tokenizer(data: str | Path | Iterable[str | Path], forms: Forms | None = None) -> bool:
-    """Whether any of the files holds other than token ids, by the first row of each; a stream is taken to, because its
-    rows may be kept, and no network needed. `DataError`: as `prepare_data`."""
-    forms, files = forms or Forms(), find_files(data)
+    """Whether any of the files holds other than token ids, by the first row of each; a stream is
+    taken to, because its rows may be kept, and no network needed. `DataError`: as `prepare_data`.
+    """
+    forms = forms or Forms()
+    files = find_files(data)
     firsts = (forms.renamed(next(read_rows(file))) for file in files)
-    return any(map(is_stream, files)) or any(detect(first, forms)[0] != "input_ids" for first in firsts)
+    return any(map(is_stream, files)) or any(
+        detect(first, forms)[0] != "input_ids" for first in firsts
+    )
 
 
-def _with_kinds(rows: Iterable[Row], forms: Forms, reading: Reading, given: Row | None) -> Iterator[tuple[Row, Kind]]:
-    """Each row with the kind of its file, which its first row decides: the one given, or else that of the rows."""
+def _with_kinds(
+    rows: Iterable[Row], forms: Forms, reading: Reading, first_row: Row | None
+) -> Iterator[tuple[Row, Kind]]:
+    """Each row with the kind of its file, which its first row decides: the one given, or else
+    that of the rows.
+    """
     for _, group in groupby(map(forms.renamed, rows), key=lambda row: row.source):
         first = next(group)
-        kind = detect(first if given is None else forms.renamed(given), forms)
+        kind = detect(first if first_row is None else forms.renamed(first_row), forms)
         for row in chain([first], group):
-            found = detect(row, forms)
-            if found != kind:
-                what = f"the row is {' + '.join(found)}, and the file began with {' + '.join(kind)}"
-                raise row.broken(what, how="give every row of a file the same columns, or use one file per kind")
+            row_kind = detect(row, forms)
+            if row_kind != kind:
+                what = (
+                    f"the row is {' + '.join(row_kind)}, and the file began with {' + '.join(kind)}"
+                )
+                raise row.broken(
+                    what, how="give every row of a file the same columns, or use one file per kind"
+                )
             for name in unused(row, kind):
                 reading.remarks.add(row, f"LEMA does not use the column {name!r}")
             yield row, kind
 
 
 def rows_of(data: Data) -> Iterator[Row]:
-    """Yield the rows of files, or the given rows. `DataError`: there are none, or the data are of another kind."""
+    """Yield the rows of files, or the given rows. `DataError`: there are none, or the data are
+    of another kind.
+    """
     if isinstance(data, (str, Path)):
         yield from read_rows(data)
         return
@@ -180,7 +229,9 @@ def rows_of(data: Data) -> Iterator[Row]:
     items = iter(data)
     first = next(items, None)
     if first is None:
-        raise DataError("there are no rows and no files", where=_describe(data), how="give some data")
+        raise DataError(
+            "there are no rows and no files", where=_describe(data), how="give some data"
+        )
     if isinstance(first, (str, Path)):
         yield from read_rows(_paths(chain([first], items)))
         return

@@ -1,4 +1,6 @@
-"""A sampling: one data set of a mixture, with its rate, its form, and where in it a stage of training begins."""
+"""A sampling: one data set of a mixture, with its rate, its form, and where in it a stage of
+training begins.
+"""
 
 import math
 from collections.abc import Sequence
@@ -18,43 +20,57 @@ TOLERANCE = 1e-6  # of the sum of the rates; rates like 0.3333333 are meant to s
 class Style(StrEnum):
     """How the rows of a data set fill blocks."""
 
-    PADDED = "PADDED"  # one row to a block, padded at its end; the labels of the data count, padding does not
+    # one row to a block, padded at its end; the labels of the data count, padding does not
+    PADDED = "PADDED"
     PMD = "PMD"  # packed tokens in a memory-mapped file, cut into whole blocks; every token counts
 
 
 class SamplingError(ConfigError, ValueError):
-    """A `Sampling` is malformed; a `ValueError` as well, so that pydantic lists it with a file's other problems."""
+    """A `Sampling` is malformed; a `ValueError` as well, so that pydantic lists it with a file's
+    other problems.
+    """
 
 
 def _style(value: Any) -> Style:
     """The style by its name, in capitals or not."""
-    known = ", ".join(Style)
+    choices = ", ".join(Style)
     name = value.upper() if isinstance(value, str) else value
     if name == "CONTRASTIVE":
         what = "the style CONTRASTIVE is not supported, because LEMA has no loss for it"
-        raise SamplingError(what, where="style", how=f"use one of {known}")
+        raise SamplingError(what, where="style", how=f"use one of {choices}")
     if name not in list(Style):
-        raise SamplingError(f"{value!r} is not a style of sampling", where="style", how=f"use one of {known}")
+        raise SamplingError(
+            f"{value!r} is not a style of sampling", where="style", how=f"use one of {choices}"
+        )
     return Style(name)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """One data set of a mixture; pydantic takes a dictionary, no unknown names. `SamplingError`: a bad value."""
+    """One data set of a mixture; pydantic takes a dictionary, no unknown names. `SamplingError`:
+    a bad value.
+    """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     name: str  # of the data set
     # Its share of the samples, more than 0 and at most 1. The rates of a mixture sum to 1.
     rate: Annotated[float, Strict()]
-    style: Annotated[Style, BeforeValidator(_style)] = Style.PADDED  # how its rows fill blocks: a `Style`, or its name
-    suffix: str = ""  # is put after `name` for a variant of the data set, such as one packed for another tokenizer
+    style: Annotated[Style, BeforeValidator(_style)] = (
+        Style.PADDED
+    )  # how its rows fill blocks: a `Style`, or its name
+    # is put after `name` for a variant of the data set, such as one packed for another tokenizer
+    suffix: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
-            raise SamplingError(f"{self.name!r} is no name of a data set", where="name", how="give its name")
+            raise SamplingError(
+                f"{self.name!r} is no name of a data set", where="name", how="give its name"
+            )
         if not isinstance(self.suffix, str):
-            raise SamplingError(f"the suffix of {self.name} is {self.suffix!r}, not text", where="suffix")
+            raise SamplingError(
+                f"the suffix of {self.name} is {self.suffix!r}, not text", where="suffix"
+            )
         number = isinstance(self.rate, int | float) and not isinstance(self.rate, bool)
         if not number or not 0 < self.rate <= 1 + TOLERANCE:  # also refuses NaN
             what = f"the rate of {self.name} is {self.rate!r}, not a share of the samples"
@@ -65,7 +81,9 @@ class Sampling:
 
     @property
     def full_name(self) -> str:
-        """Name and suffix: what the data set is looked up by, and the name of its directory where it is packed."""
+        """Name and suffix: what the data set is looked up by, and the name of its directory
+        where it is packed.
+        """
         return self.name + self.suffix
 
 
@@ -75,14 +93,19 @@ def rates_of(samplings: Sequence[Sampling]) -> dict[str, float]:
 
 
 def check_rates(samplings: Sequence[Sampling], where: str = "") -> None:
-    """Check that the data sets of one stage make a mixture; messages name the key or the stage by `where`.
-    `ConfigError`: there are none, one is given twice, or the rates do not sum to 1 within 1e-6."""
+    """Check that the data sets of one stage make a mixture; messages name the key or the stage by
+    `where`. `ConfigError`: there are none, one is given twice, or the rates do not sum to 1 within
+    1e-6."""
     if not samplings:
-        raise ConfigError("the mixture has no data sets", where=where, how="give at least one, with rate: 1.0")
+        raise ConfigError(
+            "the mixture has no data sets", where=where, how="give at least one, with rate: 1.0"
+        )
     names = [sampling.full_name for sampling in samplings]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         what = f"a mixture has {', '.join(twice)} more than once"
-        raise ConfigError(what, where=where, how="give each data set once, with the sum of its rates")
+        raise ConfigError(
+            what, where=where, how="give each data set once, with the sum of its rates"
+        )
     total = math.fsum(sampling.rate for sampling in samplings)
     if abs(total - 1) > TOLERANCE:
         rates = ", ".join(f"{sampling.full_name} {sampling.rate:g}" for sampling in samplings)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from lema.data.chat.messages import Chat
 from lema.data.chat.pieces import Ids, Learnt
 from lema.data.chat.tokens import Chats, check_words, tokenizing
-from lema.data.chat.turns import Known, Span
+from lema.data.chat.turns import Span, TemplateCache
 from lema.data.columns import IGNORED, Example, Kind, Tokens, left_out, num_trained, parse
 from lema.data.files import Row
 from lema.data.forms import Forms, Remarks, check_ids
@@ -26,10 +26,11 @@ __all__ = ["Ints", "Reading", "tokenize_rows"]
 
 Ints: TypeAlias = npt.NDArray[np.int32]
 NOTHING = np.empty(0, np.int32)
-BATCH, BATCH_CHARACTERS = 64, 1 << 17  # that are tokenised at once
+BATCH = 64
+BATCH_CHARACTERS = 1 << 17  # that are tokenised at once
 Draft: TypeAlias = Tokens | tuple[str, list[Span], bool] | None
-"""A row before it is tokenised: text, its trained parts, and whether it has its special tokens; or tokens that were
-given; None, where it is not to be trained on."""
+"""A row before it is tokenised: text, its trained parts, and whether it has its special tokens; or
+tokens that were given; None, where it is not to be trained on."""
 
 
 @dataclass
@@ -51,28 +52,38 @@ class Reading:
     def chats(self) -> Chats:
         """The tokenizer's chats."""
         assert self.tokenizer is not None
-        known = Known.of(self.tokenizer, trains_prompt=self.forms.trains_prompt)
-        return Chats(self.tokenizer, self.forms.train_on, self.remarks, known, self.forms.template_date)
+        cache = TemplateCache.of(self.tokenizer, trains_prompt=self.forms.trains_prompt)
+        return Chats(
+            self.tokenizer, self.forms.train_on, self.remarks, cache, self.forms.template_date
+        )
 
 
-def tokenize_rows(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[tuple[Row, Ints, Ints]]:
-    """Yield token ids and labels of rows, none of a row that says not to be trained on. Text and completions end in the
-    end-of-sequence token, once, as a trained token: else the model never learns to stop. Tokens that the tokenizer puts
-    in front stand there once, also where the text already begins with them. `DataError`: a row is malformed, has
-    nothing to learn, or holds ids outside the vocabulary. All rows before it have been yielded."""
+def tokenize_rows(
+    rows: Iterable[tuple[Row, Kind]], reading: Reading
+) -> Iterator[tuple[Row, Ints, Ints]]:
+    """Yield token ids and labels of rows, none of a row that says not to be trained on. Text and
+    completions end in the end-of-sequence token, once, as a trained token: else the model never
+    learns to stop. Tokens that the tokenizer puts in front stand there once, also where the text
+    already begins with them. `DataError`: a row is malformed, has nothing to learn, or holds ids
+    outside the vocabulary. All rows before it have been yielded."""
     for drafts in _drafts(rows, reading):
-        encoded = iter([reading.tokenize(*draft) for _, draft in drafts if isinstance(draft, tuple)])
+        encoded = iter(
+            [reading.tokenize(*draft) for _, draft in drafts if isinstance(draft, tuple)]
+        )
         for row, draft in drafts:
             if draft is None:
                 yield row, NOTHING, NOTHING
                 continue
             if isinstance(draft, Tokens):
                 check_ids(row, {"input_ids": draft.ids, "labels": draft.labels}, reading.vocab_size)
-                ids, labels = np.array(draft.ids, np.int32), np.array(draft.labels, np.int32)
+                ids = np.array(draft.ids, np.int32)
+                labels = np.array(draft.labels, np.int32)
             else:
                 ids, learnt = next(encoded)
                 if not draft[2]:
-                    ids, learnt = _bordered(ids, learnt, cast("PreTrainedTokenizerBase", reading.tokenizer))
+                    ids, learnt = _bordered(
+                        ids, learnt, cast("PreTrainedTokenizerBase", reading.tokenizer)
+                    )
                 check_ids(row, {"input_ids": ids}, reading.vocab_size)
                 labels = np.where(learnt, ids, np.int32(IGNORED))
             if num_trained(labels) == 0:
@@ -81,9 +92,11 @@ def tokenize_rows(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterato
             yield row, ids, labels
 
 
-def _drafts(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[list[tuple[Row, Draft]]]:
-    """Yield rows before they are tokenised, several at once, because a processor is faster at one thing after another;
-    what is wrong with a row is raised after those before it are yielded."""
+def _drafts(
+    rows: Iterable[tuple[Row, Kind]], reading: Reading
+) -> Iterator[list[tuple[Row, Draft]]]:
+    """Yield rows before they are tokenised, several at once, because a processor is faster at one
+    thing after another; what is wrong with a row is raised after those before it are yielded."""
     for examples in _examples(rows, reading):
         chats = [(example, row) for row, example in examples if isinstance(example, Chat)]
         if chats:
@@ -101,9 +114,12 @@ def _drafts(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[list
         yield drafts
 
 
-def _examples(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[list[tuple[Row, Example | None]]]:
+def _examples(
+    rows: Iterable[tuple[Row, Kind]], reading: Reading
+) -> Iterator[list[tuple[Row, Example | None]]]:
     """Yield what rows hold, of several at once; None, of a row that is not to be trained on."""
-    examples, size = list[tuple[Row, Example | None]](), 0
+    examples = list[tuple[Row, Example | None]]()
+    size = 0
     try:
         for row, kind in rows:
             example = None if left_out(row) else _example(row, kind, reading)
@@ -111,7 +127,8 @@ def _examples(rows: Iterable[tuple[Row, Kind]], reading: Reading) -> Iterator[li
             size += _size(example)
             if len(examples) == BATCH or size > BATCH_CHARACTERS:
                 yield examples
-                examples, size = [], 0
+                examples = []
+                size = 0
     except DataError:
         yield examples
         raise
@@ -124,20 +141,31 @@ def _size(example: Example | None) -> int:
         return 64 * len(example.ids)  # a Python number takes more memory than a character
     if isinstance(example, Chat):
         texts = (message.get("content") for message in example.messages)
-        return sum(len(text) if isinstance(text, str) else BATCH_CHARACTERS // BATCH for text in texts)
+        return sum(
+            len(text) if isinstance(text, str) else BATCH_CHARACTERS // BATCH for text in texts
+        )
     return len(example.prompt) + len(example.completion) if example is not None else 0
 
 
 def _example(row: Row, kind: Kind, reading: Reading) -> Example:
     tokenizer = reading.tokenizer
-    if tokenizer is not None and kind[0] in ("text", "prompt", "instruction") and tokenizer.eos_token_id is None:
-        what = "the tokenizer has no end-of-sequence token, so the model cannot learn where a text ends"
+    if (
+        tokenizer is not None
+        and kind[0] in ("text", "prompt", "instruction")
+        and tokenizer.eos_token_id is None
+    ):
+        what = (
+            "the tokenizer has no end-of-sequence token, so the model cannot learn where a "
+            "text ends"
+        )
         how = "set eos_token in its tokenizer_config.json"
         raise DataError(what, where=str(tokenizer.name_or_path) or "tokenizer", how=how)
     has_template = tokenizer is not None and bool(tokenizer.chat_template)
     example = parse(row, kind, chat_template=has_template, forms=reading.forms)
     if tokenizer is None and not isinstance(example, Tokens):
-        raise row.broken(f"the data are '{kind[0]}' and there is no tokenizer", how="give the model's tokenizer")
+        raise row.broken(
+            f"the data are '{kind[0]}' and there is no tokenizer", how="give the model's tokenizer"
+        )
     return example
 
 
@@ -152,9 +180,13 @@ def _draft(row: Row, example: Example, reading: Reading) -> Draft:
 
 
 def _bordered(ids: Ints, learnt: Learnt, tokenizer: PreTrainedTokenizerBase) -> tuple[Ints, Learnt]:
-    """The tokens with one that begins a sequence, at most, and one that ends it, which is trained on."""
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    first, last = int(bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos), len(ids)
+    """The tokens with one that begins a sequence, at most, and one that ends it, which is
+    trained on.
+    """
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.eos_token_id
+    first = int(bos is not None and len(ids) > 1 and ids[0] == ids[1] == bos)
+    last = len(ids)
     while last > first and ids[last - 1] == eos:
         last -= 1
     return np.append(ids[first:last], np.int32(eos)), np.append(learnt[first:last], True)

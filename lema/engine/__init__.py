@@ -1,4 +1,5 @@
-"""The engine: the forward and the backward of all micro-batches through one leased layer after the other.
+"""The engine: the forward and the backward of all micro-batches through one leased layer after the
+other.
 
 docs/internals/engine.md and docs/internals/recompute.md describe the folder.
 """
@@ -13,4 +14,6 @@ if TYPE_CHECKING:
 
 __all__ = ["StreamedModel", "complete"]
 
-__getattr__, __dir__ = lazy_exports(__name__, {"StreamedModel": "streamed", "complete": "generation"})
+__getattr__, __dir__ = lazy_exports(
+    __name__, {"StreamedModel": "streamed", "complete": "generation"}
+)

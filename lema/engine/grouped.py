@@ -1,10 +1,12 @@
-"""Visits of layers whose experts are leased in groups: what is no expert, then each group for all micro-batches.
+"""Visits of layers whose experts are leased in groups: what is no expert, then each group for all
+micro-batches.
 
-Every micro-batch runs through the layer as far as it goes without the experts' result, and waits there
-(`lema.model.flow.Suspended`). Then each group of experts is leased in turn, and adds what it makes of the tokens that
-are routed to it. In the backward the same groups come the other way round, between two parts of each micro-batch's
-backward; what each keeps of the layer waits on the device until then, or is let go and made again
-(`Engine.runs_again`). docs/internals/experts.md has the reasons.
+Every micro-batch runs through the layer as far as it goes without the experts' result, and waits
+there (`lema.model.flow.Suspended`). Then each group of experts is leased in turn, and adds what it
+makes of the tokens that are routed to it. In the backward the same groups come the other way round,
+between two parts of each micro-batch's backward; what each keeps of the layer waits on the device
+until then, or is let go and made again (`Engine.runs_again`). docs/internals/experts.md has the
+reasons.
 """
 
 from __future__ import annotations
@@ -18,16 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lema.activations.kept import StepBoundaries
+from lema.activations.stepstore import StepBoundaries
 from lema.engine.trained_weights import differentiated_again
 from lema.model import Split
 from lema.model.capture import tensors_in
-from lema.model.experts import ExpertGroup, Given, NarrowedExperts, Routed
+from lema.model.experts import ExpertGroup, ExpertInputs, NarrowedExperts, Routed
 from lema.model.flow import LayerCall, Suspended
 from lema.stream import LayerStream, Lease
 
 if TYPE_CHECKING:
-    from lema.engine.visit import Engine, Turn, Way
+    from lema.engine.visit import Direction, Engine, LossAndGrad
 
 __all__ = ["GroupedVisit", "call_in_groups", "through_groups", "top_in_groups"]
 
@@ -36,7 +38,9 @@ Sums = dict[nn.Parameter, Tensor]
 
 @dataclass(frozen=True)
 class _Groups:
-    """The groups of experts of one layer, which is on lease; `at` says where memory runs out, if somebody asks."""
+    """The groups of experts of one layer, which is on lease; `at` says where memory runs out, if
+    somebody asks.
+    """
 
     split: Split
     stream: LayerStream
@@ -44,76 +48,100 @@ class _Groups:
     at: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
 
     @contextmanager
-    def _leased(self, group: ExpertGroup, way: Way) -> Iterator[NarrowedExperts]:
+    def _leased(self, group: ExpertGroup, direction: Direction) -> Iterator[NarrowedExperts]:
         """Lease a group; yields the layer's experts as those of the group."""
-        name, layer = self.stream.name_of(group.number), self.lease.layer
-        span = self.stream.trace.span(way, name)
+        name = self.stream.name_of(group.number)
+        layer = self.lease.layer
+        span = self.stream.trace.span(direction, name)
         experts = self.split.experts_of(layer)
         assert experts is not None
-        with self.at(f"in the {way} of {name}"), self.stream.lease(group.number) as own, span:
-            weights = self.split.renamed(layer, {**self.lease.weights, **own.weights})
+        with (
+            self.at(f"in the {direction} of {name}"),
+            self.stream.lease(group.number) as group_lease,
+            span,
+        ):
+            weights = self.split.renamed(layer, {**self.lease.weights, **group_lease.weights})
             with experts.narrowed(weights, group) as narrowed:
                 yield narrowed
 
     @torch.no_grad()
-    def results(self, given: Sequence[Given], way: Way = "forward") -> list[Tensor]:
-        """Return the experts' outputs for their inputs from each micro-batch, `[tokens, hidden]`."""
+    def results(
+        self, expert_inputs: Sequence[ExpertInputs], direction: Direction = "forward"
+    ) -> list[Tensor]:
+        """Return the experts' outputs for their inputs from each micro-batch, `[tokens,
+        hidden]`.
+        """
         groups = self.split.groups[self.lease.layer]
-        routed = [Routed.of(one, groups) for one in given]
-        sums = [one.sums() for one in routed]
+        routed = [Routed.of(inputs, groups) for inputs in expert_inputs]
+        sums = [routing.sums() for routing in routed]
         for number, group in enumerate(groups):
-            with self._leased(group, way) as experts:
-                for one, total in zip(routed, sums, strict=True):
-                    if len(one.pairs[number]):
-                        tokens, pairs = one.of_group(number)
-                        with self.split.autocast(one.autocast):
-                            made = experts.run(pairs)
-                        one.add(total, number, tokens, made)
-        for index, one in enumerate(routed):  # one by one, because a sum may be twice as wide
-            sums[index] = sums[index].to(one.given[0].dtype)
+            with self._leased(group, direction) as experts:
+                for routing, total in zip(routed, sums, strict=True):
+                    if len(routing.pairs[number]):
+                        tokens, pairs = routing.of_group(number)
+                        with self.split.autocast(routing.autocast):
+                            output = experts.run(pairs)
+                        routing.add(total, number, tokens, output)
+        for index, routing in enumerate(routed):  # one by one, because a sum may be twice as wide
+            sums[index] = sums[index].to(routing.inputs[0].dtype)
         return sums
 
     def differentiated(
-        self, given: Sequence[Given], gradients: Sequence[Tensor], sums: Sums
+        self, expert_inputs: Sequence[ExpertInputs], gradients: Sequence[Tensor], sums: Sums
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return of each micro-batch the gradients of what the experts were given: hidden states, and weights of
-        experts; `gradients` are those of the experts' results. Those of the experts' adapters are added to `sums`."""
+        """Return of each micro-batch the gradients of what the experts were given: hidden states,
+        and weights of experts; `gradients` are those of the experts' results. Those of the experts'
+        adapters are added to `sums`."""
         groups = self.split.groups[self.lease.layer]
-        routed = [Routed.of(one, groups) for one in given]
-        by_hidden = [one.sums() for one in routed]
-        by_weights = [torch.zeros_like(one.given[2]) for one in routed]
+        routed = [Routed.of(inputs, groups) for inputs in expert_inputs]
+        by_hidden = [routing.sums() for routing in routed]
+        by_weights = [torch.zeros_like(routing.inputs[2]) for routing in routed]
         for number in reversed(range(len(groups))):
             with self._leased(groups[number], "backward") as experts:
-                adapted = [both for one in experts.factors for both in one.sums(sums)]
-                leaves, trained = [leaf for leaf, _ in adapted], experts.trained()
-                for one, gradient, states, factors in zip(routed, gradients, by_hidden, by_weights, strict=True):
-                    if not len(one.pairs[number]):
+                adapted = [
+                    leaf_and_sum
+                    for adapter_factors in experts.factors
+                    for leaf_and_sum in adapter_factors.sums(sums)
+                ]
+                leaves = [leaf for leaf, _ in adapted]
+                trained = experts.trained()
+                for routing, gradient, states, factors in zip(
+                    routed, gradients, by_hidden, by_weights, strict=True
+                ):
+                    if not len(routing.pairs[number]):
                         continue
-                    tokens, (hidden, chosen, own) = one.of_group(number)
-                    hidden, own = hidden.requires_grad_(), own.requires_grad_()
-                    with torch.enable_grad(), self.split.autocast(one.autocast):
-                        made = experts.run((hidden, chosen, own))
-                    wanted = [hidden, own, *leaves, *trained]
-                    formed = torch.autograd.grad(made, wanted, gradient.index_select(0, tokens), allow_unused=True)
-                    one.add(states, number, tokens, formed[0])
-                    factors.view(-1)[one.pairs[number]] = formed[1].flatten()
+                    tokens, (hidden, chosen, expert_weights) = routing.of_group(number)
+                    hidden = hidden.requires_grad_()
+                    expert_weights = expert_weights.requires_grad_()
+                    with torch.enable_grad(), self.split.autocast(routing.autocast):
+                        output = experts.run((hidden, chosen, expert_weights))
+                    grad_inputs = [hidden, expert_weights, *leaves, *trained]
+                    formed = torch.autograd.grad(
+                        output, grad_inputs, gradient.index_select(0, tokens), allow_unused=True
+                    )
+                    routing.add(states, number, tokens, formed[0])
+                    factors.view(-1)[routing.pairs[number]] = formed[1].flatten()
                     for (_, total), by in zip(adapted, formed[2:], strict=False):
                         if by is not None:
                             total.add_(by[:, : total.shape[1], : total.shape[2]])
                     for parameter, by in zip(trained, formed[2 + len(leaves) :], strict=True):
                         if by is not None:
                             sums[parameter] = sums[parameter].add_(by) if parameter in sums else by
-        for index, one in enumerate(routed):
-            by_hidden[index] = by_hidden[index].to(one.given[0].dtype)
+        for index, routing in enumerate(routed):
+            by_hidden[index] = by_hidden[index].to(routing.inputs[0].dtype)
         return list(zip(by_hidden, by_weights, strict=True))
 
 
 def call_in_groups(
     split: Split, stream: LayerStream, lease: Lease, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call a layer's own forward as `Split.call_layer` does, its experts in groups; no gradient is formed."""
-    half = split.suspended(lease.layer, lambda: split.call_layer(lease.layer, lease.weights, args, kwargs))
-    return half.resume(_Groups(split, stream, lease).results([(None, half.given)])[0])
+    """Call a layer's own forward as `Split.call_layer` does, its experts in groups; no gradient
+    is formed.
+    """
+    half = split.suspended(
+        lease.layer, lambda: split.call_layer(lease.layer, lease.weights, args, kwargs)
+    )
+    return half.resume(_Groups(split, stream, lease).results([(None, half.expert_inputs)])[0])
 
 
 def _half(engine: Engine, lease: Lease, call: LayerCall, hidden: Tensor) -> Suspended:
@@ -131,22 +159,30 @@ def _resumed(engine: Engine, call: LayerCall, half: Suspended, result: Tensor) -
     return output
 
 
-def through_groups(engine: Engine, lease: Lease, calls: Sequence[LayerCall], hidden: Iterable[Tensor]) -> list[Tensor]:
-    """Run every micro-batch through a layer that is on lease, and whose experts are leased in groups here. Nothing of a
-    graph is kept; that there is one says of what routers make whether it will have a gradient."""
+def through_groups(
+    engine: Engine, lease: Lease, calls: Sequence[LayerCall], hidden: Iterable[Tensor]
+) -> list[Tensor]:
+    """Run every micro-batch through a layer that is on lease, and whose experts are leased in
+    groups here. Nothing of a graph is kept; that there is one says of what routers make whether it
+    will have a gradient."""
     halves = list[Suspended]()
     for call, state in zip(calls, hidden, strict=True):
         engine.stop.poll()
-        with saved_tensors_hooks(lambda _: None, _forgotten), torch.set_grad_enabled(call.routers is not None):
+        with (
+            saved_tensors_hooks(lambda _: None, _forgotten),
+            torch.set_grad_enabled(call.routers is not None),
+        ):
             halves.append(_half(engine, lease, call, state))
     after = engine.backend.rng_state()
-    given = [(call.autocast, half.given) for call, half in zip(calls, halves, strict=True)]
-    results = _Groups(engine.split, engine.stream, lease, engine.retry.at).results(given)
+    expert_inputs = [
+        (call.autocast, half.expert_inputs) for call, half in zip(calls, halves, strict=True)
+    ]
+    results = _Groups(engine.split, engine.stream, lease, engine.retry.at).results(expert_inputs)
     outputs = []
     for index, (call, half) in enumerate(zip(calls, halves, strict=True)):
         with torch.no_grad():
             outputs.append(_resumed(engine, call, half, results[index]))
-        results[index] = halves[index] = given[index] = None  # type: ignore[call-overload] # it is done with
+        results[index] = halves[index] = expert_inputs[index] = None  # type: ignore[call-overload] # it is done with
     engine.backend.set_rng_state(after)
     return outputs
 
@@ -157,7 +193,9 @@ def _forgotten(_: None) -> Tensor:
 
 @dataclass(eq=False)
 class GroupedVisit:
-    """One layer, forward and backward, over all micro-batches of a step, its experts leased in groups."""
+    """One layer, forward and backward, over all micro-batches of a step, its experts leased in
+    groups.
+    """
 
     _engine: Engine
     _layer: int
@@ -172,66 +210,91 @@ class GroupedVisit:
 
     def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
         """Run every micro-batch through the layer, as `lema.engine.visit` has it."""
-        engine, layer, calls = self._engine, self._layer, self._calls
-        self._needs, self._routers = needs_grad, calls[0].routers is not None
+        engine = self._engine
+        layer = self._layer
+        calls = self._calls
+        self._needs = needs_grad
+        self._routers = calls[0].routers is not None
 
-        def given() -> Iterator[Tensor]:
+        def layer_inputs() -> Iterator[Tensor]:
             for index, (state, needs) in enumerate(zip(hidden, needs_grad, strict=True)):
                 self._states.append(engine.generator_state())
-                yield self._boundaries.keep(layer, index, state).detach().requires_grad_(needs and self._routers)
+                yield (
+                    self._boundaries.keep(layer, index, state)
+                    .detach()
+                    .requires_grad_(needs and self._routers)
+                )
 
         with engine.leased(layer, "forward") as lease:
-            outputs = through_groups(engine, lease, calls, given())
+            outputs = through_groups(engine, lease, calls, layer_inputs())
         return tuple(
-            one.detach()
+            tensor.detach()
             for output, call in zip(outputs, calls, strict=True)
-            for one in (output, *(made for made in call.routers or () if made.requires_grad))
+            for tensor in (
+                output,
+                *(logits for logits in call.routers or () if logits.requires_grad),
+            )
         )
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Turn the gradients of the outputs into those of the inputs; adapters' gradients are added to `.grad`."""
-        engine, layer, again = self._engine, self._layer, differentiated_again()
-        after, each = engine.backend.rng_state(), len(gradients) // len(self._calls)
+        """Turn the gradients of the outputs into those of the inputs; adapters' gradients are
+        added to `.grad`.
+        """
+        engine = self._engine
+        layer = self._layer
+        again = differentiated_again()
+        after = engine.backend.rng_state()
+        num_outputs = len(gradients) // len(self._calls)
         collected = nullcontext() if self._asked is None else self._asked.collected()
         with engine.leased(layer, "backward") as lease, collected:
-            groups, parts = _Groups(engine.split, engine.stream, lease, engine.retry.at), list[_Part]()
+            groups = _Groups(engine.split, engine.stream, lease, engine.retry.at)
+            parts = list[_Part]()
             for index, (call, state) in enumerate(zip(self._calls, self._states, strict=True)):
-                with self._boundaries.kept(layer, index, again=again) as boundary:
-                    # A copy, because the layer waits for its experts longer than a boundary is kept here.
+                with self._boundaries.fetch(layer, index, again=again) as boundary:
+                    # A copy, because the layer waits for its experts longer than a boundary is kept
+                    # here.
                     copied = boundary.detach().clone().requires_grad_(self._needs[index])
                     parts.append(_Part(engine, lease, call, copied, state, self._routers))
                     parts[-1].run()
-                    parts[-1].look()
+                    parts[-1].probe()
                     if engine.runs_again:
                         parts[-1].let_go()
                 call.routers = None
-            looked = any(part.looked for part in parts)
-            given, results = [part.given for part in parts], list[Tensor]()
-            values: list[Any] = groups.results(given, "backward") if looked else [None] * len(parts)
+            reads_values = any(part.reads_values for part in parts)
+            expert_inputs = [part.expert_inputs for part in parts]
+            results = list[Tensor]()
+            values: list[Any] = (
+                groups.results(expert_inputs, "backward") if reads_values else [None] * len(parts)
+            )
             for index, part in enumerate(parts):
-                results.append(part.begin(gradients[index * each], values[index]))
+                results.append(part.begin(gradients[index * num_outputs], values[index]))
                 values[index] = None
             adapters: Sums = {}
-            found = groups.differentiated(given, results, adapters)
-            del given
+            expert_gradients = groups.differentiated(expert_inputs, results, adapters)
+            del expert_inputs
             of_inputs = list[Tensor | None]()
             for index in range(len(parts)):
-                part, results[index] = parts.pop(0), torch.empty(0)
-                roots = part.roots(*found.pop(0), gradients[index * each + 1 : (index + 1) * each])
+                part = parts.pop(0)
+                results[index] = torch.empty(0)
+                roots = part.roots(
+                    *expert_gradients.pop(0),
+                    gradients[index * num_outputs + 1 : (index + 1) * num_outputs],
+                )
                 torch.autograd.backward([*roots], [*roots.values()])
                 of_inputs.append(part.input.grad)
                 del part, roots
             for parameter in [*adapters]:  # one by one, because each is copied
                 torch.autograd.backward([parameter], [adapters.pop(parameter)])  # adds to .grad
         engine.backend.set_rng_state(after)
-        engine.look(layer, of_inputs)
+        engine.observe(layer, of_inputs)
         return of_inputs
 
 
 @dataclass(eq=False)
 class _Part:
-    """One micro-batch in the backward of a layer, which stops at the experts and goes on behind them. What comes before
-    them has a graph, which waits; or is let go, and made again at the end by another run."""
+    """One micro-batch in the backward of a layer, which stops at the experts and goes on behind
+    them. What comes before them has a graph, which waits; or is let go, and made again at the end
+    by another run."""
 
     _engine: Engine
     _lease: Lease
@@ -239,9 +302,9 @@ class _Part:
     input: Tensor  # of the layer
     _state: Tensor  # the generator's, before the layer
     _asks: bool  # whether somebody asks what routers make
-    given: Given = field(init=False)  # to the experts
+    expert_inputs: ExpertInputs = field(init=False)  # to the experts
     routers: list[Tensor] = field(default_factory=list)  # their outputs that have a gradient
-    looked: bool = False  # whether the backward looks at the values of the experts' result
+    reads_values: bool = False  # whether the backward looks at the values of the experts' result
     output: Tensor | None = None  # of the layer
     _half: Suspended | None = None
     _result: Tensor | None = None  # of the experts, without a graph
@@ -256,23 +319,28 @@ class _Part:
         call.routers = [] if self._asks else None
         with torch.enable_grad():
             self._half = _half(self._engine, self._lease, call, self.input)
-        self.given = call.autocast, self._half.given
-        self.routers = [one for one in call.routers or () if one.requires_grad]
+        self.expert_inputs = call.autocast, self._half.expert_inputs
+        self.routers = [logits for logits in call.routers or () if logits.requires_grad]
 
-    def look(self) -> None:
-        """Make what the layer returns of a result of zeros, which is as good unless the backward looks at its values;
-        note whether it does."""
+    def probe(self) -> None:
+        """Make what the layer returns of a result of zeros, which is as good unless the backward
+        looks at its values; note whether it does."""
         assert self._half is not None
-        with self._half.looking() as looked:
-            self.made_of(torch.zeros_like(self._half.given[0]))
-        self.looked = bool(looked)
+        with self._half.looking() as observed:
+            self.made_of(torch.zeros_like(self._half.expert_inputs[0]))
+        self.reads_values = bool(observed)
 
     def let_go(self) -> None:
         """Free the graph of the part before the experts."""
         assert self._half is not None
-        self._again, self._half, made = True, self._half.detached(), self._call.routers or []
-        made[:] = [one.detach().requires_grad_(one.requires_grad) for one in made]
-        self.given, self.routers = (self._call.autocast, self._half.given), []
+        self._again = True
+        self._half = self._half.detached()
+        router_logits = self._call.routers or []
+        router_logits[:] = [
+            logits.detach().requires_grad_(logits.requires_grad) for logits in router_logits
+        ]
+        self.expert_inputs = (self._call.autocast, self._half.expert_inputs)
+        self.routers = []
         self.output = self._result = None
 
     def made_of(self, result: Tensor) -> Tensor:
@@ -285,85 +353,116 @@ class _Part:
         return self.output
 
     def begin(self, gradient: Tensor, result: Tensor | None = None) -> Tensor:
-        """Return the gradient of the experts' result, given that of what the layer returns. The `result` is where its
-        values are wanted and not there yet."""
+        """Return the gradient of the experts' result, given that of what the layer returns. The
+        `result` is where its values are wanted and not there yet."""
         if result is not None or self.output is None:
-            self.made_of(torch.zeros_like(self.given[1][0]) if result is None else result)
+            self.made_of(torch.zeros_like(self.expert_inputs[1][0]) if result is None else result)
         assert self.output is not None and self._result is not None
         self._gradient = gradient
-        (found,) = torch.autograd.grad(self.output, [self._result], gradient, retain_graph=not self._again)
+        (result_gradient,) = torch.autograd.grad(
+            self.output, [self._result], gradient, retain_graph=not self._again
+        )
         if self._again:  # only the experts' inputs are needed, or only their result
             self._half = self.output = None
-            self._result = self._result if self.looked else None
-        return found
+            self._result = self._result if self.reads_values else None
+        return result_gradient
 
-    def roots(self, by_hidden: Tensor, by_weights: Tensor, routers: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-        """Return all that is differentiated in the end, with gradients: of what the experts were given, and of what
-        routers made, these."""
+    def roots(
+        self, by_hidden: Tensor, by_weights: Tensor, routers: Sequence[Tensor]
+    ) -> dict[Tensor, Tensor]:
+        """Return all that is differentiated in the end, with gradients: of what the experts were
+        given, and of what routers made, these."""
         if self._again:
             self.run()
-            self.made_of(torch.zeros_like(self.given[1][0]) if self._result is None else self._result)
+            self.made_of(
+                torch.zeros_like(self.expert_inputs[1][0]) if self._result is None else self._result
+            )
         self._call.routers = None
-        hidden, _, weights = self.given[1]
+        hidden, _, weights = self.expert_inputs[1]
         assert self.output is not None
-        found = {hidden: by_hidden, weights: by_weights, self.output: self._gradient}
+        gradients = {hidden: by_hidden, weights: by_weights, self.output: self._gradient}
         roots = dict(zip(self.routers, routers, strict=True))
-        return roots | {one: by for one, by in found.items() if one.requires_grad}
+        return roots | {tensor: by for tensor, by in gradients.items() if tensor.requires_grad}
 
 
 def top_in_groups(
     engine: Engine,
     lease: Lease,
     calls: Sequence[LayerCall],
-    turn: Turn,
+    loss_and_grad: LossAndGrad,
     hidden: Sequence[Tensor],
     needs_grad: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor | None], list[list[tuple[Tensor, Tensor | None]]]]:
-    """Run all micro-batches through the top layer, the head and the loss, and back; return the loss, the gradients of
-    what was given, and what else has gradients, with these, of each micro-batch."""
-    top, parts, after = engine.split.num_layers - 1, list[_Part](), engine.backend.rng_state()
+    """Run all micro-batches through the top layer, the head and the loss, and back; return the
+    loss, the gradients of what was given, and what else has gradients, with these, of each
+    micro-batch."""
+    top = engine.split.num_layers - 1
+    parts = list[_Part]()
+    after = engine.backend.rng_state()
     groups = _Groups(engine.split, engine.stream, lease, engine.retry.at)
     for call, state, needs in zip(calls, hidden, needs_grad, strict=True):
         leaf = state.detach().requires_grad_(needs)
-        parts.append(_Part(engine, lease, call, leaf, engine.generator_state(), call.routers is not None))
+        parts.append(
+            _Part(engine, lease, call, leaf, engine.generator_state(), call.routers is not None)
+        )
         parts[-1].run()
         after = engine.backend.rng_state()
         if engine.runs_again:
-            parts[-1].look()
+            parts[-1].probe()
             parts[-1].let_go()
-            engine.backend.set_rng_state(after)  # because a look draws the part after the experts again
-    results, shares = groups.results([one.given for one in parts]), list[Tensor]()
-    routed, below = list[list[Tensor]](), list[list[Tensor | None]]()
+            engine.backend.set_rng_state(
+                after
+            )  # because a look draws the part after the experts again
+    results = groups.results([part.expert_inputs for part in parts])
+    shares = list[Tensor]()
+    routed = list[list[Tensor]]()
+    below = list[list[Tensor | None]]()
     for index, (call, part) in enumerate(zip(calls, parts, strict=True)):
         engine.stop.poll()
         output = part.made_of(results[index])
         engine.backend.set_rng_state(after)
         with engine.retry.at("in the head and the loss"):
-            value, gradient = turn(index, output.detach())
+            value, gradient = loss_and_grad(index, output.detach())
         after = engine.backend.rng_state()
-        engine.look(top + 1, [gradient])
-        others = dict[Tensor, Tensor | None]()
+        engine.observe(top + 1, [gradient])
+        router_gradients = dict[Tensor, Tensor | None]()
         if engine.routers is not None:
-            share, others = engine.routers.turn(index)
+            share, router_gradients = engine.routers.loss_and_grad(index)
             value = value + share
-        routed.append([by for made in call.routers or () if (by := others.pop(made)) is not None])
-        below.append([*others.values()])
+        routed.append(
+            [
+                by
+                for logits in call.routers or ()
+                if (by := router_gradients.pop(logits)) is not None
+            ]
+        )
+        below.append([*router_gradients.values()])
         shares.append(value)
         results[index] = part.begin(gradient)
         del output, gradient
     adapters: Sums = {}
-    found = groups.differentiated([one.given for one in parts], results, adapters)
-    inputs, formed = list[Tensor | None](), list[list[tuple[Tensor, Tensor | None]]]()
+    expert_gradients = groups.differentiated(
+        [part.expert_inputs for part in parts], results, adapters
+    )
+    inputs = list[Tensor | None]()
+    formed = list[list[tuple[Tensor, Tensor | None]]]()
     for index, call in enumerate(calls):
-        part, results[index] = parts.pop(0), torch.empty(0)
-        roots = part.roots(*found.pop(0), routed[index])
+        part = parts.pop(0)
+        results[index] = torch.empty(0)
+        roots = part.roots(*expert_gradients.pop(0), routed[index])
         needs = part.input.requires_grad
-        own = [tensor for tensor in tensors_in(call.own) if tensor.requires_grad]
-        wanted: list[Tensor] = [*[part.input] * needs, *engine.adapters_of(top), *own]
-        each = torch.autograd.grad([*roots], wanted, [*roots.values()], allow_unused=True) if wanted else ()
-        engine.look(top, each[:needs])
-        inputs += [each[0] if needs else None, *below[index]]
-        pairs: Iterator[tuple[Tensor, Tensor | None]] = zip(wanted, each, strict=True)
+        call_tensors = [
+            tensor for tensor in tensors_in(call.captured_values) if tensor.requires_grad
+        ]
+        grad_inputs: list[Tensor] = [*[part.input] * needs, *engine.adapters_of(top), *call_tensors]
+        gradients = (
+            torch.autograd.grad([*roots], grad_inputs, [*roots.values()], allow_unused=True)
+            if grad_inputs
+            else ()
+        )
+        engine.observe(top, gradients[:needs])
+        inputs += [gradients[0] if needs else None, *below[index]]
+        pairs: Iterator[tuple[Tensor, Tensor | None]] = zip(grad_inputs, gradients, strict=True)
         formed.append(list(pairs)[needs:])
     engine.backend.set_rng_state(after)
     formed.append([*adapters.items()])

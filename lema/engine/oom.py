@@ -1,9 +1,10 @@
 """Retries after the device's memory ran out: attempts, each with less to hold at once.
 
-The forward of one micro-batch through one layer depends on its input and the generator alone, so it is attempted again
-on the spot, with one slot for weights fewer. A pass adds to gradients as it goes, so it is begun again, with fewer
-slots or with micro-batches of half the rows; each one's loss is weighted by the trained tokens of the whole step, so
-that changes no mathematics. What a run gave up it does not take back, and it says so in a warning.
+The forward of one micro-batch through one layer depends on its input and the generator alone, so it
+is attempted again on the spot, with one slot for weights fewer. A pass adds to gradients as it
+goes, so it is begun again, with fewer slots or with micro-batches of half the rows; each one's loss
+is weighted by the trained tokens of the whole step, so that changes no mathematics. What a run gave
+up it does not take back, and it says so in a warning.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ __all__ = ["OomRetry", "Shortage"]
 MicroBatches = Sequence[Mapping[str, Tensor]]
 Purpose = Literal["training", "evaluation"]
 T = TypeVar("T")
-PLACE = "ran out of device memory "  # how the note on an error begins that says where
+NOTE_PREFIX = "ran out of device memory "  # how the note on an error begins that says where
 
 GENERAL_ADVICE = (
-    "set gradient_checkpointing: true or boundary_activations: host, or lower max_length, loss_chunk_tokens or "
+    "set gradient_checkpointing: true or boundary_activations: host, or lower max_length, "
+    "loss_chunk_tokens or "
     "lora_rank; `lema plan` shows what takes how much"
 )
 
@@ -43,40 +45,58 @@ GENERAL_ADVICE = (
 class Shortage:
     """The work that did not fit on the device."""
 
-    place: str  # where memory ran out, as "in the forward of layer 3"
+    location: str  # where memory ran out, as "in the forward of layer 3"
     rows: int  # how many rows the largest micro-batch had
     length: int  # how many tokens the longest row had
     slots: int  # how many layers' weights had a place on the device
 
 
 class OomRetry:
-    """The retries of a run, and what it has given up so far so that its work fits on the device. `recomputes`: whether
-    activations are recomputed; where they are not, the warning names that setting too. `cuts`: whether smaller
-    micro-batches change no mathematics of training. `place`: where the pass is now, as `at` was told last. `advise`:
-    returns the settings that would help with a shortage; set by the part of the run that knows the plan."""
+    """The retries of a run, and what it has given up so far so that its work fits on the device.
+    `recomputes`: whether activations are recomputed; where they are not, the warning names that
+    setting too. `cuts`: whether smaller micro-batches change no mathematics of training.
+    `location`: where the pass is now, as `at` was told last. `advise`: returns the settings that
+    would help with a shortage; set by the part of the run that knows the plan."""
 
     def __init__(self, stream: LayerStream, backend: Backend, state: ModelState) -> None:
-        self._stream, self._backend, self._state = stream, backend, state
+        self._stream = stream
+        self._backend = backend
+        self._state = state
         self.recomputes = self.cuts = True
-        self.place = ""
+        self.location = ""
         self.advise: Callable[[Shortage], str] = lambda _: GENERAL_ADVICE
-        self._rows: dict[Purpose, int] = {}  # of the largest micro-batch, where the settings' own did not fit
-        # What was given up since the last warning: how much of it there was and is, and where memory ran out first.
+        self._rows: dict[
+            Purpose, int
+        ] = {}  # of the largest micro-batch, where the settings' own did not fit
+        # What was given up since the last warning: how much of it there was and is, and where
+        # memory ran out first.
         self._given_up: dict[str, tuple[int, int]] = {}
         self._short_at = ""
         self._passes = 0  # how many are being attempted now, one within the other
 
     @property
     def _alone(self) -> bool:
-        """Whether no other process takes part in a pass; if one does, this process cannot begin again by itself."""
+        """Whether no other process takes part in a pass; if one does, this process cannot begin
+        again by itself.
+        """
         return not self._stream.sharded
 
-    def cut(self, micro_batches: MicroBatches, purpose: Purpose = "training") -> list[Mapping[str, Tensor]]:
-        """Return the micro-batches, each with more rows than are known to fit cut into smaller ones."""
+    def cut(
+        self, micro_batches: MicroBatches, purpose: Purpose = "training"
+    ) -> list[Mapping[str, Tensor]]:
+        """Return the micro-batches, each with more rows than are known to fit cut into smaller
+        ones.
+        """
         rows = self._rows.get(purpose)
         if rows is None:
             return list(micro_batches)
-        return [part for one in micro_batches for part in (split_batch(one, rows) if _rows_of(one) > rows else [one])]
+        return [
+            part
+            for micro_batch in micro_batches
+            for part in (
+                split_batch(micro_batch, rows) if _rows_of(micro_batch) > rows else [micro_batch]
+            )
+        ]
 
     def run_pass(
         self,
@@ -84,16 +104,23 @@ class OomRetry:
         micro_batches: MicroBatches,
         *,
         parameters: Sequence[nn.Parameter] = (),
-        made: list[Any] | None = None,
+        outputs: list[Any] | None = None,
         purpose: Purpose = "training",
     ) -> T:
-        """Return what `run` makes in one pass. Each attempt finds gradients, generator, what modules keep from call to
-        call, and `made` as the first did. It is given the micro-batches, smaller ones where they did not fit; how many
-        rows fit is remembered for each `purpose`. It adds to gradients of `parameters`, and to `made`.
-        `MemoryLimitError`: one row does not fit."""
-        state, kept, count = self._backend.rng_state(), self._state.mark(), len(made or ())
+        """Return what `run` makes in one pass. Each attempt finds gradients, generator, what
+        modules keep from call to call, and `outputs` as the first did. It is given the
+        micro-batches, smaller ones where they did not fit; how many rows fit is remembered for each
+        `purpose`. It adds to gradients of `parameters`, and to `outputs`. `MemoryLimitError`: one
+        row does not fit."""
+        state = self._backend.rng_state()
+        mark = self._state.mark()
+        count = len(outputs or ())
         with self.once("before the pass"):
-            before = [None if one.grad is None else one.grad.clone() for one in parameters if self._alone]
+            before = [
+                None if parameter.grad is None else parameter.grad.clone()
+                for parameter in parameters
+                if self._alone
+            ]
         while True:
             parts = self.cut(micro_batches, purpose)
             self._passes += 1
@@ -105,65 +132,75 @@ class OomRetry:
                 if not is_out_of_memory(error):
                     raise
                 self._stream.cancel()
-                self._make_room(error, parts, purpose)
+                self._free_memory(error, parts, purpose)
             finally:
                 self._passes -= 1
-            # Here and not where the error was caught, because until that ends the error holds the tensors of the
-            # functions that it interrupted; where it is part of a cycle of references, the collector must find it.
+            # Here and not where the error was caught, because until that ends the error holds the
+            # tensors of the functions that it interrupted; where it is part of a cycle of
+            # references, the collector must find it.
             _put_back(parameters, before)
-            if made is not None:
-                del made[count:]
+            if outputs is not None:
+                del outputs[count:]
             gc.collect()
             self._backend.set_rng_state(state)
-            self._state.put_back(kept)
-        self._say()
+            self._state.put_back(mark)
+        self._warn()
         return result
 
-    def run_forward(self, place: str, run: Callable[[], T], state: Tensor, sums: Sized = ()) -> T:
-        """Return what `run` makes: the forward of one micro-batch through one leased layer, at a `place` of the pass.
-        Each attempt begins from the generator's `state`, and one that fails must leave none of its tensors in a
-        variable of the caller. `sums` are the sums of gradients that attempts add to: once there is one, memory that
-        runs out ends the pass, because an addition to a sum cannot be taken back."""
+    def run_forward(
+        self, location: str, run: Callable[[], T], state: Tensor, sums: Sized = ()
+    ) -> T:
+        """Return what `run` makes: the forward of one micro-batch through one leased layer, at a
+        `location` of the pass. Each attempt begins from the generator's `state`, and one that fails
+        must leave none of its tensors in a variable of the caller. `sums` are the sums of gradients
+        that attempts add to: once there is one, memory that runs out ends the pass, because an
+        addition to a sum cannot be taken back."""
         while True:
             try:
-                with self.at(place):
-                    made = run()
+                with self.at(location):
+                    output = run()
                 break
             except RuntimeError as error:
                 if sums or not is_out_of_memory(error) or not self._shrink(error, 1):
                     raise
-            gc.collect()  # what the error interrupted may be held by a cycle of references, as in `run_pass`
+            # what the error interrupted may be held by a cycle of references, as in `run_pass`
+            gc.collect()
             self._backend.set_rng_state(state)
         if not self._passes:
-            self._say()
-        return made
+            self._warn()
+        return output
 
     @contextmanager
-    def at(self, place: str) -> Iterator[None]:
-        """Note on an out-of-memory error that leaves the `with` block where it was, unless an inner block noted it.
-        `ConfigError`: the device lacks an operation in the block, or the deterministic form that it must have."""
-        self.place = place
+    def at(self, location: str) -> Iterator[None]:
+        """Note on an out-of-memory error that leaves the `with` block where it was, unless an inner
+        block noted it. `ConfigError`: the device lacks an operation in the block, or the
+        deterministic form that it must have."""
+        self.location = location
         try:
-            with supported_only(place), deterministic_only(place):
+            with supported_only(location), deterministic_only(location):
                 yield
         except RuntimeError as error:
-            if is_out_of_memory(error) and not _place_of(error):
-                error.add_note(f"{PLACE}{place}")
+            if is_out_of_memory(error) and not _location_of(error):
+                error.add_note(f"{NOTE_PREFIX}{location}")
             raise
 
     @contextmanager
-    def once(self, place: str) -> Iterator[None]:
-        """Attempt once, in the `with` block, what cannot be attempted again. `MemoryLimitError`: memory ran out."""
+    def once(self, location: str) -> Iterator[None]:
+        """Attempt once, in the `with` block, what cannot be attempted again. `MemoryLimitError`:
+        memory ran out.
+        """
         try:
-            with self.at(place):
+            with self.at(location):
                 yield
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             raise self._refusal(error, ()) from _let_go(error)
 
-    def _make_room(self, error: RuntimeError, parts: MicroBatches, purpose: Purpose) -> None:
-        """Give up half of the slots, because one is enough; where there is only one, half of a micro-batch's rows."""
+    def _free_memory(self, error: RuntimeError, parts: MicroBatches, purpose: Purpose) -> None:
+        """Give up half of the slots, because one is enough; where there is only one, half of a
+        micro-batch's rows.
+        """
         if self._shrink(error, max(1, self._stream.num_slots // 2)):
             return
         rows = max(map(_rows_of, parts), default=1)
@@ -180,34 +217,40 @@ class OomRetry:
         return bool(gone)
 
     def _note(self, error: RuntimeError, what: str, before: int, after: int) -> None:
-        self._short_at = self._short_at or _place_of(error) or "between the layers"
+        self._short_at = self._short_at or _location_of(error) or "between the layers"
         self._given_up[what] = self._given_up.get(what, (before,))[0], after
 
     def _refusal(self, error: RuntimeError, parts: MicroBatches) -> MemoryLimitError:
         shapes = [tuple(part["input_ids"].shape) for part in parts]
         short = Shortage(
-            _place_of(error) or "between the layers",
+            _location_of(error) or "between the layers",
             max((rows for rows, _ in shapes), default=0),
             max((length for _, length in shapes), default=0),
             self._stream.num_slots,
         )
-        said = str(error).partition("\n")[0][:200].rstrip(". ")
-        what = f"the device's memory is too small: {said}"
+        reason = str(error).partition("\n")[0][:200].rstrip(". ")
+        what = f"the device's memory is too small: {reason}"
         if parts:
-            what += f"; {_count(short.rows, 'row')} of {_count(short.length, 'token')} at once next to "
+            what += (
+                f"; {_count(short.rows, 'row')} of {_count(short.length, 'token')} at once next to "
+            )
             what += f"{_count(short.slots, 'layer slot')} do not fit"
         if not self._alone:
             what += "; with shard_weights a process cannot try again alone"
-        self._given_up, self._short_at = {}, ""
-        return MemoryLimitError(what, where=short.place, how=self.advise(short))
+        self._given_up = {}
+        self._short_at = ""
+        return MemoryLimitError(what, where=short.location, how=self.advise(short))
 
-    def _say(self) -> None:
+    def _warn(self) -> None:
         """Warn of memory savings that the run has made since the last call, if any."""
         if not self._given_up:
             return
-        given_up, place = self._given_up, self._short_at
-        self._given_up, self._short_at = {}, ""
-        settings, now = [], []
+        given_up = self._given_up
+        location = self._short_at
+        self._given_up = {}
+        self._short_at = ""
+        settings = []
+        now = []
         if "slots" in given_up:
             before, after = given_up["slots"]
             settings.append(f"prefetch_depth: {max(1, after - 1)}")
@@ -219,19 +262,23 @@ class OomRetry:
         if not self.recomputes:
             settings.append("gradient_checkpointing: true (the others may then not be needed)")
         warnings.warn(
-            f"device memory ran out {place}; from here on there are {' and '.join(now)}, which changes no "
-            f"mathematics. To begin so, write into the config {', '.join(settings)}; or set device_memory to what "
+            f"device memory ran out {location}; from here on there are "
+            f"{' and '.join(now)}, which changes no "
+            f"mathematics. To begin so, write into the config {', '.join(settings)}; or "
+            "set device_memory to what "
             "there is, and what is kept on the device is chosen to fit it, as `lema plan` shows",
             stacklevel=3,
         )
 
 
 def _let_go(error: RuntimeError) -> RuntimeError:
-    """Clear the frames that an error has left, because an error that is kept would keep their tensors."""
-    one: BaseException | None = error
-    while one is not None:
-        clear_frames(one.__traceback__)
-        one = one.__context__
+    """Clear the frames that an error has left, because an error that is kept would keep their
+    tensors.
+    """
+    chained: BaseException | None = error
+    while chained is not None:
+        clear_frames(chained.__traceback__)
+        chained = chained.__context__
     return error
 
 
@@ -244,9 +291,11 @@ def _put_back(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | N
             parameter.grad.copy_(gradient)  # in place, because there may be no memory for another
 
 
-def _place_of(error: BaseException) -> str:
+def _location_of(error: BaseException) -> str:
     notes = getattr(error, "__notes__", ())
-    return next((note.removeprefix(PLACE) for note in notes if note.startswith(PLACE)), "")
+    return next(
+        (note.removeprefix(NOTE_PREFIX) for note in notes if note.startswith(NOTE_PREFIX)), ""
+    )
 
 
 def _rows_of(micro_batch: Mapping[str, Tensor]) -> int:

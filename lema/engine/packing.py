@@ -1,10 +1,12 @@
-"""Rows joined into packs, and whether a model keeps the rows of a pack apart, asked of it before it trains on them.
+"""Rows joined into packs, and whether a model keeps the rows of a pack apart, asked of it before it
+trains on them.
 
-`transformers` keeps attention within the rows of a pack by their `position_ids`. What else carries something from token
-to token goes on over their ends: states of recurrent layers, short convolutions, positions that are counted and not
-taken from `position_ids`. No name of a model or layer says so for certain, and an implementation of attention may see
-packs only where a micro-batch has one. So a few rows are run once packed and once alone, with the layers and the
-attention that the run has. That costs one pass over the weights, half of what a step reads.
+`transformers` keeps attention within the rows of a pack by their `position_ids`. What else carries
+something from token to token goes on over their ends: states of recurrent layers, short
+convolutions, positions that are counted and not taken from `position_ids`. No name of a model or
+layer says so for certain, and an implementation of attention may see packs only where a micro-batch
+has one. So a few rows are run once packed and once alone, with the layers and the attention that
+the run has. That costs one pass over the weights, half of what a step reads.
 """
 
 from __future__ import annotations
@@ -36,12 +38,15 @@ FLOOR = {True: 0.01, False: 1e-4}  # relative to the logits; whether numbers hav
 
 @torch.no_grad()
 def check_packing(model: StreamedModel, rows: Sequence[Sequence[int]], at_once: int) -> None:
-    """Make sure that `rows` of the data, token ids of one at least, come out of a pack as they come out alone, with the
-    adapters that the model has; all processes call this alike. A micro-batch may have `at_once` packs. `ConfigError`:
-    they do not, so the model does not train on packs."""
+    """Make sure that `rows` of the data, token ids of one at least, come out of a pack as they come
+    out alone, with the adapters that the model has; all processes call this alike. A micro-batch
+    may have `at_once` packs. `ConfigError`: they do not, so the model does not train on packs."""
     how = "set packing: false: LEMA sorts rows by length, so there is little padding"
     if not model.shifts_labels:
-        what = "this model trains on a token's own label, but the first token of a row in a pack has none"
+        what = (
+            "this model trains on a token's own label, but the first token of a row in a pack "
+            "has none"
+        )
         raise ConfigError(what, where="packing", how=how)
     tried = [torch.tensor(list(rows[n % len(rows)])[:size]) for n, size in enumerate(NUM_TOKENS)]
     packs = [tried, tried[::-1]][: max(1, min(2, at_once))]
@@ -58,20 +63,32 @@ def check_packing(model: StreamedModel, rows: Sequence[Sequence[int]], at_once: 
         raise ConfigError(what, where="packing", how=how) from error
     finally:
         module.train(was_training)
-    each = [row.float() for one in logits for row in one]  # whatever micro-batches memory allowed
-    packed, alone = each[: len(packs)], iter(each[len(packs) :])
-    noise, apart = list[float](), list[float]()
-    for pack, found in zip(packs, packed, strict=True):
-        ends = list(accumulate(map(len, pack)))
-        for number, (row, end) in enumerate(zip(pack, ends, strict=True)):
-            differs = _apart(found[end - len(row) : end], next(alone))
-            (apart if number else noise).extend(differs[:FIRST])
-    typical = sorted(apart)[len(apart) // 2]
+    row_logits = [
+        row.float() for batch in logits for row in batch
+    ]  # whatever micro-batches memory allowed
+    packed = row_logits[: len(packs)]
+    alone = iter(row_logits[len(packs) :])
+    noise = list[float]()
+    differences = list[float]()
+    for pack, pack_logits in zip(packs, packed, strict=True):
+        row_bounds = list(accumulate(map(len, pack)))
+        for number, (row, end) in enumerate(zip(pack, row_bounds, strict=True)):
+            differs = _relative_distances(pack_logits[end - len(row) : end], next(alone))
+            (differences if number else noise).extend(differs[:FIRST])
+    typical = sorted(differences)[len(differences) // 2]
     if not typical <= max(FLOOR[torch.finfo(model.split.dtype).bits < 32], NOISE * max(noise)):
-        what = f"rows of a pack influence each other in this model: their logits differ by {typical:.1%} from those "
-        what += "of the same rows alone, as something beside attention goes on from one row to the next"
+        what = (
+            "rows of a pack influence each other in this model: their logits differ by "
+            f"{typical:.1%} from those "
+        )
+        what += (
+            "of the same rows alone, as something beside attention goes on from one row to the next"
+        )
         if at_once > 1:
-            how += "; or try micro_batch_size: 1, because some kinds of attention handle one pack at a time"
+            how += (
+                "; or try micro_batch_size: 1, because some kinds of attention handle one pack "
+                "at a time"
+            )
         raise ConfigError(what, where="packing", how=how)
 
 
@@ -85,60 +102,97 @@ def _alone(row: Tensor) -> dict[str, Tensor]:
     return {"input_ids": row[None], "labels": row[None]}
 
 
-def _apart(one: Tensor, other: Tensor) -> list[float]:
-    """Return how far the logits of each token `[tokens, vocabulary]` are from others, relative to their length."""
-    return [float(one) for one in (one - other).norm(dim=-1) / other.norm(dim=-1).clamp(min=1e-30)]
+def _relative_distances(logits: Tensor, reference: Tensor) -> list[float]:
+    """Return how far the logits of each token `[tokens, vocabulary]` are from others, relative
+    to their length.
+    """
+    return [
+        float(distance)
+        for distance in (logits - reference).norm(dim=-1) / reference.norm(dim=-1).clamp(min=1e-30)
+    ]
 
 
 class Packs(Sequence[dict[str, list[int]]]):
-    """Rows of a data set, joined into packs of at most `length` tokens: rows with `position_ids` besides.
+    """Rows of a data set, joined into packs of at most `length` tokens: rows with `position_ids`
+    besides.
 
-    These start again with each row of a pack; by that `transformers` keeps attention within the rows. No label stands
-    where a row begins, because the token before it is another row's; no loss is formed there in a row alone, either.
-    Whole rows are joined by best fit, the longest first. Lengths and seed decide which, in every epoch alike.
+    These start again with each row of a pack; by that `transformers` keeps attention within the
+    rows. No label stands where a row begins, because the token before it is another row's; no loss
+    is formed there in a row alone, either. Whole rows are joined by best fit, the longest first.
+    Lengths and seed decide which, in every epoch alike.
 
-    `rows`: the data set. `length`: of a pack, at most. `seed`: draws the order of rows that are equally long.
-    `wrapped`: lay all rows end to end, in an order that the seed draws, and cut at every `length` tokens. What is cut
-    off begins the next pack as a row of its own. A pack in which nothing is trained, such as a part of a long prompt,
-    is left out. `DataError`: a row is longer than a pack, and not `wrapped`; or no pack is left."""
+    `rows`: the data set. `length`: of a pack, at most. `seed`: draws the order of rows that are
+    equally long. `wrapped`: lay all rows end to end, in an order that the seed draws, and cut at
+    every `length` tokens. What is cut off begins the next pack as a row of its own. A pack in which
+    nothing is trained, such as a part of a long prompt, is left out. `DataError`: a row is longer
+    than a pack, and not `wrapped`; or no pack is left."""
 
-    def __init__(self, rows: Sequence[TokenRow], length: int, seed: int, *, wrapped: bool = False) -> None:
-        self._rows, self._about = rows, (length, seed, wrapped)
+    def __init__(
+        self, rows: Sequence[TokenRow], length: int, seed: int, *, wrapped: bool = False
+    ) -> None:
+        self._rows = rows
+        self._about = (length, seed, wrapped)
         lengths = lengths_of(rows)
         if not wrapped and len(rows) and lengths.max() > length:
-            place = int(lengths.argmax())
-            what = f"row {place} has {lengths[place]:,} tokens, more than the {length:,} of a pack"
-            raise DataError(what, where="packing", how="raise max_length, shorten the row, or set packing: wrapped")
+            longest = int(lengths.argmax())
+            what = (
+                f"row {longest} has {lengths[longest]:,} tokens, more than the {length:,} of a pack"
+            )
+            raise DataError(
+                what,
+                where="packing",
+                how="raise max_length, shorten the row, or set packing: wrapped",
+            )
         order = shuffled(len(rows), seed, stream=2**32 + 1)
-        places, starts, ends, packs = (_cut_through if wrapped else _fitted)(lengths[order], length)
-        self._places, self._starts, self._ends = order[places], starts, ends
+        row_indices, starts, stops, packs = (_cut_through if wrapped else _fitted)(
+            lengths[order], length
+        )
+        self._row_indices = order[row_indices]
+        self._starts = starts
+        self._stops = stops
         self._bounds = np.concatenate([[0], np.cumsum(np.bincount(packs))]).astype(np.int64)
-        self._sizes = np.bincount(packs, weights=ends - starts).astype(np.int64)
+        self._sizes = np.bincount(packs, weights=stops - starts).astype(np.int64)
         left_out = self._keep_trained(lengths) if wrapped else 0
         full = self._sizes.sum() / max(1, len(self) * length)
-        line = f"packed: {len(rows):,} rows in {len(self):,} packs of at most {length:,} tokens, {full:.0%} filled"
+        line = (
+            f"packed: {len(rows):,} rows in {len(self):,} packs of at most {length:,} tokens, "
+            f"{full:.0%} filled"
+        )
         self.notes: tuple[str, ...] = (line,)
         if left_out:
-            self.notes += (f"packed: {left_out:,} further packs have no token to train on and are left out",)
+            self.notes += (
+                f"packed: {left_out:,} further packs have no token to train on and are left out",
+            )
 
     def _keep_trained(self, lengths: npt.NDArray[np.int64]) -> int:
-        """Leave out packs in which nothing is trained; return how many. `lengths` are those of the rows. A pack that
-        holds all of a row, or two tokens of one that is trained as a whole, is not read for it."""
-        trained = getattr(self._rows, "trained", np.zeros(len(lengths), dtype=np.int64))[self._places]
-        sizes, of_rows = self._ends - self._starts, lengths[self._places]
+        """Leave out packs in which nothing is trained; return how many. `lengths` are those of the
+        rows. A pack that holds all of a row, or two tokens of one that is trained as a whole, is
+        not read for it."""
+        trained = getattr(self._rows, "trained", np.zeros(len(lengths), dtype=np.int64))[
+            self._row_indices
+        ]
+        sizes = self._stops - self._starts
+        of_rows = lengths[self._row_indices]
         sure = (trained > 0) & ((sizes == of_rows) | ((trained == of_rows - 1) & (sizes > 1)))
         packs = np.repeat(np.arange(len(self)), np.diff(self._bounds))
-        known = np.bincount(packs, weights=sure, minlength=len(self)) > 0
-        kept = np.array([bool(known[number]) or self._trains(number) for number in range(len(self))], dtype=bool)
-        if not kept.any():
+        has_trained = np.bincount(packs, weights=sure, minlength=len(self)) > 0
+        retained = np.array(
+            [bool(has_trained[number]) or self._trains(number) for number in range(len(self))],
+            dtype=bool,
+        )
+        if not retained.any():
             what = "no pack has a token to train on"
-            raise DataError(what, where="packing", how="raise max_length, or remove rows that are mostly prompt")
-        pieces = kept[packs]
-        self._places, self._starts, self._ends = self._places[pieces], self._starts[pieces], self._ends[pieces]
-        counts = np.diff(self._bounds)[kept]
+            raise DataError(
+                what, where="packing", how="raise max_length, or remove rows that are mostly prompt"
+            )
+        pieces = retained[packs]
+        self._row_indices = self._row_indices[pieces]
+        self._starts = self._starts[pieces]
+        self._stops = self._stops[pieces]
+        counts = np.diff(self._bounds)[retained]
         self._bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        self._sizes = self._sizes[kept]
-        return int((~kept).sum())
+        self._sizes = self._sizes[retained]
+        return int((~retained).sum())
 
     def _trains(self, pack: int) -> bool:
         return any(label != IGNORED for label in self[pack]["labels"])
@@ -149,10 +203,11 @@ class Packs(Sequence[dict[str, list[int]]]):
     def __getitem__(self, index: Any) -> Any:
         pack: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": []}
         for piece in range(self._bounds[index], self._bounds[index + 1]):
-            row, part = self._rows[int(self._places[piece])], slice(self._starts[piece], self._ends[piece])
+            row = self._rows[int(self._row_indices[piece])]
+            part = slice(self._starts[piece], self._stops[piece])
             pack["input_ids"] += row["input_ids"][part]
             pack["labels"] += [IGNORED, *row["labels"][part][1:]]
-            pack["position_ids"] += range(self._ends[piece] - self._starts[piece])
+            pack["position_ids"] += range(self._stops[piece] - self._starts[piece])
         return pack
 
     def num_tokens(self, index: int) -> int:
@@ -165,16 +220,24 @@ class Packs(Sequence[dict[str, list[int]]]):
         return None if of_rows is None else f"{of_rows()} packed {self._about}"
 
 
-Pieces = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
-"""For parts of rows, in the order of their packs: the row, where the part begins and ends in it, and the pack."""
+Pieces = tuple[
+    npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]
+]
+"""For parts of rows, in the order of their packs: the row, where the part begins and ends in it,
+and the pack.
+"""
 
 
 def _fitted(lengths: npt.NDArray[np.int64], capacity: int) -> Pieces:
-    """Put whole rows into packs by best-fit decreasing (Johnson, 1974): each where the least is left over."""
+    """Put whole rows into packs by best-fit decreasing (Johnson, 1974): each where the least is
+    left over.
+    """
     order = np.argsort(-lengths, kind="stable")
-    packs, count = np.empty(len(lengths), dtype=np.int64), 0
+    packs = np.empty(len(lengths), dtype=np.int64)
+    count = 0
     free: dict[int, list[int]] = {}  # packs by the tokens that still fit
-    sizes = 0  # bit n is set where there is a pack for n more tokens, so that the best is found by a shift
+    # bit n is set where there is a pack for n more tokens, so that the best is found by a shift
+    sizes = 0
     for row in order.tolist():
         length = int(lengths[row])
         if fit := sizes >> length:
@@ -183,18 +246,30 @@ def _fitted(lengths: npt.NDArray[np.int64], capacity: int) -> Pieces:
             if not free[space]:
                 sizes ^= 1 << space
         else:
-            space, pack, count = capacity, count, count + 1
+            space = capacity
+            pack = count
+            count = count + 1
         packs[row] = pack
-        if rest := space - length:
-            free.setdefault(rest, []).append(pack)
-            sizes |= 1 << rest
-    places = np.argsort(packs, kind="stable").astype(np.int64)
-    return places, np.zeros(len(places), dtype=np.int64), lengths[places], packs[places]
+        if remaining := space - length:
+            free.setdefault(remaining, []).append(pack)
+            sizes |= 1 << remaining
+    row_indices = np.argsort(packs, kind="stable").astype(np.int64)
+    return (
+        row_indices,
+        np.zeros(len(row_indices), dtype=np.int64),
+        lengths[row_indices],
+        packs[row_indices],
+    )
 
 
 def _cut_through(lengths: npt.NDArray[np.int64], capacity: int) -> Pieces:
     """Cut rows that lie end to end at every multiple of `capacity` tokens."""
     begins = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     cuts = np.union1d(begins, np.arange(0, begins[-1], capacity))
-    places = np.searchsorted(begins, cuts[:-1], side="right") - 1
-    return places, cuts[:-1] - begins[places], cuts[1:] - begins[places], cuts[:-1] // capacity
+    row_indices = np.searchsorted(begins, cuts[:-1], side="right") - 1
+    return (
+        row_indices,
+        cuts[:-1] - begins[row_indices],
+        cuts[1:] - begins[row_indices],
+        cuts[:-1] // capacity,
+    )

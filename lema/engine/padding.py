@@ -1,6 +1,8 @@
-"""Rows padded to a multiple of a number of tokens, for equal shares of a sequence, or for few shapes to compile.
+"""Rows padded to a multiple of a number of tokens, for equal shares of a sequence, or for few
+shapes to compile.
 
-The padding is neither attended to nor trained on, and its logits are not returned: losses and gradients stay the same.
+The padding is neither attended to nor trained on, and its logits are not returned: losses and
+gradients stay the same.
 """
 
 from __future__ import annotations
@@ -31,14 +33,17 @@ class Padding:
     positions: int | None = None  # the longest row that the model takes; None: any
 
     def longest(self, config: LemaConfig) -> int:
-        """Return the tokens that the longest row of a run may be made; `ConfigError` as `longest_row`."""
+        """Return the tokens that the longest row of a run may be made; `ConfigError` as
+        `longest_row`.
+        """
         return -(-longest_row(config.max_length, self.positions) // self.multiple) * self.multiple
 
     def of(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return a micro-batch `[batch, sequence]` with longer rows, and the mask that says so; or as it is.
+        """Return a micro-batch `[batch, sequence]` with longer rows, and the mask that says so; or
+        as it is.
 
-        A batch that needs no padding gets a mask as well, so that one shape is one graph; none is made where the
-        positions say which rows were packed into one, since a mask would hide that.
+        A batch that needs no padding gets a mask as well, so that one shape is one graph; none is
+        made where the positions say which rows were packed into one, since a mask would hide that.
 
         `DataError`: rows become longer than the model's positions."""
         if self.multiple == 1:
@@ -47,36 +52,59 @@ class Padding:
         longer = -(-length // self.multiple) * self.multiple
         if self.positions is not None and longer > self.positions:
             raise DataError(
-                f"rows of {length} tokens become {longer} long, and the model has {self.positions} positions",
+                (
+                    f"rows of {length} tokens become {longer} long, and the model has "
+                    f"{self.positions} positions"
+                ),
                 where=f"pad_to_multiple_of: {self.multiple}",
-                how=f"lower max_length to {self.positions // self.multiple * self.multiple or self.positions} or less, "
+                how="lower max_length to "
+                f"{self.positions // self.multiple * self.multiple or self.positions} or "
+                "less, "
                 "or choose another multiple",
             )
-        whole = dict(batch)
-        if "position_ids" not in whole:  # because positions mark packed rows, and a mask would hide where each begins
-            whole.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+        padded = dict(batch)
+        if (
+            "position_ids" not in padded
+        ):  # because positions mark packed rows, and a mask would hide where each begins
+            padded.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
         if longer == length:
-            return whole
-        tokens = {name for name, one in whole.items() if one.dim() == 2 and name not in OF_ROWS}
+            return padded
+        tokens = {
+            name for name, tensor in padded.items() if tensor.dim() == 2 and name not in OF_ROWS
+        }
         more = (0, longer - length)
         return {
-            name: pad(one, more, value=VALUES.get(name, 0)) if name in tokens else one for name, one in whole.items()
+            name: pad(tensor, more, value=VALUES.get(name, 0)) if name in tokens else tensor
+            for name, tensor in padded.items()
         }
 
 
 def cut(logits: list[Tensor], batches: Sequence[Mapping[str, Tensor]]) -> None:
-    """Leave out of logits `[batch, sequence, vocabulary]` those of padding that was added to these micro-batches."""
-    logits[:] = [one[:, : batch["input_ids"].shape[1]] for one, batch in zip(logits, batches, strict=True)]
+    """Leave out of logits `[batch, sequence, vocabulary]` those of padding that was added to
+    these micro-batches.
+    """
+    logits[:] = [
+        batch_logits[:, : batch["input_ids"].shape[1]]
+        for batch_logits, batch in zip(logits, batches, strict=True)
+    ]
 
 
 def side_by_side(logits: Sequence[Tensor], width: int) -> Tensor:
-    """Return logits of micro-batches, some of them cut to their longest row, padded to the width of the batch."""
-    return torch.cat([pad(one, (0, 0, 0, width - one.shape[1])) for one in logits]) if logits else torch.empty(0)
+    """Return logits of micro-batches, some of them cut to their longest row, padded to the width
+    of the batch.
+    """
+    return (
+        torch.cat(
+            [pad(batch_logits, (0, 0, 0, width - batch_logits.shape[1])) for batch_logits in logits]
+        )
+        if logits
+        else torch.empty(0)
+    )
 
 
 def padding_of(config: LemaConfig, parts: int, positions: int | None) -> Padding:
-    """Return how rows are padded for `parts` processes that hold one copy of the model, which has so many `positions`.
-    `ConfigError`: so many processes cannot share such rows."""
+    """Return how rows are padded for `parts` processes that hold one copy of the model, which has
+    so many `positions`. `ConfigError`: so many processes cannot share such rows."""
     shares = parts if config.sequence_parallel else 1
     multiple = config.pad_to_multiple_of or shares
     if multiple % shares:

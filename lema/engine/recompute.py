@@ -1,10 +1,12 @@
-"""A graph whose tensors are not kept: a layer runs again in the backward, and that run is differentiated.
+"""A graph whose tensors are not kept: a layer runs again in the backward, and that run is
+differentiated.
 
-The graph of the forward is let go of as soon as it is built, nodes and all, so that micro-batches cost no memory but
-their boundary activations. It has shown by then how many tensors it saves: after the last of them the second run skips
-the products of matrices that none of them needs, and one before it (`lema.engine.skip_matmuls`). This is the
-checkpoint of Chen et al. 2016, https://arxiv.org/abs/1604.06174. A graph that is kept has its weights packed as
-references, which are found in the lease under which the backward runs.
+The graph of the forward is let go of as soon as it is built, nodes and all, so that micro-batches
+cost no memory but their boundary activations. It has shown by then how many tensors it saves: after
+the last of them the second run skips the products of matrices that none of them needs, and one
+before it (`lema.engine.skip_matmuls`). This is the checkpoint of Chen et al. 2016,
+https://arxiv.org/abs/1604.06174. A graph that is kept has its weights packed as references, which
+are found in the lease under which the backward runs.
 """
 
 from __future__ import annotations
@@ -26,13 +28,15 @@ __all__ = ["Graph"]
 
 
 class Graph:
-    """The graph of one micro-batch through one layer, which holds no weights and, if it is to be recomputed, nothing.
-    `again`: runs the layer once more, from the generator state of the first run, and returns what that made, to be
-    differentiated; None: the first run's graph is kept. `linears`: the layer's adapted linears, of which one may skip a
-    product then; None: none does. `products`: keep the products by frozen weights, which the second run then takes.
-    `whole`: compute everything again, after the last saved tensor too, and keep no product. `keep`: for a
-    graph that is not recomputed, packs the tensors that it is to hold; None: it holds them as they are. Its attribute
-    `held`: the storages of those that it holds as they are, with their bytes, by address."""
+    """The graph of one micro-batch through one layer, which holds no weights and, if it is to be
+    recomputed, nothing. `again`: runs the layer once more, from the generator state of the first
+    run, and returns what that made, to be differentiated; None: the first run's graph is kept.
+    `linears`: the layer's adapted linears, of which one may skip a product then; None: none does.
+    `products`: keep the products by frozen weights, which the second run then takes.
+    `recompute_all`: compute everything again, after the last saved tensor too, and keep no product.
+    `keep`: for a graph that is not recomputed, packs the tensors that it is to hold; None: it holds
+    them as they are. Its attribute `storage_bytes`: the storages of those that it holds as they
+    are, with their bytes, by address."""
 
     def __init__(
         self,
@@ -40,41 +44,51 @@ class Graph:
         linears: AdaptedLinears | None = None,
         *,
         products: bool = False,
-        whole: bool = False,
+        recompute_all: bool = False,
         keep: Callable[[Tensor], Packed] | None = None,
     ) -> None:
-        self._again, self._whole, self._keep = again, whole, keep
-        self._linears = None if again is None or whole else linears
-        self._products = self._linears.products() if products and self._linears is not None else None
+        self._again = again
+        self._recompute_all = recompute_all
+        self._keep = keep
+        self._linears = None if again is None or recompute_all else linears
+        self._products = (
+            self._linears.products() if products and self._linears is not None else None
+        )
         self._last = LastLinear()
         self._saved = 0  # how many tensors the first run saved, without weights
         self._lease: Lease | None = None
-        self.held: dict[int, int] = {}
+        self.storage_bytes: dict[int, int] = {}
 
     @contextmanager
     def built(self, lease: Lease) -> Iterator[None]:
-        """Build the graph: what is computed in the `with` block, with grad, refers to weights of `lease` by place."""
+        """Build the graph: what is computed in the `with` block, with grad, refers to weights of
+        `lease` by place.
+        """
 
         def pack(tensor: Tensor) -> Any:
-            # It reads the lease from `self`, because autograd keeps this function, and a lease kept would pin its slot.
+            # It reads the lease from `self`, because autograd keeps this function, and a lease kept
+            # would pin its slot.
             assert self._lease is not None, "a graph was added to after its layer's forward"
             if self._again is not None:
-                self._saved += not self._whole and self._lease.refer(tensor) is None
+                self._saved += not self._recompute_all and self._lease.refer(tensor) is None
                 return None
             if (reference := self._lease.refer(tensor)) is not None:
                 return reference
             if self._keep is not None:
                 return self._keep(tensor)
             storage = tensor.untyped_storage()
-            self.held[storage._cdata] = storage.nbytes()
-            # Not the tensor itself, because an operation that keeps what it made would hold itself for ever.
+            self.storage_bytes[storage._cdata] = storage.nbytes()
+            # Not the tensor itself, because an operation that keeps what it made would hold itself
+            # for ever.
             return tensor.detach()
 
         self._lease = lease
         try:
             with ExitStack() as stack:
                 if self._linears is not None:
-                    self._last = stack.enter_context(self._linears.watched(lambda: self._saved, self._products))
+                    self._last = stack.enter_context(
+                        self._linears.watched(lambda: self._saved, self._products)
+                    )
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(saved_tensors_hooks(pack, self._unpack))
                 yield
@@ -84,11 +98,16 @@ class Graph:
             self._lease = None
 
     def backward(
-        self, lease: Lease, edges: Sequence[GradientEdge], gradients: Sequence[Tensor], *, again: bool = False
+        self,
+        lease: Lease,
+        edges: Sequence[GradientEdge],
+        gradients: Sequence[Tensor],
+        *,
+        again: bool = False,
     ) -> None:
-        """Differentiate, with the layer on `lease`, given the gradients of what the first run made, which is at `edges`
-        of its graph, if that is kept. The caller has them, because a graph with edges of its own would hold itself.
-        `again`: it will be differentiated once more."""
+        """Differentiate, with the layer on `lease`, given the gradients of what the first run made,
+        which is at `edges` of its graph, if that is kept. The caller has them, because a graph with
+        edges of its own would hold itself. `again`: it will be differentiated once more."""
         if self._again is not None:
             torch.autograd.backward(self._rerun(lease, self._again), gradients)
             return
@@ -104,27 +123,38 @@ class Graph:
             return self._lease.resolve(packed)
         if isinstance(packed, Tensor):
             return packed
-        kept: Packed = packed
-        return kept.unpack()
+        saved: Packed = packed
+        return saved.unpack()
 
     def _rerun(self, lease: Lease, again: Callable[[Lease], Sequence[Tensor]]) -> Sequence[Tensor]:
         """Run the layer again, with a graph that lives as long as the lease."""
-        if self._whole:
+        if self._recompute_all:
             with torch.enable_grad():
                 return again(lease)
-        count, skipped = 0, ExitStack()
+        count = 0
+        skipped = ExitStack()
 
         def pack(tensor: Tensor) -> Tensor:
             nonlocal count
             if lease.refer(tensor) is None:
                 count += 1
                 if count == self._saved:
-                    skipped.enter_context(Skipped())  # because no value after this one reaches the backward
+                    skipped.enter_context(
+                        Skipped()
+                    )  # because no value after this one reaches the backward
             return tensor.detach()
 
         hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
         taken = nullcontext() if self._products is None else self._products.taken()
-        with skipped, taken, self._last.skipped(self._saved, lambda: count), torch.enable_grad(), hooks:
-            made = again(lease)
-        assert count == self._saved, f"{count} of {self._saved} tensors were recomputed: the layer ran differently"
-        return made
+        with (
+            skipped,
+            taken,
+            self._last.skipped(self._saved, lambda: count),
+            torch.enable_grad(),
+            hooks,
+        ):
+            outputs = again(lease)
+        assert count == self._saved, (
+            f"{count} of {self._saved} tensors were recomputed: the layer ran differently"
+        )
+        return outputs

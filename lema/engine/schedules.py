@@ -1,8 +1,9 @@
 """Learning-rate schedules as pure functions of the step, which need no torch.
 
-Steps count from 0, `t` below; `n` is how many the schedule is made for. The learning rate of step `t` is the highest
-times the factor. The factor at `n` is where the schedule ends: the last step is `n - 1`. Those that are `transformers`'
-own have its formulas: a plan of phases tells its learning rates without an optimizer.
+Steps count from 0, `t` below; `n` is how many the schedule is made for. The learning rate of step
+`t` is the highest times the factor. The factor at `n` is where the schedule ends: the last step is
+`n - 1`. Those that are `transformers`' own have its formulas: a plan of phases tells its learning
+rates without an optimizer.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Spans:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule: `low + (1 - low) t / w` for t < w, and from there what `falls` makes of t, n and the spans."""
+    """A schedule: `low + (1 - low) t / w` for t < w, and from there what `falls` makes of t, n
+    and the spans.
+    """
 
     parts: Mapping[str, float]  # its parts, each with its default length: a fraction of all steps
     falls: Callable[[int, int, Spans], float]
@@ -60,18 +63,22 @@ def _linear(step: int, total: int, spans: Spans) -> float:
 
 
 def _cosine(low: float, step: int, total: int, spans: Spans) -> float:
-    """Return `low + (1 - low) (1 + cos(pi (t - w) / (n - w))) / 2`, and low from n on (arXiv:1608.03983)."""
+    """Return `low + (1 - low) (1 + cos(pi (t - w) / (n - w))) / 2`, and low from n on
+    (arXiv:1608.03983).
+    """
     done = min(1.0, (step - spans.warmup) / max(1, total - spans.warmup))
     return low + (1.0 - low) * (0.5 * (1.0 + math.cos(math.pi * done)))
 
 
 def _stable(last: float, step: int, total: int, spans: Spans) -> float:
-    """Return 1 for t < n - s - d; `1 - (1 - last) (t - (n - s - d)) / d` for t < n - s; last from there."""
-    ends = total - spans.tail
-    begins = ends - spans.decay
+    """Return 1 for t < n - s - d; `1 - (1 - last) (t - (n - s - d)) / d` for t < n - s; last
+    from there.
+    """
+    stop = total - spans.tail
+    begins = stop - spans.decay
     if step < begins:
         return 1.0
-    return _between(1.0, last, step - begins, spans.decay) if step < ends else last
+    return _between(1.0, last, step - begins, spans.decay) if step < stop else last
 
 
 SCHEDULES: Mapping[str, Schedule] = {
@@ -95,10 +102,11 @@ def takes(name: str) -> tuple[str, ...]:
 
 
 def spans_of(name: str, total: int, **lengths: int | float | None) -> Spans:
-    """Return how many steps each part of a schedule takes. `ConfigError`: there is no such schedule, it has no such
-    part, or its parts together are longer than it is. `lengths`: `warmup`, `decay` and `tail`. A whole number is steps.
-    A fraction is of `total`, rounded down; it is taken as written, so that 0.29 of 100 steps are 29. None is the
-    schedule's own: warm-up is 0.01 for wsd, wsds and cosine_rewarm and 0 for the others, decay 0.1, tail 0.5."""
+    """Return how many steps each part of a schedule takes. `ConfigError`: there is no such
+    schedule, it has no such part, or its parts together are longer than it is. `lengths`: `warmup`,
+    `decay` and `tail`. A whole number is steps. A fraction is of `total`, rounded down; it is taken
+    as written, so that 0.29 of 100 steps are 29. None is the schedule's own: warm-up is 0.01 for
+    wsd, wsds and cosine_rewarm and 0 for the others, decay 0.1, tail 0.5."""
     if name not in SCHEDULES:
         near = nearest(name, SCHEDULES)
         how = f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(SCHEDULES)}"
@@ -106,13 +114,19 @@ def spans_of(name: str, total: int, **lengths: int | float | None) -> Spans:
     parts = SCHEDULES[name].parts
     for part, length in lengths.items():
         if length is not None and part not in parts:
-            how = f"leave {part} out, or use {' or '.join(one for one in SCHEDULES if part in SCHEDULES[one].parts)}"
+            with_part = (name for name, schedule in SCHEDULES.items() if part in schedule.parts)
+            how = f"leave {part} out, or use {' or '.join(with_part)}"
             raise ConfigError(f"schedule {name} has no {part}", where=part, how=how)
-    given = {part: lengths.get(part) for part in parts}
-    steps = {part: _steps(parts[part] if length is None else length, total) for part, length in given.items()}
+    part_lengths = {part: lengths.get(part) for part in parts}
+    steps = {
+        part: _steps(parts[part] if length is None else length, total)
+        for part, length in part_lengths.items()
+    }
     if sum(steps.values()) > total:
-        said = " and ".join(f"{part} ({count})" for part, count in steps.items())
-        what = f"{said} {'are' if len(steps) > 1 else 'is'} more than the schedule's {total} steps"
+        summary = " and ".join(f"{part} ({count})" for part, count in steps.items())
+        what = (
+            f"{summary} {'are' if len(steps) > 1 else 'is'} more than the schedule's {total} steps"
+        )
         how = f"make {' or '.join(steps)} shorter, or train on more tokens"
         raise ConfigError(what, where=max(steps, key=lambda part: steps[part]), how=how)
     return Spans(**steps)

@@ -1,13 +1,15 @@
-"""The stack of layers as the model's own forward calls it: one differentiable function, for any caller of the model.
+"""The stack of layers as the model's own forward calls it: one differentiable function, for any
+caller of the model.
 
-A trainer calls the model, or the part of it that holds the layers, and differentiates what it makes of the result. So
-the forward of the module that holds the layers is replaced. It cuts its rows into micro-batches, by length and each as
-wide as its longest row, notes the calls of the layers for each (`Split.prelude`), takes all of them through one leased
-layer after the other by the visits that every step of LEMA is made of, and lets the model's own code go on from there
-(`Split.finish`), with rows as they came. What comes before and after the layers, and its graph, is the model's own.
+A trainer calls the model, or the part of it that holds the layers, and differentiates what it makes
+of the result. So the forward of the module that holds the layers is replaced. It cuts its rows into
+micro-batches, by length and each as wide as its longest row, notes the calls of the layers for each
+(`Split.prelude`), takes all of them through one leased layer after the other by the visits that
+every step of LEMA is made of, and lets the model's own code go on from there (`Split.finish`), with
+rows as they came. What comes before and after the layers, and its graph, is the model's own.
 
-Each forward with a graph is a step of its own, whose boundaries wait for its backward. So several may wait at once, and
-a forward without a graph may come between the two.
+Each forward with a graph is a step of its own, whose boundaries wait for its backward. So several
+may wait at once, and a forward without a graph may come between the two.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from lema.engine.streamed import StreamedModel
 from lema.engine.trained_weights import AskedGradients, adapter_leaves, below_visits
 from lema.errors import ConfigError
 from lema.model.flow import Prelude
-from lema.model.state.hooks import aside, held_by
+from lema.model.state.hooks import aside, hooks_of
 from lema.stream.schedule import fetched_per_step, in_parts
 
 __all__ = ["LayerStack", "StackCall"]
@@ -43,7 +45,10 @@ __all__ = ["LayerStack", "StackCall"]
 # What a model collects of its layers by hooks, which see them run more than once, or not at all.
 COLLECTED = ("output_hidden_states", "output_attentions")
 ROUTED = "output_router_logits"  # is answered here, because a loss may be formed of it
-CACHES = "cache", "past_key_values"  # what models call their keys and values, from transformers 5.24 on and before
+CACHES = (
+    "cache",
+    "past_key_values",
+)  # what models call their keys and values, from transformers 5.24 on and before
 LEARNING_TOKENS = 8
 
 
@@ -67,37 +72,62 @@ class StackCall:
     cuts: tuple[Cut, ...]
     routed: bool  # whether outputs of routers are requested
 
-    def joins(self, other: StackCall) -> bool:
+    def joins(self, call: StackCall) -> bool:
         """Whether both can be run at once."""
-        return (self.differentiated, self.trained, self.routed) == (other.differentiated, other.trained, other.routed)
+        return (self.differentiated, self.trained, self.routed) == (
+            call.differentiated,
+            call.trained,
+            call.routed,
+        )
 
-    def joined(self, made: Sequence[Tensor]) -> Tensor:
-        """Return what micro-batches made, `[batch, sequence, hidden]`, as the call's rows; zeros where cut."""
-        if len(made) == 1:
-            return made[0]
-        whole = torch.cat([pad(one, (0, 0, 0, cut.width - cut.end)) for cut, one in zip(self.cuts, made, strict=True)])
+    def joined(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Return what micro-batches made, `[batch, sequence, hidden]`, as the call's rows; zeros
+        where cut.
+        """
+        if len(outputs) == 1:
+            return outputs[0]
+        batch = torch.cat(
+            [
+                pad(output, (0, 0, 0, cut.width - cut.end))
+                for cut, output in zip(self.cuts, outputs, strict=True)
+            ]
+        )
         rows = [row for cut in self.cuts for row in cut.rows]
-        return whole if rows == sorted(rows) else whole[sorted(range(len(rows)), key=rows.__getitem__)]
+        return (
+            batch if rows == sorted(rows) else batch[sorted(range(len(rows)), key=rows.__getitem__)]
+        )
 
     def router_logits(self) -> tuple[Tensor, ...]:
-        """Return what the routers of all layers made, each `[batch * sequence, experts]` or as it has it; zeros where
-        cut, which the attention mask leaves out of the loss."""
-        found = []
+        """Return what the routers of all layers made, each `[batch * sequence, experts]` or as it
+        has it; zeros where cut, which the attention mask leaves out of the loss."""
+        logits = []
         for layer in zip(*(prelude.calls for prelude in self.preludes), strict=True):
             for parts in zip(*(call.routers or () for call in layer), strict=True):
-                made = (one.reshape(len(cut.rows), cut.end, -1) for one, cut in zip(parts, self.cuts, strict=True))
-                whole = self.joined([*made])
-                found.append(whole.flatten(0, 1) if parts[0].dim() == 2 else whole)
+                reshaped = (
+                    part.reshape(len(cut.rows), cut.end, -1)
+                    for part, cut in zip(parts, self.cuts, strict=True)
+                )
+                batch_logits = self.joined([*reshaped])
+                logits.append(batch_logits.flatten(0, 1) if parts[0].dim() == 2 else batch_logits)
             for call in layer:
                 call.routers = None  # because the backward does not need it
-        return tuple(found)
+        return tuple(logits)
 
     def check_unseen(self, gradient: Tensor) -> None:
-        """Refuse a loss that counts positions that were cut off, by its gradient `[batch, sequence, hidden]`."""
-        unseen = [gradient[cut.rows, cut.end :].abs().gt(0).any() for cut in self.cuts if cut.end < cut.width]
+        """Refuse a loss that counts positions that were cut off, by its gradient `[batch,
+        sequence, hidden]`.
+        """
+        unseen = [
+            gradient[cut.rows, cut.end :].abs().gt(0).any()
+            for cut in self.cuts
+            if cut.end < cut.width
+        ]
         if unseen and bool(torch.stack(unseen).any()):
             what = "the loss counts masked tokens at the end of rows, which were not computed"
-            how = "give them the label -100, or remove micro_batch_size, so that batches are computed whole"
+            how = (
+                "give them the label -100, or remove micro_batch_size, so that batches are "
+                "computed whole"
+            )
             raise ConfigError(what, where="labels", how=how)
 
 
@@ -115,30 +145,43 @@ class _Step:
 
 
 class LayerStack:
-    """Has a model's layers streamed whenever the module that holds them is called, until it is taken out. `streamed`:
-    the model. It is driven as before as well: its own passes go by this object. `rows`: of a micro-batch, at most;
-    None: all rows of a call. `room`: returns the bytes that the top layer's activations may take while a trainer
-    computes the head and its loss, which spare recomputing it; None: it is recomputed like the others. Its attribute
-    `supply`: returns the last layer's output `[batch, sequence, hidden]` for a call. A trainer that knows more calls
+    """Has a model's layers streamed whenever the module that holds them is called, until it is
+    taken out. `streamed`: the model. It is driven as before as well: its own passes go by this
+    object. `rows`: of a micro-batch, at most; None: all rows of a call. `budget`: returns the bytes
+    that the top layer's activations may take while a trainer computes the head and its loss, which
+    spare recomputing it; None: it is recomputed like the others. Its attribute `supply`: returns
+    the last layer's output `[batch, sequence, hidden]` for a call. A trainer that knows more calls
     that belong together replaces it, and has `run` run them all at once."""
 
-    def __init__(self, streamed: StreamedModel, rows: int | None = None, room: Callable[[], int] | None = None) -> None:
-        self.streamed, self.rows, self._room = streamed, rows, room
+    def __init__(
+        self,
+        streamed: StreamedModel,
+        rows: int | None = None,
+        budget: Callable[[], int] | None = None,
+    ) -> None:
+        self.streamed = streamed
+        self.rows = rows
+        self._budget = budget
         split = streamed.split
         self._owner = split.model.get_submodule(split.layers_name.rpartition(".")[0])
         self._forward: Callable[..., Any] = self._owner.forward
         self._signature = inspect.signature(self._forward)
         self._steps: WeakSet[_Step] = WeakSet()
         self._numbers = count()
-        self._ahead: tuple[tuple[int, ...], int] = ((), 0)  # leases announced for the next pass, and how many stream
+        self._ahead: tuple[tuple[int, ...], int] = (
+            (),
+            0,
+        )  # leases announced for the next pass, and how many stream
         self._version: int | None = None  # of an adapter's values at the last backward
-        self._found: dict[nn.Parameter, Tensor] | None = None
-        if streamed.backend.replicas.size > 1:  # because the caller wraps the model in DistributedDataParallel
+        self._gradient_sums: dict[nn.Parameter, Tensor] | None = None
+        if (
+            streamed.backend.replicas.size > 1
+        ):  # because the caller wraps the model in DistributedDataParallel
             if split.groups:
                 what = "experts cannot be leased in groups if several processes call the model"
                 raise ConfigError(what, where="experts_per_slot", how="set it to null")
-            self._found = {}
-            streamed.engine.trained = adapter_leaves(split.layers, self._found)
+            self._gradient_sums = {}
+            streamed.engine.trained = adapter_leaves(split.layers, self._gradient_sums)
         self.warns = True  # of weights that are streamed once for each batch of an optimizer step
         self.supply: Callable[[StackCall], Tensor] = lambda call: self.run([call])[0]
 
@@ -154,93 +197,139 @@ class LayerStack:
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         split = self.streamed.split
-        if "forward" in vars(split.layers[0]):  # because a pass of the engine replaces the layers while it is here
+        if "forward" in vars(
+            split.layers[0]
+        ):  # because a pass of the engine replaces the layers while it is here
             return self._forward(*args, **kwargs)
-        given = self._named(args, kwargs)
-        if given.get("input_ids") is None and given.get("inputs_embeds") is None:
-            return self._forward(**given)  # which says so before it comes to its layers
+        arguments = self._named(args, kwargs)
+        if arguments.get("input_ids") is None and arguments.get("inputs_embeds") is None:
+            return self._forward(**arguments)  # which says so before it comes to its layers
         differentiated = torch.is_grad_enabled()
-        if collected := [name for name in COLLECTED if self._asked(name, given)]:
-            what = f"{collected[0]} is asked for, and layers that stream leave nothing behind but their result"
-            raise ConfigError(what, where=f"{split.layers_name} of {type(split.model).__name__}", how="leave it out")
-        if self._asked(ROUTED, given) and (split.lazy or split.compiles(0)):
-            what, how = "compiled layers do not return the outputs of their routers", "set router_aux_loss_coef to 0.0"
+        if collected := [name for name in COLLECTED if self._asked(name, arguments)]:
+            what = (
+                f"{collected[0]} is asked for, and layers that stream leave nothing behind but "
+                "their result"
+            )
+            raise ConfigError(
+                what,
+                where=f"{split.layers_name} of {type(split.model).__name__}",
+                how="leave it out",
+            )
+        if self._asked(ROUTED, arguments) and (split.lazy or split.compiles(0)):
+            what = "compiled layers do not return the outputs of their routers"
+            how = "set router_aux_loss_coef to 0.0"
             raise ConfigError(what, where=ROUTED, how=how)
-        held = next((name for name in CACHES if given.get(name) is not None), None)
-        if (held or self._asked("use_cache", given)) and not differentiated:
-            with split.autocast(self._ambient()), split.replaced(leased_forwards(split, self.streamed.stream)):
-                return self._forward(**given)
-        if held:
+        cache_name = next((name for name in CACHES if arguments.get(name) is not None), None)
+        if (cache_name or self._asked("use_cache", arguments)) and not differentiated:
+            with (
+                split.autocast(self._ambient()),
+                split.replaced(leased_forwards(split, self.streamed.stream)),
+            ):
+                return self._forward(**arguments)
+        if cache_name:
             what = "a forward with gradients got a cache of keys and values"
             how = "remove the cache, or call the model under torch.no_grad()"
-            raise ConfigError(what, where=held, how=how)
-        takes_more = any(one.kind is one.VAR_KEYWORD for one in self._signature.parameters.values())
+            raise ConfigError(what, where=cache_name, how=how)
+        takes_more = any(
+            parameter.kind is parameter.VAR_KEYWORD
+            for parameter in self._signature.parameters.values()
+        )
         if takes_more or "use_cache" in self._signature.parameters:
-            given["use_cache"] = False
-        call = self._noted(given, differentiated=differentiated)
-        result = split.finish(self.supply(call), partial(self._forward, **given))
+            arguments["use_cache"] = False
+        call = self._noted(arguments, differentiated=differentiated)
+        result = split.finish(self.supply(call), partial(self._forward, **arguments))
         if call.routed:
             result.router_logits = call.router_logits()
         return result
 
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by name."""
-        given = dict(self._signature.bind_partial(*args, **kwargs).arguments)
+        arguments = dict(self._signature.bind_partial(*args, **kwargs).arguments)
         for name, parameter in self._signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
-                given |= given.pop(name, {})
-        return given
+                arguments |= arguments.pop(name, {})
+        return arguments
 
-    def _asked(self, name: str, given: Mapping[str, Any]) -> bool:
-        asked = given.get(name)
+    def _asked(self, name: str, arguments: Mapping[str, Any]) -> bool:
+        asked = arguments.get(name)
         return bool(getattr(self._owner.config, name, False) if asked is None else asked)
 
-    def _noted(self, given: Mapping[str, Any], *, differentiated: bool) -> StackCall:
+    def _noted(self, arguments: Mapping[str, Any], *, differentiated: bool) -> StackCall:
         """Run the model's own code before the layers, for each micro-batch of a call."""
-        streamed, split = self.streamed, self.streamed.split
-        inputs = differentiated and any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(given))
+        streamed = self.streamed
+        split = self.streamed.split
+        inputs = differentiated and any(
+            isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(arguments)
+        )
         differentiate = differentiated and (inputs or bool(streamed.trained_outside()))
         device = streamed.backend.device
         few = {"input_ids": torch.ones(1, LEARNING_TOKENS, dtype=torch.long, device=device)}
-        ambient, routed = self._ambient(), self._asked(ROUTED, given)
-        if not split.known(few):
-            state = streamed.backend.rng_state()  # restored, because these few tokens are not training data
+        ambient = self._ambient()
+        routed = self._asked(ROUTED, arguments)
+        if not split.has_learned(few):
+            # restored, because these few tokens are not training data
+            state = streamed.backend.rng_state()
             self._ahead = ((), 0)  # because what was announced does not begin with a lease for this
-            with streamed.stream.lease(0) as first, self._without_routers(), aside(split.model.modules()):
+            with (
+                streamed.stream.lease(0) as first,
+                self._without_routers(),
+                aside(split.model.modules()),
+            ):
                 split.prelude(few, first.weights)
             streamed.backend.set_rng_state(state)
-        cuts, before, drawn = self._cuts(given), split.state.mark(), streamed.backend.rng_state()
-        preludes = tuple(self._preludes(given, cuts, few, differentiate=differentiate))
-        if any(cut.end < cut.width for cut in cuts) and split.state.outer.kept():
+        cuts = self._cuts(arguments)
+        before = split.state.mark()
+        drawn = streamed.backend.rng_state()
+        preludes = tuple(self._preludes(arguments, cuts, few, differentiate=differentiate))
+        if any(cut.end < cut.width for cut in cuts) and split.state.outer.changed_names():
             # Because what is kept, as a rotary table, may go by the longest row of the whole call.
             split.state.put_back(before)
             streamed.backend.set_rng_state(drawn)
             cuts = tuple(cut._replace(end=cut.width) for cut in cuts)
-            preludes = tuple(self._preludes(given, cuts, few, differentiate=differentiate))
+            preludes = tuple(self._preludes(arguments, cuts, few, differentiate=differentiate))
         hooks = [split.state.hooks.inside(layer) for layer in range(split.num_layers)]
         for cut, prelude in zip(cuts, preludes, strict=True):
-            for held, one in zip(hooks, prelude.calls, strict=True):
-                one.autocast, one.routers = ambient, [] if routed else None
-                one.hooks = held if held is None or len(cuts) == 1 else held.of_rows(cut.rows)
+            for layer_hooks, call in zip(hooks, prelude.calls, strict=True):
+                call.autocast = ambient
+                call.routers = [] if routed else None
+                call.hooks = (
+                    layer_hooks
+                    if layer_hooks is None or len(cuts) == 1
+                    else layer_hooks.of_rows(cut.rows)
+                )
         return StackCall(preludes, differentiated, inputs, self._trained(), cuts, routed)
 
     def _preludes(
-        self, given: Mapping[str, Any], cuts: Sequence[Cut], few: Mapping[str, Tensor], *, differentiate: bool
+        self,
+        arguments: Mapping[str, Any],
+        cuts: Sequence[Cut],
+        few: Mapping[str, Tensor],
+        *,
+        differentiate: bool,
     ) -> Iterator[Prelude]:
-        """Run the model's own code before the layers for each of the micro-batches that a call is cut into."""
-        size, part, split = sum(len(one.rows) for one in cuts), given, self.streamed.split
-        held = held_by(split.state.outer.modules) if len(cuts) > 1 else None
+        """Run the model's own code before the layers for each of the micro-batches that a call
+        is cut into.
+        """
+        size = sum(len(cut.rows) for cut in cuts)
+        part = arguments
+        split = self.streamed.split
+        outer_hooks = hooks_of(split.state.outer.modules) if len(cuts) > 1 else None
         for cut in cuts:
             if len(cuts) > 1:
-                part = {name: tree_map(partial(_rows, name, cut, size), value) for name, value in given.items()}
+                part = {
+                    name: tree_map(partial(_rows, name, cut, size), value)
+                    for name, value in arguments.items()
+                }
             run = partial(self._forward, **part)
-            with nullcontext() if held is None else held.of_rows(cut.rows).standing():
+            with nullcontext() if outer_hooks is None else outer_hooks.of_rows(cut.rows).standing():
                 prelude = split.prelude(few, {}, differentiate=differentiate, run=run)
             yield prelude
 
     @contextmanager
     def _without_routers(self) -> Iterator[None]:
-        """Turn off the config's request for routers' outputs: the model would form their loss outside the layers."""
+        """Turn off the config's request for routers' outputs: the model would form their loss
+        outside the layers.
+        """
         config = self._owner.config
         asked = getattr(config, ROUTED, None)
         if asked:
@@ -256,74 +345,130 @@ class LayerStack:
         kind = self.streamed.backend.device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
-    def _cuts(self, given: Mapping[str, Any]) -> tuple[Cut, ...]:
-        """Return the micro-batches of a call, as its attention mask `[batch, sequence]` has the lengths of its rows."""
-        size, width = (given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]).shape[:2]
-        mask, lengths = given.get("attention_mask"), [width] * size
+    def _cuts(self, arguments: Mapping[str, Any]) -> tuple[Cut, ...]:
+        """Return the micro-batches of a call, as its attention mask `[batch, sequence]` has the
+        lengths of its rows.
+        """
+        size, width = (
+            arguments["inputs_embeds"]
+            if arguments.get("input_ids") is None
+            else arguments["input_ids"]
+        ).shape[:2]
+        mask = arguments.get("attention_mask")
+        lengths = [width] * size
         if self.rows is None or size <= self.rows:
-            return (Cut([*range(size)], width, width),)  # whole, because numbers are then those of the whole model
-        if isinstance(mask, Tensor) and mask.shape == (size, width) and given.get("cache_position") is None:
-            lengths = ((mask != 0) * torch.arange(1, width + 1, device=mask.device)).amax(dim=1).tolist()
-        return tuple(Cut(rows, lengths[rows[0]] or width, width) for rows in dealt(lengths, at_once=self.rows))
+            # whole, because numbers are then those of the whole model
+            return (Cut([*range(size)], width, width),)
+        if (
+            isinstance(mask, Tensor)
+            and mask.shape == (size, width)
+            and arguments.get("cache_position") is None
+        ):
+            lengths = (
+                ((mask != 0) * torch.arange(1, width + 1, device=mask.device)).amax(dim=1).tolist()
+            )
+        return tuple(
+            Cut(rows, lengths[rows[0]] or width, width)
+            for rows in dealt(lengths, at_once=self.rows)
+        )
 
     def _trained(self) -> tuple[bool, frozenset[int]]:
-        split, engine = self.streamed.split, self.streamed.engine
+        split = self.streamed.split
+        engine = self.streamed.engine
         layers = range(split.num_layers)
-        return split.model.training, frozenset(id(one) for layer in layers for one in engine.adapters_of(layer))
+        return split.model.training, frozenset(
+            id(parameter) for layer in layers for parameter in engine.adapters_of(layer)
+        )
 
     def _times_written(self) -> int:
-        """Return how often values of what trains in the layers were changed in place; autograd looks at the same."""
-        return sum(one._version for one in self.streamed.split.layers.parameters() if one.requires_grad)
+        """Return how often values of what trains in the layers were changed in place; autograd
+        looks at the same.
+        """
+        return sum(
+            parameter._version
+            for parameter in self.streamed.split.layers.parameters()
+            if parameter.requires_grad
+        )
 
     def run(self, calls: Sequence[StackCall]) -> list[Tensor]:
-        """Take the micro-batches of several calls through the layers at once; return the last layer's output of each.
-        The calls were made with the same adapters, and all with a graph or all without."""
-        streamed, split = self.streamed, self.streamed.split
+        """Take the micro-batches of several calls through the layers at once; return the last
+        layer's output of each. The calls were made with the same adapters, and all with a graph or
+        all without."""
+        streamed = self.streamed
+        split = self.streamed.split
         top = split.num_layers - 1
         preludes = [prelude for call in calls for prelude in call.preludes]
         per_layer = [[prelude.calls[layer] for prelude in preludes] for layer in range(top + 1)]
         hidden = tuple(prelude.hidden for prelude in preludes)
         differentiated = calls[0].differentiated
-        below, asked = False, None
+        below = False
+        asked = None
         if differentiated:
-            engine, outside = streamed.engine, streamed.trained_outside()
-            adapters = [one for one in split.layers.parameters() if one.requires_grad]
-            asked = None if self._found is not None else AskedGradients(engine.anchor, [*adapters, *outside])
+            engine = streamed.engine
+            outside = streamed.trained_outside()
+            adapters = [
+                parameter for parameter in split.layers.parameters() if parameter.requires_grad
+            ]
+            asked = (
+                None
+                if self._gradient_sums is not None
+                else AskedGradients(engine.anchor, [*adapters, *outside])
+            )
             start = EmbedHead(streamed.backend, None, hidden, per_layer, outside, asked)
             below = start.reach_below or any(call.inputs_differentiated for call in calls)
-            if self._found is not None:
+            if self._gradient_sums is not None:
                 if start.reach_below:
-                    what = "weights before the layers train, but several processes share only the layers' gradients"
-                    raise ConfigError(what, where="the embeddings", how="remove them from the adapter's modules")
-                engine.outer = below_visits(engine.anchor, self._found, adapters)
+                    what = (
+                        "weights before the layers train, but several processes share only the "
+                        "layers' gradients"
+                    )
+                    raise ConfigError(
+                        what, where="the embeddings", how="remove them from the adapter's modules"
+                    )
+                engine.outer = below_visits(engine.anchor, self._gradient_sums, adapters)
             elif asked is not None and asked.parameters:
-                engine.gradients, engine.outer = asked, below_visits(engine.anchor, asked.found, asked.parameters)
+                engine.gradients = asked
+                engine.outer = below_visits(engine.anchor, asked.gradients, asked.parameters)
             hidden = start.start(engine.outer)
-        if not below:  # a trainer may make the embeddings' output require a gradient that is not needed
+        if (
+            not below
+        ):  # a trainer may make the embeddings' output require a gradient that is not needed
             hidden = tuple(state.detach() for state in hidden)
-        trained = [layer for layer in range(top + 1) if streamed.engine.trains(layer)] if differentiated else []
+        trained = (
+            [layer for layer in range(top + 1) if streamed.engine.trains(layer)]
+            if differentiated
+            else []
+        )
         lowest = 0 if below else min(trained, default=top + 1)
         step = None
         if lowest <= top:
             down = in_parts(range(top, lowest - 1, -1), streamed.stream.parts, down=True)
             step = _Step(next(self._numbers), down, calls[0].trained, asked, self._times_written())
         if step is not None:
-            self._say_what_accumulation_costs(lowest)
+            self._warn_of_accumulation(lowest)
             self._steps.add(step)
         up = streamed.stream.forward_order()
         self._announce(up, self._awaited() or up)
         # None in the first step, because what the trainer's head needs is seen only then.
-        room = 0 if self._room is None or self._version is None or step is None else max(0, self._room())
+        budget = (
+            0
+            if self._budget is None or self._version is None or step is None
+            else max(0, self._budget())
+        )
         hidden = split.enter(hidden)
-        boundaries, graphs = streamed.waiting_places(hidden, lowest, top + 1)
+        boundaries, graphs = streamed.activation_stores(hidden, lowest, top + 1)
         for layer in range(top + 1):
-            keep = room if layer == top else 0
-            hidden = streamed.visit_layer(lowest, boundaries, graphs, None, layer, per_layer[layer], hidden, keep)
-        streamed.engine.outer, streamed.engine.gradients = streamed.engine.anchor, None
+            keep = budget if layer == top else 0
+            hidden = streamed.visit_layer(
+                lowest, boundaries, graphs, None, layer, per_layer[layer], hidden, keep
+            )
+        streamed.engine.outer = streamed.engine.anchor
+        streamed.engine.gradients = None
         if graphs is not None:
-            graphs.turn()
+            graphs.end_forward()
             graphs.expect(top)
-        joined, states = [], iter(hidden)
+        joined = []
+        states = iter(hidden)
         for call in calls:
             joined.append(call.joined([next(states) for _ in call.preludes]))
             if step is not None:
@@ -332,36 +477,54 @@ class LayerStack:
         return joined
 
     def _begin_backward(self, step: _Step) -> None:
-        """Make sure that a backward is that of its forward, and say what is leased in it, and after it."""
+        """Make sure that a backward is that of its forward, and say what is leased in it, and
+        after it.
+        """
         task = torch._C._current_graph_task_id()
         if step.task == task:
             return  # of calls that were run at once, each comes by
         if torch.is_grad_enabled():
             what = (
-                "derivatives of gradients are asked for (create_graph), and gradients of streamed layers have no graph"
+                "derivatives of gradients are asked for (create_graph), and gradients of "
+                "streamed layers have no graph"
             )
             raise ConfigError(what, where="backward", how="remove create_graph")
         if step.asked is not None and step.asked.hooked and step.asked.asked():
-            what = "gradients are asked for (torch.autograd.grad) of a model that has hooks on parameters that train"
-            raise ConfigError(what, where="backward", how="remove the hooks, or call backward and read .grad")
+            what = (
+                "gradients are asked for (torch.autograd.grad) of a model that has hooks on "
+                "parameters that train"
+            )
+            raise ConfigError(
+                what, where="backward", how="remove the hooks, or call backward and read .grad"
+            )
         if self._trained() != step.trained:
-            what = "between a forward and its backward, the adapters or the training mode of the model changed"
+            what = (
+                "between a forward and its backward, the adapters or the training mode of the "
+                "model changed"
+            )
             how = "run the backward while the same adapter is active, and in the same mode"
             raise ConfigError(what, where="backward", how=how)
         if self._times_written() != step.written:
             what = "between a forward and its backward, values of the adapters changed"
-            raise ConfigError(what, where="backward", how="run the backward before the optimizer's step")
-        step.done, step.task = True, task
+            raise ConfigError(
+                what, where="backward", how="run the backward before the optimizer's step"
+            )
+        step.done = True
+        step.task = task
         self._version = self._adapter_version()[1]
         self._announce(step.backward, self._awaited() or self.streamed.stream.forward_order())
 
     def _awaited(self) -> tuple[int, ...]:
-        """Return the leases of the backward that is most likely the next: of the last forward that waits for one."""
+        """Return the leases of the backward that is most likely the next: of the last forward
+        that waits for one.
+        """
         waiting = [step for step in self._steps if not step.done]
         return max(waiting, key=lambda step: step.number).backward if waiting else ()
 
     def _announce(self, now: tuple[int, ...], later: tuple[int, ...]) -> None:
-        """Announce the leases of the pass that begins and those of the next pass, if not yet announced."""
+        """Announce the leases of the pass that begins and those of the next pass, if not yet
+        announced.
+        """
         stream = self.streamed.stream
         if self._ahead != (now, stream.announced):
             stream.cancel()
@@ -373,37 +536,53 @@ class LayerStack:
     def _adapter_version(self) -> tuple[bool, int]:
         """Return whether an adapter has a gradient, and how often its values were written."""
         for layer in range(self.streamed.split.num_layers):
-            for one in self.streamed.engine.adapters_of(layer):
-                return one.grad is not None, one._version
+            for parameter in self.streamed.engine.adapters_of(layer):
+                return parameter.grad is not None, parameter._version
         return False, 0
 
-    def _say_what_accumulation_costs(self, lowest: int) -> None:
-        """Warn, once, where gradients are added to those of a backward before, since each batch streams everything."""
+    def _warn_of_accumulation(self, lowest: int) -> None:
+        """Warn, once, where gradients are added to those of a backward before, since each batch
+        streams everything.
+        """
         pending, version = self._adapter_version()
-        if not (self.warns and pending and version == self._version and self.streamed.split.model.training):
+        if not (
+            self.warns
+            and pending
+            and version == self._version
+            and self.streamed.split.model.training
+        ):
             return
         self.warns = False
         stream = self.streamed.stream
         layers = fetched_per_step(len(stream.layers), stream.num_slots, stream.residents, lowest)
         nbytes = human_bytes(sum(stream.layers[layer].nbytes for layer in layers))
         warnings.warn(
-            f"gradients are accumulated over several batches, and each batch streams {nbytes} of weights once more. "
-            "Have one batch of all rows instead (a larger per_device_train_batch_size, gradient_accumulation_steps=1, "
-            "and micro_batch_size for the rows computed at once), or put lema.StreamingMixin before your trainer",
+            "gradients are accumulated over several batches, and each batch streams "
+            f"{nbytes} of weights once more. "
+            "Have one batch of all rows instead (a larger per_device_train_batch_size, "
+            "gradient_accumulation_steps=1, "
+            "and micro_batch_size for the rows computed at once), or put "
+            "lema.StreamingMixin before your trainer",
             stacklevel=2,
         )
 
 
 def _rows(name: str, cut: Cut, size: int, value: Any) -> Any:
-    """Return a micro-batch's rows of a tensor with `size` rows. `ConfigError`: it has neither one nor one for each."""
+    """Return a micro-batch's rows of a tensor with `size` rows. `ConfigError`: it has neither
+    one nor one for each.
+    """
     if not isinstance(value, Tensor) or value.dim() < 2:
         return value
-    across = int(name == "position_ids" and value.dim() == 3)  # before them several kinds of positions for each token
+    across = int(
+        name == "position_ids" and value.dim() == 3
+    )  # before them several kinds of positions for each token
     if value.shape[across + 1] == cut.width:
         value = value.narrow(across + 1, 0, cut.end)
     if value.shape[across] == 1:
         return value
     if value.shape[across] != size:
         what = f"{name} {list(value.shape)} has no row for each of the {size} of the batch"
-        raise ConfigError(what, where=name, how="remove micro_batch_size, so that batches are computed whole")
+        raise ConfigError(
+            what, where=name, how="remove micro_batch_size, so that batches are computed whole"
+        )
     return value.index_select(across, torch.tensor(cut.rows, device=value.device))

@@ -1,4 +1,5 @@
-"""The layer-major pass: every micro-batch of a step goes through a layer before the next layer is leased.
+"""The layer-major pass: every micro-batch of a step goes through a layer before the next layer is
+leased.
 
 So weights are transferred twice per optimizer step, however many micro-batches it has.
 """
@@ -17,12 +18,11 @@ from torch import Tensor, nn
 
 from lema.activations.boundaries import TierName
 from lema.activations.hoststates import HostStates
-from lema.activations.kept import BoundaryArena, KeptGraphs, StepBoundaries, StepGraphs
+from lema.activations.stepstore import BoundaryArena, SavedGraphs, StepBoundaries, StepGraphs
 from lema.backend import Backend, Carrier
 from lema.backend.interrupt import Interrupt, Leaving, Stop
 from lema.backend.torchstreams import TorchCarrier
 from lema.backend.watchdog import Watchdog
-from lema.engine.beside import Beside, StartingAdapter, beside_of_pass
 from lema.engine.frozen_prefix import PrefixCache
 from lema.engine.head.gradients import EmbedHead
 from lema.engine.head.labels import shifts_labels
@@ -31,6 +31,7 @@ from lema.engine.head.objectives import Measured, Objective
 from lema.engine.head.pieces import PiecedHead, piece_passes, visit_head
 from lema.engine.head.rows import RowLoss, row_targets
 from lema.engine.padding import Padding, cut
+from lema.engine.reference_rows import ReferenceRows, StartingAdapter, reference_rows_of
 from lema.engine.trained_weights import TrainedWeights
 from lema.engine.visit import Engine, visit, visit_frozen, visit_top
 from lema.errors import ConfigError
@@ -48,27 +49,36 @@ class StreamedModel:
     """A model whose decoder layers are leased from a stream, one visit after the other.
 
     Args:
-        recompute: keep only boundary activations and recompute each layer in the backward; else keep the graph, in
-            which weights are references that pin nothing. On a lazy device every layer is recomputed.
+        recompute: keep only boundary activations and recompute each layer in the backward; else
+            keep the graph, in which weights are references that pin nothing. On a lazy device every
+            layer is recomputed.
         saved: layers whose graph is kept all the same.
-        products: layers that keep their products by frozen weights for the recomputation. On a lazy device none does.
-        saved_on: where kept graphs have what they hold wait for the backward: "device", "host" or "disk".
+        products: layers that keep their products by frozen weights for the recomputation. On a lazy
+            device none does.
+        saved_on: where kept graphs have what they hold wait for the backward: "device", "host" or
+            "disk".
         loss_chunk_tokens: logits exist for this many tokens at a time.
         boundaries: where boundary activations wait for the backward: "device", "host" or "disk".
-        offload_dir: where what waits on disk has its file; None: where the system keeps temporary files.
+        offload_dir: where what waits on disk has its file; None: where the system keeps temporary
+            files.
         at_once: wait for each copy of what waits elsewhere, before the step goes on.
-        head: the head, where its weight is leased in pieces after the layers; None: it is on the device.
+        head: the head, where its weight is leased in pieces after the layers; None: it is on the
+            device.
 
     Attributes:
         graphs: has what kept graphs hold wait elsewhere; None: it stays on the device.
         engine: the objects that the visits work with.
-        prefix: keeps the hidden states that layers below the lowest trained one make, in a run that repeats batches.
+        prefix: keeps the hidden states that layers below the lowest trained one make, in a run that
+            repeats batches.
         retry: attempts again what ran out of device memory, with less at once.
         watchdog: reports a pass that comes to no next layer in time; None: there is none.
         objective: what the loss of rows is; None: the cross-entropy of tokens.
-        reference: the adapter of the model that an objective compares with; None: that model has no adapter.
-        dft: weigh the cross-entropy of each token with its probability. smoothing: see `LossChunks`.
-        measured: what the objective has measured in the last pass, or the loss of routers (`Engine.routers`).
+        reference: the adapter of the model that an objective compares with; None: that model has no
+            adapter.
+        dft: weigh the cross-entropy of each token with its probability. smoothing: see
+            `LossChunks`.
+        measured: what the objective has measured in the last pass, or the loss of routers
+            (`Engine.routers`).
     """
 
     def __init__(
@@ -88,19 +98,31 @@ class StreamedModel:
         padding: Padding | None = None,
         head: PiecedHead | None = None,
     ) -> None:
-        self.split, self.stream, self.backend, self.head = split, stream, backend, head
-        if split.lazy:  # because a graph that is kept refers to weights by address, and here would keep copies of them
-            recompute, saved, saved_on = True, (), "device"
-        self.recompute, self.saved, self.products = recompute, frozenset(saved), frozenset(products)
-        self.loss_chunk_tokens, self.padding = loss_chunk_tokens, padding or Padding()
+        self.split = split
+        self.stream = stream
+        self.backend = backend
+        self.head = head
+        # because a graph that is kept refers to weights by address, and here would keep copies of
+        # them
+        if split.lazy:
+            recompute = True
+            saved = ()
+            saved_on = "device"
+        self.recompute = recompute
+        self.saved = frozenset(saved)
+        self.products = frozenset(products)
+        self.loss_chunk_tokens = loss_chunk_tokens
+        self.padding = padding or Padding()
         carrier: Carrier = TorchCarrier(backend.device, at_once=True) if at_once else backend
         self.arena = BoundaryArena(carrier, boundaries, offload_dir, stream.trace)
-        self.graphs: KeptGraphs | None = None
+        self.graphs: SavedGraphs | None = None
         if saved_on != "device":
             # Because a slot is the host's buffer there, and tensors that come back would lie in it.
             if backend.memory().shared:
                 carrier = TorchCarrier(backend.device, at_once=True)
-            self.graphs = KeptGraphs(split.model, carrier, saved_on, offload_dir, at_once=at_once, trace=stream.trace)
+            self.graphs = SavedGraphs(
+                split.model, carrier, saved_on, offload_dir, at_once=at_once, trace=stream.trace
+            )
         self.engine = Engine(split, stream, backend)
         self.retry = self.engine.retry
         self.retry.recomputes = recompute
@@ -110,9 +132,12 @@ class StreamedModel:
         self.watchdog: Watchdog | None = None
         self.objective: Objective | None = None
         self.reference: StartingAdapter | None = None
-        self.dft, self.smoothing = False, 0.0
+        self.dft = False
+        self.smoothing = 0.0
         self.measured: Measured = {}
-        self.starts_below: bool | None = None  # whether something before the layers trains; learnt from a step
+        self.starts_below: bool | None = (
+            None  # whether something before the layers trains; learnt from a step
+        )
 
     def close(self) -> None:
         """Give back the memory and the files in which activations wait."""
@@ -123,49 +148,71 @@ class StreamedModel:
     @property
     def counters(self) -> StreamCounters:
         """What streaming has cost so far, and the bytes of activations that left the device."""
-        left = self.arena.bytes_away + (0 if self.graphs is None else self.graphs.counters.bytes_out)
+        left = self.arena.bytes_away + (
+            0 if self.graphs is None else self.graphs.counters.bytes_out
+        )
         return replace(self.stream.counters, bytes_offloaded=left)
 
     def train_weights(self, trained: TrainedWeights) -> None:
-        """Let weights of the layers train, from the next step on. `ConfigError`: compiled layers hand no gradients."""
+        """Let weights of the layers train, from the next step on. `ConfigError`: compiled layers
+        hand no gradients.
+        """
         if self.split.compiled is not None:
-            raise ConfigError("weights of compiled layers cannot train", where="torch_compile", how="set it to false")
+            raise ConfigError(
+                "weights of compiled layers cannot train",
+                where="torch_compile",
+                how="set it to false",
+            )
         self.engine.trained = trained
 
     @cached_property
     def shifts_labels(self) -> bool:
-        """Whether a position is trained on the label of the next one; if not, on its own, as the model does itself."""
+        """Whether a position is trained on the label of the next one; if not, on its own, as the
+        model does itself.
+        """
         return shifts_labels(self.split.model, self.split.layers)
 
     @property
     def stop(self) -> Interrupt:
-        """The interrupt that is asked before each layer and micro-batch whether the run is to stop."""
+        """The interrupt that is asked before each layer and micro-batch whether the run is to
+        stop.
+        """
         return self.engine.stop
 
     @contextmanager
     def interruptible(self, stop: Stop) -> Iterator[None]:
-        """Let `stop` end a run at a layer or micro-batch within `Interrupt.opened`; all processes do this, or none."""
+        """Let `stop` end a run at a layer or micro-batch within `Interrupt.opened`; all
+        processes do this, or none.
+        """
         leaving: Leaving = "alone" if self.backend.parallel.size == 1 else "as a copy"
-        interrupt = Interrupt(stop, self.backend.replicas, "together" if self.stream.sharded else leaving)
+        interrupt = Interrupt(
+            stop, self.backend.replicas, "together" if self.stream.sharded else leaving
+        )
         before = self.engine.stop, self.stream.before_lease
-        self.engine.stop, self.stream.before_lease = interrupt, interrupt.at_lease
+        self.engine.stop = interrupt
+        self.stream.before_lease = interrupt.at_lease
         try:
             yield
         finally:
             self.engine.stop, self.stream.before_lease = before
 
     def patient(self, what: str) -> AbstractContextManager[None]:
-        """Give the watchdog, if there is one, more patience for what the `with` block does beside the layers."""
+        """Give the watchdog, if there is one, more patience for what the `with` block does
+        beside the layers.
+        """
         return nullcontext() if self.watchdog is None else self.watchdog.patient(what)
 
     @contextmanager
-    def seen_by(self, look: Callable[[int, Sequence[Tensor | None]], None]) -> Iterator[None]:
-        """Have the backwards in a `with` block show the gradients of hidden states; see `lema.engine.visit.Engine`."""
-        before, self.engine.look = self.engine.look, look
+    def seen_by(self, observe: Callable[[int, Sequence[Tensor | None]], None]) -> Iterator[None]:
+        """Have the backwards in a `with` block show the gradients of hidden states; see
+        `lema.engine.visit.Engine`.
+        """
+        before = self.engine.observe
+        self.engine.observe = observe
         try:
             yield
         finally:
-            self.engine.look = before
+            self.engine.observe = before
 
     def trained_outside(self) -> list[nn.Parameter]:
         """Return the trainable parameters outside the decoder layers."""
@@ -182,8 +229,8 @@ class StreamedModel:
         return next(trained, self.split.num_layers - 1)
 
     def announce_step(self, micro_batches: MicroBatches | None = None) -> None:
-        """Announce the leases of one training step, so that its first layers are read before it starts. With `prefix`,
-        the step's micro-batches say which layers it leaves out."""
+        """Announce the leases of one training step, so that its first layers are read before it
+        starts. With `prefix`, the step's micro-batches say which layers it leaves out."""
         first = 0 if micro_batches is None else self._first_layer(self.retry.cut(micro_batches))
         self.stream.announce(self.stream.training_order(self.lowest_trained, first))
 
@@ -199,39 +246,55 @@ class StreamedModel:
         scale: float | Tensor = 1.0,
         logits: list[Tensor] | None = None,
     ) -> Tensor:
-        """Return the cross-entropy of a step, averaged over all its trained tokens; call `.backward()` on it. With an
-        `objective` it is that one's loss: the mean over the batches of the step, which the micro-batches say of their
-        rows (`lema.data.preference`), and in each of them over its examples. `micro_batches`: each with `input_ids` and
-        `labels`, int64 `[batch, sequence]`, and `attention_mask` where something is padded. Labels are not shifted;
-        -100 is not trained. In host memory they are looked at without waiting for the device. `num_tokens`: divide the
-        summed loss by this instead (gradient accumulation over several calls). `scale`: gradients are formed of `scale`
-        times the loss (for half-precision gradients); the gradient that arrives from above is divided by it. `logits`:
-        a list to which the logits `[batch, sequence, vocabulary]` of every micro-batch are appended."""
-        placed, chunks = self._placed(micro_batches, num_tokens=num_tokens, scale=scale, logits=logits)
+        """Return the cross-entropy of a step, averaged over all its trained tokens; call
+        `.backward()` on it. With an `objective` it is that one's loss: the mean over the batches of
+        the step, which the micro-batches say of their rows (`lema.data.preference`), and in each of
+        them over its examples. `micro_batches`: each with `input_ids` and `labels`, int64 `[batch,
+        sequence]`, and `attention_mask` where something is padded. Labels are not shifted; -100 is
+        not trained. In host memory they are looked at without waiting for the device. `num_tokens`:
+        divide the summed loss by this instead (gradient accumulation over several calls). `scale`:
+        gradients are formed of `scale` times the loss (for half-precision gradients); the gradient
+        that arrives from above is divided by it. `logits`: a list to which the logits `[batch,
+        sequence, vocabulary]` of every micro-batch are appended."""
+        device_batches, chunks = self._prepare(
+            micro_batches, num_tokens=num_tokens, scale=scale, logits=logits
+        )
         if not self.stream.announced:
             self.announce_step(micro_batches)
-        top, outside, prefix = self.split.num_layers - 1, self.trained_outside(), self.prefix
-        start, before = self._first_layer(micro_batches), self.engine.generator_state()
-        inputs, around = [model_inputs(batch) for batch in micro_batches], list[dict[str, Any]]()
-        # The first layer is leased before the prelude and kept for its visit, because the prelude may need its weights.
-        with nullcontext() if start else self._first_lease(placed) as first:
+        top = self.split.num_layers - 1
+        outside = self.trained_outside()
+        prefix = self.prefix
+        start = self._first_layer(micro_batches)
+        before = self.engine.generator_state()
+        inputs = [model_inputs(batch) for batch in micro_batches]
+        around = list[dict[str, Any]]()
+        # The first layer is leased before the prelude and kept for its visit, because the prelude
+        # may need its weights.
+        with nullcontext() if start else self._first_lease(device_batches) as first:
             hidden, calls = self.prelude(
-                placed, first, differentiate=bool(outside), around=None if prefix is None else around
+                device_batches,
+                first,
+                differentiate=bool(outside),
+                around=None if prefix is None else around,
             )
             if start and prefix is not None and not prefix.fits(inputs, around):
-                self.stream.cancel()  # what was announced, because the layers below are needed all the same
+                # what was announced, because the layers below are needed all the same
+                self.stream.cancel()
                 self.announce_step()
                 start = 0
             embed_head = EmbedHead(self.backend, chunks, hidden, calls, outside)
             if self.engine.routers is not None:
-                self.engine.routers.begin(embed_head.loss, calls, placed)
+                self.engine.routers.begin(embed_head.loss, calls, device_batches)
             hidden = self.split.enter(embed_head.start(self.engine.anchor))
             self.starts_below = embed_head.reach_below
             lowest = self.lowest_trained
-            last = top if self.head is None else top + 1  # before the turn, which is that of the head's pieces
-            boundaries, graphs = self.waiting_places(hidden, lowest, last)
-            beside = beside_of_pass(self, chunks, micro_batches, placed, calls, first)
-            through = partial(self.visit_layer, lowest, boundaries, graphs, beside)
+            # before the turn, which is that of the head's pieces
+            last = top if self.head is None else top + 1
+            boundaries, graphs = self.activation_stores(hidden, lowest, last)
+            reference_rows = reference_rows_of(
+                self, chunks, micro_batches, device_batches, calls, first
+            )
+            through = partial(self.visit_layer, lowest, boundaries, graphs, reference_rows)
             if start and prefix is not None:
                 hidden = prefix.fetch(inputs)
             elif last > 0:
@@ -239,126 +302,181 @@ class StreamedModel:
         for layer in range(max(start, 1), top + 1):
             if prefix is not None and layer == prefix.layer > start:
                 drawn = not torch.equal(before, self.backend.rng_state())
-                more = any(call.received is not None and call.received.more for call in calls[layer])
-                held = any(map(self.split.state.layers.keeps, range(layer)))
-                prefix.keep(inputs, hidden, around, lowest=lowest, drawn=drawn, handed_on=more, held=held)
+                more = any(
+                    call.received is not None and call.received.more for call in calls[layer]
+                )
+                stateful = any(map(self.split.state.layers.keeps, range(layer)))
+                prefix.keep(
+                    inputs,
+                    hidden,
+                    around,
+                    lowest=lowest,
+                    drawn=drawn,
+                    handed_on=more,
+                    stateful=stateful,
+                )
             if layer < last:
-                # Not by a variable, which would hold this layer's inputs until the next layer is done.
+                # Not by a variable, which would hold this layer's inputs until the next layer is
+                # done.
                 hidden = through(layer, calls[layer], hidden)
         if graphs is not None:
-            graphs.turn()  # because the top layer, the head and the loss need the room on the device
-        loss = self._turned(calls[top], hidden, embed_head, beside)
+            # because the top layer, the head and the loss need the room on the device
+            graphs.end_forward()
+        loss = self._top_loss(calls[top], hidden, embed_head, reference_rows)
         if graphs is not None:
             graphs.expect(last - 1)
         if logits:  # of a loss of rows there are none
             cut(logits, micro_batches)
         return loss
 
-    def _turned(
-        self, calls: Sequence[LayerCall], hidden: tuple[Tensor, ...], embed_head: EmbedHead, beside: Beside | None
+    def _top_loss(
+        self,
+        calls: Sequence[LayerCall],
+        hidden: tuple[Tensor, ...],
+        embed_head: EmbedHead,
+        reference_rows: ReferenceRows | None,
     ) -> Tensor:
         """Return the loss of a step; `hidden` is what the layers below the turn have made."""
-        loss, routers = embed_head.loss, self.engine.routers
+        loss = embed_head.loss
+        routers = self.engine.routers
         if self.head is not None:
             assert isinstance(loss, LossChunks), "the head is whole for a loss of rows"
             value = visit_head(self.engine, self.head, loss, hidden)
             value = value if routers is None else value + routers.total()
         else:
-            value = visit_top(self.engine, calls, hidden, embed_head, beside)
+            value = visit_top(self.engine, calls, hidden, embed_head, reference_rows)
         if routers is not None:
             self.measured = routers.end()
         if isinstance(loss, RowLoss):
             self.measured = loss.measured
         return value
 
-    def accompany(self, *, training: bool = True) -> None:
-        """Take part in a step, or an evaluation, in which this process has no rows, for the processes that have some.
-        `ConfigError`: the others may visit layers in an order that this process cannot know yet."""
-        stream, self.measured = self.stream, {}
-        if training and self.stream.sharded and self.starts_below is None and self.trained_outside():
-            what = "this process has no rows in the first step, so it does not know which layers get gradients"
+    def join_idle(self, *, training: bool = True) -> None:
+        """Take part in a step, or an evaluation, in which this process has no rows, for the
+        processes that have some. `ConfigError`: the others may visit layers in an order that this
+        process cannot know yet."""
+        stream = self.stream
+        self.measured = {}
+        if (
+            training
+            and self.stream.sharded
+            and self.starts_below is None
+            and self.trained_outside()
+        ):
+            what = (
+                "this process has no rows in the first step, so it does not know which layers "
+                "get gradients"
+            )
             how = "give every process rows: lower micro_batch_size, or start fewer processes"
             raise ConfigError(what, where="shard_weights", how=how)
         if not training:
             stream.cancel()  # as an evaluation does
-        stream.accompany(stream.training_order(self.lowest_trained) if training else stream.forward_order())
+        stream.join_idle(
+            stream.training_order(self.lowest_trained) if training else stream.forward_order()
+        )
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: MicroBatches, logits: list[Tensor] | None = None) -> tuple[Tensor, int]:
-        """Return the mean cross-entropy of the trained tokens (fp32 scalar) and how many they are. With an `objective`:
-        its loss of the batch, and the number of examples that it is the mean of."""
+    def evaluate(
+        self, micro_batches: MicroBatches, logits: list[Tensor] | None = None
+    ) -> tuple[Tensor, int]:
+        """Return the mean cross-entropy of the trained tokens (fp32 scalar) and how many they are.
+        With an `objective`: its loss of the batch, and the number of examples that it is the mean
+        of."""
         run = partial(self._evaluate, logits)
-        return self.retry.run_pass(run, micro_batches, made=logits, purpose="evaluation")
+        return self.retry.run_pass(run, micro_batches, outputs=logits, purpose="evaluation")
 
-    def _evaluate(self, logits: list[Tensor] | None, micro_batches: MicroBatches) -> tuple[Tensor, int]:
-        placed, chunks = self._placed(micro_batches, logits=logits)
-        joined: list[Beside] = []
-        *_, hidden = self._forward(placed, partial(beside_of_pass, self, chunks, micro_batches, placed), joined)
+    def _evaluate(
+        self, logits: list[Tensor] | None, micro_batches: MicroBatches
+    ) -> tuple[Tensor, int]:
+        device_batches, chunks = self._prepare(micro_batches, logits=logits)
+        joined: list[ReferenceRows] = []
+        *_, hidden = self._forward(
+            device_batches,
+            partial(reference_rows_of, self, chunks, micro_batches, device_batches),
+            joined,
+        )
         if isinstance(chunks, RowLoss):
-            value, self.measured = joined[0].evaluated(chunks, hidden), chunks.measured
+            value = joined[0].evaluated(chunks, hidden)
+            self.measured = chunks.measured
             return value, chunks.num_examples
         with self.retry.at("in the head and the loss"):
             if self.head is None:
                 values = [chunks.forward(index, state) for index, state in enumerate(hidden)]
             else:
-                values, _ = piece_passes(self.head, self.stream.lease, chunks, hidden, differentiate=False)
+                values, _ = piece_passes(
+                    self.head, self.stream.lease, chunks, hidden, differentiate=False
+                )
         if logits is not None:
             cut(logits, micro_batches)
         return torch.stack(values).sum(), chunks.trained_tokens
 
-    def hidden_states(self, micro_batches: MicroBatches, *, on_host: bool = False) -> Iterator[tuple[Any, ...]]:
-        """Yield the hidden states of each micro-batch, before the first layer and after each; none has a graph. If
-        `on_host` they wait in host memory between layers, as `lema.activations.hoststates` has them."""
+    def hidden_states(
+        self, micro_batches: MicroBatches, *, on_host: bool = False
+    ) -> Iterator[tuple[Any, ...]]:
+        """Yield the hidden states of each micro-batch, before the first layer and after each; none
+        has a graph. If `on_host` they wait in host memory between layers, as
+        `lema.activations.hoststates` has them."""
         away = self._away if on_host and not self.backend.memory().shared else None
         batches = list(map(self.padding.of, self.retry.cut(micro_batches)))
-        return self._forward(self.inputs.place(batches), away=away)
+        return self._forward(self.inputs.to_device(batches), away=away)
 
     def _forward(
         self,
         micro_batches: MicroBatches,
-        join: Callable[[list[list[LayerCall]], Lease | None], Beside | None] = lambda *_: None,
-        joined: list[Beside] | None = None,
+        join: Callable[[list[list[LayerCall]], Lease | None], ReferenceRows | None] = lambda *_: (
+            None
+        ),
+        joined: list[ReferenceRows] | None = None,
         away: HostStates | None = None,
     ) -> Iterator[tuple[Any, ...]]:
-        """Yield the hidden states before the first layer and after each; rows from `join` are added to `joined`."""
+        """Yield the hidden states before the first layer and after each; rows from `join` are
+        added to `joined`.
+        """
         self.stream.cancel()
         self.stream.announce(self.stream.forward_order())
         with self._first_lease(micro_batches) as first:
             hidden, calls = self.prelude(micro_batches, first, away=away)
-            if (beside := join(calls, first)) is not None and joined is not None:
-                joined.append(beside)
+            if (reference_rows := join(calls, first)) is not None and joined is not None:
+                joined.append(reference_rows)
             yield hidden
             entered = self.split.enter(hidden) if away is None else hidden
-            hidden = visit_frozen(self.engine, 0, calls[0], entered, beside, away)
+            hidden = visit_frozen(self.engine, 0, calls[0], entered, reference_rows, away)
         yield hidden
         for layer in range(1, self.split.num_layers):
-            hidden = visit_frozen(self.engine, layer, calls[layer], hidden, beside, away)
+            hidden = visit_frozen(self.engine, layer, calls[layer], hidden, reference_rows, away)
             yield hidden
         if away is not None:
-            away.turn()
+            away.end_forward()
 
-    def _placed(
+    def _prepare(
         self, micro_batches: MicroBatches, **options: Any
     ) -> tuple[list[dict[str, Tensor]], LossChunks | RowLoss]:
         """Return the inputs of a step on the device, and its loss."""
         self.split.state.hooks.check_none()
-        batches, objective = list(map(self.padding.of, micro_batches)), self.objective
+        batches = list(map(self.padding.of, micro_batches))
+        objective = self.objective
         if objective is None:
             targets = [targets_of(batch["labels"], shifted=self.shifts_labels) for batch in batches]
-            options |= {"known": targets, "dft": self.dft, "smoothing": self.smoothing}
+            options |= {"host_targets": targets, "dft": self.dft, "smoothing": self.smoothing}
         else:
             targets = [row_targets(batch, objective) for batch in batches]
-        placed, there = self.inputs.place_step(batches, targets, self.split.tables)
-        head, over, chunk = self.split.head, self.split.parallel, self.loss_chunk_tokens
+        device_batches, there = self.inputs.step_to_device(batches, targets, self.split.tables)
+        head = self.split.head
+        over = self.split.parallel
+        chunk = self.loss_chunk_tokens
         if objective is None:
-            return placed, LossChunks(head, there, chunk, parallel=over, **options)
+            return device_batches, LossChunks(head, there, chunk, parallel=over, **options)
         scale = options.get("scale", 1.0)
-        return placed, RowLoss(head, objective, batches, there, chunk, scale=scale, parallel=over)
+        return device_batches, RowLoss(
+            head, objective, batches, there, chunk, scale=scale, parallel=over
+        )
 
     def _first_lease(self, micro_batches: MicroBatches) -> AbstractContextManager[Lease | None]:
-        """Lease the first layer if the prelude needs its weights, which on a lazy device it does not."""
-        known = self.split.known(model_inputs(micro_batches[0]))
-        return nullcontext() if known else self.stream.lease(0)
+        """Lease the first layer if the prelude needs its weights, which on a lazy device it does
+        not.
+        """
+        has_learned = self.split.has_learned(model_inputs(micro_batches[0]))
+        return nullcontext() if has_learned else self.stream.lease(0)
 
     def prelude(
         self,
@@ -369,28 +487,42 @@ class StreamedModel:
         away: HostStates | None = None,
         around: list[dict[str, Any]] | None = None,
     ) -> tuple[tuple[Any, ...], list[list[LayerCall]]]:
-        """Return each micro-batch's hidden state before the layers, and per layer the call of each micro-batch. States
-        that go `away` do so as each is made, as the first layer is given them. `around` receives, as JSON types, what
-        the modules before the layers keep after each."""
+        """Return each micro-batch's hidden state before the layers, and per layer the call of each
+        micro-batch. States that go `away` do so as each is made, as the first layer is given them.
+        `around` receives, as JSON types, what the modules before the layers keep after each."""
         hidden: list[Any] = []
-        preludes, weights = [], {} if first is None else first.weights  # used once; None: they have been
-        with self.retry.at("before the layers"), nullcontext() if self.head is None else self.head.standing_in():
+        preludes = []
+        weights = {} if first is None else first.weights  # used once; None: they have been
+        with (
+            self.retry.at("before the layers"),
+            nullcontext() if self.head is None else self.head.standing_in(),
+        ):
             for number, batch in enumerate(micro_batches):
-                prelude = self.split.prelude(model_inputs(batch), weights, differentiate=differentiate)
+                prelude = self.split.prelude(
+                    model_inputs(batch), weights, differentiate=differentiate
+                )
                 state = prelude.hidden
-                hidden.append(state if away is None else away.keep(number, *self.split.enter([state])))
+                hidden.append(
+                    state if away is None else away.keep(number, *self.split.enter([state]))
+                )
                 preludes.append(prelude.calls)
                 if around is not None:
                     around.append(self.split.state.around())
-        calls = [[own[layer] for own in preludes] for layer in range(self.split.num_layers)]
+        calls = [
+            [batch_calls[layer] for batch_calls in preludes]
+            for layer in range(self.split.num_layers)
+        ]
         return tuple(hidden), calls
 
-    def waiting_places(
+    def activation_stores(
         self, hidden: Sequence[Tensor], lowest: int, end: int
     ) -> tuple[StepBoundaries | None, StepGraphs | None]:
-        """Return where the inputs and the graphs of the layers from `lowest` to `end` wait for the backward of a step,
-        whose micro-batches are `hidden` before the first layer; None: there are none, or they stay on the device."""
-        again = [layer for layer in range(lowest, end) if self.recompute and layer not in self.saved]
+        """Return where the inputs and the graphs of the layers from `lowest` to `end` wait for the
+        backward of a step, whose micro-batches are `hidden` before the first layer; None: there are
+        none, or they stay on the device."""
+        again = [
+            layer for layer in range(lowest, end) if self.recompute and layer not in self.saved
+        ]
         graphs = None if self.graphs is None or lowest >= end else self.graphs.step()
         with self.retry.at("for the inputs of layers that wait for the backward"):
             return self.arena.step(hidden, again) if again else None, graphs
@@ -400,19 +532,31 @@ class StreamedModel:
         lowest: int,
         boundaries: StepBoundaries | None,
         graphs: StepGraphs | None,
-        beside: Beside | None,
+        reference_rows: ReferenceRows | None,
         layer: int,
         calls: Sequence[LayerCall],
         hidden: tuple[Tensor, ...],
-        room: int = 0,
+        budget: int = 0,
     ) -> tuple[Tensor, ...]:
-        """Run every micro-batch through a layer: by `visit` from the layer `lowest` on, by `visit_frozen` below it."""
-        hooks = self.split.state.hooks.of(layer, self.split.rest, frozen=layer < lowest)
+        """Run every micro-batch through a layer: by `visit` from the layer `lowest` on, by
+        `visit_frozen` below it.
+        """
+        hooks = self.split.state.hooks.of(layer, self.split.extra_outputs, frozen=layer < lowest)
         if hooks is not None:
             calls, hidden = hooks.before(calls, hidden)
         if lowest <= layer:
-            kept = None if layer in self.saved else boundaries
-            made = visit(self.engine, layer, calls, hidden, kept, graphs, beside, room, layer in self.products)
+            layer_boundaries = None if layer in self.saved else boundaries
+            outputs = visit(
+                self.engine,
+                layer,
+                calls,
+                hidden,
+                layer_boundaries,
+                graphs,
+                reference_rows,
+                budget,
+                layer in self.products,
+            )
         else:
-            made = visit_frozen(self.engine, layer, calls, hidden, beside)
-        return made if hooks is None else hooks.after(made)
+            outputs = visit_frozen(self.engine, layer, calls, hidden, reference_rows)
+        return outputs if hooks is None else hooks.after(outputs)

@@ -1,10 +1,12 @@
 """Weights of layers that train: the leaves that stand for them in a layer's graph.
 
-A leased weight is a view of memory that soon holds another layer. In a graph a leaf stands for it: the same bytes, and
-it requires grad. The gradients of a layer are complete when its one backward is over, for all micro-batches, added up
-one by one as gradient accumulation on the whole model adds them.
+A leased weight is a view of memory that soon holds another layer. In a graph a leaf stands for it:
+the same bytes, and it requires grad. The gradients of a layer are complete when its one backward is
+over, for all micro-batches, added up one by one as gradient accumulation on the whole model adds
+them.
 
-Leaves stand for adapters too, where somebody else waits for their gradients, who must be given each of them once.
+Leaves stand for adapters too, where somebody else waits for their gradients, who must be given each
+of them once.
 """
 
 from __future__ import annotations
@@ -20,16 +22,24 @@ from torch.autograd.graph import get_gradient_edge
 from lema.errors import ModelError
 from lema.stream import Lease
 
-__all__ = ["AskedGradients", "Leaves", "TrainedWeights", "adapter_leaves", "below_visits", "differentiated_again"]
+__all__ = [
+    "AskedGradients",
+    "Leaves",
+    "TrainedWeights",
+    "adapter_leaves",
+    "below_visits",
+    "differentiated_again",
+]
 
 Leaves = dict[str, Tensor]
 
 
 class TrainedWeights:
-    """The weights of decoder layers that train themselves, and the function that takes their gradients. `names` are,
-    for each layer that trains, those of the parameters that do, as a lease has them. `done` is called with a layer's
-    number and the gradients of its weights by name, on the device, once they are complete for the pass; a weight
-    without a gradient is left out. The callee owns them from then on. Given `adapters`, theirs have leaves too."""
+    """The weights of decoder layers that train themselves, and the function that takes their
+    gradients. `names` are, for each layer that trains, those of the parameters that do, as a lease
+    has them. `done` is called with a layer's number and the gradients of its weights by name, on
+    the device, once they are complete for the pass; a weight without a gradient is left out. The
+    callee owns them from then on. Given `adapters`, theirs have leaves too."""
 
     def __init__(
         self,
@@ -37,65 +47,99 @@ class TrainedWeights:
         done: Callable[[int, Leaves], None],
         adapters: nn.ModuleList | None = None,
     ) -> None:
-        self._names = {layer: frozenset(own) for layer, own in names.items() if own}
-        self._done, self._adapters = done, adapters
+        self._names = {
+            layer: frozenset(layer_names) for layer, layer_names in names.items() if layer_names
+        }
+        self._done = done
+        self._adapters = adapters
 
     def trains(self, layer: int) -> bool:
         """Whether anything of a layer's own trains."""
         return layer in self._names
 
     def leaves(self, layer: int, lease: Lease) -> Leaves:
-        """Return a leaf for each weight of a layer that trains: the same bytes, and it requires grad. `ModelError`: one
-        is not in the lease, or is of a type that has no gradient."""
-        found: Leaves = {}
+        """Return a leaf for each weight of a layer that trains: the same bytes, and it requires
+        grad. `ModelError`: one is not in the lease, or is of a type that has no gradient."""
+        layer_leaves: Leaves = {}
         for name in sorted(self._names.get(layer, ())):
             weight = lease.weights.get(name)
             if weight is None or not weight.is_floating_point():
-                what = "is not streamed" if weight is None else f"is of {weight.dtype}, which cannot train"
-                raise ModelError(f"{name} of layer {layer} {what}", how="train another selection of weights")
-            found[name] = weight.detach().requires_grad_()
-        own = () if self._adapters is None else self._adapters[layer].named_parameters()
-        return found | {name: one.detach().requires_grad_() for name, one in own if one.requires_grad}
+                what = (
+                    "is not streamed"
+                    if weight is None
+                    else f"is of {weight.dtype}, which cannot train"
+                )
+                raise ModelError(
+                    f"{name} of layer {layer} {what}", how="train another selection of weights"
+                )
+            layer_leaves[name] = weight.detach().requires_grad_()
+        adapter_parameters = (
+            () if self._adapters is None else self._adapters[layer].named_parameters()
+        )
+        return layer_leaves | {
+            name: parameter.detach().requires_grad_()
+            for name, parameter in adapter_parameters
+            if parameter.requires_grad
+        }
 
     def end(self, layer: int, leaves: Leaves) -> None:
-        """Hand the gradients of a layer over, because nothing adds to them any more in this pass."""
+        """Hand the gradients of a layer over, because nothing adds to them any more in this
+        pass.
+        """
         if leaves:
-            self._done(layer, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None})
+            self._done(
+                layer, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+            )
         for leaf in leaves.values():
             leaf.grad = None
 
 
-def adapter_leaves(layers: nn.ModuleList, found: dict[nn.Parameter, Tensor]) -> TrainedWeights:
-    """Return a context with leaves instead of the adapters of decoder layers; `found` sums their gradients.
+def adapter_leaves(
+    layers: nn.ModuleList, gradient_sums: dict[nn.Parameter, Tensor]
+) -> TrainedWeights:
+    """Return a context with leaves instead of the adapters of decoder layers; `gradient_sums` sums
+    their gradients.
 
-    `DistributedDataParallel` sends a parameter's gradient off when it first arrives, and looks for parameters in the
-    graph of what the model returns. But the visits differentiate graphs of their own, once for each micro-batch. So
-    gradients are added up in leaves there, and the parameters are in the outer graph (`below_visits`).
+    `DistributedDataParallel` sends a parameter's gradient off when it first arrives, and looks for
+    parameters in the graph of what the model returns. But the visits differentiate graphs of their
+    own, once for each micro-batch. So gradients are added up in leaves there, and the parameters
+    are in the outer graph (`below_visits`).
     """
 
     def done(layer: int, gradients: Leaves) -> None:
-        own = dict(layers[layer].named_parameters())
+        parameters = dict(layers[layer].named_parameters())
         for name, gradient in gradients.items():
-            found[own[name]] = found[own[name]] + gradient if own[name] in found else gradient
+            gradient_sums[parameters[name]] = (
+                gradient_sums[parameters[name]] + gradient
+                if parameters[name] in gradient_sums
+                else gradient
+            )
 
     return TrainedWeights({}, done, adapters=layers)
 
 
 class AskedGradients:
-    """The gradients of one forward's parameters, for a caller who asks for them (`torch.autograd.grad`) instead of
-    having them added to `.grad`. Visits add to `.grad` by themselves, which autograd does not see. So where it was
-    asked, what they add is collected here, and handed over below the visits (`below_visits`).
+    """The gradients of one forward's parameters, for a caller who asks for them
+    (`torch.autograd.grad`) instead of having them added to `.grad`. Visits add to `.grad` by
+    themselves, which autograd does not see. So where it was asked, what they add is collected here,
+    and handed over below the visits (`below_visits`).
 
     Args:
-        anchor: a leaf that is in the graph. Only a plain backward comes to it, because nobody asks for its gradient.
+        anchor: a leaf that is in the graph. Only a plain backward comes to it, because nobody asks
+            for its gradient.
         parameters: those that train in the layers, or before them.
     """
 
     def __init__(self, anchor: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-        # Hooks of a parameter would also be called by the graph outside, where a plain backward has no gradient for it.
-        self.parameters = [one for one in parameters if not one._backward_hooks and not one._post_accumulate_grad_hooks]
+        # Hooks of a parameter would also be called by the graph outside, where a plain backward has
+        # no gradient for it.
+        self.parameters = [
+            parameter
+            for parameter in parameters
+            if not parameter._backward_hooks and not parameter._post_accumulate_grad_hooks
+        ]
         self.hooked = len(self.parameters) < len(parameters)
-        self.found: dict[nn.Parameter, Tensor] = {}
+        self.gradients: dict[nn.Parameter, Tensor] = {}
         self._anchor = get_gradient_edge(anchor).node
 
     def asked(self) -> bool:
@@ -104,40 +148,49 @@ class AskedGradients:
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Collect what is added to `.grad` in a `with` block, if gradients were asked for; `.grad` stays as it was."""
+        """Collect what is added to `.grad` in a `with` block, if gradients were asked for;
+        `.grad` stays as it was.
+        """
         if not self.asked():
             yield
             return
-        before = [(one, one.grad) for one in self.parameters]
-        for one in self.parameters:
-            one.grad = self.found.pop(one, None)
+        before = [(parameter, parameter.grad) for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = self.gradients.pop(parameter, None)
         try:
             yield
         finally:
-            for one, own in before:
-                if one.grad is not None:
-                    self.found[one] = one.grad
-                one.grad = own
+            for parameter, grad in before:
+                if parameter.grad is not None:
+                    self.gradients[parameter] = parameter.grad
+                parameter.grad = grad
 
 
 def differentiated_again() -> bool:
     """Whether the graph that is being differentiated is kept, because another backward may come."""
-    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
-    return kept
+    retained: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return retained
 
 
 class _BelowVisits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, found: dict[nn.Parameter, Tensor], *trained: nn.Parameter) -> Tensor:
-        ctx.found, ctx.trained = found, trained
+    def forward(
+        ctx: Any, anchor: Tensor, gradients: dict[nn.Parameter, Tensor], *trained: nn.Parameter
+    ) -> Tensor:
+        ctx.found = gradients
+        ctx.trained = trained
         return anchor.clone()
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(ctx.found.pop(one, None) for one in ctx.trained)
+        return None, None, *(ctx.found.pop(parameter, None) for parameter in ctx.trained)
 
 
-def below_visits(anchor: Tensor, found: dict[nn.Parameter, Tensor], trained: Sequence[nn.Parameter]) -> Tensor:
-    """Return what stands for the visits' anchor: its backward comes after those of all visits, with what they found."""
-    below: Tensor = _BelowVisits.apply(anchor, found, *trained)  # type: ignore[no-untyped-call] # torch's is
+def below_visits(
+    anchor: Tensor, gradients: dict[nn.Parameter, Tensor], trained: Sequence[nn.Parameter]
+) -> Tensor:
+    """Return what stands for the visits' anchor: its backward comes after those of all visits,
+    with what they found.
+    """
+    below: Tensor = _BelowVisits.apply(anchor, gradients, *trained)  # type: ignore[no-untyped-call] # torch's is
     return below

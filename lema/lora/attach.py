@@ -29,15 +29,22 @@ from lema.lora.checks import check_patterns
 from lema.lora.materialize import Read, check_attached, check_saved_modules, make_real, take_off
 from lema.lora.merge import WRAPPED
 from lema.lora.targets import default_parameters, default_targets
-from lema.model.partition import planned_ends
+from lema.model.partition import planned_suffixes
 from lema.model.skeleton import EmptyOnMeta, find_layers, find_towers, is_in
 
-__all__ = ["configured_lora", "count_lora_params", "inject_lora_params", "lora_config", "param_filter"]
+__all__ = [
+    "configured_lora",
+    "count_lora_params",
+    "inject_lora_params",
+    "lora_config",
+    "param_filter",
+]
 __all__ += ["unmatched_names"]
 
 BASE_LAYER = ".base_layer"  # where PEFT keeps the module it wraps
 
-# Warnings of PEFT's that a user of LEMA cannot act on, or that LEMA gives itself by the names of its settings.
+# Warnings of PEFT's that a user of LEMA cannot act on, or that LEMA gives itself by the names of
+# its settings.
 SILENCED = (
     ".*is_gradient_checkpointing.*",  # a property that transformers has renamed
     "fan_in_fan_out is set to",  # PEFT sets it for each module as that module needs it
@@ -56,26 +63,50 @@ def lora_config(
     targets: Collection[str] | str | None,
     **options: Any,
 ) -> LoraConfig:
-    """Return PEFT's config of an adapter (Hu et al. 2021, https://arxiv.org/abs/2106.09685) of a model without
-    adapters. `ConfigError`: PEFT refuses the options. `alpha`: the adapter's output is scaled by `alpha / rank`.
-    `targets`: module names, or a regular expression over full names; None: `default_targets`, and experts."""
-    chosen = default_targets(model) if targets is None else targets if isinstance(targets, str) else sorted(targets)
+    """Return PEFT's config of an adapter (Hu et al. 2021, https://arxiv.org/abs/2106.09685) of a
+    model without adapters. `ConfigError`: PEFT refuses the options. `alpha`: the adapter's output
+    is scaled by `alpha / rank`. `targets`: module names, or a regular expression over full names;
+    None: `default_targets`, and experts."""
+    chosen = (
+        default_targets(model)
+        if targets is None
+        else targets
+        if isinstance(targets, str)
+        else sorted(targets)
+    )
     try:
-        options |= {"r": rank, "lora_alpha": _whole(alpha), "lora_dropout": dropout, "target_modules": chosen}
+        options |= {
+            "r": rank,
+            "lora_alpha": _as_integer(alpha),
+            "lora_dropout": dropout,
+            "target_modules": chosen,
+        }
         config = LoraConfig(task_type="CAUSAL_LM", **options)
     except ValueError as error:
         raise ConfigError(f"PEFT refuses these settings of the adapter: {error}") from error
-    # Modules that text does not reach, where the targets are among their names as well, are excluded by PEFT's own
-    # setting, and in an expression, because a list of it would have to name each linear.
-    every, towers = isinstance(chosen, str) and chosen.lower() == ALL_LINEAR, find_towers(model)
+    # Modules that text does not reach, where the targets are among their names as well, are
+    # excluded by PEFT's own setting, and in an expression, because a list of it would have to name
+    # each linear.
+    every = isinstance(chosen, str) and chosen.lower() == ALL_LINEAR
+    towers = find_towers(model)
     if targets is None and config.target_parameters is None:
         config.target_parameters = default_parameters(model, config)
     config.target_parameters = config.target_parameters or None
-    inside = [name for name, module in model.named_modules() if is_in(name, towers) and not [*module.children()]]
+    inside = [
+        name
+        for name, module in model.named_modules()
+        if is_in(name, towers) and not [*module.children()]
+    ]
     if any(every or check_target_module_exists(config, name) for name in inside):
         before = config.exclude_modules or ()
-        ends = [before] if isinstance(before, str) else [rf"(.*\.)?{re.escape(end)}" for end in sorted(before)]
-        config.exclude_modules = "|".join([*(rf"{re.escape(tower)}(\..*)?" for tower in towers), *ends])
+        exclude_patterns = (
+            [before]
+            if isinstance(before, str)
+            else [rf"(.*\.)?{re.escape(end)}" for end in sorted(before)]
+        )
+        config.exclude_modules = "|".join(
+            [*(rf"{re.escape(tower)}(\..*)?" for tower in towers), *exclude_patterns]
+        )
     check_patterns(config, [name for name, _ in model.named_modules()])
     config.fan_in_fan_out = any(
         isinstance(module, Conv1D) and (every or bool(check_target_module_exists(config, name)))
@@ -85,22 +116,27 @@ def lora_config(
 
 
 def configured_lora(model: PreTrainedModel, config: LemaConfig, parts: int = 1) -> LoraConfig:
-    """Return PEFT's config of the adapter that the settings ask for, of a model that `parts` processes hold together;
-    `ConfigError`: they do not fit the model."""
+    """Return PEFT's config of the adapter that the settings ask for, of a model that `parts`
+    processes hold together; `ConfigError`: they do not fit the model."""
     name, layers = find_layers(model)
-    chosen, patterns = config.lora_layers_to_transform, config.lora_layers_pattern
+    chosen = config.lora_layers_to_transform
+    patterns = config.lora_layers_pattern
     indices = [] if chosen is None else [chosen] if isinstance(chosen, int) else chosen
     patterns = [patterns] if isinstance(patterns, str) else patterns
     beyond = sorted(index for index in indices if index >= len(layers))
-    if beyond and (patterns is None or name.rpartition(".")[2] in patterns):  # else they count in another list
+    if beyond and (
+        patterns is None or name.rpartition(".")[2] in patterns
+    ):  # else they count in another list
         what = f"there is no layer {', '.join(map(str, beyond))}: {name} has {len(layers)} of them"
         how = f"layers are counted from 0, to {len(layers) - 1}"
         raise ConfigError(what, where="lora_layers_to_transform", how=how)
     options = {option: deepcopy(getattr(config, setting)) for option, setting in SETTING_OF.items()}
     if config.torch_compile:  # because compilers break at them
         options["target_parameters"] = options["target_parameters"] or []
-    options["alpha_pattern"] = {name: _whole(alpha) for name, alpha in config.lora_alpha_pattern.items()}
-    made = lora_config(
+    options["alpha_pattern"] = {
+        name: _as_integer(alpha) for name, alpha in config.lora_alpha_pattern.items()
+    }
+    peft_config = lora_config(
         model,
         rank=options.pop("r"),
         alpha=options.pop("lora_alpha"),
@@ -108,26 +144,36 @@ def configured_lora(model: PreTrainedModel, config: LemaConfig, parts: int = 1) 
         targets=options.pop("target_modules"),
         **options,
     )
-    if parts > 1 and config.lora_target_parameters is None and made.target_parameters:
-        made.target_parameters = planned_ends(model, made.target_parameters) or None
-    return made
+    if parts > 1 and config.lora_target_parameters is None and peft_config.target_parameters:
+        peft_config.target_parameters = (
+            planned_suffixes(model, peft_config.target_parameters) or None
+        )
+    return peft_config
 
 
-def _whole(alpha: float) -> Any:
+def _as_integer(alpha: float) -> Any:
     """Return a whole number as one; PEFT asks for that, and scales by a float as well."""
     return int(alpha) if float(alpha).is_integer() else alpha
 
 
 def param_filter(model: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Return the names of the parameters that an adapter would adapt, in the order of the model; change nothing.
-    The model has no adapters, and its weights may be on `meta`. `ModelError`: none; it names those that could be."""
-    empty: dict[int, Tensor] = {id(one): one.detach().to("meta") for one in model.buffers()}
-    empty |= {id(one): nn.Parameter(one.detach().to("meta"), requires_grad=False) for one in model.parameters()}
+    """Return the names of the parameters that an adapter would adapt, in the order of the model;
+    change nothing. The model has no adapters, and its weights may be on `meta`. `ModelError`: none;
+    it names those that could be."""
+    empty: dict[int, Tensor] = {
+        id(buffer): buffer.detach().to("meta") for buffer in model.buffers()
+    }
+    empty |= {
+        id(parameter): nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+        for parameter in model.parameters()
+    }
     bare: PreTrainedModel = deepcopy(model, empty)
     with torch.random.fork_rng(devices=()):
         _attach(bare, deepcopy(config))
     adapted = {
-        WRAPPED.sub("", f"{name}.{part.parameter_name if isinstance(part, ParamWrapper) else 'weight'}")
+        WRAPPED.sub(
+            "", f"{name}.{part.parameter_name if isinstance(part, ParamWrapper) else 'weight'}"
+        )
         for name, part in bare.named_modules()
         if isinstance(part, LoraLayer)
     }
@@ -141,13 +187,16 @@ def inject_lora_params(
     seed: int | Tensor | None,
     read: Read | None = None,
 ) -> PeftModel:
-    """Attach an adapter: PEFT's modules, with only what trains made real, LoRA's matrices in fp32. The numbers are
-    those that `torch.manual_seed(seed); get_peft_model(model, config)` gives on the whole model. `ModelError`: no
-    module matches, or one is to be trained in a way that cannot be streamed. `seed`: of the initial values, or the
-    generator's state that they are drawn from; the generator is left where it was. None: values are left unset, to be
-    loaded. `read`: reads the stored tensors that biases, modules that train whole and DoRA's magnitudes begin with."""
+    """Attach an adapter: PEFT's modules, with only what trains made real, LoRA's matrices in fp32.
+    The numbers are those that `torch.manual_seed(seed); get_peft_model(model, config)` gives on the
+    whole model. `ModelError`: no module matches, or one is to be trained in a way that cannot be
+    streamed. `seed`: of the initial values, or the generator's state that they are drawn from; the
+    generator is left where it was. None: values are left unset, to be loaded. `read`: reads the
+    stored tensors that biases, modules that train whole and DoRA's magnitudes begin with."""
     layers_name, _ = find_layers(model)
-    config.base_model_name_or_path = None  # PEFT warns where it differs, as a hub id does from its place in the cache
+    config.base_model_name_or_path = (
+        None  # PEFT warns where it differs, as a hub id does from its place in the cache
+    )
     check_saved_modules(model, config, layers_name)
     _check_token_indices(model, config)
     asked = copy(config)
@@ -159,8 +208,8 @@ def inject_lora_params(
             take_off(model)  # for another attempt
             raise
         if seed is not None:
-            for told in unmatched_names(model, asked):
-                warnings.warn(told, stacklevel=3)
+            for message in unmatched_names(model, asked):
+                warnings.warn(message, stacklevel=3)
             torch.set_rng_state(seed) if isinstance(seed, Tensor) else torch.manual_seed(seed)
         make_real(model, config, device, layers_name, draw=seed is not None, read=read)
     return peft_model
@@ -168,14 +217,18 @@ def inject_lora_params(
 
 def _check_token_indices(model: PreTrainedModel, config: LoraConfig) -> None:
     """Refuse, with `ModelError`, tokens that are to train and that a vocabulary does not have."""
-    wanted = config.trainable_token_indices or {}
-    for name, indices in (wanted if isinstance(wanted, dict) else {"": wanted}).items():
-        tables = [one for place, one in model.named_modules() if place.endswith(name)]
+    token_indices = config.trainable_token_indices or {}
+    for name, indices in (
+        token_indices if isinstance(token_indices, dict) else {"": token_indices}
+    ).items():
+        tables = [module for path, module in model.named_modules() if path.endswith(name)]
         for table in tables if name else (model.get_input_embeddings(),):
             weight = getattr(table, "weight", None)
             if isinstance(weight, Tensor) and indices and max(indices) >= len(weight):
                 what = f"token {max(indices)} is to train, and there are {len(weight)} tokens"
-                raise ModelError(what, where="lora_trainable_token_indices", how="number them from 0")
+                raise ModelError(
+                    what, where="lora_trainable_token_indices", how="number them from 0"
+                )
 
 
 def _attach(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
@@ -188,7 +241,8 @@ def _attach(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
                 peft_model = get_peft_model(model, config, low_cpu_mem_usage=True)
     except ValueError as error:
         take_off(model)
-        targets, hint = config.target_modules or (), ""
+        targets = config.target_modules or ()
+        hint = ""
         if isinstance(targets, str):
             hint = "a regular expression must match whole names; a list has endings of names. "
         what = f"the adapter does not fit this model: {error}"
@@ -200,11 +254,14 @@ def _attach(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
 
 
 def unmatched_names(model: nn.Module, config: LoraConfig) -> list[str]:
-    """Return a sentence for each setting of an adapter that has names which no module bears, most likely slips. The
-    adapter is attached; `config` is as it was before, because PEFT adds names of heads that the model may not have."""
+    """Return a sentence for each setting of an adapter that has names which no module bears, most
+    likely slips. The adapter is attached; `config` is as it was before, because PEFT adds names of
+    heads that the model may not have."""
     parts = [(name.replace(BASE_LAYER, ""), part) for name, part in model.named_modules()]
     modules = {name for name, _ in parts}
-    parameters = {f"{name}.{part.parameter_name}" for name, part in parts if isinstance(part, ParamWrapper)}
+    parameters = {
+        f"{name}.{part.parameter_name}" for name, part in parts if isinstance(part, ParamWrapper)
+    }
     adapted = parameters | {name for name, part in parts if isinstance(part, LoraLayer)}
     unmatched = {
         "lora_target_modules": _unmatched(config.target_modules, modules),
@@ -212,25 +269,45 @@ def unmatched_names(model: nn.Module, config: LoraConfig) -> list[str]:
         "lora_exclude_modules": _unmatched(config.exclude_modules, modules),
         # PEFT compares ends of names, whether or not they begin at a dot.
         "lora_modules_to_save": [
-            end for end in config.modules_to_save or () if not any(name.endswith(end) for name in modules)
+            end
+            for end in config.modules_to_save or ()
+            if not any(name.endswith(end) for name in modules)
         ],
-        "lora_rank_pattern": [key for key in config.rank_pattern or () if not _matches(key, adapted)],
-        "lora_alpha_pattern": [key for key in config.alpha_pattern or () if not _matches(key, adapted)],
+        "lora_rank_pattern": [
+            key for key in config.rank_pattern or () if not _matches(key, adapted)
+        ],
+        "lora_alpha_pattern": [
+            key for key in config.alpha_pattern or () if not _matches(key, adapted)
+        ],
     }
-    found = []
+    messages = []
     for setting, names in unmatched.items():
         if names:
-            what, there = ("parameter", parameters) if setting == "lora_target_parameters" else ("module", modules)
+            what, there = (
+                ("parameter", parameters)
+                if setting == "lora_target_parameters"
+                else ("module", modules)
+            )
             near = meant(names[0].rpartition(".")[2], {name.rpartition(".")[2] for name in there})
-            found.append(f"{setting}: no {what} is named {', '.join(names)}" + (f"; {near}" if near else ""))
-    return found
+            messages.append(
+                f"{setting}: no {what} is named {', '.join(names)}" + (f"; {near}" if near else "")
+            )
+    return messages
 
 
-def _unmatched(wanted: Collection[str] | str | None, names: Collection[str]) -> list[str]:
+def _unmatched(patterns: Collection[str] | str | None, names: Collection[str]) -> list[str]:
     """Return the wanted ends that no name has; or the wanted expression, if no name matches it."""
-    if isinstance(wanted, str):
-        return [] if wanted.lower() == ALL_LINEAR or any(re.fullmatch(wanted, name) for name in names) else [wanted]
-    return sorted(one for one in wanted or () if not any(f".{name}".endswith(f".{one}") for name in names))
+    if isinstance(patterns, str):
+        return (
+            []
+            if patterns.lower() == ALL_LINEAR or any(re.fullmatch(patterns, name) for name in names)
+            else [patterns]
+        )
+    return sorted(
+        pattern
+        for pattern in patterns or ()
+        if not any(f".{name}".endswith(f".{pattern}") for name in names)
+    )
 
 
 def _matches(key: str, names: Collection[str]) -> bool:

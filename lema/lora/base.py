@@ -1,8 +1,9 @@
 """The model that an adapter belongs to, as a file beside the adapter says it.
 
-An adapter is a change to weights; on other weights it is noise. A path or a hub id may lead to other files by now, so
-beside an adapter is the fingerprint of its base model's files (`lema.storage.verify`), and what the model's config says
-that changes numbers (`lema.lora.baseconfig`).
+An adapter is a change to weights; on other weights it is noise. A path or a hub id may lead to
+other files by now, so beside an adapter is the fingerprint of its base model's files
+(`lema.storage.verify`), and what the model's config says that changes numbers
+(`lema.lora.baseconfig`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,15 @@ from lema.storage.hub import own_weights
 from lema.storage.regular import expanded
 from lema.storage.verify import BaseFiles, base_fingerprint, model_config
 
-__all__ = ["BASE_NAME", "COMPUTED_TYPES", "Base", "base_of", "check_base", "check_named_base", "computed_for"]
+__all__ = [
+    "BASE_NAME",
+    "COMPUTED_TYPES",
+    "Base",
+    "base_of",
+    "check_base",
+    "check_named_base",
+    "computed_for",
+]
 __all__ += ["write_base"]
 
 BASE_NAME = "adapter_base.json"
@@ -39,7 +48,8 @@ COMPUTED_TYPES = ("float32", "bfloat16", "float16")  # that settings name
 
 
 AS_IT_WAS = (
-    "give the model as it was; to use the adapter on this one all the same, name it by an explicit model_name_or_path, "
+    "give the model as it was; to use the adapter on this one all the same, name it by an "
+    "explicit model_name_or_path, "
     f"or delete {BASE_NAME}"
 )
 
@@ -50,17 +60,23 @@ class Base(NamedTuple):
     name: str  # by which others find it: a hub id, or a path
     revision: str | None  # of a hub id
     fingerprint: str  # of the files that the adapter is trained on
-    config: Mapping[str, Any] | None = None  # what changes numbers in its `config.json`; None: it has none
+    config: Mapping[str, Any] | None = (
+        None  # what changes numbers in its `config.json`; None: it has none
+    )
     sources: tuple[str, ...] = ()  # fingerprints of the models that these files were prepared from
     computed: torch.dtype | None = None  # in which its layers are computed, if that is known
 
 
 def base_of(
-    config: LemaConfig, index: GlobalBinaryIndex, files: BaseFiles | None = None, computed: torch.dtype | None = None
+    config: LemaConfig,
+    index: GlobalBinaryIndex,
+    files: BaseFiles | None = None,
+    computed: torch.dtype | None = None,
 ) -> Base:
-    """Return the model that the settings name, with what its `files` were (None: as they are now) and the type that it
-    is `computed` in, if that is known. In the place of a directory that was prepared it is what that was made of, if
-    this is a hub id, or a directory that is still there."""
+    """Return the model that the settings name, with what its `files` were (None: as they are now)
+    and the type that it is `computed` in, if that is known. In the place of a directory that was
+    prepared it is what that was made of, if this is a hub id, or a directory that is still there.
+    """
     files = files or BaseFiles(index)
     about = files.fingerprint, of_numbers(files.config), index.sources, computed
     if expanded(config.model_name_or_path).exists() and (origin := index.origin) is not None:
@@ -71,8 +87,8 @@ def base_of(
 
 
 def write_base(directory: Path, base: Base) -> None:
-    """Write into an adapter's directory which model it belongs to, and in which type that was computed. `DiskError`: a
-    file could not be written."""
+    """Write into an adapter's directory which model it belongs to, and in which type that was
+    computed. `DiskError`: a file could not be written."""
     about: dict[str, Any] = {KEY: base.fingerprint}
     if base.config is not None:
         about[CONFIG] = base.config
@@ -84,56 +100,68 @@ def write_base(directory: Path, base: Base) -> None:
 
 
 def computed_for(directory: Path) -> str | None:
-    """Return the type that the layers were computed in for the adapter in `directory`, if a file beside it says one
-    that settings name."""
+    """Return the type that the layers were computed in for the adapter in `directory`, if a file
+    beside it says one that settings name."""
     file = directory / BASE_NAME
-    found = read_json(file).get(COMPUTED) if file.is_file() else None
-    return found if found in COMPUTED_TYPES else None
+    compute_dtype = read_json(file).get(COMPUTED) if file.is_file() else None
+    return compute_dtype if compute_dtype in COMPUTED_TYPES else None
 
 
 def check_base(directory: Path, index: GlobalBinaryIndex, *, exact: bool = False) -> bool:
-    """Make sure that a model's files are those of the model that the adapter in `directory` was trained on, or that one
-    of the two was prepared from the other, unless they must be the same (`exact`). Return whether a file beside the
-    adapter says which model that is; adapters that PEFT alone has written have none. `AdapterError`: it is another
-    model, or what is written is damaged."""
+    """Make sure that a model's files are those of the model that the adapter in `directory` was
+    trained on, or that one of the two was prepared from the other, unless they must be the same
+    (`exact`). Return whether a file beside the adapter says which model that is; adapters that PEFT
+    alone has written have none. `AdapterError`: it is another model, or what is written is damaged.
+    """
     file = directory / BASE_NAME
     if not file.is_file():
         return False
     if KEY not in (about := read_json(file)):
         raise AdapterError("the adapter does not name its base model", where=str(file))
-    found, expected, sources = base_fingerprint(index), about[KEY], about.get(SOURCES, [])
+    fingerprint = base_fingerprint(index)
+    expected = about[KEY]
+    sources = about.get(SOURCES, [])
     if not isinstance(sources, list):
         raise AdapterError(f"{SOURCES} is no list of fingerprints", where=str(file))
-    # Not also where both were prepared from one model: that would take a prepared file that was changed for itself.
-    prepared = not exact and (expected in index.sources or found in sources)
-    if found != expected and not prepared:
+    # Not also where both were prepared from one model: that would take a prepared file that was
+    # changed for itself.
+    prepared = not exact and (expected in index.sources or fingerprint in sources)
+    if fingerprint != expected and not prepared:
         raise AdapterError(
-            f"the model has changed since the adapter was trained: its fingerprint is {found}, and it was {expected}",
+            (
+                "the model has changed since the adapter was trained: its fingerprint is "
+                f"{fingerprint}, and it was {expected}"
+            ),
             where=f"{directory}, on {index.path}",
             how=AS_IT_WAS,
         )
-    _check_config(directory, index, about.get(CONFIG), found == expected)
+    _check_config(directory, index, about.get(CONFIG), fingerprint == expected)
     return True
 
 
 def _check_config(directory: Path, index: GlobalBinaryIndex, before: Any, same_files: bool) -> None:
-    """Make sure that the model's config still says what was recorded `before`; None: nothing was. Of a model that was
-    prepared from the other, what says how weights are stored is not compared."""
+    """Make sure that the model's config still says what was recorded `before`; None: nothing was.
+    Of a model that was prepared from the other, what says how weights are stored is not compared.
+    """
     now = of_numbers(model_config(index))
     if before is None or now is None:
         return
     if not isinstance(before, dict):
         raise AdapterError(f"{CONFIG} is no object", where=str(directory / BASE_NAME))
-    if said := differences(before, now, () if same_files else OF_PREPARED):
-        what = f"the model's config has changed since the adapter was trained: {'; '.join(said)}"
-        raise AdapterError(what, where=f"{directory}, on {index.root / 'config.json'}", how=AS_IT_WAS)
+    if changes := differences(before, now, () if same_files else OF_PREPARED):
+        what = f"the model's config has changed since the adapter was trained: {'; '.join(changes)}"
+        raise AdapterError(
+            what, where=f"{directory}, on {index.root / 'config.json'}", how=AS_IT_WAS
+        )
 
 
-def check_named_base(directory: Path, config: LoraConfig, model: str, index: GlobalBinaryIndex) -> None:
-    """Make sure that a model is the one that an adapter belongs to, whether LEMA or another program trained it. It is
-    compared by the fingerprint beside the adapter; where there is none, by the base that PEFT's config names: the same
-    name as the user's for this `model`, or as what that was prepared from, the same directory, or the same files
-    elsewhere. `AdapterError`: it is not."""
+def check_named_base(
+    directory: Path, config: LoraConfig, model: str, index: GlobalBinaryIndex
+) -> None:
+    """Make sure that a model is the one that an adapter belongs to, whether LEMA or another program
+    trained it. It is compared by the fingerprint beside the adapter; where there is none, by the
+    base that PEFT's config names: the same name as the user's for this `model`, or as what that was
+    prepared from, the same directory, or the same files elsewhere. `AdapterError`: it is not."""
     if check_base(directory, index):
         return
     named = config.base_model_name_or_path
@@ -143,13 +171,22 @@ def check_named_base(directory: Path, config: LoraConfig, model: str, index: Glo
     if not named or named in (model, *(index.origin or ())[:1]):
         return
     try:
-        place = resolve_model(named, revision=config.revision, download=False)
-        other = GlobalBinaryIndex(own_weights(named, place))
+        path = resolve_model(named, revision=config.revision, download=False)
+        named_index = GlobalBinaryIndex(own_weights(named, path))
     except WeightsError as error:
         why = f"and that is not here to be compared ({error.what})"
     else:
-        if other.root.resolve() == index.root.resolve() or base_fingerprint(other) == base_fingerprint(index):
+        if named_index.root.resolve() == index.root.resolve() or base_fingerprint(
+            named_index
+        ) == base_fingerprint(index):
             return
         why = "whose files are others"
-    how = f"use that model; if it is this one, set base_model_name_or_path to {model} in adapter_config.json"
-    raise AdapterError(f"the adapter belongs to the model {named}, {why}", where=f"{directory}, on {model}", how=how)
+    how = (
+        f"use that model; if it is this one, set base_model_name_or_path to {model} in "
+        "adapter_config.json"
+    )
+    raise AdapterError(
+        f"the adapter belongs to the model {named}, {why}",
+        where=f"{directory}, on {model}",
+        how=how,
+    )

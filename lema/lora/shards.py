@@ -21,24 +21,25 @@ LEAF = re.compile(
 
 
 def module_of(name: str) -> tuple[str, str]:
-    """Return the module that a tensor of PEFT's files is of, as the base model names it, and which tensor of it. A name
-    of another kind is returned whole, with an empty text."""
-    found = LEAF.search(name)
-    if found is None or not name.startswith(PREFIX):
+    """Return the module that a tensor of PEFT's files is of, as the base model names it, and which
+    tensor of it. A name of another kind is returned whole, with an empty text."""
+    match = LEAF.search(name)
+    if match is None or not name.startswith(PREFIX):
         return name, ""
-    return name[len(PREFIX) : found.start()], found[1]
+    return name[len(PREFIX) : match.start()], match[1]
 
 
 def layout_of_tensor(leaf: str, module: Layout, axes: int) -> Layout:
-    """Return the layout of the tensor `leaf` of a module whose weight has the layout `module`. Column-parallel: A
-    `[rank, input]` is whole on every rank, B `[output, rank]` is cut along its outputs, heads and fused parts as they
-    are in the module. Row-parallel: A is cut along its inputs, B is whole. Where an embedding's vocabulary is cut, both
-    are whole. A tensor with a single axis (`axes`) goes along the module's outputs."""
-    whole = replicated(module.tp)
+    """Return the layout of the tensor `leaf` of a module whose weight has the layout `module`.
+    Column-parallel: A `[rank, input]` is whole on every rank, B `[output, rank]` is cut along its
+    outputs, heads and fused parts as they are in the module. Row-parallel: A is cut along its
+    inputs, B is whole. Where an embedding's vocabulary is cut, both are whole. A tensor with a
+    single axis (`axes`) goes along the module's outputs."""
+    replicated_layout = replicated(module.tp)
     if axes > 1 and leaf.endswith("weight") and not leaf.startswith("lora_"):
         return module  # one that trains whole
     of_a = leaf.startswith(("lora_A", "lora_embedding_A"))
     if module.kind == "embedding":  # cut along the hidden size, or else by its entries
-        return whole if of_a or module.dim == 0 else replace(module, dim=0)
+        return replicated_layout if of_a or module.dim == 0 else replace(module, dim=0)
     along_outputs = module.dim == 0
-    return whole if module.kind == "replicated" or of_a == along_outputs else module
+    return replicated_layout if module.kind == "replicated" or of_a == along_outputs else module

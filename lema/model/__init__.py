@@ -1,4 +1,5 @@
-"""The `transformers` model taken apart: built on `meta`, split into prelude, layers and head, its weights by name.
+"""The `transformers` model taken apart: built on `meta`, split into prelude, layers and head, its
+weights by name.
 
 The first chapter of docs/internals/engine.md describes the folder.
 """
@@ -14,4 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Split", "meta_model", "read_config"]
 
-__getattr__, __dir__ = lazy_exports(__name__, {"Split": "split", "meta_model": "skeleton", "read_config": "files"})
+__getattr__, __dir__ = lazy_exports(
+    __name__, {"Split": "split", "meta_model": "skeleton", "read_config": "files"}
+)

@@ -1,7 +1,8 @@
-"""The state between two layers as one tensor, and checks that a model computes the same layer by layer as whole.
+"""The state between two layers as one tensor, and checks that a model computes the same layer by
+layer as whole.
 
-Such questions are answered by tensors that have shapes and no values, because a lazy device would compile whatever is
-run on it, and by autograd, which knows what a tensor was made of.
+Such questions are answered by tensors that have shapes and no values, because a lazy device would
+compile whatever is run on it, and by autograd, which knows what a tensor was made of.
 """
 
 from __future__ import annotations
@@ -28,102 +29,150 @@ from lema.model.state.rotary import tables_as_they_are
 from lema.model.state.snapshot import rehearsed
 
 # What a model's own forward may raise.
-PASSED_THROUGH_THE_MODEL = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, AssertionError)
-ALIGNMENT = 64  # elements between the beginnings of packed tensors: at least what torch's own memory has, in bytes
+PASSED_THROUGH_THE_MODEL = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    IndexError,
+    AttributeError,
+    KeyError,
+    AssertionError,
+)
+# elements between the beginnings of packed tensors: at least what torch's own memory has, in bytes
+ALIGNMENT = 64
 Shared = MutableMapping[Any, Any]
 T = TypeVar("T")
 FEW_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class _Place:
-    """What a packed tensor looked like: its shape, and its dimensions as they followed each other in memory."""
+class _TensorLayout:
+    """What a packed tensor looked like: its shape, and its dimensions as they followed each
+    other in memory.
+    """
 
     shape: tuple[int, ...]
     order: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Place:
+    def of(cls, tensor: Tensor) -> _TensorLayout:
         order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
         return cls(tuple(tensor.shape), tuple(order), tensor.dtype)
 
     def taken(self, flat: Tensor) -> Tensor:
-        """Return the tensor whose values are `flat`, with the strides that it had, because products depend on them."""
+        """Return the tensor whose values are `flat`, with the strides that it had, because
+        products depend on them.
+        """
         shaped = flat.to(self.dtype).view([self.shape[dim] for dim in self.order])
         return shaped.permute([self.order.index(dim) for dim in range(len(self.shape))])
 
 
 def lists_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], bool]:
-    """Return what tells whether the lists among a layer's arguments still hold what they do now, because what the layer
-    leaves there would be lost to later ones. Mappings are copies of one run, and what is new in them is handed on."""
-    given = [*args, *kwargs.values()]
-    inside = [item for one in given for item in (one.values() if isinstance(one, Mapping) else [one])]
-    held = [item for item in inside if isinstance(item, list | tuple | dict)]
-    items, structure = tree_flatten(held)
+    """Return what tells whether the lists among a layer's arguments still hold what they do now,
+    because what the layer leaves there would be lost to later ones. Mappings are copies of one run,
+    and what is new in them is handed on."""
+    arguments = [*args, *kwargs.values()]
+    inside = [
+        item
+        for argument in arguments
+        for item in (argument.values() if isinstance(argument, Mapping) else [argument])
+    ]
+    containers = [item for item in inside if isinstance(item, list | tuple | dict)]
+    items, structure = tree_flatten(containers)
 
     def same() -> bool:
-        now, structure_now = tree_flatten(held)
-        return structure == structure_now and all(one is other for one, other in zip(items, now, strict=True))
+        now, structure_now = tree_flatten(containers)
+        return structure == structure_now and all(
+            before is after for before, after in zip(items, now, strict=True)
+        )
 
     return same
 
 
 class Between:
-    """What one layer hands to the next, or the top layer to the head, for one micro-batch. `live`: the numbers of what
-    is wanted later. `shared`: mappings that later layers are given too; what was written into them goes along. `more`:
-    whether the layer that ran last handed on more than one value."""
+    """What one layer hands to the next, or the top layer to the head, for one micro-batch. `live`:
+    the numbers of what is wanted later. `shared`: mappings that later layers are given too; what
+    was written into them goes along. `more`: whether the layer that ran last handed on more than
+    one value."""
 
     def __init__(self, live: Sequence[int], shared: Sequence[Shared]) -> None:
-        self.live, self.shared = tuple(live), tuple(shared)
+        self.live = tuple(live)
+        self.shared = tuple(shared)
         self.more = False
         self._leaves: list[Any] = []  # without the bytes of what is packed
         self._structure: Any = None
-        self._strides: dict[int, tuple[int, ...]] = {}  # strides of the gradients of extracted tensors
+        self._strides: dict[
+            int, tuple[int, ...]
+        ] = {}  # strides of the gradients of extracted tensors
 
     def packed(self, values: Mapping[int, Any], written: Mapping[int, Mapping[Any, Any]]) -> Tensor:
-        """Return what is wanted as one tensor. What carries no gradient, such as indices, waits here instead."""
-        tree = ({number: values[number] for number in self.live}, {id(one): written[id(one)] for one in self.shared})
+        """Return what is wanted as one tensor. What carries no gradient, such as indices, waits
+        here instead.
+        """
+        tree = (
+            {number: values[number] for number in self.live},
+            {id(mapping): written[id(mapping)] for mapping in self.shared},
+        )
         leaves, self._structure = tree_flatten(tree)
         self.more = len(leaves) > 1
-        self._leaves = [_Place.of(one) if _is_carried(one) else one for one in leaves]
+        self._leaves = [_TensorLayout.of(leaf) if _is_carried(leaf) else leaf for leaf in leaves]
         carried: list[Tensor] = list(filter(_is_carried, leaves))
         if len(carried) == 1:
             return carried[0]
-        dtype = reduce(torch.promote_types, (one.dtype for one in carried))  # the wider one holds all values exactly
+        dtype = reduce(
+            torch.promote_types, (tensor.dtype for tensor in carried)
+        )  # the wider one holds all values exactly
         pieces: list[Tensor] = []
-        for index, one in enumerate(carried):
-            flat = self._differentiated(index, one).permute(_Place.of(one).order).reshape(-1).to(dtype)
+        for index, tensor in enumerate(carried):
+            flat = (
+                self._differentiated(index, tensor)
+                .permute(_TensorLayout.of(tensor).order)
+                .reshape(-1)
+                .to(dtype)
+            )
             pieces += [flat, flat.new_zeros(-len(flat) % ALIGNMENT)]
         return torch.cat(pieces)
 
     def unpacked(self, packed: Tensor) -> tuple[dict[int, Any], dict[int, dict[Any, Any]]]:
         """Return the values by number, and the new entries of each shared mapping, by its `id`."""
-        places = [leaf for leaf in self._leaves if isinstance(leaf, _Place)]
+        layouts = [leaf for leaf in self._leaves if isinstance(leaf, _TensorLayout)]
         pieces = [packed]
-        if len(places) > 1:
-            counts = [prod(place.shape) for place in places]
-            sizes = [size for count in counts for size in (count, -count % ALIGNMENT)]  # and what follows each
-            pieces = [place.taken(one) for place, one in zip(places, packed.split(sizes)[::2], strict=True)]
+        if len(layouts) > 1:
+            counts = [prod(layout.shape) for layout in layouts]
+            sizes = [
+                size for count in counts for size in (count, -count % ALIGNMENT)
+            ]  # and what follows each
+            pieces = [
+                layout.taken(flat)
+                for layout, flat in zip(layouts, packed.split(sizes)[::2], strict=True)
+            ]
             for index, piece in enumerate(pieces):
                 if piece.requires_grad:
                     piece.register_hook(partial(self._note, index))
-        found = iter(pieces)
-        leaves = [next(found) if isinstance(leaf, _Place) else leaf for leaf in self._leaves]
-        state: tuple[dict[int, Any], dict[int, dict[Any, Any]]] = tree_unflatten(leaves, self._structure)
+        piece_iterator = iter(pieces)
+        leaves = [
+            next(piece_iterator) if isinstance(leaf, _TensorLayout) else leaf
+            for leaf in self._leaves
+        ]
+        state: tuple[dict[int, Any], dict[int, dict[Any, Any]]] = tree_unflatten(
+            leaves, self._structure
+        )
         return state
 
     def mapped(self, change: Callable[[Any], Any]) -> Between:
         """Return the same with every value that waits here changed."""
-        other = copy.copy(self)
-        other._leaves = [change(leaf) for leaf in self._leaves]
-        return other
+        clone = copy.copy(self)
+        clone._leaves = [change(leaf) for leaf in self._leaves]
+        return clone
 
     def _note(self, index: int, gradient: Tensor) -> None:
         self._strides[index] = gradient.stride()
 
     def _differentiated(self, index: int, tensor: Tensor) -> Tensor:
-        """Return a tensor whose gradient gets the strides it had above, because sums over others round otherwise."""
+        """Return a tensor whose gradient gets the strides it had above, because sums over others
+        round otherwise.
+        """
         if not tensor.requires_grad:
             return tensor
         same = tensor.view_as(tensor)
@@ -132,9 +181,13 @@ class Between:
             strides = self._strides.get(index, gradient.stride())
             if gradient.stride() == strides:
                 return gradient
-            once = gradient[tuple(slice(0, None if stride else 1) for stride in strides)]  # along 0 values are equal
-            made = torch.empty_strided(once.shape, strides, dtype=gradient.dtype, device=gradient.device)
-            return made.copy_(once).expand_as(gradient)
+            once = gradient[
+                tuple(slice(0, None if stride else 1) for stride in strides)
+            ]  # along 0 values are equal
+            strided = torch.empty_strided(
+                once.shape, strides, dtype=gradient.dtype, device=gradient.device
+            )
+            return strided.copy_(once).expand_as(gradient)
 
         same.register_hook(laid_out)
         return same
@@ -157,43 +210,52 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a value with what `change` makes of it or else, in nested tuples, lists and dictionaries, of their items.
-    What nothing is changed in is returned itself, because the model may know it again."""
-    if (other := change(value)) is not value or not isinstance(value, dict | list | tuple):
-        return other
+    """Return a value with what `change` makes of it or else, in nested tuples, lists and
+    dictionaries, of their items. What nothing is changed in is returned itself, because the model
+    may know it again."""
+    if (replacement := change(value)) is not value or not isinstance(value, dict | list | tuple):
+        return replacement
     items = list(value.values() if isinstance(value, dict) else value)
-    made = [changed(item, change) for item in items]
-    if all(one is item for one, item in zip(made, items, strict=True)):
+    new_items = [changed(item, change) for item in items]
+    if all(new_item is item for new_item, item in zip(new_items, items, strict=True)):
         return value
     if isinstance(value, dict):
-        return dict(zip(value, made, strict=True))
-    return type(value)(made) if type(value) in (list, tuple) else type(value)(*made)
+        return dict(zip(value, new_items, strict=True))
+    return type(value)(new_items) if type(value) in (list, tuple) else type(value)(*new_items)
 
 
 def as_leaf(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor that is cut off from its past, and asks for a gradient if it can have one."""
+    """Return a copy of a tensor that is cut off from its past, and asks for a gradient if it can
+    have one.
+    """
     leaf = tensor.detach().clone()
     return leaf.requires_grad_() if leaf.is_floating_point() else leaf
 
 
-def depends_on(made: Iterable[Tensor], sources: Iterable[Tensor]) -> bool:
-    """Whether one of the tensors `made` is one of `sources`, or was computed from one with a graph."""
+def depends_on(outputs: Iterable[Tensor], sources: Iterable[Tensor]) -> bool:
+    """Whether one of the tensors `outputs` is one of `sources`, or was computed from one with a
+    graph.
+    """
     sources = list(sources)
     leaves = [source for source in sources if source.requires_grad]
-    for tensor in made:
+    for tensor in outputs:
         if any(tensor is source for source in sources):
             return True
         if tensor.requires_grad and leaves:
             with torch.enable_grad():
-                found = torch.autograd.grad(tensor.sum(), leaves, allow_unused=True, retain_graph=True)
-            if any(gradient is not None for gradient in found):
+                gradients = torch.autograd.grad(
+                    tensor.sum(), leaves, allow_unused=True, retain_graph=True
+                )
+            if any(gradient is not None for gradient in gradients):
                 return True
     return False
 
 
 @contextmanager
 def replaced(forwards: Mapping[nn.Module, Callable[..., Any] | None]) -> Iterator[None]:
-    """Replace the `forward` of modules, each of its own alone, in a `with` block; None: by that of its class."""
+    """Replace the `forward` of modules, each of its own alone, in a `with` block; None: by that
+    of its class.
+    """
 
     def put(chosen: Mapping[nn.Module, Callable[..., Any] | None]) -> None:
         for module, forward in chosen.items():
@@ -224,27 +286,31 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 def without_casts(layer: nn.Module) -> None:
-    """Make the adapters of a layer that computes under autocast, or in fp32, use their input uncast. PEFT casts the
-    input of an adapter to the adapter's fp32. Under autocast, where halves compute, that is cast back for the product,
-    which keeps a copy of its own, so an input is kept as many times as it has adapters. Leaving both casts out changes
-    no bit. They stay where a dropout, or another kind of adapter, computes in fp32 between them."""
+    """Make the adapters of a layer that computes under autocast, or in fp32, use their input
+    uncast. PEFT casts the input of an adapter to the adapter's fp32. Under autocast, where halves
+    compute, that is cast back for the product, which keeps a copy of its own, so an input is kept
+    as many times as it has adapters. Leaving both casts out changes no bit. They stay where a
+    dropout, or another kind of adapter, computes in fp32 between them."""
     for part in layer.modules():
         if not isinstance(part, Linear) or part.lora_variant:
             continue
-        if all(isinstance(one, nn.Identity) for one in part.lora_dropout.values()):
+        if all(isinstance(dropout, nn.Identity) for dropout in part.lora_dropout.values()):
             part.cast_input_dtype_enabled = False
 
 
-def alike(found: Tensor, expected: Tensor) -> bool:
-    """Whether logits are those expected but for the rounding of their dtype; without bytes, whether of their shape."""
-    if found.shape != expected.shape:
+def alike(actual: Tensor, expected: Tensor) -> bool:
+    """Whether logits are those expected but for the rounding of their dtype; without bytes,
+    whether of their shape.
+    """
+    if actual.shape != expected.shape:
         return False
-    if found.is_meta or isinstance(found, FakeTensor):
+    if actual.is_meta or isinstance(actual, FakeTensor):
         return True
-    # A matmul over fewer rows may add in another order, which half precision shows as a whole last place.
-    places = 4 * torch.finfo(expected.dtype).eps
-    usual = 2 * places * float(expected.abs().median())
-    return torch.allclose(found, expected, rtol=max(1e-3, places), atol=max(1e-3, usual))
+    # A matmul over fewer rows may add in another order, which half precision shows as a whole last
+    # place.
+    tolerance = 4 * torch.finfo(expected.dtype).eps
+    usual = 2 * tolerance * float(expected.abs().median())
+    return torch.allclose(actual, expected, rtol=max(1e-3, tolerance), atol=max(1e-3, usual))
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -253,99 +319,131 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def stand_in(value: Any, device: torch.device) -> Any:
-    """Return zeros, which a `device` need not compute, for a tensor without values; any other value as it is."""
+    """Return zeros, which a `device` need not compute, for a tensor without values; any other
+    value as it is.
+    """
     if not isinstance(value, Tensor) or has_values(value):
         return value
     return torch.zeros(value.shape, dtype=value.dtype).to(device)
 
 
 @contextmanager
-def replaced_tensors(model: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Have a model's parameters and buffers be what `other` returns for them in a `with` block; tied ones stay one."""
+def replaced_tensors(model: nn.Module, substitute: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Have a model's parameters and buffers be what `substitute` returns for them in a `with`
+    block; tied ones stay one.
+    """
     owned: list[tuple[Any, dict[str, Tensor | None]]]
-    owned = [(kept, {**kept}) for module in model.modules() for kept in (module._parameters, module._buffers)]
-    made: dict[int, Tensor] = {}
+    owned = [
+        (registry, {**registry})
+        for module in model.modules()
+        for registry in (module._parameters, module._buffers)
+    ]
+    substitutes: dict[int, Tensor] = {}
     try:
-        for kept, tensors in owned:
+        for registry, tensors in owned:
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    if id(tensor) not in made:
-                        made[id(tensor)] = other(tensor)
-                    kept[name] = made[id(tensor)]
+                    if id(tensor) not in substitutes:
+                        substitutes[id(tensor)] = substitute(tensor)
+                    registry[name] = substitutes[id(tensor)]
         yield
     finally:
-        for kept, tensors in owned:
-            kept.clear()  # because what PEFT parametrizes comes back as a buffer, where it was a parameter
-            kept.update(tensors)
+        for registry, tensors in owned:
+            # because what PEFT parametrizes comes back as a buffer, where it was a parameter
+            registry.clear()
+            registry.update(tensors)
 
 
 @contextmanager
-def without_values(model: nn.Module, given: nn.Module, device: torch.device) -> Iterator[None]:
-    """Let a model's parameters and buffers have no values in a `with` block, and no tensor that is made there; what the
-    model's own code leaves on its modules in the block is taken off again. The parameters on `meta` of its part `given`
-    are given to each call, and stay; the others seem to be on `device`."""
-    inside = {id(parameter) for parameter in given.parameters() if parameter.is_meta}
+def without_values(model: nn.Module, submodule: nn.Module, device: torch.device) -> Iterator[None]:
+    """Let a model's parameters and buffers have no values in a `with` block, and no tensor that is
+    made there; what the model's own code leaves on its modules in the block is taken off again. The
+    parameters on `meta` of its part `submodule` are given to each call, and stay; the others seem
+    to be on `device`."""
+    inside = {id(parameter) for parameter in submodule.parameters() if parameter.is_meta}
 
     def like(tensor: Tensor) -> Tensor:
         if id(tensor) in inside:
             return tensor
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+        return (
+            nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+        )
 
     tracer = getLogger("torch._subclasses.fake_tensor")
-    level, tracer.level = tracer.level, CRITICAL  # what fails is raised, and need not be logged as well
+    level = tracer.level
+    tracer.level = CRITICAL  # what fails is raised, and need not be logged as well
     try:
-        apart = rehearsed(model.modules(), values=False), FakeTensorMode(allow_non_fake_inputs=True)
+        fake_contexts = (
+            rehearsed(model.modules(), values=False),
+            FakeTensorMode(allow_non_fake_inputs=True),
+        )
         by = attention_without_values(model), tables_as_they_are(model)
-        with by[0], by[1], apart[0], apart[1], replaced_tensors(model, like):
+        with by[0], by[1], fake_contexts[0], fake_contexts[1], replaced_tensors(model, like):
             yield
     finally:
         tracer.level = level
 
 
-def past_layers(model: nn.Module, layers: nn.ModuleList, look: Callable[[Callable[..., Any]], T | None]) -> T | None:
-    """Return what `look` finds, given a function that runs the model's own forward without values and past its layers,
-    which hand on what they are given: on a few token ids, or on the inputs it is called with. None: the forward does
-    not run like that, or `look` found nothing."""
+def past_layers(
+    model: nn.Module, layers: nn.ModuleList, observe: Callable[[Callable[..., Any]], T | None]
+) -> T | None:
+    """Return what `observe` finds, given a function that runs the model's own forward without
+    values and past its layers, which hand on what they are given: on a few token ids, or on the
+    inputs it is called with. None: the forward does not run like that, or `observe` found nothing.
+    """
 
-    def run(**given: Any) -> Any:
-        # Made here, where tensors have no values, because models look at the values of those that have.
+    def run(**inputs: Any) -> Any:
+        # Made here, where tensors have no values, because models look at the values of those that
+        # have.
         few = torch.ones(1, FEW_TOKENS, dtype=torch.long)
-        return model(**{"input_ids": few, "use_cache": False, **given})
+        return model(**{"input_ids": few, "use_cache": False, **inputs})
 
-    for rest in ((), (None,)):  # the other values of layers that return a tuple
+    for extra_outputs in ((), (None,)):  # the other values of layers that return a tuple
 
-        def passed(*args: Any, rest: tuple[None, ...] = rest, **kwargs: Any) -> Any:
+        def passed(
+            *args: Any, extra_outputs: tuple[None, ...] = extra_outputs, **kwargs: Any
+        ) -> Any:
             hidden = args[0] if args else kwargs["hidden_states"]
-            return (hidden, *rest) if rest else hidden
+            return (hidden, *extra_outputs) if extra_outputs else hidden
 
-        apart = without_values(model, layers, torch.device("cpu")), torch.random.fork_rng(devices=()), torch.no_grad()
+        contexts = (
+            without_values(model, layers, torch.device("cpu")),
+            torch.random.fork_rng(devices=()),
+            torch.no_grad(),
+        )
         by = suppress(*PASSED_THROUGH_THE_MODEL), replaced(dict.fromkeys(layers, passed))
-        with apart[0], apart[1], apart[2], by[0], by[1]:
-            if (found := look(run)) is not None:
-                return found
+        with contexts[0], contexts[1], contexts[2], by[0], by[1]:
+            if (observation := observe(run)) is not None:
+                return observation
     return None
 
 
 @contextmanager
-def routed(found: list[Tensor] | None) -> Iterator[None]:
-    """Collect outputs of routers that run in a `with` block in `found`, like `transformers`; None: not requested."""
-    if found is None:
+def routed(router_logits: list[Tensor] | None) -> Iterator[None]:
+    """Collect outputs of routers that run in a `with` block in `router_logits`, like
+    `transformers`; None: not requested.
+    """
+    if router_logits is None:
         yield
         return
     recorded: dict[str, list[Tensor]] = {"router_logits": []}
     with collecting(recorded):
         yield
-    found[:] = recorded["router_logits"]  # not added, because what failed may be attempted again
+    router_logits[:] = recorded[
+        "router_logits"
+    ]  # not added, because what failed may be attempted again
 
 
 @contextmanager
 def values_unread() -> Iterator[None]:
-    """Have masks made whatever their values, in a `with` block. `transformers` leaves a mask out where it finds that
-    nothing is masked, and asks the device for that in every forward, which on a lazy device costs a graph for each
-    answer. It does not ask while something traces it; a lazy device traces too, but `transformers` does not know it."""
+    """Have masks made whatever their values, in a `with` block. `transformers` leaves a mask out
+    where it finds that nothing is masked, and asks the device for that in every forward, which on a
+    lazy device costs a graph for each answer. It does not ask while something traces it; a lazy
+    device traces too, but `transformers` does not know it."""
     module: Any = masking_utils
-    before, module.is_tracing = module.is_tracing, lambda _=None: True
+    before = module.is_tracing
+    module.is_tracing = lambda _=None: True
     try:
         yield
     finally:

@@ -1,10 +1,12 @@
 """Decoder layers compiled with `torch.compile`, one compilation for all layers that are alike.
 
-The first layer of each kind is the template. It is called with every tensor of the current layer in place of its own:
-leased weights, adapters, buffers. So one graph serves all layers, and gradients reach the right adapters.
+The first layer of each kind is the template. It is called with every tensor of the current layer in
+place of its own: leased weights, adapters, buffers. So one graph serves all layers, and gradients
+reach the right adapters.
 
-A compiled layer is tried before it is trusted: every shape that is new to a kind is run once next to the training,
-forward and backward. A layer that cannot be compiled, or that draws random numbers, runs uncompiled, with a warning.
+A compiled layer is tried before it is trusted: every shape that is new to a kind is run once next
+to the training, forward and backward. A layer that cannot be compiled, or that draws random
+numbers, runs uncompiled, with a warning.
 
 What is compiled is kept below the user's cache directory, so that a later start only reads it.
 """
@@ -32,13 +34,14 @@ from lema.errors import DiskError, LemaError
 from lema.model.capture import replaced, tensors_in
 from lema.model.layer_kinds import Attribute, compare_layers
 from lema.model.state.snapshot import rehearsed
-from lema.model.weight_names import adapted_by_parameter, parameters_kept
+from lema.model.weight_names import adapted_by_parameter, restored_parameters
 from lema.storage.diskspace import make_private, user_cache
 
 __all__ = ["CompiledLayers"]
 
 COMPILER = "inductor"  # torch's own name of it
-CACHE = "TORCHINDUCTOR_CACHE_DIR"  # the variable for the directory of its code; default: a temporary one
+# the variable for the directory of its code; default: a temporary one
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
 LONGEST_REASON = 300  # characters
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -52,12 +55,15 @@ class _NotCompiled(Exception):
 
 
 class CompiledLayers:
-    """The layers of one model, each called through the compiled template of its kind. `layers`: the model's decoder
-    layers, adapters attached. Make another after changing one. `compilations`: how many graphs there are."""
+    """The layers of one model, each called through the compiled template of its kind. `layers`: the
+    model's decoder layers, adapters attached. Make another after changing one. `compilations`: how
+    many graphs there are."""
 
     def __init__(self, layers: Sequence[nn.Module], name: str, backend: Backend) -> None:
         _keep_what_is_made()
-        self._layers, self._name, self._backend = layers, name, backend
+        self._layers = layers
+        self._name = name
+        self._backend = backend
         self.kinds, labels = compare_layers(layers, name)
         self._firsts = [self.kinds.index(kind) for kind in range(max(self.kinds) + 1)]
         self.compilations = 0
@@ -66,14 +72,18 @@ class CompiledLayers:
         self._adapted = [adapted_by_parameter(template) for template in self._templates]
         self._forwards = [_separate(template, self._compile) for template in self._templates]
         self._modules = [list(layer.modules()) for layer in layers]
-        self._hooks = [[getattr(part, kept) for part in parts for kept in HOOKS] for parts in self._modules]
-        # Where each layer keeps its own tensors: their names, and the object and key under which they are stored.
-        self._own = [
+        self._hooks = [
+            [getattr(part, hook_attribute) for part in parts for hook_attribute in HOOKS]
+            for parts in self._modules
+        ]
+        # Where each layer keeps its own tensors: their names, and the object and key under which
+        # they are stored.
+        self._layer_tensors = [
             [
-                (f"{path}.{key}" if path else key, kept, key)
+                (f"{path}.{key}" if path else key, registry, key)
                 for path, part in layer.named_modules()
-                for kept in (part._parameters, part._buffers)
-                for key, tensor in kept.items()
+                for registry in (part._parameters, part._buffers)
+                for key, tensor in registry.items()
                 if tensor is not None and not tensor.is_meta
             ]
             for layer in layers
@@ -87,37 +97,48 @@ class CompiledLayers:
         self._warned: set[Any] = set()
 
     def compiles(self, index: int) -> bool:
-        """Whether a layer is called compiled, as far as is known; where it is not, that is said in a warning, once."""
+        """Whether a layer is called compiled, as far as is known; where it is not, that is said
+        in a warning, once.
+        """
         why = self._unfit(index)
         if why is not None:
             self._warn(index, why)
         return why is None
 
     def call(self, index: int, tensors: Mapping[str, Tensor], args: Args, kwargs: Kwargs) -> Any:
-        """Call a layer compiled, with leased weights by their names in the layer and a hidden state that is
-        differentiated where there is a graph. Returns what the layer does, or, after a warning, `NotImplemented`."""
+        """Call a layer compiled, with leased weights by their names in the layer and a hidden state
+        that is differentiated where there is a graph. Returns what the layer does, or, after a
+        warning, `NotImplemented`."""
         if not self.compiles(index):
             return NotImplemented
-        kind, training = self.kinds[index], self._layers[index].training
-        whole = {name: one for name, kept, key in self._own[index] if (one := kept[key]) is not None} | dict(tensors)
+        kind = self.kinds[index]
+        training = self._layers[index].training
+        all_tensors = {
+            name: tensor
+            for name, registry, key in self._layer_tensors[index]
+            if (tensor := registry[key]) is not None
+        } | dict(tensors)
         seen = (_signature((args, kwargs)), torch.is_grad_enabled(), training)
         if seen not in self._tried[kind]:
             try:
-                self._try(index, whole, args, kwargs)
+                self._try(index, all_tensors, args, kwargs)
             except _NotCompiled as error:
                 self._refused[kind, training] = str(error)
                 self.compiles(index)  # asked because that warns of the refusal
                 return NotImplemented
             self._tried[kind].add(seen)
         runs = self._runs
-        out = self._run(index, whole, args, kwargs)
+        out = self._run(index, all_tensors, args, kwargs)
         if self._runs == runs:
-            self._warn(index, "torch.compile failed on it, perhaps because it uses the number of the layer")
+            self._warn(
+                index, "torch.compile failed on it, perhaps because it uses the number of the layer"
+            )
         return out
 
     def _unfit(self, index: int) -> str | None:
         """Return why a layer is not called compiled."""
-        layer, first = self._modules[index], self._modules[self._firsts[self.kinds[index]]]
+        layer = self._modules[index]
+        first = self._modules[self._firsts[self.kinds[index]]]
         if any(self._hooks[index]):
             return "a module in it has a hook"
         if any("forward" in vars(part) for part in layer[1:]):
@@ -125,56 +146,91 @@ class CompiledLayers:
         if any(self._hooks[self._firsts[self.kinds[index]]]):
             return "a module of the compiled layer has a hook"
         if [part.training for part in layer] != [part.training for part in first]:
-            return "some of its modules are in training mode and some are not, unlike the compiled layer"
+            return (
+                "some of its modules are in training mode and some are not, unlike the "
+                "compiled layer"
+            )
         return self._refused.get((self.kinds[index], self._layers[index].training))
 
     def _warn(self, index: int, why: str) -> None:
         """Say once of every kind and reason that a layer is not compiled."""
-        if (said := (self.kinds[index], why)) in self._warned:
+        if (warning := (self.kinds[index], why)) in self._warned:
             return
-        self._warned.add(said)
-        others = self.kinds.count(self.kinds[index]) - 1
-        alike = f", like the {others} of its kind" if others and why in self._refused.values() else ""
+        self._warned.add(warning)
+        num_same_kind = self.kinds.count(self.kinds[index]) - 1
+        alike = (
+            f", like the {num_same_kind} of its kind"
+            if num_same_kind and why in self._refused.values()
+            else ""
+        )
         warnings.warn(f"{self._name}.{index} is not compiled{alike}: {why}", stacklevel=2)
 
     def _try(self, index: int, tensors: Mapping[str, Tensor], args: Args, kwargs: Kwargs) -> None:
-        """Run a layer once, outside the training and without effects; later calls use the code compiled here.
-        `_NotCompiled`: it cannot be compiled, or draws random numbers."""
-        state, compilations, runs = self._backend.rng_state(), self.compilations, self._runs
-        args, kwargs = tree_map_only(Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), (args, kwargs))
-        kept: set[str] = set()
+        """Run a layer once, outside the training and without effects; later calls use the code
+        compiled here. `_NotCompiled`: it cannot be compiled, or draws random numbers."""
+        state = self._backend.rng_state()
+        compilations = self.compilations
+        runs = self._runs
+        args, kwargs = tree_map_only(
+            Tensor,
+            lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad),
+            (args, kwargs),
+        )
+        changed_names: set[str] = set()
         hooks = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
         try:
             with hooks, rehearsed(self._templates[self.kinds[index]].modules()) as before:
                 out = self._run(index, tensors, args, kwargs)
-                kept = {name for names in before.changed().values() for name in names}
-                made = [one for one in tensors_in(out) if one.requires_grad]
-                wanted = [one for one in (*tensors_in((args, kwargs)), *tensors.values()) if one.requires_grad]
-                if torch.is_grad_enabled() and self.compilations > compilations and made and wanted:
-                    torch.autograd.grad(made, wanted, [torch.zeros_like(one) for one in made], allow_unused=True)
+                changed_names = {name for names in before.changed().values() for name in names}
+                outputs = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
+                inputs = [
+                    tensor
+                    for tensor in (*tensors_in((args, kwargs)), *tensors.values())
+                    if tensor.requires_grad
+                ]
+                if (
+                    torch.is_grad_enabled()
+                    and self.compilations > compilations
+                    and outputs
+                    and inputs
+                ):
+                    torch.autograd.grad(
+                        outputs,
+                        inputs,
+                        [torch.zeros_like(output) for output in outputs],
+                        allow_unused=True,
+                    )
         # Any error at all, because a compiler fails in as many ways as it has parts.
         except Exception as error:
             if isinstance(error, (LemaError, MemoryError)) or "out of memory" in str(error).lower():
                 raise
-            raise _NotCompiled(textwrap.shorten(f"{type(error).__name__}: {error}", LONGEST_REASON)) from error
+            raise _NotCompiled(
+                textwrap.shorten(f"{type(error).__name__}: {error}", LONGEST_REASON)
+            ) from error
         finally:
             drawn = not torch.equal(state, self._backend.rng_state())
             self._backend.set_rng_state(state)
         if drawn:
             raise _NotCompiled("it draws random numbers, and a compiled layer might draw others")
-        if kept:
-            raise _NotCompiled(f"it keeps {', '.join(sorted(kept))} from call to call, which would be another layer's")
+        if changed_names:
+            raise _NotCompiled(
+                f"it keeps {', '.join(sorted(changed_names))} from call to call, which "
+                "would be another layer's"
+            )
         if self._runs == runs:
             raise _NotCompiled("torch.compile did not compile any of it")
 
     def _run(self, index: int, tensors: Mapping[str, Tensor], args: Args, kwargs: Kwargs) -> Any:
         kind = self.kinds[index]
         template = self._templates[kind]
-        # The tensors are put into the template before what is compiled begins. There, it would be looked at whether
-        # they are its own, and a graph made for each answer.
-        forward, kept = replaced({template: self._forwards[kind]}), parameters_kept(self._adapted[kind])
-        with forward, kept, _labelled(self._labels[index]):
-            return torch.func.functional_call(template, dict(tensors), args, kwargs, tie_weights=False)
+        # The tensors are put into the template before what is compiled begins. There, it would be
+        # looked at whether they are its own, and a graph made for each answer.
+        forward = replaced({template: self._forwards[kind]})
+        parameters = restored_parameters(self._adapted[kind])
+        with forward, parameters, _labelled(self._labels[index]):
+            return torch.func.functional_call(
+                template, dict(tensors), args, kwargs, tie_weights=False
+            )
 
     def _compile(self, graph: Any, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         """Compile one graph, as `torch.compile` asks of a backend; count it, and its runs."""
@@ -183,16 +239,20 @@ class CompiledLayers:
         compiled = lookup_backend(COMPILER)(graph, list(inputs))
         self.compilations += 1
 
-        def run(*given: Any) -> Any:
+        def run(*inputs: Any) -> Any:
             self._runs += 1
-            return compiled(*given)
+            return compiled(*inputs)
 
         return run
 
 
 def _keep_what_is_made() -> None:
-    """Make the compiler keep its code where the next start finds it, unless the environment names a directory."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # as importing torch has set it
+    """Make the compiler keep its code where the next start finds it, unless the environment
+    names a directory.
+    """
+    from torch._inductor.runtime.cache_dir_utils import (
+        default_cache_dir,
+    )  # as importing torch has set it
 
     if os.environ.get(CACHE, default_cache_dir()) != default_cache_dir():
         return
@@ -208,37 +268,46 @@ def _keep_what_is_made() -> None:
 
 
 def _separate(template: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a template's own forward, compiled, with a cache of its own: torch keeps one for each code object."""
+    """Return a template's own forward, compiled, with a cache of its own: torch keeps one for
+    each code object.
+    """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return type(template).forward(template, *args, **kwargs)
 
-    own = types.FunctionType(forward.__code__.replace(), forward.__globals__, "forward", None, forward.__closure__)
-    return torch.compile(own, backend=backend)
+    function = types.FunctionType(
+        forward.__code__.replace(), forward.__globals__, "forward", None, forward.__closure__
+    )
+    return torch.compile(function, backend=backend)
 
 
 def _labels(
     layer: nn.Module, template: nn.Module, labels: Collection[Attribute]
 ) -> Iterator[tuple[nn.Module, nn.Module, str]]:
-    """Yield the attributes that say which layer a layer is: the module in its template, its own, and the name."""
+    """Yield the attributes that say which layer a layer is: the module in its template, its own,
+    and the name.
+    """
     if layer is template:
         return
-    parts, others = dict(layer.named_modules()), dict(template.named_modules())
+    parts = dict(layer.named_modules())
+    template_modules = dict(template.named_modules())
     for module, name in labels:
         if module in parts and name in vars(parts[module]):
-            yield others[module], parts[module], name
+            yield template_modules[module], parts[module], name
 
 
 @contextmanager
 def _labelled(labels: Sequence[tuple[nn.Module, nn.Module, str]]) -> Iterator[None]:
-    """Let a template have a layer's number in the `with` block; where it is computed with, a graph is made for it."""
-    kept = [vars(part)[name] for part, _, name in labels]
+    """Let a template have a layer's number in the `with` block; where it is computed with, a
+    graph is made for it.
+    """
+    saved = [vars(part)[name] for part, _, name in labels]
     try:
-        for part, other, name in labels:
-            vars(part)[name] = vars(other)[name]
+        for part, source, name in labels:
+            vars(part)[name] = vars(source)[name]
         yield
     finally:
-        for (part, _, name), value in zip(labels, kept, strict=True):
+        for (part, _, name), value in zip(labels, saved, strict=True):
             vars(part)[name] = value
 
 
@@ -249,5 +318,5 @@ def _signature(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(map(_signature, value))
     if isinstance(value, dict):
-        return tuple((key, _signature(one)) for key, one in value.items())
+        return tuple((key, _signature(nested)) for key, nested in value.items())
     return value if isinstance(value, (int, float, str, bool, type(None))) else type(value)

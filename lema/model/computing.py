@@ -1,8 +1,10 @@
-"""The type that a model computes in: that of its weights, or another where the settings or the device say so.
+"""The type that a model computes in: that of its weights, or another where the settings or the
+device say so.
 
-Weights in half precision may be computed in fp32, because a processor without instructions for half precision is slow
-in it. The numbers are then those of the same weights that `from_pretrained` loads as fp32. In files and in host memory
-the layers stay as they are stored, and each is widened when it is leased.
+Weights in half precision may be computed in fp32, because a processor without instructions for half
+precision is slow in it. The numbers are then those of the same weights that `from_pretrained` loads
+as fp32. In files and in host memory the layers stay as they are stored, and each is widened when it
+is leased.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from lema.storage import GlobalBinaryIndex
 
 __all__ = ["Computing", "computing_of"]
 
-AUTO, OF_WEIGHTS = "auto", "weights"
+AUTO = "auto"
+OF_WEIGHTS = "weights"
 
 
 @dataclass(frozen=True)
@@ -43,22 +46,34 @@ class Computing:
         """What a run and its plan say of it."""
         if not self.narrow:
             return ()
-        stored, computed = dtype_name(self.weights), dtype_name(self.dtype)
-        why = f"products in {stored} are slow on this device" if self.measured else "the setting says so"
+        stored = dtype_name(self.weights)
+        computed = dtype_name(self.dtype)
+        why = (
+            f"products in {stored} are slow on this device"
+            if self.measured
+            else "the setting says so"
+        )
         how = f"; compute_dtype: {stored} computes in the stored type" if self.measured else ""
-        return (f"compute_dtype: {computed}, because {why}; weights stay {stored} until they are leased{how}",)
+        return (
+            (
+                f"compute_dtype: {computed}, because {why}; weights stay {stored} until they "
+                f"are leased{how}"
+            ),
+        )
 
 
 def computing_of(
     hf_config: Any, index: GlobalBinaryIndex, config: LemaConfig, device: Backend | str | None
 ) -> Computing:
-    """Decide in which type a model computes. Of several processes that have the device open the first decides.
+    """Decide in which type a model computes. Of several processes that have the device open the
+    first decides.
 
     Args:
         hf_config: the config of the model.
         index: its stored tensors.
         config: the settings.
-        device: what it computes on, open or by name; None: a machine that is not here, of which nothing is measured.
+        device: what it computes on, open or by name; None: a machine that is not here, of which
+            nothing is measured.
 
     Raises:
         WeightsError: `transformers` finds no type for the weights.
@@ -69,7 +84,7 @@ def computing_of(
     if config.compute_dtype == OF_WEIGHTS or device is None:
         return Computing(weights, weights)
     if isinstance(device, str):
-        found = fast_dtype(device, weights)
+        compute_dtype = fast_dtype(device, weights)
     else:
-        found = first_alone(device.replicas, lambda: fast_dtype(device, weights))
-    return Computing(weights, found, measured=found != weights)
+        compute_dtype = first_alone(device.replicas, lambda: fast_dtype(device, weights))
+    return Computing(weights, compute_dtype, measured=compute_dtype != weights)

@@ -15,9 +15,16 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 
 from lema.compat import releases
 from lema.config import LemaConfig
-from lema.data import TokenDataset, forms_of, longest_row, needs_tokenizer, num_positions, prepare_data
+from lema.data import (
+    TokenDataset,
+    forms_of,
+    longest_row,
+    needs_tokenizer,
+    num_positions,
+    prepare_data,
+)
 from lema.data.cache import folder_of
-from lema.data.chat.ends import ends_of
+from lema.data.chat.stop_tokens import stop_tokens_of
 from lema.data.chat.template import date_for
 from lema.data.dataset import first_rows
 from lema.data.files import find_files
@@ -40,12 +47,13 @@ __all__ = ["ModelFiles", "read_config", "read_data", "training_rows"]
 
 
 class ModelFiles:
-    """A model's directory, opened: its config and its tokenizer, without weights and without a device, and how texts of
-    the model are written and end. `ModelError`: there is no model, or its config cannot be read.
+    """A model's directory, opened: its config and its tokenizer, without weights and without a
+    device, and how texts of the model are written and end. `ModelError`: there is no model, or its
+    config cannot be read.
 
-    `trusted`: whether code that comes with the model may run. `adapter`: the directory of an adapter that the model
-    has, or that training begins with, whose chat template and ends take the place of the model's; None: the one of the
-    settings, if any."""
+    `trusted`: whether code that comes with the model may run. `adapter`: the directory of an
+    adapter that the model has, or that training begins with, whose chat template and ends take the
+    place of the model's; None: the one of the settings, if any."""
 
     def __init__(
         self,
@@ -55,18 +63,26 @@ class ModelFiles:
         directory: Path | None = None,
         adapter: Path | None = None,
     ) -> None:
-        name, revision = settings.model_name_or_path, settings.revision
-        self.directory = directory or resolve_model(name, revision=revision, trust_remote_code=trust_remote_code)
+        name = settings.model_name_or_path
+        revision = settings.revision
+        self.directory = directory or resolve_model(
+            name, revision=revision, trust_remote_code=trust_remote_code
+        )
         self.config = read_config(self.directory, trust_remote_code=trust_remote_code)
         self.trusted = trust_remote_code
-        self.ends: tuple[int, ...] = ()  # tokens that ended the texts which were trained on
-        self._forms, self._adapter, self._begun = forms_of(settings), adapter, settings.adapter_name_or_path
+        self.stop_tokens: tuple[int, ...] = ()  # tokens that ended the texts which were trained on
+        self._forms = forms_of(settings)
+        self._adapter = adapter
+        self._begun = settings.adapter_name_or_path
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer in the directory, with the chat template of the settings, or else of the adapter.
-        `DataError`: there is none, or the template cannot be read."""
-        how = "put the tokenizer's files next to the weights, or train on rows of input_ids and labels; if it has code "
+        """Return the tokenizer in the directory, with the chat template of the settings, or else of
+        the adapter. `DataError`: there is none, or the template cannot be read."""
+        how = (
+            "put the tokenizer's files next to the weights, or train on rows of input_ids and "
+            "labels; if it has code "
+        )
         how += "of its own that you trust, add --trust-remote-code"
         tokenizer = load_tokenizer(self.directory, trusted=self.trusted, how=how)
         if self._forms.chat_template is None and self.adapter is not None:
@@ -77,84 +93,109 @@ class ModelFiles:
 
     @cached_property
     def adapter(self) -> Path | None:
-        """The directory of the adapter that the model has, or begins with; None: it has none of an earlier run."""
+        """The directory of the adapter that the model has, or begins with; None: it has none of
+        an earlier run.
+        """
         if self._adapter is None and self._begun is not None:
             return resolve_model(self._begun)
         return self._adapter
 
     def dated(self, settings: LemaConfig, then: str | None = None) -> LemaConfig:
-        """Return the settings with the date of today where a chat template asks for it and they have none, so that the
-        rows of a run stay the same when it is resumed on another day. `then`: the date when the run began, if it has
-        begun."""
+        """Return the settings with the date of today where a chat template asks for it and they
+        have none, so that the rows of a run stay the same when it is resumed on another day.
+        `then`: the date when the run began, if it has begun."""
         with suppress(DataError):  # rows of token ids need no tokenizer
             date = date_for(self.tokenizer, settings.template_date or then)
             if date != settings.template_date and date is not None:
                 return settings.model_copy(update={"template_date": date})
         return settings
 
-    def note_ends(self, rows: Any) -> None:
-        """Remember in which tokens the rows end that are trained on; of a data set of the caller's nothing is read."""
+    def note_stop_tokens(self, rows: Any) -> None:
+        """Remember in which tokens the rows end that are trained on; of a data set of the
+        caller's nothing is read.
+        """
         rows = rows.rows if isinstance(rows, PreferenceDataset) else rows
         if not isinstance(rows, TokenDataset | PackedTokens | list) or not len(rows):
             return
         if isinstance(rows, list) and not {"input_ids", "labels"} <= rows[0].keys():
             return
         with suppress(DataError):  # rows of token ids need no tokenizer
-            self.ends += tuple(end for end in ends_of(rows, self.tokenizer) if end not in self.ends)
+            self.stop_tokens += tuple(
+                end for end in stop_tokens_of(rows, self.tokenizer) if end not in self.stop_tokens
+            )
 
     def generation_config(self) -> GenerationConfig | None:
-        """Return the settings of generation: those beside the adapter, or the model's, and texts end also where those
-        end that were trained on; None: there are none. Errors are those of `load_generation_config`."""
-        place = self._generation_place()
-        settings = load_generation_config(place)
-        if self.ends:
+        """Return the settings of generation: those beside the adapter, or the model's, and texts
+        end also where those end that were trained on; None: there are none. Errors are those of
+        `load_generation_config`."""
+        source = self._generation_directory()
+        settings = load_generation_config(source)
+        if self.stop_tokens:
             settings = settings or GenerationConfig.from_model_config(self.config)
-            settings.eos_token_id = _with_ends(settings.eos_token_id, self.ends)
+            settings.eos_token_id = _with_stop_tokens(settings.eos_token_id, self.stop_tokens)
         return settings
 
     def write_rendering(self, directory: Path) -> None:
-        """Write into the directory of what was trained how its texts are written and end, where the model's own
-        directory does not say the same: the chat template, and `generation_config.json`. `DiskError`: a file could not
-        be written."""
+        """Write into the directory of what was trained how its texts are written and end, where the
+        model's own directory does not say the same: the chat template, and
+        `generation_config.json`. `DiskError`: a file could not be written."""
         with suppress(DataError):
             templates = self.tokenizer.chat_template
             if templates is not None and templates != read_templates(self.directory):
                 write_templates(directory, templates)
-        place = self._generation_place()
-        if not self.ends and place == self.directory:
+        source = self._generation_directory()
+        if not self.stop_tokens and source == self.directory:
             return
-        file = place / GENERATION
+        file = source / GENERATION
         if file.is_symlink() or file.exists():
-            load_generation_config(place)  # which refuses what is no such file
+            load_generation_config(source)  # which refuses what is no such file
             values: dict[str, Any] = json.loads(read_regular(file, inside=True))
         else:
             values = GenerationConfig.from_model_config(self.config).to_diff_dict()
-            values.pop("_from_model_config", None)  # because transformers would make it of the model's config again
-        if self.ends:
-            values["eos_token_id"] = _with_ends(values.get("eos_token_id"), self.ends)
-            pad, vocab_size = values.get("pad_token_id"), getattr(self.config.get_text_config(), "vocab_size", None)
+            values.pop(
+                "_from_model_config", None
+            )  # because transformers would make it of the model's config again
+        if self.stop_tokens:
+            values["eos_token_id"] = _with_stop_tokens(values.get("eos_token_id"), self.stop_tokens)
+            pad = values.get("pad_token_id")
+            vocab_size = getattr(self.config.get_text_config(), "vocab_size", None)
             if pad is None or not 0 <= pad < (vocab_size or pad + 1):
-                named = (self.tokenizer.pad_token_id, self.ends[0])
-                values["pad_token_id"] = next(one for one in named if one is not None and one < (vocab_size or one + 1))
+                named = (self.tokenizer.pad_token_id, self.stop_tokens[0])
+                values["pad_token_id"] = next(
+                    token_id
+                    for token_id in named
+                    if token_id is not None and token_id < (vocab_size or token_id + 1)
+                )
         write_generation(directory, values)
 
-    def _generation_place(self) -> Path:
+    def _generation_directory(self) -> Path:
         """The directory whose settings of generation apply."""
-        beside = self.adapter is not None and (self.adapter / GENERATION).is_file()
-        return self.adapter if beside and self.adapter is not None else self.directory
+        has_file = self.adapter is not None and (self.adapter / GENERATION).is_file()
+        return self.adapter if has_file and self.adapter is not None else self.directory
 
 
-def _with_ends(known: int | list[int] | None, ends: Sequence[int]) -> int | list[int]:
-    """Return the tokens that texts end at, and further ones; one alone as a number, as it is published."""
-    found = [] if known is None else [known] if isinstance(known, int) else list(known)
-    found += [end for end in ends if end not in found]
-    return found[0] if len(found) == 1 else found
+def _with_stop_tokens(
+    configured: int | list[int] | None, stop_tokens: Sequence[int]
+) -> int | list[int]:
+    """Return the tokens that texts end at, and further ones; one alone as a number, as it is
+    published.
+    """
+    token_ids = (
+        []
+        if configured is None
+        else [configured]
+        if isinstance(configured, int)
+        else list(configured)
+    )
+    token_ids += [end for end in stop_tokens if end not in token_ids]
+    return token_ids[0] if len(token_ids) == 1 else token_ids
 
 
 def read_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Read `config.json` of a model directory. `ModelError`: no config, one that this `transformers` cannot read, or
-    one that needs code that is not trusted; `WeightsError`: trusted code is not there, or is a link out of the
-    directory. `trust_remote_code`: run the model's own code where it has some; no code is run without it."""
+    """Read `config.json` of a model directory. `ModelError`: no config, one that this
+    `transformers` cannot read, or one that needs code that is not trusted; `WeightsError`: trusted
+    code is not there, or is a link out of the directory. `trust_remote_code`: run the model's own
+    code where it has some; no code is run without it."""
     read_config_file(directory)
     _check_adapter(directory)
     check_code(directory, trusted=trust_remote_code)
@@ -162,60 +203,82 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
         check_inside(file)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    # Catch any error: configs are code of others, run on a file from outside, and the message is passed on.
+    # Catch any error: configs are code of others, run on a file from outside, and the message is
+    # passed on.
     except Exception as error:
         raise ModelError(
             f"transformers cannot read this config: {message_of(error)}",
             where=str(directory / "config.json"),
-            how=f"check the file, or upgrade transformers if the model is newer than it: {releases('transformers')}",
+            how=(
+                "check the file, or upgrade transformers if the model is newer than it: "
+                f"{releases('transformers')}"
+            ),
         ) from error
     assert isinstance(config, PreTrainedConfig)
     keep_to_libraries(config, directory / "config.json")
     for part in filter(None, (config, getattr(config, "text_config", None))):
-        if getattr(part, "output_router_logits", False):  # `lema.engine.head.routers` reads the file
-            part.output_router_logits = False  # because no router runs where the model's own forward does
+        if getattr(
+            part, "output_router_logits", False
+        ):  # `lema.engine.head.routers` reads the file
+            part.output_router_logits = (
+                False  # because no router runs where the model's own forward does
+            )
     return config
 
 
 def _check_adapter(directory: Path) -> None:
-    """Refuse, with `ModelError`, an adapter in the model's directory, which `from_pretrained` would attach."""
+    """Refuse, with `ModelError`, an adapter in the model's directory, which `from_pretrained`
+    would attach.
+    """
     file = directory / "adapter_config.json"
     if file.is_symlink() or file.exists():
         what = "there is an adapter beside the model, which from_pretrained would make a part of it"
         how = (
-            "move the adapter's files to a directory of their own; to train it further, name that adapter_name_or_path"
+            "move the adapter's files to a directory of their own; to train it further, name "
+            "that adapter_name_or_path"
         )
         raise ModelError(what, where=str(file), how=how)
 
 
 def training_rows(config: LemaConfig, files: ModelFiles) -> tuple[Any, Any | None]:
-    """Read `train_data`; return the rows that a run trains on, and those that `eval_split` holds back, if it does."""
-    rows, held_back = read_data(config, files, config.train_data), None
+    """Read `train_data`; return the rows that a run trains on, and those that `eval_split` holds
+    back, if it does.
+    """
+    rows = read_data(config, files, config.train_data)
+    eval_rows = None
     if config.eval_split:
-        rows, held_back = rows.split(config.eval_split, config.seed)
-    return first_rows(mixed(config, rows), config.max_train_samples), held_back
+        rows, eval_rows = rows.split(config.eval_split, config.seed)
+    return first_rows(mixed(config, rows), config.max_train_samples), eval_rows
 
 
 def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
     """Read and tokenise data files, or rows, with the tokenizer of a model and the config's limits.
 
-    Returns a `TokenDataset`; for an objective of examples, a `PreferenceDataset`. Raises `ConfigError` where
-    `max_length` is more than the model's positions, `DataError` where the data is missing or malformed.
+    Returns a `TokenDataset`; for an objective of examples, a `PreferenceDataset`. Raises
+    `ConfigError` where `max_length` is more than the model's positions, `DataError` where the data
+    is missing or malformed.
     """
     if data is config.train_data or data is config.eval_data:
         first = config.max_train_samples if data is config.train_data else config.max_eval_samples
         data = find_files(cast("Any", data), first)  # of data sets by name, one after the other
-    text, forms = files.config.get_text_config(), replace(forms_of(config), chat_template=None)  # the tokenizer has it
+    text = files.config.get_text_config()
+    forms = replace(forms_of(config), chat_template=None)  # the tokenizer has it
     longest = longest_row(config.max_length, num_positions(text))
     options: dict[str, Any] = {
-        "max_length": sys.maxsize if config.packing == "wrapped" else longest,  # which are cut into packs later
+        "max_length": sys.maxsize
+        if config.packing == "wrapped"
+        else longest,  # which are cut into packs later
         "overlong": config.overlong,
         "vocab_size": getattr(text, "vocab_size", None),
         "forms": forms,
         "cache": folder_of(config.data_cache),
     }
     if config.objective != "sft":
-        return prepare_preferences(data, files.tokenizer, labelled=config.objective == "kto", **options)
+        return prepare_preferences(
+            data, files.tokenizer, labelled=config.objective == "kto", **options
+        )
     paths = data[0] if isinstance(data, list | tuple) and data else data
     of_files = isinstance(paths, str | Path)
-    return prepare_data(data, files.tokenizer if not of_files or needs_tokenizer(data, forms) else None, **options)
+    return prepare_data(
+        data, files.tokenizer if not of_files or needs_tokenizer(data, forms) else None, **options
+    )

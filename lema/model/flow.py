@@ -1,8 +1,9 @@
-"""What goes from layer to layer: the hidden state, and whatever else later layers or the head make use of.
+"""What goes from layer to layer: the hidden state, and whatever else later layers or the head make
+use of.
 
-A model's forward runs with recorders instead of its layers. `Tape` follows the tensors that they return, and
-what the model's own code makes of them on the way (`Step`); each layer does the steps after it when it runs. A chapter
-of docs/internals/engine.md says why no bit changes by that.
+A model's forward runs with recorders instead of its layers. `Tape` follows the tensors that they
+return, and what the model's own code makes of them on the way (`Step`); each layer does the steps
+after it when it runs. A chapter of docs/internals/engine.md says why no bit changes by that.
 """
 
 from __future__ import annotations
@@ -21,31 +22,40 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lema.model.capture import Between, Shared, changed, depends_on, tensors_in
 from lema.model.shared_inputs import tried
-from lema.model.state.hooks import HeldHooks
+from lema.model.state.hooks import HookSnapshot
 from lema.model.state.snapshot import Snapshot
 
 __all__ = ["CannotCut", "LayerCall", "Prelude", "Suspended", "Tape", "find_cut"]
 
-LEAP = 1 << 20  # between the numbers of one layer and those of the next, which do not depend on earlier tensors
+# between the numbers of one layer and those of the next, which do not depend on earlier tensors
+LEAP = 1 << 20
 
 
 @dataclass(frozen=True)
-class Made:
-    """Stands for a tensor that comes out of the layers: the one of this number, counted as the model's forward goes."""
+class Placeholder:
+    """Stands for a tensor that comes out of the layers: the one of this number, counted as the
+    model's forward goes.
+    """
 
     number: int
 
 
 @dataclass(frozen=True)
 class Step:
-    """One operation of the model's own between two layers, with `Made` for the outputs of layers."""
+    """One operation of the model's own between two layers, with `Made` for the outputs of
+    layers.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     makes: Any
-    differentiable: bool  # whether autograd follows it, which it does not within a `torch.autograd.Function`
-    autocast: bool  # whether it is done under autocast where its layer is, which the model's own code may switch off
+    differentiable: (
+        bool  # whether autograd follows it, which it does not within a `torch.autograd.Function`
+    )
+    # whether it is done under autocast where its layer is, which the model's own code may switch
+    # off
+    autocast: bool
 
     @property
     def uses(self) -> set[int]:
@@ -57,10 +67,14 @@ class Step:
         args, kwargs = _filled((self.args, self.kwargs), values)
         device = next(tensors_in((args, kwargs))).device.type
         with nullcontext() if self.autocast else torch.autocast(device, enabled=False):
-            made = self.function(*args, **kwargs)
-        if made is not None:  # as of one that writes into its first argument
-            pairs = zip(tree_leaves(self.makes), tree_leaves(made), strict=True)
-            values.update((one.number, value) for one, value in pairs if isinstance(one, Made))
+            outputs = self.function(*args, **kwargs)
+        if outputs is not None:  # as of one that writes into its first argument
+            pairs = zip(tree_leaves(self.makes), tree_leaves(outputs), strict=True)
+            values.update(
+                (placeholder.number, value)
+                for placeholder, value in pairs
+                if isinstance(placeholder, Placeholder)
+            )
 
 
 @dataclass
@@ -72,51 +86,76 @@ class LayerCall:
     hidden_is_keyword: bool
     hidden: int = 0  # the number of the hidden state
     returns: tuple[int, ...] = ()  # the numbers of what the layer returns
-    after: list[Step] = field(default_factory=list)  # what the model does with that before the next layer is called
+    after: list[Step] = field(
+        default_factory=list
+    )  # what the model does with that before the next layer is called
     received: Between | None = None  # of the layer below; None: the hidden state alone
-    left: Between | None = None  # for the layer above; None: what the layer returns first, untouched
-    autocast: torch.dtype | None = None  # the dtype that products had where the model was called; None: the layer's own
-    routers: list[Tensor] | None = None  # the outputs of the layer's routers in its last run; None: not requested
-    held: Snapshot | None = None  # what the layer kept before its first run; None: it has not run
-    hooks: HeldHooks | None = None  # of the modules inside the layer when the model was called; None: those of now
+    left: Between | None = (
+        None  # for the layer above; None: what the layer returns first, untouched
+    )
+    autocast: torch.dtype | None = (
+        None  # the dtype that products had where the model was called; None: the layer's own
+    )
+    routers: list[Tensor] | None = (
+        None  # the outputs of the layer's routers in its last run; None: not requested
+    )
+    snapshot: Snapshot | None = (
+        None  # what the layer kept before its first run; None: it has not run
+    )
+    hooks: HookSnapshot | None = (
+        None  # of the modules inside the layer when the model was called; None: those of now
+    )
 
-    def begin(self, held: Snapshot) -> None:
+    def begin(self, snapshot: Snapshot) -> None:
         """Note that the first run is over, and what the layer kept before it."""
-        self.held = held
+        self.snapshot = snapshot
 
     @property
     def bare(self) -> bool:
         """Whether the layer is handed the hidden state alone, and hands on that alone."""
         return self.received is None and self.left is None
 
-    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
+    def with_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall:
         """Return the same call with other arguments."""
         return replace(self, args=args, kwargs=kwargs)
 
     @property
-    def own(self) -> tuple[Any, ...]:
+    def captured_values(self) -> tuple[Any, ...]:
         """All that it holds in addition to the result of the layer below."""
         return self.args, self.kwargs, [(step.args, step.kwargs) for step in self.after]
 
     def mapped(self, change: Callable[[Any], Any]) -> LayerCall:
         """Return the same call with every value of its own changed."""
-        after = [replace(step, args=change(step.args), kwargs=change(step.kwargs)) for step in self.after]
+        after = [
+            replace(step, args=change(step.args), kwargs=change(step.kwargs)) for step in self.after
+        ]
         received = None if self.received is None else self.received.mapped(change)
-        return replace(self, args=change(self.args), kwargs=change(self.kwargs), after=after, received=received)
+        return replace(
+            self, args=change(self.args), kwargs=change(self.kwargs), after=after, received=received
+        )
 
-    def run(self, hidden: Tensor, layer: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Tensor:
-        """Call `layer` with its arguments, `hidden` being what the layer below left; return what is left for the next.
-        It is taken apart once, because two parts' gradients would be added in another order."""
+    def run(
+        self, hidden: Tensor, layer: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    ) -> Tensor:
+        """Call `layer` with its arguments, `hidden` being what the layer below left; return what is
+        left for the next. It is taken apart once, because two parts' gradients would be added in
+        another order."""
         values: dict[int, Any] = {self.hidden: hidden}
         written: dict[int, dict[Any, Any]] = {}
         if self.received is not None:
             values, written = self.received.unpacked(hidden)
-        shared = {} if self.received is None else {id(one): one for one in self.received.shared}
-        shared |= {} if self.left is None else {id(one): one for one in self.left.shared}
-        given = {key: copy.copy(one) for key, one in shared.items()}
-        for key, one in given.items():
-            one.update(written.get(key, {}))
-        args, kwargs = (_filled(part, values, given) for part in (self.args, self.kwargs))
+        shared = (
+            {}
+            if self.received is None
+            else {id(mapping): mapping for mapping in self.received.shared}
+        )
+        shared |= (
+            {} if self.left is None else {id(mapping): mapping for mapping in self.left.shared}
+        )
+        copies = {key: copy.copy(mapping) for key, mapping in shared.items()}
+        for key, mapping in copies.items():
+            mapping.update(written.get(key, {}))
+        args, kwargs = (_filled(part, values, copies) for part in (self.args, self.kwargs))
         if self.hidden_is_keyword:
             kwargs = {"hidden_states": values[self.hidden], **kwargs}
         else:
@@ -131,8 +170,12 @@ class LayerCall:
             step.run(values)
         # What has been written into the copies of the mappings.
         new = {
-            key: {name: value for name, value in given[key].items() if name not in one or one[name] is not value}
-            for key, one in shared.items()
+            key: {
+                name: value
+                for name, value in copies[key].items()
+                if name not in mapping or mapping[name] is not value
+            }
+            for key, mapping in shared.items()
         }
         return self.left.packed(values, new)
 
@@ -146,13 +189,17 @@ class Prelude:
 
 
 class Tape(TorchFunctionMode):
-    """Follows what comes out of the layers through a model's forward, in a `with` block. `cut`: the number of what
-    enters the head; None: it is not known yet. `at_cut`: called when the forward comes to it; returns what is used in
-    its place. `steps`: what was done after each of them. `hidden`: what the first layer was given. `values`: with
-    `keep`, by number."""
+    """Follows what comes out of the layers through a model's forward, in a `with` block. `cut`: the
+    number of what enters the head; None: it is not known yet. `at_cut`: called when the forward
+    comes to it; returns what is used in its place. `steps`: what was done after each of them.
+    `hidden`: what the first layer was given. `values`: with `keep`, by number."""
 
     def __init__(
-        self, cut: int | None = None, at_cut: Callable[[], Tensor] | None = None, *, keep: bool = False
+        self,
+        cut: int | None = None,
+        at_cut: Callable[[], Tensor] | None = None,
+        *,
+        keep: bool = False,
     ) -> None:
         super().__init__()
         self.calls: list[LayerCall] = []
@@ -160,7 +207,9 @@ class Tape(TorchFunctionMode):
         self.values: dict[int, Tensor] = {}
         self.hidden: Tensor
         self._mappings: list[list[Shared]] = []
-        self.cut, self._at_cut, self._keep = cut, at_cut, keep
+        self.cut = cut
+        self._at_cut = at_cut
+        self._keep = keep
         self._numbers: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
         self._count = 0
 
@@ -169,7 +218,9 @@ class Tape(TorchFunctionMode):
         return self._numbers.get(tensor)
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """Note a layer's call; return its hidden state, or None where nothing is known of how that was made."""
+        """Note a layer's call; return its hidden state, or None where nothing is known of how
+        that was made.
+        """
         hidden, keyword = (args[0], False) if args else (kwargs["hidden_states"], True)
         if not self.calls:
             self.hidden = hidden
@@ -177,16 +228,26 @@ class Tape(TorchFunctionMode):
         if (number := self.number(hidden)) is None:
             return None
         state: Tensor = hidden
-        rest = {name: value for name, value in kwargs.items() if not keyword or name != "hidden_states"}
-        self._mappings.append([value for value in (*args, *rest.values()) if isinstance(value, MutableMapping)])
-        self.calls.append(LayerCall(self._noted(args[1:]), self._noted(rest), keyword, number))
+        extra_kwargs = {
+            name: value for name, value in kwargs.items() if not keyword or name != "hidden_states"
+        }
+        self._mappings.append(
+            [
+                value
+                for value in (*args, *extra_kwargs.values())
+                if isinstance(value, MutableMapping)
+            ]
+        )
+        self.calls.append(
+            LayerCall(self._noted(args[1:]), self._noted(extra_kwargs), keyword, number)
+        )
         return state
 
     def returned(self, items: tuple[Any, ...]) -> tuple[Any, ...]:
         """Note what a layer returns; return it as the model is to see it."""
         self._count = len(self.calls) * LEAP
         noted = self._follow(items)
-        self.calls[-1].returns = tuple(getattr(one, "number", -1) for one in noted)
+        self.calls[-1].returns = tuple(getattr(placeholder, "number", -1) for placeholder in noted)
         self.steps.append([])
         seen: tuple[Any, ...] = self._seen(noted, items)
         return seen
@@ -194,10 +255,19 @@ class Tape(TorchFunctionMode):
     def tied(self) -> tuple[LayerCall, ...]:
         """Return the calls, each with what its layer receives and leaves."""
         assert self.cut is not None
-        ids = [{id(one) for one in given} for given in self._mappings]
-        several = {key for at, keys in enumerate(ids) for key in keys if any(key in later for later in ids[at + 1 :])}
-        live, shared, above = {self.cut}, dict[int, Shared](), None
-        for call, steps, mappings in zip(self.calls[::-1], self.steps[::-1], self._mappings[::-1], strict=True):
+        ids = [{id(mapping) for mapping in mappings} for mappings in self._mappings]
+        several = {
+            key
+            for at, keys in enumerate(ids)
+            for key in keys
+            if any(key in later for later in ids[at + 1 :])
+        }
+        live = {self.cut}
+        shared = dict[int, Shared]()
+        above = None
+        for call, steps, mappings in zip(
+            self.calls[::-1], self.steps[::-1], self._mappings[::-1], strict=True
+        ):
             between = Between(sorted(live), list(shared.values()))
             call.after, live = _needed(steps, live)
             if between.shared or call.after or live != {call.returns[0]}:
@@ -205,33 +275,48 @@ class Tape(TorchFunctionMode):
             if above is not None:
                 above.received = call.left
             live = (live - set(call.returns)) | {call.hidden} | _numbers((call.args, call.kwargs))
-            shared |= {id(one): one for one in mappings if id(one) in several}
+            shared |= {id(mapping): mapping for mapping in mappings if id(mapping) in several}
             above = call
         return tuple(self.calls)
 
     def cuts(self, logits: Tensor) -> Iterator[int]:
-        """Yield the numbers of what the head could be given: all of it that comes out of the layers goes through."""
-        top, steps = self.calls[-1].returns[0], self.steps[-1]
+        """Yield the numbers of what the head could be given: all of it that comes out of the
+        layers goes through.
+        """
+        top = self.calls[-1].returns[0]
+        steps = self.steps[-1]
         goal = self.number(logits)
         if goal is None:
             yield top
             return
-        for number in (top, *(one.number for step in steps for one in tree_leaves(step.makes) if type(one) is Made)):
-            if not _needed(steps, {goal}, given=number)[1]:
+        for number in (
+            top,
+            *(
+                leaf.number
+                for step in steps
+                for leaf in tree_leaves(step.makes)
+                if type(leaf) is Placeholder
+            ),
+        ):
+            if not _needed(steps, {goal}, available=number)[1]:
                 yield number
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
         written = args[0] if out is None and args else out
-        if not self.steps or not any(isinstance(one, Tensor) for one in tree_leaves(written)):
+        if not self.steps or not any(isinstance(leaf, Tensor) for leaf in tree_leaves(written)):
             return out
-        given = self._noted((args, kwargs))
-        if not _numbers(given):
+        noted = self._noted((args, kwargs))
+        if not _numbers(noted):
             return out
         makes = self._follow(written)
         autocast = torch.is_autocast_enabled(next(tensors_in((args, kwargs))).device.type)
-        self.steps[-1].append(Step(function, given[0], given[1], makes, torch.is_grad_enabled(), autocast))
+        self.steps[-1].append(
+            Step(function, noted[0], noted[1], makes, torch.is_grad_enabled(), autocast)
+        )
         return out if out is None else self._seen(makes, out)
 
     def _seen(self, noted: Any, values: Any) -> Any:
@@ -239,60 +324,87 @@ class Tape(TorchFunctionMode):
             return values
         entered = self._at_cut()
         return tree_map(
-            lambda one, value: entered if getattr(one, "number", None) == self.cut else value, noted, values
+            lambda leaf, value: entered if getattr(leaf, "number", None) == self.cut else value,
+            noted,
+            values,
         )
 
     def _follow(self, value: Any) -> Any:
-        """Number every tensor in a value that has no number yet; return the value with `Made` in their place."""
+        """Number every tensor in a value that has no number yet; return the value with `Made` in
+        their place.
+        """
 
-        def follow(tensor: Tensor) -> Made:
+        def follow(tensor: Tensor) -> Placeholder:
             if tensor not in self._numbers:
                 self._numbers[tensor] = self._count
                 self._count += 1
             if self._keep:
                 self.values[self._numbers[tensor]] = tensor
-            return Made(self._numbers[tensor])
+            return Placeholder(self._numbers[tensor])
 
         return tree_map_only(Tensor, follow, value)
 
     def _noted(self, value: Any) -> Any:
-        """Return a value with `Made` for every tensor that has a number; the same object if there is none."""
+        """Return a value with `Made` for every tensor that has a number; the same object if
+        there is none.
+        """
 
-        def note(one: Any) -> Any:
-            number = self.number(one) if isinstance(one, Tensor) else None
-            return one if number is None else Made(number)
+        def note(leaf: Any) -> Any:
+            number = self.number(leaf) if isinstance(leaf, Tensor) else None
+            return leaf if number is None else Placeholder(number)
 
         return changed(value, note)
 
 
 class Suspended:
-    """A layer that has run for one micro-batch, but for what it makes of its experts' result: these steps are done when
-    that is there. `state`: returns the generator's. `reached` stands in the experts' place while the layer runs in a
-    `with` block of `tape`; `given` is what they were given then, and `drawn` the generator's state."""
+    """A layer that has run for one micro-batch, but for what it makes of its experts' result: these
+    steps are done when that is there. `state`: returns the generator's. `reached` stands in the
+    experts' place while the layer runs in a `with` block of `tape`; `expert_inputs` is what they
+    were given then, and `drawn` the generator's state."""
 
     def __init__(self, state: Callable[[], Tensor]) -> None:
-        self.tape, self._state = Tape(), state
-        self.given: tuple[Tensor, ...] = ()  # hidden states, chosen experts, weights of these
+        self.tape = Tape()
+        self._state = state
+        self.expert_inputs: tuple[
+            Tensor, ...
+        ] = ()  # hidden states, chosen experts, weights of these
         self.drawn: Tensor
         self._steps: list[Step] = []
         self._result = self._output = -1
 
     def reached(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Record the inputs of the experts, and return zeros. `ValueError`: they are unlike those of `transformers`."""
+        """Record the inputs of the experts, and return zeros. `ValueError`: they are unlike
+        those of `transformers`.
+        """
         if tried():
             return torch.zeros_like(args[0])
-        shapes = [one.shape for one in args if isinstance(one, Tensor) and one.dim() == 2]
-        if self.given or kwargs or len(shapes) != 3 or shapes[1] != shapes[2] or shapes[0][0] != shapes[1][0]:
-            raise ValueError("a layer must call its experts once, with hidden states, experts and their weights")
-        self.given, self.drawn = args, self._state()
+        shapes = [
+            argument.shape
+            for argument in args
+            if isinstance(argument, Tensor) and argument.dim() == 2
+        ]
+        if (
+            self.expert_inputs
+            or kwargs
+            or len(shapes) != 3
+            or shapes[1] != shapes[2]
+            or shapes[0][0] != shapes[1][0]
+        ):
+            raise ValueError(
+                "a layer must call its experts once, with hidden states, experts and their weights"
+            )
+        self.expert_inputs = args
+        self.drawn = self._state()
         self.tape.steps.append([])
         zeros = torch.zeros_like(args[0], requires_grad=False)
         self._result = self.tape._follow(zeros).number
         return zeros
 
     def returned(self, output: Tensor | tuple[Any, ...]) -> None:
-        """Note what the layer has returned. `ValueError`: it cannot be told how it was made of the experts' result."""
-        self._rest = None if isinstance(output, Tensor) else output[1:]
+        """Note what the layer has returned. `ValueError`: it cannot be told how it was made of
+        the experts' result.
+        """
+        self._extra_outputs = None if isinstance(output, Tensor) else output[1:]
         number = self.tape.number(output if isinstance(output, Tensor) else output[0])
         left = set[int]()
         if number is not None:
@@ -306,12 +418,15 @@ class Suspended:
         """Return it without the graph of the part before the experts, which can be freed then."""
 
         def bare(value: Any) -> Any:
-            return changed(value, lambda one: one.detach() if isinstance(one, Tensor) else one)
+            return changed(value, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
 
-        other = copy.copy(self)
-        other._steps = [replace(step, args=bare(step.args), kwargs=bare(step.kwargs)) for step in self._steps]
-        other.given, other._rest = bare(self.given), bare(self._rest)
-        return other
+        clone = copy.copy(self)
+        clone._steps = [
+            replace(step, args=bare(step.args), kwargs=bare(step.kwargs)) for step in self._steps
+        ]
+        clone.expert_inputs = bare(self.expert_inputs)
+        clone._extra_outputs = bare(self._extra_outputs)
+        return clone
 
     def resume(self, result: Tensor) -> Any:
         """Return what the layer returns, given its experts' result `[tokens, hidden]`."""
@@ -319,24 +434,29 @@ class Suspended:
         for step in self._steps:
             step.run(values)
         output: Tensor = values[self._output]
-        return output if self._rest is None else (output, *self._rest)
+        return output if self._extra_outputs is None else (output, *self._extra_outputs)
 
     def operands(self) -> list[Tensor]:
-        """Return what the steps compute with besides the experts' result, such as what shared experts have made."""
-        return [one for step in self._steps for one in tensors_in((step.args, step.kwargs))]
+        """Return what the steps compute with besides the experts' result, such as what shared
+        experts have made.
+        """
+        return [tensor for step in self._steps for tensor in tensors_in((step.args, step.kwargs))]
 
     @contextmanager
     def looking(self) -> Iterator[list[Tensor]]:
-        """Yield a list of what the graph that is made in the `with` block keeps that is made of the experts' result."""
-        known, kept = {one.untyped_storage()._cdata for one in self.operands()}, list[Tensor]()
+        """Yield a list of what the graph that is made in the `with` block keeps that is made of
+        the experts' result.
+        """
+        operand_storages = {operand.untyped_storage()._cdata for operand in self.operands()}
+        saved = list[Tensor]()
 
         def pack(tensor: Tensor) -> Tensor:
-            if tensor.untyped_storage()._cdata not in known:
-                kept.append(tensor.detach())
+            if tensor.untyped_storage()._cdata not in operand_storages:
+                saved.append(tensor.detach())
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield kept
+            yield saved
 
 
 class CannotCut(Exception):
@@ -344,46 +464,64 @@ class CannotCut(Exception):
 
 
 def find_cut(tape: Tape, logits: Tensor, is_enough: Callable[[int, Tensor], bool]) -> int:
-    """Return the number on the `tape` of the tensor that the head is given, of a whole forward that made `logits`.
-    `is_enough` tells whether a head that is given the tensor of that number, with that value, needs nothing else.
-    `CannotCut`: a layer's output cannot be followed, or there is no such tensor."""
-    made = [tape.values[number] for call in tape.calls for number in call.returns if number in tape.values]
+    """Return the number on the `tape` of the tensor that the head is given, of a whole forward that
+    made `logits`. `is_enough` tells whether a head that is given the tensor of that number, with
+    that value, needs nothing else. `CannotCut`: a layer's output cannot be followed, or there is no
+    such tensor."""
+    layer_outputs = [
+        tape.values[number]
+        for call in tape.calls
+        for number in call.returns
+        if number in tape.values
+    ]
     for index, call in enumerate(tape.calls):
-        if depends_on(tensors_in((call.args, call.kwargs)), made):
+        if depends_on(tensors_in((call.args, call.kwargs)), layer_outputs):
             raise CannotCut(f"layer {index} gets more from the layers below than LEMA can follow")
     for cut in tape.cuts(logits):
         tape.cut = cut
         if is_enough(cut, tape.values[cut].detach()):
             steps = [step for call in tape.tied() for step in call.after]
             if not all(step.differentiable for step in steps):
-                raise CannotCut("between its layers it uses operations that autograd does not follow")
+                raise CannotCut(
+                    "between its layers it uses operations that autograd does not follow"
+                )
             # Of a size that is known only when the layers run.
-            rest = {number for call in tape.calls for number in call.returns[1:]}
-            if any(step.uses & rest for step in steps):
+            extra_numbers = {number for call in tape.calls for number in call.returns[1:]}
+            if any(step.uses & extra_numbers for step in steps):
                 raise CannotCut("between its layers it uses more than the hidden state")
             return cut
     raise CannotCut("its head needs more than the last layer's output, token by token")
 
 
-def _needed(steps: Sequence[Step], live: Iterable[int], given: int | None = None) -> tuple[list[Step], set[int]]:
-    """Return the steps that make something in `live`, and what they need; `given` is there already."""
+def _needed(
+    steps: Sequence[Step], live: Iterable[int], available: int | None = None
+) -> tuple[list[Step], set[int]]:
+    """Return the steps that make something in `live`, and what they need; `available` is there
+    already.
+    """
     needed: list[Step] = []
-    live = set(live) - {given}
+    live = set(live) - {available}
     for step in reversed(steps):
-        if made := live & _numbers(step.makes):
+        if produced := live & _numbers(step.makes):
             needed.insert(0, step)
-            live = ((live - made) | step.uses) - {given}
+            live = ((live - produced) | step.uses) - {available}
     return needed, live
 
 
 def _numbers(tree: Any) -> set[int]:
-    return {leaf.number for leaf in tree_leaves(tree) if isinstance(leaf, Made)}
+    return {leaf.number for leaf in tree_leaves(tree) if isinstance(leaf, Placeholder)}
 
 
-def _filled(value: Any, values: Mapping[int, Any], given: Mapping[int, Any] | None = None) -> Any:
-    """Return a value with its tensor for every `Made` in it, and with `given` by `id`; itself, if it has none."""
+def _filled(value: Any, values: Mapping[int, Any], copies: Mapping[int, Any] | None = None) -> Any:
+    """Return a value with its tensor for every `Made` in it, and with `copies` by `id`; itself,
+    if it has none.
+    """
 
-    def fill(one: Any) -> Any:
-        return values[one.number] if isinstance(one, Made) else (given or {}).get(id(one), one)
+    def fill(leaf: Any) -> Any:
+        return (
+            values[leaf.number]
+            if isinstance(leaf, Placeholder)
+            else (copies or {}).get(id(leaf), leaf)
+        )
 
     return changed(value, fill)

@@ -1,6 +1,8 @@
-"""The weights that stay on the device: tensors outside the decoder layers, and those inside that train.
+"""The weights that stay on the device: tensors outside the decoder layers, and those inside that
+train.
 
-Outside the layers are embeddings, the final norm and the head; embeddings may be looked up row by row instead.
+Outside the layers are embeddings, the final norm and the head; embeddings may be looked up row by
+row instead.
 """
 
 from __future__ import annotations
@@ -26,9 +28,16 @@ from lema.storage.quantized.formats import cut_rows
 from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import row_ranges, rows_of
 from lema.stream.lease import expand_into
-from lema.stream.placement import LayerBytes, in_slot, place, slot_layout, vector_aligned, views
+from lema.stream.placement import (
+    LayerBytes,
+    in_slot,
+    lay_out_tensors,
+    slot_layout,
+    vector_aligned,
+    views,
+)
 from lema.stream.reader import LayerReader, StoredRows
-from lema.stream.slotlayout import upload_to, whole
+from lema.stream.slotlayout import identity_layout, upload_to
 
 __all__ = [
     "ExpertParts",
@@ -39,14 +48,16 @@ __all__ = [
     "expert_parts",
     "layer_bytes",
     "load_outside",
-    "place_outside",
+    "move_tensors",
+    "outside_layout",
     "put",
     "read_stored",
-    "settle_tensors",
     "tensors_elsewhere",
 ]
 
-OF_TORCH = frozenset(vars(nn.Module()))  # attributes that every module has: hooks, and what it registers
+OF_TORCH = frozenset(
+    vars(nn.Module())
+)  # attributes that every module has: hooks, and what it registers
 
 
 def layer_bytes(
@@ -58,10 +69,10 @@ def layer_bytes(
     *,
     narrow: bool = False,
 ) -> list[LayerBytes]:
-    """Return each decoder layer as bytes but for the tensors `left_out`, its tensors named relative to the layer;
-    `narrow` as in `place`."""
+    """Return each decoder layer as bytes but for the tensors `left_out`, its tensors named relative
+    to the layer; `narrow` as in `place`."""
     by_layer = _by_layer(records, dtypes, layers_name, num_layers, left_out)
-    return [place(layer, narrow=narrow) for layer in by_layer]
+    return [lay_out_tensors(layer, narrow=narrow) for layer in by_layer]
 
 
 def _by_layer(
@@ -81,23 +92,33 @@ def _by_layer(
 
 @dataclass(frozen=True)
 class ExpertParts:
-    """Layers as bytes whose experts are leased in groups: `layers` without them, and the `groups` of each such layer,
-    as the first expert, the one after the last, and bytes."""
+    """Layers as bytes whose experts are leased in groups: `layers` without them, and the `groups`
+    of each such layer, as the first expert, the one after the last, and bytes."""
 
     layers: tuple[LayerBytes, ...]
     groups: Mapping[int, tuple[tuple[int, int, LayerBytes], ...]] = field(default_factory=dict)
 
-    def numbered(self, pieces: Sequence[LayerBytes]) -> tuple[list[LayerBytes], dict[int, tuple[ExpertGroup, ...]]]:
-        """Return what is leased, in the order of its numbers: layers, pieces of the head, groups; and all groups."""
-        numbers, groups = count(len(self.layers) + len(pieces)), dict[int, tuple[ExpertGroup, ...]]()
-        for layer, own in self.groups.items():
-            groups[layer] = tuple(ExpertGroup(next(numbers), first, end) for first, end, _ in own)
+    def numbered(
+        self, pieces: Sequence[LayerBytes]
+    ) -> tuple[list[LayerBytes], dict[int, tuple[ExpertGroup, ...]]]:
+        """Return what is leased, in the order of its numbers: layers, pieces of the head,
+        groups; and all groups.
+        """
+        numbers = count(len(self.layers) + len(pieces))
+        groups = dict[int, tuple[ExpertGroup, ...]]()
+        for layer, layer_groups in self.groups.items():
+            groups[layer] = tuple(
+                ExpertGroup(next(numbers), first, end) for first, end, _ in layer_groups
+            )
         return [*self.layers, *pieces, *self.leased[len(self.layers) :]], groups
 
     @property
     def leased(self) -> list[LayerBytes]:
         """Layers, then groups."""
-        return [*self.layers, *(part for own in self.groups.values() for _, _, part in own)]
+        return [
+            *self.layers,
+            *(part for layer_groups in self.groups.values() for _, _, part in layer_groups),
+        ]
 
 
 def expert_parts(
@@ -110,20 +131,25 @@ def expert_parts(
     *,
     narrow: bool = False,
 ) -> ExpertParts:
-    """Return layers as bytes, as `layer_bytes` does, with `size` of their experts in each group. A layer with no more
-    stays whole, and one without stacked experts. `ConfigError`: experts are stored in a form that cannot be cut."""
+    """Return layers as bytes, as `layer_bytes` does, with `size` of their experts in each group. A
+    layer with no more stays whole, and one without stacked experts. `ConfigError`: experts are
+    stored in a form that cannot be cut."""
     groups = dict[int, tuple[tuple[int, int, LayerBytes], ...]]()
-    found = _by_layer(records, dtypes, layers_name, len(layers), left_out)
-    for index, (layer, tensors) in enumerate(zip(layers, found, strict=True)):
+    by_layer = _by_layer(records, dtypes, layers_name, len(layers), left_out)
+    for index, (layer, tensors) in enumerate(zip(layers, by_layer, strict=True)):
         experts = layer_experts(layer)
         if experts is None or experts.count <= size or not tensors.keys() >= set(experts.weights):
             continue
         stacked = {name: tensors.pop(name) for name in experts.weights}
-        spans = [(first, min(first + size, experts.count)) for first in range(0, experts.count, size)]
-        rows = [place(_rows_of(stacked, *span), narrow=narrow) for span in spans]
-        placed = (replace(one, name=named(*span, index)) for span, one in zip(spans, rows, strict=True))
-        groups[index] = tuple((*span, own) for span, own in zip(spans, placed, strict=True))
-    return ExpertParts(tuple(place(layer, narrow=narrow) for layer in found), groups)
+        spans = [
+            (first, min(first + size, experts.count)) for first in range(0, experts.count, size)
+        ]
+        rows = [lay_out_tensors(_rows_of(stacked, *span), narrow=narrow) for span in spans]
+        renamed = (
+            replace(part, name=named(*span, index)) for span, part in zip(spans, rows, strict=True)
+        )
+        groups[index] = tuple((*span, part) for span, part in zip(spans, renamed, strict=True))
+    return ExpertParts(tuple(lay_out_tensors(layer, narrow=narrow) for layer in by_layer), groups)
 
 
 def named(first: int, end: int, layer: int) -> str:
@@ -135,17 +161,19 @@ def named(first: int, end: int, layer: int) -> str:
 def _rows_of(
     stacked: Mapping[str, tuple[Stored, torch.dtype]], first: int, end: int
 ) -> dict[str, tuple[Stored, torch.dtype]]:
-    found = dict[str, tuple[Stored, torch.dtype]]()
+    rows = dict[str, tuple[Stored, torch.dtype]]()
     for name, (record, dtype) in stacked.items():
-        how = "set experts_per_slot: null, or convert once with `lema prepare MODEL OUT` and use OUT"
+        how = (
+            "set experts_per_slot: null, or convert once with `lema prepare MODEL OUT` and use OUT"
+        )
         cut: Any = cut_rows if isinstance(record, QuantizedRecord) else rows_of
         try:
-            found[name] = cut(record, first, end), dtype
+            rows[name] = cut(record, first, end), dtype
         except ValueError as error:
             raise ConfigError(
                 f"{name} is not stored expert by expert: {error}", where="experts_per_slot", how=how
             ) from error
-    return found
+    return rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,95 +186,126 @@ class StoredTensors:
     reader: LayerReader
 
     def read(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return those of `names` that are stored, on the device: views of memory that is the caller's."""
-        return self.load(self.place(names))
+        """Return those of `names` that are stored, on the device: views of memory that is the
+        caller's.
+        """
+        return self.load(self.byte_layout(names))
 
-    def place(self, names: Collection[str]) -> LayerBytes:
+    def byte_layout(self, names: Collection[str]) -> LayerBytes:
         """Lay out those of `names` that are stored."""
-        placed = place({name: (self.records[name], self.dtypes[name]) for name in names if name in self.records})
-        return vector_aligned(placed) if in_host_memory(self.backend) else placed
+        byte_layout = lay_out_tensors(
+            {
+                name: (self.records[name], self.dtypes[name])
+                for name in names
+                if name in self.records
+            }
+        )
+        return vector_aligned(byte_layout) if in_host_memory(self.backend) else byte_layout
 
     def read_to_host(self, name: str) -> Tensor:
         """Return a stored tensor in host memory that is its own."""
-        placed = self.place([name])
-        return expanded_weights(self._buffer(placed), placed)[name]
+        byte_layout = self.byte_layout([name])
+        return expanded_weights(self._buffer(byte_layout), byte_layout)[name]
 
     def rows(self, name: str) -> StoredRows | None:
-        """Return the rows of a stored table, which stays on disk; None: they cannot be read one by one."""
+        """Return the rows of a stored table, which stays on disk; None: they cannot be read one
+        by one.
+        """
         record = self.records[name]
         ranges = None if isinstance(record, QuantizedRecord) else row_ranges(record)
-        return None if ranges is None else StoredRows(self.reader, name, ranges, record.shape, self.dtypes[name])
+        return (
+            None
+            if ranges is None
+            else StoredRows(self.reader, name, ranges, record.shape, self.dtypes[name])
+        )
 
-    def load(self, placed: LayerBytes) -> dict[str, Tensor]:
-        """Return on the device what `place` laid out."""
-        buffer = self._buffer(placed)
-        if not placed.expansions and not has_addresses(self.backend.device):
-            # One by one: views of one buffer would be a graph to compile, and copies of what is in the buffer.
-            return {name: one.to(self.backend.device) for name, one in views(buffer, placed).items()}
-        layout = whole(0, placed.nbytes) if self.backend.memory().shared else slot_layout(placed)
-        on_device = upload_to(self.backend.device_slots(placed.nbytes, 1), buffer, layout).wait()
-        found = expanded_weights(on_device, in_slot(placed, layout))
+    def load(self, byte_layout: LayerBytes) -> dict[str, Tensor]:
+        """Return on the device what `byte_layout` laid out."""
+        buffer = self._buffer(byte_layout)
+        if not byte_layout.expansions and not has_addresses(self.backend.device):
+            # One by one: views of one buffer would be a graph to compile, and copies of what is in
+            # the buffer.
+            return {
+                name: view.to(self.backend.device)
+                for name, view in views(buffer, byte_layout).items()
+            }
+        layout = (
+            identity_layout(0, byte_layout.nbytes)
+            if self.backend.memory().shared
+            else slot_layout(byte_layout)
+        )
+        on_device = upload_to(
+            self.backend.device_slots(byte_layout.nbytes, 1), buffer, layout
+        ).wait()
+        weights = expanded_weights(on_device, in_slot(byte_layout, layout))
         self.backend.synchronize()  # the buffer goes here, and the copy may still be reading it
-        return found
+        return weights
 
-    def _buffer(self, placed: LayerBytes) -> Tensor:
+    def _buffer(self, byte_layout: LayerBytes) -> Tensor:
         """Return host memory with what is stored of these tensors."""
-        buffer = self.backend.host_buffer(placed.nbytes)
-        self.reader.submit(placed, buffer).wait()
+        buffer = self.backend.host_buffer(byte_layout.nbytes)
+        self.reader.submit(byte_layout, buffer).wait()
         return buffer
 
 
-def expanded_weights(memory: Tensor, placed: LayerBytes) -> dict[str, Tensor]:
+def expanded_weights(memory: Tensor, byte_layout: LayerBytes) -> dict[str, Tensor]:
     """Return the tensors in memory that was read, quantised ones expanded on the same device."""
     expanded = None
-    if placed.expansions:
-        expanded = torch.empty(placed.expanded_bytes, dtype=torch.uint8, device=memory.device)
-        expand_into(expanded, memory, placed)
-    return views(memory, placed, expanded)
+    if byte_layout.expansions:
+        expanded = torch.empty(byte_layout.expanded_bytes, dtype=torch.uint8, device=memory.device)
+        expand_into(expanded, memory, byte_layout)
+    return views(memory, byte_layout, expanded)
 
 
 def read_stored(record: Stored, dtype: torch.dtype) -> Tensor:
-    """Return a stored tensor in host memory, as `dtype`; expanded, if it is quantised. `ReadError`: its bytes could not
-    be read."""
-    placed = place({record.name: (record, dtype)})
-    buffer = anonymous(placed.nbytes)
+    """Return a stored tensor in host memory, as `dtype`; expanded, if it is quantised. `ReadError`:
+    its bytes could not be read."""
+    byte_layout = lay_out_tensors({record.name: (record, dtype)})
+    buffer = anonymous(byte_layout.nbytes)
     with closing(LayerReader()) as reader:
-        reader.submit(placed, buffer, name=record.name).wait()
-    return expanded_weights(buffer, placed)[record.name]
+        reader.submit(byte_layout, buffer, name=record.name).wait()
+    return expanded_weights(buffer, byte_layout)[record.name]
 
 
 def load_outside(
     model: PreTrainedModel, stored: StoredTensors, layers_name: str, left_out: Collection[str] = ()
 ) -> int:
-    """Make every stored tensor that text reaches outside the decoder layers real, on the device; return their bytes.
-    Tensors that are tied stay one tensor; those `left_out` stay as they are. What no checkpoint has, as rotary tables,
-    is on the device afterwards as well."""
-    outside, placed = place_outside(model, stored, layers_name, left_out)
+    """Make every stored tensor that text reaches outside the decoder layers real, on the device;
+    return their bytes. Tensors that are tied stay one tensor; those `left_out` stay as they are.
+    What no checkpoint has, as rotary tables, is on the device afterwards as well."""
+    outside, byte_layout = outside_layout(model, stored, layers_name, left_out)
     tied = _same_object(model)
-    real = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in stored.load(placed).items()}
+    real = {
+        name: nn.Parameter(tensor, requires_grad=False)
+        for name, tensor in stored.load(byte_layout).items()
+    }
     for name in outside:
         put(model, name, real[tied.get(name, name)])
-    # A model puts its inputs on the device of its first parameter. So that one, of the model and of each model around
-    # its layers, is there where it is not read, too; what stands there takes the memory of one element.
+    # A model puts its inputs on the device of its first parameter. So that one, of the model and of
+    # each model around its layers, is there where it is not read, too; what stands there takes the
+    # memory of one element.
     for name, part in model.named_modules():
         if isinstance(part, PreTrainedModel) and is_in(layers_name, [name]):
             first, parameter = next(iter(part.named_parameters(prefix=name)))
             if parameter.is_meta and not is_in(first, [layers_name, *left_out]):
                 zero = torch.zeros((), dtype=parameter.dtype, device=stored.backend.device)
                 put(model, first, nn.Parameter(zero.expand(parameter.shape), requires_grad=False))
-    settle_tensors(model, stored.backend.device)
-    return placed.nbytes + placed.expanded_bytes
+    move_tensors(model, stored.backend.device)
+    return byte_layout.nbytes + byte_layout.expanded_bytes
 
 
-def settle_tensors(model: nn.Module, device: torch.device) -> None:
-    """Move to the device every tensor of a model that is neither there nor without values: parameters, buffers, those
-    of the layers among them, and tensors in other attributes of modules, in lists, tuples and dicts too. A model's code
-    expects to find them where its weights are; where it moves them itself, in each forward, the host would wait.
+def move_tensors(model: nn.Module, device: torch.device) -> None:
+    """Move to the device every tensor of a model that is neither there nor without values:
+    parameters, buffers, those of the layers among them, and tensors in other attributes of modules,
+    in lists, tuples and dicts too. A model's code expects to find them where its weights are; where
+    it moves them itself, in each forward, the host would wait.
 
-    What is elsewhere on purpose is in no attribute of a module: a table in host memory is its function's, and what is
-    leased has no values until then. Tensors that are one stay one.
+    What is elsewhere on purpose is in no attribute of a module: a table in host memory is its
+    function's, and what is leased has no values until then. Tensors that are one stay one.
     """
-    moved: dict[int, tuple[Tensor, Tensor]] = {}  # by `id`, with the tensor, so that no other one gets its number
+    moved: dict[
+        int, tuple[Tensor, Tensor]
+    ] = {}  # by `id`, with the tensor, so that no other one gets its number
 
     def there(tensor: Tensor) -> Tensor:
         if not _elsewhere(tensor, device):
@@ -259,8 +318,8 @@ def settle_tensors(model: nn.Module, device: torch.device) -> None:
         return moved[id(tensor)][1]
 
     for module in model.modules():
-        both: tuple[dict[str, Any], ...] = module._parameters, module._buffers
-        for registered in both:
+        registries: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+        for registered in registries:
             for name, tensor in registered.items():
                 if tensor is not None:
                     registered[name] = there(tensor)
@@ -269,15 +328,26 @@ def settle_tensors(model: nn.Module, device: torch.device) -> None:
 
 
 def tensors_elsewhere(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """Return the tensors that `settle_tensors` would move, by name; of several in one attribute each with a number."""
+    """Return the tensors that `move_tensors` would move, by name; of several in one attribute
+    each with a number.
+    """
     return {name: tensor for name, tensor in _tensors(model) if _elsewhere(tensor, device)}
 
 
 def buffer_bytes(model: nn.Module) -> int:
-    """Return the bytes that a model's buffers, and tensors in other attributes, take of a device with memory of its
-    own. Those that were stored are not counted: they lie with the weights outside the layers, in one allocation."""
-    found = {id(one): one for _, one in _tensors(model) if not isinstance(one, nn.Parameter) and not one.is_meta}
-    return sum(one.nbytes for one in found.values() if one.untyped_storage().nbytes() <= one.nbytes)
+    """Return the bytes that a model's buffers, and tensors in other attributes, take of a device
+    with memory of its own. Those that were stored are not counted: they lie with the weights
+    outside the layers, in one allocation."""
+    tensors = {
+        id(tensor): tensor
+        for _, tensor in _tensors(model)
+        if not isinstance(tensor, nn.Parameter) and not tensor.is_meta
+    }
+    return sum(
+        tensor.nbytes
+        for tensor in tensors.values()
+        if tensor.untyped_storage().nbytes() <= tensor.nbytes
+    )
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -306,46 +376,57 @@ def _plain(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a value with its tensors changed: those in lists and dicts in place, so that who shares them sees it."""
+    """Return a value with its tensors changed: those in lists and dicts in place, so that who
+    shares them sees it.
+    """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list | dict):
-        for key, one in list(value.items() if isinstance(value, dict) else enumerate(value)):
-            if (new := _mapped(one, change)) is not one:
+        for key, entry in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            if (new := _mapped(entry, change)) is not entry:
                 value[key] = new
     elif isinstance(value, tuple):
-        items = [_mapped(one, change) for one in value]
-        if any(new is not one for new, one in zip(items, value, strict=True)):
+        items = [_mapped(entry, change) for entry in value]
+        if any(new is not entry for new, entry in zip(items, value, strict=True)):
             return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return value
 
 
-def place_outside(
+def outside_layout(
     model: PreTrainedModel, stored: StoredTensors, layers_name: str, left_out: Collection[str] = ()
 ) -> tuple[list[str], LayerBytes]:
-    """Name and lay out, tied ones once, stored tensors outside the layers that text reaches, but those `left_out`."""
+    """Name and lay out, tied ones once, stored tensors outside the layers that text reaches, but
+    those `left_out`.
+    """
     towers = [layers_name, *find_towers(model)]
     outside = [name for name in stored.records if not is_in(name, towers) and name not in left_out]
     tied = _same_object(model)
-    return outside, stored.place([name for name in outside if tied.get(name, name) == name])
+    return outside, stored.byte_layout([name for name in outside if tied.get(name, name) == name])
 
 
 def draw_head(model: PreTrainedModel, device: torch.device, seed: int) -> Tensor | None:
-    """Draw what no checkpoint has of the head of a text classifier, as `from_pretrained` does after `manual_seed`.
-    Returns the state of the generator afterwards, which itself is left where it was; None: nothing had to be drawn."""
+    """Draw what no checkpoint has of the head of a text classifier, as `from_pretrained` does after
+    `manual_seed`. Returns the state of the generator afterwards, which itself is left where it was;
+    None: nothing had to be drawn."""
     base = [model.base_model_prefix]
-    absent = [name for name, one in model.named_parameters() if one.is_meta and not is_in(name, base)]
+    absent = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.is_meta and not is_in(name, base)
+    ]
     modules = dict.fromkeys(name.rpartition(".")[0] for name in absent)
     with torch.no_grad(), torch.random.fork_rng(devices=()), guard_torch_init_functions():
         torch.manual_seed(seed)
         for name in modules:
             module = model.get_submodule(name)
-            for own, one in module.named_parameters(recurse=False):
-                if one.is_meta:
-                    drawn = nn.Parameter(torch.empty_like(one, device="cpu"), requires_grad=False)
-                    module.register_parameter(own, drawn)
+            for parameter_name, parameter in module.named_parameters(recurse=False):
+                if parameter.is_meta:
+                    drawn = nn.Parameter(
+                        torch.empty_like(parameter, device="cpu"), requires_grad=False
+                    )
+                    module.register_parameter(parameter_name, drawn)
                 else:
-                    one._is_hf_initialized = True  # type: ignore[attr-defined] # so that it is left alone
+                    parameter._is_hf_initialized = True  # type: ignore[attr-defined] # so that it is left alone
             model._init_weights(module)
             module.to(device)
         return torch.get_rng_state() if absent else None
@@ -361,7 +442,9 @@ def _same_object(model: nn.Module) -> dict[str, str]:
 
 
 def put(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Set a buffer or a parameter: a tensor that is none itself becomes one, and keeps its `requires_grad`."""
+    """Set a buffer or a parameter: a tensor that is none itself becomes one, and keeps its
+    `requires_grad`.
+    """
     owner_name, _, leaf = name.rpartition(".")
     owner = model.get_submodule(owner_name)
     if leaf in owner._buffers:
@@ -369,4 +452,6 @@ def put(model: nn.Module, name: str, tensor: Tensor) -> None:
     elif isinstance(tensor, nn.Parameter):
         owner._parameters[leaf] = tensor
     else:
-        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=owner.get_parameter(leaf).requires_grad)
+        owner._parameters[leaf] = nn.Parameter(
+            tensor, requires_grad=owner.get_parameter(leaf).requires_grad
+        )

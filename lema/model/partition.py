@@ -1,11 +1,13 @@
-"""The part of each tensor that one process holds of a model divided among several, and the backend that divides it.
+"""The part of each tensor that one process holds of a model divided among several, and the backend
+that divides it.
 
-A backend's `Parallel.shard` divides the decoder layers and records the layout of each parameter (`lema.backend.layout`)
-in its attribute `parallel_layout`. A parameter without this attribute is whole in every process.
+A backend's `Parallel.shard` divides the decoder layers and records the layout of each parameter
+(`lema.backend.layout`) in its attribute `parallel_layout`. A parameter without this attribute is
+whole in every process.
 
-The layouts come from the tensor-parallel plan that `transformers` gives a model: patterns of names, each with a style
-such as `colwise`. The plan leaves open where heads begin, so attention is recognised by the head size of its module,
-and its projections by their sizes.
+The layouts come from the tensor-parallel plan that `transformers` gives a model: patterns of names,
+each with a style such as `colwise`. The plan leaves open where heads begin, so attention is
+recognised by the head size of its module, and its projections by their sizes.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from transformers import PreTrainedModel
 
 from lema.backend import Backend, BackendOptions, Parallel, SingleProcess, load
 from lema.backend import layout as kinds
-from lema.backend.layout import KvLayout, Layout, places
+from lema.backend.layout import KvLayout, Layout, axis_spans
 from lema.backend.registry import planned
 from lema.config import LemaConfig
 from lema.errors import ConfigError, ModelError
@@ -35,51 +37,64 @@ def layout_of(parameter: Tensor) -> Layout | None:
     return layout
 
 
-def held_records(model: nn.Module, records: Mapping[str, Stored], parallel: Parallel) -> dict[str, Stored]:
-    """Return what one process reads of each stored tensor of a model whose layers have been divided. `ConfigError`: a
-    tensor that is divided is put together from others in a way that cannot be cut."""
+def local_records(
+    model: nn.Module, records: Mapping[str, Stored], parallel: Parallel
+) -> dict[str, Stored]:
+    """Return what one process reads of each stored tensor of a model whose layers have been
+    divided. `ConfigError`: a tensor that is divided is put together from others in a way that
+    cannot be cut."""
     parameters = model.named_parameters(remove_duplicate=False)
     named = ((WRAPPED.sub("", name), layout_of(parameter)) for name, parameter in parameters)
-    layouts = {name: layout for name, layout in named if layout is not None and layout.kind != "replicated"}
-    held = dict(records)
+    layouts = {
+        name: layout for name, layout in named if layout is not None and layout.kind != "replicated"
+    }
+    shards = dict(records)
     for name, layout in layouts.items():
         if (record := records.get(name)) is None:
             continue
         size = record.shape[layout.dim]
-        ranges = [(start, start + length) for start, length in places(layout, size, parallel.rank)]
-        assert layout.kind == "embedding" or all(stop <= size for _, stop in ranges), f"{record.name} would be padded"
+        ranges = [
+            (start, start + length) for start, length in axis_spans(layout, size, parallel.rank)
+        ]
+        assert layout.kind == "embedding" or all(stop <= size for _, stop in ranges), (
+            f"{record.name} would be padded"
+        )
         real = [(start, min(stop, size)) for start, stop in ranges]
         if isinstance(record, QuantizedRecord):
-            held[name] = part_of_quantized(record, layout.dim, real)
+            shards[name] = part_of_quantized(record, layout.dim, real)
         else:
             try:
-                held[name] = part_of(record, layout.dim, real)
+                shards[name] = part_of(record, layout.dim, real)
             except ValueError as error:
-                what = f"{record.name} is put together from stored tensors in a way that cannot be divided: {error}"
+                what = (
+                    f"{record.name} is put together from stored tensors in a way that cannot "
+                    f"be divided: {error}"
+                )
                 how = "convert the model once with `lema prepare MODEL OUT` and use OUT"
                 raise ConfigError(what, where="tensor_parallel_size", how=how) from error
-    return held
+    return shards
 
 
-def held_tensor(parallel: Parallel, whole: Tensor, layout: Layout | None) -> Tensor:
+def local_tensor(parallel: Parallel, full_tensor: Tensor, layout: Layout | None) -> Tensor:
     """Return this process's part of a tensor."""
     if layout is None or parallel.size == 1:
-        return whole
-    return kinds.shard(whole, layout, parallel.rank)
+        return full_tensor
+    return kinds.shard(full_tensor, layout, parallel.rank)
 
 
 def whole_tensor(parallel: Parallel, part: Tensor, layout: Layout | None) -> Tensor:
-    """Put a tensor together from the parts of all processes, each of which calls this; in host memory. `DataError`:
-    what several processes hold alike is not the same in all of them."""
+    """Put a tensor together from the parts of all processes, each of which calls this; in host
+    memory. `DataError`: what several processes hold alike is not the same in all of them."""
     if parallel.size == 1:
         return part.detach().cpu()
-    parts = [one.detach().cpu() for one in parallel.gather(part.detach())]
+    parts = [shard.detach().cpu() for shard in parallel.gather(part.detach())]
     return kinds.consolidate(parts, layout or Layout("replicated", parallel.size))
 
 
 def whole_adapter(model: PeftModel, parallel: Parallel) -> dict[str, Tensor] | None:
-    """Put everything that trains together, by its name in PEFT's model; every process calls this. None: it is whole.
-    `DataError`: what several processes hold alike is not the same in all of them."""
+    """Put everything that trains together, by its name in PEFT's model; every process calls this.
+    None: it is whole. `DataError`: what several processes hold alike is not the same in all of
+    them."""
     if parallel.size == 1:
         return None
     return {
@@ -89,36 +104,54 @@ def whole_adapter(model: PeftModel, parallel: Parallel) -> dict[str, Tensor] | N
     }
 
 
-def held_adapter(model: PeftModel, parallel: Parallel, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def local_adapter(
+    model: PeftModel, parallel: Parallel, saved: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Return this process's parts of an adapter in PEFT's file, by the same names."""
     if parallel.size == 1:
         return dict(saved)
-    layouts = {name.replace(".default", ""): layout_of(one) for name, one in model.named_parameters()}
-    layouts |= {name.removesuffix(".weight"): one for name, one in layouts.items() if "magnitude" in name}
-    return {name: held_tensor(parallel, tensor, layouts.get(name)) for name, tensor in saved.items()}
+    layouts = {
+        name.replace(".default", ""): layout_of(parameter)
+        for name, parameter in model.named_parameters()
+    }
+    layouts |= {
+        name.removesuffix(".weight"): layout
+        for name, layout in layouts.items()
+        if "magnitude" in name
+    }
+    return {
+        name: local_tensor(parallel, tensor, layouts.get(name)) for name, tensor in saved.items()
+    }
 
 
-def planned_ends(model: PreTrainedModel, ends: Iterable[str]) -> list[str]:
+def planned_suffixes(model: PreTrainedModel, suffixes: Iterable[str]) -> list[str]:
     """Return those of some ends of parameters' names that the model's tensor-parallel plan has."""
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
-    return [end for end in ends if any(pattern.endswith(f".{_pattern(end)}") for pattern in plan)]
+    return [
+        end for end in suffixes if any(pattern.endswith(f".{_pattern(end)}") for pattern in plan)
+    ]
 
 
 def layouts_of(
     model: PreTrainedModel, tp: int, kv_layout: KvLayout = "tile", kv_multiplier: int | None = None
 ) -> dict[str, Layout]:
-    """Return the layout over `tp` ranks of the weight of every linear module and embedding that the model's plan
-    covers, by the module's name, `*` standing for every number where the layers are alike; `layout_at` looks one up.
-    `ModelError`: the model has no plan; `ConfigError`: a module cannot be divided among so many ranks; it says which,
-    and what would do. `kv_layout`: where replicas of keys and values lie, if there are fewer heads of these than ranks.
-    `kv_multiplier`: how many replicas there are; None: as few as can be."""
+    """Return the layout over `tp` ranks of the weight of every linear module and embedding that the
+    model's plan covers, by the module's name, `*` standing for every number where the layers are
+    alike; `layout_at` looks one up. `ModelError`: the model has no plan; `ConfigError`: a module
+    cannot be divided among so many ranks; it says which, and what would do. `kv_layout`: where
+    replicas of keys and values lie, if there are fewer heads of these than ranks. `kv_multiplier`:
+    how many replicas there are; None: as few as can be."""
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     if not plan:
         what = "the model has no tensor-parallel plan"
         how = "train it on one device of each process, without tensor parallelism"
-        raise ModelError(what, where=f"model_type {model.config.model_type!r}: base_model_tp_plan", how=how)
-    styles = {name: plan[_pattern(name)] for name, _ in model.named_modules() if _pattern(name) in plan}
-    found: dict[str, Layout] = {}
+        raise ModelError(
+            what, where=f"model_type {model.config.model_type!r}: base_model_tp_plan", how=how
+        )
+    styles = {
+        name: plan[_pattern(name)] for name, _ in model.named_modules() if _pattern(name) in plan
+    }
+    layouts: dict[str, Layout] = {}
     for name, style in styles.items():
         module = model.get_submodule(name)
         try:
@@ -130,39 +163,54 @@ def layouts_of(
                     layout = kinds.embedding(tp, size, dim=int(by_column))
             elif isinstance(module, nn.Linear):
                 heads = _attention(model, name, styles)
-                layout = _of_linear(module, style, tp, heads, kv_layout=kv_layout, kv_multiplier=kv_multiplier)
+                layout = _of_linear(
+                    module, style, tp, heads, kv_layout=kv_layout, kv_multiplier=kv_multiplier
+                )
             else:
                 continue
             if layout is not None:
-                places(layout, module.weight.shape[layout.dim], 0)
-                found[name] = layout
+                axis_spans(layout, module.weight.shape[layout.dim], 0)
+                layouts[name] = layout
         except ConfigError as error:
-            raise ConfigError(f"{name}: {error.what}", where=error.where or "tp", how=error.how) from error
+            raise ConfigError(
+                f"{name}: {error.what}", where=error.where or "tp", how=error.how
+            ) from error
     alike: dict[str, set[Layout]] = {}
-    for name, layout in found.items():
+    for name, layout in layouts.items():
         alike.setdefault(_pattern(name), set()).add(layout)
-    return {_pattern(name) if len(alike[_pattern(name)]) == 1 else name: layout for name, layout in found.items()}
+    return {
+        _pattern(name) if len(alike[_pattern(name)]) == 1 else name: layout
+        for name, layout in layouts.items()
+    }
 
 
 def layout_at(name: str, layouts: Mapping[str, Layout]) -> Layout:
-    """Find the layout of a module in what `layouts_of` returns. `ModelError`: the plan does not cover the module."""
-    found = layouts.get(name) or layouts.get(_pattern(name))
-    if found is None:
+    """Find the layout of a module in what `layouts_of` returns. `ModelError`: the plan does not
+    cover the module.
+    """
+    layout = layouts.get(name) or layouts.get(_pattern(name))
+    if layout is None:
         what = f"the model's tensor-parallel plan does not define how {name} lies over ranks"
-        how = "adapt only linear modules and embeddings that the plan covers, or train without tensor parallelism"
+        how = (
+            "adapt only linear modules and embeddings that the plan covers, or train without "
+            "tensor parallelism"
+        )
         raise ModelError(what, where=name, how=how)
-    return found
+    return layout
 
 
 def _pattern(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _of_linear(module: nn.Linear, style: str, tp: int, heads: tuple[int, int, int] | None, **kv: Any) -> Layout | None:
+def _of_linear(
+    module: nn.Linear, style: str, tp: int, heads: tuple[int, int, int] | None, **kv: Any
+) -> Layout | None:
     if style not in ("colwise", "rowwise") or heads is None:
         return _of_style(module, style, tp)
     dim = 0 if style == "colwise" else 1
-    size, (queries, keys, width) = (module.out_features if dim == 0 else module.in_features), heads
+    size = module.out_features if dim == 0 else module.in_features
+    queries, keys, width = heads
     if keys < queries and size == keys * width:
         layout = kinds.kv(tp, queries, keys, dim=dim, **kv)
         if dim == 0 or layout.kv_multiplier == 1:
@@ -171,12 +219,22 @@ def _of_linear(module: nn.Linear, style: str, tp: int, heads: tuple[int, int, in
     elif size % queries == 0:
         return kinds.query(tp, queries, keys, dim=dim, **kv)
     else:
-        what = f"its {size} {'outputs' if dim == 0 else 'inputs'} are neither {queries} heads nor {keys}"
-    raise ConfigError(f"this module of an attention cannot be divided: {what}", how="train without tensor parallelism")
+        what = (
+            f"its {size} {'outputs' if dim == 0 else 'inputs'} are neither {queries} heads nor "
+            f"{keys}"
+        )
+    raise ConfigError(
+        f"this module of an attention cannot be divided: {what}",
+        how="train without tensor parallelism",
+    )
 
 
-def _attention(model: nn.Module, name: str, styles: Mapping[str, str]) -> tuple[int, int, int] | None:
-    """Heads of queries, of keys, and their width, if the module is a projection of an attention; else None."""
+def _attention(
+    model: nn.Module, name: str, styles: Mapping[str, str]
+) -> tuple[int, int, int] | None:
+    """Heads of queries, of keys, and their width, if the module is a projection of an attention;
+    else None.
+    """
     owner = name.rpartition(".")[0]
     parent = model.get_submodule(owner)
     width = next((w for w in (getattr(parent, name, None) for name in _WIDTHS) if w), None)
@@ -191,7 +249,11 @@ def _attention(model: nn.Module, name: str, styles: Mapping[str, str]) -> tuple[
     return heads, heads // int(getattr(parent, "num_key_value_groups", None) or 1), width
 
 
-_WIDTHS = ("v_head_dim", "head_dim", "head_size")  # what modules of attention call the width of a head
+_WIDTHS = (
+    "v_head_dim",
+    "head_dim",
+    "head_size",
+)  # what modules of attention call the width of a head
 _WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
 
 
@@ -211,14 +273,14 @@ def _of_style(module: nn.Linear, style: str, tp: int) -> Layout | None:
 
 
 def open_backend(config: LemaConfig) -> Backend:
-    """Open the device of a run. `BackendUnavailable`: it is not installed, or cannot run here; `ConfigError`: it cannot
-    do what the settings ask for."""
+    """Open the device of a run. `BackendUnavailable`: it is not installed, or cannot run here;
+    `ConfigError`: it cannot do what the settings ask for."""
     return load(config.device, _options(config))
 
 
 def planned_parallel(config: LemaConfig) -> Parallel:
-    """Return how the layers of a run would lie over its processes, as one of them sees it; none has to be there.
-    `BackendUnavailable`, `ConfigError`: as `open_backend`."""
+    """Return how the layers of a run would lie over its processes, as one of them sees it; none has
+    to be there. `BackendUnavailable`, `ConfigError`: as `open_backend`."""
     if config.tensor_parallel_size in (None, 1) and not config.sequence_parallel:
         return SingleProcess()
     return planned(config.device, _options(config))

@@ -1,11 +1,13 @@
-"""The model without its weights: built from its config, with parameters on `meta`, buffers real, decoder layers found.
+"""The model without its weights: built from its config, with parameters on `meta`, buffers real,
+decoder layers found.
 
-Nothing here knows an architecture. `transformers` builds the modules; the stack of decoder layers is the one that the
-config's own pipeline plan names, or else the only list of modules as long as the config says the stack is.
+Nothing here knows an architecture. `transformers` builds the modules; the stack of decoder layers
+is the one that the config's own pipeline plan names, or else the only list of modules as long as
+the config says the stack is.
 
-The config may come from a stranger, so the tensors that it has built are counted and bounded in size. Parameters on
-`meta` cost nothing whatever their shape, and a wrong shape shows when they are compared with the weights; but buffers
-are real, and each tensor takes time to make.
+The config may come from a stranger, so the tensors that it has built are counted and bounded in
+size. Parameters on `meta` cost nothing whatever their shape, and a wrong shape shows when they are
+compared with the weights; but buffers are real, and each tensor takes time to make.
 """
 
 from __future__ import annotations
@@ -38,32 +40,38 @@ from lema.errors import LemaError, ModelError, message_of
 from lema.model.capture import past_layers, tensors_in
 from lema.storage.modelfiles import parts_of
 
-MAX_TENSORS = 200_000  # about three times those of the model that has the most, with each expert's apart
+MAX_TENSORS = (
+    200_000  # about three times those of the model that has the most, with each expert's apart
+)
 MAX_TABLE_BYTES = 256 << 20  # of one table
 MAX_TABLES_BYTES = 2 << 30  # of all the large ones of a model together
 COUNTED_FROM = 16 << 20  # bytes; smaller ones are not counted
-TABLES = frozenset({torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randn})
+TABLES = frozenset(
+    {torch.arange, torch.eye, torch.full, torch.linspace, torch.ones, torch.rand, torch.randn}
+)
 MASKS = frozenset({torch.tril, torch.triu})
 
 
 class SizeLimit(TorchFunctionMode):
-    """Active while a model is built. `ModelError`, inside: it would have too many tensors, or tables too large."""
+    """Active while a model is built. `ModelError`, inside: it would have too many tensors, or
+    tables too large.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._tensors = self._bytes = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
+        options = kwargs or {}
         if func is torch.empty:
             self._tensors += 1
             if self._tensors > MAX_TENSORS:
                 raise _too_large(f"more than {MAX_TENSORS:,} tensors")
-        elif func in TABLES and str(given.get("device")) != "meta":
-            self._count(func(*args, **{**given, "device": "meta"}))
+        elif func in TABLES and str(options.get("device")) != "meta":
+            self._count(func(*args, **{**options, "device": "meta"}))
         elif func in MASKS and isinstance(args[0], torch.Tensor) and not args[0].is_meta:
             self._count(args[0])
-        return func(*args, **given)
+        return func(*args, **options)
 
     def _count(self, like: torch.Tensor) -> None:
         if like.nbytes > MAX_TABLE_BYTES:
@@ -75,28 +83,37 @@ class SizeLimit(TorchFunctionMode):
 
 
 def _too_large(what: str) -> ModelError:
-    return ModelError(f"the config asks for {what}", where="config.json", how="check the sizes in the file")
+    return ModelError(
+        f"the config asks for {what}", where="config.json", how="check the sizes in the file"
+    )
 
 
 UNTOUCHED_FROM = 1 << 20  # bytes
 
-# Settings of a config that decide in what form a model's forward returns what it makes, and the form that is read here.
-OUTPUTS: Mapping[str, bool] = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
+# Settings of a config that decide in what form a model's forward returns what it makes, and the
+# form that is read here.
+OUTPUTS: Mapping[str, bool] = {
+    "return_dict": True,
+    "output_hidden_states": False,
+    "output_attentions": False,
+}
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Return the class of `transformers` that makes the model of a config: the one of image-text models where there is
-    no causal one, since these train on text alone as well."""
+    """Return the class of `transformers` that makes the model of a config: the one of image-text
+    models where there is no causal one, since these train on text alone as well."""
     if type(config) in models_of(AutoModelForCausalLM):
         return AutoModelForCausalLM
-    known = type(config) in models_of(AutoModelForImageTextToText)
-    return AutoModelForImageTextToText if known else AutoModelForCausalLM
+    is_image_text = type(config) in models_of(AutoModelForImageTextToText)
+    return AutoModelForImageTextToText if is_image_text else AutoModelForCausalLM
 
 
 def scores_texts(model: PreTrainedModel) -> bool:
-    """Whether a model has the head of `AutoModelForSequenceClassification`: one output for a text, and no logits."""
-    known = models_of(AutoModelForSequenceClassification)
-    return type(model.config) in known and isinstance(model, known[type(model.config)])
+    """Whether a model has the head of `AutoModelForSequenceClassification`: one output for a
+    text, and no logits.
+    """
+    classifiers = models_of(AutoModelForSequenceClassification)
+    return type(model.config) in classifiers and isinstance(model, classifiers[type(model.config)])
 
 
 def meta_model(
@@ -108,41 +125,48 @@ def meta_model(
     scores: bool = False,
     kind: type[PreTrainedModel] | None = None,
 ) -> PreTrainedModel:
-    """Build the language model of `config`, as `auto_class` says, with every parameter on `meta` and every buffer real.
-    Buffers (rotary tables, for one) are computed by the modules themselves: they are in no checkpoint. `ModelError`:
-    `transformers` has no causal language model for this config, or it asks for sizes no model has. `dtype`: of the
-    parameters; None: the one the config names, else float32. `attn_implementation`: as in `from_pretrained`; None:
-    transformers' choice. `scores`: build the model that scores texts, with `config.num_labels` outputs. `kind`:
-    another class to build."""
-    asked: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    """Build the language model of `config`, as `auto_class` says, with every parameter on `meta`
+    and every buffer real. Buffers (rotary tables, for one) are computed by the modules themselves:
+    they are in no checkpoint. `ModelError`: `transformers` has no causal language model for this
+    config, or it asks for sizes no model has. `dtype`: of the parameters; None: the one the config
+    names, else float32. `attn_implementation`: as in `from_pretrained`; None: transformers' choice.
+    `scores`: build the model that scores texts, with `config.num_labels` outputs. `kind`: another
+    class to build."""
+    asked: dict[str, Any] = (
+        {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    )
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code, **asked}
     builder: Any = kind or (AutoModelForSequenceClassification if scores else auto_class(config))
     for part in parts_of(config):
-        # Older trainers left this in the file. Layers are recomputed under their leases; a recomputation of their own
-        # would run when their weights are gone.
+        # Older trainers left this in the file. Layers are recomputed under their leases; a
+        # recomputation of their own would run when their weights are gone.
         if getattr(part, "gradient_checkpointing", False):
             part.gradient_checkpointing = False
         for name, usual in OUTPUTS.items():
             if getattr(part, name, usual) != usual:
                 setattr(part, name, usual)
     try:
-        # What they fuse is not fused here: it is in towers, through which no text goes. Nor is anything registered, as
-        # `from_pretrained` does for the whole process.
+        # What they fuse is not fused here: it is in towers, through which no text goes. Nor is
+        # anything registered, as `from_pretrained` does for the whole process.
         check_fusions(config)
         model = _build(builder, config, options, EmptyOnMeta())
         if any(buffer.is_meta for buffer in model.buffers()):  # one was made of an empty tensor
             model = _build(builder, config, options, nullcontext())
     except LemaError as error:
-        raise ModelError(error.what, where=_place(config), how=error.how) from error
+        raise ModelError(error.what, where=_location(config), how=error.how) from error
     except Exception as error:
         raise ModelError(
-            f"transformers cannot build this model as a {'text classifier' if scores else 'causal language model'}: "
+            "transformers cannot build this model as a "
+            f"{'text classifier' if scores else 'causal language model'}: "
             f"{message_of(error)}",
-            where=_place(config),
+            where=_location(config),
             how="`lema models` lists the types that stream"
             if attn_implementation is None
-            else f"attn_implementation is {attn_implementation!r}: install its packages, or remove the setting",
+            else (
+                f"attn_implementation is {attn_implementation!r}: install its packages, or "
+                "remove the setting"
+            ),
         ) from error
     model.tie_weights()  # building on `meta` made a parameter of its own for every name
     model.config.use_cache = False  # a captured cache would grow again on recomputation
@@ -150,59 +174,73 @@ def meta_model(
 
 
 def other_outputs(config: PreTrainedConfig) -> list[str]:
-    """Name the settings of `OUTPUTS` that a config, or one of its parts, has otherwise. `meta_model` resets them: they
-    change no number, and streamed layers leave nothing behind but their result."""
+    """Name the settings of `OUTPUTS` that a config, or one of its parts, has otherwise.
+    `meta_model` resets them: they change no number, and streamed layers leave nothing behind but
+    their result."""
     names = (
-        name for part in parts_of(config) for name, usual in OUTPUTS.items() if getattr(part, name, usual) != usual
+        name
+        for part in parts_of(config)
+        for name, usual in OUTPUTS.items()
+        if getattr(part, name, usual) != usual
     )
     return list(dict.fromkeys(names))
 
 
 def compute_fast(model: PreTrainedModel, settings: LemaConfig, backend: Backend) -> str | None:
-    """Under `arithmetic: fast` have the backend fuse what modules of a model's layers do, and return what it says of
-    that. The model then computes attention by the backend's own implementation, too, where it has one, `transformers`
-    would choose `sdpa` by itself, and the model's attention can be chosen."""
+    """Under `arithmetic: fast` have the backend fuse what modules of a model's layers do, and
+    return what it says of that. The model then computes attention by the backend's own
+    implementation, too, where it has one, `transformers` would choose `sdpa` by itself, and the
+    model's attention can be chosen."""
     if settings.arithmetic != "fast":
         return None
     if settings.attn_implementation is None:
-        usual = model.config.get_text_config()._attn_implementation == "sdpa" and model._can_set_attn_implementation()
+        usual = (
+            model.config.get_text_config()._attn_implementation == "sdpa"
+            and model._can_set_attn_implementation()
+        )
         if usual and (name := own_attention(backend)) is not None:
             model.set_attn_implementation(name)
     return fused(backend, model, find_layers(model)[1])
 
 
-def _place(config: PreTrainedConfig) -> str:
+def _location(config: PreTrainedConfig) -> str:
     """Where a config comes from: its file, where it was read from one, and its type."""
     kind = f"model_type {config.model_type!r}"
     return f"{Path(config.name_or_path) / 'config.json'}: {kind}" if config.name_or_path else kind
 
 
 class EmptyOnMeta(TorchFunctionMode):
-    """Makes `torch.empty`, which weights begin as, take no memory: not even an address, of which a large model would
-    take so many that the heap is left full of holes. Large `torch.zeros`, which buffers begin as too, are real, but
-    take memory only where they are written to."""
+    """Makes `torch.empty`, which weights begin as, take no memory: not even an address, of which a
+    large model would take so many that the heap is left full of holes. Large `torch.zeros`, which
+    buffers begin as too, are real, but take memory only where they are written to."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        if func is torch.zeros and not {"device", "out", "layout"} & given.keys():
-            like = func(*args, **given, device="meta")
+        options = kwargs or {}
+        if func is torch.zeros and not {"device", "out", "layout"} & options.keys():
+            like = func(*args, **options, device="meta")
             if like.nbytes < UNTOUCHED_FROM:
-                return func(*args, **given)
-            # The system finds memory for these when they are first written; torch would write them at once.
+                return func(*args, **options)
+            # The system finds memory for these when they are first written; torch would write them
+            # at once.
             pages = private_pages(like.nbytes)
             zeros = torch.frombuffer(pages, dtype=torch.uint8).view(like.dtype).view(like.shape)
             return zeros.requires_grad_(like.requires_grad)
-        return func(*args, **({**given, "device": "meta"} if func is torch.empty else given))
+        return func(*args, **({**options, "device": "meta"} if func is torch.empty else options))
 
 
 def _build(
-    builder: Any, config: PreTrainedConfig, options: dict[str, Any], mode: AbstractContextManager[Any]
+    builder: Any,
+    config: PreTrainedConfig,
+    options: dict[str, Any],
+    mode: AbstractContextManager[Any],
 ) -> PreTrainedModel:
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False), no_init_weights(), SizeLimit(), mode:
         if isinstance(builder, type) and issubclass(builder, PreTrainedModel):
-            options = {name: value for name, value in options.items() if name != "trust_remote_code"}
+            options = {
+                name: value for name, value in options.items() if name != "trust_remote_code"
+            }
             model = builder._from_config(config, **options)
         else:
             model = builder.from_config(config, **options)
@@ -214,29 +252,34 @@ def _build(
 
 
 def main_dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype that a model was asked for in, in which it computes. `transformers` goes by the first parameter,
-    and that may be one of those that some models have in float32 whatever is asked for. A model whose parameters were
-    converted since has the dtype of the first one."""
+    """Return the dtype that a model was asked for in, in which it computes. `transformers` goes by
+    the first parameter, and that may be one of those that some models have in float32 whatever is
+    asked for. A model whose parameters were converted since has the dtype of the first one."""
     asked: object = getattr(model.config, "dtype", None)
-    if isinstance(asked, torch.dtype) and any(one.dtype == asked for one in model.parameters()):
+    if isinstance(asked, torch.dtype) and any(
+        parameter.dtype == asked for parameter in model.parameters()
+    ):
         return asked
     first: torch.dtype = model.dtype
     return first
 
 
 def _make_buffers_again(model: PreTrainedModel) -> None:
-    """Make the buffers that are in no checkpoint as `from_pretrained` does, by the model's own initialisation. While
-    the model was built its dtype was the default one, so what a buffer was computed of may have been rounded to it;
-    `from_pretrained` makes such buffers a second time, when that is over."""
+    """Make the buffers that are in no checkpoint as `from_pretrained` does, by the model's own
+    initialisation. While the model was built its dtype was the default one, so what a buffer was
+    computed of may have been rounded to it; `from_pretrained` makes such buffers a second time,
+    when that is over."""
 
     def make(module: nn.Module, owner: PreTrainedModel) -> None:
         owner = module if isinstance(module, PreTrainedModel) else owner
         for child in module.children():
             make(child, owner)
         if module._non_persistent_buffers_set:
-            for name, one in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
+            for name, tensor in chain(
+                module.named_parameters(recurse=False), module.named_buffers(recurse=False)
+            ):
                 # As `from_pretrained` marks what a checkpoint has, so that it is left alone.
-                one._is_hf_initialized = name not in module._non_persistent_buffers_set  # type: ignore[attr-defined]
+                tensor._is_hf_initialized = name not in module._non_persistent_buffers_set  # type: ignore[attr-defined]
             owner._init_weights(module)
 
     with torch.no_grad(), torch.random.fork_rng(devices=()), guard_torch_init_functions():
@@ -244,11 +287,16 @@ def _make_buffers_again(model: PreTrainedModel) -> None:
 
 
 def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Find the stack of decoder layers: its dotted name in `model`, and the list itself. It is looked for in what the
-    model calls its decoder, so not in the towers of other modalities: first by the config's pipeline plan, then by what
-    `transformers` marks as a layer to checkpoint, then by its length. `ModelError`: there is none, or several."""
+    """Find the stack of decoder layers: its dotted name in `model`, and the list itself. It is
+    looked for in what the model calls its decoder, so not in the towers of other modalities: first
+    by the config's pipeline plan, then by what `transformers` marks as a layer to checkpoint, then
+    by its length. `ModelError`: there is none, or several."""
     named = model.get_decoder()
-    asked = ((name, one) for name, one in model.named_modules() if one is named and _outermost_lists(one, name))
+    asked = (
+        (name, module)
+        for name, module in model.named_modules()
+        if module is named and _outermost_lists(module, name)
+    )
     root, decoder = next(asked, ("", model))  # some call their head a decoder
     lists = _outermost_lists(decoder, root)
     config: PreTrainedConfig = model.config
@@ -260,64 +308,90 @@ def find_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         lambda _, layers: len(layers) == length,
         lambda _, __: True,
     )
-    found: list[str] = []
+    matches: list[str] = []
     for rule in rules:
-        if found := [name for name, layers in lists.items() if rule(name, layers)]:
+        if matches := [name for name, layers in lists.items() if rule(name, layers)]:
             break
-    if len(found) != 1:
+    if len(matches) != 1:
         raise ModelError(
-            "no stack of decoder layers was found" if not found else "its layers form more than one stack",
-            where=f"{_place(config)}: {', '.join(found) or 'no list of modules'}",
+            "no stack of decoder layers was found"
+            if not matches
+            else "its layers form more than one stack",
+            where=f"{_location(config)}: {', '.join(matches) or 'no list of modules'}",
             how="only models with one stack of decoder layers stream",
         )
-    return found[0], lists[found[0]]
+    return matches[0], lists[matches[0]]
 
 
 def _outermost_lists(decoder: nn.Module, root: str) -> dict[str, nn.ModuleList]:
-    """The lists of modules that are in no other list, nor in a model within the model that reads no tokens."""
+    """The lists of modules that are in no other list, nor in a model within the model that reads
+    no tokens.
+    """
     lists: dict[str, nn.ModuleList] = {}
     ahead = [(root, decoder)]
     while ahead:
         name, module = ahead.pop()
         if isinstance(module, nn.ModuleList) and len(module):
             lists.setdefault(name, module)
-        elif module is decoder or not isinstance(module, PreTrainedModel) or module.main_input_name == "input_ids":
-            inner = [(f"{name}.{own}".removeprefix("."), child) for own, child in module.named_children()]
+        elif (
+            module is decoder
+            or not isinstance(module, PreTrainedModel)
+            or module.main_input_name == "input_ids"
+        ):
+            inner = [
+                (f"{name}.{child_name}".removeprefix("."), child)
+                for child_name, child in module.named_children()
+            ]
             ahead += reversed(inner)
     return lists
 
 
 def find_towers(model: PreTrainedModel) -> list[str]:
-    """Name the outermost modules of which text reaches no parameter: those that see images, for one. The model's own
-    forward is run without values, on token ids and past its layers, and the parameters that it uses are noted. Of a
-    model that does not run like that everything counts as reached."""
+    """Name the outermost modules of which text reaches no parameter: those that see images, for
+    one. The model's own forward is run without values, on token ids and past its layers, and the
+    parameters that it uses are noted. Of a model that does not run like that everything counts as
+    reached."""
     name, layers = find_layers(model)
     near = [name.rpartition(".")[0]]
-    ends = ends_of(model)
-    near += [own for own, module in model.named_modules() if any(module is end for end in ends)]
+    outer_modules = find_embed_head(model)
+    near += [
+        path
+        for path, module in model.named_modules()
+        if any(module is end for end in outer_modules)
+    ]
     if all(is_in(name, near) for name, _ in model.named_parameters()):
         return []  # nothing but a stack of layers, embeddings and a head: all of that reads text
     before = model.training
     try:
-        unused = set.intersection(*(_unused(model.train(training), layers) for training in (True, False)))
+        unused = set.intersection(
+            *(_unused(model.train(training), layers) for training in (True, False))
+        )
     finally:
         model.train(before)
     within = {
-        name: [own for own, _ in module.named_parameters(prefix=name, remove_duplicate=False)]
+        name: [
+            parameter_name
+            for parameter_name, _ in module.named_parameters(prefix=name, remove_duplicate=False)
+        ]
         for name, module in model.named_modules()
     }
-    whole = [name for name, inside in within.items() if inside and unused.issuperset(inside)]
-    return [name for name in whole if not is_in(name.rpartition(".")[0], whole)]
+    towers = [name for name, inside in within.items() if inside and unused.issuperset(inside)]
+    return [name for name in towers if not is_in(name.rpartition(".")[0], towers)]
 
 
-def ends_of(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Module | None]:
-    """Return what a model calls its input embeddings and its head; None: it has none, or its code does not say."""
-    found: list[nn.Module | None] = [None, None]
-    finders: tuple[Callable[[], nn.Module | None], ...] = (model.get_input_embeddings, model.get_output_embeddings)
+def find_embed_head(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return what a model calls its input embeddings and its head; None: it has none, or its
+    code does not say.
+    """
+    modules: list[nn.Module | None] = [None, None]
+    finders: tuple[Callable[[], nn.Module | None], ...] = (
+        model.get_input_embeddings,
+        model.get_output_embeddings,
+    )
     for end, find in enumerate(finders):
         with suppress(NotImplementedError):
-            found[end] = find()
-    return found[0], found[1]
+            modules[end] = find()
+    return modules[0], modules[1]
 
 
 def is_in(name: str, modules: Iterable[str]) -> bool:
@@ -333,20 +407,30 @@ class _Uses(TorchFunctionMode):
         self.seen: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if next(tensors_in([made]), None) is not None:  # asking for a dtype is no use
+        output = func(*args, **(kwargs or {}))
+        if next(tensors_in([output]), None) is not None:  # asking for a dtype is no use
             self.seen |= {id(tensor) for tensor in tensors_in([args, kwargs])}
-        return made
+        return output
 
 
 def _unused(model: PreTrainedModel, layers: nn.ModuleList) -> set[str]:
-    """Name the parameters outside the layers that the model's forward does not use on token ids; none if it fails."""
-    inside = {id(one) for one in layers.parameters()}
+    """Name the parameters outside the layers that the model's forward does not use on token ids;
+    none if it fails.
+    """
+    inside = {id(parameter) for parameter in layers.parameters()}
 
-    def look(run: Callable[[], Any]) -> set[str]:
-        names, uses = [(name, id(one)) for name, one in model.named_parameters(remove_duplicate=False)], _Uses()
+    def observe(run: Callable[[], Any]) -> set[str]:
+        names = [
+            (name, id(parameter))
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        ]
+        uses = _Uses()
         with uses:
             run()
-        return {name for name, one in names if one not in uses.seen and one not in inside}
+        return {
+            name
+            for name, parameter_id in names
+            if parameter_id not in uses.seen and parameter_id not in inside
+        }
 
-    return past_layers(model, layers, look) or set()
+    return past_layers(model, layers, observe) or set()

@@ -1,8 +1,9 @@
-"""A causal language model in three parts: the prelude before the decoder layers, the layers, and the head after them.
+"""A causal language model in three parts: the prelude before the decoder layers, the layers, and
+the head after them.
 
-All three are the model's own code: its forward is run with every layer's `forward` replaced by a recorder. The prelude
-and the head take that forward as a function (`Run`), because a trainer may call a part of the model alone. The first
-chapters of docs/internals/engine.md tell how.
+All three are the model's own code: its forward is run with every layer's `forward` replaced by a
+recorder. The prelude and the head take that forward as a function (`Run`), because a trainer may
+call a part of the model alone. The first chapters of docs/internals/engine.md tell how.
 """
 
 from __future__ import annotations
@@ -23,19 +24,27 @@ from lema.errors import ConfigError, ModelError, is_out_of_memory
 from lema.model import capture
 from lema.model.capture import PASSED_THROUGH_THE_MODEL, replaced, values_unread, without_values
 from lema.model.compiled import CompiledLayers
-from lema.model.experts import ExpertGroup, LayerExperts, form_no_frozen_gradients, layer_experts, multiply_apart
+from lema.model.experts import (
+    ExpertGroup,
+    LayerExperts,
+    form_no_frozen_gradients,
+    layer_experts,
+    multiply_unmerged,
+)
 from lema.model.flow import CannotCut, LayerCall, Prelude, Suspended, Tape, find_cut
 from lema.model.row_tables import RowTables
 from lema.model.shared_inputs import SharedInputs, multiply_together
 from lema.model.skeleton import find_layers, main_dtype, scores_texts
 from lema.model.state.hooks import aside
 from lema.model.state.model import ModelState
-from lema.model.weight_names import LayerNames, parameters_kept, stored_name
+from lema.model.weight_names import LayerNames, restored_parameters, stored_name
 
 __all__ = ["Run", "Split"]
 
 Run = Callable[[], Any]
-"""A forward of the model's own, or of the part of it that holds the layers, on inputs that it knows."""
+"""A forward of the model's own, or of the part of it that holds the layers, on inputs that it
+knows.
+"""
 
 LEARNING_TOKENS = 8
 OUT_OF_ORDER = "it does not run its layers once each, in their order"
@@ -50,12 +59,14 @@ def _stop() -> Tensor:
 
 
 class Split:
-    """The parts of one model. The layers' weights are given at each call; all others are the model's own. `model`: the
-    model, adapters attached or not; every parameter outside the decoder layers is real. `parallel`: the processes that
-    hold the model together; None: the backend's. `lazy`: whether the device compiles what is run on it, and its tensors
-    have no addresses. It is then not asked for values, because each answer would be a graph to compile. `tables`: the
-    embeddings that are looked up row by row; None: all are whole. `fast`: whether LoRA linears that read one input
-    multiply together, which `ConfigError` refuses where modules are divided or compiled."""
+    """The parts of one model. The layers' weights are given at each call; all others are the
+    model's own. `model`: the model, adapters attached or not; every parameter outside the decoder
+    layers is real. `parallel`: the processes that hold the model together; None: the backend's.
+    `lazy`: whether the device compiles what is run on it, and its tensors have no addresses. It is
+    then not asked for values, because each answer would be a graph to compile. `tables`: the
+    embeddings that are looked up row by row; None: all are whole. `fast`: whether LoRA linears that
+    read one input multiply together, which `ConfigError` refuses where modules are divided or
+    compiled."""
 
     def __init__(
         self,
@@ -66,39 +77,56 @@ class Split:
         parallel: Parallel | None = None,
         fast: bool = False,
     ) -> None:
-        self.model, self.parallel = model, parallel or backend.parallel
+        self.model = model
+        self.parallel = parallel or backend.parallel
         self.layers_name, self.layers = find_layers(model)
         self._backend = backend
         self.lazy = not has_addresses(backend.device)
         self.dtype = main_dtype(model)
         self._scores = scores_texts(model)
-        self._rest: tuple[Any, ...] | None = None  # what layers return after the hidden state; None: it is bare
-        self._mark_absent = True  # a None among it may be a tensor in another layer, so it has a placeholder too
+        self._extra_outputs: tuple[Any, ...] | None = (
+            None  # what layers return after the hidden state; None: it is bare
+        )
+        self._mark_absent = (
+            True  # a None among it may be a tensor in another layer, so it has a placeholder too
+        )
         self.tables: RowTables | None = None
-        # The number of the head's input, in training and in evaluation, because some models differ between them.
+        # The number of the head's input, in training and in evaluation, because some models differ
+        # between them.
         self._cut: dict[bool, int] = {}
-        self._to_compile, self._fast = compiled, fast
+        self._to_compile = compiled
+        self._fast = fast
         if fast and (self.lazy or self.parallel.size > 1):
-            what = "the device compiles what is run on it" if self.lazy else "several processes hold the model together"
-            raise ConfigError(f"fast does not work if {what}", where="arithmetic", how="set it to exact")
+            what = (
+                "the device compiles what is run on it"
+                if self.lazy
+                else "several processes hold the model together"
+            )
+            raise ConfigError(
+                f"fast does not work if {what}", where="arithmetic", how="set it to exact"
+            )
         self._sharing: dict[int, SharedInputs] = {}
         self._names: dict[int, LayerNames] = {}
         self.state = ModelState(model, self.layers, self.layers_name)
         self._compiled: CompiledLayers | None = None
         self._experts: dict[int, LayerExperts | None] = {}
-        self.groups: Mapping[int, Sequence[ExpertGroup]] = {}  # of layers whose experts are leased in groups
+        self.groups: Mapping[
+            int, Sequence[ExpertGroup]
+        ] = {}  # of layers whose experts are leased in groups
         self._forget_layers()
         form_no_frozen_gradients()
 
     @property
     def keeps_tensors(self) -> bool:
         """Whether layers return other tensors than the hidden state: those of layer 0 are kept."""
-        return any(isinstance(one, Tensor) for one in self._rest or ())
+        return any(isinstance(output, Tensor) for output in self._extra_outputs or ())
 
     @property
-    def rest(self) -> tuple[Any, ...] | None:
-        """What layers return after the hidden state, as layer 0 did on a few tokens; None: the hidden state is bare."""
-        return self._rest
+    def extra_outputs(self) -> tuple[Any, ...] | None:
+        """What layers return after the hidden state, as layer 0 did on a few tokens; None: the
+        hidden state is bare.
+        """
+        return self._extra_outputs
 
     @property
     def num_layers(self) -> int:
@@ -113,15 +141,16 @@ class Split:
         differentiate: bool = False,
         run: Run | None = None,
     ) -> Prelude:
-        """Run the model up to its layers. `batch`: `input_ids`, int64 `[batch, sequence]`, and what else the model's
-        forward takes. `first_layer_weights`: of layer 0, by name; used once, to learn what a layer returns.
-        `differentiate`: let the hidden state keep its graph, where something before the layers trains. `run`: what to
-        run; None: the model on `batch`."""
+        """Run the model up to its layers. `batch`: `input_ids`, int64 `[batch, sequence]`, and what
+        else the model's forward takes. `first_layer_weights`: of layer 0, by name; used once, to
+        learn what a layer returns. `differentiate`: let the hidden state keep its graph, where
+        something before the layers trains. `run`: what to run; None: the model on `batch`."""
         self.state.outer.begin()
         if self.model.training not in self._cut:
             with self.state.outer.learning(), aside(self.model.modules()):
                 self._learn(self._few(batch), first_layer_weights)
-        # Stopped where the head begins, because it needs what the layers make, and nothing has run them yet.
+        # Stopped where the head begins, because it needs what the layers make, and nothing has run
+        # them yet.
         tape = Tape(self._cut[self.model.training], _stop)
         with torch.set_grad_enabled(differentiate), self._unread(), suppress(_LayerReached):
             self._followed(tape, run or partial(self._logits, batch), Tensor.detach)
@@ -129,8 +158,8 @@ class Split:
         return Prelude(tape.hidden, tape.tied())
 
     def _logits(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Run the whole model; of one that scores texts its base, because a score is none of each token, and its head
-        is run by the caller of the model."""
+        """Run the whole model; of one that scores texts its base, because a score is none of each
+        token, and its head is run by the caller of the model."""
         with self.autocast():
             if self._scores:
                 last: Tensor = self.model.base_model(**batch, use_cache=False)[0]
@@ -139,8 +168,9 @@ class Split:
         return logits
 
     def _followed(self, tape: Tape, run: Run, make: Callable[[Tensor], Tensor]) -> Any:
-        """Run the model's own forward with its layers replaced: each returns what `make` makes of the hidden state that
-        it is given, and of what layer 0 has returned besides. Returns what it returns."""
+        """Run the model's own forward with its layers replaced: each returns what `make` makes of
+        the hidden state that it is given, and of what layer 0 has returned besides. Returns what it
+        returns."""
 
         def recorder(index: int) -> Callable[..., Any]:
             def record(*args: Any, **kwargs: Any) -> Any:
@@ -148,12 +178,22 @@ class Split:
                     if index != len(tape.calls):
                         raise self._refusal(OUT_OF_ORDER)
                     if (hidden := tape.called(args, kwargs)) is None:
-                        raise self._refusal(f"the hidden state changes between layers {index - 1} and {index}")
+                        raise self._refusal(
+                            f"the hidden state changes between layers {index - 1} and {index}"
+                        )
                     # A tensor stands for None too, because it may be one in another layer.
                     absent = torch.empty(0, dtype=torch.long) if self._mark_absent else None
-                    items = [hidden, *(absent if item is None else item for item in self._rest or ())]
-                    returned = tape.returned(tuple(make(one) if isinstance(one, Tensor) else one for one in items))
-                return returned[0] if self._rest is None else returned
+                    items = [
+                        hidden,
+                        *(absent if item is None else item for item in self._extra_outputs or ()),
+                    ]
+                    returned = tape.returned(
+                        tuple(
+                            make(output) if isinstance(output, Tensor) else output
+                            for output in items
+                        )
+                    )
+                return returned[0] if self._extra_outputs is None else returned
 
             return record
 
@@ -161,42 +201,65 @@ class Split:
         with self.replaced(forwards), aside(self.layers), tape:
             return run()
 
-    def knows_as(self, other: Split) -> None:
-        """Know what another split of this model has seen: what layers return, and where the head begins."""
-        self._cut, self._rest, self._mark_absent = dict(other._cut), other._rest, other._mark_absent
+    def knows_as(self, source: Split) -> None:
+        """Know what another split of this model has seen: what layers return, and where the head
+        begins.
+        """
+        self._cut = dict(source._cut)
+        self._extra_outputs = source._extra_outputs
+        self._mark_absent = source._mark_absent
 
-    def known(self, batch: Mapping[str, Tensor]) -> bool:
-        """Whether `prelude` needs no weights: once it is known what layers return, on a lazy device from their shapes.
-        A model whose forward looks at values is examined as on other devices, which finds what cannot be split."""
+    def has_learned(self, batch: Mapping[str, Tensor]) -> bool:
+        """Whether `prelude` needs no weights: once it is known what layers return, on a lazy device
+        from their shapes. A model whose forward looks at values is examined as on other devices,
+        which finds what cannot be split."""
         if not self.lazy or self.model.training in self._cut:
             return self.model.training in self._cut
-        device, marked = self._backend.device, self._mark_absent
+        device = self._backend.device
+        marked = self._mark_absent
         few = {name: (value.shape, value.dtype) for name, value in self._few(batch).items()}
         try:
             with without_values(self.model, self.layers, device):
-                given = {stored_name(name): one for name, one in self.layers[0].named_parameters() if one.is_meta}
-                weights = {name: torch.empty(one.shape, dtype=one.dtype, device=device) for name, one in given.items()}
-                shapes = {name: torch.ones(shape, dtype=dtype, device=device) for name, (shape, dtype) in few.items()}
+                parameters = {
+                    stored_name(name): parameter
+                    for name, parameter in self.layers[0].named_parameters()
+                    if parameter.is_meta
+                }
+                weights = {
+                    name: torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                    for name, parameter in parameters.items()
+                }
+                shapes = {
+                    name: torch.ones(shape, dtype=dtype, device=device)
+                    for name, (shape, dtype) in few.items()
+                }
                 self._learn(shapes, weights)
         except (ModelError, *PASSED_THROUGH_THE_MODEL):
-            self._rest, self._mark_absent = None, marked
+            self._extra_outputs = None
+            self._mark_absent = marked
             return False
-        if self._rest is not None:
-            self._rest = tuple(capture.stand_in(one, device) for one in self._rest)
+        if self._extra_outputs is not None:
+            self._extra_outputs = tuple(
+                capture.stand_in(output, device) for output in self._extra_outputs
+            )
         return True
 
     def _few(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a few tokens of a batch; of processes that hold a layer together each may have its part of them."""
+        """Return a few tokens of a batch; of processes that hold a layer together each may have
+        its part of them.
+        """
         few = math.lcm(LEARNING_TOKENS, self.parallel.size)
         return {name: value[:1, :few] for name, value in batch.items()}
 
     def _unread(self) -> AbstractContextManager[Any]:
-        """Return the context in which the model's own forward asks a lazy device for nothing, and no other device for
-        what the host knows."""
+        """Return the context in which the model's own forward asks a lazy device for nothing, and
+        no other device for what the host knows."""
         if self.lazy:
             return values_unread()
         asked = self.tables is not None and self._backend.device.type != "cpu"
-        return self.tables.copies.answering() if asked and self.tables is not None else nullcontext()
+        return (
+            self.tables.copies.answering() if asked and self.tables is not None else nullcontext()
+        )
 
     @property
     def compiled(self) -> CompiledLayers | None:
@@ -206,31 +269,42 @@ class Split:
         return self._compiled
 
     def compiles(self, index: int) -> bool:
-        """Whether `run_layer` runs a layer compiled, as far as is known: its first run may show that it cannot."""
+        """Whether `run_layer` runs a layer compiled, as far as is known: its first run may show
+        that it cannot.
+        """
         return self.compiled is not None and self.compiled.compiles(index)
 
     def run_layer(
-        self, index: int, weights: Mapping[str, Tensor], call: LayerCall, hidden: Tensor, *, compiled: bool = True
+        self,
+        index: int,
+        weights: Mapping[str, Tensor],
+        call: LayerCall,
+        hidden: Tensor,
+        *,
+        compiled: bool = True,
     ) -> Tensor:
-        """Run one layer on `hidden`, `[batch, sequence, hidden]`, with the weights given; returns the same shape.
-        `compiled` false: not compiled, even where it could be. Of processes that hold a layer together each may have
-        its part of the sequence, from `enter` on, until the last layer has put the parts together."""
+        """Run one layer on `hidden`, `[batch, sequence, hidden]`, with the weights given; returns
+        the same shape. `compiled` false: not compiled, even where it could be. Of processes that
+        hold a layer together each may have its part of the sequence, from `enter` on, until the
+        last layer has put the parts together."""
         parallel = self.parallel
         graphs = self.compiled if compiled else None
 
         def layer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             same_lists = capture.lists_in(args, kwargs)
 
-            def made() -> Any:
+            def forward() -> Any:
                 out: Any = NotImplemented
                 if graphs is not None:
                     out = graphs.call(index, self.renamed(index, weights), args, kwargs)
-                return self.call_layer(index, weights, args, kwargs) if out is NotImplemented else out
+                return (
+                    self.call_layer(index, weights, args, kwargs) if out is NotImplemented else out
+                )
 
             if capture.has_values(hidden):
-                out = self.state.layers.run(index, call, made, (args, kwargs, weights))
+                out = self.state.layers.run(index, call, forward, (args, kwargs, weights))
             else:
-                out = made()
+                out = forward()
             if not same_lists():
                 raise self._refusal(f"layer {index} passes something to later layers in a list")
             return out
@@ -238,80 +312,120 @@ class Split:
         inside = nullcontext() if call.hooks is None else call.hooks.standing()
         with self.autocast(call.autocast), capture.routed(call.routers), inside:
             if graphs is not None and torch.is_grad_enabled() and not hidden.requires_grad:
-                hidden = hidden.detach().requires_grad_()  # so that one graph serves all layers: the lowest needs none
+                # so that one graph serves all layers: the lowest needs none
+                hidden = hidden.detach().requires_grad_()
             output = call.run(hidden, layer)
         return parallel.leave_layers(output) if index == self.num_layers - 1 else output
 
     def enter(self, hidden: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return what this process gives its first layer of each micro-batch's hidden state; differentiable."""
+        """Return what this process gives its first layer of each micro-batch's hidden state;
+        differentiable.
+        """
         return tuple(self.parallel.enter_layers(state) for state in hidden)
 
     def call_layer(
-        self, index: int, weights: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        index: int,
+        weights: Mapping[str, Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        """Call one layer's own forward, even while it is replaced, with the weights given; returns what it returns."""
+        """Call one layer's own forward, even while it is replaced, with the weights given;
+        returns what it returns.
+        """
         layer = self.layers[index]
         with replaced({layer: None}), aside([layer]):
             # Nothing is tied within a layer; looking for it would walk the modules at every call.
             tensors = self.renamed(index, weights)
             stored = self._names[index].buffers(tensors)
             sharing = self._sharing.setdefault(index, SharedInputs()) if self._fast else None
-            together = nullcontext() if sharing is None else sharing.used(layer, tensors, args, kwargs)
-            with parameters_kept(self._names[index].adapted), together:
+            together = (
+                nullcontext() if sharing is None else sharing.used(layer, tensors, args, kwargs)
+            )
+            with restored_parameters(self._names[index].adapted), together:
                 out = torch.func.functional_call(layer, tensors, args, kwargs, tie_weights=False)
-        for name, one in stored.items():
-            if tensors[name] is not one or one._version:
-                raise self._refusal(f"layer {index} writes into its {name}, which is read from its file at each visit")
+        for name, buffer in stored.items():
+            if tensors[name] is not buffer or buffer._version:
+                raise self._refusal(
+                    f"layer {index} writes into its {name}, which is read from its file at "
+                    "each visit"
+                )
         return out
 
     def experts_of(self, index: int) -> LayerExperts | None:
-        """Return the experts of a layer; None: it has none whose weights may be leased in groups."""
+        """Return the experts of a layer; None: it has none whose weights may be leased in
+        groups.
+        """
         if index not in self._experts:
             self._experts[index] = layer_experts(self.layers[index])
         return self._experts[index]
 
     def suspended(self, index: int, run: Callable[[], Any]) -> Suspended:
-        """Have `run` run a layer without its experts and what needs their result. `ModelError`: that cannot be."""
-        experts, suspended = self.experts_of(index), Suspended(self._backend.rng_state)
+        """Have `run` run a layer without its experts and what needs their result. `ModelError`:
+        that cannot be.
+        """
+        experts = self.experts_of(index)
+        suspended = Suspended(self._backend.rng_state)
         assert experts is not None
         try:
             with replaced({experts.module: suspended.reached}), suspended.tape:
                 output = run()
-            if any(suspended.tape.number(one) is not None for one in self.state.layers.tensors(index)):
-                raise self.state.layers.refusal(index, "which is made of its experts' result, and they run in groups")
+            if any(
+                suspended.tape.number(tensor) is not None
+                for tensor in self.state.layers.tensors(index)
+            ):
+                raise self.state.layers.refusal(
+                    index, "which is made of its experts' result, and they run in groups"
+                )
             suspended.returned(output)
         except ValueError as error:
-            raise self._refusal(f"layer {index} has no experts to lease in groups, because {error}") from error
+            raise self._refusal(
+                f"layer {index} has no experts to lease in groups, because {error}"
+            ) from error
         return suspended
 
-    def head(self, hidden: Tensor, batch: Mapping[str, Tensor] | None = None, cut: int | None = None) -> Tensor:
-        """Return the logits `[rows, tokens, vocabulary]` of the last layer's output `[rows, tokens, hidden]`. The part
-        of the forward before the head runs on `batch`, or on placeholder tokens, and its result is thrown away. `cut`
-        is the number of what is given to the head; None: as was seen in the first batch."""
-        looked_at = batch is not None
+    def head(
+        self, hidden: Tensor, batch: Mapping[str, Tensor] | None = None, cut: int | None = None
+    ) -> Tensor:
+        """Return the logits `[rows, tokens, vocabulary]` of the last layer's output `[rows, tokens,
+        hidden]`. The part of the forward before the head runs on `batch`, or on placeholder tokens,
+        and its result is thrown away. `cut` is the number of what is given to the head; None: as
+        was seen in the first batch."""
+        has_lookups = batch is not None
         if batch is None:
             # Any token but padding, because padding could be masked.
             placeholder = int(getattr(self.model.config, "pad_token_id", None) == 0)
             with self._unread():
-                ids = torch.full(hidden.shape[:2], placeholder, dtype=torch.long, device=hidden.device)
+                ids = torch.full(
+                    hidden.shape[:2], placeholder, dtype=torch.long, device=hidden.device
+                )
             batch = {"input_ids": ids}
-        logits: Tensor = self.finish(hidden, partial(self._logits, batch), cut, looked_at=looked_at)
+        logits: Tensor = self.finish(
+            hidden, partial(self._logits, batch), cut, has_lookups=has_lookups
+        )
         return logits
 
-    def finish(self, hidden: Tensor, run: Run, cut: int | None = None, *, looked_at: bool = False) -> Any:
-        """Return what `run` returns if the last layer's output is `hidden`; what it does before that is thrown away.
-        The generator, and what modules keep from call to call, are put back before the head begins: what it draws is
-        what the whole model would draw. `cut` is as in `head`; `looked_at`: embeddings are looked up all the same."""
-        state, kept, entered = self._backend.rng_state(), self.state.outer.now(), list[Tensor]()
+    def finish(
+        self, hidden: Tensor, run: Run, cut: int | None = None, *, has_lookups: bool = False
+    ) -> Any:
+        """Return what `run` returns if the last layer's output is `hidden`; what it does before
+        that is thrown away. The generator, and what modules keep from call to call, are put back
+        before the head begins: what it draws is what the whole model would draw. `cut` is as in
+        `head`; `has_lookups`: embeddings are looked up all the same."""
+        state = self._backend.rng_state()
+        outer_state = self.state.outer.now()
+        entered = list[Tensor]()
 
         def enter() -> Tensor:
             self._backend.set_rng_state(state)
-            kept.restore()
+            outer_state.restore()
             put_back()
             entered.append(hidden)
             return hidden
 
-        tables = nullcontext() if looked_at or self.tables is None else self.tables.nothing_looked_at()
+        tables = (
+            nullcontext() if has_lookups or self.tables is None else self.tables.without_lookups()
+        )
         tape = Tape(self._cut[self.model.training] if cut is None else cut, enter)
         with tables, self._unread(), aside(self.state.outer.modules) as put_back:
             returned = self._followed(tape, run, Tensor.detach)
@@ -319,7 +433,9 @@ class Split:
         return returned
 
     def _learn(self, few: Mapping[str, Tensor], first_layer_weights: Mapping[str, Tensor]) -> None:
-        """Run layer 0 for real on a few tokens, to see what layers return; then see whether the model can be split."""
+        """Run layer 0 for real on a few tokens, to see what layers return; then see whether the
+        model can be split.
+        """
         state = self._backend.rng_state()
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -327,16 +443,24 @@ class Split:
                 args = self.parallel.enter_layers(args[0]), *args[1:]
             else:
                 kwargs["hidden_states"] = self.parallel.enter_layers(kwargs["hidden_states"])
-            experts, stand_in = self.experts_of(0), {}
+            experts = self.experts_of(0)
+            stand_in = {}
             if experts is not None and not set(experts.weights) <= first_layer_weights.keys():
-                stand_in = {experts.module: lambda hidden, *_: torch.zeros_like(hidden)}  # they are leased in groups
+                stand_in = {
+                    experts.module: lambda hidden, *_: torch.zeros_like(hidden)
+                }  # they are leased in groups
             with replaced(stand_in):
                 out = self.call_layer(0, first_layer_weights, args, kwargs)
-            self._rest = None if isinstance(out, Tensor) else tuple(out[1:])
+            self._extra_outputs = None if isinstance(out, Tensor) else tuple(out[1:])
             raise _LayerReached
 
         try:
-            with torch.no_grad(), self.autocast(), self.replaced([run] * self.num_layers), suppress(_LayerReached):
+            with (
+                torch.no_grad(),
+                self.autocast(),
+                self.replaced([run] * self.num_layers),
+                suppress(_LayerReached),
+            ):
                 self.model(**few, use_cache=False)
         except PASSED_THROUGH_THE_MODEL as error:
             if is_out_of_memory(error):
@@ -347,49 +471,64 @@ class Split:
         except PASSED_THROUGH_THE_MODEL as error:
             if is_out_of_memory(error):
                 raise
-            # None stays None, because the code may compute with other results of layers than the hidden state.
+            # None stays None, because the code may compute with other results of layers than the
+            # hidden state.
             self._mark_absent = False
             try:
                 self._check(few)
             except PASSED_THROUGH_THE_MODEL as again:
                 if is_out_of_memory(again):
                     raise
-                raise self._refusal(f"its forward fails on only a few token ids: {again}") from again
+                raise self._refusal(
+                    f"its forward fails on only a few token ids: {again}"
+                ) from again
         self._backend.set_rng_state(state)
 
     def _check(self, few: Mapping[str, Tensor]) -> None:
-        """Make sure that the model is a prelude, layers one after the other, and a head; find where that begins.
-        `ModelError`: a layer's output cannot be followed, or the head needs all tokens at once."""
+        """Make sure that the model is a prelude, layers one after the other, and a head; find where
+        that begins. `ModelError`: a layer's output cannot be followed, or the head needs all tokens
+        at once."""
         tape = Tape(keep=True)
         with torch.enable_grad():  # because the graphs say what depends on what layers return
             logits = self._followed(tape, partial(self._logits, few), capture.as_leaf)
         if len(tape.calls) != self.num_layers:
             raise self._refusal(OUT_OF_ORDER)
-        enough = partial(self._is_enough, few=few, shape=logits.shape, top=tape.calls[-1].returns[0])
+        enough = partial(
+            self._is_enough, few=few, shape=logits.shape, top=tape.calls[-1].returns[0]
+        )
         try:
             self._cut[self.model.training] = find_cut(tape, logits, enough)
         except CannotCut as error:
             raise self._refusal(str(error)) from error
 
-    def _is_enough(self, cut: int, given: Tensor, few: Mapping[str, Tensor], shape: torch.Size, top: int) -> bool:
-        """Whether the head gives logits of this shape for what is `given` alone, token by token. What has their shape
-        and comes after `top`, the last layer's output, may be logits already, before they are capped or scaled."""
-        if given.dim() != 3 or given.shape[:2] != shape[:2] or (given.shape == shape and cut != top):
+    def _is_enough(
+        self, cut: int, hidden: Tensor, few: Mapping[str, Tensor], shape: torch.Size, top: int
+    ) -> bool:
+        """Whether the head gives logits of this shape for what is `hidden` alone, token by token.
+        What has their shape and comes after `top`, the last layer's output, may be logits already,
+        before they are capped or scaled."""
+        if (
+            hidden.dim() != 3
+            or hidden.shape[:2] != shape[:2]
+            or (hidden.shape == shape and cut != top)
+        ):
             return False
         try:
             with torch.no_grad(), capture.without_dropout(self.model):
-                expected = self.head(given, few, cut)
-                parts = [self.head(given[:, :1], cut=cut), self.head(given[:, 1:], cut=cut)]
-                alone = [self.head(given, cut=cut), torch.cat(parts, dim=1)]
+                expected = self.head(hidden, few, cut)
+                parts = [self.head(hidden[:, :1], cut=cut), self.head(hidden[:, 1:], cut=cut)]
+                alone = [self.head(hidden, cut=cut), torch.cat(parts, dim=1)]
         except PASSED_THROUGH_THE_MODEL as error:
             if is_out_of_memory(error):
                 raise
             return False
-        return all(capture.alike(found, expected) for found in alone)
+        return all(capture.alike(logits, expected) for logits in alone)
 
     def _refusal(self, why: str) -> ModelError:
-        source, where = self.model.config.name_or_path, f"{self.layers_name} of {type(self.model).__name__}"
-        what, how = f"this model cannot be streamed layer by layer: {why}", "`lema models` lists the types that stream"
+        source = self.model.config.name_or_path
+        where = f"{self.layers_name} of {type(self.model).__name__}"
+        what = f"this model cannot be streamed layer by layer: {why}"
+        how = "`lema models` lists the types that stream"
         return ModelError(what, where=f"{source}: {where}" if source else where, how=how)
 
     def renamed(self, index: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -399,11 +538,13 @@ class Split:
         return self._names[index].renamed(weights)
 
     def adapters_changed(self) -> None:
-        """Forget the layers' names and compiled forms, because adapters were attached or taken off. Those of experts
-        multiply apart from here on, also for another `Split` of this model."""
+        """Forget the layers' names and compiled forms, because adapters were attached or taken off.
+        Those of experts multiply apart from here on, also for another `Split` of this model."""
         self._forget_layers()
-        if not self._to_compile:  # because a layer has to compute alike where it is compiled and where it is not
-            multiply_apart(self.layers)
+        if (
+            not self._to_compile
+        ):  # because a layer has to compute alike where it is compiled and where it is not
+            multiply_unmerged(self.layers)
         if self._fast:
             multiply_together(self.layers)
 
@@ -417,7 +558,9 @@ class Split:
             capture.without_casts(layer)
 
     def autocast(self, dtype: torch.dtype | None = None) -> AbstractContextManager[Any]:
-        """Return the context in which weights of this model's dtype compute, or those of another."""
+        """Return the context in which weights of this model's dtype compute, or those of
+        another.
+        """
         return self._backend.autocast(dtype or self.dtype)
 
     def replaced(self, forwards: Sequence[Callable[..., Any]]) -> AbstractContextManager[None]:

@@ -1,5 +1,5 @@
-"""The plan of a run, told before it starts: what memory is spent on, and how long a step takes; no weights are read.
-The chapter on memory of docs/internals/reading.md describes the folder."""
+"""The plan of a run, told before it starts: what memory is spent on, and how long a step takes; no
+weights are read. The chapter on memory of docs/internals/reading.md describes the folder."""
 
 from typing import TYPE_CHECKING
 

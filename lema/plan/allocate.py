@@ -1,4 +1,6 @@
-"""From settings to an allocation of memory: the limits in bytes, the solver's answer, and advice where nothing fits."""
+"""From settings to an allocation of memory: the limits in bytes, the solver's answer, and advice
+where nothing fits.
+"""
 
 from __future__ import annotations
 
@@ -27,24 +29,42 @@ if TYPE_CHECKING:
 
     from lema.plan.planner import Planner
 
-__all__ = ["advise", "allocated", "ample", "layers_stay", "of_one_process", "untimed", "whether_recomputed"]
+__all__ = [
+    "advise",
+    "allocated",
+    "layers_stay",
+    "of_one_process",
+    "surely_fits",
+    "untimed",
+    "whether_recomputed",
+]
 
 
 LARGEST = 3  # parts that are named
 WORTH_IT = 0.01  # of the peak: what saves less is not spoken of
-OTHERWISE = "lower max_length, loss_chunk_tokens or lora_rank; `lema plan` shows what takes how much"
+OTHERWISE = (
+    "lower max_length, loss_chunk_tokens or lora_rank; `lema plan` shows what takes how much"
+)
 
 
 def of_one_process(demand: Demand, replicas: Replicas, *, sharded: bool) -> Demand:
-    """Return what a step needs of one of several processes, given what it needs of one alone; `sharded`: each has only
-    its part of every layer's weights."""
-    demand, size = replace(demand, processes=replicas.local_size), replicas.size
+    """Return what a step needs of one of several processes, given what it needs of one alone;
+    `sharded`: each has only its part of every layer's weights."""
+    demand = replace(demand, processes=replicas.local_size)
+    size = replicas.size
     if not sharded or size == 1:
         return demand
     layers = []
     for layer in demand.layers:
         part = part_bytes(layer.slot_bytes, size)
-        layers.append(replace(layer, slot_bytes=part, upload_bytes=part, read_bytes=math.ceil(layer.read_bytes / size)))
+        layers.append(
+            replace(
+                layer,
+                slot_bytes=part,
+                upload_bytes=part,
+                read_bytes=math.ceil(layer.read_bytes / size),
+            )
+        )
     largest = max(layer.slot_bytes for layer in layers)
     return replace(demand, layers=tuple(layers), gathered_bytes=NUM_BUFFERS * size * largest)
 
@@ -58,14 +78,18 @@ def whether_recomputed(config: LemaConfig) -> bool | None:
     """Return whether the settings have layers recomputed; None: as few as memory asks for."""
     if config.gradient_checkpointing != "auto":
         return config.gradient_checkpointing
-    if config.activation_offloading == "hidden_states" or config.boundary_activations in ("host", "disk"):
+    if config.activation_offloading == "hidden_states" or config.boundary_activations in (
+        "host",
+        "disk",
+    ):
         return True  # because it is inputs of layers that they speak of
     return None if config.offloading_tier is None else False
 
 
 def layers_stay(config: LemaConfig, demand: Demand, free: int) -> bool:
-    """Return whether layers may stay on the device: where nobody limits a device that computes in host memory, only if
-    the system's cache, which gives its memory back to whoever needs it, would not hold the model's files as well."""
+    """Return whether layers may stay on the device: where nobody limits a device that computes in
+    host memory, only if the system's cache, which gives its memory back to whoever needs it, would
+    not hold the model's files as well."""
     unlimited = config.device_memory == "auto" and demand.shared
     return not unlimited or sum(layer.read_bytes for layer in demand.layers) > CACHED * free
 
@@ -78,71 +102,92 @@ def allocated(
     host_total: int,
     host_available: int,
     *,
-    kept: float = 0.0,
+    resident_fraction: float = 0.0,
     device_free: int | None = None,
 ) -> Allocation:
-    """Return the best allocation within the limits that the settings set, which may be fractions of the totals.
+    """Return the best allocation within the limits that the settings set, which may be fractions of
+    the totals.
 
-    `host_available` bytes of host memory are free, the limit where the settings have none; others leave `device_free`
-    of device memory; None: all. Layers stay up to the part `kept` of it where the settings have no number; what else
-    there is to choose stays as streaming has it, as do layers where none fits. `MemoryLimitError`: nothing fits.
+    `host_available` bytes of host memory are free, the limit where the settings have none; others
+    leave `device_free` of device memory; None: all. Layers stay up to the part `resident_fraction`
+    of it where the settings have no number; what else there is to choose stays as streaming has it,
+    as do layers where none fits. `MemoryLimitError`: nothing fits.
     """
-    host_limit = None if config.host_memory is None else parse_memory(config.host_memory, host_total)
-    resident, tier, wanted = config.strategy is MemoryStrategy.RESIDENT, config.offloading_tier, config.device_memory
+    host_limit = (
+        None if config.host_memory is None else parse_memory(config.host_memory, host_total)
+    )
+    resident = config.strategy is MemoryStrategy.RESIDENT
+    tier = config.offloading_tier
+    device_memory = config.device_memory
     free = device_total if device_free is None else device_free
-    free = _of_host(demand, min(device_total, host_available), host_limit, resident) if demand.shared else free
-    if wanted == "auto":
-        device_limit = parse_memory(wanted, free) if free and not kept else None
+    free = (
+        _of_host(demand, min(device_total, host_available), host_limit, resident)
+        if demand.shared
+        else free
+    )
+    if device_memory == "auto":
+        device_limit = parse_memory(device_memory, free) if free and not resident_fraction else None
     else:
-        device_limit, kept = None if wanted is None else parse_memory(wanted, device_total), kept * (wanted is None)
-    # Where nobody limits a device that computes in host memory, what it needs beside the layers comes out of it all the
-    # same: layers that fill the rest would have the system end the process.
+        device_limit = None if device_memory is None else parse_memory(device_memory, device_total)
+        resident_fraction = resident_fraction * (device_memory is None)
+    # Where nobody limits a device that computes in host memory, what it needs beside the layers
+    # comes out of it all the same: layers that fill the rest would have the system end the process.
     alone = not (demand.shared and resident and device_limit is None)
-    beside = 0 if alone else demand.processes * (demand.fixed_bytes - demand.outside_bytes)
-    recompute, stay = whether_recomputed(config), bool(kept) or layers_stay(config, demand, free)
+    fixed_bytes = 0 if alone else demand.processes * (demand.fixed_bytes - demand.outside_bytes)
+    recompute = whether_recomputed(config)
+    stay = bool(resident_fraction) or layers_stay(config, demand, free)
     boundaries = None if config.boundary_activations == "auto" else config.boundary_activations
     boundaries = boundaries if recompute is False or tier is None else tier
 
     def solved(depth: int, again: bool, saved_on: Tier, *, asked: bool = True) -> Allocation:
         return solve(
             *(demand, speeds, depth + 1),
-            device_limit=device_limit if asked else int(kept * free),
-            host_limit=max(0, host_available - beside) if host_limit is None else host_limit,
+            device_limit=device_limit if asked else int(resident_fraction * free),
+            host_limit=max(0, host_available - fixed_bytes) if host_limit is None else host_limit,
             host_cache="all" if resident else "none" if host_limit is None else "fill",
             recompute=again,
             boundaries=boundaries if asked else boundaries or "device",
             saved_on=saved_on,
             stay=stay,
-            save=recompute is None or wanted != "auto",  # whoever asks for recomputation, and no number, means all
+            save=recompute is None
+            or device_memory != "auto",  # whoever asks for recomputation, and no number, means all
             products=not config.torch_compile,  # because compiled layers run again as a whole
         )
 
     def spent(depth: int) -> Allocation:
         if recompute is not None or device_limit is None:
-            again, place = recompute is not False, tier or "device"
-            if device_limit is None and kept:
+            again = recompute is not False
+            saved_on = tier or "device"
+            if device_limit is None and resident_fraction:
                 with suppress(MemoryLimitError):  # then layers stream, as far as that fits
-                    return solved(depth, again, place, asked=False)
-            return solved(depth, again, place)
+                    return solved(depth, again, saved_on, asked=False)
+            return solved(depth, again, saved_on)
         return _least_recomputed(demand, speeds, partial(solved, depth), stay=stay)
 
     try:
-        return _deepest(DEPTHS if config.prefetch_depth is None else (config.prefetch_depth,), spent)
+        return _deepest(
+            DEPTHS if config.prefetch_depth is None else (config.prefetch_depth,), spent
+        )
     except MemoryLimitError as error:
         if error.where == "host_memory" and host_limit is None:
             error.where = f"memory available on this machine, {human_bytes(host_available)}"
-            if beside:
-                error.where += f", less {human_bytes(beside)} for what trains and is computed"
-        elif error.where == "device_memory" and wanted == "auto":
+            if fixed_bytes:
+                error.where += f", less {human_bytes(fixed_bytes)} for what trains and is computed"
+        elif error.where == "device_memory" and device_memory == "auto":
             error.where = f"free device memory, {human_bytes(free)}"
         raise
 
 
 def _of_host(demand: Demand, available: int, host_limit: int | None, resident: bool) -> int:
-    """Return what is free for a device that computes in host memory, without what layers that wait there take."""
-    weights, free = sum(layer.slot_bytes for layer in demand.layers), available // demand.processes
-    held = demand.host_copies * weights // demand.processes
-    return max(1, free - (held if resident else min(host_limit or 0, held, free // 2)))
+    """Return what is free for a device that computes in host memory, without what layers that
+    wait there take.
+    """
+    weights = sum(layer.slot_bytes for layer in demand.layers)
+    free = available // demand.processes
+    cached_bytes = demand.host_copies * weights // demand.processes
+    return max(
+        1, free - (cached_bytes if resident else min(host_limit or 0, cached_bytes, free // 2))
+    )
 
 
 def _deepest(depths: Sequence[int], spent: Callable[[int], Allocation]) -> Allocation:
@@ -156,40 +201,63 @@ def _deepest(depths: Sequence[int], spent: Callable[[int], Allocation]) -> Alloc
 def _least_recomputed(
     demand: Demand, speeds: Speeds, solved: Callable[[bool, Tier], Allocation], *, stay: bool
 ) -> Allocation:
-    """Return the fastest allocation, whatever of the layers is recomputed; where no seconds are known, as little is as
-    fits: nothing, or else everything."""
-    found = []
+    """Return the fastest allocation, whatever of the layers is recomputed; where no seconds are
+    known, as little is as fits: nothing, or else everything."""
+    allocations = []
     timed = any(layer.recompute for layer in demand.layers)
-    ways: list[tuple[bool, Tier]] = [(False, "device"), (True, "device"), (False, "host")]
-    for again, place in ways[: 3 if timed and not demand.shared else 2]:
+    candidates: list[tuple[bool, Tier]] = [(False, "device"), (True, "device"), (False, "host")]
+    for again, saved_on in candidates[: 3 if timed and not demand.shared else 2]:
         with suppress(MemoryLimitError):
-            found.append(solved(again, place))
-            if not again and (not timed or not stay or len(found[0].residents) == len(demand.layers)):
+            allocations.append(solved(again, saved_on))
+            if not again and (
+                not timed or not stay or len(allocations[0].residents) == len(demand.layers)
+            ):
                 break  # because nothing is left to be had
-    if not found:
+    if not allocations:
         return solved(True, "device")  # which says what is missing
     cautious = Speeds(speeds.disk / MARGIN, speeds.link / MARGIN)
-    best = min(found, key=lambda one: seconds(demand, one, cautious)) if timed else found[0]
-    return best if timed or not best.recompute else replace(best, saved=frozenset(), products=frozenset())
+    best = (
+        min(allocations, key=lambda allocation: seconds(demand, allocation, cautious))
+        if timed
+        else allocations[0]
+    )
+    return (
+        best
+        if timed or not best.recompute
+        else replace(best, saved=frozenset(), products=frozenset())
+    )
 
 
 def untimed(demand: Demand) -> Demand:
     """Return the demand without its seconds, which are not known."""
-    layers = tuple(replace(layer, expand=0.0, forward=0.0, recompute=0.0, backward=0.0) for layer in demand.layers)
-    return replace(demand, layers=layers, turn=0.0, rest=0.0)
+    layers = tuple(
+        replace(layer, expand=0.0, forward=0.0, recompute=0.0, backward=0.0)
+        for layer in demand.layers
+    )
+    return replace(demand, layers=layers, head_seconds=0.0, outside_seconds=0.0)
 
 
-def ample(planner: Planner) -> bool:
-    """Whether memory holds the run by a guess that is far too high, so that nothing needs to be looked at."""
-    blueprint, batch, rows = planner.blueprint, planner.shape.micro_batch, planner.shape.num_rows
+def surely_fits(planner: Planner) -> bool:
+    """Whether memory holds the run by a guess that is far too high, so that nothing needs to be
+    looked at.
+    """
+    blueprint = planner.blueprint
+    batch = planner.shape.micro_batch
+    rows = planner.shape.num_rows
     text = blueprint.model.config.get_text_config()
-    heads, width = _most_heads(text), 0
+    heads = _most_heads(text)
+    width = 0
     for layer in blueprint.layers:
-        placed = (*layer.tensors, *(one.placed for one in layer.expansions))
-        width += WIDE * sum(sum(one.shape[-2:]) for one in placed)  # what goes into a product, and what comes out
+        tensors = (*layer.tensors, *(expansion.target for expansion in layer.expansions))
+        width += WIDE * sum(
+            sum(tensor.shape[-2:]) for tensor in tensors
+        )  # what goes into a product, and what comes out
         width += WIDE * batch.length * heads  # scores of one token
     width += WIDE * (text.vocab_size + text.hidden_size)
-    weights = sum(layer.nbytes + layer.expanded_bytes for layer in blueprint.layers) + blueprint.outside_bytes
+    weights = (
+        sum(layer.nbytes + layer.expanded_bytes for layer in blueprint.layers)
+        + blueprint.outside_bytes
+    )
     weights *= 1 + (blueprint.trained is not None)  # with their gradients
     activations = 4 * width * rows * batch.length * (1 + batch.beside)
     trains = blueprint.adapter_bytes + blueprint.reference_bytes
@@ -197,20 +265,24 @@ def ample(planner: Planner) -> bool:
 
 
 def _most_heads(text: PreTrainedConfig) -> int:
-    """Return the heads of attention of the layer with the most; where a config names none, as many as states are wide.
-    Of layers with settings of their own, the config of the whole gives no number."""
+    """Return the heads of attention of the layer with the most; where a config names none, as many
+    as states are wide. Of layers with settings of their own, the config of the whole gives no
+    number."""
     layers = text.per_layer_config if text.is_heterogeneous else (text,)
-    return max(int(getattr(layer, "num_attention_heads", None) or text.hidden_size) for layer in layers)
+    return max(
+        int(getattr(layer, "num_attention_heads", None) or text.hidden_size) for layer in layers
+    )
 
 
 def advise(planner: Planner, allocation: Allocation, short: Shortage) -> str:
-    """Return which settings would need less device memory, and by how much, in the plan's numbers. `short` is what a
-    device ran out at, and `allocation` what its memory is spent on."""
+    """Return which settings would need less device memory, and by how much, in the plan's numbers.
+    `short` is what a device ran out at, and `allocation` what its memory is spent on."""
     allocation = replace(allocation, slots=short.slots)
     batch = planner.shape.micro_batch
     if short.rows:  # else it was no micro-batch
         batch = micro_batch_of(planner.config, short.rows, short.length)
-    planner, chunk = planner.with_head(pieces=allocation.pieces > 0), planner.config.loss_chunk_tokens or CHUNK_TOKENS
+    chunk = planner.config.loss_chunk_tokens or CHUNK_TOKENS
+    planner = planner.with_head(pieces=allocation.pieces > 0)
 
     def demand(batch: MicroBatch, chunk: int) -> Demand:
         step = StepShape(batch, max(planner.shape.num_rows, batch.rows))
@@ -218,23 +290,39 @@ def advise(planner: Planner, allocation: Allocation, short: Shortage) -> str:
 
     try:
         now = demand(batch, chunk)
-        others = [(f"loss_chunk_tokens: {chunk // 4}", demand(batch, chunk // 4))] if chunk >= 4 else []
+        demands = (
+            [(f"loss_chunk_tokens: {chunk // 4}", demand(batch, chunk // 4))] if chunk >= 4 else []
+        )
         if batch.length > 1:
             shorter = replace(batch, length=batch.length // 2)
-            others.append((f"max_length: {shorter.length}", demand(shorter, chunk)))
+            demands.append((f"max_length: {shorter.length}", demand(shorter, chunk)))
     except (LemaError, RuntimeError):
         return OTHERWISE
     peak = _peak(now, allocation)
     options = [*_allocations(planner.config, now, allocation)]
-    options += [(what, _peak(one, allocation)) for what, one in others]
-    saving = sorted(((peak - less, setting) for setting, less in options), key=lambda option: -option[0])
-    named = [f"{setting} ({human_bytes(less)} less)" for less, setting in saving if less > WORTH_IT * peak]
+    options += [(what, _peak(candidate, allocation)) for what, candidate in demands]
+    saving = sorted(
+        ((peak - option_peak, setting) for setting, option_peak in options),
+        key=lambda option: -option[0],
+    )
+    named = [
+        f"{setting} ({human_bytes(saved_bytes)} less)"
+        for saved_bytes, setting in saving
+        if saved_bytes > WORTH_IT * peak
+    ]
     largest = sorted(device_parts(now, allocation).items(), key=lambda part: -part[1])[:LARGEST]
-    counted = ", ".join(f"{human_bytes(size)} {MEMORY_PARTS[part]}" for part, size in largest if size)
-    return f"set {', or '.join(named) or OTHERWISE}; the plan counts {human_bytes(peak)} at the peak, of it {counted}"
+    counted = ", ".join(
+        f"{human_bytes(size)} {MEMORY_PARTS[part]}" for part, size in largest if size
+    )
+    return (
+        f"set {', or '.join(named) or OTHERWISE}; the plan counts {human_bytes(peak)} at the "
+        f"peak, of it {counted}"
+    )
 
 
-def _allocations(config: LemaConfig, demand: Demand, allocation: Allocation) -> Iterator[tuple[str, int]]:
+def _allocations(
+    config: LemaConfig, demand: Demand, allocation: Allocation
+) -> Iterator[tuple[str, int]]:
     """Yield settings that change what memory is spent on, and the peak with each."""
     if not allocation.recompute:
         again = replace(allocation, saved=frozenset(), saved_on="device", recompute=True)
@@ -242,7 +330,10 @@ def _allocations(config: LemaConfig, demand: Demand, allocation: Allocation) -> 
         if config.activation_offloading is False:
             away: Tier = "disk" if demand.shared else "host"
             setting = "disk" if demand.shared else "true"
-            yield f"activation_offloading: {setting}", _peak(demand, replace(allocation, saved_on=away))
+            yield (
+                f"activation_offloading: {setting}",
+                _peak(demand, replace(allocation, saved_on=away)),
+            )
     elif allocation.boundaries == "device" and not demand.shared:
         yield "boundary_activations: host", _peak(demand, replace(allocation, boundaries="host"))
     if allocation.residents or allocation.products or (allocation.saved and allocation.recompute):

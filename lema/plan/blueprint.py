@@ -1,4 +1,6 @@
-"""A model as it would be opened for training, without its weights: skeleton, adapter, and where every byte lies."""
+"""A model as it would be opened for training, without its weights: skeleton, adapter, and where
+every byte lies.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,33 @@ from transformers import PreTrainedModel
 from lema.backend import Backend, Parallel, SingleProcess, load
 from lema.config import LemaConfig
 from lema.config.objective import reference_of
-from lema.engine.head.cut import HeadCut, open_ends
+from lema.engine.head.cut import HeadCut, open_embed_head
 from lema.engine.optim import training_bytes
 from lema.lora import inject_lora_params
 from lema.lora.attach import configured_lora, unmatched_names
 from lema.lora.class_names import class_names, compare_classes
 from lema.model import meta_model, read_config
 from lema.model.computing import Computing, computing_of
-from lema.model.experts import multiply_apart
-from lema.model.outer_weights import ExpertParts, StoredTensors, expert_parts, layer_bytes, place_outside
-from lema.model.partition import held_records
+from lema.model.experts import multiply_unmerged
+from lema.model.outer_weights import (
+    ExpertParts,
+    StoredTensors,
+    expert_parts,
+    layer_bytes,
+    outside_layout,
+)
+from lema.model.partition import local_records
 from lema.model.row_tables import RowTables
 from lema.model.skeleton import compute_fast, find_layers
 from lema.model.split import Split
 from lema.model.weight_names import match_names, target_dtypes
-from lema.plan.trainable_bytes import MASTER_BYTES, MOMENT_BYTES, TrainedBytes, lowest_trained, trained_bytes
+from lema.plan.trainable_bytes import (
+    MASTER_BYTES,
+    MOMENT_BYTES,
+    TrainedBytes,
+    lowest_trained,
+    trained_bytes,
+)
 from lema.storage import GlobalBinaryIndex, resolve_model
 from lema.storage.hub import own_weights
 from lema.storage.quantized.records import Stored
@@ -44,7 +58,8 @@ class Blueprint:
     """What is known of a model before a byte of a weight is read."""
 
     directory: Path  # the model's
-    model: PreTrainedModel  # parameters on `meta`, but for those of the adapter, which have memory and no values
+    # parameters on `meta`, but for those of the adapter, which have memory and no values
+    model: PreTrainedModel
     layers: Sequence[LayerBytes]  # the decoder layers as bytes
     outside_bytes: int  # of embeddings, final norm and head, on the device
     tables: RowTables  # the embeddings that are looked up row by row
@@ -55,20 +70,34 @@ class Blueprint:
     parameters: int  # of the model, adapters not counted
     reference_bytes: int = 0  # on the device, of the adapter that a preference loss compares with
     trained: TrainedBytes | None = None  # weights of the model that train instead of an adapter
-    cut_experts: Callable[[int], ExpertParts] | None = None  # returns layers with so many experts in a group
-    parts: ExpertParts | None = None  # the layers with their experts in groups; None: they are whole
+    cut_experts: Callable[[int], ExpertParts] | None = (
+        None  # returns layers with so many experts in a group
+    )
+    parts: ExpertParts | None = (
+        None  # the layers with their experts in groups; None: they are whole
+    )
     experts: int = 0  # how many are in a group then
-    runs_again: bool = False  # whether the backward then runs what comes before them twice, so that less waits
-    waiting: dict[Any, Any] = field(default_factory=dict)  # by micro-batch, bytes that wait for these, as far as known
+    runs_again: bool = (
+        False  # whether the backward then runs what comes before them twice, so that less waits
+    )
+    waiting: dict[Any, Any] = field(
+        default_factory=dict
+    )  # by micro-batch, bytes that wait for these, as far as known
     pieces: Sequence[LayerBytes] = ()  # the head in pieces that are leased after the layers
-    parallel: Parallel = field(default_factory=SingleProcess)  # that hold it together; layers and adapters are one's
+    parallel: Parallel = field(
+        default_factory=SingleProcess
+    )  # that hold it together; layers and adapters are one's
     computing: Computing | None = None  # the types of weights and of computing; None: they are one
-    unmatched: Sequence[str] = ()  # sentences on names in the adapter's settings that no module bears
+    unmatched: Sequence[
+        str
+    ] = ()  # sentences on names in the adapter's settings that no module bears
     splits: list[Split] = field(default_factory=list)  # `split`, after the first request
 
     @property
     def split(self) -> Split:
-        """The parts of the model, for who runs it without values; one for all blueprints of this model."""
+        """The parts of the model, for who runs it without values; one for all blueprints of this
+        model.
+        """
         if not self.splits:
             self.splits.append(Split(self.model, load("cpu"), parallel=self.parallel))
         return self.splits[0]
@@ -80,42 +109,62 @@ class Blueprint:
 
     @property
     def expanded_bytes(self) -> int:
-        """Bytes that quantised weights are expanded into: those of a layer, and of a group of its experts."""
-        leased, count = self.leased, len(self.layers)
-        return sum(max((one.expanded_bytes for one in some), default=0) for some in (leased[:count], leased[count:]))
+        """Bytes that quantised weights are expanded into: those of a layer, and of a group of
+        its experts.
+        """
+        leased = self.leased
+        count = len(self.layers)
+        return sum(
+            max((layer.expanded_bytes for layer in layers), default=0)
+            for layers in (leased[:count], leased[count:])
+        )
 
     @property
     def group_bytes(self) -> dict[int, list[int]]:
-        """Bytes of layers whose experts are leased in groups: first those of the rest, then those of each group."""
+        """Bytes of layers whose experts are leased in groups: first those of the rest, then
+        those of each group.
+        """
         if (parts := self.parts) is None:
             return {}
-        return {at: [parts.layers[at].nbytes, *(one.nbytes for *_, one in own)] for at, own in parts.groups.items()}
+        return {
+            at: [parts.layers[at].nbytes, *(group.nbytes for *_, group in groups)]
+            for at, groups in parts.groups.items()
+        }
 
     @property
     def model_bytes(self) -> int:
-        """Bytes of all weights in the types in which they are used: the size of the model when it is written."""
+        """Bytes of all weights in the types in which they are used: the size of the model when
+        it is written.
+        """
         streamed = sum(layer.nbytes + layer.expanded_bytes for layer in self.layers)
-        own = self.head.nbytes if self.pieces and not self.tables.names & self.head.names else 0
-        return self.outside_bytes + self.tables.nbytes + streamed + own
+        head_bytes = (
+            self.head.nbytes if self.pieces and not self.tables.names & self.head.names else 0
+        )
+        return self.outside_bytes + self.tables.nbytes + streamed + head_bytes
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a plan tells of the adapter's settings, of the type that is computed in, of the embeddings and of the
-        head."""
+        """What a plan tells of the adapter's settings, of the type that is computed in, of the
+        embeddings and of the head."""
         computing = () if self.computing is None else self.computing.notes
-        head = (self.head.told(self.pieces),) if self.pieces else self.head.notes
+        head = (self.head.summary(self.pieces),) if self.pieces else self.head.notes
         return (*self.unmatched, *computing, *self.tables.notes, *head)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of one checkpoint: of each parameter that trains its value and two moments, in fp32; and those of the
-        reference's adapter. Adapters are written under the names of each class."""
+        """Bytes of one checkpoint: of each parameter that trains its value and two moments, in
+        fp32; and those of the reference's adapter. Adapters are written under the names of each
+        class."""
         forms = class_names(self.model).num_forms if self.trained is None else 1
-        return (forms * MASTER_BYTES + MOMENT_BYTES) * self.adapter_parameters + forms * self.reference_bytes
+        return (
+            forms * MASTER_BYTES + MOMENT_BYTES
+        ) * self.adapter_parameters + forms * self.reference_bytes
 
     @property
     def names(self) -> Sequence[frozenset[str]]:
-        """For each layer, its own weights that train, by their names in it; empty: none train in any layer."""
+        """For each layer, its own weights that train, by their names in it; empty: none train in
+        any layer.
+        """
         return () if self.trained is None else self.trained.names
 
     @property
@@ -135,56 +184,78 @@ def draw_up(
     parallel: Parallel | None = None,
     elsewhere: bool = False,
 ) -> Blueprint:
-    """Read a model's config and its tensors' headers, and attach the adapter that the settings ask for.
+    """Read a model's config and its tensors' headers, and attach the adapter that the settings ask
+    for.
 
-    `backend` is the device that adapters are given memory on; None: the CPU. `elsewhere`: it is drawn up for another
-    machine than this one, of which it is not measured which types are fast. `chosen`, given the model, returns what
-    says of a parameter's name whether it trains itself; None: an adapter is attached instead. `parallel` are the
-    processes that hold the model together, of which one's part is drawn up; None: there is one. Raises `ConfigError`
-    and `WeightsError` as `LemaModel` does.
+    `backend` is the device that adapters are given memory on; None: the CPU. `elsewhere`: it is
+    drawn up for another machine than this one, of which it is not measured which types are fast.
+    `chosen`, given the model, returns what says of a parameter's name whether it trains itself;
+    None: an adapter is attached instead. `parallel` are the processes that hold the model together,
+    of which one's part is drawn up; None: there is one. Raises `ConfigError` and `WeightsError` as
+    `LemaModel` does.
     """
     device_here = None if elsewhere else backend or config.device
     directory, index, model, records, computing = _opened(config, trust_remote_code, device_here)
-    parameters = sum(parameter.numel() for parameter in model.parameters())  # now, when tied weights are one
+    parameters = sum(
+        parameter.numel() for parameter in model.parameters()
+    )  # now, when tied weights are one
     if backend is not None:  # else it plans for a device that is not here
         compute_fast(model, config, backend)
     name, stack = find_layers(model)
-    dtypes, device, parallel = target_dtypes(model), backend or load("cpu"), parallel or SingleProcess()
-    stored = StoredTensors(records, dtypes, device, LayerReader())  # a reader that is never asked, and opens nothing
-    head, tables = open_ends(model, stored, config, parallel, backend or config.device)
-    outside, trained = place_outside(model, stored, name, tables.names | head.names)[1], None
+    dtypes = target_dtypes(model)
+    device = backend or load("cpu")
+    parallel = parallel or SingleProcess()
+    stored = StoredTensors(
+        records, dtypes, device, LayerReader()
+    )  # a reader that is never asked, and opens nothing
+    head, tables = open_embed_head(model, stored, config, parallel, backend or config.device)
+    outside = outside_layout(model, stored, name, tables.names | head.names)[1]
+    trained = None
     outside_bytes = outside.nbytes + outside.expanded_bytes
     if chosen is None:
-        kept, unmatched = _attach(model, config, device, tables, head, parallel.size)
-        outside_bytes += kept
-        count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        whole_bytes, unmatched = _attach(model, config, device, tables, head, parallel.size)
+        outside_bytes += whole_bytes
+        count = sum(
+            parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+        )
         if parallel.size > 1:
             words = head.handed_over() | tables.handed_over()
             parallel.shard(model, words)
-            records = held_records(model, records, parallel)
+            records = local_records(model, records, parallel)
             stored = replace(stored, records=records)
-            outside_bytes += place_outside(model, stored, name, records.keys() - words)[1].nbytes
-        layers = layer_bytes(records, dtypes, name, len(stack), tables.names, narrow=computing.narrow)
+            outside_bytes += outside_layout(model, stored, name, records.keys() - words)[1].nbytes
+        layers = layer_bytes(
+            records, dtypes, name, len(stack), tables.names, narrow=computing.narrow
+        )
         adapter = training_bytes(model, name)
     else:
-        wanted, unmatched = chosen(model), ()
+        is_trained = chosen(model)
+        unmatched = ()
         outside_bytes += head.keep_whole(tables, "weights of the model train")
-        outside_bytes += tables.keep_whole([one for one in tables.names if wanted(one)])
-        layers = layer_bytes(records, dtypes, name, len(stack), tables.names, narrow=computing.narrow)
-        trained = trained_bytes(model, layers, wanted)
-        count, adapter = trained.parameters, trained.on_device
-    ends, trains = (outside_bytes, tables, head), (adapter, count)
+        outside_bytes += tables.keep_whole(
+            [table_name for table_name in tables.names if is_trained(table_name)]
+        )
+        layers = layer_bytes(
+            records, dtypes, name, len(stack), tables.names, narrow=computing.narrow
+        )
+        trained = trained_bytes(model, layers, is_trained)
+        count = trained.parameters
+        adapter = trained.on_device
+    embed_head = (outside_bytes, tables, head)
+    trains = (adapter, count)
     return Blueprint(
         directory,
         model,
         layers,
-        *ends,
+        *embed_head,
         *trains,
         index.nbytes,
         parameters,
         reference_bytes=reference_bytes(config, model) if chosen is None else 0,
         trained=trained,
-        cut_experts=partial(expert_parts, records, dtypes, name, stack, tables.names, narrow=computing.narrow),
+        cut_experts=partial(
+            expert_parts, records, dtypes, name, stack, tables.names, narrow=computing.narrow
+        ),
         parallel=parallel,
         computing=computing,
         unmatched=unmatched,
@@ -192,8 +263,8 @@ def draw_up(
 
 
 def reference_bytes(config: LemaConfig, model: PreTrainedModel) -> int:
-    """Return the bytes of what trains in a model if the settings compare with it as it is at the start, because then
-    there is a copy; otherwise 0."""
+    """Return the bytes of what trains in a model if the settings compare with it as it is at the
+    start, because then there is a copy; otherwise 0."""
     if reference_of(config) != "adapter":
         return 0
     return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
@@ -202,14 +273,18 @@ def reference_bytes(config: LemaConfig, model: PreTrainedModel) -> int:
 def _opened(
     config: LemaConfig, trusted: bool, device: Backend | str | None
 ) -> tuple[Path, GlobalBinaryIndex, PreTrainedModel, Mapping[str, Stored], Computing]:
-    """Return a model's directory, the index of its weights, its skeleton, where each of its tensors is stored, and the
-    type that it computes in."""
+    """Return a model's directory, the index of its weights, its skeleton, where each of its tensors
+    is stored, and the type that it computes in."""
     name = config.model_name_or_path
-    directory = resolve_model(name, revision=config.revision, trust_remote_code=trusted, download=False)
+    directory = resolve_model(
+        name, revision=config.revision, trust_remote_code=trusted, download=False
+    )
     hf_config = read_config(directory, trust_remote_code=trusted)
     index = GlobalBinaryIndex(config.gbi_path or own_weights(name, directory))
     computing = computing_of(hf_config, index, config, device)
-    model = meta_model(hf_config, computing.dtype, config.attn_implementation, trust_remote_code=trusted)
+    model = meta_model(
+        hf_config, computing.dtype, config.attn_implementation, trust_remote_code=trusted
+    )
     compare_classes(model, hf_config, trust_remote_code=trusted)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # training says them, when it begins
@@ -217,10 +292,16 @@ def _opened(
 
 
 def _attach(
-    model: PreTrainedModel, config: LemaConfig, device: Backend, tables: RowTables, head: HeadCut, parts: int
+    model: PreTrainedModel,
+    config: LemaConfig,
+    device: Backend,
+    tables: RowTables,
+    head: HeadCut,
+    parts: int,
 ) -> tuple[int, Sequence[str]]:
-    """Attach the adapter of the settings, of a model that `parts` processes hold together; return the bytes of tables
-    and of a head that have to be whole for it, and what is said of names that no module bears."""
+    """Attach the adapter of the settings, of a model that `parts` processes hold together; return
+    the bytes of tables and of a head that have to be whole for it, and what is said of names that
+    no module bears."""
     with tables.taken_out():
         lora = configured_lora(model, config, parts)
         asked = copy(lora)
@@ -228,7 +309,7 @@ def _attach(
         touched = tables.touched()
     unmatched = () if config.adapter_name_or_path is not None else unmatched_names(model, asked)
     if not config.torch_compile:  # as `Split.adapters_changed` has it
-        multiply_apart(model)
+        multiply_unmerged(model)
     why = head.touched()
     of_head = 0 if why is None else head.keep_whole(tables, why)
     return of_head + tables.keep_whole(tables.names.intersection(touched)), unmatched

@@ -1,7 +1,9 @@
-"""The allocation of memory to slots, resident layers, boundary activations, and layers that are not recomputed.
+"""The allocation of memory to slots, resident layers, boundary activations, and layers that are not
+recomputed.
 
-Any choice of R resident layers saves the same bytes per pass. Even spacing is the one that keeps the link and the
-compute busy together: between two residents there is always a streamed layer whose upload their compute can hide.
+Any choice of R resident layers saves the same bytes per pass. Even spacing is the one that keeps
+the link and the compute busy together: between two residents there is always a streamed layer whose
+upload their compute can hide.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ def spread(count: int, num_layers: int) -> tuple[int, ...]:
 
 
 def scattered(num_layers: int) -> tuple[int, ...]:
-    """Return all layers in an order whose every beginning is spread about evenly. It is van der Corput's (1935): by
-    the layers' numbers with their bits reversed."""
+    """Return all layers in an order whose every beginning is spread about evenly. It is van der
+    Corput's (1935): by the layers' numbers with their bits reversed."""
     bits = max(1, (num_layers - 1).bit_length())
     return tuple(sorted(range(num_layers), key=lambda layer: int(f"{layer:0{bits}b}"[::-1], 2)))
 
@@ -50,43 +52,59 @@ def solve(
     save: bool = True,
     products: bool = True,
 ) -> Allocation:
-    """Return the allocation with the fastest step among those whose predicted peaks are within the limits.
+    """Return the allocation with the fastest step among those whose predicted peaks are within the
+    limits.
 
-    Of those equally fast it is the one with boundaries nearest to the computation, then the one that takes least.
-    Every allocation that fits a limit fits a larger one, so more memory never makes the predicted step slower.
+    Of those equally fast it is the one with boundaries nearest to the computation, then the one
+    that takes least. Every allocation that fits a limit fits a larger one, so more memory never
+    makes the predicted step slower.
 
     Args:
         device_limit: bytes on the device; None: no more is used than streaming needs.
         host_limit: bytes of host memory for weights and activations; None: they are not counted.
-        host_cache: keep in host memory, of the layers that do not stay on the device, none, as many as help, or all.
-        recompute: drop each layer's graph and compute it again; else every layer's activations are kept.
+        host_cache: keep in host memory, of the layers that do not stay on the device, none, as many
+            as help, or all.
+        recompute: drop each layer's graph and compute it again; else every layer's activations are
+            kept.
         boundaries: where they wait; None: where it is best.
-        saved_on: without `recompute`, where activations wait; with it, those that are kept stay on the device.
+        saved_on: without `recompute`, where activations wait; with it, those that are kept stay on
+            the device.
         stay: let layers stay on the device where it has room for them.
         save: with `recompute`, keep activations of layers where the device has room for them.
-        products: keep products by frozen weights of layers that are recomputed, where it has room for these.
+        products: keep products by frozen weights of layers that are recomputed, where it has room
+            for these.
 
     Raises `MemoryLimitError` where nothing fits.
     """
     limited = device_limit is not None
-    places = tuple(tier for tier in _TIERS if tier != "host" or not demand.shared)  # where that is the same memory
-    tiers = (boundaries,) if boundaries is not None else places if limited and recompute else places[:1]
+    usable_tiers = tuple(
+        tier for tier in _TIERS if tier != "host" or not demand.shared
+    )  # where that is the same memory
+    tiers = (
+        (boundaries,)
+        if boundaries is not None
+        else usable_tiers
+        if limited and recompute
+        else usable_tiers[:1]
+    )
     cautious = Speeds(speeds.disk / MARGIN, speeds.link / MARGIN)
     fitting: list[tuple[tuple[float, int, int], Allocation]] = []
     refused: list[Allocation] = []
-    for bare in _candidates(demand, num_slots, tiers, saved_on, stay=limited and stay, recompute=recompute):
+    for bare in _candidates(
+        demand, num_slots, tiers, saved_on, stay=limited and stay, recompute=recompute
+    ):
         if host_cache == "all":
             bare = replace(bare, host_cached=frozenset(range(len(demand.layers))) - bare.residents)
-        room = _left(device_limit, device_parts(demand, bare))
-        host_room = _left(host_limit, host_parts(demand, bare))
-        if room < 0 or host_room < 0:
+        free_bytes = _left(device_limit, device_parts(demand, bare))
+        host_free_bytes = _left(host_limit, host_parts(demand, bare))
+        if free_bytes < 0 or host_free_bytes < 0:
             refused.append(bare)
             continue
         if host_cache == "fill":
             bare = replace(bare, host_cached=frozenset(_cacheable(demand, bare, host_limit)))
         if recompute and save and device_limit is not None:
-            saved, some = _kept(demand, bare, room, products=products)
-            bare = replace(bare, saved=saved, products=some)
+            saved, product_layers = _saved_layers(demand, bare, free_bytes, products=products)
+            bare = replace(bare, saved=saved, products=product_layers)
         key = (seconds(demand, bare, cautious), _TIERS.index(bare.boundaries), len(bare.residents))
         fitting.append((key, bare))
     if not fitting:
@@ -96,10 +114,18 @@ def solve(
 
 
 def _candidates(
-    demand: Demand, num_slots: int, tiers: Sequence[Tier], saved_on: Tier, *, stay: bool, recompute: bool
+    demand: Demand,
+    num_slots: int,
+    tiers: Sequence[Tier],
+    saved_on: Tier,
+    *,
+    stay: bool,
+    recompute: bool,
 ) -> Iterator[Allocation]:
     """Yield every number of layers that `stay`, if they may, with every place for boundaries."""
-    saved, place = (frozenset[int](), _TIERS[0]) if recompute else (frozenset(demand.keeping), saved_on)
+    saved, saved_tier = (
+        (frozenset[int](), _TIERS[0]) if recompute else (frozenset(demand.keeping), saved_on)
+    )
     num_layers = len(demand.layers)
     for count in range(num_layers + 1 if stay else 1):
         residents = frozenset(spread(count, num_layers))
@@ -109,7 +135,7 @@ def _candidates(
                 residents,
                 boundaries=tier,
                 saved=saved,
-                saved_on=place,
+                saved_on=saved_tier,
                 pieces=demand.pieces,
                 recompute=recompute,
             )
@@ -119,44 +145,66 @@ def _left(limit: int | None, parts: dict[str, int]) -> float:
     return math.inf if limit is None else limit - sum(parts.values())
 
 
-def _kept(demand: Demand, bare: Allocation, room: float, *, products: bool) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the layers whose activations are kept, and others whose products are, in an order that does not depend on
-    the room: products of all layers come first if they save more seconds for their bytes."""
-    inputs = 0 if bare.boundaries == "device" else demand.boundary_bytes  # they stay with the activations
-    layers = {index: demand.layers[index] for index in scattered(len(demand.layers)) if index in demand.keeping}
-    layers = {index: layer for index, layer in layers.items() if not layer.groups}  # which are recomputed
-    whole = {index: layer.saved_bytes + inputs for index, layer in layers.items()}
-    part = {index: layer.product_bytes for index, layer in layers.items() if products and layer.product_bytes}
+def _saved_layers(
+    demand: Demand, bare: Allocation, free_bytes: float, *, products: bool
+) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the layers whose activations are kept, and others whose products are, in an order that
+    does not depend on the room: products of all layers come first if they save more seconds for
+    their bytes."""
+    # they stay with the activations
+    inputs = 0 if bare.boundaries == "device" else demand.boundary_bytes
+    layers = {
+        index: demand.layers[index]
+        for index in scattered(len(demand.layers))
+        if index in demand.keeping
+    }
+    layers = {
+        index: layer for index, layer in layers.items() if not layer.groups
+    }  # which are recomputed
+    activation_bytes = {index: layer.saved_bytes + inputs for index, layer in layers.items()}
+    part = {
+        index: layer.product_bytes
+        for index, layer in layers.items()
+        if products and layer.product_bytes
+    }
     saves = sum(layers[index].product_seconds for index in part)
-    if saves * sum(whole.values()) <= sum(layer.recompute for layer in layers.values()) * sum(part.values()):
-        return _fitting(whole, room)[0], frozenset()
-    some, room = _fitting(part, room)
-    if len(some) < len(part):
-        return frozenset(), some
-    saved, _ = _fitting({index: nbytes - part.get(index, 0) for index, nbytes in whole.items()}, room)
-    return saved, some - saved
+    if saves * sum(activation_bytes.values()) <= sum(
+        layer.recompute for layer in layers.values()
+    ) * sum(part.values()):
+        return _fitting(activation_bytes, free_bytes)[0], frozenset()
+    product_layers, free_bytes = _fitting(part, free_bytes)
+    if len(product_layers) < len(part):
+        return frozenset(), product_layers
+    saved, _ = _fitting(
+        {index: nbytes - part.get(index, 0) for index, nbytes in activation_bytes.items()},
+        free_bytes,
+    )
+    return saved, product_layers - saved
 
 
-def _fitting(sizes: dict[int, int], room: float) -> tuple[frozenset[int], float]:
+def _fitting(sizes: dict[int, int], free_bytes: float) -> tuple[frozenset[int], float]:
     """Return the first layers that fit, and the room that is left."""
     chosen = list[int]()
     for index, nbytes in sizes.items():
-        if nbytes > room:
+        if nbytes > free_bytes:
             break
         chosen.append(index)
-        room -= nbytes
-    return frozenset(chosen), room
+        free_bytes -= nbytes
+    return frozenset(chosen), free_bytes
 
 
 def _cacheable(demand: Demand, bare: Allocation, limit: int | None) -> Iterable[int]:
-    """Return the streamed layers that fit in host memory: all, if then the ring is not needed, or a beginning."""
+    """Return the streamed layers that fit in host memory: all, if then the ring is not needed,
+    or a beginning.
+    """
     streamed = [index for index in scattered(len(demand.layers)) if index not in bare.residents]
     if _left(limit, host_parts(demand, replace(bare, host_cached=frozenset(streamed)))) >= 0:
         return streamed
-    room, chosen = _left(limit, host_parts(demand, bare)), []
+    free_bytes = _left(limit, host_parts(demand, bare))
+    chosen = []
     for index in streamed:
-        room -= demand.host_copies * demand.layers[index].slot_bytes
-        if room < 0:
+        free_bytes -= demand.host_copies * demand.layers[index].slot_bytes
+        if free_bytes < 0:
             break
         chosen.append(index)
     return chosen
@@ -165,12 +213,24 @@ def _cacheable(demand: Demand, bare: Allocation, limit: int | None) -> Iterable[
 def _without_surplus(
     demand: Demand, speeds: Speeds, best: Allocation, host_limit: int | None, *, may_stream: bool
 ) -> Allocation:
-    """Give back the memory that makes the step no faster, of host memory if cached layers `may_stream` instead."""
+    """Give back the memory that makes the step no faster, of host memory if cached layers
+    `may_stream` instead.
+    """
     for part in ("host_cached",) * may_stream + ("saved", "products") * best.recompute:
-        least, whole = seconds(demand, best, speeds), getattr(best, part)
-        fewer = (replace(best, **dict[str, Any]({part: some})) for some in _beginnings(demand, whole))
-        fewer = (one for one in fewer if _left(host_limit, host_parts(demand, one)) >= 0)
-        best = next(one for one in fewer if seconds(demand, one, speeds) <= least)
+        least = seconds(demand, best, speeds)
+        layers = getattr(best, part)
+        fewer = (
+            replace(best, **dict[str, Any]({part: subset}))
+            for subset in _beginnings(demand, layers)
+        )
+        fewer = (
+            allocation
+            for allocation in fewer
+            if _left(host_limit, host_parts(demand, allocation)) >= 0
+        )
+        best = next(
+            allocation for allocation in fewer if seconds(demand, allocation, speeds) <= least
+        )
     return best
 
 
@@ -184,23 +244,40 @@ def _nothing_fits(
     demand: Demand, refused: list[Allocation], device_limit: int | None, host_limit: int | None
 ) -> MemoryLimitError:
     """Say which limit is too small, and what would be enough."""
-    on_device = min((sum(device_parts(demand, one).values()), one.slots) for one in refused)[0]
+    on_device = min(
+        (sum(device_parts(demand, allocation).values()), allocation.slots) for allocation in refused
+    )[0]
     if device_limit is not None and on_device > device_limit:
         largest = max(nbytes for _, nbytes in demand.leased)
-        less = f", or lower lora_rank or exclude modules: what trains takes {demand.adapter_bytes:,}"
+        adapter_hint = (
+            f", or lower lora_rank or exclude modules: what trains takes {demand.adapter_bytes:,}"
+        )
         return MemoryLimitError(
-            f"{device_limit:,} bytes of device memory cannot hold the layer slots ({refused[0].slots} of {largest:,} "
-            f"bytes) beside {demand.fixed_bytes:,} bytes of embeddings, head, adapters, optimizer state and one "
+            f"{device_limit:,} bytes of device memory cannot hold the layer slots "
+            f"({refused[0].slots} of {largest:,} "
+            f"bytes) beside {demand.fixed_bytes:,} bytes of embeddings, head, adapters, "
+            "optimizer state and one "
             "micro-batch in one layer",
             where="device_memory",
             how=f"allow at least {on_device:,} bytes, or lower micro_batch_size or prefetch_depth"
-            f"{less * (2 * demand.adapter_bytes > device_limit)}",
+            f"{adapter_hint * (2 * demand.adapter_bytes > device_limit)}",
         )
-    usable = [one for one in refused if _left(device_limit, device_parts(demand, one)) >= 0]
-    needed = min(sum(host_parts(demand, one).values()) for one in usable)
-    to_disk = ", set activation_offloading: disk" if any(one.saved_on == "host" for one in usable) else ""
+    usable = [
+        allocation
+        for allocation in refused
+        if _left(device_limit, device_parts(demand, allocation)) >= 0
+    ]
+    needed = min(sum(host_parts(demand, allocation).values()) for allocation in usable)
+    to_disk = (
+        ", set activation_offloading: disk"
+        if any(allocation.saved_on == "host" for allocation in usable)
+        else ""
+    )
     return MemoryLimitError(
-        f"{needed:,} bytes of host memory are needed for weights and activations, {host_limit or 0:,} are allowed",
+        (
+            f"{needed:,} bytes of host memory are needed for weights and activations, "
+            f"{host_limit or 0:,} are allowed"
+        ),
         where="host_memory",
         how=f"allow that much{to_disk}, use strategy: streaming, or lower prefetch_depth",
     )

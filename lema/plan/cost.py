@@ -1,8 +1,9 @@
-"""The cost of one optimizer step, in bytes and seconds, without and with an allocation: pure Python.
+"""The cost of one optimizer step, in bytes and seconds, without and with an allocation: pure
+Python.
 
-A step has two phases, up through the layers and down again. In each, layers are computed while others are read and
-uploaded, so a phase lasts as long as the slowest of the three. The top layer, the head and the loss are one visit, at
-the end of the way up.
+A step has two phases, up through the layers and down again. In each, layers are computed while
+others are read and uploaded, so a phase lasts as long as the slowest of the three. The top layer,
+the head and the loss are one visit, at the end of the way up.
 """
 
 from __future__ import annotations
@@ -47,26 +48,46 @@ class Allocation:
 
     slots: int  # of the ring on the device
     residents: frozenset[int] = frozenset()  # layers that stay on the device
-    host_cached: frozenset[int] = frozenset()  # layers that stay in host memory, between disk and device
+    # layers that stay in host memory, between disk and device
+    host_cached: frozenset[int] = frozenset()
     boundaries: Tier = "device"  # where boundary activations wait for the backward
     saved: frozenset[int] = frozenset()  # layers whose activations are kept, so not recomputed
-    saved_on: Tier = "device"  # where those activations wait for the backward, with these layers' inputs
-    pieces: int = 0  # of the head's weight, which are leased after the layers and numbered so; 0: it is on the device
-    recompute: bool = True  # whether the backward computes again what is not `saved`; else all of it is
-    experts: int = 0  # that are leased together, of layers that are leased in parts; 0: all layers are whole
-    runs_again: bool = False  # whether what such a layer has before its experts is run twice in the backward
-    products: frozenset[int] = frozenset()  # layers not `saved` that keep their products by frozen weights
+    saved_on: Tier = (
+        "device"  # where those activations wait for the backward, with these layers' inputs
+    )
+    # of the head's weight, which are leased after the layers and numbered so; 0: it is on the
+    # device
+    pieces: int = 0
+    recompute: bool = (
+        True  # whether the backward computes again what is not `saved`; else all of it is
+    )
+    experts: int = (
+        0  # that are leased together, of layers that are leased in parts; 0: all layers are whole
+    )
+    runs_again: bool = (
+        False  # whether what such a layer has before its experts is run twice in the backward
+    )
+    # layers not `saved` that keep their products by frozen weights
+    products: frozenset[int] = frozenset()
 
     def summary(self) -> str:
         """Say it in a few words."""
-        kept = {"resident": len(self.residents), "cached in host memory": len(self.host_cached)}
-        kept |= {"not recomputed": len(self.saved), "recomputed but for products": len(self.products)}
-        kept |= {"pieces of the head streamed": self.pieces, "experts in a slot": self.experts}
-        parts = [f"{count} {what}" for what, count in kept.items() if count or what == "resident"]
+        counts = {"resident": len(self.residents), "cached in host memory": len(self.host_cached)}
+        counts |= {
+            "not recomputed": len(self.saved),
+            "recomputed but for products": len(self.products),
+        }
+        counts |= {"pieces of the head streamed": self.pieces, "experts in a slot": self.experts}
+        parts = [f"{count} {what}" for what, count in counts.items() if count or what == "resident"]
         parts += ["what comes before experts run again for each backward"] * self.runs_again
         where = {"device": "", "host": "in host memory", "disk": "on disk"}
-        waiting = {"boundaries": where[self.boundaries], "activations": where[self.saved_on] if self.saved else ""}
-        return ", ".join(parts + [f"{what} {place}" for what, place in waiting.items() if place])
+        waiting = {
+            "boundaries": where[self.boundaries],
+            "activations": where[self.saved_on] if self.saved else "",
+        }
+        return ", ".join(
+            parts + [f"{what} {location}" for what, location in waiting.items() if location]
+        )
 
 
 @dataclass(frozen=True)
@@ -77,13 +98,19 @@ class LayerCost:
     read_bytes: int  # from disk, at each read
     upload_bytes: int  # over the link, at each upload
     saved_bytes: int = 0  # its activations, where they are kept for the backward
-    expand: float = 0.0  # seconds of expanding its weights, at each lease; 0: they are stored as they are used
+    expand: float = (
+        0.0  # seconds of expanding its weights, at each lease; 0: they are stored as they are used
+    )
     forward: float = 0.0  # seconds
     recompute: float = 0.0  # seconds of running it again in the backward
     backward: float = 0.0  # seconds, without that
     micro_saved_bytes: int = 0  # of its activations those of the largest micro-batch
-    gradient_bytes: int = 0  # of those of its weights that train themselves, as they leave the device
-    groups: tuple[int, ...] = ()  # bytes of its experts that are leased in groups, which are among the others here
+    gradient_bytes: int = (
+        0  # of those of its weights that train themselves, as they leave the device
+    )
+    groups: tuple[
+        int, ...
+    ] = ()  # bytes of its experts that are leased in groups, which are among the others here
     product_bytes: int = 0  # of its products by frozen weights that the recomputation uses
     without_products: float = 0.0  # seconds of running it again if these are kept
 
@@ -95,25 +122,31 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class HostTraining:
-    """What weights of the layers that train themselves take of host memory, beside the copy that streams."""
+    """What weights of the layers that train themselves take of host memory, beside the copy that
+    streams.
+    """
 
     masters: int = 0  # in fp32; 0: the copy that streams is in fp32, and is them
     moments: int = 0  # AdamW's two of each parameter
     gradients: int = 0  # that wait for their step
     stepping: int = 0  # what the optimizer makes, one tensor at a time
-    mapped: int = 0  # of masters, moments and gradients those that are in files, which the others do not count
+    # of masters, moments and gradients those that are in files, which the others do not count
+    mapped: int = 0
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """What device memory goes to beside tensors: libraries of kernels, and the rounding of torch's allocator."""
+    """What device memory goes to beside tensors: libraries of kernels, and the rounding of
+    torch's allocator.
+    """
 
     workspaces: int = 0  # bytes that libraries take for themselves when they first compute
     block: int = 1  # bytes of which memory for larger tensors is a multiple
 
     def rounding(self, tensors: Iterable[int], parts: int) -> int:
-        """Return the bytes by which memory is larger than what is in it: `tensors` of so many bytes that have memory of
-        their own, and some parts of which nothing is known but that each ends within a block."""
+        """Return the bytes by which memory is larger than what is in it: `tensors` of so many bytes
+        that have memory of their own, and some parts of which nothing is known but that each ends
+        within a block."""
         if self.block == 1:
             return 0
         return self.block * parts + sum(-size % self.block for size in tensors if size > self.block)
@@ -129,21 +162,29 @@ class Demand:
     layers: tuple[LayerCost, ...]  # from the lowest up; the last may be pieces of the head
     lowest: int = 0  # the lowest layer that gradients reach
     outside_bytes: int = 0  # embeddings, final norm, head
-    buffer_bytes: int = 0  # of tensors that no checkpoint has, as rotary tables; on a shared device none are copied
+    buffer_bytes: int = (
+        0  # of tensors that no checkpoint has, as rotary tables; on a shared device none are copied
+    )
     adapter_bytes: int = 0  # what trains, with gradients and optimizer state
     working_bytes: int = 0  # one micro-batch in one layer, or in the head, where that is more
     flight_bytes: int = 0  # hidden states between two layers, and the layers' other arguments
-    expanded_bytes: int = 0  # the weights of one layer as they are used, where they are stored smaller
+    expanded_bytes: int = (
+        0  # the weights of one layer as they are used, where they are stored smaller
+    )
     boundary_bytes: int = 0  # the inputs of one layer, of all micro-batches
     micro_boundary_bytes: int = 0  # the inputs of one layer, of the largest micro-batch
-    turn: float = 0.0  # seconds of the head and the loss, forward and backward
-    rest: float = 0.0  # seconds of what is done between steps, and before the layers
-    gathered_bytes: int = 0  # layers put together from the parts of all processes; 0: each process has them whole
+    head_seconds: float = 0.0  # seconds of the head and the loss, forward and backward
+    outside_seconds: float = 0.0  # seconds of what is done between steps, and before the layers
+    gathered_bytes: int = (
+        0  # layers put together from the parts of all processes; 0: each process has them whole
+    )
     processes: int = 1  # of this machine, which have its host memory together
     shared: bool = False  # the device computes in host memory: host buffers are its slots
     training: HostTraining = HostTraining()  # in each process, for weights that train themselves
     pieces: int = 0  # how many of the layers are pieces of the head
-    row_bytes: int = 0  # of embeddings that are looked up row by row, the rows of all tokens of the step
+    row_bytes: int = (
+        0  # of embeddings that are looked up row by row, the rows of all tokens of the step
+    )
     overhead: Overhead = NO_OVERHEAD  # of the device
 
     @property
@@ -158,17 +199,30 @@ class Demand:
 
     @cached_property
     def leased(self) -> tuple[tuple[int, int], ...]:
-        """What is leased at once, as a layer and bytes of its slot: layers but for their groups, then all groups."""
-        rest = [(index, layer.slot_bytes - sum(layer.groups)) for index, layer in enumerate(self.layers)]
-        return (*rest, *((index, size) for index, layer in enumerate(self.layers) for size in layer.groups))
+        """What is leased at once, as a layer and bytes of its slot: layers but for their groups,
+        then all groups.
+        """
+        layer_leases = [
+            (index, layer.slot_bytes - sum(layer.groups)) for index, layer in enumerate(self.layers)
+        ]
+        return (
+            *layer_leases,
+            *((index, size) for index, layer in enumerate(self.layers) for size in layer.groups),
+        )
 
     def total(self, what: str, numbers: Iterable[int]) -> int:
-        """Return the sum over leases of what layers have of some bytes; of a layer in parts, a lease has its share."""
-        found = 0
+        """Return the sum over leases of what layers have of some bytes; of a layer in parts, a
+        lease has its share.
+        """
+        total_bytes = 0
         for index, nbytes in map(self.leased.__getitem__, numbers):
             layer = self.layers[index]
-            found += getattr(layer, what) * nbytes // layer.slot_bytes if layer.groups else getattr(layer, what)
-        return found
+            total_bytes += (
+                getattr(layer, what) * nbytes // layer.slot_bytes
+                if layer.groups
+                else getattr(layer, what)
+            )
+        return total_bytes
 
     @property
     def visited_twice(self) -> range:
@@ -177,33 +231,46 @@ class Demand:
 
     @property
     def keeping(self) -> range:
-        """The layers that keep their inputs on the way up: all that gradients reach but for one that is the turn."""
+        """The layers that keep their inputs on the way up: all that gradients reach but for one
+        that is the turn.
+        """
         return range(self.lowest, len(self.layers) - self.pieces if self.pieces else self.top)
 
     @property
     def fixed_bytes(self) -> int:
         """Device memory that no allocation changes."""
-        beside = self.working_bytes + self.flight_bytes + self.expanded_bytes + self.gathered_bytes
-        held = self.outside_bytes + self.buffer_bytes + self.adapter_bytes + self.gradient_bytes
-        return held + beside + self.overhead.workspaces
+        transient_bytes = (
+            self.working_bytes + self.flight_bytes + self.expanded_bytes + self.gathered_bytes
+        )
+        persistent_bytes = (
+            self.outside_bytes + self.buffer_bytes + self.adapter_bytes + self.gradient_bytes
+        )
+        return persistent_bytes + transient_bytes + self.overhead.workspaces
 
     @property
     def gradient_bytes(self) -> int:
-        """Those of layers whose weights train: one layer's are formed while the one before still has its own there."""
+        """Those of layers whose weights train: one layer's are formed while the one before still
+        has its own there.
+        """
         return 2 * max((layer.gradient_bytes for layer in self.layers), default=0)
 
     @property
     def host_copies(self) -> int:
-        """How often host memory has the bytes of a host-cached layer: processes share all but parts of layers."""
+        """How often host memory has the bytes of a host-cached layer: processes share all but
+        parts of layers.
+        """
         return self.processes if self.gathered_bytes else 1
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """How fast bytes come: from disk to host memory, and from there to the device, in bytes per second."""
+    """How fast bytes come: from disk to host memory, and from there to the device, in bytes per
+    second.
+    """
 
     disk: float  # of a model's file, read in order
-    link: float = math.inf  # from host memory to the device; infinite where they are the same memory
+    # from host memory to the device; infinite where they are the same memory
+    link: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -221,20 +288,26 @@ class Phase:
 
 
 OF_LAYERS = ("slots", "residents")  # parts of device memory whose tensors are known
-STAGED = 3  # boundaries between where they wait and their layer: one in use, the others on their way
+STAGED = (
+    3  # boundaries between where they wait and their layer: one in use, the others on their way
+)
 STAGING = 256 * 2**20  # bytes of host memory through which activations go to the disk and come back
 
 
 def device_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
     """Return the peak of device memory by part, in bytes."""
-    away, gone = _away(demand, allocation), saved_elsewhere(demand, allocation)
+    away = _away(demand, allocation)
+    gone = saved_elsewhere(demand, allocation)
     staged = min(away * demand.boundary_bytes, STAGED * demand.micro_boundary_bytes)
-    kept = sum(demand.layers[index].saved_bytes for index in allocation.saved - gone.keys())
-    kept += sum(demand.layers[index].product_bytes for index in allocation.products)
+    saved_bytes = sum(demand.layers[index].saved_bytes for index in allocation.saved - gone.keys())
+    saved_bytes += sum(demand.layers[index].product_bytes for index in allocation.products)
     # Up, the activations that are just leaving; down, those of the micro-batch that comes next.
-    passing = max((demand.layers[index].micro_saved_bytes + demand.micro_boundary_bytes for index in gone), default=0)
+    passing = max(
+        (demand.layers[index].micro_saved_bytes + demand.micro_boundary_bytes for index in gone),
+        default=0,
+    )
     tensors = {
-        "slots": _ring(demand, allocation, in_place=demand.shared),
+        "slots": _ring(demand, allocation, skip_cached=demand.shared),
         "residents": sum(demand.layers[index].slot_bytes for index in allocation.residents),
         "outside": demand.outside_bytes + demand.buffer_bytes,
         "adapters": demand.adapter_bytes,
@@ -244,26 +317,42 @@ def device_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
         "expanded": demand.expanded_bytes,
         "gathered": demand.gathered_bytes,
         "boundaries": (len(demand.keeping) - away - len(gone)) * demand.boundary_bytes + staged,
-        "saved": kept + passing,
+        "saved": saved_bytes + passing,
     }
-    slot = max((size for index, size in demand.leased if index not in allocation.residents), default=0)
-    held = [slot] * (tensors["slots"] // slot if slot else 0)
-    held += [demand.layers[index].slot_bytes for index in allocation.residents]
-    # What an allocation may still add to is counted in any case, so that adding to it begins no block that is unknown.
-    others = sum(1 for part in tensors if part in ("boundaries", "saved") or (tensors[part] and part not in OF_LAYERS))
-    return {**tensors, "workspaces": demand.overhead.workspaces + demand.overhead.rounding(held, others)}
+    slot = max(
+        (size for index, size in demand.leased if index not in allocation.residents), default=0
+    )
+    layer_sizes = [slot] * (tensors["slots"] // slot if slot else 0)
+    layer_sizes += [demand.layers[index].slot_bytes for index in allocation.residents]
+    # What an allocation may still add to is counted in any case, so that adding to it begins no
+    # block that is unknown.
+    num_parts = sum(
+        1
+        for part in tensors
+        if part in ("boundaries", "saved") or (tensors[part] and part not in OF_LAYERS)
+    )
+    return {
+        **tensors,
+        "workspaces": demand.overhead.workspaces + demand.overhead.rounding(layer_sizes, num_parts),
+    }
 
 
 def host_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
-    """Return the peak of host memory by part, in bytes, of all processes; on a shared device the ring is its slots."""
+    """Return the peak of host memory by part, in bytes, of all processes; on a shared device the
+    ring is its slots.
+    """
     away = _away(demand, allocation) * demand.boundary_bytes
     staged = min(away, STAGED * demand.micro_boundary_bytes)
-    saved, training = sum(saved_elsewhere(demand, allocation).values()), demand.training
+    saved = sum(saved_elsewhere(demand, allocation).values())
+    training = demand.training
     return {
-        "ring": demand.processes * _ring(demand, allocation, in_place=True),
-        "cached": demand.host_copies * sum(demand.layers[index].slot_bytes for index in allocation.host_cached),
-        "boundaries": demand.processes * {"device": 0, "host": away, "disk": staged}[allocation.boundaries],
-        "saved": demand.processes * (min(saved, STAGING) if allocation.saved_on == "disk" else saved),
+        "ring": demand.processes * _ring(demand, allocation, skip_cached=True),
+        "cached": demand.host_copies
+        * sum(demand.layers[index].slot_bytes for index in allocation.host_cached),
+        "boundaries": demand.processes
+        * {"device": 0, "host": away, "disk": staged}[allocation.boundaries],
+        "saved": demand.processes
+        * (min(saved, STAGING) if allocation.saved_on == "disk" else saved),
         "masters": demand.processes * training.masters,
         "moments": demand.processes * training.moments,
         "waiting": demand.processes * training.gradients,
@@ -272,7 +361,9 @@ def host_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
 
 
 def saved_elsewhere(demand: Demand, allocation: Allocation) -> dict[int, int]:
-    """Return the layers whose activations are kept and leave the device, and their bytes, those of inputs included."""
+    """Return the layers whose activations are kept and leave the device, and their bytes, those
+    of inputs included.
+    """
     if allocation.saved_on == "device":
         return {}
     gone = sorted(allocation.saved.intersection(demand.keeping))
@@ -280,45 +371,59 @@ def saved_elsewhere(demand: Demand, allocation: Allocation) -> dict[int, int]:
 
 
 def _away(demand: Demand, allocation: Allocation) -> int:
-    """Return how many layers' inputs leave the device; that of a layer whose activations are kept stays with them."""
+    """Return how many layers' inputs leave the device; that of a layer whose activations are
+    kept stays with them.
+    """
     if allocation.boundaries == "device":
         return 0
     return len(demand.keeping) - len(allocation.saved.intersection(demand.keeping))
 
 
-def _ring(demand: Demand, allocation: Allocation, *, in_place: bool) -> int:
-    """Return the bytes of a ring; layers in host memory do not pass through it where they are used `in_place`."""
-    held = allocation.residents | (allocation.host_cached if in_place else frozenset())
-    through = [nbytes for index, nbytes in demand.leased if index not in held]
+def _ring(demand: Demand, allocation: Allocation, *, skip_cached: bool) -> int:
+    """Return the bytes of a ring; layers in host memory do not pass through it where they are
+    used `skip_cached`.
+    """
+    in_memory = allocation.residents | (allocation.host_cached if skip_cached else frozenset())
+    through = [nbytes for index, nbytes in demand.leased if index not in in_memory]
     return min(allocation.slots, len(through)) * max(through, default=0)
 
 
 def phases(demand: Demand, allocation: Allocation, speeds: Speeds) -> tuple[Phase, Phase]:
     """Return the way up, the turn with it, and the way down."""
-    layers, twice = demand.layers, demand.visited_twice
+    layers = demand.layers
+    twice = demand.visited_twice
     top = layers[demand.top]
-    up = sum(layer.expand + layer.forward for layer in layers) + top.backward + demand.turn
+    up = sum(layer.expand + layer.forward for layer in layers) + top.backward + demand.head_seconds
     down = sum(down_seconds(demand, allocation, index) for index in twice)
-    inputs, saved = _away(demand, allocation) * demand.boundary_bytes, sum(saved_elsewhere(demand, allocation).values())
+    inputs = _away(demand, allocation) * demand.boundary_bytes
+    saved = sum(saved_elsewhere(demand, allocation).values())
     moved = inputs + saved
     spilled = inputs * (allocation.boundaries == "disk") + saved * (allocation.saved_on == "disk")
-    # On the way up activations go against the stream of weights, which the link carries both ways at once.
-    residents, kept = allocation.residents, allocation.residents | allocation.host_cached
+    # On the way up activations go against the stream of weights, which the link carries both ways
+    # at once.
+    residents = allocation.residents
+    in_memory = allocation.residents | allocation.host_cached
     _, loads_up, loads_down = fetches(demand.groups, allocation.slots, residents, demand.lowest)
-    _, reads_up, reads_down = fetches(demand.groups, allocation.slots, kept, demand.lowest)
+    _, reads_up, reads_down = fetches(demand.groups, allocation.slots, in_memory, demand.lowest)
     link_up = max(demand.total("upload_bytes", loads_up), moved) / speeds.link
     link_down = (demand.total("upload_bytes", loads_down) + moved) / speeds.link
-    link_down = max(link_down, sum(layer.gradient_bytes for layer in layers) / speeds.link)  # the other way
+    link_down = max(
+        link_down, sum(layer.gradient_bytes for layer in layers) / speeds.link
+    )  # the other way
     disk_up = (demand.row_bytes + demand.total("read_bytes", reads_up) + spilled) / speeds.disk
     disk_down = (demand.total("read_bytes", reads_down) + spilled) / speeds.disk
     return Phase(up, link_up, disk_up), Phase(down, link_down, disk_down)
 
 
 def crossover(demand: Demand, allocation: Allocation, speeds: Speeds, tokens: int) -> float | None:
-    """Return the tokens per step from which on weights are read and uploaded no longer than layers compute, given what
-    a step of so many `tokens` needs; None: there is nothing to hide."""
-    both = phases(replace(demand, boundary_bytes=0), replace(allocation, saved_on="device"), speeds)
-    needed = [max(phase.link, phase.disk) / phase.compute for phase in both if phase.compute > 0]
+    """Return the tokens per step from which on weights are read and uploaded no longer than layers
+    compute, given what a step of so many `tokens` needs; None: there is nothing to hide."""
+    step_phases = phases(
+        replace(demand, boundary_bytes=0), replace(allocation, saved_on="device"), speeds
+    )
+    needed = [
+        max(phase.link, phase.disk) / phase.compute for phase in step_phases if phase.compute > 0
+    ]
     return tokens * max(needed, default=0.0) or None
 
 
@@ -330,28 +435,38 @@ def down_seconds(demand: Demand, allocation: Allocation, index: int) -> float:
 
 
 def group_numbers(groups: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """Return the numbers of each layer's groups of experts, which come after all layers, by how many there are."""
-    ends = [*accumulate(groups, initial=len(groups))]
-    return {index: tuple(range(ends[index], ends[index + 1])) for index, count in enumerate(groups) if count}
+    """Return the numbers of each layer's groups of experts, which come after all layers, by how
+    many there are.
+    """
+    offsets = [*accumulate(groups, initial=len(groups))]
+    return {
+        index: tuple(range(offsets[index], offsets[index + 1]))
+        for index, count in enumerate(groups)
+        if count
+    }
 
 
 @lru_cache(maxsize=4096)
 def fetches(
-    groups: tuple[int, ...], slots: int, held: frozenset[int], lowest: int
+    groups: tuple[int, ...], slots: int, in_memory: frozenset[int], lowest: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return what the first step fetches, and a step after many others on the way up, and down: never a layer that is
-    `held`. `groups` are those of each layer's experts; what is returned are the numbers of layers and groups."""
-    parts, layers = group_numbers(groups), len(groups)
-    kept, up = with_parts(held, parts), in_parts(forward_order(layers), parts, pinned=True)
-    whole = in_parts(training_order(layers, lowest), parts, turn=layers - 1, pinned=True)
-    first, then_up = fetched(whole, slots, kept), fetched(whole + up, slots, kept)
-    return first, then_up[len(first) :], fetched(whole * 2, slots, kept)[len(then_up) :]
+    """Return what the first step fetches, and a step after many others on the way up, and down:
+    never a layer that is `in_memory`. `groups` are those of each layer's experts; what is returned
+    are the numbers of layers and groups."""
+    parts = group_numbers(groups)
+    layers = len(groups)
+    excluded = with_parts(in_memory, parts)
+    up = in_parts(forward_order(layers), parts, pinned=True)
+    step_order = in_parts(training_order(layers, lowest), parts, top_layer=layers - 1, pinned=True)
+    first = fetched(step_order, slots, excluded)
+    then_up = fetched(step_order + up, slots, excluded)
+    return first, then_up[len(first) :], fetched(step_order * 2, slots, excluded)[len(then_up) :]
 
 
 def seconds(demand: Demand, allocation: Allocation, speeds: Speeds) -> float:
     """Return how long a step takes when everything overlaps that can."""
     up, down = phases(demand, allocation, speeds)
-    return up.seconds + down.seconds + demand.rest
+    return up.seconds + down.seconds + demand.outside_seconds
 
 
 @dataclass(frozen=True)
@@ -364,20 +479,28 @@ class Traffic:
 
 
 def traffic(demand: Demand, allocation: Allocation, steps: int, *, rewritten: bool) -> Traffic:
-    """Return the bytes that so many steps (at least one) move, with what is read and uploaded once before the first. If
-    layers are `rewritten` in each step, the next finds nothing of them on the device."""
-    kept = allocation.residents | allocation.host_cached
+    """Return the bytes that so many steps (at least one) move, with what is read and uploaded once
+    before the first. If layers are `rewritten` in each step, the next finds nothing of them on the
+    device."""
+    in_memory = allocation.residents | allocation.host_cached
 
-    def weights(held: frozenset[int], what: str) -> int:
-        whole, up, down = fetches(demand.groups, allocation.slots, held, demand.lowest)
-        first, other = (demand.total(what, numbers) for numbers in (whole, whole if rewritten else up + down))
-        before: int = sum(getattr(demand.layers[index], what) for index in held)
-        return before + first + (steps - 1) * other
+    def weights(stored_layers: frozenset[int], what: str) -> int:
+        first_step, up, down = fetches(
+            demand.groups, allocation.slots, stored_layers, demand.lowest
+        )
+        first, later = (
+            demand.total(what, numbers)
+            for numbers in (first_step, first_step if rewritten else up + down)
+        )
+        before: int = sum(getattr(demand.layers[index], what) for index in stored_layers)
+        return before + first + (steps - 1) * later
 
-    read = demand.outside_bytes + weights(kept, "read_bytes") + steps * demand.row_bytes
+    read = demand.outside_bytes + weights(in_memory, "read_bytes") + steps * demand.row_bytes
     if demand.shared:
         return Traffic(read, 0, 0)
     uploaded = demand.outside_bytes + weights(allocation.residents, "upload_bytes")
-    waiting = _away(demand, allocation) * demand.boundary_bytes + sum(saved_elsewhere(demand, allocation).values())
+    waiting = _away(demand, allocation) * demand.boundary_bytes + sum(
+        saved_elsewhere(demand, allocation).values()
+    )
     gradients = sum(layer.gradient_bytes for layer in demand.layers)
     return Traffic(read, uploaded + steps * waiting, steps * (gradients + waiting))

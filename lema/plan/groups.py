@@ -1,5 +1,5 @@
-"""Experts, as a plan has them: whether groups of them may be leased, what these take, which sizes are tried, and what
-is told of a model's experts."""
+"""Experts, as a plan has them: whether groups of them may be leased, what these take, which sizes
+are tried, and what is told of a model's experts."""
 
 from __future__ import annotations
 
@@ -35,10 +35,19 @@ if TYPE_CHECKING:
     from lema.plan.blueprint import Blueprint
     from lema.plan.planner import Planner
 
-__all__ = ["ExpertsTold", "Waiting", "active_experts", "experts_told", "waiting_of", "with_groups", "with_waiting"]
+__all__ = [
+    "ExpertSummary",
+    "Waiting",
+    "active_experts",
+    "expert_summary",
+    "waiting_of",
+    "with_groups",
+    "with_waiting",
+]
 
 SETTING = "experts_per_slot"
-FEW = 8  # groups of a layer: rather than use more, run the part before the experts again, so that less waits
+# groups of a layer: rather than use more, run the part before the experts again, so that less waits
+FEW = 8
 
 
 @dataclass(frozen=True)
@@ -48,93 +57,134 @@ class Waiting:
     saved: int  # by the graph of what is no expert, which waits where it is not run again
     states: int  # of hidden states and the like, which wait in any case
     working: int  # alive at once, while one micro-batch is worked on
-    turn: int  # alive while the head is computed, if it is the top layer
+    head: int  # alive while the head is computed, if it is the top layer
 
 
 def with_groups(planner: Planner) -> Iterator[Planner]:
-    """Yield the planner with whole layers, then, where the settings leave it open, with groups of a layer's experts,
-    the largest first; or with those that are asked for. What comes before the experts is run twice where it would
-    take too much while it waits. `ConfigError`: something else does not go with these."""
-    blueprint, asked, work = planner.blueprint, planner.config.experts_per_slot, planner.workload
+    """Yield the planner with whole layers, then, where the settings leave it open, with groups of a
+    layer's experts, the largest first; or with those that are asked for. What comes before the
+    experts is run twice where it would take too much while it waits. `ConfigError`: something else
+    does not go with these."""
+    blueprint = planner.blueprint
+    asked = planner.config.experts_per_slot
+    work = planner.workload
     cut = blueprint.cut_experts
     if asked is None or (asked == "auto" and planner.config.device_memory is None) or cut is None:
         yield planner
         return
-    most, why = _most_experts(blueprint), _why_whole(planner)
-    sizes = [asked] if isinstance(asked, int) else [most >> halved for halved in range(1, most.bit_length())]
-    ways = [(size, False) for size in sizes if asked != "auto" or size * FEW >= most]
-    ways += [(size, True) for size in sizes]
+    most = _most_experts(blueprint)
+    why = _why_not_grouped(planner)
+    sizes = (
+        [asked]
+        if isinstance(asked, int)
+        else [most >> halved for halved in range(1, most.bit_length())]
+    )
+    candidates = [(size, False) for size in sizes if asked != "auto" or size * FEW >= most]
+    candidates += [(size, True) for size in sizes]
     if asked == "auto":
         yield planner
     elif why:
-        raise ConfigError(f"experts cannot be leased in groups: {why}", where=SETTING, how="set it to null")
-    for size, again in ways if not why else ():
+        raise ConfigError(
+            f"experts cannot be leased in groups: {why}", where=SETTING, how="set it to null"
+        )
+    for size, again in candidates if not why else ():
         try:
             parts = cut(size)
         except ConfigError:
             if asked == "auto":
                 return
             raise
-        other = replace(planner, blueprint=replace(blueprint, parts=parts, experts=size, runs_again=again))
+        grouped_planner = replace(
+            planner, blueprint=replace(blueprint, parts=parts, experts=size, runs_again=again)
+        )
         yield (
-            other
+            grouped_planner
             if work is None
-            else replace(other, workload=with_waiting(other.blueprint, planner.shape.micro_batch, work))
+            else replace(
+                grouped_planner,
+                workload=with_waiting(grouped_planner.blueprint, planner.shape.micro_batch, work),
+            )
         )
 
 
 def _most_experts(blueprint: Blueprint) -> int:
     """Return how many stacked experts a layer has, at most."""
-    found = map(blueprint.split.experts_of, range(blueprint.split.num_layers))
-    return max((one.count for one in found if one is not None), default=0)
+    layer_experts = map(blueprint.split.experts_of, range(blueprint.split.num_layers))
+    return max((experts.count for experts in layer_experts if experts is not None), default=0)
 
 
 def with_waiting(drawn: Blueprint, batch: MicroBatch, work: Workload) -> Workload:
-    """Return what a micro-batch costs, with what waits of it for experts in groups if the blueprint has some."""
+    """Return what a micro-batch costs, with what waits of it for experts in groups if the
+    blueprint has some.
+    """
     if drawn.parts is None:
         return work
-    if batch not in (known := drawn.waiting):
-        known[batch] = waiting_of(drawn, batch)
-    found: dict[int, Waiting] = known[batch]
+    if batch not in (waiting_by_batch := drawn.waiting):
+        waiting_by_batch[batch] = waiting_of(drawn, batch)
+    waiting_by_kind: dict[int, Waiting] = waiting_by_batch[batch]
     works = list(work.works)
-    for kind, one in found.items():
-        works[kind] = replace(works[kind], working_bytes=one.working, forward_bytes=one.turn)
-    apart = max((one.states + (0 if drawn.runs_again else one.saved) for one in found.values()), default=0)
-    return replace(work, works=tuple(works), apart=apart)
+    for kind, waiting in waiting_by_kind.items():
+        works[kind] = replace(
+            works[kind], working_bytes=waiting.working, forward_bytes=waiting.head
+        )
+    waiting_bytes = max(
+        (
+            waiting.states + (0 if drawn.runs_again else waiting.saved)
+            for waiting in waiting_by_kind.values()
+        ),
+        default=0,
+    )
+    return replace(work, works=tuple(works), waiting_bytes=waiting_bytes)
 
 
-def _why_whole(planner: Planner) -> str:
-    config, blueprint, backend = planner.config, planner.blueprint, planner.backend
-    others = {
+def _why_not_grouped(planner: Planner) -> str:
+    config = planner.config
+    blueprint = planner.blueprint
+    backend = planner.backend
+    keeps_graphs = config.offloading_tier is not None
+    model_class = type(blueprint.model).__name__
+    without_experts = f"a {model_class} has no stacked experts, once in a layer"
+    other_rows = f"objective: {config.objective} has other rows than those that train"
+    lacks_addresses = backend is not None and not has_addresses(backend.device)
+    reasons = {
         "torch_compile compiles whole layers": config.torch_compile,
         "shard_weights gathers whole layers": config.shard_weights,
-        "gradient_checkpointing: false keeps the graphs of whole layers": config.gradient_checkpointing is False,
-        "activation_offloading keeps the graphs of whole layers": config.offloading_tier is not None
-        and config.activation_offloading != "hidden_states",
-        f"objective: {config.objective} has other rows than those that train": config.objective != "sft",
-        f"a {type(blueprint.model).__name__} has no stacked experts, once in a layer": not _most_experts(blueprint),
+        "gradient_checkpointing: false keeps the graphs of whole layers": (
+            config.gradient_checkpointing is False
+        ),
+        "activation_offloading keeps the graphs of whole layers": (
+            keeps_graphs and config.activation_offloading != "hidden_states"
+        ),
+        other_rows: config.objective != "sft",
+        without_experts: not _most_experts(blueprint),
         "several processes hold the model together": blueprint.parallel.size > 1,
         "weights of the layers train": blueprint.trained is not None,
-        "this device compiles every size of what it runs": backend is not None and not has_addresses(backend.device),
+        "this device compiles every size of what it runs": lacks_addresses,
     }
-    return next((what for what, found in others.items() if found), "")
+    return next((what for what, applies in reasons.items() if applies), "")
 
 
 def waiting_of(blueprint: Blueprint, batch: MicroBatch) -> dict[int, Waiting]:
-    """Return what a micro-batch takes in each kind of layer whose experts are leased in groups, by the numbers of
-    `cost_kinds`. `ModelError`: as `measure`."""
-    model, layers, parts = blueprint.model, blueprint.layers, blueprint.parts
+    """Return what a micro-batch takes in each kind of layer whose experts are leased in groups, by
+    the numbers of `cost_kinds`. `ModelError`: as `measure`."""
+    model = blueprint.model
+    layers = blueprint.layers
+    parts = blueprint.parts
     assert parts is not None
-    split, found = Split(model, load("cpu")), dict[int, Waiting]()
+    split = Split(model, load("cpu"))
+    waiting_by_kind = dict[int, Waiting]()
     with without_values(model):
         learn(split, layers)
         prelude = split.prelude(batch.inputs(), {})
-        states, kinds = given_of(split, layers, prelude), cost_kinds(split, layers)
+        states = given_of(split, layers, prelude)
+        kinds = cost_kinds(split, layers)
         for index in one_of_each(kinds, states):
             if (experts := split.experts_of(index)) is None or index not in parts.groups:
                 continue
-            call, entered = prelude.calls[index], states[index].detach().requires_grad_()
-            weights, saved = fake_weights(layers[index]), dict[int, Tensor]()  # which live, or another has their place
+            call = prelude.calls[index]
+            entered = states[index].detach().requires_grad_()
+            weights = fake_weights(layers[index])
+            saved = dict[int, Tensor]()  # which live, or another has their place
 
             def note(tensor: Tensor, saved: dict[int, Tensor] = saved) -> Tensor:
                 saved[tensor.untyped_storage()._cdata] = tensor.detach()
@@ -142,86 +192,131 @@ def waiting_of(blueprint: Blueprint, batch: MicroBatch) -> dict[int, Waiting]:
 
             with torch.enable_grad():
                 with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-                    half = split.suspended(index, partial(split.run_layer, index, weights, call, entered))
-                with half.looking() as looked:
-                    half.resume(torch.zeros_like(half.given[0]).requires_grad_().clone())
+                    half = split.suspended(
+                        index, partial(split.run_layer, index, weights, call, entered)
+                    )
+                with half.looking() as observed:
+                    half.resume(torch.zeros_like(half.expert_inputs[0]).requires_grad_().clone())
             with replaced({experts.module: lambda hidden, *_: torch.zeros_like(hidden)}):
                 work = layer_work(split, index, layers[index], call, states[index : index + 2], ())
-            hidden, chosen, factors = given = [one.detach() for one in half.given]
+            hidden, chosen, factors = expert_inputs = [
+                tensor.detach() for tensor in half.expert_inputs
+            ]
             wide = hidden.numel() * torch.promote_types(hidden.dtype, torch.float32).itemsize
-            # Its input, what experts are given, the gradient of what they make, sums, and where a backward looks at it
-            # what they make; of the pairs of a token and an expert their order, and gradients of the weights.
-            waits = states[index].nbytes + (2 + bool(looked)) * hidden.nbytes + wide
+            # Its input, what experts are given, the gradient of what they make, sums, and where a
+            # backward looks at it what they make; of the pairs of a token and an expert their
+            # order, and gradients of the weights.
+            waits = states[index].nbytes + (2 + bool(observed)) * hidden.nbytes + wide
             waits += 2 * (chosen.nbytes + factors.nbytes)
-            # What the steps behind the experts compute with waits with the graph, which need not save it.
-            beside = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in half.operands()}
-            kept = work.saved_bytes + sum(nbytes for place, nbytes in beside.items() if place not in saved)
-            group = _group_bytes(split, index, parts, call.autocast, given)
-            turn = 4 * hidden.nbytes  # of what is computed of the experts' result, before the head
-            found[kinds[index]] = Waiting(kept, waits, max(work.working_bytes, group), turn)
-    return found
+            # What the steps behind the experts compute with waits with the graph, which need not
+            # save it.
+            operand_bytes = {
+                operand.untyped_storage()._cdata: operand.untyped_storage().nbytes()
+                for operand in half.operands()
+            }
+            saved_bytes = work.saved_bytes + sum(
+                nbytes for storage, nbytes in operand_bytes.items() if storage not in saved
+            )
+            group = _group_bytes(split, index, parts, call.autocast, expert_inputs)
+            # of what is computed of the experts' result, before the head
+            head_bytes = 4 * hidden.nbytes
+            waiting_by_kind[kinds[index]] = Waiting(
+                saved_bytes, waits, max(work.working_bytes, group), head_bytes
+            )
+    return waiting_by_kind
 
 
 def _group_bytes(
-    split: Split, index: int, parts: ExpertParts, autocast: torch.dtype | None, given: Sequence[Tensor]
+    split: Split,
+    index: int,
+    parts: ExpertParts,
+    autocast: torch.dtype | None,
+    expert_inputs: Sequence[Tensor],
 ) -> int:
-    """Return the most that is alive at once while a group of a layer's experts is run and differentiated for a
-    micro-batch, each of whose tokens has as many of its experts there as can be."""
-    (first, end, stored), (hidden, chosen, factors) = parts.groups[index][0], given
-    whole, pairs = split.experts_of(index), len(chosen) * min(chosen.shape[1], end - first)
+    """Return the most that is alive at once while a group of a layer's experts is run and
+    differentiated for a micro-batch, each of whose tokens has as many of its experts there as can
+    be."""
+    first, end, stored = parts.groups[index][0]
+    hidden, chosen, factors = expert_inputs
+    all_experts = split.experts_of(index)
+    pairs = len(chosen) * min(chosen.shape[1], end - first)
     weights = split.renamed(index, fake_weights(stored))
-    assert whole is not None
+    assert all_experts is not None
     with Tally(split.parallel) as tally:
         tally.leave_out([*weights.values(), *split.layers[index].parameters()])
-        with whole.narrowed(weights, ExpertGroup(0, first, end)) as experts:
+        with all_experts.narrowed(weights, ExpertGroup(0, first, end)) as experts:
             states = hidden.new_empty(pairs, hidden.shape[1]).requires_grad_()
-            own = factors.new_empty(pairs, 1).requires_grad_()
-            gradient, sums = states.detach().clone(), dict[nn.Parameter, Tensor]()
-            leaves = [leaf for one in experts.factors for leaf, _ in one.sums(sums)]
+            pair_factors = factors.new_empty(pairs, 1).requires_grad_()
+            gradient = states.detach().clone()
+            sums = dict[nn.Parameter, Tensor]()
+            leaves = [leaf for factor in experts.factors for leaf, _ in factor.sums(sums)]
             with torch.enable_grad(), split.autocast(autocast):
-                made = experts.run((states, chosen.new_zeros(pairs, 1), own))
-            formed = torch.autograd.grad(made, [states, own, *leaves], gradient, allow_unused=True)
+                output = experts.run((states, chosen.new_zeros(pairs, 1), pair_factors))
+            formed = torch.autograd.grad(
+                output, [states, pair_factors, *leaves], gradient, allow_unused=True
+            )
             formed[0].to(torch.promote_types(hidden.dtype, torch.float32), copy=True)
     peak: int = tally.peak
     return peak
 
 
 @dataclass(frozen=True)
-class ExpertsTold:
-    """What a plan tells of the stacked experts of a model. Nothing is known of what routers will choose."""
+class ExpertSummary:
+    """What a plan tells of the stacked experts of a model. Nothing is known of what routers will
+    choose.
+    """
 
     layers: int  # that have experts
     count: int  # in the layer that has most
     active: int  # of these each token has so many
     together: int  # leased at once, at most
-    reached: float  # in that layer by the tokens of a step, were each chosen as often as every other
-    parts: dict[str, int]  # bytes of all layers as they are stored, by part, and those of the adapters of experts
+    reached: (
+        float  # in that layer by the tokens of a step, were each chosen as often as every other
+    )
+    parts: dict[
+        str, int
+    ]  # bytes of all layers as they are stored, by part, and those of the adapters of experts
 
     @property
     def note(self) -> str:
         """Say it in a sentence."""
         return (
-            f"experts: each token has {self.active:,} of {self.count:,}, and {self.together:,} are leased together; if "
-            f"routers choose all alike, which is assumed, a step reaches {self.reached:,.1f} of them in each layer"
+            f"experts: each token has {self.active:,} of {self.count:,}, and "
+            f"{self.together:,} are leased together; if "
+            "routers choose all alike, which is assumed, a step reaches "
+            f"{self.reached:,.1f} of them in each layer"
         )
 
 
-def experts_told(planner: Planner) -> ExpertsTold | None:
-    """Return what a plan tells of a model's experts; None: it has none that are stacked, once in a layer, or what it
-    computes is not known."""
-    blueprint, tokens = planner.blueprint, planner.shape.tokens
-    found = {index: one for index in range(len(blueprint.layers)) if (one := blueprint.split.experts_of(index))}
-    if not found or planner.workload is None:
+def expert_summary(planner: Planner) -> ExpertSummary | None:
+    """Return what a plan tells of a model's experts; None: it has none that are stacked, once in a
+    layer, or what it computes is not known."""
+    blueprint = planner.blueprint
+    tokens = planner.shape.tokens
+    experts_by_layer = {
+        index: layer_experts
+        for index in range(len(blueprint.layers))
+        if (layer_experts := blueprint.split.experts_of(index))
+    }
+    if not experts_by_layer or planner.workload is None:
         return None
-    largest = max(found, key=lambda index: found[index].count)
-    count, active = found[largest].count, active_experts(blueprint, largest, planner.shape.micro_batch)
+    largest = max(experts_by_layer, key=lambda index: experts_by_layer[index].count)
+    count = experts_by_layer[largest].count
+    active = active_experts(blueprint, largest, planner.shape.micro_batch)
     reached = count * (1 - (1 - active / count) ** tokens)
-    parts, adapted = Counter[str](), 0
+    parts = Counter[str]()
+    adapted = 0
     for index, layer in enumerate(blueprint.layers):
-        stored = [(one.name, one.shape, one.nbytes) for one in layer.tensors]
-        for kept in layer.expansions:
-            stored.append((kept.placed.name, kept.placed.shape, sum(part.nbytes for part in kept.parts.values())))
-        experts = found.get(index)
+        stored = [(tensor.name, tensor.shape, tensor.nbytes) for tensor in layer.tensors]
+        for expansion in layer.expansions:
+            stored.append(
+                (
+                    expansion.target.name,
+                    expansion.target.shape,
+                    sum(part.nbytes for part in expansion.parts.values()),
+                )
+            )
+        experts = experts_by_layer.get(index)
         block = "" if experts is None else experts.weights[0].rpartition(".")[0].rpartition(".")[0]
         for name, shape, nbytes in stored:
             if experts is None:
@@ -234,25 +329,41 @@ def experts_told(planner: Planner) -> ExpertsTold | None:
                 part = "routers" if shape[0] == experts.count else "shared experts"
             parts[part] += nbytes
         if experts is not None:
-            adapted += sum(one.numel() for one in experts.outer.parameters() if one.requires_grad)
-    parts["adapters of experts"] = round(blueprint.adapter_bytes * adapted / max(1, blueprint.adapter_parameters))
-    return ExpertsTold(len(found), count, active, blueprint.experts or count, reached, dict(parts))
+            adapted += sum(
+                parameter.numel()
+                for parameter in experts.outer.parameters()
+                if parameter.requires_grad
+            )
+    parts["adapters of experts"] = round(
+        blueprint.adapter_bytes * adapted / max(1, blueprint.adapter_parameters)
+    )
+    return ExpertSummary(
+        len(experts_by_layer), count, active, blueprint.experts or count, reached, dict(parts)
+    )
 
 
 def active_experts(blueprint: Blueprint, layer: int, batch: MicroBatch) -> int:
-    """Return how many of a layer's experts each token has, as its router says on tensors without values."""
-    split, seen = Split(blueprint.model, load("cpu")), list[int]()
+    """Return how many of a layer's experts each token has, as its router says on tensors without
+    values.
+    """
+    split = Split(blueprint.model, load("cpu"))
+    seen = list[int]()
 
-    def look(hidden: Any, chosen: Any, *_: Any) -> Any:
+    def observe(hidden: Any, chosen: Any, *_: Any) -> Any:
         seen.append(chosen.shape[-1])
         return torch.zeros_like(hidden)
 
     with without_values(blueprint.model):
         learn(split, blueprint.layers)
         prelude = split.prelude(batch.inputs(), {})
-        given = given_of(split, blueprint.layers, prelude)
+        layer_inputs = given_of(split, blueprint.layers, prelude)
         experts = split.experts_of(layer)
         assert experts is not None
-        with replaced({experts.module: look}):
-            split.run_layer(layer, fake_weights(blueprint.layers[layer]), prelude.calls[layer], given[layer])
+        with replaced({experts.module: observe}):
+            split.run_layer(
+                layer,
+                fake_weights(blueprint.layers[layer]),
+                prelude.calls[layer],
+                layer_inputs[layer],
+            )
     return seen[0]

@@ -1,7 +1,9 @@
-"""Machines as a plan sees them: memory, speeds of disk and link, and the arithmetic they reach in practice.
+"""Machines as a plan sees them: memory, speeds of disk and link, and the arithmetic they reach in
+practice.
 
-The numbers of a profile are those reached in practice, not those of a data sheet: dense matrix products of training on
-that device, and page-locked copies over its bus. Where nothing is published, `note` says so.
+The numbers of a profile are those reached in practice, not those of a data sheet: dense matrix
+products of training on that device, and page-locked copies over its bus. Where nothing is
+published, `note` says so.
 """
 
 from __future__ import annotations
@@ -15,17 +17,27 @@ import psutil
 
 from lema.backend import Backend, Exchange
 from lema.backend.hostmemory import memory_available
-from lema.backend.registry import kept_unasked, taken_beside
+from lema.backend.registry import resident_fraction, workspace_memory
 from lema.config import LemaConfig
 from lema.config.units import parse_memory
 from lema.errors import ConfigError
 from lema.model.partition import open_backend, planned_parallel
 from lema.plan.cost import NO_OVERHEAD, Overhead, Speeds
 
-__all__ = ["PROFILES", "Machine", "Site", "open_alone", "profile", "site_of", "this_machine", "unknown_speeds"]
+__all__ = [
+    "PROFILES",
+    "Machine",
+    "MachineState",
+    "machine_state_of",
+    "open_alone",
+    "profile",
+    "this_machine",
+    "unknown_speeds",
+]
 
 
-GB, GIB = 10**9, 2**30
+GB = 10**9
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -38,9 +50,11 @@ class Machine:
     speeds: Speeds  # of disk and link
     half: float  # floating-point operations per second with weights of two bytes
     single: float  # with weights of four
-    memory: float = math.inf  # bytes per second that the device's memory is read and written at, together
+    # bytes per second that the device's memory is read and written at, together
+    memory: float = math.inf
     launch: float = 0.0  # seconds that handing one layer's work to the device takes, at least
-    exchange: float = math.inf  # bytes per second that each process of a tensor-parallel group sends to another
+    # bytes per second that each process of a tensor-parallel group sends to another
+    exchange: float = math.inf
     latency: float = 0.0  # seconds that a collective takes, however little is sent
     note: str = ""  # what is not known of it
     overhead: Overhead = NO_OVERHEAD  # of its memory; of a profile it is not known
@@ -59,9 +73,10 @@ class Machine:
         return work.nbytes / self.exchange + work.count * self.latency
 
 
-# Half precision, links and disks: what public benchmarks of fine-tuning reach on these. Single precision: three
-# quarters of the vendor's figure; memory: half of it. Launch: a decoder layer, forward, in eager mode.
-# Of trn1 the 384 GB/s of the links between chips are published; two cores of one exchange over their common memory.
+# Half precision, links and disks: what public benchmarks of fine-tuning reach on these. Single
+# precision: three quarters of the vendor's figure; memory: half of it. Launch: a decoder layer,
+# forward, in eager mode. Of trn1 the 384 GB/s of the links between chips are published; two cores
+# of one exchange over their common memory.
 TRN1 = "one of two cores; the speeds of its host link and between cores are guesses, not published"
 PROFILES = {
     machine.name: machine
@@ -69,7 +84,19 @@ PROFILES = {
         Machine("t4", 15 * GIB, 32 * GB, Speeds(3e9, 12e9), 25e12, 6e12, 160e9, 1.5e-3),
         Machine("4090", 24 * GIB, 64 * GB, Speeds(7e9, 25e9), 140e12, 62e12, 500e9, 1.5e-3),
         Machine("h200", 139 * GIB, 128 * GIB, Speeds(14e9, 50e9), 400e12, 50e12, 2.4e12, 1.5e-3),
-        Machine("trn1", 16 * GIB, 32 * GIB, Speeds(2e9, 12e9), 65e12, 16e12, 200e9, 1.5e-3, 50e9, 50e-6, TRN1),
+        Machine(
+            "trn1",
+            16 * GIB,
+            32 * GIB,
+            Speeds(2e9, 12e9),
+            65e12,
+            16e12,
+            200e9,
+            1.5e-3,
+            50e9,
+            50e-6,
+            TRN1,
+        ),
         Machine("cpu", 24 * GB, 24 * GB, Speeds(1.1e9), 0.4e12, 0.15e12, 5e9),
     )
 }
@@ -87,19 +114,25 @@ Memory = int | float | str | None  # a limit as the settings write it
 
 
 @dataclass(frozen=True)
-class Site:
+class MachineState:
     """The machine of a planned run or phase, as far as it is known."""
 
     machine: Machine  # its memory in bytes and, unless `speeds` is `unknown`, its speeds
     host_available: int  # bytes of host memory that are free
-    speeds: Literal["profile", "measured", "unknown"] = "unknown"  # `measured`: on this machine, with the model
-    kept: float = 0.0  # the fraction of device memory up to which layers stay there without a limit in the settings
+    speeds: Literal["profile", "measured", "unknown"] = (
+        "unknown"  # `measured`: on this machine, with the model
+    )
+    # the fraction of device memory up to which layers stay there without a limit in the settings
+    resident_fraction: float = 0.0
     process_bytes: int = 0  # bytes of host memory that interpreter and libraries take; 0: not known
     device_free: int | None = None  # bytes of device memory that others leave; None: all of it
 
     def limits(self, device_memory: Memory, host_memory: Memory) -> tuple[int, int]:
-        """Return the bytes of device and of host memory that may be used: by the settings, or else all."""
-        device, host = self.machine.device_memory, self.machine.host_memory
+        """Return the bytes of device and of host memory that may be used: by the settings, or
+        else all.
+        """
+        device = self.machine.device_memory
+        host = self.machine.host_memory
         if device_memory == "auto":
             device = self.free(1)
         return (
@@ -114,34 +147,58 @@ class Site:
         return self.machine.device_memory if self.device_free is None else self.device_free
 
 
-def site_of(
-    config: LemaConfig, machine: Machine | None = None, *, backend: Backend | None = None, measured: bool = False
-) -> Site:
-    """Return the site that a run is planned for: that of a profile, or this machine, whose backend may be open already.
-    A planner measures the speeds of this machine if it is to be `measured`; else they are not known."""
+def machine_state_of(
+    config: LemaConfig,
+    machine: Machine | None = None,
+    *,
+    backend: Backend | None = None,
+    measured: bool = False,
+) -> MachineState:
+    """Return the site that a run is planned for: that of a profile, or this machine, whose backend
+    may be open already. A planner measures the speeds of this machine if it is to be `measured`;
+    else they are not known."""
     if machine is not None:
-        return Site(machine, machine.host_memory, "profile", kept_unasked(config.device))
+        return MachineState(
+            machine, machine.host_memory, "profile", resident_fraction(config.device)
+        )
     if backend is not None:
         return this_machine(backend, measured=measured)
     with closing(open_alone(config) if measured else open_backend(config)) as opened:
         return this_machine(opened, measured=measured)
 
 
-def this_machine(backend: Backend, *, measured: bool = False) -> Site:
-    """Return this machine with the least memory that any of the processes has: they must plan alike."""
+def this_machine(backend: Backend, *, measured: bool = False) -> MachineState:
+    """Return this machine with the least memory that any of the processes has: they must plan
+    alike.
+    """
     memory = backend.memory()
     free = memory.total if memory.free is None else memory.free
-    told = backend.replicas.everyone((memory.total, free, psutil.virtual_memory().total, memory_available()))
-    total, free, host_total, available = map(min, zip(*told, strict=True))
-    beside = backend.replicas.everyone(taken_beside(backend))
-    speeds, overhead = unknown_speeds(shared=memory.shared), Overhead(*map(max, zip(*beside, strict=True)))
+    gathered_memory = backend.replicas.everyone(
+        (memory.total, free, psutil.virtual_memory().total, memory_available())
+    )
+    total, free, host_total, available = map(min, zip(*gathered_memory, strict=True))
+    gathered_overhead = backend.replicas.everyone(workspace_memory(backend))
+    speeds = unknown_speeds(shared=memory.shared)
+    overhead = Overhead(*map(max, zip(*gathered_overhead, strict=True)))
     machine = Machine(backend.name, total, host_total, speeds, 0.0, 0.0, overhead=overhead)
-    return Site(machine, available, "measured" if measured else "unknown", kept_unasked(backend), device_free=free)
+    return MachineState(
+        machine,
+        available,
+        "measured" if measured else "unknown",
+        resident_fraction(backend),
+        device_free=free,
+    )
 
 
 def open_alone(config: LemaConfig) -> Backend:
-    """Open the backend for one process, which measures what each of several would see: they need not be there."""
-    alone = {"tensor_parallel_size": 1, "sequence_parallel": False} if planned_parallel(config).size > 1 else {}
+    """Open the backend for one process, which measures what each of several would see: they need
+    not be there.
+    """
+    alone = (
+        {"tensor_parallel_size": 1, "sequence_parallel": False}
+        if planned_parallel(config).size > 1
+        else {}
+    )
     return open_backend(config.model_copy(update=alone))
 
 

@@ -34,10 +34,11 @@ PICKS = {aten.index.Tensor, aten.index_select.default, aten.gather.default}
 
 
 class Tally(TorchDispatchMode):
-    """Counts the bytes of what is made in the `with` block and still alive, and the floating-point operations. Views
-    count once, with what they are views of. What existed before is given to `leave_out`: it, and views of it, are not
-    counted. Neither is what is picked out of it by index, as stand-ins for experts' weights are: an implementation that
-    computes with values in hand copies no weights. What the processes of `parallel` exchange is counted as well."""
+    """Counts the bytes of what is made in the `with` block and still alive, and the floating-point
+    operations. Views count once, with what they are views of. What existed before is given to
+    `leave_out`: it, and views of it, are not counted. Neither is what is picked out of it by index,
+    as stand-ins for experts' weights are: an implementation that computes with values in hand
+    copies no weights. What the processes of `parallel` exchange is counted as well."""
 
     def __init__(self, parallel: Parallel | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's is
@@ -50,13 +51,15 @@ class Tally(TorchDispatchMode):
         self._steps: list[_Step] = []
         self._steps_to_saved = 0
         # By number, which nothing else may get while it tells steps apart.
-        self._made: dict[int, StorageWeakRef] = {}
+        self._storages: dict[int, StorageWeakRef] = {}
         self._left_out: dict[int, Tensor] = {}
         self.live = 0  # bytes made here and alive now
 
     def leave_out(self, tensors: Iterable[Any]) -> None:
         """Count none of these."""
-        self._left_out.update({_storage(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor)})
+        self._left_out.update(
+            {_storage(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor)}
+        )
 
     def counts(self, tensor: Tensor) -> bool:
         """Whether a tensor is one that was made here."""
@@ -65,7 +68,8 @@ class Tally(TorchDispatchMode):
     def save(self, tensor: Tensor) -> None:
         """Take note that the backward needs a tensor."""
         self._saved.add(_storage(tensor))
-        self._steps_to_saved, self.exchanged_to_saved = len(self._steps), self.exchanged
+        self._steps_to_saved = len(self._steps)
+        self.exchanged_to_saved = self.exchanged
 
     @property
     def exchanged(self) -> Exchange:
@@ -73,11 +77,14 @@ class Tally(TorchDispatchMode):
         return self._parallel.exchanged.plus(self._before, -1)
 
     def flops_to_saved(self) -> int:
-        """Return the operations up to the last saved tensor, without matrix products that reach no saved tensor."""
-        wanted, flops = set(self._saved), 0
+        """Return the operations up to the last saved tensor, without matrix products that reach
+        no saved tensor.
+        """
+        needed = set(self._saved)
+        flops = 0
         for step in reversed(self._steps[: self._steps_to_saved]):
-            if step.made & wanted or not step.product:
-                wanted |= step.given
+            if step.outputs & needed or not step.product:
+                needed |= step.inputs
                 flops += step.flops
         return flops
 
@@ -90,39 +97,51 @@ class Tally(TorchDispatchMode):
         formula = FORMULAS.get(func._overloadpacket)
         flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
         self.flops += flops
-        made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
+        outputs = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
         if func in PICKS and not self.counts(args[0]):
-            self.leave_out(made)
-        for tensor in made:
+            self.leave_out(outputs)
+        for tensor in outputs:
             if self.counts(tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._made:
-                    self._made[storage._cdata] = StorageWeakRef(storage)
+                if storage._cdata not in self._storages:
+                    self._storages[storage._cdata] = StorageWeakRef(storage)
                     self.live += storage.nbytes()
                     weakref.finalize(storage, self._gone, storage.nbytes()).atexit = False
-        given = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         product = func._overloadpacket in PRODUCTS or formula is None
-        self._steps.append(_Step(flops, product, *(frozenset(map(_storage, some)) for some in (given, made))))
+        self._steps.append(
+            _Step(
+                flops,
+                product,
+                *(frozenset(map(_storage, tensors)) for tensors in (inputs, outputs)),
+            )
+        )
         self.peak = max(self.peak, self.live)
         return result
 
 
 @contextmanager
 def without_values(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model's tensors have no values in a `with` block; layers' weights, given to each call, stay on `meta`."""
+    """Let a model's tensors have no values in a `with` block; layers' weights, given to each
+    call, stay on `meta`.
+    """
     training = model.training
-    inside = {id(parameter) for parameter in find_layers(model)[1].parameters() if parameter.is_meta}
+    inside = {
+        id(parameter) for parameter in find_layers(model)[1].parameters() if parameter.is_meta
+    }
 
     def like(tensor: Tensor) -> Tensor:
         if id(tensor) in inside or not isinstance(tensor, nn.Parameter):
             return tensor
-        made = nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype), tensor.requires_grad)
-        vars(made).update(vars(tensor))  # which say how it lies over processes
-        return made
+        parameter = nn.Parameter(
+            torch.empty(tensor.shape, dtype=tensor.dtype), tensor.requires_grad
+        )
+        vars(parameter).update(vars(tensor))  # which say how it lies over processes
+        return parameter
 
-    apart = rehearsed(model.modules(), values=False), FakeTensorMode(allow_non_fake_inputs=True)
+    contexts = rehearsed(model.modules(), values=False), FakeTensorMode(allow_non_fake_inputs=True)
     by = attention_without_values(model), tables_as_they_are(model)
-    with by[0], by[1], apart[0], apart[1], replaced_tensors(model, like):
+    with by[0], by[1], contexts[0], contexts[1], replaced_tensors(model, like):
         try:
             model.train()
             yield
@@ -132,20 +151,26 @@ def without_values(model: PreTrainedModel) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Step:
-    """One operation; `product`: a matrix product, or an operation that is negligible compared with one."""
+    """One operation; `product`: a matrix product, or an operation that is negligible compared
+    with one.
+    """
 
     flops: int
     product: bool
-    given: frozenset[int]
-    made: frozenset[int]
+    inputs: frozenset[int]
+    outputs: frozenset[int]
 
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _grouped(first: Tensor, second: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """Return what `torch._grouped_mm` would; its own rule for shapes refuses dtypes that its kernel takes."""
+def _grouped(
+    first: Tensor, second: Tensor, offs: Tensor | None = None, *_: Any, **__: Any
+) -> Tensor:
+    """Return what `torch._grouped_mm` would; its own rule for shapes refuses dtypes that its
+    kernel takes.
+    """
     if first.dim() == 2 and second.dim() == 2:
         assert offs is not None
         return first.new_empty(len(offs), first.shape[0], second.shape[1])
@@ -161,7 +186,9 @@ def _grouped_flops(first: Tensor, second: Tensor, *_: Any, **__: Any) -> int:
 
 
 def _attention(count: Callable[..., int], tensors: int, *args: Any, **_: Any) -> int:
-    """Return the operations of attention, which depend on the shapes of its first `tensors` arguments."""
+    """Return the operations of attention, which depend on the shapes of its first `tensors`
+    arguments.
+    """
     return int(count(*(tensor.shape for tensor in args[:tensors])))
 
 
@@ -170,5 +197,7 @@ FORMULAS: dict[Any, Callable[..., int]] = {
     # What torch's own table leaves out.
     aten._grouped_mm: _grouped_flops,
     aten._scaled_dot_product_flash_attention_for_cpu: partial(_attention, sdpa_flop_count, 3),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: partial(_attention, sdpa_backward_flop_count, 4),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: partial(
+        _attention, sdpa_backward_flop_count, 4
+    ),
 }

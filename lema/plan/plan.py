@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from lema.config import LemaConfig
@@ -19,7 +20,7 @@ from lema.lora.files import with_adapter
 from lema.model.files import ModelFiles, training_rows
 from lema.model.skeleton import main_dtype
 from lema.plan.cost import Allocation, crossover, phases, saved_elsewhere
-from lema.plan.groups import ExpertsTold, experts_told
+from lema.plan.groups import ExpertSummary, expert_summary
 from lema.plan.machine import Machine
 from lema.plan.planner import Planner, planner_of, timed
 from lema.plan.simulator import Simulated
@@ -35,6 +36,21 @@ GB = 10**9
 BOTTLENECKS = {"compute": "computing", "link": "the link", "disk": "the disk"}
 MOST_TOKENS = 1 << 24  # per step; larger steps are not looked for
 CURVE = 33  # points
+JSON_FIELDS = (  # of a plan
+    *(
+        "machine",
+        "measured",
+        "itemsize",
+        "tokens",
+        "micro_batch",
+        "allocation",
+        "memory",
+        "step",
+        "room",
+        "epoch",
+    ),
+    *("experts", "notes", "tokens_per_second"),
+)
 
 
 @dataclass(frozen=True)
@@ -52,10 +68,13 @@ class PlannedMemory:
 class Headroom:
     """What larger steps, or more memory, would give."""
 
-    crossover: float | None  # tokens per step from which on moving weights is hidden; None: there is nothing to hide
+    crossover: (
+        float | None
+    )  # tokens per step from which on moving weights is hidden; None: there is nothing to hide
     largest_micro_batch: int  # rows that still fit
     largest_step: int  # tokens per step that still fit
-    gigabyte_on_device: float  # seconds that each GB more of device memory, enough for a layer, would save in each step
+    # seconds that each GB more of device memory, enough for a layer, would save in each step
+    gigabyte_on_device: float
     gigabyte_in_host: float  # seconds that each GB more of host memory would save in each step
 
 
@@ -69,7 +88,9 @@ class Epoch:
     hours: float  # they take
     cost: float | None  # at the price given; None: none was
     run_steps: int  # optimizer steps of the run, which may be more epochs than one, or less
-    packed_hours: float | None  # an epoch would take if its rows were packed; None: they are, or cannot be
+    packed_hours: (
+        float | None
+    )  # an epoch would take if its rows were packed; None: they are, or cannot be
 
     @property
     def run_hours(self) -> float:
@@ -89,63 +110,102 @@ class Plan:
     allocation: Allocation  # what memory is spent on
     memory: PlannedMemory  # by part
     step: Simulated  # one step in the middle of a run
-    room: Headroom  # what larger steps, or more memory, would give
     epoch: Epoch | None  # of the training data; None: the settings name none
-    experts: ExpertsTold | None  # of its model; None: it has none
+    experts: ExpertSummary | None  # of its model; None: it has none
     notes: tuple[str, ...]  # what a reader should know
+    needs: StepNeeds = field(repr=False, compare=False)  # that it was made of
+
+    @cached_property
+    def room(self) -> Headroom:
+        """What larger steps, or more memory, would give; found out when it is asked for, as by
+        two more plans.
+        """
+        return _headroom(self.needs, self.memory, self.step.seconds)
+
+    @property
+    def crossover(self) -> float | None:
+        """Tokens per step from which on moving weights is hidden; None: there is nothing to
+        hide.
+        """
+        return _crossover(self.needs)
 
     @property
     def host_peak(self) -> int:
         """Bytes of host memory; with those of the device where it computes in it."""
         memory = self.memory
-        on_device = (self.step.device_peak - memory.device["slots"]) * self.machine.shared  # the ring is the slots
+        on_device = (
+            self.step.device_peak - memory.device["slots"]
+        ) * self.machine.shared  # the ring is the slots
         return sum(memory.host.values()) + on_device
 
     @property
     def fits(self) -> bool:
         """Whether the machine has the memory that the run takes, on the device and in the host."""
         machine = self.machine
-        return self.step.device_peak <= machine.device_memory and self.host_peak <= machine.host_memory
+        return (
+            self.step.device_peak <= machine.device_memory and self.host_peak <= machine.host_memory
+        )
 
     @property
     def verdict(self) -> str:
         """Say in one sentence whether the run fits, what limits it, and what to change."""
-        taken = f"{human_bytes(self.step.device_peak)} of {human_bytes(self.memory.device_limit)} of device memory"
+        taken = (
+            f"{human_bytes(self.step.device_peak)} of {human_bytes(self.memory.device_limit)} "
+            "of device memory"
+        )
         if not self.fits:
-            how = "lower max_length or batch_size, or set gradient_checkpointing and device_memory: auto"
-            return f"does not fit: it needs {taken} and {human_bytes(self.host_peak)} of host memory; {how}"
+            how = (
+                "lower max_length or batch_size, or set gradient_checkpointing and "
+                "device_memory: auto"
+            )
+            return (
+                f"does not fit: it needs {taken} and {human_bytes(self.host_peak)} of host "
+                f"memory; {how}"
+            )
         if not self.step.seconds:
             return f"fits, with {taken}"
         packed = None if self.epoch is None else self.epoch.packed_hours
         gain = None if self.epoch is None or not packed else self.epoch.hours / packed
         tokens = self.tokens if self.epoch is None else self.epoch.tokens / self.epoch.steps
-        return f"fits, with {taken}; " + _limited(BOTTLENECKS[self.step.bottleneck], self.room.crossover, tokens, gain)
+        return f"fits, with {taken}; " + _limited(
+            BOTTLENECKS[self.step.bottleneck], self.crossover, tokens, gain
+        )
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens that the run trains on in a second, padding included; None: nothing has been timed."""
+        """Tokens that the run trains on in a second, padding included; None: nothing has been
+        timed.
+        """
         return self.tokens / self.step.seconds if self.step.seconds else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain JSON types; what is infinite or unknown is None."""
-        whole = {**asdict(self), "tokens_per_second": self.tokens_per_second, "bottleneck": self.step.bottleneck}
-        peaks = {"device_peak": self.step.device_peak, "host_peak": self.host_peak}
-        whole |= {**peaks, "fits": self.fits, "verdict": self.verdict}
-        return {key: _plain(value) for key, value in whole.items()}
+        record = {name: getattr(self, name) for name in JSON_FIELDS}
+        record |= {"bottleneck": self.step.bottleneck}
+        record |= {"device_peak": self.step.device_peak, "host_peak": self.host_peak}
+        record |= {"fits": self.fits, "verdict": self.verdict}
+        return {key: _plain(value) for key, value in record.items()}
 
 
 def make_plan(
-    config: LemaConfig, machine: Machine | None = None, *, price: float | None = None, trust_remote_code: bool = False
+    config: LemaConfig,
+    machine: Machine | None = None,
+    *,
+    price: float | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[Plan, Planner]:
-    """Plan a run on a machine, or with None on this one, which is measured; `price` is of an hour, in any currency.
-    Raises `MemoryLimitError` where the limits of the settings, or the machine's memory, are too small; `ConfigError`
-    and `DataError` as training would."""
+    """Plan a run on a machine, or with None on this one, which is measured; `price` is of an hour,
+    in any currency. Raises `MemoryLimitError` where the limits of the settings, or the machine's
+    memory, are too small; `ConfigError` and `DataError` as training would."""
     planner = planner_of(with_adapter(config), machine, trust_remote_code=trust_remote_code)
     options: dict[str, Any] = {"price": price, "trust_remote_code": trust_remote_code}
     if planner.config.tokens_per_step != "auto":
         return plan_with(planner, **options), planner
     plan = plan_with(planner := _with_tokens(planner), **options)
-    note = f"tokens_per_step: auto is {planner.config.tokens_per_step:,}, from which reading is hidden behind computing"
+    note = (
+        f"tokens_per_step: auto is {planner.config.tokens_per_step:,}, from which reading is "
+        "hidden behind computing"
+    )
     return replace(plan, notes=(note, *plan.notes)), planner
 
 
@@ -158,89 +218,137 @@ def _with_tokens(planner: Planner) -> Planner:
 
 
 def hiding_tokens(planner: Planner) -> int:
-    """Return what `tokens_per_step: auto` is: whole micro-batches, somewhat more than hide reading behind computing,
-    because no step is quite full; `batch_size` of them where nothing is to be hidden. It is the same in all processes.
-    `ConfigError`: layers cannot be timed; `ModelError`: the model's work cannot be told."""
+    """Return what `tokens_per_step: auto` is: whole micro-batches, somewhat more than hide reading
+    behind computing, because no step is quite full; `batch_size` of them where nothing is to be
+    hidden. It is the same in all processes. `ConfigError`: layers cannot be timed; `ModelError`:
+    the model's work cannot be told."""
     if planner.workload is None:  # because nothing else has made it
         planner = replace(planner, workload=planner.work(planner.shape.micro_batch))
     if (planner := timed(planner)).timings is None and planner.backend is not None:
         what = "LEMA does not time a layer that several processes run together"
         raise ConfigError(what, where="tokens_per_step: auto", how="set a number, such as 16k")
-    at_once, hidden = planner.shape.micro_batch.tokens, _crossover(planner.needs())
-    found = at_once * (planner.config.batch_size if hidden is None else max(1, math.ceil(1.125 * hidden / at_once)))
+    at_once = planner.shape.micro_batch.tokens
+    hidden = _crossover(planner.needs())
+    tokens = at_once * (
+        planner.config.batch_size if hidden is None else max(1, math.ceil(1.125 * hidden / at_once))
+    )
     if planner.backend is None:
-        return found
-    return int(planner.backend.replicas.everyone(found * planner.backend.replicas.size)[0])
+        return tokens
+    return int(planner.backend.replicas.everyone(tokens * planner.backend.replicas.size)[0])
 
 
 def plan_with(
-    planner: Planner, *, price: float | None = None, trust_remote_code: bool = False, data: Any = None
+    planner: Planner,
+    *,
+    price: float | None = None,
+    trust_remote_code: bool = False,
+    data: Any = None,
 ) -> Plan:
-    """Plan a run with what is known of its model and machine, and the `data` if they are read; else as `make_plan`."""
+    """Plan a run with what is known of its model and machine, and the `data` if they are read;
+    else as `make_plan`.
+    """
     needs = planner.needs()
-    demand, allocation = needs.demand, needs.allocation
-    step, memory = planner.simulated(demand, allocation), _memory(needs)
+    demand = needs.demand
+    allocation = needs.allocation
+    step = planner.simulated(demand, allocation)
+    memory = _memory(needs)
     return Plan(
-        machine=planner.site.machine,
-        measured=planner.site.speeds == "measured",
+        machine=planner.machine_state.machine,
+        measured=planner.machine_state.speeds == "measured",
         itemsize=main_dtype(planner.blueprint.model).itemsize,
         tokens=planner.shape.tokens,
         micro_batch=planner.shape.micro_batch,
         allocation=allocation,
         memory=memory,
         step=step,
-        room=_headroom(needs, memory, step.seconds),
         epoch=_epoch(needs, price, trust_remote_code, data),
-        experts=(experts := experts_told(planner)),
+        experts=(experts := expert_summary(planner)),
         notes=(*_notes(planner), *([] if experts is None else [experts.note])),
+        needs=needs,
     )
 
 
 def verdict_of(planner: Planner, data: Any) -> str:
-    """Say in one sentence how a run goes that fits, of a model that is open, with the rows that it trains on."""
-    needs, shape = planner.needs(), planner.shape
+    """Say in one sentence how a run goes that fits, of a model that is open, with the rows that
+    it trains on.
+    """
+    needs = planner.needs()
+    shape = planner.shape
     at_once = f"{shape.micro_batch.rows} row{'s' * (shape.micro_batch.rows > 1)} at once"
     there = human_bytes(planner.limits[0]) + " of device memory"
     if planner.workload is None:
         return f"fits {'in ' + there if planner.limits[0] else 'as far as can be told'}, {at_once}"
-    said = f"fits, with {human_bytes(sum(needs.device.values()))} of {there}, {at_once}"
+    summary = f"fits, with {human_bytes(sum(needs.device.values()))} of {there}, {at_once}"
     if planner.timings is None or not len(data):
-        return said
-    phase = max(phases(needs.demand, needs.allocation, planner.site.machine.speeds), key=lambda one: one.seconds)
+        return summary
+    phase = max(
+        phases(needs.demand, needs.allocation, planner.machine_state.machine.speeds),
+        key=lambda phase: phase.seconds,
+    )
     slowest = max(("compute", "link", "disk"), key=lambda part: float(getattr(phase, part)))
-    hidden, row = _crossover(needs), data.counts.tokens / len(data)
-    given, tokens = planner.config.tokens_per_step, shape.num_rows * min(row, shape.micro_batch.length)
-    tokens = given if isinstance(given, int) else tokens
-    # Where reading limits a step, a pack of full rows is read for as one row is; where computing does, nothing is won.
-    as_packs = not (planner.config.packing or planner.config.tokens_per_step or slowest == "compute")
+    hidden = _crossover(needs)
+    row = data.counts.tokens / len(data)
+    tokens_per_step = planner.config.tokens_per_step
+    tokens = shape.num_rows * min(row, shape.micro_batch.length)
+    tokens = tokens_per_step if isinstance(tokens_per_step, int) else tokens
+    # Where reading limits a step, a pack of full rows is read for as one row is; where computing
+    # does, nothing is won.
+    as_packs = not (
+        planner.config.packing or planner.config.tokens_per_step or slowest == "compute"
+    )
     gain = shape.tokens / tokens if as_packs else None
-    return f"{said}; {_limited(BOTTLENECKS[slowest], hidden, tokens, gain)}"
+    return f"{summary}; {_limited(BOTTLENECKS[slowest], hidden, tokens, gain)}"
 
 
 def brief(planner: Planner) -> dict[str, Any]:
-    """Return, as plain JSON types, what a run takes of memory, of activations if it knew them already, and where."""
-    needs, machine = planner.needs(), planner.site.machine
-    told = {"memory": asdict(_memory(needs)), "activations": planner.workload is not None, "shared": machine.shared}
-    return {name: _plain(one) for name, one in {**told, "machine": asdict(machine)}.items()}
+    """Return, as plain JSON types, what a run takes of memory, of activations if it knew them
+    already, and where.
+    """
+    needs = planner.needs()
+    machine = planner.machine_state.machine
+    report = {
+        "memory": asdict(_memory(needs)),
+        "activations": planner.workload is not None,
+        "shared": machine.shared,
+    }
+    return {
+        name: _plain(section) for name, section in {**report, "machine": asdict(machine)}.items()
+    }
 
 
 def _crossover(needs: StepNeeds) -> float | None:
-    return crossover(needs.demand, needs.allocation, needs.planner.site.machine.speeds, needs.planner.shape.tokens)
+    return crossover(
+        needs.demand,
+        needs.allocation,
+        needs.planner.machine_state.machine.speeds,
+        needs.planner.shape.tokens,
+    )
 
 
 def _limited(by: str, hidden: float | None, tokens: float, gain: float | None) -> str:
-    """Say what limits a step of so many tokens, and what to change: reading is hidden from `hidden` on, and packing
-    makes it `gain` times faster."""
-    said = f"a step is limited by {by}"
+    """Say what limits a step of so many tokens, and what to change: reading is hidden from `hidden`
+    on, and packing makes it `gain` times faster."""
+    message = f"a step is limited by {by}"
     if hidden is not None and tokens < hidden:
-        said += f": {human_count(tokens)} tokens a step, and reading is hidden from {human_count(hidden)} on: "
-        said += "tokens_per_step: auto would cost less time"
-    return said + (f"; packing: true would take about {gain:.2g} times less" if gain is not None and gain > 1.5 else "")
+        message += (
+            f": {human_count(tokens)} tokens a step, and reading is hidden from "
+            f"{human_count(hidden)} on: "
+        )
+        message += "tokens_per_step: auto would cost less time"
+    return message + (
+        f"; packing: true would take about {gain:.2g} times less"
+        if gain is not None and gain > 1.5
+        else ""
+    )
 
 
 def _epoch(needs: StepNeeds, price: float | None, trusted: bool, data: Any) -> Epoch | None:
-    """Read the training data as training would, and say how long an epoch takes; None: the settings name no data."""
-    planner, config, length = needs.planner, needs.planner.config, needs.planner.shape.micro_batch.length
+    """Read the training data as training would, and say how long an epoch takes; None: the
+    settings name no data.
+    """
+    planner = needs.planner
+    config = needs.planner.config
+    length = needs.planner.shape.micro_batch.length
     if not config.train_data:
         return None
     if data is None:
@@ -250,17 +358,27 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool, data: Any) -> E
     if config.packing:
         data = Packs(data, length, config.seed, wrapped=config.packing == "wrapped")
         counts = replace(counts, rows=len(data))
-    rows, tokens = counts.rows, counts.tokens
+    rows = counts.rows
+    tokens = counts.tokens
     steps = math.ceil(rows / planner.shape.num_rows)
-    all_steps, filled = math.ceil(config.num_train_epochs * steps), tokens / (rows * length)
+    all_steps = math.ceil(config.num_train_epochs * steps)
+    filled = tokens / (rows * length)
     if isinstance(config.tokens_per_step, int):
-        given: dict[str, Any] = {"tokens": config.tokens_per_step, "per_step": config.group_by_length}
-        batches = Batches(data, 1, config.seed, config.shuffle, multiple=config.pad_to_multiple_of or 1, **given)
-        steps, all_steps = batches.before(1), batches.num_batches(config.num_train_epochs)
+        options: dict[str, Any] = {
+            "tokens": config.tokens_per_step,
+            "per_step": config.group_by_length,
+        }
+        batches = Batches(
+            data, 1, config.seed, config.shuffle, multiple=config.pad_to_multiple_of or 1, **options
+        )
+        steps = batches.before(1)
+        all_steps = batches.num_batches(config.num_train_epochs)
         filled = tokens / (steps * planner.shape.tokens)
 
     def hours_of(count: int, filled: float) -> float:
-        return count * planner.simulated(planner.demand(scale=filled), needs.allocation).seconds / 3600
+        return (
+            count * planner.simulated(planner.demand(scale=filled), needs.allocation).seconds / 3600
+        )
 
     hours = hours_of(steps, filled)
     as_packs = not (config.packing or preferences or config.tokens_per_step)
@@ -271,23 +389,35 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool, data: Any) -> E
 
 def _data(planner: Planner, trusted: bool) -> Any:
     """Read the training data as training would, and return the rows that train."""
-    config, directory = planner.config, planner.blueprint.directory
+    config = planner.config
+    directory = planner.blueprint.directory
     files = ModelFiles(config, directory=directory, trust_remote_code=trusted)
     return training_rows(config, files)[0]
 
 
 def _memory(needs: StepNeeds) -> PlannedMemory:
-    planner, demand, allocation = needs.planner, needs.demand, needs.allocation
+    planner = needs.planner
+    demand = needs.demand
+    allocation = needs.allocation
     spilled = len(demand.keeping) * demand.boundary_bytes * (allocation.boundaries == "disk")
     saved = sum(saved_elsewhere(demand, allocation).values()) * (allocation.saved_on == "disk")
-    model, checkpoint = planner.blueprint.stored_bytes, planner.blueprint.checkpoint_bytes
+    model = planner.blueprint.stored_bytes
+    checkpoint = planner.blueprint.checkpoint_bytes
     on_disk = {"model": model, "boundaries": spilled, "saved": saved, "checkpoint": checkpoint}
-    return PlannedMemory(needs.device, needs.host | {"process": planner.site.process_bytes}, on_disk, *planner.limits)
+    return PlannedMemory(
+        needs.device,
+        needs.host | {"process": planner.machine_state.process_bytes},
+        on_disk,
+        *planner.limits,
+    )
 
 
 def _headroom(needs: StepNeeds, memory: PlannedMemory, seconds: float) -> Headroom:
-    planner, demand = needs.planner, needs.demand
-    bought = math.ceil(max(layer.nbytes for layer in planner.blueprint.layers) / GB)  # less holds not one layer more
+    planner = needs.planner
+    demand = needs.demand
+    bought = math.ceil(
+        max(layer.nbytes for layer in planner.blueprint.layers) / GB
+    )  # less holds not one layer more
 
     def saved_by(setting: str, used: int) -> float:
         richer = planner.allocation(demand, **{setting: used + bought * GB})
@@ -296,7 +426,8 @@ def _headroom(needs: StepNeeds, memory: PlannedMemory, seconds: float) -> Headro
     def step_fits(count: int) -> bool:
         return planner.fits(planner.demand(StepShape(micro, count * micro.rows)))
 
-    config, micro = planner.config, planner.shape.micro_batch
+    config = planner.config
+    micro = planner.shape.micro_batch
     on_device = sum(memory.device.values()) if config.device_memory is None else memory.device_limit
     in_host = sum(needs.host.values()) if config.host_memory is None else memory.host_limit
     return Headroom(
@@ -309,40 +440,52 @@ def _headroom(needs: StepNeeds, memory: PlannedMemory, seconds: float) -> Headro
 
 
 def _largest_micro_batch(planner: Planner) -> int:
-    """Return how many rows can be computed at once; the step has as many tokens as before, or one micro-batch."""
-    own = planner.shape.micro_batch
-    # A micro-batch grows evenly with its rows, so that those of one row and of two tell what any takes.
-    one, two = (planner.work(replace(own, rows=rows)) for rows in (1, 2))
-    at_once = max(1, (planner.config.loss_chunk_tokens or CHUNK_TOKENS) // own.length)
+    """Return how many rows can be computed at once; the step has as many tokens as before, or
+    one micro-batch.
+    """
+    micro_batch = planner.shape.micro_batch
+    # A micro-batch grows evenly with its rows, so that those of one row and of two tell what any
+    # takes.
+    one_row, two = (planner.work(replace(micro_batch, rows=rows)) for rows in (1, 2))
+    at_once = max(1, (planner.config.loss_chunk_tokens or CHUNK_TOKENS) // micro_batch.length)
 
     def fits(rows: int) -> bool:
-        shape = StepShape(replace(own, rows=rows), max(rows, planner.shape.num_rows))
-        return planner.fits(planner.demand(shape, _of_rows(one, two, rows, at_once), rows / own.rows))
+        shape = StepShape(replace(micro_batch, rows=rows), max(rows, planner.shape.num_rows))
+        return planner.fits(
+            planner.demand(shape, _of_rows(one_row, two, rows, at_once), rows / micro_batch.rows)
+        )
 
-    return _largest(fits, MOST_TOKENS // own.length)
+    return _largest(fits, MOST_TOKENS // micro_batch.length)
 
 
-def _of_rows(one: Workload, two: Workload, rows: int, rows_at_once: int) -> Workload:
-    """Return what a micro-batch of `rows` costs in memory: every part grows evenly with them, but for the head, whose
-    logits exist for no more than `rows_at_once`."""
-    whole: Workload = _grown(one, two, rows)
-    chunk: Workload = _grown(one, two, min(rows, rows_at_once))
-    pieces = whole.pieces
+def _of_rows(one_row: Workload, two: Workload, rows: int, rows_at_once: int) -> Workload:
+    """Return what a micro-batch of `rows` costs in memory: every part grows evenly with them, but
+    for the head, whose logits exist for no more than `rows_at_once`."""
+    workload: Workload = _grown(one_row, two, rows)
+    chunk: Workload = _grown(one_row, two, min(rows, rows_at_once))
+    pieces = workload.pieces
     if pieces is not None and chunk.pieces is not None:
         # What waits grows with all rows, and what works on it with those of a chunk.
-        more = pieces.kept_bytes - chunk.pieces.kept_bytes
+        more = pieces.waiting_bytes - chunk.pieces.waiting_bytes
         pieces = replace(pieces, working_bytes=chunk.pieces.working_bytes + more)
-    return replace(whole, head=chunk.head, pieces=pieces)
+    return replace(workload, head=chunk.head, pieces=pieces)
 
 
-def _grown(one: Any, two: Any, rows: int) -> Any:
-    """Return every number of a description for a number of rows, from the descriptions for one and two rows."""
-    if isinstance(one, tuple):
-        return tuple(_grown(*both, rows) for both in zip(one, two, strict=True))
-    if is_dataclass(one):
-        kind: Any = type(one)
-        return kind(*(_grown(getattr(one, part.name), getattr(two, part.name), rows) for part in fields(one)))
-    return one + (rows - 1) * (two - one) if type(one) is int else one
+def _grown(one_row: Any, two: Any, rows: int) -> Any:
+    """Return every number of a description for a number of rows, from the descriptions for one
+    and two rows.
+    """
+    if isinstance(one_row, tuple):
+        return tuple(_grown(*pair, rows) for pair in zip(one_row, two, strict=True))
+    if is_dataclass(one_row):
+        kind: Any = type(one_row)
+        return kind(
+            *(
+                _grown(getattr(one_row, part.name), getattr(two, part.name), rows)
+                for part in fields(one_row)
+            )
+        )
+    return one_row + (rows - 1) * (two - one_row) if type(one_row) is int else one_row
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
@@ -354,8 +497,12 @@ def _largest(fits: Callable[[int], bool], most: int) -> int:
     return high // 2 + bisect_left(left, True, key=lambda number: not fits(number))
 
 
-def step_curve(planner: Planner, allocation: Allocation, around: float) -> Iterator[tuple[int, Simulated]]:
-    """Yield the tokens of larger and larger steps, on both sides of `around`, and each step with one allocation."""
+def step_curve(
+    planner: Planner, allocation: Allocation, around: float
+) -> Iterator[tuple[int, Simulated]]:
+    """Yield the tokens of larger and larger steps, on both sides of `around`, and each step with
+    one allocation.
+    """
     micro = planner.shape.micro_batch
     for point in range(CURVE):
         rows = max(1, round(around / micro.length * 2 ** (6 * point / (CURVE - 1) - 3)))
@@ -365,7 +512,7 @@ def step_curve(planner: Planner, allocation: Allocation, around: float) -> Itera
 
 
 def _notes(planner: Planner) -> tuple[str, ...]:
-    notes = [planner.site.machine.note] * bool(planner.site.machine.note)
+    notes = [planner.machine_state.machine.note] * bool(planner.machine_state.machine.note)
     notes += _of_published_weights(planner.blueprint.layers)
     notes += planner.blueprint.notes
     return tuple(notes)
@@ -373,7 +520,12 @@ def _notes(planner: Planner) -> tuple[str, ...]:
 
 def _of_published_weights(layers: Sequence[LayerBytes]) -> Iterator[str]:
     """Say what preparing the checkpoint would save."""
-    moved = [(cast.move, cast.placed.dtype) for layer in layers for cast in layer.casts if cast.move is not None]
+    moved = [
+        (cast.move, cast.target.dtype)
+        for layer in layers
+        for cast in layer.casts
+        if cast.move is not None
+    ]
     pieces = len(moved) + sum(not run.alone for layer in layers for run in layer.runs)
     if pieces:
         aside = human_bytes(sum(move.count * dtype.itemsize for move, dtype in moved))
@@ -381,14 +533,26 @@ def _of_published_weights(layers: Sequence[LayerBytes]) -> Iterator[str]:
             f"layers are put together from {pieces:,} pieces, {aside} moved on the host: "
             "`lema prepare MODEL FILE.safetensors` does it once"
         )
-    published = [one for layer in layers for one in layer.expansions if one.library == LIBRARY]
+    published = [
+        expansion
+        for layer in layers
+        for expansion in layer.expansions
+        if expansion.library == LIBRARY
+    ]
     if published:
-        stored = human_bytes(sum(part.nbytes for one in published for part in one.parts.values()))
-        whole = human_bytes(sum(one.placed.nbytes for one in published))
-        yield f"{stored} of weights are dequantised to {whole} at each lease: `lema prepare` writes them so, once"
+        stored = human_bytes(
+            sum(part.nbytes for expansion in published for part in expansion.parts.values())
+        )
+        expanded = human_bytes(sum(expansion.target.nbytes for expansion in published))
+        yield (
+            f"{stored} of weights are dequantised to {expanded} at each lease: `lema prepare` "
+            "writes them so, once"
+        )
 
 
 def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, frozenset | set):

@@ -1,4 +1,5 @@
-"""A training step in virtual time: `LayerStream` itself, in the orders of `lema.stream.schedule`, on a simulated clock.
+"""A training step in virtual time: `LayerStream` itself, in the orders of `lema.stream.schedule`,
+on a simulated clock.
 
 The result depends on the given speeds and on nothing else: no byte is read, and nothing sleeps.
 """
@@ -60,13 +61,22 @@ class Simulated:
 
 def layers_like(demand: Demand) -> list[LayerBytes]:
     """Return leased parts of the sizes in a demand; nothing else about them is known."""
-    read = (ByteRun(Path(), 0, demand.total("read_bytes", [number]), 0) for number in range(len(demand.leased)))
-    return [LayerBytes((), (run,), (), nbytes) for run, (_, nbytes) in zip(read, demand.leased, strict=True)]
+    read = (
+        ByteRun(Path(), 0, demand.total("read_bytes", [number]), 0)
+        for number in range(len(demand.leased))
+    )
+    return [
+        LayerBytes((), (run,), (), nbytes)
+        for run, (_, nbytes) in zip(read, demand.leased, strict=True)
+    ]
 
 
 def simulate(demand: Demand, allocation: Allocation, speeds: Speeds) -> Simulated:
-    """Let a few steps pass in virtual time and return what the last was like; a ScheduleError: a buffer was misused."""
-    clock, parts = Clock(), group_numbers(demand.groups)
+    """Let a few steps pass in virtual time and return what the last was like; a ScheduleError: a
+    buffer was misused.
+    """
+    clock = Clock()
+    parts = group_numbers(demand.groups)
     device = VirtualDevice(clock, speeds)
     stream = LayerStream(
         layers_like(demand),
@@ -87,23 +97,36 @@ def simulate(demand: Demand, allocation: Allocation, speeds: Speeds) -> Simulate
     run.step()
     spent = {name: total - before[name] for name, total in run.totals().items()}
     stream.close()
-    apart = device_parts(demand, allocation)  # what is not the stream's
-    beside = sum(size for part, size in apart.items() if part not in ("slots", "residents"))
+    on_device = device_parts(demand, allocation)  # what is not the stream's
+    extra_bytes = sum(
+        size for part, size in on_device.items() if part not in ("slots", "residents")
+    )
     in_host = host_parts(demand, allocation)
     return Simulated(
         **spent,
-        device_peak=(device.peak["host"] - in_host["cached"] if device.shared else device.peak["device"]) + beside,
-        host_peak=device.peak["host"] + sum(size for part, size in in_host.items() if part not in ("ring", "cached")),
+        device_peak=(
+            device.peak["host"] - in_host["cached"] if device.shared else device.peak["device"]
+        )
+        + extra_bytes,
+        host_peak=device.peak["host"]
+        + sum(size for part, size in in_host.items() if part not in ("ring", "cached")),
     )
 
 
 class _Run:
     """Steps one after the other, as `lema.engine.streamed` and the trainer make them."""
 
-    def __init__(self, demand: Demand, allocation: Allocation, stream: LayerStream, device: VirtualDevice) -> None:
-        self.demand, self.allocation, self.stream, self.device = demand, allocation, stream, device
+    def __init__(
+        self, demand: Demand, allocation: Allocation, stream: LayerStream, device: VirtualDevice
+    ) -> None:
+        self.demand = demand
+        self.allocation = allocation
+        self.stream = stream
+        self.device = device
         self.order = training_order(len(demand.layers), demand.lowest)
-        self.away: dict[int, tuple[int, Tier]] = {}  # of each layer what leaves the device, and where to
+        self.away: dict[
+            int, tuple[int, Tier]
+        ] = {}  # of each layer what leaves the device, and where to
         for index in demand.keeping:
             if index not in allocation.saved and allocation.boundaries != "device":
                 self.away[index] = demand.boundary_bytes, allocation.boundaries
@@ -117,34 +140,40 @@ class _Run:
 
     def step(self) -> None:
         """Let one step pass, its leases those of `training_order`."""
-        demand, device = self.demand, self.device
-        device.compute(demand.rest)
+        demand = self.demand
+        device = self.device
+        device.compute(demand.outside_seconds)
         for index in self.order[: demand.top]:
             self._visit(index, demand.layers[index].forward)
             if index in self.away:
                 self._send_away(*self.away[index])
         top = demand.layers[demand.top]
-        self._visit(demand.top, top.forward + top.backward + demand.turn, turn=demand.top)
+        self._visit(demand.top, top.forward + top.backward + demand.head_seconds, top=demand.top)
         self._hand_over(demand.top)
         device.synchronize()  # the loss is looked at
         self.announce()
         below = self.order[demand.top + 1 :]
-        kept = deque(index for index in below if index in self.away)
-        for _ in range(min(AHEAD, len(kept))):
-            self._bring_back(kept.popleft())
+        pending = deque(index for index in below if index in self.away)
+        for _ in range(min(AHEAD, len(pending))):
+            self._bring_back(pending.popleft())
         for index in below:
             waited = index in self._fetched
             if waited:
                 device.wait_for(self._fetched.pop(index))
-            self._visit(index, down_seconds(demand, self.allocation, index) - demand.layers[index].expand, down=True)
+            self._visit(
+                index,
+                down_seconds(demand, self.allocation, index) - demand.layers[index].expand,
+                down=True,
+            )
             self._hand_over(index)
-            if waited and kept:
-                self._bring_back(kept.popleft())
+            if waited and pending:
+                self._bring_back(pending.popleft())
         device.synchronize()
 
     def totals(self) -> dict[str, Any]:
         """Return the seconds and the bytes of weights since the beginning."""
-        device, counters = self.device, self.stream.counters
+        device = self.device
+        counters = self.stream.counters
         return {
             "seconds": device.clock.now,
             "compute": device.computed,
@@ -157,30 +186,39 @@ class _Run:
             "bytes_uploaded": 0 if device.shared else counters.bytes_uploaded,
         }
 
-    def _visit(self, index: int, seconds: float, *, turn: int | None = None, down: bool = False) -> None:
+    def _visit(
+        self, index: int, seconds: float, *, top: int | None = None, down: bool = False
+    ) -> None:
         """Lease a layer, and its groups of experts; compute as long with each."""
-        expand, parts = self.demand.layers[index].expand, in_parts([index], self.stream.parts, turn=turn, down=down)[1:]
-        each = (expand + seconds) / (1 + len(parts)) if parts else expand + seconds
+        expand = self.demand.layers[index].expand
+        parts = in_parts([index], self.stream.parts, top_layer=top, down=down)[1:]
+        part_seconds = (expand + seconds) / (1 + len(parts)) if parts else expand + seconds
         with self.stream.lease(index) as lease:
-            self.device.compute(each, lease.slot, self.stream.layers[index])
+            self.device.compute(part_seconds, lease.slot, self.stream.layers[index])
             for number in parts:
                 with self.stream.lease(number) as part:
-                    self.device.compute(each, part.slot, self.stream.layers[number])
+                    self.device.compute(part_seconds, part.slot, self.stream.layers[number])
 
     def _hand_over(self, index: int) -> None:
-        """Write the gradients of weights that train themselves behind the backward, against the stream of weights."""
+        """Write the gradients of weights that train themselves behind the backward, against the
+        stream of weights.
+        """
         if nbytes := self.demand.layers[index].gradient_bytes:
             self.device.back.do(nbytes, self.device.computed_until)
 
     def _send_away(self, nbytes: int, tier: Tier) -> None:
-        """Write activations behind the forward: over the link's other direction, then to the disk."""
+        """Write activations behind the forward: over the link's other direction, then to the
+        disk.
+        """
         _, there = self.device.back.do(nbytes, self.device.computed_until)
         if tier == "disk":
             self.device.disk.do(nbytes, there)
 
     def _bring_back(self, index: int) -> None:
         """Fetch activations ahead of the backward."""
-        (nbytes, tier), device, here = self.away[index], self.device, self.device.clock.now
+        nbytes, tier = self.away[index]
+        device = self.device
+        here = self.device.clock.now
         if tier == "disk":
             _, here = device.disk.do(nbytes, here)
         _, self._fetched[index] = device.link.do(nbytes, here)

@@ -70,8 +70,10 @@ class LayerSeconds:
 
     def times(self, factor: float) -> LayerSeconds:
         """Return the seconds of micro-batches that have `factor` times the tokens."""
-        forward, recompute, backward, _, less = (factor * one for one in astuple(self))
-        return LayerSeconds(forward, recompute, backward, self.expand, less)
+        forward, recompute, backward, _, without_products = (
+            factor * duration for duration in astuple(self)
+        )
+        return LayerSeconds(forward, recompute, backward, self.expand, without_products)
 
 
 @dataclass(frozen=True)
@@ -89,33 +91,43 @@ class Timings:
         return replace(self, layers=layers, head=factor * self.head, prelude=factor * self.prelude)
 
 
-def step_shape(config: LemaConfig, positions: int | None, processes: int = 1, parts: int = 1) -> StepShape:
-    """Return the step that the settings ask for, every row as long as it may be, of the first process, which has most.
+def step_shape(
+    config: LemaConfig, positions: int | None, processes: int = 1, parts: int = 1
+) -> StepShape:
+    """Return the step that the settings ask for, every row as long as it may be, of the first
+    process, which has most.
 
-    `positions` are the longest row that the model takes; None: any. The `parts` are processes that hold one copy of the
-    model together, and may each have a part of every row. Raises `ConfigError` where `max_length` is more than the
-    model's positions, or than `micro_batch_tokens`.
+    `positions` are the longest row that the model takes; None: any. The `parts` are processes that
+    hold one copy of the model together, and may each have a part of every row. Raises `ConfigError`
+    where `max_length` is more than the model's positions, or than `micro_batch_tokens`.
     """
     length = padding_of(config, parts, positions).longest(config)
     tokens = tokens_at_once(config, length)
-    each = rows_each(config)
-    at_once = None if config.micro_batch_size is None else max(1, config.micro_batch_size // each)
-    share = each * sum(map(len, dealt([1] * config.batch_size, 0, processes, at_once)))
+    example_rows = rows_each(config)
+    at_once = (
+        None if config.micro_batch_size is None else max(1, config.micro_batch_size // example_rows)
+    )
+    share = example_rows * sum(map(len, dealt([1] * config.batch_size, 0, processes, at_once)))
     num_rows = share * config.gradient_accumulation_steps
     if tokens is None:
-        return StepShape(micro_batch_of(config, min(config.micro_batch_size or share, share), length), num_rows)
+        return StepShape(
+            micro_batch_of(config, min(config.micro_batch_size or share, share), length), num_rows
+        )
     rows = -(-tokens // length)
     if config.tokens_per_step is not None:
-        known = tokens if config.tokens_per_step == "auto" else config.tokens_per_step
-        num_rows = -(-4 * known // (3 * length * processes))  # with the padding that a quarter of each may be
+        step_tokens = tokens if config.tokens_per_step == "auto" else config.tokens_per_step
+        num_rows = -(
+            -4 * step_tokens // (3 * length * processes)
+        )  # with the padding that a quarter of each may be
     if processes > 1:
         num_rows += rows  # because micro-batches are dealt out whole
     return StepShape(micro_batch_of(config, min(rows, num_rows), length), num_rows)
 
 
 def tokens_at_once(config: LemaConfig, length: int) -> int | None:
-    """Return the tokens of a micro-batch, at most, those that pad rows among them; None: it is of rows, however long.
-    Raises `ConfigError` where a row, which may have so many tokens as `length`, has more."""
+    """Return the tokens of a micro-batch, at most, those that pad rows among them; None: it is of
+    rows, however long. Raises `ConfigError` where a row, which may have so many tokens as `length`,
+    has more."""
     tokens = config.micro_batch_tokens
     if tokens is not None and tokens < length:
         what = f"a row may have {length:,} tokens, and a micro-batch {tokens:,}"
@@ -137,27 +149,41 @@ def rows_each(config: LemaConfig) -> int:
     return 2 if config.objective in OF_PAIRS else 1
 
 
-def by_arithmetic(workload: Workload, layers: Sequence[LayerBytes], machine: Machine, itemsize: int) -> Timings:
-    """Return the seconds that operations take at a machine's speed; a layer takes at least what launching it takes.
-    Collectives take the machine's latency each, and the time of their bytes. Expanding quantised weights takes what
-    reading them in the device's memory takes, and writing them there; an element of them has `itemsize` bytes as it is
-    used."""
+def by_arithmetic(
+    workload: Workload, layers: Sequence[LayerBytes], machine: Machine, itemsize: int
+) -> Timings:
+    """Return the seconds that operations take at a machine's speed; a layer takes at least what
+    launching it takes. Collectives take the machine's latency each, and the time of their bytes.
+    Expanding quantised weights takes what reading them in the device's memory takes, and writing
+    them there; an element of them has `itemsize` bytes as it is used."""
     speed = machine.flops(itemsize)
-    found = []
+    layer_seconds = []
     for kind, work in enumerate(workload.works):
         first = layers[workload.kinds.index(kind)]
         expand = (first.nbytes + first.expanded_bytes) / machine.memory if first.expansions else 0.0
-        flops = work.forward, work.recompute, work.backward, max(0, work.recompute - work.product_flops)
+        flops = (
+            work.forward,
+            work.recompute,
+            work.backward,
+            max(0, work.recompute - work.product_flops),
+        )
         parts = zip(flops, (*work.exchanges, work.exchanges[1]), strict=True)
         # One after the other, because what follows a collective needs what it brings.
-        forward, again, back, less = (
-            max(one / speed, machine.launch) + machine.exchanging(sent) for one, sent in parts
+        forward, again, back, without_products = (
+            max(operations / speed, machine.launch) + machine.exchanging(sent)
+            for operations, sent in parts
         )
-        found.append(LayerSeconds(forward, again, back, expand, less))
-    reduced = [workload.of(layer).reduced for layer in range(len(layers))]  # the gradients of all in one collective
-    once = Exchange(max(one.count for one in reduced), sum(one.nbytes for one in reduced))
+        layer_seconds.append(LayerSeconds(forward, again, back, expand, without_products))
+    reduced = [
+        workload.of(layer).reduced for layer in range(len(layers))
+    ]  # the gradients of all in one collective
+    once = Exchange(
+        max(exchange.count for exchange in reduced), sum(exchange.nbytes for exchange in reduced)
+    )
     head = workload.head.flops / speed + machine.exchanging(workload.head.exchange)
-    return Timings(tuple(found), head, machine.exchanging(workload.entered), machine.exchanging(once))
+    return Timings(
+        tuple(layer_seconds), head, machine.exchanging(workload.entered), machine.exchanging(once)
+    )
 
 
 def demand_of(
@@ -176,9 +202,10 @@ def demand_of(
 ) -> Demand:
     """Return what one step needs, but for what weights that train themselves take of host memory.
 
-    The `workload` is of one micro-batch, given with the `shape` of the step; None: weights alone are counted. The
-    `timings` are of one, too; None: unknown. The `pieces` are of the head's weight, where they are leased after the
-    layers. The `groups` are bytes of layers whose experts are leased in groups: of what else they have, then of these.
+    The `workload` is of one micro-batch, given with the `shape` of the step; None: weights alone
+    are counted. The `timings` are of one, too; None: unknown. The `pieces` are of the head's
+    weight, where they are leased after the layers. The `groups` are bytes of layers whose experts
+    are leased in groups: of what else they have, then of these.
     """
     times = 0.0 if shape is None else shape.num_micro_batches
     costs = []
@@ -194,14 +221,24 @@ def demand_of(
         micro = 0 if workload is None else min(saved, workload.works[kind].saved_bytes)
         gradients = 0 if trained is None else trained.layers[index].nbytes
         products = 0 if workload is None else round(times * workload.works[kind].product_bytes)
-        costs.append(LayerCost(*sizes, *seconds, micro, gradients, tuple(parts[1:]), products, spent.without_products))
+        costs.append(
+            LayerCost(
+                *sizes,
+                *seconds,
+                micro,
+                gradients,
+                tuple(parts[1:]),
+                products,
+                spent.without_products,
+            )
+        )
     product = 0.0 if timings is None else times * timings.head / PRODUCTS
     for piece in pieces:
-        part = product * piece.nbytes / sum(one.nbytes for one in pieces)
+        part = product * piece.nbytes / sum(head_piece.nbytes for head_piece in pieces)
         seconds = (0.0, part, part, part)
         uploaded = piece.nbytes if shared else piece.upload_bytes
         costs.append(LayerCost(piece.nbytes, piece.read_bytes, uploaded, 0, *seconds))
-    known = Demand(
+    demand = Demand(
         tuple(costs),
         lowest=lowest,
         pieces=len(pieces),
@@ -211,37 +248,47 @@ def demand_of(
         shared=shared,
     )
     if workload is None or shape is None:
-        return known
-    return _with_activations(known, workload, timings, shape)
+        return demand
+    return _with_activations(demand, workload, timings, shape)
 
 
-def _with_activations(known: Demand, workload: Workload, timings: Timings | None, shape: StepShape) -> Demand:
-    times, batch = shape.num_micro_batches, shape.micro_batch
+def _with_activations(
+    demand: Demand, workload: Workload, timings: Timings | None, shape: StepShape
+) -> Demand:
+    times = shape.num_micro_batches
+    batch = shape.micro_batch
     hidden = round(times * workload.hidden_bytes)
-    known = replace(known, lowest=0 if workload.starts_below else known.lowest)
-    # Beside each boundary waits the generator's state, which other devices have but a few bytes of; beside the hidden
-    # state after the top layer, the gradients of its adapters.
-    states = len(known.keeping) * workload.state_bytes * known.shared
-    beside = workload.call_bytes + states
-    turn = 0.0 if timings is None else times * timings.head
-    if known.pieces:
-        turn /= PRODUCTS * known.pieces  # the last piece's second product: its other seconds are its own
+    demand = replace(demand, lowest=0 if workload.starts_below else demand.lowest)
+    # Beside each boundary waits the generator's state, which other devices have but a few bytes of;
+    # beside the hidden state after the top layer, the gradients of its adapters.
+    states = len(demand.keeping) * workload.state_bytes * demand.shared
+    extra_bytes = workload.call_bytes + states
+    head_seconds = 0.0 if timings is None else times * timings.head
+    if demand.pieces:
+        head_seconds /= (
+            PRODUCTS * demand.pieces
+        )  # the last piece's second product: its other seconds are its own
     else:
-        beside += workload.of(known.top).gradient_bytes
-    turn *= 1 + batch.beside / 3  # rows beside those that train have their part of the head's forward
+        extra_bytes += workload.of(demand.top).gradient_bytes
+    head_seconds *= (
+        1 + batch.beside / 3
+    )  # rows beside those that train have their part of the head's forward
     if batch.settled and timings is not None:
-        turn += times * timings.layers[workload.kinds[known.top]].forward
+        head_seconds += times * timings.layers[workload.kinds[demand.top]].forward
     return replace(
-        known,
+        demand,
         # Of experts in groups all micro-batches wait while one is worked on.
-        working_bytes=round(max(times, 1.0) * workload.apart)
-        + (workload.in_pieces(times) if known.pieces else workload.working_bytes),
-        # Hidden states of all micro-batches before a layer and after it; of one, the second is in working_bytes.
-        flight_bytes=(2 + batch.beside) * hidden - min(hidden, workload.hidden_bytes) + round(times * beside),
+        working_bytes=round(max(times, 1.0) * workload.waiting_bytes)
+        + (workload.in_pieces(times) if demand.pieces else workload.working_bytes),
+        # Hidden states of all micro-batches before a layer and after it; of one, the second is in
+        # working_bytes.
+        flight_bytes=(2 + batch.beside) * hidden
+        - min(hidden, workload.hidden_bytes)
+        + round(times * extra_bytes),
         boundary_bytes=hidden,
         micro_boundary_bytes=min(hidden, workload.hidden_bytes),
-        turn=turn,
-        rest=0.0 if timings is None else times * timings.prelude + timings.optimizer,
+        head_seconds=head_seconds,
+        outside_seconds=0.0 if timings is None else times * timings.prelude + timings.optimizer,
     )
 
 
@@ -260,11 +307,19 @@ class StepNeeds:
 
     @cached_property
     def host(self) -> dict[str, int]:
-        """Bytes of host memory at the peak, by part, of all processes, beside those of a device that computes in it."""
+        """Bytes of host memory at the peak, by part, of all processes, beside those of a device
+        that computes in it.
+        """
         parts = host_parts(self.demand, self.allocation)
-        if (trained := self.planner.blueprint.trained) is not None:  # each process writes to a copy of its own
-            own = sum(layer.slot_bytes for layer, names in zip(self.demand.layers, trained.names, strict=True) if names)
-            parts["cached"] += (self.demand.processes - 1) * own
+        if (
+            trained := self.planner.blueprint.trained
+        ) is not None:  # each process writes to a copy of its own
+            private_bytes = sum(
+                layer.slot_bytes
+                for layer, names in zip(self.demand.layers, trained.names, strict=True)
+                if names
+            )
+            parts["cached"] += (self.demand.processes - 1) * private_bytes
         return parts
 
     @property
@@ -276,8 +331,19 @@ class StepNeeds:
     def seconds(self) -> float | None:
         """Seconds of a step; None: speeds are not known."""
         planner = self.planner
-        return None if planner.timings is None else planner.simulated(self.demand, self.allocation).seconds
+        return (
+            None
+            if planner.timings is None
+            else planner.simulated(self.demand, self.allocation).seconds
+        )
 
     def traffic(self, steps: int) -> Traffic:
-        """Return the bytes that so many steps read, upload and download, with those before the first of them."""
-        return traffic(self.demand, self.allocation, steps, rewritten=self.planner.blueprint.trained is not None)
+        """Return the bytes that so many steps read, upload and download, with those before the
+        first of them.
+        """
+        return traffic(
+            self.demand,
+            self.allocation,
+            steps,
+            rewritten=self.planner.blueprint.trained is not None,
+        )

@@ -1,8 +1,9 @@
-"""Virtual time: a clock that only waiting advances, and a link, a device and a disk that only keep time.
+"""Virtual time: a clock that only waiting advances, and a link, a device and a disk that only keep
+time.
 
-`LayerStream` runs on these when it is simulated. Each does one thing after the other, at a given speed. Nothing sleeps
-and no byte has memory: buffers are on `meta`, and only the training thread's clock advances, when it waits. Whoever
-uses a buffer too early gets a `ScheduleError`.
+`LayerStream` runs on these when it is simulated. Each does one thing after the other, at a given
+speed. Nothing sleeps and no byte has memory: buffers are on `meta`, and only the training thread's
+clock advances, when it waits. Whoever uses a buffer too early gets a `ScheduleError`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ __all__ = ["Clock", "ScheduleError", "VirtualDevice", "VirtualReader"]
 
 
 class ScheduleError(Exception):
-    """The schedule broke a promise: a buffer was used before it was filled, or refilled while it was in use."""
+    """The schedule broke a promise: a buffer was used before it was filled, or refilled while it
+    was in use.
+    """
 
 
 class Clock:
@@ -47,19 +50,24 @@ class Line:
     """Work that is done one piece after the other, as the disk and the link do it."""
 
     def __init__(self, speed: float) -> None:
-        self.speed, self.free, self.busy = speed, 0.0, 0.0
+        self.speed = speed
+        self.free = 0.0
+        self.busy = 0.0
 
     def do(self, nbytes: int, not_before: float) -> tuple[float, float]:
         """Queue a transfer; return when it begins and ends."""
         start = max(self.free, not_before)
         length = nbytes / self.speed
-        self.free, self.busy = start + length, self.busy + length
+        self.free = start + length
+        self.busy = self.busy + length
         return start, self.free
 
 
 @dataclass
 class BufferState:
-    """What is known of one buffer: which layer is in it, from when on, and until when it is in use."""
+    """What is known of one buffer: which layer is in it, from when on, and until when it is in
+    use.
+    """
 
     content: LayerBytes | None = None
     filled: float = 0.0
@@ -68,52 +76,63 @@ class BufferState:
 
 
 class VirtualDevice:
-    """As much of a `Backend` as a `LayerStream` asks for; it keeps time. With an infinite link host buffers are the
-    slots, and computing keeps the training thread busy; else it is queued."""
+    """As much of a `Backend` as a `LayerStream` asks for; it keeps time. With an infinite link host
+    buffers are the slots, and computing keeps the training thread busy; else it is queued."""
 
     replicas = Alone()
 
     def __init__(self, clock: Clock, speeds: Speeds) -> None:
-        self.clock, self.shared = clock, speeds.link == float("inf")
-        self.disk, self.link, self.back = Line(speeds.disk), Line(speeds.link), Line(speeds.link)
-        # Seconds that the device waited for bytes that were not read yet, for the link, and for boundary activations.
+        self.clock = clock
+        self.shared = speeds.link == float("inf")
+        self.disk = Line(speeds.disk)
+        self.link = Line(speeds.link)
+        self.back = Line(speeds.link)
+        # Seconds that the device waited for bytes that were not read yet, for the link, and for
+        # boundary activations.
         self.stall_disk = self.stall_upload = self.stall_boundaries = 0.0
         self.computed = self.computed_until = 0.0
         self.device = torch.device("meta")  # where tensors have no bytes
-        self._bytes, self.peak = Counter[str](), Counter[str]()  # of buffers, on the device and in host memory
-        self._known: dict[int, BufferState] = {}
+        self._bytes = Counter[str]()
+        self.peak = Counter[str]()  # of buffers, on the device and in host memory
+        self._buffer_states: dict[int, BufferState] = {}
         self._ready = self._read = 0.0  # when the last upload and the last read were complete
 
     def memory_of(self, tensor: Tensor) -> BufferState:
         """Return what is known of the buffer that `tensor` is a part of."""
-        return self._known[tensor.untyped_storage()._cdata]
+        return self._buffer_states[tensor.untyped_storage()._cdata]
 
     def memory(self) -> MemoryStats:
-        """Say that layers that stay are there when a step begins, as they are in the middle of a run."""
+        """Say that layers that stay are there when a step begins, as they are in the middle of a
+        run.
+        """
         return MemoryStats(0, 0, 0)
 
     def host_buffer(self, nbytes: int, memory: Tensor | None = None) -> Tensor:  # noqa: ARG002 - as in Backend
         """Return a buffer without memory, and count it for as long as it lives."""
-        return self._made("host", nbytes)
+        return self._allocate("host", nbytes)
 
     def device_slots(self, nbytes: int, count: int) -> _Slot:
-        """Return a slot without memory, or the source itself where the device computes in host memory."""
+        """Return a slot without memory, or the source itself where the device computes in host
+        memory.
+        """
         assert count == 1, "a stream asks for one slot at a time"
-        return _Slot(self, None if self.shared else self._made("device", nbytes))
+        return _Slot(self, None if self.shared else self._allocate("device", nbytes))
 
-    def compute(self, seconds: float, lease: Tensor | None = None, layer: LayerBytes | None = None) -> None:
+    def compute(
+        self, seconds: float, lease: Tensor | None = None, layer: LayerBytes | None = None
+    ) -> None:
         """Queue computation, with the weights of `layer` in the slot `lease` if they are given."""
         start = max(self.clock.now, self.computed_until)
         if lease is not None:
-            known = self.memory_of(lease)
-            if known.content is not layer:
+            state = self.memory_of(lease)
+            if state.content is not layer:
                 raise ScheduleError("a layer is computed with another layer's weights")
-            start = max(start, known.filled)
+            start = max(start, state.filled)
             self._account(start)
         self.computed += seconds
         self.computed_until = start + seconds
         if lease is not None:
-            known.in_use = max(known.in_use, self.computed_until)
+            state.in_use = max(state.in_use, self.computed_until)
         if self.shared:
             self.clock.wait_until(self.computed_until)
 
@@ -131,20 +150,23 @@ class VirtualDevice:
 
     def uploaded(self, ready: float, read: float) -> None:
         """Note when the layer now leased is on the device, and when it was in host memory."""
-        self._ready, self._read = ready, read
+        self._ready = ready
+        self._read = read
 
     def _account(self, start: float) -> None:
-        """Add the pause before `start` to what caused it: the disk until the bytes were read, then the link."""
+        """Add the pause before `start` to what caused it: the disk until the bytes were read,
+        then the link.
+        """
         pause = max(0.0, start - self.computed_until)
         on_disk = min(pause, max(0.0, self._read - self.computed_until))
         self.stall_disk += on_disk
         self.stall_upload += min(pause - on_disk, max(0.0, self._ready - self._read))
 
-    def _made(self, where: str, nbytes: int) -> Tensor:
+    def _allocate(self, where: str, nbytes: int) -> Tensor:
         self._bytes[where] += nbytes
         self.peak[where] = max(self.peak[where], self._bytes[where])
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self._known[tensor.untyped_storage()._cdata] = BufferState()
+        self._buffer_states[tensor.untyped_storage()._cdata] = BufferState()
         weakref.finalize(tensor, self._bytes.subtract, {where: nbytes})
         return tensor
 
@@ -158,19 +180,23 @@ class _Slot:
 
     def upload(self, source: Tensor, layout: SlotLayout | None = None) -> _Upload:
         """Queue the copy of a source, or of what a layout says of it."""
-        device, known = self.device, self.device.memory_of(source)
-        if known.content is None or known.filled > device.clock.now:
+        device = self.device
+        state = self.device.memory_of(source)
+        if state.content is None or state.filled > device.clock.now:
             raise ScheduleError("a buffer was uploaded before it was filled")
         if self.memory is None:
-            return _Upload(device, source, known, known.filled, known.filled)
+            return _Upload(device, source, state, state.filled, state.filled)
         target = device.memory_of(self.memory)
         nbytes = source.numel() if layout is None else layout.copied
         if target.leased:
             raise ScheduleError("more layers are held than there are slots")
         _, done = device.link.do(nbytes, max(device.clock.now, target.in_use))
-        known.in_use = max(known.in_use, done)
-        target.content, target.filled, target.in_use, target.leased = known.content, done, done, True
-        return _Upload(device, self.memory, target, known.filled, done)
+        state.in_use = max(state.in_use, done)
+        target.content = state.content
+        target.filled = done
+        target.in_use = done
+        target.leased = True
+        return _Upload(device, self.memory, target, state.filled, done)
 
 
 @dataclass(frozen=True)
@@ -179,20 +205,20 @@ class _Upload:
 
     device: VirtualDevice
     buffer: Tensor
-    known: BufferState  # of the buffer
+    state: BufferState  # of the buffer
     read: float  # when the layer was in host memory
     done: float  # when it was on the device
 
     def wait(self) -> Tensor:
-        self.known.leased = True
+        self.state.leased = True
         self.device.uploaded(self.done, self.read)
         return self.buffer
 
     def release(self) -> None:
-        self.known.leased = False
+        self.state.leased = False
 
     def drained(self) -> None:
-        self.device.clock.wait_until(self.known.in_use if self.device.shared else self.done)
+        self.device.clock.wait_until(self.state.in_use if self.device.shared else self.done)
 
 
 class VirtualReader(LayerReader):
@@ -211,17 +237,20 @@ class VirtualReader(LayerReader):
         name: str = "weights",  # noqa: ARG002 - as in LayerReader
     ) -> Ticket:
         """Queue the read of a layer."""
-        device, known = self._on, self._on.memory_of(buffer)
+        device = self._on
+        state = self._on.memory_of(buffer)
         now = device.clock.now
         if before is not None:
             before()  # another thread waits in it: afterwards this one is as late as it was
-        begin, device.clock.now = device.clock.now, now
-        if known.leased:
+        begin = device.clock.now
+        device.clock.now = now
+        if state.leased:
             raise ScheduleError("a buffer was refilled while its layer was on lease")
         start, done = device.disk.do(layer.read_bytes, begin)
-        if start < known.in_use:
+        if start < state.in_use:
             raise ScheduleError("a buffer was refilled while it was copied or computed with")
-        known.content, known.filled = layer, done
+        state.content = layer
+        state.filled = done
         self.bytes_read += layer.read_bytes
         return _Read(device.clock, done)
 
@@ -229,7 +258,8 @@ class VirtualReader(LayerReader):
 class _Read(Ticket):
     def __init__(self, clock: Clock, end: float) -> None:
         super().__init__([])
-        self._clock, self._end = clock, end
+        self._clock = clock
+        self._end = end
 
     def done(self) -> bool:
         return self._clock.now >= self._end
@@ -237,4 +267,4 @@ class _Read(Ticket):
     def wait(self) -> None:
         self._clock.wait_until(self._end)
 
-    settle = wait
+    cancel = wait

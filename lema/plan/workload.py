@@ -1,8 +1,9 @@
-"""The cost of one micro-batch in each kind of layer and in the head, measured on tensors without values.
+"""The cost of one micro-batch in each kind of layer and in the head, measured on tensors without
+values.
 
-No formula here knows an architecture. A layer of every kind runs forward and backward as the engine runs it, under
-`FakeTensorMode`, in which only shapes and dtypes are computed, while live bytes and multiplications are counted. No
-byte of a weight is needed.
+No formula here knows an architecture. A layer of every kind runs forward and backward as the engine
+runs it, under `FakeTensorMode`, in which only shapes and dtypes are computed, while live bytes and
+multiplications are counted. No byte of a weight is needed.
 """
 
 from __future__ import annotations
@@ -46,8 +47,11 @@ class MicroBatch:
     rows: int
     length: int
     beside: int = 0  # how many times as many rows go through the layers beside them, forward alone
-    settled: bool = False  # whether the top layer runs twice, because the loss is known only once all rows are
-    packed: bool = False  # whether each is a pack of several, so layers get a mask that says which token sees which
+    settled: bool = (
+        False  # whether the top layer runs twice, because the loss is known only once all rows are
+    )
+    # whether each is a pack of several, so layers get a mask that says which token sees which
+    packed: bool = False
 
     @property
     def tokens(self) -> int:
@@ -70,10 +74,12 @@ class LayerWork:
     saved_bytes: int  # what the backward needs, weights and the layer's inputs excepted
     working_bytes: int  # the most that is alive at once in forward and backward
     forward_bytes: int  # what is alive after the forward, its output included
-    gradient_bytes: int  # the gradients of the adapters in the layer; those of its own weights are counted apart
+    # the gradients of the adapters in the layer; those of its own weights are counted apart
+    gradient_bytes: int
     exchanges: tuple[Exchange, ...]  # of the forward, of running it again, and of the backward
     reduced: Exchange  # of gradients that each process has a part of, once in a step
-    product_bytes: int  # of the products by frozen weights that running it again needs; 0 under another autocast
+    # of the products by frozen weights that running it again needs; 0 under another autocast
+    product_bytes: int
     product_flops: int  # of these products
 
 
@@ -84,7 +90,9 @@ class HeadWork:
     flops: int  # floating-point operations; 0: nobody asks for them, where the head is in pieces
     working_bytes: int  # the most that is alive at once; logits are those of one chunk
     exchange: Exchange  # with that of putting together what the layers have made
-    kept_bytes: int = 0  # what waits while other micro-batches are worked on, where the head is in pieces
+    waiting_bytes: int = (
+        0  # what waits while other micro-batches are worked on, where the head is in pieces
+    )
 
 
 @dataclass(frozen=True)
@@ -94,14 +102,20 @@ class Workload:
     kinds: tuple[int, ...]  # for each layer, which of `works` is its own
     works: tuple[LayerWork, ...]  # of every kind of layer
     head: HeadWork  # after the layers
-    hidden_bytes: int  # of the hidden state, with what else goes from layer to layer, where that is largest
+    hidden_bytes: (
+        int  # of the hidden state, with what else goes from layer to layer, where that is largest
+    )
     call_bytes: int  # of what else the layers are given, such as masks and rotary tables
     prelude_bytes: int  # the most that is alive at once before the layers
     state_bytes: int  # of the generator's state, kept for each layer that is recomputed
     starts_below: bool  # whether something before the layers trains
     entered: Exchange  # before the layers
-    pieces: HeadWork | None = None  # the head and the loss in pieces of the vocabulary; None: they are not asked for
-    apart: int = 0  # what waits for a layer's experts in the backward, where these are leased in groups
+    pieces: HeadWork | None = (
+        None  # the head and the loss in pieces of the vocabulary; None: they are not asked for
+    )
+    waiting_bytes: int = (
+        0  # what waits for a layer's experts in the backward, where these are leased in groups
+    )
 
     def of(self, layer: int) -> LayerWork:
         """Return what a layer costs."""
@@ -109,23 +123,32 @@ class Workload:
 
     @property
     def working_bytes(self) -> int:
-        """The most that one micro-batch needs at once beside adapters and gradients, before, in or after the layers."""
-        # The graph of the top layer, and the gradient of its output, wait while the head is computed.
+        """The most that one micro-batch needs at once beside adapters and gradients, before, in
+        or after the layers.
+        """
+        # The graph of the top layer, and the gradient of its output, wait while the head is
+        # computed.
         top = self.of(len(self.kinds) - 1).forward_bytes + self.hidden_bytes
         return self.most(top + self.head.working_bytes)
 
     def in_pieces(self, times: float) -> int:
-        """The same where the head is in pieces: so many micro-batches go through a piece before the next one."""
+        """The same where the head is in pieces: so many micro-batches go through a piece before
+        the next one.
+        """
         assert self.pieces is not None
         # Less the hidden states, because those of all micro-batches are counted twice elsewhere.
-        kept = (max(times, 1.0) - 1) * (self.pieces.kept_bytes - self.hidden_bytes)
-        return self.most(round(self.pieces.working_bytes + kept))
+        waiting_bytes = (max(times, 1.0) - 1) * (self.pieces.waiting_bytes - self.hidden_bytes)
+        return self.most(round(self.pieces.working_bytes + waiting_bytes))
 
-    def most(self, turn: int) -> int:
-        """Return the most that is needed anywhere, given what the turn takes with the gradients of adapters, if any."""
+    def most(self, head_bytes: int) -> int:
+        """Return the most that is needed anywhere, given what the turn takes with the gradients
+        of adapters, if any.
+        """
         # These are not there yet at the turn, because they come on the way down.
         to_come = sum(self.of(layer).gradient_bytes for layer in range(len(self.kinds)))
-        return max(self.prelude_bytes, turn - to_come, *(work.working_bytes for work in self.works))
+        return max(
+            self.prelude_bytes, head_bytes - to_come, *(work.working_bytes for work in self.works)
+        )
 
 
 def measure(
@@ -136,52 +159,74 @@ def measure(
     trained: Sequence[Collection[str]] = (),
     parallel: Parallel | None = None,
     head: HeadCut | None = None,
-    known: Workload | None = None,
+    measured: Workload | None = None,
     split: Split | None = None,
 ) -> Workload:
-    """Run one micro-batch through one layer of each kind, and through the head, on tensors without values.
+    """Run one micro-batch through one layer of each kind, and through the head, on tensors without
+    values.
 
-    The model, with the decoder layers' weights on `meta`, is left as it was. Logits exist for `loss_chunk_tokens` at a
-    time. `trained` are, of each layer, the weights of its own that train; empty: none do, in any. `parallel` are the
-    processes that its layers have been divided among; None: they are whole. The `head` is given where it may be cut
-    into pieces, and what is `known` of this micro-batch if the head alone is another: then layers are not run again.
-    The model's `split` learns what layers return once, however many micro-batches are run.
-    Raises `ModelError` where the model cannot be streamed, or what it computes depends on values.
+    The model, with the decoder layers' weights on `meta`, is left as it was. Logits exist for
+    `loss_chunk_tokens` at a time. `trained` are, of each layer, the weights of its own that train;
+    empty: none do, in any. `parallel` are the processes that its layers have been divided among;
+    None: they are whole. The `head` is given where it may be cut into pieces, and what is
+    `measured` of this micro-batch if the head alone is another: then layers are not run again. The
+    model's `split` learns what layers return once, however many micro-batches are run. Raises
+    `ModelError` where the model cannot be streamed, or what it computes depends on values.
     """
-    if split is None or split.keeps_tensors:  # which were made without values in another call, and mean nothing in this
+    if (
+        split is None or split.keeps_tensors
+    ):  # which were made without values in another call, and mean nothing in this
         split = Split(model, load("cpu"), parallel=parallel)
     trained = trained or [()] * len(layers)
     kinds = cost_kinds(split, layers, trained)
     with without_values(model):
         try:
-            return _measure(split, layers, kinds, batch, loss_chunk_tokens, trained, head, known)
+            return _measure(split, layers, kinds, batch, loss_chunk_tokens, trained, head, measured)
         except (*VALUES_NEEDED, LemaError) as error:
             if isinstance(error.__cause__ or error, VALUES_NEEDED):
                 raise ModelError(
-                    "this model's computation depends on values, so its memory is not known from its config",
+                    (
+                        "this model's computation depends on values, so its memory is not "
+                        "known from its config"
+                    ),
                     where=type(model).__name__,
                     how="train a few steps and watch their memory; training needs no plan",
                 ) from error
             raise
 
 
-def cost_kinds(split: Split, layers: Sequence[LayerBytes], weights: Sequence[Collection[str]] = ()) -> tuple[int, ...]:
-    """Number the kinds of layers that cost alike: of the same modules, with tensors of the same shapes and types.
+def cost_kinds(
+    split: Split, layers: Sequence[LayerBytes], weights: Sequence[Collection[str]] = ()
+) -> tuple[int, ...]:
+    """Number the kinds of layers that cost alike: of the same modules, with tensors of the same
+    shapes and types.
 
-    `lema.model.layer_kinds` tells more layers apart, because there one layer's graph stands for another's. Here every
-    kind is measured for seconds, so attributes that cost nothing do not count: by these, 26 of 170 types of models have
-    more kinds. How weights are stored on disk counts, and which of them (`weights` of each layer) train.
+    `lema.model.layer_kinds` tells more layers apart, because there one layer's graph stands for
+    another's. Here every kind is measured for seconds, so attributes that cost nothing do not
+    count: by these, 26 of 170 types of models have more kinds. How weights are stored on disk
+    counts, and which of them (`weights` of each layer) train.
     """
-    known: dict[Any, int] = {}
-    found = []
-    for layer, stored, own in zip(split.layers, layers, weights or [()] * len(layers), strict=True):
+    kind_numbers: dict[Any, int] = {}
+    kinds = []
+    for layer, stored, trained_names in zip(
+        split.layers, layers, weights or [()] * len(layers), strict=True
+    ):
         modules = tuple((name, type(module)) for name, module in layer.named_modules())
-        trained = tuple((name, one.shape) for name, one in layer.named_parameters() if one.requires_grad)
-        tensors = sorted(str((tensor.name, tensor.dtype, tensor.shape)) for tensor in stored.tensors)
-        expanded = sorted(str((one.library, one.placed.name, one.placed.shape)) for one in stored.expansions)
-        kind = (modules, trained, tuple(tensors), tuple(expanded), tuple(sorted(own)))
-        found.append(known.setdefault(kind, len(known)))
-    return tuple(found)
+        trained = tuple(
+            (name, parameter.shape)
+            for name, parameter in layer.named_parameters()
+            if parameter.requires_grad
+        )
+        tensors = sorted(
+            str((tensor.name, tensor.dtype, tensor.shape)) for tensor in stored.tensors
+        )
+        expanded = sorted(
+            str((expansion.library, expansion.target.name, expansion.target.shape))
+            for expansion in stored.expansions
+        )
+        kind = (modules, trained, tuple(tensors), tuple(expanded), tuple(sorted(trained_names)))
+        kinds.append(kind_numbers.setdefault(kind, len(kind_numbers)))
+    return tuple(kinds)
 
 
 def calls_of(
@@ -189,41 +234,52 @@ def calls_of(
     layers: Sequence[LayerBytes],
     batch: MicroBatch,
     trained: Sequence[Any] = (),
-    held: Collection[int] = (),
+    loaded_layers: Collection[int] = (),
 ) -> tuple[tuple[int, ...], tuple[LayerCall, ...], list[Tensor]]:
-    """Return one layer of each kind (as `one_of_each`), the calls of all, and the inputs of each layer and of the head:
-    tensors without values. `trained` are names of weights, of each layer."""
+    """Return one layer of each kind (as `one_of_each`), the calls of all, and the inputs of each
+    layer and of the head: tensors without values. `trained` are names of weights, of each layer."""
     kinds = cost_kinds(split, layers, trained)
     with without_values(split.model):
         learn(split, layers)
         prelude = split.prelude(batch.inputs(), {})
-        given = given_of(split, layers, prelude)
-    return one_of_each(kinds, given, held), prelude.calls, given
+        layer_inputs = given_of(split, layers, prelude)
+    return one_of_each(kinds, layer_inputs, loaded_layers), prelude.calls, layer_inputs
 
 
 def given_of(split: Split, layers: Sequence[LayerBytes], prelude: Prelude) -> list[Tensor]:
-    """Return what each layer is given, and then the head: more than the hidden state where layers hand on more."""
+    """Return what each layer is given, and then the head: more than the hidden state where
+    layers hand on more.
+    """
     hidden = prelude.hidden.detach()
     (entered,) = split.enter([hidden])
     if all(call.left is None for call in prelude.calls):
         return [entered] * len(layers) + [hidden]
-    given = [entered]
+    layer_inputs = [entered]
     with torch.no_grad(), Tally():  # which knows more shapes
         for index, (layer, call) in enumerate(zip(layers, prelude.calls, strict=True)):
-            given.append(split.run_layer(index, fake_weights(layer), call, given[-1]))
-    return given
+            layer_inputs.append(split.run_layer(index, fake_weights(layer), call, layer_inputs[-1]))
+    return layer_inputs
 
 
-def one_of_each(kinds: Sequence[int], given: Sequence[Tensor], held: Collection[int] = ()) -> tuple[int, ...]:
-    """Return one layer of each kind: of its own the first that is given most, and of equal ones one that is `held`."""
-    ranked = sorted(range(len(kinds)), key=lambda index: (-given[index].nbytes, index not in held))
-    return tuple(next(index for index in ranked if kinds[index] == kind) for kind in range(max(kinds) + 1))
+def one_of_each(
+    kinds: Sequence[int], layer_inputs: Sequence[Tensor], loaded_layers: Collection[int] = ()
+) -> tuple[int, ...]:
+    """Return one layer of each kind: of its own the first that is given most, and of equal ones
+    one that is `loaded_layers`.
+    """
+    ranked = sorted(
+        range(len(kinds)),
+        key=lambda index: (-layer_inputs[index].nbytes, index not in loaded_layers),
+    )
+    return tuple(
+        next(index for index in ranked if kinds[index] == kind) for kind in range(max(kinds) + 1)
+    )
 
 
 def fake_weights(layer: LayerBytes) -> dict[str, Tensor]:
     """Return a layer's weights as its lease would, without values."""
-    placed = (*layer.tensors, *(expansion.placed for expansion in layer.expansions))
-    return {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in placed}
+    tensors = (*layer.tensors, *(expansion.target for expansion in layer.expansions))
+    return {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors}
 
 
 def _measure(
@@ -234,62 +290,101 @@ def _measure(
     chunk_tokens: int,
     trained: Sequence[Collection[str]],
     head: HeadCut | None,
-    known: Workload | None,
+    measured: Workload | None,
 ) -> Workload:
     inputs = batch.inputs()
     learn(split, layers)
     with Tally(split.parallel) as tally:
         tally.leave_out([*inputs.values(), *split.model.parameters(), *split.model.buffers()])
-        inside, parameters = f"{split.layers_name}.", split.model.named_parameters()
-        outside_trains = any(one.requires_grad and not name.startswith(inside) for name, one in parameters)
+        inside = f"{split.layers_name}."
+        parameters = split.model.named_parameters()
+        outside_trains = any(
+            parameter.requires_grad and not name.startswith(inside)
+            for name, parameter in parameters
+        )
         prelude = split.prelude(inputs, {}, differentiate=outside_trains)
         begun = tally.exchanged
-    given = {id(tensor): tensor for call in prelude.calls for tensor in tensors_in(call.own)}
+    call_tensors = {
+        id(tensor): tensor for call in prelude.calls for tensor in tensors_in(call.captured_values)
+    }
     entered, *_, hidden = states = given_of(split, layers, prelude)
     works = tuple(
-        layer_work(split, index, layers[index], prelude.calls[index], states[index : index + 2], trained[index])
-        for index in (one_of_each(kinds, states) if known is None else ())
+        layer_work(
+            split,
+            index,
+            layers[index],
+            prelude.calls[index],
+            states[index : index + 2],
+            trained[index],
+        )
+        for index in (one_of_each(kinds, states) if measured is None else ())
     )
-    # The last layer puts the parts of several processes together, and the gradient of the whole is there as well.
-    whole = 2 * hidden.nbytes - entered.nbytes if entered.nbytes < hidden.nbytes else 0
+    # The last layer puts the parts of several processes together, and the gradient of the whole is
+    # there as well.
+    gathered_bytes = 2 * hidden.nbytes - entered.nbytes if entered.nbytes < hidden.nbytes else 0
     return Workload(
         kinds,
-        works if known is None else known.works,
-        _head_work(split, entered, hidden, chunk_tokens, whole),
-        max(one.nbytes for one in states[:-1]),
-        sum(tensor.untyped_storage().nbytes() for tensor in given.values() if tally.counts(tensor)),
+        works if measured is None else measured.works,
+        _head_work(split, entered, hidden, chunk_tokens, gathered_bytes),
+        max(state.nbytes for state in states[:-1]),
+        sum(
+            tensor.untyped_storage().nbytes()
+            for tensor in call_tensors.values()
+            if tally.counts(tensor)
+        ),
         tally.peak,
         load("cpu").rng_state().nbytes,
         prelude.hidden.requires_grad,
         begun,
-        None if head is None or head.module is None else _pieces_work(split, hidden, chunk_tokens, head, layers),
+        None
+        if head is None or head.module is None
+        else _pieces_work(split, hidden, chunk_tokens, head, layers),
     )
 
 
 def learn(split: Split, layers: Sequence[LayerBytes]) -> None:
     """Let the split see what layers return, on a few tokens without values."""
     few = {"input_ids": torch.ones(1, math.lcm(8, split.parallel.size), dtype=torch.long)}
-    if not split.known(few):
+    if not split.has_learned(few):
         with Tally():  # which knows more shapes
             split.prelude(few, fake_weights(layers[0]))
 
 
 def layer_work(
-    split: Split, index: int, stored: LayerBytes, call: LayerCall, states: Sequence[Tensor], trained: Collection[str]
+    split: Split,
+    index: int,
+    stored: LayerBytes,
+    call: LayerCall,
+    states: Sequence[Tensor],
+    trained: Collection[str],
 ) -> LayerWork:
-    layer, weights = split.layers[index], fake_weights(stored)
-    given, gradient = torch.empty_like(states[0]).requires_grad_(), torch.empty_like(states[1])
+    layer = split.layers[index]
+    weights = fake_weights(stored)
+    layer_input = torch.empty_like(states[0]).requires_grad_()
+    gradient = torch.empty_like(states[1])
     parameters = list(layer.parameters())
     for parameter in parameters:
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)  # counted with the adapters
     for name in trained:
-        weights[name].requires_grad_().grad = torch.empty_like(weights[name])  # counted with the layer's gradients
-    saved, linears = dict[int, int](), AdaptedLinears(layer)
+        weights[name].requires_grad_().grad = torch.empty_like(
+            weights[name]
+        )  # counted with the layer's gradients
+    saved = dict[int, int]()
+    linears = AdaptedLinears(layer)
     products = linears.products(lambda output: output.to("meta"))  # which takes no memory
     with Tally(split.parallel) as tally:
-        tally.leave_out([given, gradient, *weights.values(), *tensors_in(call.own), *parameters, *layer.buffers()])
-        tally.leave_out([one.grad for one in (*parameters, *weights.values())])
+        tally.leave_out(
+            [
+                layer_input,
+                gradient,
+                *weights.values(),
+                *tensors_in(call.captured_values),
+                *parameters,
+                *layer.buffers(),
+            ]
+        )
+        tally.leave_out([tensor.grad for tensor in (*parameters, *weights.values())])
 
         def pack(tensor: Tensor) -> Tensor:
             if tally.counts(tensor):
@@ -299,9 +394,11 @@ def layer_work(
 
         hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
         with torch.enable_grad(), hooks, linears.watched(saved.__len__, products) as last:
-            output = split.run_layer(index, weights, call, given)
+            output = split.run_layer(index, weights, call, layer_input)
         products.drop(last, len(saved))
-        forward, forward_bytes, sent = tally.flops, tally.live, tally.exchanged
+        forward = tally.flops
+        forward_bytes = tally.live
+        sent = tally.exchanged
         torch.autograd.backward(output, gradient)
     exchanges = sent, tally.exchanged_to_saved, tally.exchanged.plus(sent, -1)
     split.parallel.reduce_gradients(parameters)
@@ -310,13 +407,27 @@ def layer_work(
     for parameter in parameters:
         parameter.grad = None
     flops = forward, tally.flops_to_saved(), tally.flops - forward
-    kept = (products.nbytes, products.flops) if call.autocast in (None, split.dtype) else (0, 0)
-    return LayerWork(*flops, sum(saved.values()), tally.peak, forward_bytes, gradients, exchanges, reduced, *kept)
+    product_cost = (
+        (products.nbytes, products.flops) if call.autocast in (None, split.dtype) else (0, 0)
+    )
+    return LayerWork(
+        *flops,
+        sum(saved.values()),
+        tally.peak,
+        forward_bytes,
+        gradients,
+        exchanges,
+        reduced,
+        *product_cost,
+    )
 
 
-def _head_work(split: Split, entered: Tensor, hidden: Tensor, chunk_tokens: int, beside: int) -> HeadWork:
-    """Run one chunk, cut as `lema.engine.head.loss` cuts it, and take as many as there are beside `beside` bytes. The
-    last layer makes what has the shape of what `entered` the first, before that of all processes is one."""
+def _head_work(
+    split: Split, entered: Tensor, hidden: Tensor, chunk_tokens: int, gathered_bytes: int
+) -> HeadWork:
+    """Run one chunk, cut as `lema.engine.head.loss` cuts it, and take as many as there are beside
+    `gathered_bytes` bytes. The last layer makes what has the shape of what `entered` the first,
+    before that of all processes is one."""
     rows, length = hidden.shape[:2]
     block = (min(rows, max(1, chunk_tokens // length)), min(length, chunk_tokens))
     leaf = torch.empty_like(hidden[: block[0], : block[1]]).requires_grad_()
@@ -326,17 +437,23 @@ def _head_work(split: Split, entered: Tensor, hidden: Tensor, chunk_tokens: int,
         with torch.enable_grad():
             value = split.parallel.cross_entropy(partial(split.head, leaf), target, reduction="sum")
         torch.autograd.grad(value, leaf)
-    one, tokens, part = tally.exchanged, rows * length, math.prod(block)
+    chunk_exchange = tally.exchanged
+    tokens = rows * length
+    part = math.prod(block)
     split.parallel.leave_layers(entered)
     # The last chunk may be a part of one, with as many collectives and fewer bytes.
-    count = one.count * sum(1 for _ in blocks(rows, length, chunk_tokens))
-    sent = tally.exchanged.plus(one, -1).plus(Exchange(count, one.nbytes * tokens // part))
-    return HeadWork(tally.flops * tokens // part, tally.peak + beside, sent)
+    count = chunk_exchange.count * sum(1 for _ in blocks(rows, length, chunk_tokens))
+    sent = tally.exchanged.plus(chunk_exchange, -1).plus(
+        Exchange(count, chunk_exchange.nbytes * tokens // part)
+    )
+    return HeadWork(tally.flops * tokens // part, tally.peak + gathered_bytes, sent)
 
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The loss of one micro-batch whose tokens all train, as far as pieces of the head ask for it."""
+    """The loss of one micro-batch whose tokens all train, as far as pieces of the head ask for
+    it.
+    """
 
     tokens: tuple[int, int]
     chunk_tokens: int
@@ -348,7 +465,7 @@ class _Chunks:
         for rows, columns in blocks(*self.tokens, self.chunk_tokens):
             yield rows, columns, targets[rows, columns]
 
-    def place(self, *_: Any) -> None: ...  # nobody asks for logits
+    def store_logits(self, *_: Any) -> None: ...  # nobody asks for logits
 
 
 @dataclass(frozen=True)
@@ -365,19 +482,34 @@ class _Leases:
 def _pieces_work(
     split: Split, hidden: Tensor, chunk_tokens: int, head: HeadCut, layers: Sequence[LayerBytes]
 ) -> HeadWork:
-    """Run the head and the loss of a micro-batch through a few pieces, at which there is as much as at all of them."""
+    """Run the head and the loss of a micro-batch through a few pieces, at which there is as much
+    as at all of them.
+    """
     pieced = head.pieced(split, load("cpu"), layers)
     assert pieced is not None
     # All are of one size but for the last, so that between it and the second nothing new is alive.
-    few, pieces = {0, 1, len(pieced.spans) - 1}, head.pieces(layers)
-    stream = _Leases(dict(enumerate((fake_weights(one) for at, one in enumerate(pieces) if at in few), len(layers))))
+    few = {0, 1, len(pieced.spans) - 1}
+    pieces = head.pieces(layers)
+    stream = _Leases(
+        dict(
+            enumerate(
+                (fake_weights(piece) for at, piece in enumerate(pieces) if at in few), len(layers)
+            )
+        )
+    )
     pieced.spans = tuple(span for at, span in enumerate(pieced.spans) if at in few)
     leaf = torch.empty_like(hidden)
-    chunks: Any = _Chunks((hidden.shape[0], hidden.shape[1]), chunk_tokens)  # stands for `LossChunks`
+    chunks: Any = _Chunks(
+        (hidden.shape[0], hidden.shape[1]), chunk_tokens
+    )  # stands for `LossChunks`
     with Tally() as tally:
-        tally.leave_out([leaf, *split.model.parameters(), *split.model.buffers(), *tensors_in(stream.weights)])
-        given = pieced.inputs(leaf)
-        kept = given.numel() * (given.element_size() + torch.float32.itemsize)  # with its gradient
-        del given
+        tally.leave_out(
+            [leaf, *split.model.parameters(), *split.model.buffers(), *tensors_in(stream.weights)]
+        )
+        head_inputs = pieced.inputs(leaf)
+        waiting_bytes = head_inputs.numel() * (
+            head_inputs.element_size() + torch.float32.itemsize
+        )  # with its gradient
+        del head_inputs
         piece_passes(pieced, stream.lease, chunks, [leaf], differentiate=True)
-    return HeadWork(0, tally.peak, Exchange(), kept)
+    return HeadWork(0, tally.peak, Exchange(), waiting_bytes)

@@ -1,4 +1,5 @@
-"""Files: tensors read and written, directories that appear whole, models found. Nothing from outside is trusted here.
+"""Files: tensors read and written, directories that appear whole, models found. Nothing from
+outside is trusted here.
 
 docs/internals/reading.md and docs/internals/checkpoints.md describe the folder.
 """

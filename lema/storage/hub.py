@@ -1,7 +1,9 @@
-"""Finds the local directory of a model that the user names by a directory, a file, or a hub id; and data of the hub.
+"""Finds the local directory of a model that the user names by a directory, a file, or a hub id; and
+data of the hub.
 
-A hub id is fetched by `huggingface_hub` into its own cache, only safetensors and the small files that belong to them:
-no pickles, and code only if trusted. Its environment variables set offline mode, tokens, mirrors and cache.
+A hub id is fetched by `huggingface_hub` into its own cache, only safetensors and the small files
+that belong to them: no pickles, and code only if trusted. Its environment variables set offline
+mode, tokens, mirrors and cache.
 """
 
 import os
@@ -16,7 +18,15 @@ from lema.storage.diskspace import is_full
 from lema.storage.modelfiles import CODE, COMPANIONS, require_commit
 from lema.storage.regular import expanded
 
-__all__ = ["HUB", "hub_data", "is_stream", "own_weights", "resolve_model", "stream_rows", "version_of"]
+__all__ = [
+    "HUB",
+    "hub_data",
+    "is_stream",
+    "own_weights",
+    "resolve_model",
+    "stream_rows",
+    "version_of",
+]
 
 # A second copy of the same weights, in the layout of the model's makers or of another runtime.
 IGNORED_FILES = ("*/*.safetensors", "consolidated*.safetensors")
@@ -29,15 +39,18 @@ def resolve_model(
     trust_remote_code: bool = False,
     download: bool = True,
 ) -> Path:
-    """Find the local directory of a model, downloading it from the hub if it is a hub id not yet in the cache.
+    """Find the local directory of a model, downloading it from the hub if it is a hub id not yet in
+    the cache.
 
-    Whatever exists on disk, or is spelt like a path, is never sent to the hub. `ConfigError`: code is trusted and
-    `revision` is not a commit; `WeightsError`: there is no such directory, or the hub does not have the model or does
-    not give it; `DiskError`: the disk filled up while downloading.
+    Whatever exists on disk, or is spelt like a path, is never sent to the hub. `ConfigError`: code
+    is trusted and `revision` is not a commit; `WeightsError`: there is no such directory, or the
+    hub does not have the model or does not give it; `DiskError`: the disk filled up while
+    downloading.
 
-    `name_or_path`: a model directory; a `.safetensors` file or index in one; or a hub id such as `org/name`.
-    `revision`: branch, tag or commit on the hub; not used for local models. `trust_remote_code`: fetch the model's code
-    as well; on the hub it must be pinned by a commit. `download`: ask the hub for what is not in the cache."""
+    `name_or_path`: a model directory; a `.safetensors` file or index in one; or a hub id such as
+    `org/name`. `revision`: branch, tag or commit on the hub; not used for local models.
+    `trust_remote_code`: fetch the model's code as well; on the hub it must be pinned by a commit.
+    `download`: ask the hub for what is not in the cache."""
     name = os.fspath(name_or_path)
     path = expanded(name)
     if path.is_dir():
@@ -46,10 +59,19 @@ def resolve_model(
         if path.name.endswith((".safetensors", ".json")):
             return path.parent
         what = f"{path.name} is not a model"
-        raise WeightsError(what, where=str(path), how="give a model directory, a .safetensors file, or a hub id")
-    local = name.startswith((".", "~")) or "\\" in name or Path(name).is_absolute() or name.endswith(".safetensors")
+        raise WeightsError(
+            what, where=str(path), how="give a model directory, a .safetensors file, or a hub id"
+        )
+    local = (
+        name.startswith((".", "~"))
+        or "\\" in name
+        or Path(name).is_absolute()
+        or name.endswith(".safetensors")
+    )
     if local or isinstance(name_or_path, os.PathLike):
-        raise WeightsError(f"{name} does not exist", where=str(path.absolute()), how="check the path of the model")
+        raise WeightsError(
+            f"{name} does not exist", where=str(path.absolute()), how="check the path of the model"
+        )
     if trust_remote_code:
         require_commit(name, revision)
     files = ("*.safetensors", *COMPANIONS, *(CODE if trust_remote_code else ()))
@@ -57,7 +79,9 @@ def resolve_model(
 
 
 def own_weights(name_or_path: str | os.PathLike[str], directory: Path) -> Path:
-    """Return the weights of a model given as a directory, a hub id, or one file or index in `directory`."""
+    """Return the weights of a model given as a directory, a hub id, or one file or index in
+    `directory`.
+    """
     path = expanded(name_or_path)
     return path if path.is_file() and path.name != "config.json" else directory
 
@@ -68,8 +92,13 @@ def _download(name: str, revision: str | None, files: tuple[str, ...], online: b
 
     where = name if revision is None else f"{name} at revision {revision}"
     try:
-        patterns: dict[str, Any] = {"allow_patterns": list(files), "ignore_patterns": list(IGNORED_FILES)}
-        directory = Path(snapshot_download(name, revision=revision, local_files_only=not online, **patterns))
+        patterns: dict[str, Any] = {
+            "allow_patterns": list(files),
+            "ignore_patterns": list(IGNORED_FILES),
+        }
+        directory = Path(
+            snapshot_download(name, revision=revision, local_files_only=not online, **patterns)
+        )
     except (errors.HFValidationError, OSError) as error:
         cause = error.__cause__
         match error:
@@ -78,12 +107,19 @@ def _download(name: str, revision: str | None, files: tuple[str, ...], online: b
                 how = "check the path, or give org/name"
             case errors.GatedRepoError():
                 what = f"the hub gives {name} only to accounts that accepted its terms"
-                how = f"accept them at https://huggingface.co/{name}, then `hf auth login` or set HF_TOKEN"
+                how = (
+                    f"accept them at https://huggingface.co/{name}, then `hf auth login` or "
+                    "set HF_TOKEN"
+                )
             case errors.RepositoryNotFoundError():
-                what = f"{name!r} is not a local directory, and the hub has no such model (or it is private)"
+                what = (
+                    f"{name!r} is not a local directory, and the hub has no such model (or it "
+                    "is private)"
+                )
                 how = "check the spelling; for a private model set HF_TOKEN"
             case errors.RevisionNotFoundError():
-                what, how = f"the hub has no such revision of {name}", "check the revision"
+                what = f"the hub has no such revision of {name}"
+                how = "check the revision"
             case errors.LocalEntryNotFoundError() if not online:
                 what = f"{name!r} is neither a local directory nor in the hub cache"
                 how = f"check the path; or fetch it first: hf download {name}"
@@ -91,69 +127,100 @@ def _download(name: str, revision: str | None, files: tuple[str, ...], online: b
                 answered = isinstance(cause, errors.HfHubHTTPError)
                 why = f"the hub answered: {cause}" if answered else "the hub cannot be reached"
                 what = f"{name!r} is not a local directory, is not in the hub cache, and {why}"
-                how = "check the path; or go online (HF_HUB_OFFLINE unset) and try again; or give a directory"
+                how = (
+                    "check the path; or go online (HF_HUB_OFFLINE unset) and try again; or "
+                    "give a directory"
+                )
             case errors.HfHubHTTPError():
-                what, how = f"the hub did not return the model: {error}", "try again later"
+                what = f"the hub did not return the model: {error}"
+                how = "try again later"
             case OSError() if is_full(error):
                 what = f"the disk is full: {name} could not be downloaded"
                 how = "free space, or set HF_HOME to a larger disk; what was downloaded is kept"
                 raise DiskError(what, where=str(error.filename or "hub cache"), how=how) from error
             case _:
-                what, how = f"the hub cannot be reached: {error}", "check the connection"
+                what = f"the hub cannot be reached: {error}"
+                how = "check the connection"
         raise WeightsError(what, where=where, how=how) from error
     if not any(directory.glob("*.safetensors")):
         raise WeightsError(
-            "there are no .safetensors weights of this model (other formats are pickled and can run code)",
+            (
+                "there are no .safetensors weights of this model (other formats are pickled "
+                "and can run code)"
+            ),
             where=f"{where}, in {directory}",
-            how="go online if only a part of it was downloaded; if there are none on the hub and you trust it, convert "
+            how="go online if only a part of it was downloaded; if there are none on the hub "
+            "and you trust it, convert "
             "it: AutoModelForCausalLM.from_pretrained(ID).save_pretrained(OUT)",
         )
     return directory
 
 
 HUB = "hub:"
-"""How the name of a data set of the hub begins: `hub:org/name?name=subset&split=train&revision=main&streaming=true`."""
+"""How the name of a data set of the hub begins:
+`hub:org/name?name=subset&split=train&revision=main&streaming=true`.
+"""
 
 
 def is_stream(path: str | Path) -> bool:
-    """Whether this names a data set of the hub; of what `find_files` returns, one that is streamed, not downloaded."""
+    """Whether this names a data set of the hub; of what `find_files` returns, one that is
+    streamed, not downloaded.
+    """
     return str(path).startswith(HUB)
 
 
 @contextmanager
-def hub_data(given: str) -> Iterator[tuple[Any, str, dict[str, str], dict[str, str]]]:
-    """Give the library `datasets`, a data set's path and options, and how it is read. `DataError`: what is raised."""
-    path, _, query = given.removeprefix(HUB).partition("?")
+def hub_data(source: str) -> Iterator[tuple[Any, str, dict[str, str], dict[str, str]]]:
+    """Give the library `datasets`, a data set's path and options, and how it is read.
+    `DataError`: what is raised.
+    """
+    path, _, query = source.removeprefix(HUB).partition("?")
     options = dict(parse_qsl(query))
-    how = {"split": "train"} | {name: options.pop(name) for name in ("split", "streaming", "take") if name in options}
-    if wrong := sorted(options.keys() - {"name", "revision"}):  # others name files, directories and addresses
+    how = {"split": "train"} | {
+        name: options.pop(name) for name in ("split", "streaming", "take") if name in options
+    }
+    if wrong := sorted(
+        options.keys() - {"name", "revision"}
+    ):  # others name files, directories and addresses
         what = f"a data set of the hub has no option {wrong[0]!r}"
-        raise DataError(what, where=given, how="there are name, split, revision and streaming")
+        raise DataError(what, where=source, how="there are name, split, revision and streaming")
     try:
         import datasets
     except ImportError as error:
-        what, fix = "a data set of the hub needs the library `datasets`", installing("datasets")
-        raise DataError(what, where=given, how=fix) from error
+        what = "a data set of the hub needs the library `datasets`"
+        fix = installing("datasets")
+        raise DataError(what, where=source, how=fix) from error
     if "[" in how["split"]:
         fix = "give the whole split; max_train_samples takes a part of it"
-        raise DataError(f"a part of a split, {how['split']}, has no file of its own", where=given, how=fix)
+        raise DataError(
+            f"a part of a split, {how['split']}, has no file of its own", where=source, how=fix
+        )
     if how.get("streaming") not in (None, "true", "false"):
-        raise DataError(f"streaming is {how['streaming']!r}", where=given, how="say true or false")
+        raise DataError(f"streaming is {how['streaming']!r}", where=source, how="say true or false")
     try:
         yield datasets, path, options, how
     except Exception as error:  # whatever the network, the builder or the files raise
-        fix = "check path, name and split; without a network the data set must be in the cache of `datasets`"
-        raise DataError(f"the data set cannot be loaded: {error}", where=given, how=fix) from error
+        fix = (
+            "check path, name and split; without a network the data set must be in the cache "
+            "of `datasets`"
+        )
+        raise DataError(f"the data set cannot be loaded: {error}", where=source, how=fix) from error
 
 
 def version_of(stream: Path) -> str:
-    """Where the library would keep a stream: it names the commit by it, or the times of local files."""
+    """Where the library would keep a stream: it names the commit by it, or the times of local
+    files.
+    """
     with hub_data(str(stream)) as (datasets, path, options, _):
         return str(datasets.load_dataset_builder(path, **options).cache_dir)
 
 
 def stream_rows(stream: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of a stream, numbered from 1, as the library reads them. `DataError`: they cannot be had."""
+    """The rows of a stream, numbered from 1, as the library reads them. `DataError`: they cannot
+    be had.
+    """
     with hub_data(str(stream)) as (datasets, path, options, how):
-        rows = datasets.load_dataset_builder(path, **options).as_streaming_dataset(split=how["split"])
+        rows = datasets.load_dataset_builder(path, **options).as_streaming_dataset(
+            split=how["split"]
+        )
         yield from enumerate(rows.take(int(how["take"])) if "take" in how else rows, 1)

@@ -1,7 +1,9 @@
-"""The lock of an output directory, which lets one run at a time write there, and clears what killed runs left in it.
+"""The lock of an output directory, which lets one run at a time write there, and clears what killed
+runs left in it.
 
-A second run would rotate the first one's checkpoints away and mix their logs. The lock is the system's on a file in
-that directory. It goes with the process that holds it, so the file of a killed run locks nothing.
+A second run would rotate the first one's checkpoints away and mix their logs. The lock is the
+system's on a file in that directory. It goes with the process that holds it, so the file of a
+killed run locks nothing.
 """
 
 import os
@@ -16,7 +18,7 @@ from pathlib import Path
 from lema.backend import Replicas
 from lema.backend.group import first_alone
 from lema.backend.host.filelocks import lock
-from lema.backend.host.files import BINARY, NAMES_HELD, NO_FOLLOW
+from lema.backend.host.files import BINARY, NO_FOLLOW, OPEN_NAMES_LOCKED
 from lema.errors import ConfigError, DiskError
 from lema.storage.atomic import sweep
 from lema.storage.regular import check_target
@@ -28,10 +30,12 @@ LOCK = ".lock"
 
 @contextmanager
 def run_lock(output_dir: Path) -> Iterator[bool]:
-    """Have a directory to oneself, in a `with` block; it is given whether there is a lock. The directory is made if
-    need be. Where the file system knows no locks, a warning says so, and the run goes on without. `ConfigError`:
-    another run writes there; says which process it is. `DiskError`: the lock's file cannot be written."""
-    file, made = output_dir / LOCK, not output_dir.exists()
+    """Have a directory to oneself, in a `with` block; it is given whether there is a lock. The
+    directory is made if need be. Where the file system knows no locks, a warning says so, and the
+    run goes on without. `ConfigError`: another run writes there; says which process it is.
+    `DiskError`: the lock's file cannot be written."""
+    file = output_dir / LOCK
+    is_new = not output_dir.exists()
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         descriptor = _taken(file)
@@ -44,18 +48,22 @@ def run_lock(output_dir: Path) -> Iterator[bool]:
     finally:
         if descriptor is not None:
             _give_back(descriptor, file)
-        if made:
+        if is_new:
             with suppress(OSError):  # a run that wrote nothing leaves nothing
                 output_dir.rmdir()
 
 
 def _give_back(descriptor: int, file: Path) -> None:
-    """Remove the lock's file and close it; the lock goes with the descriptor, whatever becomes of the file."""
-    if NAMES_HELD:
+    """Remove the lock's file and close it; the lock goes with the descriptor, whatever becomes
+    of the file.
+    """
+    if OPEN_NAMES_LOCKED:
         os.close(descriptor)
     with suppress(OSError):
         file.unlink()
-    if not NAMES_HELD:  # where it can, the file goes first, or it could be another run's by then
+    if (
+        not OPEN_NAMES_LOCKED
+    ):  # where it can, the file goes first, or it could be another run's by then
         os.close(descriptor)
 
 
@@ -67,12 +75,18 @@ def _taken(file: Path) -> int | None:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | NO_FOLLOW | BINARY, 0o666)
         try:
             if os.fstat(descriptor).st_nlink > 1:  # as an archive may bring it
-                what = "the file of the directory's lock is another file, too, which would be written over"
+                what = (
+                    "the file of the directory's lock is another file, too, which would be "
+                    "written over"
+                )
                 raise ConfigError(what, where=str(file), how="delete it")
             locked = lock(descriptor, wait=False)
             if locked is None:
                 _give_back(descriptor, file)
-                warnings.warn(f"{file.parent}: this file system has no locks to keep a second run out", stacklevel=5)
+                warnings.warn(
+                    f"{file.parent}: this file system has no locks to keep a second run out",
+                    stacklevel=5,
+                )
                 return None
             if not locked:
                 raise ConfigError(
@@ -80,7 +94,8 @@ def _taken(file: Path) -> int | None:
                     where=str(file.parent),
                     how="wait until it has ended, or choose another output_dir",
                 )
-            # Another file, or none, has the name where a run that ended meanwhile has taken its file with it.
+            # Another file, or none, has the name where a run that ended meanwhile has taken its
+            # file with it.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), file.stat()):
                     os.ftruncate(descriptor, 0)
@@ -107,8 +122,9 @@ UNFINISHED = re.compile(r"\.adapter-\w+|\.(lema_config\.json|metrics\.jsonl|loss
 
 @contextmanager
 def one_run(replicas: Replicas, output_dir: Path, below: Sequence[Path] = ()) -> Iterator[None]:
-    """Have a run write alone to a directory, in a `with` block; of several processes the first has its lock. All
-    processes call this. The directories `below` hold checkpoints as well. Every process raises `run_lock`'s errors."""
+    """Have a run write alone to a directory, in a `with` block; of several processes the first has
+    its lock. All processes call this. The directories `below` hold checkpoints as well. Every
+    process raises `run_lock`'s errors."""
     with ExitStack() as stack:
 
         def enter() -> None:
@@ -116,7 +132,8 @@ def one_run(replicas: Replicas, output_dir: Path, below: Sequence[Path] = ()) ->
             for directory in (output_dir, *below):
                 sweep(directory, alone=alone)
             for left in list(output_dir.iterdir()) if alone else ():
-                # What a run that was killed while it saved its adapter has left; what another user owns is not ours.
+                # What a run that was killed while it saved its adapter has left; what another user
+                # owns is not ours.
                 with suppress(OSError):
                     if UNFINISHED.fullmatch(left.name) and left.is_dir() and not left.is_symlink():
                         shutil.rmtree(left)

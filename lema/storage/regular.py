@@ -1,8 +1,10 @@
-"""Files that are opened by name: nothing blocks, nothing has no end, and what a command reads is nothing it writes.
+"""Files that are opened by name: nothing blocks, nothing has no end, and what a command reads is
+nothing it writes.
 
-What is read may have come from a stranger: it is a regular file, of bounded size where it is read whole, and, where its
-directory was handed over, no link out of it. What is written is never written through a link, nor in place of a device
-or a pipe, nor over a file or into a directory that the command reads, whatever name either has.
+What is read may have come from a stranger: it is a regular file, of bounded size where it is read
+whole, and, where its directory was handed over, no link out of it. What is written is never written
+through a link, nor in place of a device or a pipe, nor over a file or into a directory that the
+command reads, whatever name either has.
 """
 
 import os
@@ -17,10 +19,10 @@ from lema.errors import ConfigError, DataError, WeightsError
 
 __all__ = [
     "append",
-    "check_apart",
     "check_directory",
     "check_inside",
     "check_kind",
+    "check_separate",
     "check_target",
     "expanded",
     "open_appending",
@@ -29,7 +31,12 @@ __all__ = [
     "read_regular",
 ]
 
-KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 KINDS |= {stat.S_IFDIR: "a directory", stat.S_IFLNK: "a link"}
 SHARED_BLOBS_MARK = ".huggingface-shared-blobs"
 PIECE_BYTES = 2**20
@@ -37,8 +44,9 @@ LARGEST_TEXT = 64 * 2**20  # bytes of a text that a command reads whole: setting
 
 
 def open_regular(file: Path, *, inside: bool = False) -> BufferedReader:
-    """Open a file to read. `inside`: its directory was handed over, and it may not be a link out of that. `OSError`: it
-    cannot be opened; `DataError`: it is a device, a pipe or the like; `WeightsError`: it is such a link."""
+    """Open a file to read. `inside`: its directory was handed over, and it may not be a link out of
+    that. `OSError`: it cannot be opened; `DataError`: it is a device, a pipe or the like;
+    `WeightsError`: it is such a link."""
     if inside:
         check_inside(file)
     if not NONBLOCK:
@@ -60,8 +68,8 @@ def _check_regular(file: Path, mode: int) -> None:
 
 
 def read_regular(file: Path, limit: int = LARGEST_TEXT, *, inside: bool = False) -> bytes:
-    """Return what is in a file of at most `limit` bytes. Errors are those of `open_regular`, and `DataError` if it has
-    more."""
+    """Return what is in a file of at most `limit` bytes. Errors are those of `open_regular`, and
+    `DataError` if it has more."""
     with open_regular(file, inside=inside) as opened:
         content = read_at_most(opened, limit + 1)
     if len(content) > limit:
@@ -80,48 +88,65 @@ def read_at_most(file: BufferedReader, most: int) -> bytes:
 
 
 def check_inside(file: Path) -> None:
-    """Refuse, with `WeightsError`, a link out of the directory of a file, except into the blobs of the hub cache."""
-    target, root = file.resolve(), file.parent.resolve()
+    """Refuse, with `WeightsError`, a link out of the directory of a file, except into the blobs
+    of the hub cache.
+    """
+    target = file.resolve()
+    root = file.parent.resolve()
     if target.is_relative_to(root):
         return
     for snapshot in (root, *root.parents):
         repository = snapshot.parent.parent
         if snapshot.parent.name == "snapshots" and repository.name.startswith("models--"):
-            shared = repository.parent / "blobs"  # one store for all repositories, if the hub library has marked it so
-            stores = [repository / "blobs", *([shared] if (shared / SHARED_BLOBS_MARK).is_file() else [])]
+            # one store for all repositories, if the hub library has marked it so
+            shared = repository.parent / "blobs"
+            stores = [
+                repository / "blobs",
+                *([shared] if (shared / SHARED_BLOBS_MARK).is_file() else []),
+            ]
             if any(target.is_relative_to(store) for store in stores):
                 return
             break
     what = f"{file.name} is a link that leaves its directory, to {target}"
-    raise WeightsError(what, where=str(file), how="copy the file into the directory if you trust it")
+    raise WeightsError(
+        what, where=str(file), how="copy the file into the directory if you trust it"
+    )
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
-    """Return a path with the home that `~` or `~user` stands for; where there is no such user, the name stays."""
+    """Return a path with the home that `~` or `~user` stands for; where there is no such user,
+    the name stays.
+    """
     return Path(os.path.expanduser(path))  # noqa: PTH111 - Path's own raises
 
 
 def check_target(file: Path) -> None:
-    """Make sure that a new file may take this name: nothing is there, or a regular file. `ConfigError` says what is."""
+    """Make sure that a new file may take this name: nothing is there, or a regular file.
+    `ConfigError` says what is.
+    """
     try:
         mode = file.lstat().st_mode
-    except (FileNotFoundError, NotADirectoryError):  # what is missing above it is told where it is written
+    except (
+        FileNotFoundError,
+        NotADirectoryError,
+    ):  # what is missing above it is told where it is written
         return
     if not stat.S_ISREG(mode):
         raise _taken(file, mode)
 
 
-def check_directory(place: Path) -> None:
-    """Make sure that a name is a directory's, or nothing's yet. `ConfigError`: something else has it, such as a file,
-    or a link that leads nowhere."""
-    if not place.is_dir() and (place.is_symlink() or place.exists()):
-        what = f"{place.name} is no directory, and one would be made there"
-        raise ConfigError(what, where=str(place), how="choose another name, or move what is there")
+def check_directory(path: Path) -> None:
+    """Make sure that a name is a directory's, or nothing's yet. `ConfigError`: something else has
+    it, such as a file, or a link that leads nowhere."""
+    if not path.is_dir() and (path.is_symlink() or path.exists()):
+        what = f"{path.name} is no directory, and one would be made there"
+        raise ConfigError(what, where=str(path), how="choose another name, or move what is there")
 
 
 def check_kind(file: Path, *begins: bytes) -> None:
-    """Make sure that a file which is to be replaced is of the kind that is written there, which begins in one of these
-    ways, or is empty, or is not there. `ConfigError`: it is something else; other errors are those of `open_regular`.
+    """Make sure that a file which is to be replaced is of the kind that is written there, which
+    begins in one of these ways, or is empty, or is not there. `ConfigError`: it is something else;
+    other errors are those of `open_regular`.
     """
     with suppress(FileNotFoundError, NotADirectoryError), open_regular(file) as opened:
         there = opened.read(max(map(len, begins), default=1))
@@ -131,8 +156,8 @@ def check_kind(file: Path, *begins: bytes) -> None:
 
 
 def open_appending(file: Path) -> FileIO:
-    """Open a file to read and to append to, unbuffered, and make it where there is none. `OSError`: it cannot be
-    opened; `ConfigError`: it is a link, a device, a pipe or the like."""
+    """Open a file to read and to append to, unbuffered, and make it where there is none. `OSError`:
+    it cannot be opened; `ConfigError`: it is a link, a device, a pipe or the like."""
     check_target(file)
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | NO_FOLLOW | NONBLOCK | BINARY
     descriptor = os.open(file, flags, 0o666)
@@ -150,10 +175,11 @@ def append(file: Path, content: bytes) -> None:
             content = content[opened.write(content) :]
 
 
-def check_apart(target: Path, reads: Iterable[Path], *, below: bool = True) -> None:
-    """Make sure that nothing is written over or into what is read: the target is none of the files, nor one of the
-    directories, nor one of the files in these, under whatever name; and, unless told not to look `below`, it lies at no
-    depth in one of the directories. `ConfigError` names the two."""
+def check_separate(target: Path, reads: Iterable[Path], *, below: bool = True) -> None:
+    """Make sure that nothing is written over or into what is read: the target is none of the files,
+    nor one of the directories, nor one of the files in these, under whatever name; and, unless told
+    not to look `below`, it lies at no depth in one of the directories. `ConfigError` names the two.
+    """
     identity = _identity(target)
     around = {_identity(folder) for folder in target.resolve().parents} - {None} if below else set()
     for read in reads:
@@ -169,7 +195,9 @@ def check_apart(target: Path, reads: Iterable[Path], *, below: bool = True) -> N
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return what a file or directory is, whatever its name, links followed; None: there is none."""
+    """Return what a file or directory is, whatever its name, links followed; None: there is
+    none.
+    """
     try:
         status = path.stat()
     except OSError:

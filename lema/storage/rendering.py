@@ -1,7 +1,9 @@
-"""How the texts of a model are written and where they end, as the files beside its weights, or an adapter, say.
+"""How the texts of a model are written and where they end, as the files beside its weights, or an
+adapter, say.
 
-These are the chat templates and `generation_config.json`, in the form that `save_pretrained` of `transformers` gives
-them. They go with weights that were trained on such texts: beside an adapter, into a merged model.
+These are the chat templates and `generation_config.json`, in the form that `save_pretrained` of
+`transformers` gives them. They go with weights that were trained on such texts: beside an adapter,
+into a merged model.
 """
 
 import json
@@ -15,7 +17,15 @@ from lema.storage.atomic import replace_file
 from lema.storage.modelfiles import TEMPLATES, check_companions, load_generation_config
 from lema.storage.regular import read_regular
 
-__all__ = ["GENERATION", "RENDERING", "TEMPLATE", "Templates", "carry_rendering", "read_templates", "write_generation"]
+__all__ = [
+    "GENERATION",
+    "RENDERING",
+    "TEMPLATE",
+    "Templates",
+    "carry_rendering",
+    "read_templates",
+    "write_generation",
+]
 __all__ += ["write_templates"]
 
 GENERATION = "generation_config.json"
@@ -23,7 +33,8 @@ TEMPLATE = "chat_template.jinja"
 RENDERING = (GENERATION, TEMPLATE, TEMPLATES)
 """The files and the folder of this kind in a directory."""
 
-DEFAULT = "default"  # the name of the template in the file above; others are in the folder under their own
+# the name of the template in the file above; others are in the folder under their own
+DEFAULT = "default"
 OLDER = ("chat_template.json",)  # files that said the same in earlier versions of `transformers`
 TOKENIZER = "tokenizer_config.json"
 
@@ -32,24 +43,32 @@ Templates: TypeAlias = str | dict[str, str]
 
 
 def read_templates(directory: Path) -> Templates | None:
-    """Return the chat templates in a directory; None: it has none. `DataError`: a file cannot be read; `WeightsError`:
-    one is a link that leaves the directory, or no regular file."""
+    """Return the chat templates in a directory; None: it has none. `DataError`: a file cannot be
+    read; `WeightsError`: one is a link that leaves the directory, or no regular file."""
     check_companions(directory)
     file = directory / TEMPLATE
-    found = {DEFAULT: _text(file)} if file.is_file() else {}
-    found |= {one.stem: _text(one) for one in sorted((directory / TEMPLATES).glob("*.jinja"))}
-    if not found:
+    templates = {DEFAULT: _text(file)} if file.is_file() else {}
+    templates |= {
+        path.stem: _text(path) for path in sorted((directory / TEMPLATES).glob("*.jinja"))
+    }
+    if not templates:
         named = _json(directory / TOKENIZER).get("chat_template")
         if isinstance(named, list):
-            found = {str(one["name"]): str(one["template"]) for one in named if isinstance(one, dict)}
+            templates = {
+                str(entry["name"]): str(entry["template"])
+                for entry in named
+                if isinstance(entry, dict)
+            }
         elif isinstance(named, str):
-            found = {DEFAULT: named}
-    return found[DEFAULT] if found.keys() == {DEFAULT} else found or None
+            templates = {DEFAULT: named}
+    return templates[DEFAULT] if templates.keys() == {DEFAULT} else templates or None
 
 
 def write_templates(directory: Path, templates: Templates) -> None:
-    """Let a directory have these chat templates and no others. `DiskError`: a file could not be written."""
-    each = {DEFAULT: templates} if isinstance(templates, str) else dict(templates)
+    """Let a directory have these chat templates and no others. `DiskError`: a file could not be
+    written.
+    """
+    by_name = {DEFAULT: templates} if isinstance(templates, str) else dict(templates)
     for name in (*OLDER, TEMPLATE):
         (directory / name).unlink(missing_ok=True)
     if (directory / TEMPLATES).is_dir():
@@ -57,9 +76,9 @@ def write_templates(directory: Path, templates: Templates) -> None:
     about = _json(directory / TOKENIZER)
     if about.pop("chat_template", None) is not None:
         replace_file(directory / TOKENIZER, _written(about))
-    if (default := each.pop(DEFAULT, None)) is not None:
+    if (default := by_name.pop(DEFAULT, None)) is not None:
         replace_file(directory / TEMPLATE, default.encode())
-    for name, text in each.items():
+    for name, text in by_name.items():
         (directory / TEMPLATES).mkdir(exist_ok=True)
         replace_file(directory / TEMPLATES / f"{name}.jinja", text.encode())
 
@@ -70,8 +89,9 @@ def write_generation(directory: Path, values: Mapping[str, Any]) -> None:
 
 
 def carry_rendering(source: Path, out: Path) -> None:
-    """Let the directory of a model say what that of an adapter says of its texts; of what it does not, nothing changes.
-    Errors are those of `read_templates` and `load_generation_config`, and `DiskError`."""
+    """Let the directory of a model say what that of an adapter says of its texts; of what it does
+    not, nothing changes. Errors are those of `read_templates` and `load_generation_config`, and
+    `DiskError`."""
     templates = read_templates(source)
     if templates is not None and templates != read_templates(out):
         write_templates(out, templates)
@@ -89,7 +109,8 @@ def _text(file: Path) -> str:
     try:
         return read_regular(file, inside=True).decode("utf-8")
     except (OSError, ValueError) as error:
-        what, how = f"the chat template cannot be read: {error}", "correct the file, or delete it"
+        what = f"the chat template cannot be read: {error}"
+        how = "correct the file, or delete it"
         raise unreadable(file, error, DataError, what, how) from error
 
 

@@ -1,9 +1,11 @@
-"""A nameless file for what does not fit in memory: written behind the caller's back, read ahead of it.
+"""A nameless file for what does not fit in memory: written behind the caller's back, read ahead of
+it.
 
-It is nameless from the start where the system allows that, and otherwise from the moment it is open, so nothing remains
-of it however the process ends. Bytes bypass the page cache where the file system allows it, and otherwise are dropped
-from the cache as soon as they are on the disk, because the file is there to save memory. An allocator keeps account of
-which bytes of the file are in use and which may be used again.
+It is nameless from the start where the system allows that, and otherwise from the moment it is
+open, so nothing remains of it however the process ends. Bytes bypass the page cache where the file
+system allows it, and otherwise are dropped from the cache as soon as they are on the disk, because
+the file is there to save memory. An allocator keeps account of which bytes of the file are in use
+and which may be used again.
 """
 
 import errno
@@ -40,32 +42,43 @@ def as_bytes(memory: Tensor) -> memoryview:
 
 
 class OffloadFile:
-    """A file that lives as long as this object. Memory and offsets given to it are whole blocks. It lies in
-    `directory`, which is made if need be. Errors say `what` it holds, and `how` a user can fix a disk that is full or
-    fails. `DiskError`: no file can be made there."""
+    """A file that lives as long as this object. Memory and offsets given to it are whole blocks. It
+    lies in `directory`, which is made if need be. Errors say `what` it holds, and `how` a user can
+    fix a disk that is full or fails. `DiskError`: no file can be made there."""
 
     def __init__(self, directory: Path, what: str, how: str, trace: NoTrace = NO_TRACE) -> None:
-        self.where, self._what, self._how, self._trace = str(directory), what, how, trace
+        self.where = str(directory)
+        self._what = what
+        self._how = how
+        self._trace = trace
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            # Where a file cannot lose its name while it is open, the system deletes it when it is closed.
+            # Where a file cannot lose its name while it is open, the system deletes it when it is
+            # closed.
             file = tempfile.TemporaryFile(prefix=".lema-", dir=directory, buffering=0)  # noqa: SIM115 - it is kept open
             self._descriptor = file.fileno()
             self._direct = _set_direct(self._descriptor, True)
         except OSError as error:
             raise self._error(DiskError, "no file can be made", error) from error
-        self._close = weakref.finalize(self, file.close)  # a transfer under way keeps this object alive
+        self._close = weakref.finalize(
+            self, file.close
+        )  # a transfer under way keeps this object alive
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="lema-offload")
         self.size = 0  # bytes that it can hold
 
     def reserve(self, nbytes: int) -> None:
-        """Make sure that the file can hold `nbytes`, or raise `DiskError`; it never becomes smaller."""
+        """Make sure that the file can hold `nbytes`, or raise `DiskError`; it never becomes
+        smaller.
+        """
         more = nbytes - self.size
         if more <= 0:
             return
-        # Asked beforehand, because a file system without reservations would only fail in the middle of a step.
+        # Asked beforehand, because a file system without reservations would only fail in the middle
+        # of a step.
         if more > (free := shutil.disk_usage(self.where).free):
-            what = f"{nbytes:,} bytes are needed for {self._what}, and {free + self.size:,} are free"
+            what = (
+                f"{nbytes:,} bytes are needed for {self._what}, and {free + self.size:,} are free"
+            )
             raise DiskError(what, where=self.where, how=self._how)
         try:
             reserve(self._descriptor, nbytes, self.size)
@@ -74,21 +87,26 @@ class OffloadFile:
         self.size = nbytes
 
     def mapped(self) -> Tensor:
-        """Return its bytes as memory, uint8 `[size]`; what is written there goes to the disk when the system likes. The
-        space is taken until this object and what lies there are gone. `DiskError`: it cannot be mapped."""
+        """Return its bytes as memory, uint8 `[size]`; what is written there goes to the disk when
+        the system likes. The space is taken until this object and what lies there are gone.
+        `DiskError`: it cannot be mapped."""
         try:
             return mapped(self._descriptor, self.size)
         except OSError as error:
             raise self._error(DiskError, "the file cannot be mapped", error) from error
 
     def write(self, memory: memoryview, offset: int, before: Call = None) -> Future[None]:
-        """Start writing `memory` at `offset`, once `before`, called in another thread, has returned. It must stay as it
-        is from then on until the result is there, which raises DiskError where writing failed."""
+        """Start writing `memory` at `offset`, once `before`, called in another thread, has
+        returned. It must stay as it is from then on until the result is there, which raises
+        DiskError where writing failed."""
         return self._pool.submit(self._move, True, memory, offset, before)
 
-    def read(self, memory: memoryview, offset: int, before: Call, after: Call = None) -> Future[None]:
-        """Start filling `memory` from `offset`, once `before`, called in another thread, has returned. There `after` is
-        called when it is filled. The result raises ReadError, and what `before` or `after` raised."""
+    def read(
+        self, memory: memoryview, offset: int, before: Call, after: Call = None
+    ) -> Future[None]:
+        """Start filling `memory` from `offset`, once `before`, called in another thread, has
+        returned. There `after` is called when it is filled. The result raises ReadError, and what
+        `before` or `after` raised."""
         return self._pool.submit(self._move, False, memory, offset, before, after)
 
     def close(self) -> None:
@@ -96,14 +114,23 @@ class OffloadFile:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._close()
 
-    def _move(self, writing: bool, memory: memoryview, offset: int, before: Call = None, after: Call = None) -> None:
+    def _move(
+        self,
+        writing: bool,
+        memory: memoryview,
+        offset: int,
+        before: Call = None,
+        after: Call = None,
+    ) -> None:
         if before is not None:
             before()
         try:
             with self._trace.span("boundaries", "write" if writing else "read", nbytes=len(memory)):
                 self._transfer(writing, memory, offset)
                 if not self._direct and writing:
-                    os.fsync(self._descriptor)  # only what is on the disk can be dropped from the cache
+                    os.fsync(
+                        self._descriptor
+                    )  # only what is on the disk can be dropped from the cache
                 if not self._direct:
                     drop_cached(self._descriptor, offset, len(memory))
         except OSError as error:
@@ -122,11 +149,15 @@ class OffloadFile:
         except OSError as error:
             if error.errno != errno.EINVAL or not direct:
                 raise
-            self._direct = _set_direct(self._descriptor, False)  # this file system refuses after all
+            self._direct = _set_direct(
+                self._descriptor, False
+            )  # this file system refuses after all
             self._transfer(writing, memory, offset)
 
     def _error(self, kind: type[DiskError], what: str, error: OSError) -> DiskError:
-        return kind(f"{what} for {self._what}: {error.strerror or error}", where=self.where, how=self._how)
+        return kind(
+            f"{what} for {self._what}: {error.strerror or error}", where=self.where, how=self._how
+        )
 
 
 def _set_direct(descriptor: int, direct: bool) -> bool:
@@ -137,7 +168,9 @@ def _set_direct(descriptor: int, direct: bool) -> bool:
 
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+        fcntl.fcntl(
+            descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
+        )
     except OSError as error:
         if error.errno != errno.EINVAL:  # EINVAL: this file system has no direct transfers
             raise
@@ -146,7 +179,9 @@ def _set_direct(descriptor: int, direct: bool) -> bool:
 
 
 class Extents:
-    """Ranges of bytes: the smallest free one that is large enough is taken first, free neighbours become one."""
+    """Ranges of bytes: the smallest free one that is large enough is taken first, free
+    neighbours become one.
+    """
 
     def __init__(self) -> None:
         self.taken_bytes = 0  # of all ranges that are taken
@@ -154,9 +189,12 @@ class Extents:
         self._free: dict[int, int] = {}  # start -> bytes of each free range before the end
 
     def take(self, nbytes: int, reserve: Callable[[int], None]) -> int:
-        """Return where `nbytes` may lie; `reserve` is called first where the end must grow, and may refuse."""
+        """Return where `nbytes` may lie; `reserve` is called first where the end must grow, and
+        may refuse.
+        """
         size, start = min(
-            ((size, start) for start, size in self._free.items() if size >= nbytes), default=(0, self.end)
+            ((size, start) for start, size in self._free.items() if size >= nbytes),
+            default=(0, self.end),
         )
         if size:
             del self._free[start]
@@ -173,7 +211,10 @@ class Extents:
         self.taken_bytes -= nbytes
         end = start + nbytes
         end += self._free.pop(end, 0)
-        before = next((one for one, size in self._free.items() if one + size == start), None)
+        before = next(
+            (free_start for free_start, size in self._free.items() if free_start + size == start),
+            None,
+        )
         if before is not None:
             start -= self._free.pop(before)
         if end == self.end:

@@ -1,4 +1,5 @@
-"""Frozen weights on their way from a file through a ring in host memory to device slots, leased layer by layer.
+"""Frozen weights on their way from a file through a ring in host memory to device slots, leased
+layer by layer.
 
 docs/internals/reading.md describes the folder.
 """
@@ -14,4 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerStream", "Lease", "StreamCounters"]
 
-__getattr__, __dir__ = lazy_exports(__name__, {"LayerStream": "stream", "Lease": "lease", "StreamCounters": "ring"})
+__getattr__, __dir__ = lazy_exports(
+    __name__, {"LayerStream": "stream", "Lease": "lease", "StreamCounters": "ring"}
+)

@@ -1,9 +1,11 @@
-"""Layers gathered on the device from the shards that the processes hold: one on lease, the next one under way.
+"""Layers gathered on the device from the shards that the processes hold: one on lease, the next one
+under way.
 
-Every process gathers the same layers in the same order, or all would wait for ever. So what is gathered, and when,
-follows from the leases and the announced orders, never from how far a read or a copy has come. A layer that was on
-lease or gathered last is still there, as at each turn of a training pass. Between two announced orders nothing is under
-way, because there processes send each other gradients, and one may have announced the next order earlier than another.
+Every process gathers the same layers in the same order, or all would wait for ever. So what is
+gathered, and when, follows from the leases and the announced orders, never from how far a read or a
+copy has come. A layer that was on lease or gathered last is still there, as at each turn of a
+training pass. Between two announced orders nothing is under way, because there processes send each
+other gradients, and one may have announced the next order earlier than another.
 """
 
 import time
@@ -35,8 +37,9 @@ class _Buffer:
 
 
 class GatheredBuffers:
-    """The layers that are whole on the device, and the leases to come; one layer is on lease at a time. `parts` are the
-    bytes of each layer's part, in every process; `take` brings this process's to the device as gathering begins."""
+    """The layers that are whole on the device, and the leases to come; one layer is on lease at a
+    time. `parts` are the bytes of each layer's part, in every process; `take` brings this process's
+    to the device as gathering begins."""
 
     def __init__(
         self,
@@ -48,12 +51,17 @@ class GatheredBuffers:
         trace: NoTrace = NO_TRACE,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._parts, self._replicas, self._take = tuple(parts), backend.replicas, take
-        self._counters, self._trace, self._clock = counters, trace, clock
+        self._parts = tuple(parts)
+        self._replicas = backend.replicas
+        self._take = take
+        self._counters = counters
+        self._trace = trace
+        self._clock = clock
         self._poison = bool(getattr(backend, "poison", False))  # a backend for tests
         nbytes = self._replicas.size * max(self._parts, default=0)
         self._buffers = [
-            _Buffer(torch.empty(nbytes, dtype=torch.uint8, device=backend.device)) for _ in range(NUM_BUFFERS)
+            _Buffer(torch.empty(nbytes, dtype=torch.uint8, device=backend.device))
+            for _ in range(NUM_BUFFERS)
         ]  # the one used longest ago first
         self._ahead: deque[tuple[int, bool]] = deque()  # layers, and whether an order begins there
         self._expected: list[int | None] = self._there()
@@ -64,49 +72,61 @@ class GatheredBuffers:
         return len(self._ahead)
 
     @property
-    def under_way(self) -> set[int]:
+    def in_flight(self) -> set[int]:
         """The layers whose parts may not be overwritten: they are being sent."""
-        return {one.layer for one in self._buffers if one.gathering is not None and one.layer is not None}
+        return {
+            buffer.layer
+            for buffer in self._buffers
+            if buffer.gathering is not None and buffer.layer is not None
+        }
 
     def announce(self, layers: Iterable[int]) -> list[int]:
-        """Say which layers will be leased next; return those that will be gathered for it, in their order."""
-        wanted = []
+        """Say which layers will be leased next; return those that will be gathered for it, in
+        their order.
+        """
+        to_gather = []
         for index, layer in enumerate(layers):
             self._ahead.append((layer, index == 0))
             if layer in self._expected:
                 self._expected.remove(layer)
             else:
                 self._expected.pop(0)
-                wanted.append(layer)
+                to_gather.append(layer)
             self._expected.append(layer)
-        return wanted
+        return to_gather
 
     def begin(self, layer: int) -> bool:
-        """Count the first announced lease as begun; False: it is another layer's, so none has begun."""
+        """Count the first announced lease as begun; False: it is another layer's, so none has
+        begun.
+        """
         if not self._ahead or self._ahead[0][0] != layer:
             return False
         self._ahead.popleft()
         return True
 
     def cancel(self) -> None:
-        """Forget announced leases. Running gathers continue, because the other processes take part in them."""
+        """Forget announced leases. Running gathers continue, because the other processes take
+        part in them.
+        """
         self._ahead.clear()
         self._expected = self._there()
 
     @contextmanager
     def lease(self, layer: int) -> Iterator[Tensor]:
-        """Hold a layer's whole slot, uint8, for the length of a `with` block; begin to gather the next layer."""
+        """Hold a layer's whole slot, uint8, for the length of a `with` block; begin to gather
+        the next layer.
+        """
         buffer = self._of(layer) or self._start(layer)
-        self._settle(buffer)
+        self._finish(buffer)
         self._used(buffer)
-        following, apart = self._ahead[0] if self._ahead else (layer, True)
-        if not apart and self._of(following) is None:
+        following, starts_order = self._ahead[0] if self._ahead else (layer, True)
+        if not starts_order and self._of(following) is None:
             self._start(following)
-        whole = buffer.memory[: self._replicas.size * self._parts[layer]]
+        slot = buffer.memory[: self._replicas.size * self._parts[layer]]
         if not self._poison:
-            yield whole
+            yield slot
             return
-        leased = whole.clone()
+        leased = slot.clone()
         try:
             yield leased
         finally:
@@ -116,27 +136,33 @@ class GatheredBuffers:
         """Wait for what is being gathered, and give the memory up."""
         self._ahead.clear()
         for buffer in self._buffers:
-            with suppress(RuntimeError):  # from a process that has ended; the user of the layer got the error
-                self._settle(buffer)
+            with suppress(
+                RuntimeError
+            ):  # from a process that has ended; the user of the layer got the error
+                self._finish(buffer)
         self._buffers.clear()
 
     def _start(self, layer: int) -> _Buffer:
         """Begin to gather a layer, into the buffer that was used longest ago."""
-        for other in self._buffers:
-            self._settle(other)  # in one order, and one at a time: the part of each is in a slot until it was sent
-        upload, buffer = self._take(layer), self._buffers[0]
+        for pending in self._buffers:
+            self._finish(
+                pending
+            )  # in one order, and one at a time: the part of each is in a slot until it was sent
+        upload = self._take(layer)
+        buffer = self._buffers[0]
         buffer.layer = None
-        whole = buffer.memory[: self._replicas.size * self._parts[layer]]
-        with self._trace.span("gather", f"layer {layer}", nbytes=whole.numel()):
-            buffer.gathering = self._replicas.gather(upload, whole)
+        slot = buffer.memory[: self._replicas.size * self._parts[layer]]
+        with self._trace.span("gather", f"layer {layer}", nbytes=slot.numel()):
+            buffer.gathering = self._replicas.gather(upload, slot)
         buffer.layer = layer
-        self._counters.bytes_gathered += whole.numel() - self._parts[layer]
+        self._counters.bytes_gathered += slot.numel() - self._parts[layer]
         self._used(buffer)
         return buffer
 
-    def _settle(self, buffer: _Buffer) -> None:
+    def _finish(self, buffer: _Buffer) -> None:
         """Let compute queued from now on see the buffer's layer."""
-        gathering, buffer.gathering = buffer.gathering, None
+        gathering = buffer.gathering
+        buffer.gathering = None
         if gathering is None:
             return
         began = self._clock()
@@ -152,7 +178,7 @@ class GatheredBuffers:
         return next((buffer for buffer in self._buffers if buffer.layer == layer), None)
 
     def _used(self, buffer: _Buffer) -> None:
-        self._buffers.sort(key=lambda other: other is buffer)
+        self._buffers.sort(key=lambda candidate: candidate is buffer)
 
     def _there(self) -> list[int | None]:
         return [buffer.layer for buffer in self._buffers]

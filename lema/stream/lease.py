@@ -20,7 +20,9 @@ NAN_BYTE = 0xFF  # every floating dtype reads a word of ones as NaN
 
 @dataclass(frozen=True)
 class WeightReference:
-    """A view of a leased weight as data: where it lies in its layer's slot, or among its expanded weights."""
+    """A view of a leased weight as data: where it lies in its layer's slot, or among its
+    expanded weights.
+    """
 
     layer: int
     offset: int
@@ -37,16 +39,23 @@ class Lease:
     layer: int  # its number
     slot: Tensor  # the bytes of the layer, as they are stored
     weights: dict[str, Tensor]  # parameter name -> view of the slot, or of `expanded`
-    expanded: Tensor | None = None  # what quantised weights were expanded into; None: none is quantised
+    expanded: Tensor | None = (
+        None  # what quantised weights were expanded into; None: none is quantised
+    )
 
     @property
     def has_address(self) -> bool:
-        """Whether its memory can be pointed at. On a lazy device it cannot: nothing refers to weights by place."""
+        """Whether its memory can be pointed at. On a lazy device it cannot: nothing refers to
+        weights by place.
+        """
         return self.slot.is_meta or not self.slot.numel() or self.slot.data_ptr() != 0
 
     def refer(self, tensor: Tensor) -> WeightReference | None:
-        """Return where `tensor` lies in the lease's memory; None: elsewhere, or it has no elements and so no place."""
-        address = tensor.data_ptr()  # asked first: the answer costs least, and nearly every tensor lies elsewhere
+        """Return where `tensor` lies in the lease's memory; None: elsewhere, or it has no
+        elements and so no place.
+        """
+        # asked first: the answer costs least, and nearly every tensor lies elsewhere
+        address = tensor.data_ptr()
         if not address:
             return None
         for memory in (self.slot, self.expanded):
@@ -54,14 +63,20 @@ class Lease:
                 continue  # slots may share one storage; a tensor without elements is at 0
             if tensor.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr():
                 expanded = memory is self.expanded
-                return WeightReference(self.layer, start, tensor.dtype, tensor.shape, tensor.stride(), expanded)
+                return WeightReference(
+                    self.layer, start, tensor.dtype, tensor.shape, tensor.stride(), expanded
+                )
         return None
 
     def resolve(self, reference: WeightReference) -> Tensor:
         """Return the view that `reference` names, in this lease's memory."""
-        assert reference.layer == self.layer, "a weight reference was resolved against another layer's lease"
+        assert reference.layer == self.layer, (
+            "a weight reference was resolved against another layer's lease"
+        )
         memory = self.expanded if reference.expanded else self.slot
-        assert memory is not None, "a reference to an expanded weight was resolved against a lease without any"
+        assert memory is not None, (
+            "a reference to an expanded weight was resolved against a lease without any"
+        )
         spans = zip(reference.shape, reference.stride, strict=True)
         extent = 1 + sum((size - 1) * stride for size, stride in spans)
         nbytes = extent * reference.dtype.itemsize
@@ -70,27 +85,39 @@ class Lease:
 
 
 def expand_into(expanded: Tensor, slot: Tensor, layer: LayerBytes) -> None:
-    """Expand the quantised weights in `slot` into `expanded`, uint8 `[at least layer.expanded_bytes]`."""
-    memory = expanded.data  # counts its changes by itself: graphs refer to weights by place, not by what was there
+    """Expand the quantised weights in `slot` into `expanded`, uint8 `[at least
+    layer.expanded_bytes]`.
+    """
+    # counts its changes by itself: graphs refer to weights by place, not by what was there
+    memory = expanded.data
     scratch = memory[layer.expanded_bytes - layer.scratch_bytes : layer.expanded_bytes]
     for expansion in layer.expansions:
-        parts = {part: view(slot, placed) for part, placed in expansion.parts.items()}
-        formats.expand(expansion.library, parts, expansion.about, view(memory, expansion.placed), scratch)
+        parts = {part: view(slot, tensor) for part, tensor in expansion.parts.items()}
+        formats.expand(
+            expansion.library, parts, expansion.about, view(memory, expansion.target), scratch
+        )
 
 
 class ExpandedBuffers:
-    """Memory that the weights of `layers` are expanded into: one buffer, or as many as have been on lease at once. A
-    buffer is written to by computation on the device, so after all that was queued before it was given back."""
+    """Memory that the weights of `layers` are expanded into: one buffer, or as many as have been on
+    lease at once. A buffer is written to by computation on the device, so after all that was queued
+    before it was given back."""
 
     def __init__(self, layers: Iterable[LayerBytes], backend: Backend) -> None:
-        self.nbytes = max((layer.expanded_bytes for layer in layers), default=0)  # of one buffer; 0: none is quantised
+        self.nbytes = max(
+            (layer.expanded_bytes for layer in layers), default=0
+        )  # of one buffer; 0: none is quantised
         self._device = backend.device
         self._poison = bool(getattr(backend, "poison", False))  # a backend for tests
         self._free: list[Tensor] = []
 
     def take(self) -> Tensor:
         """Return a buffer that is not in use."""
-        return self._free.pop() if self._free else torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
+        return (
+            self._free.pop()
+            if self._free
+            else torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
+        )
 
     def give_back(self, buffer: Tensor) -> None:
         """Say that nothing will be queued any more that reads the buffer."""

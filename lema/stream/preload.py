@@ -1,8 +1,9 @@
-"""Layers that are read once: through host memory onto the device, or into host memory to stay there.
+"""Layers that are read once: through host memory onto the device, or into host memory to stay
+there.
 
-The processes of one machine keep one copy in host memory: each reads its share of the layers into memory that all see.
-Where the device computes in host memory, that memory is then made read-only, so that nothing can write to a layer that
-other processes compute with.
+The processes of one machine keep one copy in host memory: each reads its share of the layers into
+memory that all see. Where the device computes in host memory, that memory is then made read-only,
+so that nothing can write to a layer that other processes compute with.
 """
 
 from collections import deque
@@ -32,35 +33,57 @@ def fill(
     *,
     shared: bool,
     layouts: Sequence[SlotLayout],
-    held: Mapping[int, Tensor] = {},
+    loaded_layers: Mapping[int, Tensor] = {},
 ) -> tuple[dict[int, Upload], dict[int, Tensor]]:
-    """Read the layers that stay; return the uploads of those on the device, and the others' host memory by layer. All
-    processes call this, with the same layers. `layouts` say where the bytes of each layer's buffer go in a slot. If
-    `shared`, all processes keep the same bytes, so that those of a machine need them once; else what is `held` already
-    is not read. `ReadError`: reading failed, here or in another process; `NonFiniteError`: a weight is NaN or infinite,
-    here or in another process."""
+    """Read the layers that stay; return the uploads of those on the device, and the others' host
+    memory by layer. All processes call this, with the same layers. `layouts` say where the bytes of
+    each layer's buffer go in a slot. If `shared`, all processes keep the same bytes, so that those
+    of a machine need them once; else what is `loaded_layers` already is not read. `ReadError`:
+    reading failed, here or in another process; `NonFiniteError`: a weight is NaN or infinite, here
+    or in another process."""
     if not residents and not host_cached:
         return {}, {}
-    replicas, memory = backend.replicas, None
-    kept, uploads = sorted(host_cached), dict[int, Upload]()
-    shared = shared and bool(kept) and replicas.local_size > 1
+    replicas = backend.replicas
+    memory = None
+    cached = sorted(host_cached)
+    uploads = dict[int, Upload]()
+    shared = shared and bool(cached) and replicas.local_size > 1
     if shared:
-        nbytes = sum(layers[layer].nbytes for layer in kept)
+        nbytes = sum(layers[layer].nbytes for layer in cached)
         memory = backend.host_buffer(nbytes, replicas.shared_memory(nbytes))
     if memory is None:
-        host = {layer: held[layer] if layer in held else backend.host_buffer(layers[layer].nbytes) for layer in kept}
+        host = {
+            layer: loaded_layers[layer]
+            if layer in loaded_layers
+            else backend.host_buffer(layers[layer].nbytes)
+            for layer in cached
+        }
     else:  # each a part of it that begins at a page, as layers are pages
-        host = dict(zip(kept, memory.split([layers[layer].nbytes for layer in kept]), strict=True))
-    to_read = kept[replicas.local_rank :: replicas.local_size] if shared else [one for one in kept if one not in held]
+        host = dict(
+            zip(cached, memory.split([layers[layer].nbytes for layer in cached]), strict=True)
+        )
+    to_read = (
+        cached[replicas.local_rank :: replicas.local_size]
+        if shared
+        else [layer for layer in cached if layer not in loaded_layers]
+    )
     failure = None
     try:
-        temporary = _arrived(sorted(residents), layers, reader, lambda one: backend.host_buffer(layers[one].nbytes))
+        temporary = _read_layers(
+            sorted(residents),
+            layers,
+            reader,
+            lambda layer: backend.host_buffer(layers[layer].nbytes),
+        )
         for layer, buffer in temporary:
-            uploads[layer] = upload_to(backend.device_slots(buffer.numel(), 1), buffer, layouts[layer])
+            uploads[layer] = upload_to(
+                backend.device_slots(buffer.numel(), 1), buffer, layouts[layer]
+            )
             uploads[layer].wait()
-            backend.synchronize()  # because the buffer goes here, and the copy may still be reading it
+            # because the buffer goes here, and the copy may still be reading it
+            backend.synchronize()
             del buffer  # because the next one is made before this name is given to it
-        for _ in _arrived(to_read, layers, reader, host.__getitem__):
+        for _ in _read_layers(to_read, layers, reader, host.__getitem__):
             pass
     except (ReadError, NonFiniteError) as error:
         failure = error  # not raised yet, because the other processes wait in `_agree`
@@ -70,32 +93,42 @@ def fill(
     return uploads, host
 
 
-def _arrived(
-    wanted: Iterable[int], layers: Sequence[LayerBytes], reader: LayerReader, memory: Callable[[int], Tensor]
+def _read_layers(
+    layer_indices: Iterable[int],
+    layers: Sequence[LayerBytes],
+    reader: LayerReader,
+    memory: Callable[[int], Tensor],
 ) -> Iterator[tuple[int, Tensor]]:
     """Read layers and yield each with its buffer once it is whole, while the next is being read."""
-    under_way, left = deque[tuple[int, Tensor, Ticket]](), deque(wanted)
+    pending = deque[tuple[int, Tensor, Ticket]]()
+    left = deque(layer_indices)
     try:
-        while left or under_way:
-            while left and len(under_way) < TOGETHER:
+        while left or pending:
+            while left and len(pending) < TOGETHER:
                 layer = left.popleft()
                 buffer = memory(layer)
                 name = layers[layer].called(layer)
-                under_way.append((layer, buffer, reader.submit(layers[layer], buffer, name=name)))
-            under_way[0][2].wait()
-            yield under_way.popleft()[:2]  # by no name, because what is read next shall find the memory of this one
+                pending.append((layer, buffer, reader.submit(layers[layer], buffer, name=name)))
+            pending[0][2].wait()
+            yield pending.popleft()[
+                :2
+            ]  # by no name, because what is read next shall find the memory of this one
     finally:
-        for _, _, ticket in under_way:
-            ticket.settle()  # after a failure, because no thread may read into a buffer that goes
+        for _, _, ticket in pending:
+            ticket.cancel()  # after a failure, because no thread may read into a buffer that goes
 
 
 def _agree(replicas: Replicas, failure: ReadError | NonFiniteError | None) -> None:
     """Wait for all processes; raise what failed in any of them."""
     read = isinstance(failure, ReadError)
-    told = replicas.exchange(None if failure is None else (read, failure.what, failure.where, failure.how))
+    failures = replicas.exchange(
+        None if failure is None else (read, failure.what, failure.where, failure.how)
+    )
     if failure is not None:
         raise failure
-    for rank, failed in enumerate(told):
+    for rank, failed in enumerate(failures):
         if failed is not None:
             read, what, where, how = failed
-            raise (ReadError if read else NonFiniteError)(f"process {rank}: {what}", where=where, how=how)
+            raise (ReadError if read else NonFiniteError)(
+                f"process {rank}: {what}", where=where, how=how
+            )

@@ -1,7 +1,8 @@
-"""The ring of host buffers and device slots that layers pass through, read and uploaded in the order of their leases.
+"""The ring of host buffers and device slots that layers pass through, read and uploaded in the
+order of their leases.
 
-Buffers and slots are refilled by Belady's rule: the one whose layer is wanted last. Until it is refilled each keeps its
-layer, so a layer that is still there is neither read nor uploaded again.
+Buffers and slots are refilled by Belady's rule: the one whose layer is wanted last. Until it is
+refilled each keeps its layer, so a layer that is still there is neither read nor uploaded again.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ from lema.backend import Backend, DeviceSlots, SlotLayout, Upload
 from lema.backend.trace import NoTrace
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
-from lema.stream.schedule import Order, place_to_refill
+from lema.stream.schedule import Order, index_to_refill
 from lema.stream.slotlayout import upload_to
 from lema.stream.workers import Ticket
 
@@ -25,18 +26,25 @@ class StreamCounters:
     """What streaming has cost so far."""
 
     layers_read: int = 0  # layers read from disk on the way to a lease
-    layers_kept: int = 0  # leases of layers on disk that cost no read, for the layer was still there
-    bytes_read: int = 0  # from disk, those of residents, of host memory and of rows of embeddings among them
+    layers_kept: int = (
+        0  # leases of layers on disk that cost no read, for the layer was still there
+    )
+    bytes_read: int = (
+        0  # from disk, those of residents, of host memory and of rows of embeddings among them
+    )
     bytes_uploaded: int = 0  # handed to device slots
     bytes_gathered: int = 0  # of layers, that came from other processes, device to device
-    bytes_offloaded: int = 0  # of activations that left the device, to wait for the backward in host memory or on disk
+    bytes_offloaded: int = (
+        0  # of activations that left the device, to wait for the backward in host memory or on disk
+    )
     leases: int = 0  # leases begun
     seconds_blocked_disk: float = 0.0  # how long leases waited for reads
     seconds_blocked_upload: float = 0.0  # how long leases waited for the device to take their bytes
     # How long the next read waited for a buffer whose layer was still to be computed with.
     seconds_blocked_compute: float = 0.0
     seconds_blocked_gather: float = 0.0  # how long leases waited for bytes of other processes
-    # How long leases were busy expanding quantised weights; on a device that queues its work, how long queueing it.
+    # How long leases were busy expanding quantised weights; on a device that queues its work, how
+    # long queueing it.
     seconds_expanding: float = 0.0
 
 
@@ -48,7 +56,8 @@ class HostBuffer:
     layer: int | None = None
     ticket: Ticket | None = None  # None: the layer is whole
     leased: bool = False  # since it was read
-    # The last upload from here into each slot, by its `id`: it may read from this buffer until it is drained.
+    # The last upload from here into each slot, by its `id`: it may read from this buffer until it
+    # is drained.
     uploads: dict[int, Upload] = field(default_factory=dict)
 
     def drain(self) -> Callable[[], None] | None:
@@ -62,11 +71,11 @@ class HostBuffer:
         return drained if uploads else None
 
     @property
-    def arrived(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the layer is whole."""
         return self.ticket is None or (self.ticket.done() and not self.ticket.failed())
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
         """Block until the layer is whole; raise what a read raised."""
         if self.ticket is not None:
             self.ticket.wait()
@@ -77,13 +86,15 @@ class HostBuffer:
         """Give up the layer, and wait until no read touches the buffer."""
         if self.ticket is not None:
             # The uploads stay: reads that never began have not waited for them.
-            self.ticket.settle()
+            self.ticket.cancel()
         self.layer = self.ticket = None
 
 
 @dataclass
 class DeviceSlot:
-    """A slot on the device, and the layer that was uploaded to it. It holds the layer until it is refilled."""
+    """A slot on the device, and the layer that was uploaded to it. It holds the layer until it
+    is refilled.
+    """
 
     ring: DeviceSlots
     layer: int | None = None
@@ -94,7 +105,8 @@ class DeviceSlot:
         """Start copying a layer into the slot, which is not on lease."""
         self.empty()
         self.upload = upload_to(self.ring, source, layout)
-        self.layer, self._released = layer, False
+        self.layer = layer
+        self._released = False
         return self.upload
 
     def lease(self) -> Tensor:
@@ -104,7 +116,9 @@ class DeviceSlot:
         return self.upload.wait()
 
     def release(self) -> None:
-        """End the lease: from now on the slot may be refilled once the compute queued so far has finished."""
+        """End the lease: from now on the slot may be refilled once the compute queued so far has
+        finished.
+        """
         if not self._released:
             assert self.upload is not None
             self._released = True
@@ -117,9 +131,10 @@ class DeviceSlot:
 
 
 class LayerRing:
-    """Host buffers and device slots, `num_slots` of each at most, that the layers `passing` through them are leased
-    from. `host` is the memory of those that stay in host memory, `layouts` say where the bytes of each go in a slot,
-    and `in_use` returns the layers that may not be overwritten now."""
+    """Host buffers and device slots, `num_slots` of each at most, that the layers `passing` through
+    them are leased from. `host` is the memory of those that stay in host memory, `layouts` say
+    where the bytes of each go in a slot, and `in_use` returns the layers that may not be
+    overwritten now."""
 
     def __init__(
         self,
@@ -136,18 +151,33 @@ class LayerRing:
         trace: NoTrace,
         clock: Callable[[], float],
     ) -> None:
-        self._layers, self._host, self._backend, self._reader = layers, host, backend, reader
+        self._layers = layers
+        self._host = host
+        self._backend = backend
+        self._reader = reader
         self._layouts = layouts
-        self._in_use, self._counters, self._trace, self._clock = in_use, counters, trace, clock
+        self._in_use = in_use
+        self._counters = counters
+        self._trace = trace
+        self._clock = clock
         self._order = Order()
-        self._full_since: float | None = None  # the time from which on a read has been waiting for a buffer
-        self._changing: dict[int, Callable[[], None]] = {}  # by layer being written to, the function that waits for it
+        self._full_since: float | None = (
+            None  # the time from which on a read has been waiting for a buffer
+        )
+        self._changing: dict[
+            int, Callable[[], None]
+        ] = {}  # by layer being written to, the function that waits for it
         on_disk = [layer for layer in passing if layer not in host]
         self.slot_bytes = self._largest(passing)  # of one slot
-        # Rings of one slot each, because the slot to refill is chosen here, where it is known what is wanted next.
-        self.slots = [DeviceSlot(backend.device_slots(self.slot_bytes, 1)) for _ in range(min(num_slots, len(passing)))]
+        # Rings of one slot each, because the slot to refill is chosen here, where it is known what
+        # is wanted next.
+        self.slots = [
+            DeviceSlot(backend.device_slots(self.slot_bytes, 1))
+            for _ in range(min(num_slots, len(passing)))
+        ]
         self.buffers = [
-            HostBuffer(backend.host_buffer(self._largest(on_disk))) for _ in range(min(num_slots, len(on_disk)))
+            HostBuffer(backend.host_buffer(self._largest(on_disk)))
+            for _ in range(min(num_slots, len(on_disk)))
         ]
 
     @property
@@ -164,17 +194,25 @@ class LayerRing:
     def reading(self) -> list[int]:
         """The layers whose reads were requested and have not arrived in full."""
         pairs = [(buffer.layer, buffer.ticket) for buffer in list(self.buffers)]
-        return [layer for layer, ticket in pairs if layer is not None and ticket is not None and not ticket.done()]
+        return [
+            layer
+            for layer, ticket in pairs
+            if layer is not None and ticket is not None and not ticket.done()
+        ]
 
     def announce(self, order: Iterable[int]) -> None:
-        """Say which layers will be taken next, after those announced before; reading starts at once."""
+        """Say which layers will be taken next, after those announced before; reading starts at
+        once.
+        """
         self._order.extend(order)
         self.pump()
 
     def take(self, layer: int) -> Upload:
-        """Return a layer on its way into a slot, to be waited for and released, or raise `ReadError`. An order that was
-        not announced starts afresh."""
-        assert len(self._in_use()) < len(self.slots), "more layers are on lease at once than there are slots"
+        """Return a layer on its way into a slot, to be waited for and released, or raise
+        `ReadError`. An order that was not announced starts afresh."""
+        assert len(self._in_use()) < len(self.slots), (
+            "more layers are on lease at once than there are slots"
+        )
         if self._order.first != layer:
             self.cancel()
             self._order.extend([layer])
@@ -184,19 +222,19 @@ class LayerRing:
         self.pump()  # again, because the layer may be fetched from now on
         try:
             if (buffer := self._buffer_of(layer)) is not None:
-                self._arrive(buffer)
+                self._wait_for_read(buffer)
                 self._counters.layers_kept += int(buffer.leased)
                 buffer.leased = True
-            place = next((place for place in self.slots if place.layer == layer), None)
-            if place is None:
+            slot = next((slot for slot in self.slots if slot.layer == layer), None)
+            if slot is None:
                 number = self._to_refill(self.slots, next(iter(self._order))[0])
                 assert number is not None, "the next layer finds no slot"
-                place = self._upload(layer, number)
+                slot = self._upload(layer, number)
         except BaseException:
             self.cancel()
             raise
         self._order.begin()
-        return _Taken(self, place)
+        return _Taken(self, slot)
 
     def cancel(self) -> None:
         """Forget announced leases, and wait for running reads. Layers that are whole are kept."""
@@ -207,48 +245,55 @@ class LayerRing:
                 buffer.empty()
 
     def shrink(self) -> bool:
-        """Give up the slot whose layer is wanted last, and a host buffer; return whether there was one to give up. One
-        on lease is not, nor is the last. What was on its way there is fetched again in its turn."""
+        """Give up the slot whose layer is wanted last, and a host buffer; return whether there was
+        one to give up. One on lease is not, nor is the last. What was on its way there is fetched
+        again in its turn."""
         number = self._to_refill(self.slots, -1) if len(self.slots) > 1 else None
         if number is None:
             return False
-        self._backend.synchronize()  # because a copy may still be writing to the slot that goes, or reading from it
+        # because a copy may still be writing to the slot that goes, or reading from it
+        self._backend.synchronize()
         slot = self.slots.pop(number)
         if len(self.buffers) > len(self.slots):
-            layers = [None if one.layer == slot.layer else one.layer for one in self.buffers]  # they may be one memory
-            place = place_to_refill(layers, self._order, -1, self._in_use())
-            if place is not None:
-                self.buffers.pop(place).empty()
+            layers = [
+                None if buffer.layer == slot.layer else buffer.layer for buffer in self.buffers
+            ]  # they may be one memory
+            index = index_to_refill(layers, self._order, -1, self._in_use())
+            if index is not None:
+                self.buffers.pop(index).empty()
         for buffer in self.buffers:
             buffer.uploads.pop(id(slot), None)
         slot.empty()
         return True
 
     def forget(self, layer: int, written: Callable[[], None] | None = None) -> None:
-        """Let no slot hold a layer, nor anything be copied from its host memory, because that is about to change.
-        `written` blocks until it has changed; None: it changes before the ring is asked for anything else."""
+        """Let no slot hold a layer, nor anything be copied from its host memory, because that is
+        about to change. `written` blocks until it has changed; None: it changes before the ring is
+        asked for anything else."""
         if written is not None:
             self._changing[layer] = written
-        for place in self.slots:
-            if place.layer == layer:
-                if place.upload is not None:
-                    place.upload.drained()
-                place.empty()
+        for slot in self.slots:
+            if slot.layer == layer:
+                if slot.upload is not None:
+                    slot.upload.drained()
+                slot.empty()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait until every layer that was being written to has changed."""
-        changing, self._changing = self._changing, {}
+        changing = self._changing
+        self._changing = {}
         for written in changing.values():
             written()
         self.pump()
 
     def close(self) -> None:
         """Drop every buffer; the reader has been closed."""
-        for place in self.slots:
-            place.empty()
+        for slot in self.slots:
+            slot.empty()
         if self.slots:
             self._backend.synchronize()  # no copy may still be reading a buffer that goes
-        self.slots, self.buffers = [], []
+        self.slots = []
+        self.buffers = []
 
     def raise_failures(self) -> None:
         """Raise the error of a read that failed ahead of time now, not when its layer is leased."""
@@ -258,67 +303,79 @@ class LayerRing:
                 raise error
 
     def pump(self) -> None:
-        """Start every read there is a buffer for, and every upload whose bytes have arrived and which has a slot."""
+        """Start every read there is a buffer for, and every upload whose bytes have arrived and
+        which has a slot.
+        """
         for number, layer in self._order:
             if layer in self._host or self._buffer_of(layer) is not None:
                 continue
-            if (place := self._to_refill(self.buffers, number)) is None:
-                # Later leases are not looked at, because a layer wanted later must not take a buffer from this one.
+            if (index := self._to_refill(self.buffers, number)) is None:
+                # Later leases are not looked at, because a layer wanted later must not take a
+                # buffer from this one.
                 self._full_since = self._clock() if self._full_since is None else self._full_since
                 break
             if self._full_since is not None:
                 self._counters.seconds_blocked_compute += self._clock() - self._full_since
                 self._full_since = None
-            self._read(layer, self.buffers[place])
+            self._read(layer, self.buffers[index])
         for number, layer in self._order:
-            if any(place.layer == layer for place in self.slots):
+            if any(slot.layer == layer for slot in self.slots):
                 continue
             if layer in self._changing:
                 break  # because its host memory is being written to
             buffer = self._buffer_of(layer)
-            arrived = layer in self._host or (buffer is not None and buffer.arrived)
-            if not arrived or (place := self._to_refill(self.slots, number)) is None:
+            is_loaded = layer in self._host or (buffer is not None and buffer.is_complete)
+            if not is_loaded or (index := self._to_refill(self.slots, number)) is None:
                 break
-            self._upload(layer, place)
+            self._upload(layer, index)
 
-    def _to_refill(self, places: Sequence[HostBuffer | DeviceSlot], number: int) -> int | None:
-        return place_to_refill([place.layer for place in places], self._order, number, self._in_use())
+    def _to_refill(self, candidates: Sequence[HostBuffer | DeviceSlot], number: int) -> int | None:
+        return index_to_refill(
+            [candidate.layer for candidate in candidates], self._order, number, self._in_use()
+        )
 
     def _buffer_of(self, layer: int) -> HostBuffer | None:
         return next((buffer for buffer in self.buffers if buffer.layer == layer), None)
 
     def _read(self, layer: int, buffer: HostBuffer) -> None:
-        """Start reading `layer` into a buffer, whose layer leaves its slot too: the slot may be the buffer itself."""
-        for place in self.slots:
-            if buffer.layer is not None and place.layer == buffer.layer:
-                place.empty()
+        """Start reading `layer` into a buffer, whose layer leaves its slot too: the slot may be
+        the buffer itself.
+        """
+        for slot in self.slots:
+            if buffer.layer is not None and slot.layer == buffer.layer:
+                slot.empty()
         buffer.empty()
         stored = self._layers[layer]
-        buffer.ticket = self._reader.submit(stored, buffer.memory, buffer.drain(), name=stored.called(layer))
-        buffer.layer, buffer.leased = layer, False
+        buffer.ticket = self._reader.submit(
+            stored, buffer.memory, buffer.drain(), name=stored.called(layer)
+        )
+        buffer.layer = layer
+        buffer.leased = False
         self._counters.layers_read += 1
 
-    def _arrive(self, buffer: HostBuffer) -> None:
+    def _wait_for_read(self, buffer: HostBuffer) -> None:
         if buffer.ticket is None or buffer.ticket.done():
-            buffer.arrive()  # raises what a read raised
+            buffer.wait()  # raises what a read raised
             return
         began = self._clock()
         with self._trace.span("stall: disk", self._name_of(buffer.layer)):
-            buffer.arrive()
+            buffer.wait()
         self._counters.seconds_blocked_disk += self._clock() - began
 
     def _upload(self, layer: int, number: int) -> DeviceSlot:
         """Start copying `layer`, which has arrived, into slot `number`."""
-        buffer, place, layout = self._buffer_of(layer), self.slots[number], self._layouts[layer]
+        buffer = self._buffer_of(layer)
+        slot = self.slots[number]
+        layout = self._layouts[layer]
         if buffer is not None:
-            buffer.arrive()
+            buffer.wait()
         source = self._host[layer] if buffer is None else buffer.memory
         with self._trace.span("upload", self._name_of(layer), nbytes=layout.copied):
-            upload = place.fill(layer, source, layout)
+            upload = slot.fill(layer, source, layout)
         if buffer is not None:
-            buffer.uploads[id(place)] = upload
+            buffer.uploads[id(slot)] = upload
         self._counters.bytes_uploaded += layout.copied
-        return place
+        return slot
 
     def _name_of(self, layer: int | None) -> str:
         return "" if layer is None else self._layers[layer].called(layer)
@@ -330,22 +387,24 @@ class LayerRing:
 class _Taken:
     """A layer in its slot, or on its way into it, as an `Upload`."""
 
-    def __init__(self, ring: LayerRing, place: DeviceSlot) -> None:
-        self._ring, self._place = ring, place
+    def __init__(self, ring: LayerRing, slot: DeviceSlot) -> None:
+        self._ring = ring
+        self._slot = slot
 
     def wait(self) -> Tensor:
-        ring, began = self._ring, self._ring._clock()
-        with ring._trace.span("stall: upload", ring._name_of(self._place.layer)):
-            slot = self._place.lease()
+        ring = self._ring
+        began = self._ring._clock()
+        with ring._trace.span("stall: upload", ring._name_of(self._slot.layer)):
+            slot = self._slot.lease()
         ring._counters.seconds_blocked_upload += ring._clock() - began
         return slot
 
     def release(self) -> None:
-        self._place.release()
+        self._slot.release()
         # Of empty slots the first is refilled: the one that was computed with longest ago.
-        self._ring.slots.sort(key=lambda other: other is self._place)
+        self._ring.slots.sort(key=lambda slot: slot is self._slot)
         self._ring.pump()
 
     def drained(self) -> None:
-        if self._place.upload is not None:
-            self._place.upload.drained()
+        if self._slot.upload is not None:
+            self._slot.upload.drained()

@@ -1,9 +1,11 @@
-"""The order in which layers are visited, and how many fetches it costs: pure Python, no tensors, no threads.
+"""The order in which layers are visited, and how many fetches it costs: pure Python, no tensors, no
+threads.
 
-A training pass goes up through the layers and down again. The top layer is where it turns: one visit does both its
-forward and its backward, so it is leased once. Places (device slots, host buffers) hold the layer on lease and the
-distinct layers that come next; a layer that is wanted last gives way to one that is wanted sooner. Near a turn the next
-layers are those visited last: with `k` places and `n` layers through them, a whole step fetches `2 (n - k)`.
+A training pass goes up through the layers and down again. The top layer is where it turns: one
+visit does both its forward and its backward, so it is leased once. Places (device slots, host
+buffers) hold the layer on lease and the distinct layers that come next; a layer that is wanted last
+gives way to one that is wanted sooner. Near a turn the next layers are those visited last: with `k`
+places and `n` layers through them, a whole step fetches `2 (n - k)`.
 """
 
 import math
@@ -16,7 +18,7 @@ __all__ = [
     "fetched_per_step",
     "forward_order",
     "in_parts",
-    "place_to_refill",
+    "index_to_refill",
     "training_order",
     "with_parts",
 ]
@@ -28,8 +30,8 @@ def forward_order(num_layers: int) -> tuple[int, ...]:
 
 
 def training_order(num_layers: int, lowest_trained: int = 0) -> tuple[int, ...]:
-    """Return the leases of one optimizer step, whatever its number of micro-batches. Up `0 .. L-1`, then down `L-2 ..
-    lowest_trained`: `2 L - 1 - lowest_trained` leases, the turn counted once."""
+    """Return the leases of one optimizer step, whatever its number of micro-batches. Up `0 .. L-1`,
+    then down `L-2 .. lowest_trained`: `2 L - 1 - lowest_trained` leases, the turn counted once."""
     return forward_order(num_layers) + tuple(range(num_layers - 2, lowest_trained - 1, -1))
 
 
@@ -37,24 +39,32 @@ def in_parts(
     order: Sequence[int],
     parts: Mapping[int, Sequence[int]],
     *,
-    turn: int | None = None,
+    top_layer: int | None = None,
     down: bool = False,
     pinned: bool = False,
 ) -> tuple[int, ...]:
-    """Return the leases of an order of layers of which some are leased in `parts`: such a layer is what is left of it,
-    on lease until it is done, and then its parts, first to last on the way up, last to first on the way down. `down`:
-    the order has only that way. `turn`: the layer that goes both ways at once. `pinned`: name such a layer again after
-    each of its parts, for `fetched`: all the time it is a layer that was on lease last."""
-    found, seen = list[int](), set[int]()
+    """Return the leases of an order of layers of which some are leased in `parts`: such a layer is
+    what is left of it, on lease until it is done, and then its parts, first to last on the way up,
+    last to first on the way down. `down`: the order has only that way. `top_layer`: the layer that
+    goes both ways at once. `pinned`: name such a layer again after each of its parts, for
+    `fetched`: all the time it is a layer that was on lease last."""
+    leases = list[int]()
+    seen = set[int]()
     for layer in order:
-        own = tuple(parts.get(layer, ()))
-        way = own + own[::-1] if layer == turn else own[::-1] if down or layer in seen else own
-        found.append(layer)
-        for number, part in enumerate(way):
-            found += [layer, part] if pinned and number else [part]
-        found += [layer] if pinned and way else []
+        layer_parts = tuple(parts.get(layer, ()))
+        part_order = (
+            layer_parts + layer_parts[::-1]
+            if layer == top_layer
+            else layer_parts[::-1]
+            if down or layer in seen
+            else layer_parts
+        )
+        leases.append(layer)
+        for number, part in enumerate(part_order):
+            leases += [layer, part] if pinned and number else [part]
+        leases += [layer] if pinned and part_order else []
         seen.add(layer)
-    return tuple(found)
+    return tuple(leases)
 
 
 def with_parts(layers: Collection[int], parts: Mapping[int, Sequence[int]]) -> frozenset[int]:
@@ -62,33 +72,37 @@ def with_parts(layers: Collection[int], parts: Mapping[int, Sequence[int]]) -> f
     return frozenset(layers).union(*(parts.get(layer, ()) for layer in layers))
 
 
-def fetched(order: Sequence[int], places: int, held: Collection[int] = ()) -> tuple[int, ...]:
-    """Return the leases of `order` whose layer was dropped or never fetched, as layers in the order of fetching.
-    The layers pass through so many `places`, empty at first, except those `held` in memory of their own. A layer is
-    still there if fewer than `places` other layers were on lease since. Belady's rule (1966: give up what is wanted
-    last) comes to this where places are refilled as early as possible, so that reading is hidden."""
+def fetched(
+    order: Sequence[int], capacity: int, in_memory: Collection[int] = ()
+) -> tuple[int, ...]:
+    """Return the leases of `order` whose layer was dropped or never fetched, as layers in the order
+    of fetching. The layers pass through so many `capacity`, empty at first, except those
+    `in_memory` in memory of their own. A layer is still there if fewer than `capacity` other layers
+    were on lease since. Belady's rule (1966: give up what is wanted last) comes to this where
+    places are refilled as early as possible, so that reading is hidden."""
     recent: list[int] = []  # the layers that are there, the latest last
-    found = []
+    fetches = []
     for layer in order:
-        if layer in held:
+        if layer in in_memory:
             continue
         if layer in recent:
             recent.remove(layer)
         else:
-            found.append(layer)
-        # The layer that was left first is given up, because near a turn the layers left last are needed next.
-        recent = [*recent[-places + 1 :], layer] if places > 1 else [layer]
-    return tuple(found)
+            fetches.append(layer)
+        # The layer that was left first is given up, because near a turn the layers left last are
+        # needed next.
+        recent = [*recent[-capacity + 1 :], layer] if capacity > 1 else [layer]
+    return tuple(fetches)
 
 
 def fetched_per_step(
-    num_layers: int, places: int, held: Collection[int] = (), lowest_trained: int = 0
+    num_layers: int, capacity: int, in_memory: Collection[int] = (), lowest_trained: int = 0
 ) -> tuple[int, ...]:
-    """Return the layers that one training step after many others fetches; arguments as `fetched`. A step that is
-    announced less than a step ahead may fetch fewer if `lowest_trained > 0`: what has not been fetched ahead has pushed
-    nothing out. It never fetches more."""
+    """Return the layers that one training step after many others fetches; arguments as `fetched`. A
+    step that is announced less than a step ahead may fetch fewer if `lowest_trained > 0`: what has
+    not been fetched ahead has pushed nothing out. It never fetches more."""
     order = training_order(num_layers, lowest_trained)
-    return fetched(order * 2, places, held)[len(fetched(order, places, held)) :]
+    return fetched(order * 2, capacity, in_memory)[len(fetched(order, capacity, in_memory)) :]
 
 
 class Order:
@@ -133,16 +147,22 @@ class Order:
         return uses[0] if uses else math.inf
 
 
-def place_to_refill(places: Sequence[int | None], order: Order, number: int, held: Collection[int]) -> int | None:
-    """Return the place to refill for lease `number`: an empty one, else the one whose layer is wanted last. That is
-    Belady's rule (1966), and the first of two by which prefetching does no harm (Cao et al. 1995): no layer is given up
-    for one that is wanted later. None: every place holds a layer on lease (`held`), or one wanted sooner."""
-    best, furthest = None, (float(number), math.inf)
-    for place, layer in enumerate(places):
-        if layer in held:
+def index_to_refill(
+    layers: Sequence[int | None], order: Order, number: int, in_use: Collection[int]
+) -> int | None:
+    """Return the place to refill for lease `number`: an empty one, else the one whose layer is
+    wanted last. That is Belady's rule (1966), and the first of two by which prefetching does no
+    harm (Cao et al. 1995): no layer is given up for one that is wanted later. None: every place
+    holds a layer on lease (`in_use`), or one wanted sooner."""
+    best = None
+    furthest = (float(number), math.inf)
+    for index, layer in enumerate(layers):
+        if layer in in_use:
             continue
-        # Of layers that no announced lease wants a lower one is kept, because the next pass begins at the bottom.
-        wanted = (math.inf, math.inf) if layer is None else (order.next_use(layer), float(layer))
-        if wanted > furthest:
-            best, furthest = place, wanted
+        # Of layers that no announced lease wants a lower one is kept, because the next pass begins
+        # at the bottom.
+        next_use = (math.inf, math.inf) if layer is None else (order.next_use(layer), float(layer))
+        if next_use > furthest:
+            best = index
+            furthest = next_use
     return best

@@ -1,9 +1,11 @@
-"""The stream of layers on lease: prefetched in the announced order, held while they compute, then given back.
+"""The stream of layers on lease: prefetched in the announced order, held while they compute, then
+given back.
 
-A lease is a promise: its weights are views into one device slot, and the slot is refilled only after every computation
-queued under the lease has finished. Until then it keeps its layer, and a lease of that layer costs nothing: that is how
-a training pass turns without reading the last layers again. Quantised weights stay quantised in every buffer and slot,
-and are expanded when a lease begins. With `shard_weights` a lease begins by gathering the parts of all processes.
+A lease is a promise: its weights are views into one device slot, and the slot is refilled only
+after every computation queued under the lease has finished. Until then it keeps its layer, and a
+lease of that layer costs nothing: that is how a training pass turns without reading the last layers
+again. Quantised weights stay quantised in every buffer and slot, and are expanded when a lease
+begins. With `shard_weights` a lease begins by gathering the parts of all processes.
 """
 
 import time
@@ -34,27 +36,29 @@ from lema.stream.preload import fill
 from lema.stream.reader import LayerReader
 from lema.stream.ring import LayerRing, StreamCounters
 from lema.stream.schedule import forward_order, in_parts, training_order, with_parts
-from lema.stream.slotlayout import VECTOR, whole
+from lema.stream.slotlayout import VECTOR, identity_layout
 from lema.stream.workers import Ticket
 
 __all__ = ["LayerStream"]
 
 
 class LayerStream:
-    """Leases the layers of one model, prefetching in the order announced. `before_lease` is called before a layer is
-    leased that is not on lease already; what it raises, the lease does. `ReadError`: a layer that is read at the start
-    could not be, here or in another process.
+    """Leases the layers of one model, prefetching in the order announced. `before_lease` is called
+    before a layer is leased that is not on lease already; what it raises, the lease does.
+    `ReadError`: a layer that is read at the start could not be, here or in another process.
 
-    With several processes, all make streams of the same layers with the same arguments; sharded, they also announce,
-    lease and cancel the same, in the same order. Only announcements may come earlier in one than in another.
+    With several processes, all make streams of the same layers with the same arguments; sharded,
+    they also announce, lease and cancel the same, in the same order. Only announcements may come
+    earlier in one than in another.
 
-    `prefetch_depth`: how many layers are under way, or kept, besides the one on lease. `residents`: layers that stay on
-    the device; if it computes in host memory, they are read while those before them compute. `host_cached`: layers that
-    are read once, at the start, and uploaded from host memory from then on; processes of one machine share that memory.
-    `sharded`: of several processes, let each have its part of every layer; one layer is then on lease at a time.
-    `parts`: of layers that are leased in parts, the numbers of the parts beside the one with the layer's own, which
-    come after all layers. `reader`: the threads that read; closed with the stream. `held`: memory of `host_cached`
-    layers that have been read, if there is one process.
+    `prefetch_depth`: how many layers are under way, or kept, besides the one on lease. `residents`:
+    layers that stay on the device; if it computes in host memory, they are read while those before
+    them compute. `host_cached`: layers that are read once, at the start, and uploaded from host
+    memory from then on; processes of one machine share that memory. `sharded`: of several
+    processes, let each have its part of every layer; one layer is then on lease at a time. `parts`:
+    of layers that are leased in parts, the numbers of the parts beside the one with the layer's
+    own, which come after all layers. `reader`: the threads that read; closed with the stream.
+    `loaded_layers`: memory of `host_cached` layers that have been read, if there is one process.
     """
 
     def __init__(
@@ -68,31 +72,36 @@ class LayerStream:
         sharded: bool = False,
         parts: Mapping[int, Sequence[int]] | None = None,
         reader: LayerReader | None = None,
-        held: Mapping[int, Tensor] = {},
+        loaded_layers: Mapping[int, Tensor] = {},
         trace: NoTrace = NO_TRACE,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.layers = tuple(layers) if not in_host_memory(backend) else tuple(map(vector_aligned, layers))
+        self.layers = (
+            tuple(layers) if not in_host_memory(backend) else tuple(map(vector_aligned, layers))
+        )
         self.residents = with_parts(residents, parts or {})
         self.host_cached = with_parts(host_cached, parts or {}) - self.residents
         self.parts = parts or {}
-        self.num_visited = len(self.layers) - sum(map(len, self.parts.values()))  # layers, and pieces of the head
+        self.num_visited = len(self.layers) - sum(
+            map(len, self.parts.values())
+        )  # layers, and pieces of the head
         self.trace = trace
         self._backend = backend
         self._clock = clock
         self._reader = reader or LayerReader(trace=trace)
         self._counters = StreamCounters()
-        self._held: dict[int, Lease] = {}
+        self._open_leases: dict[int, Lease] = {}
         # Of a layer and of its parts one buffer each, because both are on lease at once.
-        both = self.layers[: self.num_visited], self.layers[self.num_visited :]
-        self._expanded = tuple(ExpandedBuffers(some, backend) for some in both)
+        layer_groups = self.layers[: self.num_visited], self.layers[self.num_visited :]
+        self._expanded = tuple(ExpandedBuffers(group, backend) for group in layer_groups)
         self._gathered: GatheredBuffers | None = None
         replicas = backend.replicas
         self._lazy = not has_addresses(backend.device)
         self._sharded = sharded and replicas.size > 1
         # Only a device with memory of its own has weights elsewhere than where they were read to.
         self._packed = not self._lazy and not backend.memory().shared
-        stored, layouts = self.layers, [self._layout(layer) for layer in self.layers]
+        stored = self.layers
+        layouts = [self._layout(layer) for layer in self.layers]
         self._in_slots = tuple(map(in_slot, self.layers, layouts))
         if self._packed:
             wrong = next(filter(None, map(misaligned, self._in_slots)), None)
@@ -100,7 +109,9 @@ class LayerStream:
         if self._sharded:
             stored, layouts = self._divided(layouts)
             parts_of = [layout.nbytes for layout in layouts]
-            self._gathered = GatheredBuffers(parts_of, backend, self._part, self._counters, trace=trace, clock=clock)
+            self._gathered = GatheredBuffers(
+                parts_of, backend, self._part, self._counters, trace=trace, clock=clock
+            )
         late = replicas.size == 1 and backend.memory().shared and not self._lazy
         self._arriving = self._begun(sorted(self.residents)) if late else {}
         uploads, self._host = fill(
@@ -111,16 +122,19 @@ class LayerStream:
             self._reader,
             shared=self._gathered is None,
             layouts=layouts,
-            held=held,
+            loaded_layers=loaded_layers,
         )
         self._resident = {layer: upload.wait() for layer, upload in uploads.items()}
-        # A lazy device waits for and releases residents as other layers, because its graphs end there.
+        # A lazy device waits for and releases residents as other layers, because its graphs end
+        # there.
         self._uploads = uploads if self._gathered is not None or self._lazy else {}
         self.num_slots = prefetch_depth + 1
         self.before_lease: Callable[[], None] = lambda: None
         self._ring = self._ring_of(stored, layouts)
-        self.slot_bytes = self._ring.slot_bytes  # of one slot: the largest streamed layer; sharded, its part
-        self.sharded = self._gathered is not None  # whether this process has but a part of every layer
+        # of one slot: the largest streamed layer; sharded, its part
+        self.slot_bytes = self._ring.slot_bytes
+        # whether this process has but a part of every layer
+        self.sharded = self._gathered is not None
 
     def _ring_of(self, stored: Sequence[LayerBytes], layouts: Sequence[SlotLayout]) -> LayerRing:
         """Return the slots that the layers which are not residents take turns in."""
@@ -139,25 +153,35 @@ class LayerStream:
         )
 
     def _layout(self, layer: LayerBytes) -> SlotLayout:
-        """Return where a layer's bytes go in its slot: with memory of the device's own, to aligned places; to a lazy
-        device those from the first tensor to the last, because a tensor's place in its slot is part of a graph that
-        layers share, and layers begin anywhere in a page. Otherwise, and where they are gathered there, as they are."""
+        """Return where a layer's bytes go in its slot: with memory of the device's own, to aligned
+        places; to a lazy device those from the first tensor to the last, because a tensor's place
+        in its slot is part of a graph that layers share, and layers begin anywhere in a page.
+        Otherwise, and where they are gathered there, as they are."""
         if self._packed:
             return slot_layout(layer)
-        return whole(*extent(layer)) if self._lazy and not self._sharded else whole(0, layer.nbytes)
+        return (
+            identity_layout(*extent(layer))
+            if self._lazy and not self._sharded
+            else identity_layout(0, layer.nbytes)
+        )
 
-    def _divided(self, layouts: Sequence[SlotLayout]) -> tuple[tuple[LayerBytes, ...], list[SlotLayout]]:
+    def _divided(
+        self, layouts: Sequence[SlotLayout]
+    ) -> tuple[tuple[LayerBytes, ...], list[SlotLayout]]:
         """Return this process's part of each layer, and where it goes in a slot."""
-        rank, size = self._backend.replicas.rank, self._backend.replicas.size
+        rank = self._backend.replicas.rank
+        size = self._backend.replicas.size
         if self._packed:
-            pairs = [slot_share(*pair, rank, size) for pair in zip(self.layers, layouts, strict=True)]
+            pairs = [
+                slot_share(*pair, rank, size) for pair in zip(self.layers, layouts, strict=True)
+            ]
             return tuple(share for share, _ in pairs), [layout for _, layout in pairs]
         shares = tuple(rank_share(layer, rank, size) for layer in self.layers)
-        return shares, [whole(0, share.nbytes) for share in shares]
+        return shares, [identity_layout(0, share.nbytes) for share in shares]
 
     def unchanged(self, files: Collection[Path]) -> bool:
-        """Whether these files have what was read of them, where their reader remembers it. `ReadError`: one cannot be
-        read."""
+        """Whether these files have what was read of them, where their reader remembers it.
+        `ReadError`: one cannot be read."""
         return self._reader.first_reads is None or self._reader.first_reads.still_in(files)
 
     @property
@@ -166,10 +190,11 @@ class LayerStream:
         return replace(self._counters, bytes_read=self._reader.bytes_read)
 
     def announce(self, order: Iterable[int]) -> None:
-        """Say which layers will be leased next, after those announced before; reading starts at once. The further ahead
-        leases are known, the better it chooses which layers to keep: announce those after a turn before it."""
-        wanted = order if self._gathered is None else self._gathered.announce(order)
-        self._ring.announce(layer for layer in wanted if layer not in self.residents)
+        """Say which layers will be leased next, after those announced before; reading starts at
+        once. The further ahead leases are known, the better it chooses which layers to keep:
+        announce those after a turn before it."""
+        upcoming = order if self._gathered is None else self._gathered.announce(order)
+        self._ring.announce(layer for layer in upcoming if layer not in self.residents)
 
     def forward_order(self) -> tuple[int, ...]:
         """Return the leases of an evaluation."""
@@ -178,30 +203,36 @@ class LayerStream:
     def training_order(self, lowest_trained: int, first: int = 0) -> tuple[int, ...]:
         """Return the leases of one optimizer step that begins at the layer `first`."""
         order = training_order(self.num_visited, lowest_trained)[first:]
-        return in_parts(order, self.parts, turn=self.num_visited - 1)
+        return in_parts(order, self.parts, top_layer=self.num_visited - 1)
 
     @property
     def announced(self) -> int:
-        """How many announced leases of streamed layers are still to come; sharded, all are streamed."""
+        """How many announced leases of streamed layers are still to come; sharded, all are
+        streamed.
+        """
         return self._ring.announced if self._gathered is None else self._gathered.announced
 
     @contextmanager
     def lease(self, layer: int) -> Iterator[Lease]:
-        """Hold a layer's weights on the device for the length of a `with` block; one on lease is leased again for
-        nothing. `ReadError`: reading this layer, or any layer being prefetched, failed."""
-        if layer in self._held:
-            yield self._held[layer]
+        """Hold a layer's weights on the device for the length of a `with` block; one on lease is
+        leased again for nothing. `ReadError`: reading this layer, or any layer being prefetched,
+        failed."""
+        if layer in self._open_leases:
+            yield self._open_leases[layer]
             return
         self.before_lease()
-        self._ring.raise_failures()  # of any layer, because training should stop now and not when its turn comes
+        # of any layer, because training should stop now and not when its turn comes
+        self._ring.raise_failures()
         self._counters.leases += 1
         if self._gathered is not None:
-            assert not self._held, "more than one layer is on lease at once"
-            if not self._gathered.begin(layer):  # an order other than the one announced starts afresh
+            assert not self._open_leases, "more than one layer is on lease at once"
+            if not self._gathered.begin(
+                layer
+            ):  # an order other than the one announced starts afresh
                 self.cancel()
                 self.announce([layer])
                 self._gathered.begin(layer)
-            with self._gathered.lease(layer) as whole, self._open(layer, whole) as lease:
+            with self._gathered.lease(layer) as slot, self._open(layer, slot) as lease:
                 yield lease
         elif layer in self.residents and not self._lazy:
             with self._open(layer, self._stays(layer)) as lease:
@@ -214,9 +245,10 @@ class LayerStream:
             finally:
                 upload.release()
 
-    def accompany(self, order: Iterable[int]) -> None:
-        """Lease the layers of an order and compute nothing, so that processes that compute get this one's parts. What
-        others cancel is cancelled here too. A stream that is not sharded does nothing, because no other needs it."""
+    def join_idle(self, order: Iterable[int]) -> None:
+        """Lease the layers of an order and compute nothing, so that processes that compute get this
+        one's parts. What others cancel is cancelled here too. A stream that is not sharded does
+        nothing, because no other needs it."""
         if self._gathered is None:
             return
         order = tuple(order)
@@ -230,7 +262,9 @@ class LayerStream:
     def _open(self, layer: int, slot: Tensor) -> Iterator[Lease]:
         """Hold the layer that lies in `slot`, with its quantised weights expanded."""
         stored = self._in_slots[layer]
-        assert not self._packed or slot.data_ptr() % VECTOR == 0, "a slot begins at an address that kernels refuse"
+        assert not self._packed or slot.data_ptr() % VECTOR == 0, (
+            "a slot begins at an address that kernels refuse"
+        )
         buffers = self._expanded[layer >= self.num_visited]
         expanded = buffers.take() if stored.expansions else None
         try:
@@ -239,11 +273,12 @@ class LayerStream:
                 with self.trace.span("expand", stored.called(layer), nbytes=stored.expanded_bytes):
                     expand_into(expanded, slot, stored)
                 self._counters.seconds_expanding += self._clock() - began
-            self._held[layer] = Lease(layer, slot, views(slot, stored, expanded), expanded)
-            yield self._held[layer]
+            self._open_leases[layer] = Lease(layer, slot, views(slot, stored, expanded), expanded)
+            yield self._open_leases[layer]
         finally:
-            if (ended := self._held.pop(layer, None)) is not None and not ended.has_address:
-                ended.weights.clear()  # because a lazy device would make a copy of each view that is still there
+            if (ended := self._open_leases.pop(layer, None)) is not None and not ended.has_address:
+                # because a lazy device would make a copy of each view that is still there
+                ended.weights.clear()
             if expanded is not None:
                 buffers.give_back(expanded)
 
@@ -252,10 +287,17 @@ class LayerStream:
         return self._uploads[layer] if layer in self.residents else self._ring.take(layer)
 
     def _begun(self, layers: Sequence[int]) -> dict[int, tuple[Ticket, Tensor]]:
-        """Start reading layers that stay on the device; return a ticket and the memory of each, by its number."""
-        memory = [self._backend.host_buffer(self.layers[layer].nbytes) for layer in layers]  # all of it before any read
+        """Start reading layers that stay on the device; return a ticket and the memory of each,
+        by its number.
+        """
+        memory = [
+            self._backend.host_buffer(self.layers[layer].nbytes) for layer in layers
+        ]  # all of it before any read
         return {
-            layer: (self._reader.submit(self.layers[layer], buffer, name=self.name_of(layer)), buffer)
+            layer: (
+                self._reader.submit(self.layers[layer], buffer, name=self.name_of(layer)),
+                buffer,
+            )
             for layer, buffer in zip(layers, memory, strict=True)
         }
 
@@ -267,79 +309,97 @@ class LayerStream:
             with self.trace.span("stall: disk", self.name_of(layer)):
                 ticket.wait()
             self._counters.seconds_blocked_disk += self._clock() - began
-            self._resident[layer] = self._backend.device_slots(buffer.numel(), 1).upload(buffer).wait()
+            self._resident[layer] = (
+                self._backend.device_slots(buffer.numel(), 1).upload(buffer).wait()
+            )
             del self._arriving[layer]
         return self._resident[layer]
 
     def _in_use(self) -> Collection[int]:
-        """Return the layers in the ring that may not be overwritten: those on lease, or whose parts are being sent."""
-        held = self._held.keys() if self._gathered is None else self._gathered.under_way
-        return held - self.residents
+        """Return the layers in the ring that may not be overwritten: those on lease, or whose
+        parts are being sent.
+        """
+        in_use = self._open_leases.keys() if self._gathered is None else self._gathered.in_flight
+        return in_use - self.residents
 
     def name_of(self, number: int) -> str:
         """Return how messages name what is leased by this number: a layer, or a part of one."""
         return self.layers[number].called(number)
 
-    def under_way(self) -> tuple[list[int], int | None, list[int]]:
-        """Return the layers on lease, the one announced next, and those being read; any thread may ask."""
-        return list(self._held), self._ring.first, self._ring.reading
+    def activity(self) -> tuple[list[int], int | None, list[int]]:
+        """Return the layers on lease, the one announced next, and those being read; any thread
+        may ask.
+        """
+        return list(self._open_leases), self._ring.first, self._ring.reading
 
     def stored(self, layer: int) -> dict[str, Tensor]:
-        """Return the weights of a layer that is kept in host memory, as views of that memory, by parameter name."""
-        assert layer in self.host_cached and not self.layers[layer].expansions, "a layer is not in memory as it is used"
+        """Return the weights of a layer that is kept in host memory, as views of that memory, by
+        parameter name.
+        """
+        assert layer in self.host_cached and not self.layers[layer].expansions, (
+            "a layer is not in memory as it is used"
+        )
         return views(self._host[layer], self.layers[layer])
 
     @contextmanager
     def rewritten(self, layer: int) -> Iterator[None]:
-        """Let what `stored` returns of a layer be written to in a `with` block; leases after it have what was written.
-        The layer is not on lease."""
-        assert layer not in self._held, "a layer was written to while it was on lease"
+        """Let what `stored` returns of a layer be written to in a `with` block; leases after it
+        have what was written. The layer is not on lease."""
+        assert layer not in self._open_leases, "a layer was written to while it was on lease"
         self._ring.forget(layer)
         yield
         self._ring.pump()
 
     def rewrite(self, layer: int, written: Callable[[], None]) -> None:
-        """Let what `stored` returns of a layer be written to, by another thread, until `settle`. The layer is not on
-        lease. A lease of it before then begins with `written`, which blocks until it has changed, or raises."""
-        assert layer not in self._held, "a layer was written to while it was on lease"
+        """Let what `stored` returns of a layer be written to, by another thread, until `flush`. The
+        layer is not on lease. A lease of it before then begins with `written`, which blocks until
+        it has changed, or raises."""
+        assert layer not in self._open_leases, "a layer was written to while it was on lease"
         self._ring.forget(layer, written)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait until all is written that `rewrite` was told of; leases from now on have it."""
-        self._ring.settle()
+        self._ring.flush()
 
     def make_private(self, layers: Iterable[int]) -> None:
-        """Keep layers of host memory in memory of this process alone from now on, where it may write to them."""
+        """Keep layers of host memory in memory of this process alone from now on, where it may
+        write to them.
+        """
         for layer in layers:
             memory = self._backend.host_buffer(self.layers[layer].nbytes)
             with self.rewritten(layer):
                 self._host[layer] = memory.copy_(self._host[layer])
 
     def cancel(self) -> None:
-        """Forget what was announced, and wait for the reads under way. Layers that are whole are kept."""
+        """Forget what was announced, and wait for the reads under way. Layers that are whole are
+        kept.
+        """
         self._ring.cancel()
         if self._gathered is not None:
             self._gathered.cancel()
 
     def shrink(self) -> bool:
-        """Give up the slot whose layer is wanted last, and a host buffer; return whether there was one to give up. One
-        on lease is not, nor is the last. What was on its way there is fetched again in its turn."""
+        """Give up the slot whose layer is wanted last, and a host buffer; return whether there was
+        one to give up. One on lease is not, nor is the last. What was on its way there is fetched
+        again in its turn."""
         if len(self._ring.slots) <= 2 and self.parts:  # which are on lease two at a time
             return False
         shrunk = self._ring.shrink()
         self.num_slots = len(self._ring.slots) if shrunk else self.num_slots
         return shrunk
 
-    def arrive(self) -> None:
+    def load_residents(self) -> None:
         """Wait until all layers that stay on the device are there."""
         for layer in list(self._arriving):
             self._stays(layer)
 
     def leave(self) -> None:
-        """Stop reading, also layers that stay on the device. The stream is not used afterwards; its reader may be."""
+        """Stop reading, also layers that stay on the device. The stream is not used afterwards;
+        its reader may be.
+        """
         self.cancel()
         for ticket, _ in self._arriving.values():
-            ticket.settle()
+            ticket.cancel()
 
     def close(self) -> None:
         """Stop reading and drop every buffer."""

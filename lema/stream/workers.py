@@ -1,7 +1,7 @@
 """Worker threads that share work in parts: a free thread takes the next part of the oldest ticket.
 
-A ticket may have a gate, a wait that may block before its parts may be done. A thread of its own waits at the gates,
-one after the other, while the others do the parts of other tickets.
+A ticket may have a gate, a wait that may block before its parts may be done. A thread of its own
+waits at the gates, one after the other, while the others do the parts of other tickets.
 """
 
 import threading
@@ -15,15 +15,19 @@ Part = Callable[[], None]
 
 
 class Ticket:
-    """Work under way in parts: over when the last of them has ended, failed with the first that failed. The parts are
-    done in any order and by several threads, once `gate`, if there is one, has returned. A part that fails ends all."""
+    """Work under way in parts: over when the last of them has ended, failed with the first that
+    failed. The parts are done in any order and by several threads, once `gate`, if there is one,
+    has returned. A part that fails ends all."""
 
     def __init__(self, parts: Iterable[Part] = (), gate: Part | None = None) -> None:
-        self._parts, self._gate = deque(parts), gate
-        self.size, self.gated = len(self._parts), gate is not None
+        self._parts = deque(parts)
+        self._gate = gate
+        self.size = len(self._parts)
+        self.gated = gate is not None
         self._running = 0
         self._error: BaseException | None = None
-        self._lock, self._over = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._over = threading.Event()
         self._end_if_over()
 
     def done(self) -> bool:
@@ -40,8 +44,10 @@ class Ticket:
         if self._error is not None:
             raise self._error
 
-    def settle(self) -> None:
-        """Block until no part is running, with or without errors; parts that have not begun never will."""
+    def cancel(self) -> None:
+        """Block until no part is running, with or without errors; parts that have not begun
+        never will.
+        """
         self.give_up()
         self._over.wait()
 
@@ -52,7 +58,8 @@ class Ticket:
     def step(self) -> None:
         """Wait at the gate, if no thread has yet, or do the next part, if there is one left."""
         with self._lock:
-            part, self._gate = self._gate, None
+            part = self._gate
+            self._gate = None
             if part is None and self._parts:
                 part = self._parts.popleft()
             self._running += part is not None
@@ -71,7 +78,9 @@ class Ticket:
     def give_up(self) -> None:
         """Keep all parts from beginning that have not begun."""
         with self._lock:
-            dropped, self._parts, self._gate = (self._parts, self._gate), deque(), None
+            dropped = (self._parts, self._gate)
+            self._parts = deque()
+            self._gate = None
             self._end_if_over()
         del dropped  # as in `step`
 
@@ -81,11 +90,13 @@ class Ticket:
 
 
 class Workers:
-    """At most `count` threads that do the parts of tickets, and one that waits at their gates, started when they are
-    needed. Where nobody closes them they end with this object, or the process, and what was submitted."""
+    """At most `count` threads that do the parts of tickets, and one that waits at their gates,
+    started when they are needed. Where nobody closes them they end with this object, or the
+    process, and what was submitted."""
 
     def __init__(self, count: int, name: str) -> None:
-        self._parts, self._gates = ThreadPoolExecutor(count, name), ThreadPoolExecutor(1, f"{name}-gate")
+        self._parts = ThreadPoolExecutor(count, name)
+        self._gates = ThreadPoolExecutor(1, f"{name}-gate")
         self._closed = False
 
     def submit(self, ticket: Ticket) -> None:

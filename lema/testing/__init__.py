@@ -9,8 +9,8 @@
         def model_config(self):
             return AutoConfig.for_model(MODEL_TYPE, num_hidden_layers=6, hidden_size=32, ...)
 
-pytest collects the subclass. Each test opens the backend again and closes it, so a backend that cannot be opened twice
-in a process breaks the contract too.
+pytest collects the subclass. Each test opens the backend again and closes it, so a backend that
+cannot be opened twice in a process breaks the contract too.
 """
 
 from lema.testing.contract import BackendContract

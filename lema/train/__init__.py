@@ -12,4 +12,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LemaModel", "LemaTrainer", "train"]
 
-__getattr__, __dir__ = lazy_exports(__name__, {"LemaModel": "model", "LemaTrainer": "trainer", "train": "run"})
+__getattr__, __dir__ = lazy_exports(
+    __name__, {"LemaModel": "model", "LemaTrainer": "trainer", "train": "run"}
+)

@@ -1,4 +1,6 @@
-"""What a user hands in to train on: a batch as one mapping of tensors, checked; data of any form as rows of tokens."""
+"""What a user hands in to train on: a batch as one mapping of tensors, checked; data of any form
+as rows of tokens.
+"""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,38 +32,68 @@ def as_batch(
     text_config: Any = None,
     files: ModelFiles | None = None,
 ) -> dict[str, Tensor]:
-    """Return one mapping of `input_ids`, `labels` and, where given, `attention_mask`; see `LemaTrainer.train_step`. The
-    model's `text_config` tells the vocabulary, and with the tokenizer in its `files` what padding looks like. Raises
-    `DataError` where a tensor is missing, or they are not whole numbers of one shape `[batch, sequence]`, or a token is
-    outside the vocabulary, or rows look padded and nothing says where."""
+    """Return one mapping of `input_ids`, `labels` and, where given, `attention_mask`; see
+    `LemaTrainer.train_step`. The model's `text_config` tells the vocabulary, and with the tokenizer
+    in its `files` what padding looks like. Raises `DataError` where a tensor is missing, or they
+    are not whole numbers of one shape `[batch, sequence]`, or a token is outside the vocabulary, or
+    rows look padded and nothing says where."""
     vocab_size = getattr(text_config, "vocab_size", None)
     if isinstance(inputs, Tensor):
         batch: dict[str, Any] = {"input_ids": inputs}
     elif isinstance(inputs, Mapping) and "input_ids" in inputs:
         batch = {name: inputs[name] for name in NAMES if inputs.get(name) is not None}
     else:
-        raise DataError("a batch is a tensor of token ids, or a mapping with input_ids", where="train_step")
-    beside = {"labels": labels, "attention_mask": attention_mask}
-    batch |= {name: one for name, one in beside.items() if one is not None}
+        raise DataError(
+            "a batch is a tensor of token ids, or a mapping with input_ids", where="train_step"
+        )
+    extra_tensors = {"labels": labels, "attention_mask": attention_mask}
+    batch |= {name: tensor for name, tensor in extra_tensors.items() if tensor is not None}
     if wrong := [name for name, value in batch.items() if not isinstance(value, Tensor)]:
         raise DataError(f"{', '.join(wrong)} should be torch tensors", where="train_step")
     if "labels" not in batch:
-        ids, mask = batch["input_ids"], batch.get("attention_mask")
+        ids = batch["input_ids"]
+        mask = batch.get("attention_mask")
         if mask is None and ids.ndim == 2:
             # Only a tokenizer that was used is asked, because loading one takes seconds.
-            for source in (text_config, vars(files).get("tokenizer") if files is not None else None):
-                _check_padding(ids, getattr(source, "pad_token_id", None), getattr(source, "eos_token_id", None))
-        batch["labels"] = ids if mask is None or mask.shape != ids.shape else ids.masked_fill(mask == 0, IGNORED)
+            for source in (
+                text_config,
+                vars(files).get("tokenizer") if files is not None else None,
+            ):
+                _check_padding(
+                    ids,
+                    getattr(source, "pad_token_id", None),
+                    getattr(source, "eos_token_id", None),
+                )
+        batch["labels"] = (
+            ids if mask is None or mask.shape != ids.shape else ids.masked_fill(mask == 0, IGNORED)
+        )
     shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
-    if len(set(shapes.values())) != 1 or batch["input_ids"].ndim != 2 or batch["input_ids"].numel() == 0:
-        raise DataError(f"a batch is [batch, sequence] throughout and not empty, not {shapes}", where="train_step")
+    if (
+        len(set(shapes.values())) != 1
+        or batch["input_ids"].ndim != 2
+        or batch["input_ids"].numel() == 0
+    ):
+        raise DataError(
+            f"a batch is [batch, sequence] throughout and not empty, not {shapes}",
+            where="train_step",
+        )
     for name in ("input_ids", "labels"):
         if batch[name].dtype not in (torch.int64, torch.int32):
-            raise DataError(f"{name} should be whole numbers, not {batch[name].dtype}", where="train_step")
+            raise DataError(
+                f"{name} should be whole numbers, not {batch[name].dtype}", where="train_step"
+            )
     if isinstance(inputs, Mapping):  # what an objective knows of rows, such as their advantages
-        rows = {name: one for name, one in inputs.items() if isinstance(one, Tensor) and name not in NAMES}
-        if wrong := [name for name, one in rows.items() if len(one) != len(batch["input_ids"])]:
-            raise DataError(f"{', '.join(wrong)} should have one entry for each row", where="train_step")
+        rows = {
+            name: tensor
+            for name, tensor in inputs.items()
+            if isinstance(tensor, Tensor) and name not in NAMES
+        }
+        if wrong := [
+            name for name, tensor in rows.items() if len(tensor) != len(batch["input_ids"])
+        ]:
+            raise DataError(
+                f"{', '.join(wrong)} should have one entry for each row", where="train_step"
+            )
         batch |= rows
     if vocab_size is not None:
         _check_range("input_ids", batch["input_ids"], vocab_size)
@@ -70,15 +102,25 @@ def as_batch(
 
 
 def _check_padding(ids: Tensor, pad: int | None, end: Any) -> None:
-    """Refuse rows that end or begin with padding, more than the one token that may end a text: it would be trained."""
+    """Refuse rows that end or begin with padding, more than the one token that may end a text:
+    it would be trained.
+    """
     if pad is None or ids.numel() == 0:
         return
     once = 2 if pad == end or (isinstance(end, list) and pad in end) else 1
     width = min(once, ids.shape[1])
-    edges = (ids[:, -width:], ids[:, : min(2, ids.shape[1])])  # one at the beginning may open a text
+    edges = (
+        ids[:, -width:],
+        ids[:, : min(2, ids.shape[1])],
+    )  # one at the beginning may open a text
     if ids.shape[1] > 2 and any(bool((edge == pad).all(dim=1).any()) for edge in edges):
-        how = "give the tokenizer's whole batch, train_step(batch), or attention_mask, or labels with -100 at padding"
-        raise DataError("rows are padded, but there is no attention_mask", where="train_step", how=how)
+        how = (
+            "give the tokenizer's whole batch, train_step(batch), or attention_mask, or labels "
+            "with -100 at padding"
+        )
+        raise DataError(
+            "rows are padded, but there is no attention_mask", where="train_step", how=how
+        )
 
 
 def _check_range(name: str, tokens: Tensor, vocab_size: int) -> None:
@@ -87,35 +129,53 @@ def _check_range(name: str, tokens: Tensor, vocab_size: int) -> None:
             f"{name} holds {int(tokens.min() if tokens.min() < 0 else tokens.max())}, "
             f"which is outside the vocabulary of {vocab_size} tokens",
             where="train_step",
-            how="use the tokenizer of the model being trained; label -100 excludes a token from training",
+            how=(
+                "use the tokenizer of the model being trained; label -100 excludes a token "
+                "from training"
+            ),
         )
 
 
-def as_rows(data: Any, config: LemaConfig, files: ModelFiles | None, say: Callable[[str], None]) -> Any:
-    """Return data as rows of `input_ids` and `labels`: as they are where they have them, and nothing that says which
-    to leave out; else read and tokenised as files are.
-    They are such rows; or text, prompts or messages as dictionaries, a `datasets.Dataset` of them, or files; or None.
-    `say` is called with what there is to say of data that were tokenised. Raises `DataError` as
+def as_rows(
+    data: Any, config: LemaConfig, files: ModelFiles | None, report: Callable[[str], None]
+) -> Any:
+    """Return data as rows of `input_ids` and `labels`: as they are where they have them, and
+    nothing that says which to leave out; else read and tokenised as files are. They are such rows;
+    or text, prompts or messages as dictionaries, a `datasets.Dataset` of them, or files; or None.
+    `report` is called with what there is to say of data that were tokenised. Raises `DataError` as
     `lema.data.prepare_data`, and where there is no tokenizer."""
     if data is None or isinstance(data, TokenDataset | PreferenceDataset):
         return data
-    sized = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, str | Mapping)
-    first = data[0] if sized and len(data) else None  # once, because a row of the caller's may take time to make
+    sized = (
+        hasattr(data, "__len__")
+        and hasattr(data, "__getitem__")
+        and not isinstance(data, str | Mapping)
+    )
+    # once, because a row of the caller's may take time to make
+    first = data[0] if sized and len(data) else None
     if sized and not isinstance(first, Mapping | str | Path):
         return data
     if isinstance(first, Mapping) and {"input_ids", "labels"} <= first.keys():
-        some = data if type(data) is list else [first]  # not all, where making a row may take time
-        if not any(FLAGS & row.keys() for row in some):
+        # not all, where making a row may take time
+        sample = data if type(data) is list else [first]
+        if not any(FLAGS & row.keys() for row in sample):
             return data
     if files is None:
-        how = "tokenise them with lema.data.prepare_data, or take the trainer from LemaModel.get_trainer"
-        raise DataError("the rows are not token ids, and this trainer has no tokenizer", where="fit", how=how)
-    if isinstance(data, Mapping) and data == config.train_data:  # data sets by name, which the config knows
+        how = (
+            "tokenise them with lema.data.prepare_data, or take the trainer from "
+            "LemaModel.get_trainer"
+        )
+        raise DataError(
+            "the rows are not token ids, and this trainer has no tokenizer", where="fit", how=how
+        )
+    if (
+        isinstance(data, Mapping) and data == config.train_data
+    ):  # data sets by name, which the config knows
         data = config.train_data
     read = read_data(config, files, data)
     read = mixed(config, read) if data is config.train_data else read
     for line in (f"data: {read.counts}", *read.notes):
-        say(line)
+        report(line)
     return read
 
 
@@ -123,22 +183,23 @@ def packed(
     rows: Any,
     model: StreamedModel,
     config: LemaConfig,
-    say: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
     *,
     checked: bool = False,
 ) -> Any:
-    """Return rows joined into packs, where the config asks for that; `say` is told how many there are. The model is
-    asked whether it can be trained on them, unless it is `checked` already. Raises `ConfigError` where it does not keep
-    the rows of a pack apart, `DataError` where a row does not fit."""
+    """Return rows joined into packs, where the config asks for that; `report` is told how many
+    there are. The model is asked whether it can be trained on them, unless it is `checked` already.
+    Raises `ConfigError` where it does not keep the rows of a pack apart, `DataError` where a row
+    does not fit."""
     if rows is None or not config.packing:
         return rows
     if not len(rows):
         raise DataError("the data set is empty", how="give at least one row")
-    some = [rows[place]["input_ids"] for place in range(min(len(rows), 4))]
+    sample_rows = [rows[index]["input_ids"] for index in range(min(len(rows), 4))]
     if not checked:
-        check_packing(model, some, config.micro_batch_size or config.batch_size)
+        check_packing(model, sample_rows, config.micro_batch_size or config.batch_size)
     length = longest_row(config.max_length, num_positions(model.split.model.config))
     packs = Packs(rows, length, config.seed, wrapped=config.packing == "wrapped")
     for line in packs.notes:
-        say(line)
+        report(line)
     return packs

@@ -15,7 +15,10 @@ from typing import Any
 import transformers.trainer_callback as hooks
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import EarlyStoppingCallback, SchedulerType, TrainerState, TrainingArguments
-from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
+from transformers.integrations import (
+    get_available_reporting_integrations,
+    get_reporting_integration_callbacks,
+)
 
 from lema.backend import Replicas
 from lema.config import LemaConfig
@@ -23,14 +26,32 @@ from lema.errors import ConfigError, DiskError
 from lema.storage.atomic import replace_file
 from lema.train.checkpoint.format import TRAINER_STATE, about_run
 from lema.train.health.signs import Sign, Signs
-from lema.train.metrics import METRICS_NAME, NO_SUMS, PICTURE, PLAN_NAME, MetricsLog, Window, plot_loss, since
+from lema.train.metrics import (
+    METRICS_NAME,
+    NO_SUMS,
+    PICTURE,
+    PLAN_NAME,
+    MetricsLog,
+    Window,
+    plot_loss,
+    since,
+)
 from lema.train.steps import StepResult, Steps, added, means
 
-__all__ = ["NotePlan", "Position", "RunEvents", "report_callbacks", "training_arguments", "with_bar"]
+__all__ = [
+    "NotePlan",
+    "Position",
+    "RunEvents",
+    "report_callbacks",
+    "training_arguments",
+    "with_bar",
+]
 
 
 def report_callbacks(config: LemaConfig) -> list[Any]:
-    """Return a callback for each name in `report_to`; `ConfigError` where one is unknown, or its library is missing."""
+    """Return a callback for each name in `report_to`; `ConfigError` where one is unknown, or its
+    library is missing.
+    """
     try:
         return [kind() for kind in get_reporting_integration_callbacks(_names(config))]
     except (ValueError, ImportError, RuntimeError) as error:
@@ -41,24 +62,37 @@ def report_callbacks(config: LemaConfig) -> list[Any]:
 
 # Settings that `transformers` calls and reads as they are here.
 SAME_SETTINGS = (
-    *("output_dir", "run_name", "seed", "learning_rate", "weight_decay", "gradient_accumulation_steps"),
+    *(
+        "output_dir",
+        "run_name",
+        "seed",
+        "learning_rate",
+        "weight_decay",
+        "gradient_accumulation_steps",
+    ),
     *("num_train_epochs", "logging_steps", "eval_steps", "save_total_limit"),
 )
 
 
 def training_arguments(config: LemaConfig, *, evaluates: bool) -> TrainingArguments:
     """Return the settings as callbacks read them; `ConfigError` where they do not go together."""
-    theirs = {one.value for one in SchedulerType}  # no callback goes by it: each sees the schedule itself
+    theirs = {
+        scheduler.value for scheduler in SchedulerType
+    }  # no callback goes by it: each sees the schedule itself
     evaluation = "no" if not evaluates else "steps" if config.eval_steps else "epoch"
     try:
         arguments = TrainingArguments(
             **{name: getattr(config, name) for name in SAME_SETTINGS},
             per_device_train_batch_size=config.batch_size,
-            lr_scheduler_type=config.lr_scheduler_type if config.lr_scheduler_type in theirs else "constant",
+            lr_scheduler_type=config.lr_scheduler_type
+            if config.lr_scheduler_type in theirs
+            else "constant",
             max_grad_norm=config.max_grad_norm or 0.0,
             max_steps=config.max_steps or -1,
             eval_strategy=evaluation,
-            metric_for_best_model=config.best_by[0] if evaluates else None,  # what early stopping asks for
+            metric_for_best_model=config.best_by[0]
+            if evaluates
+            else None,  # what early stopping asks for
             greater_is_better=config.best_by[1],
             save_strategy="steps" if config.save_steps else "no",
             save_steps=config.save_steps or 1,
@@ -66,19 +100,29 @@ def training_arguments(config: LemaConfig, *, evaluates: bool) -> TrainingArgume
             use_cpu=True,  # the device is the backend's business; nothing here may open another
             disable_tqdm=True,
         )
-        # Set here, because given above it asks that checkpoints and evaluations fall together: here the best is saved.
+        # Set here, because given above it asks that checkpoints and evaluations fall together: here
+        # the best is saved.
         arguments.load_best_model_at_end = config.load_best_model_at_end
         return arguments
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"these settings do not go together: {error}", how="see the message") from error
+        raise ConfigError(
+            f"these settings do not go together: {error}", how="see the message"
+        ) from error
 
 
 def with_bar(callbacks: Sequence[Any], config: LemaConfig) -> Sequence[Any]:
-    """Return callbacks, and before them one that shows a bar as `transformers.Trainer` does, on a terminal or in a
-    notebook, unless one of them does."""
-    known = any(isinstance(one, hooks.ProgressCallback) or hasattr(one, "shows_progress") for one in callbacks)
-    looked_at = sys.stderr.isatty() or "ipykernel" in sys.modules
-    return [_Bar(), *callbacks] if looked_at and not (known or config.disable_tqdm) else callbacks
+    """Return callbacks, and before them one that shows a bar as `transformers.Trainer` does, on a
+    terminal or in a notebook, unless one of them does."""
+    has_bar = any(
+        isinstance(callback, hooks.ProgressCallback) or hasattr(callback, "shows_progress")
+        for callback in callbacks
+    )
+    is_interactive = sys.stderr.isatty() or "ipykernel" in sys.modules
+    return (
+        [_Bar(), *callbacks]
+        if is_interactive and not (has_bar or config.disable_tqdm)
+        else callbacks
+    )
 
 
 class _Bar(hooks.ProgressCallback):
@@ -86,21 +130,38 @@ class _Bar(hooks.ProgressCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Write what people look at."""
-        wanted = ("loss", "eval_loss", "learning_rate", "grad_norm", "epoch", "train_loss", "train_runtime")
-        shown = {name: one for name, one in (logs or {}).items() if name in wanted}
+        logged_names = (
+            "loss",
+            "eval_loss",
+            "learning_rate",
+            "grad_norm",
+            "epoch",
+            "train_loss",
+            "train_runtime",
+        )
+        shown = {name: number for name, number in (logs or {}).items() if name in logged_names}
         super().on_log(args, state, control, logs=shown, **kwargs)  # type: ignore[no-untyped-call] # transformers' own
 
 
 class NotePlan(hooks.TrainerCallback):
-    """Writes `plan.json` before the first step: the plan, how many steps there are, the settings; or `DiskError`."""
+    """Writes `plan.json` before the first step: the plan, how many steps there are, the
+    settings; or `DiskError`.
+    """
 
     def __init__(self, config: LemaConfig, plan: Mapping[str, Any], **about: Any) -> None:
-        about |= {"plan": plan, "settings": config.to_dict(), "versions": about_run(config, "", None)["versions"]}
-        self._file, self._told = Path(config.output_dir) / PLAN_NAME, about
+        about |= {
+            "plan": plan,
+            "settings": config.to_dict(),
+            "versions": about_run(config, "", None)["versions"],
+        }
+        self._file = Path(config.output_dir) / PLAN_NAME
+        self._contents = about
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002 - called so
         """Write it."""
-        replace_file(self._file, json.dumps({"steps": state.max_steps, **self._told}, indent=1).encode())
+        replace_file(
+            self._file, json.dumps({"steps": state.max_steps, **self._contents}, indent=1).encode()
+        )
 
 
 def _names(config: LemaConfig) -> list[str]:
@@ -117,13 +178,13 @@ class Position:
     row: Mapping[str, Any]  # what a line of metrics begins with
     name: str  # what messages call the step
     checkpoint: Path  # where the checkpoint of the step is, or would be
-    ends_epoch: bool = False  # whether the step took the last batch of an epoch
+    is_epoch_end: bool = False  # whether the step took the last batch of an epoch
 
 
 class RunEvents:
-    """Metrics and callbacks of one run, until `close`; of several processes the first writes and reports.
-    `num_steps` and `num_epochs` are of the whole run. `told` is called with each line of metrics. `control` is what
-    callbacks have asked for, `state` what they know of the run."""
+    """Metrics and callbacks of one run, until `close`; of several processes the first writes and
+    reports. `num_steps` and `num_epochs` are of the whole run. `on_row` is called with each line of
+    metrics. `control` is what callbacks have asked for, `state` what they know of the run."""
 
     def __init__(
         self,
@@ -134,9 +195,11 @@ class RunEvents:
         *,
         num_epochs: int | None = None,
         evaluates: bool = False,
-        told: Callable[[dict[str, Any]], None] = lambda _: None,
+        on_row: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> None:
-        self._replicas, self._told, self._directory = replicas, told, Path(config.output_dir)
+        self._replicas = replicas
+        self._on_row = on_row
+        self._directory = Path(config.output_dir)
         self._args = training_arguments(config, evaluates=evaluates)
         self.state = TrainerState(
             max_steps=num_steps,
@@ -150,7 +213,8 @@ class RunEvents:
         reports = report_callbacks(config) if replicas.first else []
         self._callbacks = [hooks.DefaultFlowCallback, *reports, *callbacks]
         if evaluates and (patience := config.early_stopping_patience):
-            # Last, because a stop that comes while another callback works must not find this evaluation counted.
+            # Last, because a stop that comes while another callback works must not find this
+            # evaluation counted.
             self._callbacks.append(EarlyStoppingCallback(patience, config.early_stopping_threshold))
         self._handler: hooks.CallbackHandler | None = None
         self._steps: Steps | None = None
@@ -166,71 +230,94 @@ class RunEvents:
         """Whether any step was about to be taken."""
         return self._handler is not None
 
-    def begin(self, steps: Steps, schedule: LRScheduler, at: Position, carried: Mapping[str, Any]) -> None:
-        """Begin to train something, or go on with it where `carried` was this; callbacks see module and optimizer."""
+    def begin(
+        self, steps: Steps, schedule: LRScheduler, at: Position, carried: Mapping[str, Any]
+    ) -> None:
+        """Begin to train something, or go on with it where `carried` was this; callbacks see
+        module and optimizer.
+        """
         self._steps = steps
         self.move(at)
         optimizer = steps.ready()
         if self._handler is None:
-            self._handler = hooks.CallbackHandler(self._callbacks, steps.module, None, optimizer, schedule)
+            self._handler = hooks.CallbackHandler(
+                self._callbacks, steps.module, None, optimizer, schedule
+            )
             self.fire("on_init_end")
             self.fire("on_train_begin")
             self._go_on_with(self._handler.callbacks)
-        self._handler.model, self._handler.optimizer, self._handler.lr_scheduler = steps.module, optimizer, schedule
-        self._window, self._whole = self._opened(), self._opened()
+        self._handler.model = steps.module
+        self._handler.optimizer = optimizer
+        self._handler.lr_scheduler = schedule
+        self._window = self._opened()
+        self._total = self._opened()
         self._window.go_on(carried.get("window", NO_SUMS))
-        self._whole.go_on(carried.get("whole", NO_SUMS))
-        self.signs = Signs(steps.config, getattr(steps.model.split.model.config.get_text_config(), "vocab_size", None))
+        self._total.go_on(carried.get("whole", NO_SUMS))
+        self.signs = Signs(
+            steps.config,
+            getattr(steps.model.split.model.config.get_text_config(), "vocab_size", None),
+        )
         self.signs.go_on(carried.get("signs"))
         if self.signs.odd is not None:
-            self._tell_sign(Sign("rate", self.signs.odd))
+            self._report_sign(Sign("rate", self.signs.odd))
 
     def _go_on_with(self, callbacks: Sequence[Any]) -> None:
-        """Let callbacks be in the states that a checkpoint has of them; a run that one of them has ended stays so."""
-        kept: Any = self.state.stateful_callbacks
-        saved = {name: list(states) for name, states in kept.items()}
-        for one in callbacks:
-            if not (states := saved.get(type(one).__name__)):
+        """Let callbacks be in the states that a checkpoint has of them; a run that one of them
+        has ended stays so.
+        """
+        stateful: Any = self.state.stateful_callbacks
+        saved = {name: list(states) for name, states in stateful.items()}
+        for callback in callbacks:
+            if not (states := saved.get(type(callback).__name__)):
                 continue
-            vars(one).update(states.pop(0)["attributes"])
-            if isinstance(one, EarlyStoppingCallback):
-                ended = one.early_stopping_patience_counter >= one.early_stopping_patience
+            vars(callback).update(states.pop(0)["attributes"])
+            if isinstance(callback, EarlyStoppingCallback):
+                ended = callback.early_stopping_patience_counter >= callback.early_stopping_patience
                 self.control.should_training_stop |= ended
 
     def move(self, at: Position) -> None:
         """Be somewhere else in the run."""
         self._at = at
-        self.state.global_step, self.state.epoch = at.step, at.epoch  # type: ignore[assignment] # None is left out
+        self.state.global_step = at.step
+        self.state.epoch = at.epoch  # type: ignore[assignment] # None is left out
 
     @property
     def carried(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the measurements: the sums of the steps since the last line (`window`) and of all
-        since the first `begin` (`whole`), the `signs` that nothing is learnt, and the bytes of metrics.jsonl
-        (`record`), in the process that writes it."""
-        sums = {"window": self._window.sums, "whole": self._whole.sums, "signs": self.signs.state}
-        return sums if self._metrics is None else sums | {"record": self._metrics.path.stat().st_size}
+        """What a checkpoint keeps of the measurements: the sums of the steps since the last line
+        (`window`) and of all since the first `begin` (`whole`), the `signs` that nothing is learnt,
+        and the bytes of metrics.jsonl (`record`), in the process that writes it."""
+        sums = {"window": self._window.sums, "whole": self._total.sums, "signs": self.signs.state}
+        return (
+            sums if self._metrics is None else sums | {"record": self._metrics.path.stat().st_size}
+        )
 
     def save_state(self, directory: Path) -> None:
-        """Write what callbacks know of the run, and their own states, as `transformers` does: `trainer_state.json`. The
-        lines of metrics are on the disk then, because the checkpoint that this is part of goes on after them."""
+        """Write what callbacks know of the run, and their own states, as `transformers` does:
+        `trainer_state.json`. The lines of metrics are on the disk then, because the checkpoint that
+        this is part of goes on after them."""
         if self._metrics is not None:
             self._metrics.flush()
         states: Any = {}
-        for one in () if self._handler is None else self._handler.callbacks:
-            if isinstance(one, hooks.ExportableState):
-                states.setdefault(type(one).__name__, []).append(one.state())
+        for callback in () if self._handler is None else self._handler.callbacks:
+            if isinstance(callback, hooks.ExportableState):
+                states.setdefault(type(callback).__name__, []).append(callback.state())
         self.state.stateful_callbacks = states
         self.state.save_to_json(str(directory / TRAINER_STATE))
 
     def fire(self, event: str, *details: Any) -> None:
         """Call every callback."""
         assert self._handler is not None, "nothing was begun"
-        if event in ("on_pre_optimizer_step", "on_optimizer_step"):  # between them, what is kept is when it was 0
+        if event in (
+            "on_pre_optimizer_step",
+            "on_optimizer_step",
+        ):  # between them, what is kept is when it was 0
             self._window.optimizer = time.perf_counter() - self._window.optimizer
         self.control = getattr(self._handler, event)(self._args, self.state, self.control, *details)
 
     def agree(self) -> None:
-        """Do in every process the actions that a callback requested in any: a signal may have come to one first."""
+        """Do in every process the actions that a callback requested in any: a signal may have
+        come to one first.
+        """
         if self._replicas.num_processes == 1:
             return
         asked = self._replicas.everyone([name for name, value in self.asked().items() if value])
@@ -239,39 +326,44 @@ class RunEvents:
 
     def asked(self) -> dict[str, bool]:
         """Return what callbacks may ask for, and whether they have."""
-        return {name: value for name, value in vars(self.control).items() if isinstance(value, bool)}
+        return {
+            name: value for name, value in vars(self.control).items() if isinstance(value, bool)
+        }
 
     def counted(self, result: StepResult, rate: float) -> None:
-        """Count a step that was taken, at a learning rate, for the next line of metrics; tell at once if it looks as if
-        nothing were learnt."""
-        for window in (self._window, self._whole):
+        """Count a step that was taken, at a learning rate, for the next line of metrics; tell at
+        once if it looks as if nothing were learnt."""
+        for window in (self._window, self._total):
             window.loss += result.loss * result.trained_tokens
             window.trained_tokens += result.trained_tokens
             window.tokens += result.tokens
             window.measured = added(window.measured, result.measured)
-        for sign in self.signs.look(result, rate):
-            self._tell_sign(sign)
+        for sign in self.signs.observe(result, rate):
+            self._report_sign(sign)
 
-    def _tell_sign(self, sign: Sign) -> None:
+    def _report_sign(self, sign: Sign) -> None:
         if self.signs.records(sign):
             self.event("dead", sign=sign.kind, why=sign.why, dead_steps=self.signs.steps)
         if self._replicas.first:
             warnings.warn(f"this run may learn nothing: {self._at.name}: {sign.why}", stacklevel=4)
 
     def measured(self, numbers: Mapping[str, Any]) -> None:
-        """Write the mean loss since the last line, if a step was taken, with the `numbers` of the last step."""
+        """Write the mean loss since the last line, if a step was taken, with the `numbers` of
+        the last step.
+        """
         window = self._window
         if not window.trained_tokens:
             return
         assert self._steps is not None
-        seconds, model = time.perf_counter() - window.began, self._steps.model
+        seconds = time.perf_counter() - window.began
+        model = self._steps.model
         self.log(
             {
                 "loss": window.loss / window.trained_tokens,
                 **means(window.measured),
                 **numbers,
                 **({"dead_steps": self.signs.steps} if self.signs.steps else {}),
-                "num_tokens": self._whole.tokens,
+                "num_tokens": self._total.tokens,
                 "tokens_per_second": window.tokens / seconds,
                 "seconds_passed": seconds,
                 "seconds_optimizer": window.optimizer,
@@ -282,12 +374,19 @@ class RunEvents:
         self._window = self._opened()
 
     def summary(self) -> dict[str, Any]:
-        """Return loss and speed over all steps, `carried` ones too; nothing, where none was taken."""
-        whole = self._whole
-        if not whole.trained_tokens:
+        """Return loss and speed over all steps, `carried` ones too; nothing, where none was
+        taken.
+        """
+        total = self._total
+        if not total.trained_tokens:
             return {}
-        seconds, loss = time.perf_counter() - whole.began, whole.loss / whole.trained_tokens
-        return {"train_loss": loss, "train_runtime": seconds, "train_tokens_per_second": whole.tokens / seconds}
+        seconds = time.perf_counter() - total.began
+        loss = total.loss / total.trained_tokens
+        return {
+            "train_loss": loss,
+            "train_runtime": seconds,
+            "train_tokens_per_second": total.tokens / seconds,
+        }
 
     def log(self, logs: Mapping[str, Any]) -> None:
         """Write a line of metrics, and have callbacks see it."""
@@ -306,7 +405,9 @@ class RunEvents:
             self.fire("on_train_end")
 
     def draw(self) -> None:
-        """Draw the curve of the loss, if any was measured; a picture is not worth a run, and is only warned of."""
+        """Draw the curve of the loss, if any was measured; a picture is not worth a run, and is
+        only warned of.
+        """
         if not self._replicas.first:
             return
         try:
@@ -315,7 +416,9 @@ class RunEvents:
             warnings.warn(f"{error.what} ({error.where})", stacklevel=3)
 
     def release(self) -> None:
-        """Forget the model and the optimizer, so that nothing of them is in memory in the next phase."""
+        """Forget the model and the optimizer, so that nothing of them is in memory in the next
+        phase.
+        """
         self._steps = None
         if self._handler is not None:
             self._handler.model = self._handler.optimizer = self._handler.lr_scheduler = None
@@ -324,7 +427,7 @@ class RunEvents:
         row = {"type": kind, **self._at.row, "time": time.time(), **what}  # seconds since 1970, UTC
         if self._metrics is not None:
             self._metrics.note(row)
-        self._told(row)
+        self._on_row(row)
         return row
 
     def _opened(self) -> Window:

@@ -1,4 +1,6 @@
-"""One call of `LemaTrainer.fit`: a run over one data set, measured in epochs or steps, as the loop drives it."""
+"""One call of `LemaTrainer.fit`: a run over one data set, measured in epochs or steps, as the
+loop drives it.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -19,7 +21,7 @@ from lema.lora.base import Base
 from lema.lora.files import load_weights
 from lema.model.files import ModelFiles
 from lema.train.batch import packed
-from lema.train.checkpoint.card import CARD, make_repository, model_card, upload, write_beside
+from lema.train.checkpoint.card import CARD, make_repository, model_card, upload, write_card
 from lema.train.checkpoint.format import (
     PREFIX,
     TRAINER_STATE,
@@ -29,14 +31,14 @@ from lema.train.checkpoint.format import (
     leave_adapter,
 )
 from lema.train.checkpoint.resume import (
-    Say,
+    Reporter,
     check_same_run,
     check_sound,
     newest_sound,
     past_log,
-    say_changed,
-    say_regrouped,
-    tell_warning,
+    report_changes,
+    report_regrouped,
+    report_warning,
 )
 from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.events import Position, RunEvents, with_bar
@@ -60,35 +62,52 @@ def check_new(config: LemaConfig) -> None:
 
 
 def save_step(
-    steps: Steps, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = (), spared: Sequence[Path] = ()
+    steps: Steps,
+    extra: Mapping[str, Any] | None = None,
+    writers: Sequence[Writer] = (),
+    spared: Sequence[Path] = (),
 ) -> None:
-    """Write `checkpoint-<global_step>` into `output_dir`, then delete those that are too old, but for the `spared`."""
+    """Write `checkpoint-<global_step>` into `output_dir`, then delete those that are too old,
+    but for the `spared`.
+    """
     output = Path(steps.config.output_dir)
-    directory, keep = output / f"{PREFIX}{steps.global_step}", steps.config.save_total_limit
+    directory = output / f"{PREFIX}{steps.global_step}"
+    keep = steps.config.save_total_limit
     steps.save_checkpoint(directory, extra, writers)
     forget = partial(forget_old_checkpoints, output, directory, keep, spared)
     first_alone(steps.model.backend.replicas, forget)
 
 
 class PlainRun:
-    """The one stage of a plain run, whose `steps` may have taken some already; see `lema.train.loop.Stage`."""
+    """The one stage of a plain run, whose `steps` may have taken some already; see
+    `lema.train.loop.Stage`.
+    """
 
     trains: str | None = None
 
-    def __init__(self, steps: Steps, dataset: Any, eval_dataset: Any, say: Say = print) -> None:
-        self.steps, config, self._replicas = steps, steps.config, steps.model.backend.replicas
-        self._config, self._output = config, Path(config.output_dir)
-        self._say: Say = say if self._replicas.first else lambda _: None
+    def __init__(
+        self, steps: Steps, dataset: Any, eval_dataset: Any, report: Reporter = print
+    ) -> None:
+        self.steps = steps
+        config = steps.config
+        self._replicas = steps.model.backend.replicas
+        self._config = config
+        self._output = Path(config.output_dir)
+        self._report: Reporter = report if self._replicas.first else lambda _: None
         if config.mixture is not None and getattr(dataset, "shares", None) != config.mixture:
             what = "it gives shares to the data sets in train_data, but fit got other rows"
-            raise ConfigError(what, where="mixture", how="call fit(config.train_data), or remove mixture")
+            raise ConfigError(
+                what, where="mixture", how="call fit(config.train_data), or remove mixture"
+            )
         rows = first_rows(dataset, config.max_train_samples)
-        rows = packed(rows, steps.model, config, self._say)
+        rows = packed(rows, steps.model, config, self._report)
         self._sampler = StepSampler(rows, config, self._replicas, steps.model.padding)
         if config.tokens_per_step is not None:
-            self._say(f"steps of {config.tokens_per_step:,} tokens at most: {self._sampler.num_steps:,}")
-        held = first_rows(eval_dataset, config.max_eval_samples)
-        self._eval_dataset = packed(held, steps.model, config, checked=True)
+            self._report(
+                f"steps of {config.tokens_per_step:,} tokens at most: {self._sampler.num_steps:,}"
+            )
+        eval_rows = first_rows(eval_dataset, config.max_eval_samples)
+        self._eval_dataset = packed(eval_rows, steps.model, config, checked=True)
         self.evaluates = eval_dataset is not None
         self._past: dict[str, Any] = {}  # what an earlier process logged and found best
         self.schedule: LRScheduler  # from `train` on
@@ -101,135 +120,212 @@ class PlainRun:
         self.saved: int | None = None
         self.sound: int | None = None
         if self._replicas.num_processes > 1:
-            data = {f"data: {name}": one for name, one in self._sampler.about.items()}
+            data = {
+                f"data: {name}": fingerprint for name, fingerprint in self._sampler.about.items()
+            }
             check_alike(self._replicas, config.to_dict() | data)
 
     def begin(self, *, weights_only: bool = False) -> None:
-        """Begin, or go on from where `steps` is; `ConfigError` in another run's `output_dir` or without steps left."""
+        """Begin, or go on from where `steps` is; `ConfigError` in another run's `output_dir` or
+        without steps left.
+        """
         check_output_dir(self._config)
         if self.done == 0:
             check_new(self._config)
         if self.done >= self.num_steps:
-            what = f"nothing is left to train: this trainer is at step {self.done} of {self.num_steps}"
+            what = (
+                f"nothing is left to train: this trainer is at step {self.done} of {self.num_steps}"
+            )
             how = "raise num_train_epochs or max_steps, or begin again with a new trainer"
             raise ConfigError(what, where="fit", how=how)
         self._check_evaluates()
         if weights_only:
             what = "weights_only needs a checkpoint to resume from"
-            raise ConfigError(what, where="weights_only", how="set resume (--resume), too, or remove it")
+            raise ConfigError(
+                what, where="weights_only", how="set resume (--resume), too, or remove it"
+            )
 
-    def resume(self, restore: Callable[[Path], Mapping[str, Any]], *, weights_only: bool = False) -> None:
-        """Go on from the newest sound checkpoint in `output_dir`, which `restore` takes up, returning its `extra`;
-        `AdapterError` where there is none, `ConfigError` where it is of another run."""
+    def resume(
+        self, restore: Callable[[Path], Mapping[str, Any]], *, weights_only: bool = False
+    ) -> None:
+        """Go on from the newest sound checkpoint in `output_dir`, which `restore` takes up,
+        returning its `extra`; `AdapterError` where there is none, `ConfigError` where it is of
+        another run."""
         self._check_evaluates()
-        steps, found, say = self.steps, checkpoints(self._output), self._say
-        if not found:
+        steps = self.steps
+        candidates = checkpoints(self._output)
+        report = self._report
+        if not candidates:
             what = "there is no checkpoint to resume from"
-            raise AdapterError(what, where=str(self._output), how="remove --resume to begin a new run")
-        path = first_alone(self._replicas, lambda: newest_sound(found, say, weights_only=weights_only))
+            raise AdapterError(
+                what, where=str(self._output), how="remove --resume to begin a new run"
+            )
+        path = first_alone(
+            self._replicas, lambda: newest_sound(candidates, report, weights_only=weights_only)
+        )
         adapter = steps.module if isinstance(steps.module, PeftModel) else None
-        changed = check_same_run(path, self._config, adapter, self._sampler.about, steps.model.split.dtype)
+        changed = check_same_run(
+            path, self._config, adapter, self._sampler.about, steps.model.split.dtype
+        )
         extra = restore(path)
-        self.done, self.pending, self.carried = steps.global_step, extra.get("left"), extra
+        self.done = steps.global_step
+        self.pending = extra.get("left")
+        self.carried = extra
         self.saved = None if weights_only else self.done
         self.sound = self.done if is_sound(extra) else None
         self._past = past_log(path / TRAINER_STATE)
         if self._past.get("best_metric") is not None:
-            self.best = {"step": self._past["best_global_step"], self._config.best_by[0]: self._past["best_metric"]}
-        keep, spared = self._config.save_total_limit, [self.best_checkpoint] if self.best_checkpoint else []
-        first_alone(self._replicas, lambda: forget_old_checkpoints(self._output, path, keep, spared))
-        steps.take_settings({one.name for one in changed})
-        say(f"resuming from {path} (step {self.done} of {self.num_steps})")
+            self.best = {
+                "step": self._past["best_global_step"],
+                self._config.best_by[0]: self._past["best_metric"],
+            }
+        keep = self._config.save_total_limit
+        spared = [self.best_checkpoint] if self.best_checkpoint else []
+        first_alone(
+            self._replicas, lambda: forget_old_checkpoints(self._output, path, keep, spared)
+        )
+        steps.take_settings({change.name for change in changed})
+        report(f"resuming from {path} (step {self.done} of {self.num_steps})")
         if self.done >= self.num_steps:
-            say("nothing was left to train: the run had taken its last step")
+            report("nothing was left to train: the run had taken its last step")
         if weights_only:
-            say("LEMA takes the weights of this checkpoint but not its optimizer, whose moments begin empty")
-        say_changed(changed, say)
-        say_regrouped(path, self._config, steps.model.split.model, say)
+            report(
+                "LEMA takes the weights of this checkpoint but not its optimizer, whose "
+                "moments begin empty"
+            )
+        report_changes(changed, report)
+        report_regrouped(path, self._config, steps.model.split.model, report)
 
     def _check_evaluates(self) -> None:
-        asked = ("early_stopping_patience", "load_best_model_at_end", "eval_on_start", "eval_prompts")
+        asked = (
+            "early_stopping_patience",
+            "load_best_model_at_end",
+            "eval_on_start",
+            "eval_prompts",
+        )
         if not self.evaluates and (idle := [name for name in asked if getattr(self._config, name)]):
             what = f"there is nothing to evaluate on, which {' and '.join(idle)} need"
-            raise ConfigError(what, where=idle[0], how="give eval_data or eval_split (in fit: eval_dataset)")
+            raise ConfigError(
+                what, where=idle[0], how="give eval_data or eval_split (in fit: eval_dataset)"
+            )
 
-    def train(self, schedule: LRScheduler, callbacks: Sequence[Any], stop: Stop | None) -> dict[str, Any]:
-        """Take the steps that are left; return what `LemaTrainer.fit` does. `stop` is asked before each layer."""
+    def train(
+        self, schedule: LRScheduler, callbacks: Sequence[Any], stop: Stop | None
+    ) -> dict[str, Any]:
+        """Take the steps that are left; return what `LemaTrainer.fit` does. `stop` is asked
+        before each layer.
+        """
         self.schedule = schedule
-        options: dict[str, Any] = {"num_epochs": self._sampler.num_epochs, "evaluates": self.evaluates}
+        options: dict[str, Any] = {
+            "num_epochs": self._sampler.num_epochs,
+            "evaluates": self.evaluates,
+        }
         if self._config.push_to_hub:
             first_alone(self._replicas, partial(make_repository, self._config))
         shown = with_bar(callbacks, self._config)
-        last = self.done if self.done or self.carried else -1  # of a run that begins, no line is there
+        # of a run that begins, no line is there
+        last = self.done if self.done or self.carried else -1
 
         def keep(row: Mapping[str, Any]) -> bool:
             return step_of(row) <= last
 
-        first_alone(self._replicas, lambda: cut_metrics(self._output / METRICS_NAME, keep, self.carried.get("record")))
+        first_alone(
+            self._replicas,
+            lambda: cut_metrics(self._output / METRICS_NAME, keep, self.carried.get("record")),
+        )
         events = RunEvents(self._config, self.num_steps, self._replicas, shown, **options)
         events.state.log_history = self._past.get("log_history", [])
         events.state.stateful_callbacks = self._past.get("stateful_callbacks", {})
-        with closing(events), self._prefix_kept():
+        with closing(events), self._cached_prefix():
             loop = RunLoop(self, events, at_layer=stop)
             loop.run()
             if summary := events.summary():
                 events.log(summary)
             events.end()
         events.draw()
-        best = {f"best_{name}": value for name, value in (self.best or {}).items() if name != "only"}
+        best = {
+            f"best_{name}": value for name, value in (self.best or {}).items() if name != "only"
+        }
         dead = {} if events.signs.verdict is None else {"dead": events.signs.verdict}
         return summary | loop.last_eval | (best if summary else {}) | dead
 
     def leave(self, result: Mapping[str, Any], base: Base, files: ModelFiles | None) -> None:
         """Leave the adapter, or the best, with card and tokenizer, and upload them."""
-        config, backend, alone = self._config, self.steps.model.backend, partial(first_alone, self._replicas)
-        adapter, reference = cast(PeftModel, self.steps.module), self.steps.model.reference
+        config = self._config
+        backend = self.steps.model.backend
+        alone = partial(first_alone, self._replicas)
+        adapter = cast(PeftModel, self.steps.module)
+        reference = self.steps.model.reference
         if config.load_best_model_at_end and self.best is not None:
             self._take_best(adapter)
         writers: list[Writer] = []
-        if result or not (self._output / CARD).exists():  # that of a run that came to its end tells its results
-            card = model_card(config, base.name, self._told_of_data(), {"steps": self.done, **result})
-            writers = [partial(write_beside, files=files, card=card)]
-        leave = partial(leave_adapter, self._output, backend, adapter, config, base, reference, writers)
-        leave() if backend.parallel.size > 1 else alone(leave)  # of several that hold it, each has a part
+        if (
+            result or not (self._output / CARD).exists()
+        ):  # that of a run that came to its end tells its results
+            card = model_card(
+                config, base.name, self._data_summary(), {"steps": self.done, **result}
+            )
+            writers = [partial(write_card, files=files, card=card)]
+        leave = partial(
+            leave_adapter, self._output, backend, adapter, config, base, reference, writers
+        )
+        leave() if backend.parallel.size > 1 else alone(
+            leave
+        )  # of several that hold it, each has a part
         if config.push_to_hub:
-            alone(lambda: self._say(f"uploaded: {upload(config)}"))
+            alone(lambda: self._report(f"uploaded: {upload(config)}"))
 
     def _take_best(self, adapter: PeftModel) -> None:
-        """Load the adapter of the best evaluation; if its checkpoint is missing or damaged, the last step's stays."""
-        path, (name, _) = cast(Path, self.best_checkpoint), self._config.best_by
+        """Load the adapter of the best evaluation; if its checkpoint is missing or damaged, the
+        last step's stays.
+        """
+        path = cast(Path, self.best_checkpoint)
+        name, _ = self._config.best_by
         best = cast("dict[str, Any]", self.best)
         try:
             first_alone(self._replicas, partial(check_sound, path, weights_only=True))
         except (AdapterError, ReadError) as error:
-            lost = f"the best adapter, of step {best['step']}, cannot be kept: {error.what} ({error.where})"
-            tell_warning(lost, self._say)
+            lost = (
+                f"the best adapter, of step {best['step']}, cannot be kept: {error.what} "
+                f"({error.where})"
+            )
+            report_warning(lost, self._report)
             return
-        load_weights(adapter, path, self.steps.model.split.layers_name, self.steps.model.backend.parallel)
-        self._say(f"the adapter of step {best['step']} is kept, the best: {name} {best[name]:.4f}")
+        load_weights(
+            adapter, path, self.steps.model.split.layers_name, self.steps.model.backend.parallel
+        )
+        self._report(
+            f"the adapter of step {best['step']} is kept, the best: {name} {best[name]:.4f}"
+        )
 
-    def _told_of_data(self) -> dict[str, str]:
-        config, told = self._config, {}
-        for name, given, rows in (
+    def _data_summary(self) -> dict[str, str]:
+        config = self._config
+        summary = {}
+        for name, source, rows in (
             ("training", config.train_data, self._sampler.dataset),
             ("evaluation", config.eval_data, self._eval_dataset),
         ):
             if rows is not None:
-                listed = [given] if isinstance(given, str) else given or ()
-                files = f"{', '.join(Path(one).name for one in listed)}: " if listed else ""
-                told[name] = f"{files}{getattr(rows, 'counts', None) or f'{len(rows):,} rows'}"
-        return told
+                listed = [source] if isinstance(source, str) else source or ()
+                files = f"{', '.join(Path(path).name for path in listed)}: " if listed else ""
+                summary[name] = f"{files}{getattr(rows, 'counts', None) or f'{len(rows):,} rows'}"
+        return summary
 
     @contextmanager
-    def _prefix_kept(self) -> Iterator[None]:
-        """Keep the outputs of frozen layers for each batch, if that is requested and a batch comes a second time."""
-        config, model = self._config, self.steps.model
+    def _cached_prefix(self) -> Iterator[None]:
+        """Keep the outputs of frozen layers for each batch, if that is requested and a batch
+        comes a second time.
+        """
+        config = self._config
+        model = self.steps.model
         if not config.cache_frozen_prefix or not self._sampler.repeats:
             yield
             return
         num_tokens = self._sampler.tokens_of_an_epoch()
         directory = Path(config.offload_dir or config.output_dir)
-        prefix = PrefixCache(model.backend, model.lowest_trained, directory, num_tokens, model.stream.trace)
+        prefix = PrefixCache(
+            model.backend, model.lowest_trained, directory, num_tokens, model.stream.trace
+        )
         with closing(prefix) as model.prefix:
             try:
                 yield
@@ -238,28 +334,45 @@ class PlainRun:
 
     def position(self, done: int) -> Position:
         """Return where the run is after so many steps."""
-        epoch, ends = self._sampler.epoch(done), self._sampler.ends_epoch(done)
+        epoch = self._sampler.epoch(done)
+        is_epoch_end = self._sampler.is_epoch_end(done)
         where = self._output / f"{PREFIX}{done}"
-        return Position(done, epoch, self._sampler.row(done), f"step {done}", where, ends)
+        return Position(done, epoch, self._sampler.row(done), f"step {done}", where, is_epoch_end)
 
     @property
     def best_checkpoint(self) -> Path | None:
-        """Where the checkpoint of the best evaluation is, or would be; None: nothing was evaluated."""
+        """Where the checkpoint of the best evaluation is, or would be; None: nothing was
+        evaluated.
+        """
         return None if self.best is None else self.position(self.best["step"]).checkpoint
 
     def draw(self, step: int) -> Drawn:
         """Return the rows of a step, counted from 0."""
         rows = self._sampler.rows(step)
-        return Drawn(self._sampler.micro_batches(step), f", rows {rows} of the data", {"rows": rows})
+        return Drawn(
+            self._sampler.micro_batches(step), f", rows {rows} of the data", {"rows": rows}
+        )
 
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss of the data set to evaluate on."""
         model = self.steps.model
-        return evaluate(model, passes_of_rows(self._eval_dataset, self._config, self._replicas, model.padding))
+        return evaluate(
+            model, passes_of_rows(self._eval_dataset, self._config, self._replicas, model.padding)
+        )
 
     def save(self, events: RunEvents, pending: Pending | None) -> None:
         """Write `checkpoint-<step>`, and forget those that are too old."""
-        position, data = self._sampler.position(self.done), self._sampler.about
+        position = self._sampler.position(self.done)
+        data = self._sampler.about
         extra = {"data": data, "position": position, "left": pending, **events.carried}
-        sound = None if self.sound is None or not events.signs.steps else self.position(self.sound).checkpoint
-        save_step(self.steps, extra, [events.save_state], [one for one in (self.best_checkpoint, sound) if one])
+        sound = (
+            None
+            if self.sound is None or not events.signs.steps
+            else self.position(self.sound).checkpoint
+        )
+        save_step(
+            self.steps,
+            extra,
+            [events.save_state],
+            [path for path in (self.best_checkpoint, sound) if path],
+        )

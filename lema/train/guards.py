@@ -1,8 +1,10 @@
-"""Guards of a training step: where NaN or infinity began, the passes to run again for that, and the watchdog.
+"""Guards of a training step: where NaN or infinity began, the passes to run again for that, and the
+watchdog.
 
-A gradient goes down through the layers, and the gradient of what trains in a layer may be finite where the one that
-leaves the layer is not. So the gradients of the hidden states between the layers are looked at too. The passes of a
-step are kept until its numbers are known to be finite, so that a bad step can be run again to find its origin.
+A gradient goes down through the layers, and the gradient of what trains in a layer may be finite
+where the one that leaves the layer is not. So the gradients of the hidden states between the layers
+are looked at too. The passes of a step are kept until its numbers are known to be finite, so that a
+bad step can be run again to find its origin.
 """
 
 import math
@@ -25,19 +27,27 @@ from lema.model.state.model import Mark
 
 
 class HiddenGradients:
-    """The ends of the range of the gradient of each layer's inputs; they stay on the device until asked for."""
+    """The ends of the range of the gradient of each layer's inputs; they stay on the device
+    until asked for.
+    """
 
     def __init__(self) -> None:
         self._peaks: dict[int, list[Tensor]] = {}
 
-    def look(self, layer: int, gradients: Sequence[Tensor | None]) -> None:
-        """Keep what is needed of the gradients of a layer's inputs; the top layer's outputs are one number more."""
-        for one in gradients:
-            if one is not None:
-                self._peaks.setdefault(layer, []).extend(one.detach().aminmax())  # NaN, where there is one
+    def observe(self, layer: int, gradients: Sequence[Tensor | None]) -> None:
+        """Keep what is needed of the gradients of a layer's inputs; the top layer's outputs are
+        one number more.
+        """
+        for gradient in gradients:
+            if gradient is not None:
+                self._peaks.setdefault(layer, []).extend(
+                    gradient.detach().aminmax()
+                )  # NaN, where there is one
 
     def highest(self) -> int | None:
-        """Return the highest layer of whose inputs a gradient is NaN or infinite; None: all are finite."""
+        """Return the highest layer of whose inputs a gradient is NaN or infinite; None: all are
+        finite.
+        """
         for layer in sorted(self._peaks, reverse=True):
             if not all(math.isfinite(float(peak)) for peak in self._peaks[layer]):
                 return layer
@@ -45,34 +55,58 @@ class HiddenGradients:
 
 
 def worst(replicas: Replicas, loss: float) -> float:
-    """Return a loss that all processes of a copy, which call this, have formed; one that is not finite, if any."""
-    return next((one for one in replicas.of_copy(loss) if not math.isfinite(one)), loss)
+    """Return a loss that all processes of a copy, which call this, have formed; one that is not
+    finite, if any.
+    """
+    return next(
+        (rank_loss for rank_loss in replicas.of_copy(loss) if not math.isfinite(rank_loss)), loss
+    )
 
 
 def non_finite_loss(
     model: StreamedModel, micro_batches: Sequence[Mapping[str, Any]], value: float, where: str
 ) -> NonFiniteError:
-    """Return the error of a loss that is not finite; runs forward once more to name the part at fault."""
-    place = first_non_finite(model, micro_batches) or "the loss itself"
+    """Return the error of a loss that is not finite; runs forward once more to name the part at
+    fault.
+    """
+    origin = first_non_finite(model, micro_batches) or "the loss itself"
     for name, parameter in model.split.model.named_parameters():
-        if parameter.requires_grad and not parameter.is_meta and not bool(parameter.isfinite().all()):
+        if (
+            parameter.requires_grad
+            and not parameter.is_meta
+            and not bool(parameter.isfinite().all())
+        ):
             how = "lower learning_rate or raise adam_epsilon, and resume from the last checkpoint"
-            return NonFiniteError(f"{name}, which trains, has become NaN or infinite", where=where, how=how)
+            return NonFiniteError(
+                f"{name}, which trains, has become NaN or infinite", where=where, how=how
+            )
     what = f"the loss is {value}"
-    how = "check the base weights and the data; if the loss grew before, lower learning_rate or set max_grad_norm"
-    return NonFiniteError(what, where=f"{where}; first non-finite output: {place}", how=how)
+    how = (
+        "check the base weights and the data; if the loss grew before, lower learning_rate or "
+        "set max_grad_norm"
+    )
+    return NonFiniteError(what, where=f"{where}; first non-finite output: {origin}", how=how)
 
 
 @torch.no_grad()
-def first_non_finite(model: StreamedModel, micro_batches: Sequence[Mapping[str, Any]]) -> str | None:
+def first_non_finite(
+    model: StreamedModel, micro_batches: Sequence[Mapping[str, Any]]
+) -> str | None:
     """Run forward once more and name the first part whose output is not finite; None: all are."""
-    split, backend = model.split, model.backend
-    names = ["the embeddings", *(f"{split.layers_name}.{i}" for i in range(split.num_layers)), "the head"]
+    split = model.split
+    backend = model.backend
+    names = [
+        "the embeddings",
+        *(f"{split.layers_name}.{i}" for i in range(split.num_layers)),
+        "the head",
+    ]
     first: int | None = None
     for index, hidden in enumerate(model.hidden_states(micro_batches)):
         if first is None and not all(bool(state.isfinite().all()) for state in hidden):
             first = index
-            if not model.stream.sharded and backend.parallel.size == 1:  # else others go through all layers too
+            if (
+                not model.stream.sharded and backend.parallel.size == 1
+            ):  # else others go through all layers too
                 break
     if (first := _lowest(backend.replicas, first)) is None:
         if model.head is None:
@@ -84,19 +118,27 @@ def first_non_finite(model: StreamedModel, micro_batches: Sequence[Mapping[str, 
 
 
 def _lowest(replicas: Replicas, index: int | None) -> int | None:
-    return min((one for one in replicas.of_copy(index) if one is not None), default=None)
+    return min(
+        (part_index for part_index in replicas.of_copy(index) if part_index is not None),
+        default=None,
+    )
 
 
 def first_non_finite_gradient(model: StreamedModel, run: Callable[[], object]) -> str | None:
-    """Call `run`, which goes forward and backward, and name where its gradients begin not to be finite; None: nowhere.
-    It is the highest of: the head, if what it hands down is not finite; a layer's parameter that has such a gradient;
-    the layer that hands such a one down, whether or not anything in it trains."""
+    """Call `run`, which goes forward and backward, and name where its gradients begin not to be
+    finite; None: nowhere. It is the highest of: the head, if what it hands down is not finite; a
+    layer's parameter that has such a gradient; the layer that hands such a one down, whether or not
+    anything in it trains."""
     hidden = HiddenGradients()
-    with model.seen_by(hidden.look):
+    with model.seen_by(hidden.observe):
         run()
-    # Processes that compute a layer together form parts of its gradient: the layer is named if any sees NaN.
-    seen = (one for one in model.backend.replicas.of_copy(hidden.highest()) if one is not None)
-    split, handed_down = model.split, max(seen, default=None)
+    # Processes that compute a layer together form parts of its gradient: the layer is named if any
+    # sees NaN.
+    seen = (
+        layer for layer in model.backend.replicas.of_copy(hidden.highest()) if layer is not None
+    )
+    split = model.split
+    handed_down = max(seen, default=None)
     reached = -1 if handed_down is None else handed_down
     for layer, name, parameter in _downwards(split):
         if layer < reached:
@@ -111,13 +153,21 @@ def _handing_down(split: Split, layer: int) -> str:
 
 
 def where_began(split: Split, name: str, handed_down: int | None) -> str:
-    """Return where gradients begin not to be finite: at the weight `name`, or in the layer that `handed_down` some."""
-    layer = next(number for number, one, _ in _downwards(split) if one == name)
-    return name if handed_down is None or handed_down <= layer else _handing_down(split, handed_down)
+    """Return where gradients begin not to be finite: at the weight `name`, or in the layer that
+    `handed_down` some.
+    """
+    layer = next(
+        number for number, parameter_name, _ in _downwards(split) if parameter_name == name
+    )
+    return (
+        name if handed_down is None or handed_down <= layer else _handing_down(split, handed_down)
+    )
 
 
 def _downwards(split: Split) -> Iterator[tuple[int, str, nn.Parameter]]:
-    """Yield (layer, name, parameter): first those after the layers, then layers from the top, then the others."""
+    """Yield (layer, name, parameter): first those after the layers, then layers from the top,
+    then the others.
+    """
     named = list(split.model.named_parameters())
     inside = [name.startswith(f"{split.layers_name}.") for name, _ in named]
     above = len(named) - inside[::-1].index(True)
@@ -133,35 +183,45 @@ class Passes:
 
     def __init__(self, model: StreamedModel) -> None:
         self._model = model
-        # Micro-batches, the trained tokens that the loss is divided by, and the generator's state and what modules
-        # kept before.
+        # Micro-batches, the trained tokens that the loss is divided by, and the generator's state
+        # and what modules kept before.
         self._begun: list[tuple[Sequence[Mapping[str, Tensor]], int, Tensor, Mark]] = []
 
     def begin(self, micro_batches: Sequence[Mapping[str, Tensor]], divisor: int) -> None:
         """Note a pass that is about to begin."""
         model = self._model
-        self._begun.append((micro_batches, divisor, model.backend.rng_state(), model.split.state.mark()))
+        self._begun.append(
+            (micro_batches, divisor, model.backend.rng_state(), model.split.state.mark())
+        )
 
     def clear(self) -> None:
         """Begin another step."""
         self._begun.clear()
 
-    def non_finite_loss(self, value: float, mine: float, place: str) -> NonFiniteError:
-        """Return the error of the last pass, `mine` being this process's part of `value`; all processes call this."""
+    def non_finite_loss(self, value: float, mine: float, location: str) -> NonFiniteError:
+        """Return the error of the last pass, `mine` being this process's part of `value`; all
+        processes call this.
+        """
         if math.isfinite(mine):
-            self._model.accompany(training=False)  # while the other looks for the layer
-            return NonFiniteError(f"the loss is {value}", where=f"{place}; it comes from another process")
-        micro_batches, _, drawn, kept = self._begun[-1]
-        with self._from(drawn, kept):
-            return non_finite_loss(self._model, micro_batches, value, place)
+            self._model.join_idle(training=False)  # while the other looks for the layer
+            return NonFiniteError(
+                f"the loss is {value}", where=f"{location}; it comes from another process"
+            )
+        micro_batches, _, drawn, mark = self._begun[-1]
+        with self._from(drawn, mark):
+            return non_finite_loss(self._model, micro_batches, value, location)
 
     @contextmanager
-    def _from(self, drawn: Tensor, kept: Mark) -> Iterator[None]:
-        """Have the `with` block draw what dropout drew at a moment, and find what modules kept then; leave no trace."""
-        backend, state = self._model.backend, self._model.split.state
-        after, now = backend.rng_state(), state.mark()
+    def _from(self, drawn: Tensor, mark: Mark) -> Iterator[None]:
+        """Have the `with` block draw what dropout drew at a moment, and find what modules kept
+        then; leave no trace.
+        """
+        backend = self._model.backend
+        state = self._model.split.state
+        after = backend.rng_state()
+        now = state.mark()
         backend.set_rng_state(drawn)
-        state.put_back(kept)
+        state.put_back(mark)
         try:
             yield
         finally:
@@ -169,35 +229,49 @@ class Passes:
             state.put_back(now)
 
     def non_finite_gradient(
-        self, place: str, again: Callable[..., object], drop_gradients: Callable[[], None]
+        self, location: str, again: Callable[..., object], drop_gradients: Callable[[], None]
     ) -> NonFiniteError:
-        """Return the error of gradients that are not finite, and drop them; the passes are run `again` to find where.
-        All processes call this; the generator is then where it was."""
-        backend, stream, began = self._model.backend, self._model.stream, None
-        alone = not stream.sharded and backend.parallel.size == 1  # else other processes run all passes too
+        """Return the error of gradients that are not finite, and drop them; the passes are run
+        `again` to find where. All processes call this; the generator is then where it was."""
+        backend = self._model.backend
+        stream = self._model.stream
+        began = None
+        # else other processes run all passes too
+        alone = not stream.sharded and backend.parallel.size == 1
         stream.cancel()  # leases announced for the next step
         drop_gradients()
-        for micro_batches, divisor, drawn, kept in self._begun:
+        for micro_batches, divisor, drawn, mark in self._begun:
             if began is None or not alone:
-                with self._from(drawn, kept):
-                    found = first_non_finite_gradient(self._model, partial(again, micro_batches, divisor))
-                began = began or found
-        told = backend.replicas.exchange(began)
-        if began is None and not any(told):
+                with self._from(drawn, mark):
+                    origin = first_non_finite_gradient(
+                        self._model, partial(again, micro_batches, divisor)
+                    )
+                began = began or origin
+        origins = backend.replicas.exchange(began)
+        if began is None and not any(origins):
             what = "the gradients are finite, but their norm is not; the optimizer made no step"
-            return NonFiniteError(what, where=place, how="lower learning_rate")
-        where = f"{place}; first non-finite gradient: {began or 'in another process'}"
+            return NonFiniteError(what, where=location, how="lower learning_rate")
+        where = f"{location}; first non-finite gradient: {began or 'in another process'}"
         how = "lower learning_rate, set max_grad_norm, or check the base weights of this layer"
-        return NonFiniteError("a gradient is not finite; the optimizer made no step", where=where, how=how)
+        return NonFiniteError(
+            "a gradient is not finite; the optimizer made no step", where=where, how=how
+        )
 
 
 @contextmanager
 def watched(model: StreamedModel, config: LemaConfig) -> Iterator[None]:
-    """Have a watchdog look on while a `with` block runs, unless one does already; stacks go to `output_dir`."""
+    """Have a watchdog look on while a `with` block runs, unless one does already; stacks go to
+    `output_dir`.
+    """
     if model.watchdog is not None:
         yield
         return
-    dog = Watchdog(lambda: moves(model), lambda: awaited(model), Path(config.output_dir), end_after=config.hang_timeout)
+    dog = Watchdog(
+        lambda: moves(model),
+        lambda: awaited(model),
+        Path(config.output_dir),
+        end_after=config.hang_timeout,
+    )
     with dog:
         model.watchdog = dog
         try:
@@ -210,15 +284,15 @@ def moves(model: StreamedModel) -> tuple[Any, ...]:
     """Return the counters of passes through a model so far, visits of layers first."""
     now = model.counters
     nbytes = now.bytes_read, now.bytes_uploaded, now.bytes_gathered, now.bytes_offloaded
-    return now.leases, *nbytes, model.retry.place
+    return now.leases, *nbytes, model.retry.location
 
 
 def awaited(model: StreamedModel) -> str:
     """Return where a pass is, and which layers are on lease, wanted and being read."""
-    held, wanted, reading = model.stream.under_way()
-    said = [model.retry.place or "before the first layer"]
+    leased, next_layer, reading = model.stream.activity()
+    messages = [model.retry.location or "before the first layer"]
     name = model.stream.name_of
-    said += [f"on lease: {name(layer)}" for layer in held]
-    said += [] if wanted is None else [f"next: {name(wanted)}"]
-    said += [f"being read: {name(layer)}" for layer in reading]
-    return "; ".join(said)
+    messages += [f"on lease: {name(layer)}" for layer in leased]
+    messages += [] if next_layer is None else [f"next: {name(next_layer)}"]
+    messages += [f"being read: {name(layer)}" for layer in reading]
+    return "; ".join(messages)

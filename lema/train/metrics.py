@@ -1,4 +1,5 @@
-"""The measurements of a run: `metrics.jsonl`, one JSON object per line, and the window of steps each line covers.
+"""The measurements of a run: `metrics.jsonl`, one JSON object per line, and the window of steps
+each line covers.
 
 A window holds losses, tokens, and the cost of streaming since the line before.
 """
@@ -24,16 +25,20 @@ from lema.storage.diskspace import disk_errors, not_written
 from lema.storage.regular import open_appending, open_regular
 from lema.stream import StreamCounters
 
-METRICS_NAME, PLAN_NAME, PICTURE = "metrics.jsonl", "plan.json", "loss.png"
+METRICS_NAME = "metrics.jsonl"
+PLAN_NAME = "plan.json"
+PICTURE = "loss.png"
 SAMPLES = "samples.jsonl"
 
-# JSON has no such numbers; the words are those that Python, JavaScript and pandas read back as floats.
+# JSON has no such numbers; the words are those that Python, JavaScript and pandas read back as
+# floats.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class MetricsLog:
-    """Appends one line of JSON per measurement, which is on its way to the disk before `write` returns; or `DiskError`.
-    A line that a kill cut short is removed on opening, so the file always reads."""
+    """Appends one line of JSON per measurement, which is on its way to the disk before `write`
+    returns; or `DiskError`. A line that a kill cut short is removed on opening, so the file always
+    reads."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = Path(path)
@@ -43,10 +48,14 @@ class MetricsLog:
             self._file = open_appending(self.path)
             _cut_torn_line(self._file)
         except OSError as error:
-            raise DiskError(f"cannot open the metrics: {error.strerror}", where=str(self.path)) from error
+            raise DiskError(
+                f"cannot open the metrics: {error.strerror}", where=str(self.path)
+            ) from error
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row: JSON types and numbers with `.item()` (tensors of one element, numpy scalars)."""
+        """Append one row: JSON types and numbers with `.item()` (tensors of one element, numpy
+        scalars).
+        """
         line = (json.dumps(_plain(row), allow_nan=False) + "\n").encode()
         start = self._file.seek(0, os.SEEK_END)
         try:
@@ -55,14 +64,21 @@ class MetricsLog:
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(start)
-            raise not_written(f"cannot write the metrics: {error.strerror}", error, self.path) from error
+            raise not_written(
+                f"cannot write the metrics: {error.strerror}", error, self.path
+            ) from error
 
     def note(self, row: Mapping[str, Any]) -> None:
-        """Append one row of a run that is worth more than it: on a full disk the row is lost, with a warning."""
+        """Append one row of a run that is worth more than it: on a full disk the row is lost,
+        with a warning.
+        """
         try:
             self.write(row)
         except DiskFull as error:
-            warnings.warn(f"{error.what} ({error.where}); this line of step {row.get('step')} is lost", stacklevel=2)
+            warnings.warn(
+                f"{error.what} ({error.where}); this line of step {row.get('step')} is lost",
+                stacklevel=2,
+            )
 
     def flush(self) -> None:
         """Have every line on the disk, or raise `OSError`."""
@@ -79,9 +95,12 @@ def step_of(row: Mapping[str, Any]) -> int:
     return step if isinstance(step, int) else -1
 
 
-def cut_metrics(path: str | PathLike[str], keep: Callable[[Mapping[str, Any]], bool], size: int | None = None) -> None:
-    """Drop the rows that a run which goes on from an earlier step measures again. A kill leaves all, and so does
-    `DiskError`. Of the first `size` bytes (None: of all) `keep` says which rows stay; what is no JSON object does."""
+def cut_metrics(
+    path: str | PathLike[str], keep: Callable[[Mapping[str, Any]], bool], size: int | None = None
+) -> None:
+    """Drop the rows that a run which goes on from an earlier step measures again. A kill leaves
+    all, and so does `DiskError`. Of the first `size` bytes (None: of all) `keep` says which rows
+    stay; what is no JSON object does."""
     file = Path(path)
     try:
         if not file.is_file():
@@ -89,26 +108,33 @@ def cut_metrics(path: str | PathLike[str], keep: Callable[[Mapping[str, Any]], b
         with open_regular(file, inside=True) as opened:
             data = opened.read()
         lines = data[:size].splitlines(keepends=True)
-        kept = b"".join(line for line in lines if not isinstance(row := _row(line), dict) or keep(row))
-        if len(kept) < len(data):
+        retained = b"".join(
+            line for line in lines if not isinstance(row := _row(line), dict) or keep(row)
+        )
+        if len(retained) < len(data):
             with replacing(file) as out:
-                out.write(kept)
+                out.write(retained)
     except OSError as error:
         raise not_written(f"cannot cut the metrics: {error.strerror}", error, file) from error
 
 
 def check_unused(config: LemaConfig, ended: Sequence[str] = ("train_loss",)) -> None:
-    """Refuse, with `ConfigError`, an `output_dir` with an adapter, or with metrics of which a line has one of the names
-    in `ended`, unless they may be replaced by a run that begins."""
-    directory, held = Path(config.output_dir), ""
+    """Refuse, with `ConfigError`, an `output_dir` with an adapter, or with metrics of which a line
+    has one of the names in `ended`, unless they may be replaced by a run that begins."""
+    directory = Path(config.output_dir)
+    contents = ""
     if (directory / CONFIG).is_file():
-        held = "an adapter"
+        contents = "an adapter"
     elif (file := directory / METRICS_NAME).is_file():
         with disk_errors(file), open_regular(file, inside=True) as lines:
             rows = filter(lambda row: isinstance(row, dict), map(_row, lines))
-            held = "the metrics of another run" if any(name in row for row in rows for name in ended) else ""
-    if held and not config.overwrite_output_dir:
-        what = f"the output directory holds {held}, which this run would replace"
+            contents = (
+                "the metrics of another run"
+                if any(name in row for row in rows for name in ended)
+                else ""
+            )
+    if contents and not config.overwrite_output_dir:
+        what = f"the output directory holds {contents}, which this run would replace"
         how = "choose another output_dir, or set overwrite_output_dir: true"
         raise ConfigError(what, where=str(directory), how=how)
 
@@ -126,7 +152,9 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
         with open_regular(file, inside=True) as opened:
             text = opened.read().decode("utf-8")
     except OSError as error:
-        raise unreadable(file, error, DataError, f"cannot read the metrics: {error.strerror}") from error
+        raise unreadable(
+            file, error, DataError, f"cannot read the metrics: {error.strerror}"
+        ) from error
     lines = text.split("\n")
     # Whatever follows the last newline is a line still being written.
     for number, line in enumerate(lines[:-1], start=1):
@@ -136,7 +164,12 @@ def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
             raise DataError(f"not JSON: {error}", where=f"{file}:{number}") from error
         if not isinstance(row, dict):
             raise DataError("a line of metrics is a JSON object", where=f"{file}:{number}")
-        rows.append({key: _NON_FINITE.get(one, one) if isinstance(one, str) else one for key, one in row.items()})
+        rows.append(
+            {
+                key: _NON_FINITE.get(cell, cell) if isinstance(cell, str) else cell
+                for key, cell in row.items()
+            }
+        )
     return rows
 
 
@@ -146,7 +179,9 @@ def _drawn(value: Any) -> bool:
 
 
 def plot_loss(metrics_file: str | PathLike[str], png: str | PathLike[str]) -> bool:
-    """Draw training and evaluation loss over steps; False where matplotlib is not installed or no loss was measured."""
+    """Draw training and evaluation loss over steps; False where matplotlib is not installed or
+    no loss was measured.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -182,13 +217,16 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "item"):
         return _plain(value.item())
     if isinstance(value, float) and not math.isfinite(value):
-        return next(word for word, number in _NON_FINITE.items() if number == value or value != value)
+        return next(
+            word for word, number in _NON_FINITE.items() if number == value or value != value
+        )
     return value
 
 
 def _cut_torn_line(file: FileIO) -> None:
     """Cut what follows the last newline; searches backwards, for the file may be long."""
-    end, newline = file.seek(0, os.SEEK_END), -1
+    end = file.seek(0, os.SEEK_END)
+    newline = -1
     position = end
     while position and newline < 0:
         start = max(0, position - 4096)
@@ -212,21 +250,38 @@ class Window:
     trained_tokens: int = 0
     tokens: int = 0
     optimizer: float = 0.0  # the seconds of its steps
-    measured: dict[str, tuple[float, float]] = field(default_factory=dict)  # by an objective: sums, and of how many
+    measured: dict[str, tuple[float, float]] = field(
+        default_factory=dict
+    )  # by an objective: sums, and of how many
 
     @property
     def sums(self) -> list[Any]:
         """What the means of its line are made of, as JSON types."""
-        return [self.loss, self.trained_tokens, self.measured, self.tokens, time.perf_counter() - self.began]
+        return [
+            self.loss,
+            self.trained_tokens,
+            self.measured,
+            self.tokens,
+            time.perf_counter() - self.began,
+        ]
 
     def go_on(self, sums: Sequence[Any]) -> None:
         """Take up the `sums` of a window that ended early."""
-        self.loss, self.trained_tokens, measured, self.tokens, seconds = (*sums, *NO_SUMS[len(sums) :])
-        self.measured = {name: (one[0], one[1]) for name, one in measured.items()}
+        self.loss, self.trained_tokens, measured, self.tokens, seconds = (
+            *sums,
+            *NO_SUMS[len(sums) :],
+        )
+        self.measured = {name: (pair[0], pair[1]) for name, pair in measured.items()}
         self.began -= seconds
 
 
 def since(then: StreamCounters, now: StreamCounters) -> dict[str, float]:
-    """Return what streaming cost between two looks at its counters: bytes, layers, and seconds of waiting."""
-    names = (one.name for one in fields(now) if one.name.startswith(("bytes_", "layers_", "seconds_")))
+    """Return what streaming cost between two looks at its counters: bytes, layers, and seconds
+    of waiting.
+    """
+    names = (
+        counter.name
+        for counter in fields(now)
+        if counter.name.startswith(("bytes_", "layers_", "seconds_"))
+    )
     return {name: getattr(now, name) - getattr(then, name) for name in names}

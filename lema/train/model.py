@@ -1,4 +1,6 @@
-"""`LemaModel`, the model that a user holds: skeleton, adapter and stream, put together from a config."""
+"""`LemaModel`, the model that a user holds: skeleton, adapter and stream, put together from a
+config.
+"""
 
 from __future__ import annotations
 
@@ -22,35 +24,49 @@ from lema.config import LemaConfig
 from lema.config.types import dtype_name
 from lema.data.forms import num_positions
 from lema.engine import StreamedModel
-from lema.engine.beside import StartingAdapter
 from lema.engine.generation import KeyValues
-from lema.engine.head.cut import open_ends
+from lema.engine.head.cut import open_embed_head
 from lema.engine.head.loss import CHUNK_TOKENS
-from lema.engine.head.objectives import pursue
+from lema.engine.head.objectives import set_objective
 from lema.engine.head.pieces import PiecedHead
 from lema.engine.head.routers import add_router_loss
 from lema.engine.numerics import Numerics
 from lema.engine.optim import training_bytes
 from lema.engine.padding import padding_of
+from lema.engine.reference_rows import StartingAdapter
 from lema.errors import ConfigError, named_in
 from lema.lora.attach import configured_lora, inject_lora_params
 from lema.lora.base import base_of, check_base, check_named_base, computed_for
 from lema.lora.class_names import compare_classes
-from lema.lora.files import adapter_config, load_weights, read_settings, settings_file, the_lora_config, with_adapter
+from lema.lora.files import (
+    adapter_config,
+    load_weights,
+    read_settings,
+    settings_file,
+    the_lora_config,
+    with_adapter,
+)
 from lema.lora.targets import warn_of_left_out
 from lema.model import Split, meta_model
 from lema.model.computing import computing_of
 from lema.model.files import ModelFiles
 from lema.model.inputs import add_noise
-from lema.model.outer_weights import ExpertParts, StoredTensors, draw_head, expert_parts, layer_bytes, load_outside
-from lema.model.partition import held_records, open_backend
+from lema.model.outer_weights import (
+    ExpertParts,
+    StoredTensors,
+    draw_head,
+    expert_parts,
+    layer_bytes,
+    load_outside,
+)
+from lema.model.partition import local_records, open_backend
 from lema.model.skeleton import compute_fast, other_outputs
 from lema.model.weight_names import match_names, target_dtypes
 from lema.plan import Allocation
 from lema.plan.allocate import advise, whether_recomputed
 from lema.plan.blueprint import Blueprint, reference_bytes
 from lema.plan.plan import hiding_tokens
-from lema.plan.planner import Planner, opened_planner, settled
+from lema.plan.planner import Planner, fitted_planner, opened_planner
 from lema.storage import GlobalBinaryIndex, resolve_model
 from lema.storage.hub import own_weights
 from lema.storage.rendering import read_templates
@@ -76,18 +92,34 @@ __all__ = ["LemaModel"]
 class LemaModel:
     """A causal language model that reads its decoder layers from disk only when they are needed.
 
-    Opening it reads only the config, the headers of the tensors, and the weights outside the decoder layers.
+    Opening it reads only the config, the headers of the tensors, and the weights outside the
+    decoder layers.
 
     Args:
         config: the settings of the model and the run.
-        backend: the device; `files`: the opened directory of the model; None: those that the config names.
-        trust_remote_code: run the model's own code, from its directory or, for a hub id, from the commit in
-            `config.revision`. This is not a setting, because settings are read from files.
+        backend: the device; None: the one that the config names.
+        files: the opened directory of the model; None: the one that the config names.
+        trust_remote_code: run the model's own code, from its directory or, for a hub id, from the
+            commit in `config.revision`. This is not a setting, because settings are read from
+            files.
         trace: records every read, upload and computation with its time.
-        num_labels: labels of a head that scores texts, instead of the head over the vocabulary; None: no such head. If
-            the checkpoint has none, it is drawn from `config.seed`, before the adapter.
+        num_labels: labels of a head that scores texts, instead of the head over the vocabulary;
+            None: no such head. If the checkpoint has none, it is drawn from `config.seed`, before
+            the adapter.
 
-    Raises `ConfigError` if a setting does not fit the model; `BackendUnavailable`, `ModelError`, `WeightsError`.
+    Raises:
+        ConfigError: a setting does not fit the model.
+        BackendUnavailable: the device is not there.
+        ModelError: the model cannot be streamed.
+        WeightsError: a file of weights is missing or damaged.
+
+    Example:
+        ```python
+        config = LemaConfig(model_name_or_path="Qwen/Qwen3-8B", device_memory="8GB")
+        model = LemaModel(config)
+        model.initialize_lora()
+        trainer = model.get_trainer()
+        ```
     """
 
     def __init__(
@@ -101,43 +133,69 @@ class LemaModel:
         num_labels: int | None = None,
     ) -> None:
         config = with_adapter(config, None if files is None else files.adapter)
-        self.config, self.trusted = config, trust_remote_code
+        self.config = config
+        self.trusted = trust_remote_code
         self.files = files or ModelFiles(config, trust_remote_code=trust_remote_code)
-        self.directory, hf_config = self.files.directory, deepcopy(self.files.config)
+        self.directory = self.files.directory
+        hf_config = deepcopy(self.files.config)
         if config.model_type is not None and config.model_type != hf_config.model_type:
             what = f"the model is of type {hf_config.model_type!r}, not {config.model_type!r}"
-            raise ConfigError(what, where=str(self.directory / "config.json"), how="correct model_type, or remove it")
+            raise ConfigError(
+                what,
+                where=str(self.directory / "config.json"),
+                how="correct model_type, or remove it",
+            )
         self.backend = backend or open_backend(config)
-        self.gbi = GlobalBinaryIndex(config.gbi_path or own_weights(config.model_name_or_path, self.directory))
+        self.gbi = GlobalBinaryIndex(
+            config.gbi_path or own_weights(config.model_name_or_path, self.directory)
+        )
         self.computing = computing_of(hf_config, self.gbi, config, self.backend)
         for note in self.computing.notes if self.backend.replicas.first else ():
             warnings.warn(note, stacklevel=2)
-        if others := other_outputs(hf_config):
-            what = f"config.json sets {' and '.join(others)}, which changes no number, and streamed layers do not do"
+        if ignored_outputs := other_outputs(hf_config):
+            what = (
+                f"config.json sets {' and '.join(ignored_outputs)}, which changes no number, "
+                "and streamed layers do not do"
+            )
             warnings.warn(f"{what}: the model returns logits and a loss", stacklevel=2)
         if scores := num_labels is not None:
             hf_config.num_labels = num_labels
         self._task = "SEQ_CLS" if scores else "CAUSAL_LM"
-        given = hf_config, self.computing.dtype, config.attn_implementation
-        self.skeleton = meta_model(*given, trust_remote_code=trust_remote_code, scores=scores)
+        arguments = hf_config, self.computing.dtype, config.attn_implementation
+        self.skeleton = meta_model(*arguments, trust_remote_code=trust_remote_code, scores=scores)
         compare_classes(self.skeleton, hf_config, trust_remote_code=trust_remote_code)
         self.fused = compute_fast(self.skeleton, config, self.backend)
-        self.records, self.dtypes = records, dtypes = match_names(self.skeleton, self.gbi), target_dtypes(self.skeleton)
+        self.records, self.dtypes = records, dtypes = (
+            match_names(self.skeleton, self.gbi),
+            target_dtypes(self.skeleton),
+        )
         guard = BaseGuard(records) if config.check_base_weights else None
         self._reader = LayerReader(trace=trace, guard=guard, first_reads=FirstReads())
-        self.split = Split(self.skeleton, self.backend, compiled=config.torch_compile, fast=config.arithmetic == "fast")
+        self.split = Split(
+            self.skeleton,
+            self.backend,
+            compiled=config.torch_compile,
+            fast=config.arithmetic == "fast",
+        )
         name = self.split.layers_name
-        self._trace, self._divided = trace, False  # whether it is divided among processes
+        self._trace = trace
+        self._divided = False  # whether it is divided among processes
         self._stored = StoredTensors(records, dtypes, self.backend, self._reader)
-        self._head, self._tables = open_ends(self.skeleton, self._stored, config, self.backend.parallel)
+        self._head, self._tables = open_embed_head(
+            self.skeleton, self._stored, config, self.backend.parallel
+        )
         self.split.tables = self._tables
-        self.outside_bytes = load_outside(self.skeleton, self._stored, name, self._tables.names | self._head.names)
+        self.outside_bytes = load_outside(
+            self.skeleton, self._stored, name, self._tables.names | self._head.names
+        )
         self._drawn = draw_head(self.skeleton, self.backend.device, config.seed) if scores else None
         self.lora_manager: PeftModel | None = None
         self.num_adapter_parameters = 0
         self.reference: StartingAdapter | None = None  # that preference losses compare with
         self._padding = padding_of(config, self.backend.parallel.size, num_positions(hf_config))
-        self._numerics = Numerics(config.tf32, config.deterministic)  # last: a model that is not opened closes nothing
+        self._numerics = Numerics(
+            config.tf32, config.deterministic
+        )  # last: a model that is not opened closes nothing
 
     @classmethod
     def from_pretrained(
@@ -149,78 +207,138 @@ class LemaModel:
         unread: Container[str] = (),
         **overrides: Any,
     ) -> Self:
-        """Open a saved adapter, whose PEFT files are in `directory`, with its base model.
+        """Open a saved adapter with its base model.
 
-        The settings are those of `lema_config.json`; `overrides` replace them, or supply them if there is no such file.
-        The base model's own code runs only if you trust it. Of a stranger's settings that are ignored a line tells,
-        unless they are named in `unread`. Raises `AdapterError` if there is no adapter, it does not
-        fit the model, or the model has changed since the training and no override names it; `ConfigError` if an
-        override contradicts the adapter.
+        The settings are those of `lema_config.json`. A line tells which settings of a stranger's
+        file are ignored.
+
+        Args:
+            directory: where PEFT's files of the adapter are.
+            backend: the device; None: the one that the settings name.
+            trust_remote_code: run the base model's own code.
+            unread: names of settings that need no such line.
+            overrides: settings that replace those of the file, or supply them if there is no file.
+
+        Returns:
+            The model with its adapter attached and loaded.
+
+        Raises:
+            AdapterError: there is no adapter, it does not fit the model, or the model has changed
+                since the training and no override names it.
+            ConfigError: an override contradicts the adapter.
         """
         path = Path(directory)
         config, saved = read_settings(path, unread=unread, **overrides)
-        gone: dict[str, Any] = {"adapter_name_or_path": None}  # because its first adapter may be missing
+        gone: dict[str, Any] = {
+            "adapter_name_or_path": None
+        }  # because its first adapter may be missing
         if overrides.get("chat_template") is None and read_templates(path) is not None:
             gone["chat_template"] = None  # the one beside the adapter is what it was trained with
         config = config.model_copy(update=gone)
-        own = overrides.keys().isdisjoint({"model_name_or_path", "gbi_path", "revision"})
-        with named_in(settings_file(path) if own else None):
+        has_saved_base = overrides.keys().isdisjoint({"model_name_or_path", "gbi_path", "revision"})
+        with named_in(settings_file(path) if has_saved_base else None):
             files = ModelFiles(config, trust_remote_code=trust_remote_code, adapter=path)
             model = cls(config, backend=backend, files=files, trust_remote_code=trust_remote_code)
-        if own:
+        if has_saved_base:
             check_base(path, model.gbi)
-        then, now = computed_for(path), dtype_name(model.computing.dtype)
+        then = computed_for(path)
+        now = dtype_name(model.computing.dtype)
         if then not in (None, now) and overrides.keys().isdisjoint({"compute_dtype", "dtype"}):
-            what = f"the adapter was trained in {then}, and here the model computes in {now}, which rounds otherwise"
-            warnings.warn(f"{what}; --compute-dtype {then} computes as the training did", stacklevel=2)
+            what = (
+                f"the adapter was trained in {then}, and here the model computes in {now}, "
+                "which rounds otherwise"
+            )
+            warnings.warn(
+                f"{what}; --compute-dtype {then} computes as the training did", stacklevel=2
+            )
         if saved is None:
             saved = configured_lora(model.skeleton, config, model.backend.parallel.size)
         else:
             saved = adapter_config(model.skeleton, saved, path)
         model.attach_lora(saved)
-        given = path, model.split.layers_name, model.backend.parallel
-        load_weights(adapters := model._require_adapter(), *given)
-        model.config, model.reference = reopened(model.config, adapters, *given)
+        arguments = path, model.split.layers_name, model.backend.parallel
+        load_weights(adapters := model._require_adapter(), *arguments)
+        model.config, model.reference = reopened(model.config, adapters, *arguments)
         return model
 
     def initialize_lora(self) -> None:
-        """Attach a new adapter with the values that PEFT draws for `seed`, or the one in `adapter_name_or_path`.
-        Raises `ModelError` if the adapter or its targets do not fit the model."""
+        """Attach a new adapter with the values that PEFT draws for `seed`, or a saved one.
+
+        The saved one is that of `adapter_name_or_path`.
+
+        Raises:
+            AdapterError: the saved adapter does not fit the model.
+            ConfigError: the model has an adapter already.
+            ModelError: no module, or one that cannot stream, matches the targets.
+        """
         if (begun := self.config.adapter_name_or_path) is not None:
-            self.begin_with_adapter(self.files.adapter or resolve_model(begun), dropout=self.config.lora_dropout)
+            self.begin_with_adapter(
+                self.files.adapter or resolve_model(begun), dropout=self.config.lora_dropout
+            )
             return
         lora = configured_lora(self.skeleton, self.config, self.backend.parallel.size)
         if self.config.lora_target_modules is None:
-            warn_of_left_out(self.skeleton, lora, experts=self.config.lora_target_parameters is None)
+            warn_of_left_out(
+                self.skeleton, lora, experts=self.config.lora_target_parameters is None
+            )
         self.attach_lora(lora, seed=self.config.seed)
         self.config, self.reference = begins_with(self.config, self._require_adapter(), begun=False)
 
     def attach_lora(self, config: LoraConfig, *, seed: int | None = None) -> None:
-        """Attach an adapter of PEFT's config, with values drawn from `seed`, or without values that will be loaded."""
+        """Attach an adapter of PEFT's config.
+
+        Args:
+            config: the adapter's kind, rank, targets and options.
+            seed: its values are drawn from it; None: it has no values until they are loaded.
+
+        Raises:
+            ConfigError: the model has an adapter already, or is divided among processes already.
+            ModelError: the adapter or its targets do not fit the model.
+        """
         if self.lora_manager is not None:
-            raise ConfigError("the model has an adapter already", how="open another LemaModel for another adapter")
+            raise ConfigError(
+                "the model has an adapter already", how="open another LemaModel for another adapter"
+            )
         if self._divided and self.backend.parallel.size > 1:
             what = "the layers are already divided among processes"
             raise ConfigError(what, how="call initialize_lora() before anything else")
-        if config.trainable_token_indices is not None:  # because PEFT copies rows as it attaches them
+        if (
+            config.trainable_token_indices is not None
+        ):  # because PEFT copies rows as it attaches them
             self.keep_whole(lambda name: not name.startswith(f"{self.split.layers_name}."))
-        begun = seed if seed is None or self._drawn is None else self._drawn  # the head was drawn before
+        # the head was drawn before
+        begun = seed if seed is None or self._drawn is None else self._drawn
         with self._tables.taken_out():
-            self.lora_manager = inject_lora_params(self.skeleton, config, self.backend.device, begun, self._stored.read)
+            self.lora_manager = inject_lora_params(
+                self.skeleton, config, self.backend.device, begun, self._stored.read
+            )
             touched = self._tables.touched()
         self.keep_whole(touched.__contains__, self._head.touched())
-        self.num_adapter_parameters = sum(one.numel() for one in self.skeleton.parameters() if one.requires_grad)
+        self.num_adapter_parameters = sum(
+            parameter.numel() for parameter in self.skeleton.parameters() if parameter.requires_grad
+        )
         if (alpha := self.config.neftune_noise_alpha) is not None:
             add_noise(self.skeleton, alpha)
         self._divide()
         self.split.adapters_changed()
         self.spend_anew()  # limits must leave room for the adapter
 
-    def begin_with_adapter(self, directory: str | PathLike[str], *, dropout: float | None = None) -> None:
-        """Attach a saved adapter, in PEFT's files, instead of a new one. Its rank, targets, options and values apply,
-        and its dropout unless the settings give another. Preference losses compare with it, as it is now, unless the
-        settings say `reference: base`. Raises `AdapterError` if no complete adapter fits; `ConfigError` if the model
-        already has an adapter."""
+    def begin_with_adapter(
+        self, directory: str | PathLike[str], *, dropout: float | None = None
+    ) -> None:
+        """Attach a saved adapter, instead of a new one, to train it further.
+
+        Its rank, targets, options and values apply. Preference losses compare with it, as it is
+        now, unless the settings say `reference: base`.
+
+        Args:
+            directory: where PEFT's files of the adapter are.
+            dropout: the dropout of the training; None: that of the saved adapter.
+
+        Raises:
+            AdapterError: there is no complete adapter, or it does not fit the model.
+            ConfigError: the model has an adapter already.
+        """
         path = Path(directory)
         saved = the_lora_config(path, self._task)
         saved.lora_dropout = saved.lora_dropout if dropout is None else dropout
@@ -230,36 +348,64 @@ class LemaModel:
         self.config, self.reference = begins_with(self.config, self._require_adapter(), begun=True)
 
     def get_trainable_parameters(self) -> list[nn.Parameter]:
-        """Return the adapter's fp32 parameters in the order of the model, as a list for an optimizer."""
+        """Return the adapter's fp32 parameters in the order of the model, as a list for an
+        optimizer.
+        """
         self._require_adapter()
         return [parameter for parameter in self.skeleton.parameters() if parameter.requires_grad]
 
     def get_trainer(
         self, optimizer: Optimizer | None = None, callbacks: Sequence[Any] = (), **options: Any
     ) -> LemaTrainer:
-        """Return a trainer of this model. The `optimizer` has `get_trainable_parameters()`; `options` are those of
-        `LemaTrainer`. Raises `ConfigError` if the model scores texts, because it has no loss of tokens."""
+        """Return a trainer of this model.
+
+        Args:
+            optimizer: has the parameters of `get_trainable_parameters()`; None: that of the
+                settings.
+            callbacks: `transformers.TrainerCallback`s.
+            options: further arguments of `LemaTrainer`.
+
+        Returns:
+            The trainer, whose `fit` trains.
+
+        Raises:
+            ConfigError: the model scores texts, for which it has no loss of tokens; or `optimizer`
+                does not have the parameters of the adapter.
+        """
         if self._task != "CAUSAL_LM":
             what = "the model scores texts, but LemaTrainer has only losses of tokens"
-            raise ConfigError(what, how="give it to TRL's RewardTrainer, or to transformers' Trainer")
+            raise ConfigError(
+                what, how="give it to TRL's RewardTrainer, or to transformers' Trainer"
+            )
         from lema.train.trainer import LemaTrainer
 
         check_reference(self.config, self.reference)
         self.settle_tokens()
-        add_router_loss(adapter := self.adapter, self.config, self.directory)  # which settles what settings leave open
-        given = self.config, adapter, self.gbi, self.lora_manager, optimizer, self.memory
+        add_router_loss(
+            adapter := self.adapter, self.config, self.directory
+        )  # which settles what settings leave open
+        arguments = self.config, adapter, self.gbi, self.lora_manager, optimizer, self.memory
         if self.config.eval_prompts:
             from lema.train.inference.texts import Samples
 
             callbacks = [Samples(self), *callbacks]
-        return LemaTrainer(*given, callbacks=callbacks, files=self.files, **options)
+        return LemaTrainer(*arguments, callbacks=callbacks, files=self.files, **options)
 
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
-        """Write PEFT's adapter files and `lema_config.json`, with the chat template and the ends of the texts where
-        they are not the model's own, or raise `DiskError`. Only the first process writes."""
+        """Write PEFT's adapter files and `lema_config.json`.
+
+        The chat template and the ends of the texts are written where they are not the model's own.
+        Only the first of several processes writes.
+
+        Args:
+            directory: is made if need be; what it has of these files is replaced.
+
+        Raises:
+            DiskError: the files cannot be written.
+        """
         base = base_of(self.config, self.gbi, BaseFiles(self.gbi), self.computing.dtype)
-        given = self.backend, self._require_adapter(), self.config, base, self.reference
-        leave_adapter(Path(directory), *given, [self.files.write_rendering])
+        arguments = self.backend, self._require_adapter(), self.config, base, self.reference
+        leave_adapter(Path(directory), *arguments, [self.files.write_rendering])
 
     @cached_property
     def adapter(self) -> StreamedModel:
@@ -284,25 +430,46 @@ class LemaModel:
         )
         adapter.engine.runs_again = self.allocation.runs_again
         adapter.retry.advise = partial(advise, self.planner, self.allocation)
-        pursue(adapter, self.config)
+        set_objective(adapter, self.config)
         adapter.reference = self.reference
         return adapter
 
     @cached_property
     def _layers(self) -> list[LayerBytes]:
-        """The decoder layers as bytes: of processes that hold the model together, this one's part of each."""
+        """The decoder layers as bytes: of processes that hold the model together, this one's
+        part of each.
+        """
         self._divide()
-        records = held_records(self.skeleton, self.records, self.backend.parallel)
-        given = records, self.dtypes, self.split.layers_name, self.split.num_layers, self._tables.names
-        return layer_bytes(*given, narrow=self.computing.narrow)
+        records = local_records(self.skeleton, self.records, self.backend.parallel)
+        arguments = (
+            records,
+            self.dtypes,
+            self.split.layers_name,
+            self.split.num_layers,
+            self._tables.names,
+        )
+        return layer_bytes(*arguments, narrow=self.computing.narrow)
 
     @property
-    def _parts(self) -> ExpertParts:  # as they are leased: with experts in groups, if memory is spent so
-        return (self.planner.blueprint.parts if self.allocation.experts else None) or ExpertParts(tuple(self._layers))
+    def _parts(
+        self,
+    ) -> ExpertParts:  # as they are leased: with experts in groups, if memory is spent so
+        return (self.planner.blueprint.parts if self.allocation.experts else None) or ExpertParts(
+            tuple(self._layers)
+        )
 
     def keep_whole(self, chosen: Callable[[str], bool], head: str | None = None) -> None:
-        """Keep embeddings whole whose rows would be read one by one, if `chosen` accepts their weights' names, and the
-        head, or for the given reason. Raises `ConfigError` if the settings require rows or pieces."""
+        """Keep embeddings whole whose rows would be read one by one, and a head that would be in
+        pieces.
+
+        Args:
+            chosen: is called with the names of the embeddings' weights, and returns whether to keep
+                one.
+            head: why the head is kept; None: it is kept if `chosen` accepts its weights.
+
+        Raises:
+            ConfigError: the settings require rows or pieces.
+        """
         if head is None and any(map(chosen, self._head.names)):
             head = "its weight has an adapter, or trains"
         if head is not None:
@@ -312,19 +479,27 @@ class LemaModel:
             self.__dict__.pop("_layers", None)
 
     def _divide(self) -> None:
-        """Divide the model, adapters attached or not, among the processes that hold it together; once."""
+        """Divide the model, adapters attached or not, among the processes that hold it together;
+        once.
+        """
         if self.backend.parallel.size > 1 and not self._divided:
             words = self._head.handed_over() | self._tables.handed_over()
             self.backend.parallel.shard(self.skeleton, words)
-            held = held_records(self.skeleton, self.records, self.backend.parallel)
-            given = replace(self._stored, records=held), self.split.layers_name, held.keys() - words
-            self.outside_bytes += load_outside(self.skeleton, *given)
+            shard_records = local_records(self.skeleton, self.records, self.backend.parallel)
+            arguments = (
+                replace(self._stored, records=shard_records),
+                self.split.layers_name,
+                shard_records.keys() - words,
+            )
+            self.outside_bytes += load_outside(self.skeleton, *arguments)
             self.split.adapters_changed()
         self._divided = True
 
     @cached_property
     def allocation(self) -> Allocation:
-        """How memory is used within the limits, or `MemoryLimitError`. It is computed at first use unless set."""
+        """How memory is used within the limits, or `MemoryLimitError`. It is computed at first
+        use unless set.
+        """
         allocation = self.planner.needs().allocation
         if self.lora_manager is not None:
             self.config = self.config.model_copy(update=self.planner.chosen)
@@ -332,44 +507,65 @@ class LemaModel:
 
     @cached_property
     def planner(self) -> Planner:
-        """The planner, which finds the best use of memory for this model and the step of its settings."""
-        return settled(self.opened, trains=self.lora_manager is not None)
+        """The planner, which finds the best use of memory for this model and the step of its
+        settings.
+        """
+        return fitted_planner(self.opened, trains=self.lora_manager is not None)
 
     @property
     def opened(self) -> Planner:
         """The same before anything is chosen or looked at."""
         if "memory" in self.__dict__:
-            self.memory.arrive()  # because free memory is looked at
+            self.memory.load_residents()  # because free memory is looked at
         adapter = training_bytes(self.skeleton, self.split.layers_name), self.num_adapter_parameters
-        layers, ends = self._layers, (self.outside_bytes, self._tables, self._head)  # in this order: ends are divided
+        layers = self._layers
+        outside = (self.outside_bytes, self._tables, self._head)  # in this order: ends are divided
         count = sum(parameter.numel() for parameter in self.skeleton.parameters())
-        given = self.directory, self.skeleton, layers, *ends, *adapter, self.gbi.nbytes, count
+        arguments = (
+            self.directory,
+            self.skeleton,
+            layers,
+            *outside,
+            *adapter,
+            self.gbi.nbytes,
+            count,
+        )
         where = self.split.layers_name, self.split.layers, self._tables.names
         narrow = self.computing.narrow
         cut = partial(expert_parts, self.records, self.dtypes, *where, narrow=narrow)
         parallel = self.backend.parallel
-        kept = reference_bytes(self.config, self.skeleton)
-        how: dict[str, Any] = {"cut_experts": cut, "parallel": parallel, "computing": self.computing}
-        blueprint = Blueprint(*given, reference_bytes=kept, **how)
+        reference_nbytes = reference_bytes(self.config, self.skeleton)
+        how: dict[str, Any] = {
+            "cut_experts": cut,
+            "parallel": parallel,
+            "computing": self.computing,
+        }
+        blueprint = Blueprint(*arguments, reference_bytes=reference_nbytes, **how)
         return opened_planner(self.config, blueprint, self.backend)
 
     def head_in_pieces(self) -> PiecedHead | None:
-        """Return the head in pieces, which are leased after the layers; None: it is on the device."""
+        """Return the head in pieces, which are leased after the layers; None: it is on the
+        device.
+        """
         return self._head.pieced(self.split, self.backend, self._parts.leased)
 
     @cached_property
     def memory(self) -> LayerStream:
-        """The stream of layers for `allocation`. Each of several processes makes its own, at the same time."""
+        """The stream of layers for `allocation`. Each of several processes makes its own, at the
+        same time.
+        """
         for name in ("shard_weights", "shard_optimizer"):
             if getattr(self.config, name) and self.backend.replicas.size == 1:
-                warnings.warn(f"{name} does nothing in one process: torchrun starts several", stacklevel=2)
+                warnings.warn(
+                    f"{name} does nothing in one process: torchrun starts several", stacklevel=2
+                )
         if not self.allocation.pieces:
             self.outside_bytes += self._head.keep_whole(self._tables)
         leased, self.split.groups = self._parts.numbered(self._head.pieces(self._parts.leased))
         return LayerStream(
             leased,
             self.backend,
-            parts={at: [one.number for one in own] for at, own in self.split.groups.items()},
+            parts={at: [part.number for part in group] for at, group in self.split.groups.items()},
             prefetch_depth=self.allocation.slots - 1,
             residents=self.allocation.residents,
             host_cached=self.allocation.host_cached,
@@ -380,8 +576,8 @@ class LemaModel:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the model's directory, with the chat template of the settings or of the adapter; `DataError`
-        if there is none."""
+        """The tokenizer of the model's directory, with the chat template of the settings or of the
+        adapter; `DataError` if there is none."""
         return self.files.tokenizer
 
     def generate(
@@ -395,34 +591,57 @@ class LemaModel:
     ) -> list[str]:
         """Return the continuation of each prompt. A batch streams every layer once per new token.
 
-        The `prompt` is one text or several. Each gets at most `max_new_tokens` tokens, and `batch_size` prompts run
-        at once (None: all). `keys_values` is the place of keys and values between tokens. The `options` are those of
-        `transformers`' `generate` (do_sample, temperature, top_p, stop_strings, ...).
+        Processes that hold the model together must all call this, and all get the texts.
 
-        Processes that hold the model together must all call this, and all get the texts. Raises `MemoryLimitError`
-        if keys and values of a batch do not fit; `ConfigError` if processes divide a row's tokens.
+        Args:
+            prompt: one text or several.
+            max_new_tokens: the most tokens that each prompt gets.
+            batch_size: prompts that run at once; None: all.
+            keys_values: where keys and values wait between tokens.
+            options: those of `generate` of transformers (do_sample, temperature, top_p,
+                stop_strings).
+
+        Returns:
+            The texts, without their prompts.
+
+        Raises:
+            MemoryLimitError: keys and values of a batch do not fit.
+            ConfigError: processes divide the tokens of a row.
+
+        Example:
+            ```python
+            model = LemaModel.from_pretrained("out")
+            print(model.generate("The capital of France is", max_new_tokens=8)[0])
+            ```
         """
         from lema.train.inference.texts import texts_of
 
         return texts_of(self, prompt, max_new_tokens, batch_size, keys_values, options)
 
     def settle_tokens(self) -> bool:
-        """Set a number for `tokens_per_step: auto` in `config`, and return whether there was none: that of the run in
-        `output_dir`, if it has checkpoints, otherwise a measured one, with the errors of `hiding_tokens`."""
+        """Set a number for `tokens_per_step: auto` in `config`, and return whether there was none:
+        that of the run in `output_dir`, if it has checkpoints, otherwise a measured one, with the
+        errors of `hiding_tokens`."""
         if self.config.tokens_per_step != "auto":
             return False
-        then = first_alone(self.backend.replicas, partial(newest_settings, Path(self.config.output_dir)))
+        then = first_alone(
+            self.backend.replicas, partial(newest_settings, Path(self.config.output_dir))
+        )
         tokens = then.get("tokens_per_step") or hiding_tokens(self.planner)
         self.spend_anew()
         self.config = self.config.model_copy(update={"tokens_per_step": tokens})
         return True
 
     def settle_date(self) -> None:
-        """Set the date of today in `config` if a chat template asks for it; one that is there stays."""
+        """Set the date of today in `config` if a chat template asks for it; one that is there
+        stays.
+        """
         self.config = first_alone(self.backend.replicas, partial(self.files.dated, self.config))
 
     def spend_anew(self) -> None:
-        """Forget the use of memory and drop the layers in it, so that `allocation` is computed or set again."""
+        """Forget the use of memory and drop the layers in it, so that `allocation` is computed
+        or set again.
+        """
         self.__dict__.pop("allocation", None)
         self.__dict__.pop("planner", None)
         if (stream := self.__dict__.pop("memory", None)) is not None:
@@ -431,15 +650,21 @@ class LemaModel:
             adapter.close()
 
     def close(self, *, keep_backend: bool = False) -> None:
-        """Stop reading and free the memory. With `keep_backend` the caller continues to use the device."""
-        for open_still in [self.__dict__[name] for name in ("adapter", "memory") if name in self.__dict__]:
+        """Stop reading and free the memory. With `keep_backend` the caller continues to use the
+        device.
+        """
+        for open_still in [
+            self.__dict__[name] for name in ("adapter", "memory") if name in self.__dict__
+        ]:
             open_still.close()
         self._reader.close()
         (self.backend.synchronize if keep_backend else self.backend.close)()
         self._numerics.put_back()
 
     def read_stored(self, names: Collection[str]) -> Mapping[str, Tensor]:
-        """Return tensors of the model without adapters, by name, on the device, without those that are not stored."""
+        """Return tensors of the model without adapters, by name, on the device, without those
+        that are not stored.
+        """
         return self._stored.read(names)
 
     def _require_adapter(self) -> PeftModel:

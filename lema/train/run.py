@@ -44,40 +44,67 @@ def train(
     trace: NoTrace = NO_TRACE,
     show: Callable[[Planner, Rows], None] | None = None,
 ) -> dict[str, Any]:
-    """Train with a config, save the adapter to `output_dir`, and return the result of `LemaTrainer.fit`.
+    """Train with a config, save the adapter to `output_dir`, and return what the run has come to.
 
     Args:
-        config: with `train_data`.
+        config: the settings of the run, with `train_data`.
         resume: continue from the newest valid checkpoint in `output_dir`.
-        weights_only: with `resume`: take adapters, generators and step from the checkpoint, and an empty optimizer.
+        weights_only: with `resume`: take adapters, generators and step from the checkpoint, and an
+            empty optimizer.
         callbacks: `transformers.TrainerCallback`s.
         console: the console to print to; None: standard output.
         trust_remote_code: run the model's own code.
         trace: records every read, upload and computation with its time.
-        show: is called with the planner and the data of the run, to show the whole plan instead of one sentence.
+        show: is called with the planner and the data of the run, to show the whole plan instead of
+            one sentence.
 
-    Raises `MemoryLimitError` if the run does not fit, before it reads data or the layers' weights; `Stopped` after
-    SIGINT, SIGTERM, SIGUSR1 or a file `stop` in `output_dir`, when the last whole step is saved; otherwise another
-    `LemaError`, whose `exit_code` is that of the command line.
+    Returns:
+        The result of `LemaTrainer.fit`: `train_loss`, `train_runtime` in seconds, and the others.
+
+    Raises:
+        MemoryLimitError: the run does not fit. It is raised before data and layers are read.
+        Stopped: after SIGINT, SIGTERM, SIGUSR1 or a file `stop` in `output_dir`, when the last
+            whole step is saved.
+        LemaError: anything else; its `exit_code` is that of the command line.
+
+    Example:
+        ```python
+        from lema import LemaConfig
+        from lema.train import train
+
+        result = train(LemaConfig.from_yaml("run.yaml"), resume=True)
+        print(result["train_loss"])
+        ```
     """
     shown = console or Console(highlight=False)
-    out, saved = line_printer(shown), checkpoints(Path(config.output_dir)) if resume else []
+    out = line_printer(shown)
+    saved = checkpoints(Path(config.output_dir)) if resume else []
     check_output_dir(config)
     if not resume:
         check_new(config)  # now, because tokenising takes minutes
-    given, config = sorted(config.model_fields_set), as_begun(config, saved[-1]) if saved else config
+    setting_names = sorted(config.model_fields_set)
+    config = as_begun(config, saved[-1]) if saved else config
     adapter = adapter_to_begin(config, saved, weights_only=weights_only)
     files = ModelFiles(config, trust_remote_code=trust_remote_code, adapter=adapter)
-    with closing(LemaModel(config, files=files, trust_remote_code=trust_remote_code, trace=trace)) as model:
+    with closing(
+        LemaModel(config, files=files, trust_remote_code=trust_remote_code, trace=trace)
+    ) as model:
         replicas = model.backend.replicas
         shown.quiet = shown.quiet or not replicas.first
         if replicas.size > 1:
-            each = "each" if (held := model.backend.parallel.size) == 1 else f"each {held} of them"
-            out(f"{replicas.num_processes} processes, {each} with its share of every batch")
+            participants = (
+                "each"
+                if (group_size := model.backend.parallel.size) == 1
+                else f"each {group_size} of them"
+            )
+            out(f"{replicas.num_processes} processes, {participants} with its share of every batch")
         model.initialize_lora()
         if model.settle_tokens():
             tokens = model.config.tokens_per_step
-            out(f"tokens_per_step: auto is {tokens:,}, from which reading is hidden behind computing")
+            out(
+                f"tokens_per_step: auto is {tokens:,}, from which reading is hidden behind "
+                "computing"
+            )
         model.allocation  # noqa: B018 - now, because what does not fit should be known before any data is read
         model.settle_date()
         train_data, eval_data = load_data(model)
@@ -85,13 +112,20 @@ def train(
         if eval_data is not None:
             out(f"evaluation data: {eval_data.counts}")
         planner = timed(model.planner)
-        (show or (lambda *given: out(f"plan: {verdict_of(*given)}")))(planner, train_data)
+        (show or (lambda *arguments: out(f"plan: {verdict_of(*arguments)}")))(planner, train_data)
         with StopOnSignal(Path(config.output_dir) / STOP_FILE) as stop:
-            noted = NotePlan(model.config, brief(planner), given=given, used=model.backend.memory().used)
+            noted = NotePlan(
+                model.config, brief(planner), given=setting_names, used=model.backend.memory().used
+            )
             trainer = model.get_trainer(callbacks=[*callbacks, noted] if replicas.first else ())
             for line in _about(model):
                 out(line)
-            how: dict[str, Any] = {"resume": resume, "weights_only": weights_only, "say": out, "stop": stop.why}
+            how: dict[str, Any] = {
+                "resume": resume,
+                "weights_only": weights_only,
+                "say": out,
+                "stop": stop.why,
+            }
             result = trainer.fit(train_data, eval_data, **how)
         for line in _ended(result, trainer.global_step, config):
             out(line)
@@ -99,21 +133,30 @@ def train(
 
 
 def _about(model: LemaModel) -> Iterator[str]:
-    """Yield what is trained and where, and that the loss leaves out what the routers add to it elsewhere, unless the
-    config says anything of it."""
+    """Yield what is trained and where, and that the loss leaves out what the routers add to it
+    elsewhere, unless the config says anything of it."""
     adapters = f"{model.num_adapter_parameters:,} adapter parameters; device {model.backend.device}"
-    weights = f"{model.split.num_layers} layers ({model.allocation.summary()}), {human_bytes(model.gbi.nbytes)}"
+    weights = (
+        f"{model.split.num_layers} layers ({model.allocation.summary()}), "
+        f"{human_bytes(model.gbi.nbytes)}"
+    )
     yield f"{weights} of weights; {adapters}"
-    if others := untested():
-        yield f"not tested with {others}"
+    if untested_libraries := untested():
+        yield f"not tested with {untested_libraries}"
     if model.config.objective in WITH_REFERENCE:
-        yield "reference: " + ("the base model" if model.reference is None else "the adapter that the run began with")
+        yield "reference: " + (
+            "the base model" if model.reference is None else "the adapter that the run began with"
+        )
     if model.fused is not None:
         yield f"arithmetic: fast: {model.fused}"
-    known = getattr(model.skeleton.config.get_text_config(), "router_aux_loss_coef", None)
-    if known and model.config.router_aux_loss_coef is None and model.adapter.engine.routers is None:
+    coefficient = getattr(model.skeleton.config.get_text_config(), "router_aux_loss_coef", None)
+    if (
+        coefficient
+        and model.config.router_aux_loss_coef is None
+        and model.adapter.engine.routers is None
+    ):
         what = "the training loss leaves out the routers' auxiliary loss, which TRL adds by default"
-        yield f"{what}; router_aux_loss_coef: {known} adds it here"
+        yield f"{what}; router_aux_loss_coef: {coefficient} adds it here"
 
 
 def _ended(result: Mapping[str, Any], steps: int, config: LemaConfig) -> Iterator[str]:
@@ -123,23 +166,46 @@ def _ended(result: Mapping[str, Any], steps: int, config: LemaConfig) -> Iterato
         if (dead := result.get("dead")) is not None:
             yield f"ended at step {steps}, but this run may have learnt nothing: {dead}"
             yield f"adapter: {config.output_dir}"
-            yield f"next: lema report {shlex.quote(config.output_dir)}, then train again with other settings"
+            yield (
+                f"next: lema report {shlex.quote(config.output_dir)}, then train again with "
+                "other settings"
+            )
             return
-        rate, time = human_count(result["train_tokens_per_second"]), human_duration(result["train_runtime"])
-        yield f"ended at step {steps} after {time}: mean loss {result['train_loss']:.4f}, {rate} tokens/s"
+        rate = human_count(result["train_tokens_per_second"])
+        time = human_duration(result["train_runtime"])
+        yield (
+            f"ended at step {steps} after {time}: mean loss {result['train_loss']:.4f}, {rate} "
+            "tokens/s"
+        )
         if (step := result.get("best_step")) is not None:
-            kept = "whose adapter is kept" if config.load_best_model_at_end else "the adapter is from the last step"
-            yield f"best evaluation: {name} {result[f'best_{name}']:.4f} at step {step}, {kept}"
+            adapter_note = (
+                "whose adapter is kept"
+                if config.load_best_model_at_end
+                else "the adapter is from the last step"
+            )
+            yield (
+                f"best evaluation: {name} {result[f'best_{name}']:.4f} at step {step}, "
+                f"{adapter_note}"
+            )
     yield f"adapter: {config.output_dir}"
-    yield f"next: lema generate {(place := shlex.quote(config.output_dir))} --prompt TEXT, or lema report {place}"
+    yield (
+        f"next: lema generate {(directory := shlex.quote(config.output_dir))} --prompt TEXT, "
+        f"or lema report {directory}"
+    )
 
 
 def load_data(model: LemaModel) -> tuple[Rows, Rows | None]:
-    """Read the data that the config names to train and evaluate on; `ConfigError`: none, else as `read_data`."""
+    """Read the data that the config names to train and evaluate on; `ConfigError`: none, else as
+    `read_data`.
+    """
     config = model.config
     if not config.train_data:
-        raise ConfigError("the config names no training data", where="train_data", how="give a file or a list of files")
-    rows, held_back = training_rows(config, model.files)
+        raise ConfigError(
+            "the config names no training data",
+            where="train_data",
+            how="give a file or a list of files",
+        )
+    rows, eval_rows = training_rows(config, model.files)
     if config.eval_data:
-        held_back = read_data(config, model.files, config.eval_data)
-    return rows, first_rows(held_back, config.max_eval_samples)
+        eval_rows = read_data(config, model.files, config.eval_data)
+    return rows, first_rows(eval_rows, config.max_eval_samples)

@@ -16,11 +16,15 @@ __all__ = ["StepSampler", "batches_of"]
 
 
 class StepSampler:
-    """The optimizer steps of a run over rows with `input_ids` and `labels`, of which each process gets its share. Where
-    in the data a step ends follows from its number alone. The last step may take fewer batches than the others."""
+    """The optimizer steps of a run over rows with `input_ids` and `labels`, of which each process
+    gets its share. Where in the data a step ends follows from its number alone. The last step may
+    take fewer batches than the others."""
 
-    def __init__(self, dataset: Any, config: LemaConfig, replicas: Replicas, padding: Padding | None = None) -> None:
-        self.dataset, self._config = dataset, config
+    def __init__(
+        self, dataset: Any, config: LemaConfig, replicas: Replicas, padding: Padding | None = None
+    ) -> None:
+        self.dataset = dataset
+        self._config = config
         self._per_step = config.gradient_accumulation_steps
         self._batches = batches_of(
             dataset,
@@ -30,19 +34,22 @@ class StepSampler:
             shuffle=config.shuffle,
             rank=replicas.rank,
             size=replicas.size,
-            # Where batches come again as they are, micro-batches do as well, because `cache_frozen_prefix` knows them
-            # by what is in them, and is to change no number.
-            apart=not config.shuffle or config.batch_size == 1,
+            # Where batches come again as they are, micro-batches do as well, because
+            # `cache_frozen_prefix` knows them by what is in them, and is to change no number.
+            separate_batches=not config.shuffle or config.batch_size == 1,
             per_step=self._per_step * config.group_by_length,
         )
-        steps, batches = config.max_steps, self._batches
-        self.num_batches = steps * self._per_step if steps else batches.num_batches(config.num_train_epochs)
+        steps = config.max_steps
+        batches = self._batches
+        self.num_batches = (
+            steps * self._per_step if steps else batches.num_batches(config.num_train_epochs)
+        )
         self.num_steps = -(-self.num_batches // self._per_step)
 
     @property
     def num_epochs(self) -> int:
         """How many epochs the run begins."""
-        return self._batches.place(self.num_batches - 1)[0] + 1
+        return self._batches.position(self.num_batches - 1)[0] + 1
 
     @property
     def repeats(self) -> bool:
@@ -52,7 +59,8 @@ class StepSampler:
     @cached_property
     def about(self) -> dict[str, Any]:
         """What, with the step, says where in the data a run is."""
-        config, fingerprint = self._config, getattr(self.dataset, "fingerprint", None)
+        config = self._config
+        fingerprint = getattr(self.dataset, "fingerprint", None)
         return {
             "rows": len(self.dataset),
             "fingerprint": fingerprint() if callable(fingerprint) else None,
@@ -70,13 +78,17 @@ class StepSampler:
         return [row for batch in self._of(step) for row in self._batches.rows(batch) if row in mine]
 
     def micro_batches(self, step: int) -> list[dict[str, Tensor]]:
-        """Return these rows as what is computed at once: put together by length, whatever batch of the step they are
-        of, and each micro-batch as wide as its longest row."""
+        """Return these rows as what is computed at once: put together by length, whatever batch of
+        the step they are of, and each micro-batch as wide as its longest row."""
         return self._batches.micro_batches(self._of(step))
 
     def tokens_of_an_epoch(self) -> int:
         """Return how many tokens this process computes in an epoch, padding included."""
-        parts = (part for index in range(self._batches.before(1)) for part in self._batches.micro_batches([index]))
+        parts = (
+            part
+            for index in range(self._batches.before(1))
+            for part in self._batches.micro_batches([index])
+        )
         return sum(part["input_ids"].numel() for part in parts)
 
     def _of(self, step: int) -> range:
@@ -84,22 +96,22 @@ class StepSampler:
 
     def epoch(self, steps: int) -> float:
         """Return how many epochs, and what part of one, lie behind so many steps."""
-        epoch, batch = self._batches.place(self._done(steps))
+        epoch, batch = self._batches.position(self._done(steps))
         return epoch + batch / (self._batches.before(epoch + 1) - self._batches.before(epoch))
 
     def row(self, steps: int) -> dict[str, float]:
         """Return what a line of metrics begins with after so many steps."""
-        told = {"step": steps, "epoch": self.epoch(steps)}
+        metrics = {"step": steps, "epoch": self.epoch(steps)}
         if self._config.tokens_per_step is not None:
-            told["tokens"] = self._batches.tokens_before(self._done(steps))
-        return told
+            metrics["tokens"] = self._batches.tokens_before(self._done(steps))
+        return metrics
 
     def position(self, steps: int) -> dict[str, int]:
         """Return how many whole epochs, and batches of the next one, lie behind so many steps."""
-        epoch, batch = self._batches.place(self._done(steps))
+        epoch, batch = self._batches.position(self._done(steps))
         return {"epoch": epoch, "batch": batch}
 
-    def ends_epoch(self, steps: int) -> bool:
+    def is_epoch_end(self, steps: int) -> bool:
         """Whether the last of so many steps took the last batch of an epoch."""
         return self.position(steps)["epoch"] != self.position(max(steps - 1, 0))["epoch"]
 
@@ -107,13 +119,22 @@ class StepSampler:
         return min(steps * self._per_step, self.num_batches)
 
 
-def batches_of(dataset: Any, config: LemaConfig, padding: Padding | None = None, **options: Any) -> Batches:
-    """Return the batches of a data set as the settings have them, where the model's rows are padded so; `options` are
-    those of `Batches`. Raises `ConfigError` where `tokens_per_step` is no number yet, or as `tokens_at_once`."""
+def batches_of(
+    dataset: Any, config: LemaConfig, padding: Padding | None = None, **options: Any
+) -> Batches:
+    """Return the batches of a data set as the settings have them, where the model's rows are padded
+    so; `options` are those of `Batches`. Raises `ConfigError` where `tokens_per_step` is no number
+    yet, or as `tokens_at_once`."""
     if config.tokens_per_step == "auto":
         how = "use the trainer of LemaModel.get_trainer, or set a number"
-        raise ConfigError("tokens_per_step: auto needs the plan of a run", where="tokens_per_step", how=how)
+        raise ConfigError(
+            "tokens_per_step: auto needs the plan of a run", where="tokens_per_step", how=how
+        )
     padding = padding or Padding()
     if at_once := tokens_at_once(config, padding.longest(config)):
-        options |= {"tokens": config.tokens_per_step, "micro_batch_tokens": at_once, "multiple": padding.multiple}
+        options |= {
+            "tokens": config.tokens_per_step,
+            "micro_batch_tokens": at_once,
+            "multiple": padding.multiple,
+        }
     return Batches(dataset, config.batch_size, micro_batch_size=config.micro_batch_size, **options)

@@ -1,8 +1,9 @@
 """What the run loop drives: something that takes optimizer steps, saves itself and is restored.
 
-`LemaTrainer` does so for adapters, `FullTraining` for a model's own weights. The loop knows only the protocol `Steps`.
-What both do alike when a step is dropped or a checkpoint needs room is here, too, and one optimizer step of adapters,
-`Update`, without asking the device: gradients added up, made whole, clipped, and applied.
+`LemaTrainer` does so for adapters, `FullTraining` for a model's own weights. The loop knows only
+the protocol `Steps`. What both do alike when a step is dropped or a checkpoint needs room is here,
+too, and one optimizer step of adapters, `Update`, without asking the device: gradients added up,
+made whole, clipped, and applied.
 """
 
 import math
@@ -28,7 +29,7 @@ from lema.engine.head.loss import attended_tokens, trained_tokens
 from lema.engine.optim import step_share
 from lema.errors import NonFiniteError
 from lema.model.skeleton import main_dtype
-from lema.storage.diskspace import check_room
+from lema.storage.diskspace import check_free_bytes
 from lema.train.checkpoint.format import Writer
 
 LARGE = 1e30  # numbers that a type has whose squares, of many weights, can be added up
@@ -42,7 +43,9 @@ class StepResult:
     trained_tokens: int  # how many these are
     tokens: int  # all that are not padding
     grad_norm: float | None  # of the gradients before clipping, where the optimizer stepped
-    dropped: NonFiniteError | None = None  # why the step was dropped that ended with this pass; None: it was not
+    dropped: NonFiniteError | None = (
+        None  # why the step was dropped that ended with this pass; None: it was not
+    )
     # What an objective has measured, by name: a sum, and the number of things it is the sum of.
     measured: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
@@ -77,61 +80,83 @@ class Steps(Protocol):
         where: str = "",
         on_event: Callable[[str], None] = no_event,
     ) -> StepResult:
-        """Take one optimizer step; of several processes each gives its share of the rows, which may be none.
+        """Take one optimizer step; of several processes each gives its share of the rows, which may
+        be none.
 
-        The `micro_batches` have `labels`; every layer is leased once for all of them. `more`: another step follows at
-        once, and its first layers may be read while this one ends; the `following` are its micro-batches, where some of
-        its layers may be left out. `where` tells which rows these are, for the error where the loss or a gradient is
-        not finite. `on_event` is called with the names of the events around the optimizer's step, where they exist.
+        The `micro_batches` have `labels`; every layer is leased once for all of them. `more`:
+        another step follows at once, and its first layers may be read while this one ends; the
+        `following` are its micro-batches, where some of its layers may be left out. `where` tells
+        which rows these are, for the error where the loss or a gradient is not finite. `on_event`
+        is called with the names of the events around the optimizer's step, where they exist.
         """
 
     def require_room(self, count: int) -> None:
-        """Raise `DiskFull`, in every process, unless `output_dir` has room for so many checkpoints."""
+        """Raise `DiskFull`, in every process, unless `output_dir` has room for so many
+        checkpoints.
+        """
 
     def save_checkpoint(
-        self, directory: Path, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = ()
+        self,
+        directory: Path,
+        extra: Mapping[str, Any] | None = None,
+        writers: Sequence[Writer] = (),
     ) -> None:
-        """Write a checkpoint with `extra` in its state, and with the files that `writers` add; all or nothing."""
+        """Write a checkpoint with `extra` in its state, and with the files that `writers` add;
+        all or nothing.
+        """
 
     def restore(self, directory: Path) -> dict[str, Any]:
-        """Go on from a checkpoint whose files were compared with its manifest; return its `extra`."""
+        """Go on from a checkpoint whose files were compared with its manifest; return its
+        `extra`.
+        """
 
     def take_settings(self, changed: Collection[str]) -> None:
         """Let the settings of these names hold from the next step on, as `config` has them now."""
 
 
-def count_tokens(micro_batches: Sequence[Mapping[str, Tensor]], model: StreamedModel) -> tuple[int, int]:
-    """Return how many tokens all processes train (with an objective of examples 1, because the loss of a pass is a mean
-    already), and how many are not padding; each gives its share of the rows."""
+def count_tokens(
+    micro_batches: Sequence[Mapping[str, Tensor]], model: StreamedModel
+) -> tuple[int, int]:
+    """Return how many tokens all processes train (with an objective of examples 1, because the loss
+    of a pass is a mean already), and how many are not padding; each gives its share of the rows."""
     shifted = model.objective is not None or model.shifts_labels
     here = trained_tokens(micro_batches, shifted=shifted), attended_tokens(micro_batches)
     counted = model.backend.replicas.exchange(here)
-    trained = sum(one for one, _ in counted)
-    return trained if model.objective is None else min(trained, 1), sum(tokens for _, tokens in counted)
+    trained = sum(count for count, _ in counted)
+    return trained if model.objective is None else min(trained, 1), sum(
+        tokens for _, tokens in counted
+    )
 
 
 def measured_here(model: StreamedModel) -> dict[str, tuple[float, float]]:
-    """Return what the objective has measured in the last pass of this process, if there is one; one read tells all."""
+    """Return what the objective has measured in the last pass of this process, if there is one;
+    one read tells all.
+    """
     if not model.measured:
         return {}
     sums = torch.stack([total.float() for total, _ in model.measured.values()]).tolist()
     counts = [count for _, count in model.measured.values()]
-    return {name: (total, count) for name, total, count in zip(model.measured, sums, counts, strict=True)}
+    return {
+        name: (total, count)
+        for name, total, count in zip(model.measured, sums, counts, strict=True)
+    }
 
 
 def read_measured(model: StreamedModel) -> dict[str, tuple[float, float]]:
-    """Return the objective's measurements in the last pass, over all processes; each of them must call this."""
+    """Return the objective's measurements in the last pass, over all processes; each of them
+    must call this.
+    """
     nothing = model.objective is None and model.engine.routers is None
     return {} if nothing else added(*model.backend.replicas.exchange(measured_here(model)))
 
 
-def added(*found: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+def added(*measurements: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
     """Return the sums, by name, of sums and numbers of things."""
-    whole: dict[str, tuple[float, float]] = {}
-    for name, (total, count) in chain(*(one.items() for one in found)):
-        before = whole.get(name, (0.0, 0.0))
-        whole[name] = before[0] + total, before[1] + count
-    return whole
+    totals: dict[str, tuple[float, float]] = {}
+    for name, (total, count) in chain(*(measured.items() for measured in measurements)):
+        before = totals.get(name, (0.0, 0.0))
+        totals[name] = before[0] + total, before[1] + count
+    return totals
 
 
 def means(measured: Mapping[str, tuple[float, float]], prefix: str = "") -> dict[str, float]:
@@ -140,7 +165,9 @@ def means(measured: Mapping[str, tuple[float, float]], prefix: str = "") -> dict
 
 
 def may_drop(error: NonFiniteError, skipped: int, limit: int) -> bool:
-    """Whether a step may be dropped after `skipped` others, of at most `limit`; if not, `error` says how many were."""
+    """Whether a step may be dropped after `skipped` others, of at most `limit`; if not, `error`
+    says how many were.
+    """
     if skipped < limit:
         return True
     if limit:
@@ -148,42 +175,66 @@ def may_drop(error: NonFiniteError, skipped: int, limit: int) -> bool:
     return False
 
 
-def warn_dropped(error: NonFiniteError, step: int, skipped: int, limit: int, replicas: Replicas) -> None:
-    """Have the first process warn that a step, counted from 1, was dropped: the `skipped`th of at most `limit`."""
+def warn_dropped(
+    error: NonFiniteError, step: int, skipped: int, limit: int, replicas: Replicas
+) -> None:
+    """Have the first process warn that a step, counted from 1, was dropped: the `skipped`th of
+    at most `limit`.
+    """
     if replicas.first:
-        what = f"step {step} was dropped, {skipped} of at most {limit}: {error.what} ({error.where})"
+        what = (
+            f"step {step} was dropped, {skipped} of at most {limit}: {error.what} ({error.where})"
+        )
         warnings.warn(what, stacklevel=4)
 
 
 def warn_of_no_use(config: LemaConfig, *, shared: bool, lazy: bool) -> None:
-    """Warn of settings without effect on a device that computes in host memory, or that compiles its code."""
+    """Warn of settings without effect on a device that computes in host memory, or that compiles
+    its code.
+    """
     if config.offloading_tier == "host" and shared:
-        what = "activation_offloading saves no memory on a device that computes in host memory: `disk` would"
+        what = (
+            "activation_offloading saves no memory on a device that computes in host memory: "
+            "`disk` would"
+        )
         warnings.warn(what, stacklevel=3)
     if lazy and config.gradient_checkpointing is False:
         warnings.warn(
-            "gradient_checkpointing: false does nothing on this device: a layer whose activations are kept would "
-            "keep a copy of its weights with them, so every layer is computed again; set it to true",
+            "gradient_checkpointing: false does nothing on this device: a layer whose "
+            "activations are kept would "
+            "keep a copy of its weights with them, so every layer is computed again; set "
+            "it to true",
             stacklevel=3,
         )
 
 
-def check_room_for(count: int, nbytes: int, directory: Path, replicas: Replicas) -> None:
-    """Raise `DiskFull` in all processes, which all call this, unless a directory has room for so many checkpoints."""
+def check_free_bytes_for(count: int, nbytes: int, directory: Path, replicas: Replicas) -> None:
+    """Raise `DiskFull` in all processes, which all call this, unless a directory has room for so
+    many checkpoints.
+    """
     what = "a checkpoint" if count == 1 else f"{count} checkpoints"
-    first_alone(replicas, lambda: check_room(directory, count * nbytes, what))
+    first_alone(replicas, lambda: check_free_bytes(directory, count * nbytes, what))
 
 
 class Update:
-    """Turns micro-batches into gradients, and those of a step, clipped to `max_grad_norm`, into new parameters."""
+    """Turns micro-batches into gradients, and those of a step, clipped to `max_grad_norm`, into
+    new parameters.
+    """
 
-    def __init__(self, model: StreamedModel, max_grad_norm: float | None, *, sharded: bool = False) -> None:
-        self._model, self._backend, self._max_grad_norm = model, model.backend, max_grad_norm
-        self.over: Replicas | None = model.backend.replicas if sharded and model.backend.replicas.size > 1 else None
+    def __init__(
+        self, model: StreamedModel, max_grad_norm: float | None, *, sharded: bool = False
+    ) -> None:
+        self._model = model
+        self._backend = model.backend
+        self._max_grad_norm = max_grad_norm
+        self.over: Replicas | None = (
+            model.backend.replicas if sharded and model.backend.replicas.size > 1 else None
+        )
         """Over which the optimizer's state is divided; None: each process has all."""
         self._unscaled = False  # since the scaler was last updated
         self.size: Tensor | None = None
-        """The norm of what trains after the last step, on the device, where it is read with the next loss."""
+        """The norm of what trains after the last step, on the device, where it is read with the
+        next loss."""
         half = main_dtype(model.split.model) == torch.float16
         self.scaler = torch.amp.GradScaler(self._backend.device.type, enabled=half)
 
@@ -195,30 +246,43 @@ class Update:
         logits: list[Tensor] | None = None,
         announce: Callable[[], object] = lambda: None,
     ) -> Tensor:
-        """Add the gradients of one pass through the layers, divided by `num_tokens`; return its loss, on the device.
-        Where the device's memory runs out, room is made and the pass begins again. Only other processes may have
-        micro-batches. `logits` receives each one's; `announce` says, before the backward, what comes next."""
+        """Add the gradients of one pass through the layers, divided by `num_tokens`; return its
+        loss, on the device. Where the device's memory runs out, room is made and the pass begins
+        again. Only other processes may have micro-batches. `logits` receives each one's; `announce`
+        says, before the backward, what comes next."""
 
-        def attempt(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:  # whose tensors go when it fails
-            # The scale stays on the device. It is asked for also where nothing trains: the scaler begins with it. Not
-            # where none is wanted, because a lazy device would compile a graph for it.
-            enabled, device = self.scaler.is_enabled(), self._backend.device
+        def attempt(
+            micro_batches: Sequence[Mapping[str, Tensor]],
+        ) -> Tensor:  # whose tensors go when it fails
+            # The scale stays on the device. It is asked for also where nothing trains: the scaler
+            # begins with it. Not where none is wanted, because a lazy device would compile a graph
+            # for it.
+            enabled = self.scaler.is_enabled()
+            device = self._backend.device
             scale = self.scaler.scale(torch.ones((), device=device)) if enabled else 1.0
             if not micro_batches and num_tokens:  # the other processes have some
-                self._model.accompany()
+                self._model.join_idle()
                 loss = torch.zeros((), device=self._backend.device)
             else:
-                loss = self._model.loss(micro_batches, num_tokens=num_tokens, scale=scale, logits=logits)
+                loss = self._model.loss(
+                    micro_batches, num_tokens=num_tokens, scale=scale, logits=logits
+                )
             announce()
             if loss.requires_grad:
                 self.scaler.scale(loss).backward()
             return loss.detach()
 
         with autograd_in_this_thread():  # so that a stop is seen before each layer
-            return self._model.retry.run_pass(attempt, micro_batches, parameters=parameters, made=logits)
+            return self._model.retry.run_pass(
+                attempt, micro_batches, parameters=parameters, outputs=logits
+            )
 
-    def finish(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], factor: float) -> Tensor:
-        """Sum the gradients over all processes, and multiply by `factor`; return their norm, on the device."""
+    def finish(
+        self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], factor: float
+    ) -> Tensor:
+        """Sum the gradients over all processes, and multiply by `factor`; return their norm, on
+        the device.
+        """
         sum_gradients(self._backend.replicas, parameters)
         self.scaler.unscale_(optimizer)
         self._unscaled = True
@@ -230,7 +294,9 @@ class Update:
         return self._backend.parallel.norm(touched)
 
     def fails(self, length: float) -> bool:
-        """Whether the norm of the gradients is not finite, and not for their scale, where the scaler skips the step."""
+        """Whether the norm of the gradients is not finite, and not for their scale, where the
+        scaler skips the step.
+        """
         return not math.isfinite(length) and self.scaler.get_scale() <= 1.0
 
     def drop(self) -> None:
@@ -247,8 +313,9 @@ class Update:
         length: float,
         on_event: Callable[[str], None],
     ) -> bool:
-        """Clip the gradients and step the optimizer, with `on_event` around that; return whether it stepped. `norm` is
-        on the device and, as `length`, on the host, where it is not one that `fails`."""
+        """Clip the gradients and step the optimizer, with `on_event` around that; return whether it
+        stepped. `norm` is on the device and, as `length`, on the host, where it is not one that
+        `fails`."""
         if self._max_grad_norm is not None:
             touched = [parameter for parameter in parameters if parameter.grad is not None]
             clip_grads_with_norm_(touched, self._max_grad_norm, norm)
@@ -265,16 +332,21 @@ class Update:
 
 
 def size_of(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return a norm of what trains, which is finite where all of it is. Squares of fp16 would add up to infinity; and
-    the largest number takes six times as long on a CPU."""
-    narrow = any(torch.finfo(one.dtype).max < LARGE for one in parameters)
+    """Return a norm of what trains, which is finite where all of it is. Squares of fp16 would add
+    up to infinity; and the largest number takes six times as long on a CPU."""
+    narrow = any(torch.finfo(parameter.dtype).max < LARGE for parameter in parameters)
     return get_total_norm(parameters, math.inf if narrow else 2.0)
 
 
-def read_numbers(loss: Tensor, norm: Tensor | None, size: Tensor | None) -> tuple[float, float | None]:
-    """Wait for the device, once, and return the loss and the norm. The loss is NaN, too, where the `size` of what
-    trains is not finite, because a batch may not have met the number that is at fault."""
-    numbers = [one.to(loss.device).double() for one in (loss, norm, size) if one is not None]
-    value, *others = torch.stack(numbers).tolist() if len(numbers) > 1 else [float(loss)]
-    sound = size is None or math.isfinite(others[-1])
-    return value if sound else math.nan, None if norm is None else others[0]
+def read_numbers(
+    loss: Tensor, norm: Tensor | None, size: Tensor | None
+) -> tuple[float, float | None]:
+    """Wait for the device, once, and return the loss and the norm. The loss is NaN, too, where the
+    `size` of what trains is not finite, because a batch may not have met the number that is at
+    fault."""
+    numbers = [
+        tensor.to(loss.device).double() for tensor in (loss, norm, size) if tensor is not None
+    ]
+    value, *norms = torch.stack(numbers).tolist() if len(numbers) > 1 else [float(loss)]
+    sound = size is None or math.isfinite(norms[-1])
+    return value if sound else math.nan, None if norm is None else norms[0]

@@ -1,4 +1,6 @@
-"""Trains adapters, one step after the other: micro-batches, accumulation, guards, clipping, optimizer, checkpoints."""
+"""Trains adapters, one step after the other: micro-batches, accumulation, guards, clipping,
+optimizer, checkpoints.
+"""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,7 +21,14 @@ from lema.data import TokenDataset
 from lema.data.preference import PreferenceDataset
 from lema.engine import StreamedModel
 from lema.engine.head.loss import split_batch
-from lema.engine.optim import check_optimizer, make_optimizer, make_schedule, own_share, set_rates, set_update
+from lema.engine.optim import (
+    check_optimizer,
+    make_optimizer,
+    make_schedule,
+    own_share,
+    set_rates,
+    set_update,
+)
 from lema.engine.padding import side_by_side
 from lema.errors import AdapterError, ConfigError, NonFiniteError
 from lema.lora import save_adapter
@@ -44,7 +53,14 @@ from lema.train.checkpoint.format import (
     restore_optimizer,
     write_checkpoint,
 )
-from lema.train.checkpoint.resume import SCHEDULE, UPDATE, check_sound, newest_settings, restore_own, states_of_all
+from lema.train.checkpoint.resume import (
+    SCHEDULE,
+    UPDATE,
+    check_sound,
+    newest_settings,
+    restore_own,
+    states_of_all,
+)
 from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.fit import PlainRun, save_step
 from lema.train.guards import Passes, watched, worst
@@ -52,7 +68,7 @@ from lema.train.reference import reference_writers, restore_reference
 from lema.train.steps import (
     StepResult,
     Update,
-    check_room_for,
+    check_free_bytes_for,
     count_tokens,
     may_drop,
     no_event,
@@ -65,11 +81,23 @@ __all__ = ["LemaTrainer"]
 
 
 class LemaTrainer:
-    """Trains the adapters of a streamed model, `LemaModel.adapter`, with the weights in `gbi`.
+    """Trains the adapters of a streamed model.
 
-    `lora_manager` is PEFT's model with the adapters; without it the trainer can only evaluate. `optimizer` has their
-    parameters; None: AdamW with the settings of the config. `memory_manager` is the model's stream of layers. `fit`
-    calls the `callbacks` of `transformers`. The tokenizer from `files` tokenises data that are not token ids.
+    `LemaModel.get_trainer` makes one.
+
+    Args:
+        config: the settings of the run.
+        model_adapter: the streamed model, `LemaModel.adapter`.
+        gbi: the index of the model's weights.
+        lora_manager: PEFT's model with the adapters; None: the trainer can only evaluate.
+        optimizer: has the adapters' parameters; None: AdamW with the settings of the config.
+        memory_manager: the model's stream of layers; None: that of `model_adapter`.
+        callbacks: `transformers.TrainerCallback`s, which `fit` calls.
+        files: the model's directory, whose tokenizer tokenises data that are not token ids; None:
+            all data are token ids.
+
+    Raises:
+        ConfigError: `memory_manager` is another model's, or the optimizer does not fit.
     """
 
     def __init__(
@@ -85,16 +113,30 @@ class LemaTrainer:
         files: ModelFiles | None = None,
     ) -> None:
         if memory_manager is not None and memory_manager is not model_adapter.stream:
-            raise ConfigError("memory_manager is not the stream of model_adapter", how="leave it out")
-        self.config, self.model, self.gbi, self.peft_model = config, model_adapter, gbi, lora_manager
-        self.memory, self.backend = model_adapter.stream, model_adapter.backend
-        self.module, self.files = lora_manager, files  # the first is what callbacks see as the model
-        self.callbacks, self.optimizer, self._makes_optimizer = list(callbacks), optimizer, optimizer is None
+            raise ConfigError(
+                "memory_manager is not the stream of model_adapter", how="leave it out"
+            )
+        self.config = config
+        self.model = model_adapter
+        self.gbi = gbi
+        self.peft_model = lora_manager
+        self.memory = model_adapter.stream
+        self.backend = model_adapter.backend
+        self.module = lora_manager
+        self.files = files  # the first is what callbacks see as the model
+        self.callbacks = list(callbacks)
+        self.optimizer = optimizer
+        self._makes_optimizer = optimizer is None
         if optimizer is not None and lora_manager is not None:
             check_optimizer(optimizer, self._parameters())
             if config.shard_optimizer and type(optimizer) is not torch.optim.AdamW:
-                what = f"the state of {type(optimizer).__name__} may belong to several parameters together"
-                raise ConfigError(what, where="shard_optimizer", how="give torch.optim.AdamW, or set it to false")
+                what = (
+                    f"the state of {type(optimizer).__name__} may belong to several parameters "
+                    "together"
+                )
+                raise ConfigError(
+                    what, where="shard_optimizer", how="give torch.optim.AdamW, or set it to false"
+                )
         self.schedule: LRScheduler | None = None
         self._saved_schedule: dict[str, Any] | None = None
         self.global_step = self.accumulation_step = self.skipped_steps = 0
@@ -102,32 +144,54 @@ class LemaTrainer:
         self._fault: NonFiniteError | None = None  # of that step, which is to be dropped
         self.update = Update(model_adapter, config.max_grad_norm, sharded=config.shard_optimizer)
         self.scaler = self.update.scaler  # of half-precision gradients; idle for other dtypes
-        # Trained tokens: by which the gradients accumulated so far were divided, and of all of them.
+        # Trained tokens: by which the gradients accumulated so far were divided, and of all of
+        # them.
         self._denominator = self._trained_tokens = 0
 
     def train_step(
         self, inputs: Any, labels: Tensor | None = None, attention_mask: Tensor | None = None
     ) -> tuple[Tensor, float]:
-        """Train on one batch, and step the optimizer after every `gradient_accumulation_steps` batches.
+        """Train on one batch, and step the optimizer after every `gradient_accumulation_steps`
+        batches.
 
         Args:
-            inputs: token ids, int64 `[batch, sequence]`, or a mapping that also has the other two arguments, and the
-                values that the model's objective needs for its rows.
-            labels: `[batch, sequence]`, not shifted, -100 for tokens that are not trained on; None: all but padding.
+            inputs: token ids, int64 `[batch, sequence]`, or a mapping that also has the other two
+                arguments, and the values that the model's objective needs for its rows.
+            labels: `[batch, sequence]`, not shifted, -100 for tokens that are not trained on; None:
+                all but padding.
             attention_mask: `[batch, sequence]`, 0 for padding.
 
-        Returns the logits `[batch, sequence, vocabulary]` and the mean cross-entropy of the trained tokens. An
-        objective of rows returns its loss and no logits.
+        Returns:
+            The logits `[batch, sequence, vocabulary]` and the mean cross-entropy of the trained
+            tokens. An objective of rows returns its loss and no logits.
 
-        Raises `NonFiniteError` if the loss or a gradient is NaN or infinite, and the step may not be dropped;
-        `DataError` if no token is trained on, or the batch is malformed; `ConfigError` if a checkpoint is due, but
-        another run writes to `output_dir` (the step is done).
+        Raises:
+            NonFiniteError: the loss or a gradient is NaN or infinite, and the step may not be
+                dropped.
+            DataError: no token is trained on, or the batch is malformed.
+            ConfigError: a checkpoint is due, but another run writes to `output_dir` (the step is
+                done).
         """
-        batch = as_batch(inputs, labels, attention_mask, self.model.split.model.config.get_text_config(), self.files)
-        logits, micro_batches = list[Tensor](), split_batch(batch, self.config.micro_batch_size)
-        result = self.accumulate(micro_batches, self.config.gradient_accumulation_steps, logits=logits)
-        if self.accumulation_step == 0 and self.config.save_steps and self.global_step % self.config.save_steps == 0:
-            with one_run(self.backend.replicas, Path(self.config.output_dir)):  # the caller's loop has no other
+        batch = as_batch(
+            inputs,
+            labels,
+            attention_mask,
+            self.model.split.model.config.get_text_config(),
+            self.files,
+        )
+        logits = list[Tensor]()
+        micro_batches = split_batch(batch, self.config.micro_batch_size)
+        result = self.accumulate(
+            micro_batches, self.config.gradient_accumulation_steps, logits=logits
+        )
+        if (
+            self.accumulation_step == 0
+            and self.config.save_steps
+            and self.global_step % self.config.save_steps == 0
+        ):
+            with one_run(
+                self.backend.replicas, Path(self.config.output_dir)
+            ):  # the caller's loop has no other
                 save_step(self)
         return side_by_side(logits, batch["input_ids"].shape[1]), result.loss
 
@@ -142,25 +206,53 @@ class LemaTrainer:
         where: str = "",
         on_event: Callable[[str], None] = no_event,
     ) -> StepResult:
-        """Add the gradients of one layer-major pass; the last of `num_passes` of a step steps the optimizer. The device
-        is waited for once, when all of the pass is queued, for the loss and the gradients' norm. `logits` receives each
-        micro-batch's; `on_event` is called with `"on_pre_optimizer_step"` once the gradients are whole, and with
-        `"on_optimizer_step"` before they are dropped. The rest is as in `lema.train.steps.Steps.accumulate`."""
-        optimizer, replicas = self.ready(), self.backend.replicas
-        place = f"step {self.global_step + 1}{where}"
+        """Add the gradients of one layer-major pass; the last pass of a step steps the optimizer.
+
+        The device is waited for once, when all of the pass is queued, for the loss and the
+        gradients' norm. The order of calls is that of `lema.train.steps.Steps.accumulate`.
+
+        Args:
+            micro_batches: each has `input_ids` and `labels`, int64 `[batch, sequence]`, and what
+                the objective needs.
+            num_passes: passes of a step.
+            more: whether another pass follows, whose reading begins early.
+            following: the micro-batches of that pass, if they are known.
+            logits: receives the logits of each micro-batch, `[batch, sequence, vocabulary]`.
+            where: is added to the step in messages.
+            on_event: is called with `"on_pre_optimizer_step"` once the gradients are whole, and
+                with `"on_optimizer_step"` before they are dropped.
+
+        Returns:
+            The loss, the counts of tokens, and the norm of the gradients of a step that has ended.
+
+        Raises:
+            NonFiniteError: the loss or a gradient is NaN or infinite, and the step may not be
+                dropped.
+            Stopped: the run is to stop; no gradient of this step is left.
+        """
+        optimizer = self.ready()
+        replicas = self.backend.replicas
+        location = f"step {self.global_step + 1}{where}"
         trained, tokens = count_tokens(micro_batches, self.model)
         if self.accumulation_step == 0:
-            self._denominator, self._trained_tokens = trained, 0
+            self._denominator = trained
+            self._trained_tokens = 0
         self._trained_tokens += trained
         try:
             divisor = self._denominator if trained else 0  # of nothing trained there is no mean
             self._passes.begin(micro_batches, divisor)
-            with self.model.stop.opened():  # all processes leave it together, before their gradients are added up
+            with (
+                self.model.stop.opened()
+            ):  # all processes leave it together, before their gradients are added up
                 announce = partial(self.model.announce_step, following) if more else lambda: None
-                loss = self.update.accumulate(self._parameters(), micro_batches, divisor, logits, announce)
+                loss = self.update.accumulate(
+                    self._parameters(), micro_batches, divisor, logits, announce
+                )
             self.accumulation_step += 1
             norm = None
-            if self.accumulation_step == num_passes:  # the step's tokens were not known when its first batch ran
+            if (
+                self.accumulation_step == num_passes
+            ):  # the step's tokens were not known when its first batch ran
                 factor = self._denominator / self._trained_tokens if trained else 1.0
                 with self.model.retry.once("while the gradients of the step are summed"):
                     norm = self.update.finish(optimizer, self._parameters(), factor)
@@ -168,10 +260,10 @@ class LemaTrainer:
             mine = worst(replicas, mine)
             value: float = sum(replicas.exchange(mine)) * (self._denominator / trained)
             if not math.isfinite(value):
-                untaken = f"{place}; the optimizer made no step"
+                untaken = f"{location}; the optimizer made no step"
                 self._refuse(partial(self._passes.non_finite_loss, value, mine, untaken))
             if norm is not None and length is not None:
-                dropped = self._step_or_drop(optimizer, norm, length, place, on_event)
+                dropped = self._step_or_drop(optimizer, norm, length, location, on_event)
                 if dropped is not None:
                     return StepResult(value, trained, tokens, None, dropped)
         except BaseException:
@@ -180,17 +272,27 @@ class LemaTrainer:
         return StepResult(value, trained, tokens, length, measured=read_measured(self.model))
 
     def _step_or_drop(
-        self, optimizer: Optimizer, norm: Tensor, length: float, place: str, on_event: Callable[[str], None]
+        self,
+        optimizer: Optimizer,
+        norm: Tensor,
+        length: float,
+        location: str,
+        on_event: Callable[[str], None],
     ) -> NonFiniteError | None:
-        """End a step with the gradients' `norm`, `length` on the host; return why it is dropped, None: it is taken."""
+        """End a step with the gradients' `norm`, `length` on the host; return why it is dropped,
+        None: it is taken.
+        """
         if self.update.fails(length):
             again = partial(self.update.accumulate, self._parameters())
-            self._refuse(lambda: self._passes.non_finite_gradient(place, again, self._drop_gradients))
+            self._refuse(
+                lambda: self._passes.non_finite_gradient(location, again, self._drop_gradients)
+            )
         if (dropped := self._fault) is not None:
             self.update.drop()
             self._end_step()
             self.skipped_steps += 1
-            skipped, limit = self.skipped_steps, self.config.max_skipped_steps
+            skipped = self.skipped_steps
+            limit = self.config.max_skipped_steps
             warn_dropped(dropped, self.global_step, skipped, limit, self.backend.replicas)
             return dropped
         with self.memory.trace.span("optimizer", f"step {self.global_step + 1}"):
@@ -211,37 +313,58 @@ class LemaTrainer:
         say: Callable[[str], None] = print,
         stop: Stop | None = None,
     ) -> dict[str, Any]:
-        """Train for the epochs or steps of the config, and save the adapter to `output_dir` with card and tokenizer.
+        """Train for the epochs or steps of the config, and save the adapter with card and
+        tokenizer.
 
-        A trainer that has already made steps, or loaded a checkpoint, continues at its `global_step`.
+        They are in `output_dir`. A trainer that has already made steps, or loaded a checkpoint,
+        continues at its `global_step`.
 
         Args:
-            dataset: rows with `input_ids` and `labels`; rows of text, prompts or messages; or files.
-            eval_dataset: data of the same kinds to evaluate every `eval_steps`, or after each epoch.
-            resume: continue from the newest valid checkpoint in `output_dir`, and report newer damaged ones.
-            weights_only: with `resume`: take adapters, generators and step from the checkpoint, and an empty optimizer.
+            dataset: rows with `input_ids` and `labels`; rows of text, prompts or messages; or
+                files.
+            eval_dataset: data of the same kinds to evaluate every `eval_steps`, or after each
+                epoch.
+            resume: continue from the newest valid checkpoint in `output_dir`, and report newer
+                damaged ones.
+            weights_only: with `resume`: take adapters, generators and step from the checkpoint, and
+                an empty optimizer.
             say: is called with each line about the resumed checkpoint and the kept adapter.
-            stop: is called before each layer, and returns the reason to stop, or None. The current step or evaluation
-                is abandoned, and the last whole step is saved. Either all processes have it, or none.
+            stop: is called before each layer, and returns the reason to stop, or None. The current
+                step or evaluation is abandoned, and the last whole step is saved. Either all
+                processes have it, or none.
 
-        Returns the last log: `train_loss`, ..., and, if evaluated, `eval_loss`, its best value, and `best_step`.
+        Returns:
+            The last log: `train_loss`, ..., and, if evaluated, `eval_loss`, its best value, and
+            `best_step`.
 
-        Raises `Stopped` if `stop` returned a reason; `ConfigError` if another run writes to `output_dir`; `DiskFull` if
-        there is no space for two checkpoints, or for the last one at the end of the run.
+        Raises:
+            Stopped: `stop` returned a reason.
+            ConfigError: another run writes to `output_dir`.
+            DiskFull: there is no space for two checkpoints, or for the last one at the end of the
+                run.
         """
         with one_run(self.backend.replicas, Path(self.config.output_dir)):
             if self.files is not None and not isinstance(dataset, TokenDataset | PreferenceDataset):
-                then = newest_settings(Path(self.config.output_dir)).get("template_date") if resume else None
-                self.config = first_alone(self.backend.replicas, partial(self.files.dated, self.config, then))
-            read = partial(as_rows, config=self.config, files=self.files, say=say)
+                then = (
+                    newest_settings(Path(self.config.output_dir)).get("template_date")
+                    if resume
+                    else None
+                )
+                self.config = first_alone(
+                    self.backend.replicas, partial(self.files.dated, self.config, then)
+                )
+            read = partial(as_rows, config=self.config, files=self.files, report=say)
             rows = read(dataset)
             if self.files is not None:
-                self.files.note_ends(rows)
-            run, optimizer = PlainRun(self, rows, read(eval_dataset), say), self.ready()
+                self.files.note_stop_tokens(rows)
+            run = PlainRun(self, rows, read(eval_dataset), say)
+            optimizer = self.ready()
             if self.global_step == 0:  # each process draws its own dropout
                 torch.manual_seed(self.config.seed + self.backend.replicas.rank)
             if resume:
-                run.resume(partial(self.restore, weights_only=weights_only), weights_only=weights_only)
+                run.resume(
+                    partial(self.restore, weights_only=weights_only), weights_only=weights_only
+                )
             else:
                 run.begin(weights_only=weights_only)
             if self.config.save_steps or self.config.load_best_model_at_end:
@@ -256,29 +379,61 @@ class LemaTrainer:
             return result
 
     def require_room(self, count: int) -> None:
-        """Raise `DiskFull`, in every process, if `output_dir` has no space for this many checkpoints."""
-        optimizer, adapters, reference = self.ready(), nbytes_of(self._parameters()), self.model.reference
-        kept = (one for state in optimizer.state.values() for one in state.values() if torch.is_tensor(one))
-        moments = nbytes_of(kept)
-        if (not moments or self.update.over) and isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-            moments = 2 * adapters  # which there are after its first step, in all processes together
+        """Raise `DiskFull`, in every process, if `output_dir` has no space for this many
+        checkpoints.
+        """
+        optimizer = self.ready()
+        adapters = nbytes_of(self._parameters())
+        reference = self.model.reference
+        tensors = (
+            tensor
+            for state in optimizer.state.values()
+            for tensor in state.values()
+            if torch.is_tensor(tensor)
+        )
+        moments = nbytes_of(tensors)
+        if (not moments or self.update.over) and isinstance(
+            optimizer, torch.optim.Adam | torch.optim.AdamW
+        ):
+            # which there are after its first step, in all processes together
+            moments = 2 * adapters
         adapters += 0 if reference is None else reference.nbytes
-        check_room_for(count, adapters + moments, Path(self.config.output_dir), self.backend.replicas)
+        check_free_bytes_for(
+            count, adapters + moments, Path(self.config.output_dir), self.backend.replicas
+        )
 
     def evaluate(self, dataset: Any) -> dict[str, float]:
-        """Return `eval_loss`, `eval_perplexity` and `eval_tokens` of a data set, as `lema.train.evaluate` does."""
+        """Return `eval_loss`, `eval_perplexity` and `eval_tokens` of a data set, as
+        `lema.train.evaluate` does.
+        """
         rows = packed(as_rows(dataset, self.config, self.files, no_event), self.model, self.config)
         with watched(self.model, self.config):
             passes = passes_of_rows(rows, self.config, self.backend.replicas, self.model.padding)
             return evaluate(self.model, passes)
 
     def save_checkpoint(
-        self, directory: str | Path, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = ()
+        self,
+        directory: str | Path,
+        extra: Mapping[str, Any] | None = None,
+        writers: Sequence[Writer] = (),
     ) -> None:
-        """Write a checkpoint that `load_checkpoint` and `PeftModel.from_pretrained` read. It replaces one of that name.
-        It does not contain batches of a step that is not complete. All processes call this, and the first one writes;
-        the directory must be on a disk that all of them see. `extra` is further JSON state for the caller, and
-        `writers` add further files. Every process raises the errors of `write_checkpoint`."""
+        """Write a checkpoint that `load_checkpoint` and `PeftModel.from_pretrained` read.
+
+        It replaces one of that name. It does not contain batches of a step that is not complete.
+        All processes call this, and the first one writes.
+
+        Args:
+            directory: must be on a disk that all processes see.
+            extra: further state of the caller, which JSON can hold.
+            writers: add further files; each is called with the directory.
+
+        Raises:
+            DiskFull: there is no space. As after all of these, the earlier one of that name is
+                still there, and every process raises the error.
+            DiskError: the checkpoint cannot be written.
+            NonFiniteError: a value that would be saved is NaN or infinite.
+            ConfigError: the optimizer's state is more than tensors and JSON types.
+        """
         about = {
             "global_step": self.global_step,
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
@@ -286,15 +441,30 @@ class LemaTrainer:
             "skipped_steps": self.skipped_steps,
             "extra": dict(extra or {}),
         }
-        adapters, parallel, config = self._adapters(), self.backend.parallel, self.config
+        adapters = self._adapters()
+        parallel = self.backend.parallel
+        config = self.config
         reference = self.model.reference
-        kept = optimizer_state(self.ready(), parallel, self.update.over)
-        whole = whole_adapter(adapters, parallel)
+        saved_optimizer = optimizer_state(self.ready(), parallel, self.update.over)
+        adapter_state = whole_adapter(adapters, parallel)
         states = states_of_all(self.backend, self.model.split.state)
-        state = {**about_run(config, "adapters", self._base.fingerprint, self.model.split.dtype), **states, **about}
+        state = {
+            **about_run(config, "adapters", self._base.fingerprint, self.model.split.dtype),
+            **states,
+            **about,
+        }
         written = class_names(adapters.get_base_model()).num_forms * (1 + (reference is not None))
-        nbytes = nbytes_of(self._parameters() if whole is None else whole.values()) * written
-        adapter = partial(save_adapter, adapters, base=self._base.name, revision=self._base.revision, whole=whole)
+        nbytes = (
+            nbytes_of(self._parameters() if adapter_state is None else adapter_state.values())
+            * written
+        )
+        adapter = partial(
+            save_adapter,
+            adapters,
+            base=self._base.name,
+            revision=self._base.revision,
+            consolidated=adapter_state,
+        )
         every: list[Writer] = [
             lambda _: self._base_files.check(),
             adapter,
@@ -304,28 +474,61 @@ class LemaTrainer:
             *reference_writers(reference, adapters, self._base, parallel),
             *writers,
         ]
-        write = partial(write_checkpoint, Path(directory), kept, state, every, nbytes)
+        write = partial(write_checkpoint, Path(directory), saved_optimizer, state, every, nbytes)
         first_alone(self.backend.replicas, write)
 
-    def load_checkpoint(self, directory: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
-        """Restore adapters, optimizer, schedule, generators and step, and return the saved `extra`. With `weights_only`
-        the optimizer begins empty, and its saved state may be missing or damaged. Raises `AdapterError` for a damaged
-        checkpoint, another optimizer or another model; `ConfigError` for another adapter."""
+    def load_checkpoint(
+        self, directory: str | Path, *, weights_only: bool = False
+    ) -> dict[str, Any]:
+        """Restore adapters, optimizer, schedule, generators and step.
+
+        Args:
+            directory: the checkpoint.
+            weights_only: begin with an empty optimizer, whose saved state may be missing or
+                damaged.
+
+        Returns:
+            The saved `extra`.
+
+        Raises:
+            AdapterError: the checkpoint is damaged, or of another optimizer or model.
+            ConfigError: the checkpoint is of another adapter.
+        """
         check_sound(Path(directory), weights_only=weights_only)
         return self.restore(directory, weights_only=weights_only)
 
     def restore(self, directory: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
-        """Do the same as `load_checkpoint` for a checkpoint whose files were already compared with its manifest."""
-        path, optimizer, adapters = Path(directory), self.ready(), self._adapters()
+        """Do the same as `load_checkpoint` for a checkpoint whose files have been checked.
+
+        Args:
+            directory: the checkpoint, whose files were compared with its manifest.
+            weights_only: begin with an empty optimizer.
+
+        Returns:
+            The saved `extra`.
+
+        Raises:
+            AdapterError: the state is damaged, or of another optimizer or model.
+            ConfigError: the checkpoint is of another adapter.
+        """
+        path = Path(directory)
+        optimizer = self.ready()
+        adapters = self._adapters()
         state = read_state(path)
         check_same_adapter(adapters, path)
-        check_base(path, self.gbi, exact=True)  # because the numbers of a run may not change within it
-        given = adapters, path, self.model.split.layers_name, self.backend.parallel
-        restore_reference(self.model.reference, *given)
-        load_weights(*given)
+        check_base(
+            path, self.gbi, exact=True
+        )  # because the numbers of a run may not change within it
+        arguments = adapters, path, self.model.split.layers_name, self.backend.parallel
+        restore_reference(self.model.reference, *arguments)
+        load_weights(*arguments)
         if not weights_only:
-            own = None if self.update.over is None else own_share(optimizer, self.update.over)
-            restore_optimizer(optimizer, path, state["optimizer"], self.backend.parallel, own)
+            local_indices = (
+                None if self.update.over is None else own_share(optimizer, self.update.over)
+            )
+            restore_optimizer(
+                optimizer, path, state["optimizer"], self.backend.parallel, local_indices
+            )
         try:
             self._saved_schedule = state["schedule"]
             if self.schedule is not None:
@@ -333,13 +536,18 @@ class LemaTrainer:
             self.scaler.load_state_dict(state["scaler"])
             restore_own(self.backend, state, self.config.seed, self.model.split.state)
             self._forget()
-            self.global_step, self.skipped_steps = int(state["global_step"]), int(state["skipped_steps"])
+            self.global_step = int(state["global_step"])
+            self.skipped_steps = int(state["skipped_steps"])
             return dict(state["extra"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise AdapterError(f"the checkpoint's state is damaged: {error!r}", where=str(path)) from error
+            raise AdapterError(
+                f"the checkpoint's state is damaged: {error!r}", where=str(path)
+            ) from error
 
     def take_settings(self, changed: Collection[str]) -> None:
-        """Apply the settings with these names from the next step on. Objects that the caller made do not change."""
+        """Apply the settings with these names from the next step on. Objects that the caller
+        made do not change.
+        """
         if self._makes_optimizer and not UPDATE.isdisjoint(changed):
             set_update(self.ready(), self.config)
             if self.schedule is not None:
@@ -365,7 +573,9 @@ class LemaTrainer:
 
     def _adapters(self) -> PeftModel:
         if self.peft_model is None:
-            raise ConfigError("there is no adapter to train", how="call initialize_lora() before get_trainer()")
+            raise ConfigError(
+                "there is no adapter to train", how="call initialize_lora() before get_trainer()"
+            )
         return self.peft_model
 
     def ready(self) -> Optimizer:
@@ -373,8 +583,10 @@ class LemaTrainer:
         self._adapters().train()
         if self.optimizer is None:
             self._base_files  # noqa: B018 - now, because what is saved says on which files the run began
-            made = make_optimizer(self._parameters(), self.config, self.peft_model, replicas=self.update.over)
-            self.optimizer = made
+            optimizer = make_optimizer(
+                self._parameters(), self.config, self.peft_model, replicas=self.update.over
+            )
+            self.optimizer = optimizer
         return self.optimizer
 
     def _parameters(self) -> list[nn.Parameter]:
@@ -383,23 +595,26 @@ class LemaTrainer:
     def _end_step(self) -> None:
         self._drop_gradients()
         self.backend.end_step()
-        self._begin_anew()
+        self._reset_accumulation()
         self.global_step += 1
 
-    def _begin_anew(self) -> None:
-        self.accumulation_step, self._fault = 0, None
+    def _reset_accumulation(self) -> None:
+        self.accumulation_step = 0
+        self._fault = None
         self._passes.clear()
 
     def _refuse(self, error: Callable[[], NonFiniteError]) -> None:
-        """Have the step under way dropped, in all processes, if one more may be; else raise the `error` found."""
+        """Have the step under way dropped, in all processes, if one more may be; else raise the
+        `error` found.
+        """
         if self._fault is None:
-            found = error()
-            if not may_drop(found, self.skipped_steps, self.config.max_skipped_steps):
-                raise found
-            self._fault = found
+            fault = error()
+            if not may_drop(fault, self.skipped_steps, self.config.max_skipped_steps):
+                raise fault
+            self._fault = fault
 
     def _forget(self) -> None:
-        self._begin_anew()
+        self._reset_accumulation()
         self.update.drop()
         self.update.size = None
         self.memory.cancel()

@@ -1,1 +1,3 @@
-"""The old place of `prepare_monolithic_safetensors`, kept so that documents which import it from here stay true."""
+"""The old place of `prepare_monolithic_safetensors`, kept so that documents which import it from
+here stay true.
+"""

@@ -1,4 +1,6 @@
-"""`from lema.utils.model_utils import prepare_monolithic_safetensors`, as users of earlier versions write it."""
+"""`from lema.utils.model_utils import prepare_monolithic_safetensors`, as users of earlier
+versions write it.
+"""
 
 from lema.convert import prepare_monolithic_safetensors
 

@@ -1,4 +1,6 @@
-"""A lazy device: what is computed there waits to be run, and its tensors have no memory that could be looked at."""
+"""A lazy device: what is computed there waits to be run, and its tensors have no memory that
+could be looked at.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class LazyDevice(TorchDispatchMode):
             self._pending.append(tensor)
         return tensor
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         lazy = [one for one in args if isinstance(one, LazyTensor)]
         target = kwargs.get("device")
@@ -58,7 +62,10 @@ class LazyDevice(TorchDispatchMode):
             return args[0]
         here = lazy or target == DEVICE or any(isinstance(one, LazyTensor) for one in _flat(args))
         return (
-            tree_map(lambda one: self.made(one, is_there=False) if isinstance(one, Tensor) else one, result)
+            tree_map(
+                lambda one: self.made(one, is_there=False) if isinstance(one, Tensor) else one,
+                result,
+            )
             if here
             else result
         )
@@ -76,12 +83,16 @@ class LazyTensor(Tensor):
 
     @staticmethod
     def __new__(cls, value: Tensor) -> LazyTensor:
-        made: LazyTensor = Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype, device=DEVICE)  # type: ignore[attr-defined]
+        made: LazyTensor = Tensor._make_wrapper_subclass(
+            cls, value.shape, dtype=value.dtype, device=DEVICE
+        )  # type: ignore[attr-defined]
         made.value = value
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise AssertionError(f"{function} on a device that nobody has entered")
 
     def untyped_storage(self) -> Any:

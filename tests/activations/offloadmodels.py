@@ -20,7 +20,9 @@ TOKENS = (2, 24)  # rows, tokens of each: a hidden state has 6 KiB
 def tiny_model(
     kind: str = "llama", *, lora: bool = True, dropout: float = 0.0, dtype: Any = torch.float32
 ) -> nn.Module:
-    """Return a model of eight layers in training mode; only adapters of PEFT train where `lora` says so."""
+    """Return a model of eight layers in training mode; only adapters of PEFT train where `lora`
+    says so.
+    """
     torch.manual_seed(0)
     if kind == "gpt2":
         config: Any = GPT2Config(
@@ -38,13 +40,17 @@ def tiny_model(
         targets = TARGETS.get(kind, ["q_proj", "k_proj", "v_proj", "o_proj"])
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)
-            settings = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, lora_dropout=dropout)
+            settings = LoraConfig(
+                r=4, target_modules=targets, init_lora_weights=False, lora_dropout=dropout
+            )
             model = get_peft_model(model, settings)
     return model.train()
 
 
 def checkpointed(model: nn.Module, kind: bool | None) -> nn.Module:
-    """Have layers computed again in the backward, by the checkpoint that is reentrant or the other; None: by none."""
+    """Have layers computed again in the backward, by the checkpoint that is reentrant or the
+    other; None: by none.
+    """
     if kind is not None:
         name = "activation_checkpointing_enable"  # the name that transformers has given it
         enable = getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")
@@ -65,17 +71,23 @@ def loss_of(model: nn.Module, tokens: Tensor | None = None) -> Tensor:
     return loss
 
 
-def step(model: nn.Module, context: AbstractContextManager[Any] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def step(
+    model: nn.Module, context: AbstractContextManager[Any] | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Take a forward and a backward in a context; return the loss, and every gradient by name."""
     model.zero_grad()
     torch.manual_seed(7)
     with context or nullcontext():
         loss = loss_of(model)
         loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
-def assert_same(one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]) -> None:
+def assert_same(
+    one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]
+) -> None:
     """Two steps gave one loss and the same gradients, bit for bit; and there are some."""
     assert torch.equal(one[0], other[0])
     assert one[1].keys() == other[1].keys() and one[1]

@@ -1,7 +1,8 @@
-"""A random course of packing and unpacking on a device with queues, and what every byte that is read must be.
+"""A random course of packing and unpacking on a device with queues, and what every byte that is
+read must be.
 
-What compute does, the course queues: it writes what is packed and reads what is unpacked. Memory that is given back is
-somebody else's at once, who writes into it, in the order of compute.
+What compute does, the course queues: it writes what is packed and reads what is unpacked. Memory
+that is given back is somebody else's at once, who writes into it, in the order of compute.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ ACTIONS = 70
 
 
 class QueuedCarrier:
-    """`lema.backend.Carrier`; device memory is the course's, the order is that of `lema.backend.queues`."""
+    """`lema.backend.Carrier`; device memory is the course's, the order is that of
+    `lema.backend.queues`.
+    """
 
     device = torch.device("cpu")
 
     def __init__(self, device: FakeDevice, memory: Callable[[int], Tensor]) -> None:
-        self._copies, self._memory = Copies(device), memory
+        self._copies = Copies(device)
+        self._memory = memory
 
     def device_slots(self, nbytes: int, count: int) -> Slots:
         return Slots(self._copies, [self._memory(nbytes) for _ in range(count)])
@@ -60,14 +64,17 @@ class CalmDevice(FakeDevice):
 
     @contextmanager
     def calmly(self) -> Iterator[None]:
-        before, self.stepping = self.stepping, True
+        before = self.stepping
+        self.stepping = True
         yield
         self.stepping = before
 
 
 @dataclass(eq=False)
 class Source:
-    """Device memory that compute wrote: by version, the bytes. `memory` is None when the course has dropped it."""
+    """Device memory that compute wrote: by version, the bytes. `memory` is None when the course
+    has dropped it.
+    """
 
     memory: Tensor | None
     address: int
@@ -107,22 +114,30 @@ class Course:
     """
 
     def __init__(self, code: SimpleNamespace, seed: int, *, cycles: bool = False) -> None:
-        self.chance, self.cycles = Random(seed), cycles
+        self.chance = Random(seed)
+        self.cycles = cycles
         self.device = (CalmDevice if cycles else FakeDevice)(self.chance)
         self.alive = dict[int, str]()  # device memory by address: whose it is
-        self.store: FakeStore = self.chance.choice((HostOnly, HostOnly, ThroughBuffers))(self.device, self.chance)
+        self.store: FakeStore = self.chance.choice((HostOnly, HostOnly, ThroughBuffers))(
+            self.device, self.chance
+        )
         self.stash = self.chance.choice((1, 1, 2, 4))
         carrier = QueuedCarrier(self.device, lambda nbytes: self.memory(nbytes, "restored"))
         self.offload = code.Offload(
             lambda _: None, self.store, lambda _: carrier,
             stash=self.stash, fetch=self.chance.random() < 0.7,
         )  # fmt: skip
-        self.sources, self.graphs = list[Source](), [Graph(None)]
-        self.held = list[tuple[Tensor, int, bytes]]()  # what was unpacked and is in use: the read there is, expected
+        self.sources = list[Source]()
+        self.graphs = [Graph(None)]
+        self.held = list[
+            tuple[Tensor, int, bytes]
+        ]()  # what was unpacked and is in use: the read there is, expected
         self.reads = list[tuple[str, bytes, bytearray]]()
 
     def run(self) -> None:
-        """Take random actions; assert that everything read was what had to be read, and that nothing is left."""
+        """Take random actions; assert that everything read was what had to be read, and that
+        nothing is left.
+        """
         actions = [
             *[self.pack] * 6, *[self.pack_and_drop] * 6, self.drop_source, self.drop_source, self.overwrite,
             self.new_graph, self.expect, self.let_go, *[self.unpack_one] * 2, *[self.backward] * 3,
@@ -142,7 +157,7 @@ class Course:
         self.sources.clear()
         self.held.clear()
         self.drop(self.graphs)
-        self.settle()
+        self.finish_directory()
         assert (self.offload.live_bytes, self.offload._pieces) == (0, {})
         assert not self.alive, f"device memory is still held: {self.alive}"
         assert self.store.live == 0, "host memory is still held"
@@ -162,7 +177,9 @@ class Course:
         return memory
 
     def next_tenant(self, memory: np.ndarray) -> None:
-        """Use memory for something else, in the queue of compute, the moment the last tensor in it is dropped."""
+        """Use memory for something else, in the queue of compute, the moment the last tensor in
+        it is dropped.
+        """
         del self.alive[memory.ctypes.data]
         theirs = self.some_bytes(len(memory))
         self.write(memory.ctypes.data, theirs)
@@ -175,7 +192,9 @@ class Course:
         queue: FakeQueue = self.device.queues[0]
         half = len(what) // 2
         for start, part in ((0, what[:half]), (half, what[half:])):
-            queue.do(lambda start=start, part=part: ctypes.memmove(address + start, part, len(part)))
+            queue.do(
+                lambda start=start, part=part: ctypes.memmove(address + start, part, len(part))
+            )
 
     def read(self, address: int, expected: bytes, what: str) -> None:
         found = bytearray(len(expected))
@@ -212,7 +231,11 @@ class Course:
     def save(self, source: Source) -> None:
         assert source.memory is not None
         tensor = self.some_view(source.memory)
-        like = tensor.to("meta").as_strided(tensor.shape, tensor.stride()) if tensor.numel() else tensor
+        like = (
+            tensor.to("meta").as_strided(tensor.shape, tensor.stride())
+            if tensor.numel()
+            else tensor
+        )
         first = tensor.data_ptr() - source.address
         graph = self.chance.choice(self.graphs[-2:])
         moved = self.offload.counters.moved
@@ -223,8 +246,11 @@ class Course:
 
     def some_view(self, memory: Tensor) -> Tensor:
         """Return the whole, or a part of it, of some dtype and strides."""
-        tensor = memory.view(self.chance.choice((torch.uint8, torch.float16, torch.float32, torch.int64)))
-        kind, count = self.chance.randrange(5), len(tensor)
+        tensor = memory.view(
+            self.chance.choice((torch.uint8, torch.float16, torch.float32, torch.int64))
+        )
+        kind = self.chance.randrange(5)
+        count = len(tensor)
         if kind == 1:
             tensor = tensor[self.chance.randrange(count) :]
         elif kind == 2:
@@ -244,7 +270,9 @@ class Course:
     def overwrite(self) -> None:
         """Write into what may have been saved: who asks for that is told, or gets what it was."""
         if source := self.one_of(self.sources):
-            self.held = [one for one in self.held if one[0].untyped_storage().data_ptr() != source.address]
+            self.held = [
+                one for one in self.held if one[0].untyped_storage().data_ptr() != source.address
+            ]
             source.memory[:0].zero_()  # torch is to know of it; what is written, the queue writes
             source.bytes_of.append(self.some_bytes(source.nbytes))
             assert source.memory._version == len(source.bytes_of) - 1
@@ -254,20 +282,26 @@ class Course:
         self.graphs.append(Graph(self.offload.order()))
 
     def let_go(self) -> None:
-        """A forward is over: the device holds what others hold, and nothing for the offload's sake."""
+        """A forward is over: the device holds what others hold, and nothing for the offload's
+        sake.
+        """
         self.offload.let_go()
-        self.settle()
+        self.finish_directory()
         kept = {address for address, whose in self.alive.items() if not self.in_use(address)}
         assert not kept, "memory is held after the end of a forward"
 
     def in_use(self, address: int) -> bool:
         theirs = {source.address for source in self.sources}
         theirs |= {tensor.untyped_storage().data_ptr() for tensor, *_ in self.held}
-        return address in theirs | {one.source.address for graph in self.graphs for one in graph.saved if one.stays}
+        return address in theirs | {
+            one.source.address for graph in self.graphs for one in graph.saved if one.stays
+        }
 
     def check_stash(self) -> None:
-        self.settle()
-        leaving = [one for one, whose in self.alive.items() if whose == "source" and not self.in_use(one)]
+        self.finish_directory()
+        leaving = [
+            one for one, whose in self.alive.items() if whose == "source" and not self.in_use(one)
+        ]
         assert len(leaving) <= self.stash, "more is held on the device than may be while it leaves"
 
     # A backward
@@ -290,16 +324,26 @@ class Course:
             assert saved.version < len(saved.source.bytes_of) - 1, "nobody wrote into it"
             return
         like = saved.like
-        assert (tensor.dtype, tensor.shape, tensor.stride()) == (like.dtype, like.shape, like.stride())
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        assert (tensor.dtype, tensor.shape, tensor.stride()) == (
+            like.dtype,
+            like.shape,
+            like.stride(),
+        )
+        last = sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         size = (last + 1) * tensor.element_size()
         expected = saved.source.bytes_of[saved.version][saved.first : saved.first + size]
         self.read(tensor.data_ptr(), expected, "what came back")
         address = tensor.data_ptr()
-        self.held.append((tensor[-1:] if self.chance.random() < 0.5 else tensor, address, expected))  # or a view of it
+        self.held.append(
+            (tensor[-1:] if self.chance.random() < 0.5 else tensor, address, expected)
+        )  # or a view of it
 
     def backward(self) -> None:
-        """Differentiate a graph: within a backward of torch's or by hand, to the end or not, and again perhaps."""
+        """Differentiate a graph: within a backward of torch's or by hand, to the end or not, and
+        again perhaps.
+        """
         graph = self.one_of(self.graphs)
 
         def ask() -> None:
@@ -311,7 +355,8 @@ class Course:
                     raise GivenUp
 
         before = set(self.alive)  # some came back before, as what was expected
-        within, given_up = self.chance.random() < 0.7, False
+        within = self.chance.random() < 0.7
+        given_up = False
         try:
             in_a_backward(ask) if within else ask()
         except GivenUp:
@@ -319,7 +364,7 @@ class Course:
         if given_up:
             self.let_go()
         elif within:
-            self.settle()
+            self.finish_directory()
             left = [one for one in set(self.alive) - before if not self.in_use(one)]
             assert not left, "memory came back for a backward that is over"
         if self.chance.random() < 0.7:
@@ -347,7 +392,8 @@ class Course:
 
     def drop(self, graphs: list[Graph]) -> None:
         for graph in list(graphs):
-            gone, graph.saved = graph.saved, []
+            gone = graph.saved
+            graph.saved = []
             if graph in self.graphs and len(self.graphs) > 1:
                 self.graphs.remove(graph)
             self.leave_alone(gone)

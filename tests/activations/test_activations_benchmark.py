@@ -1,4 +1,6 @@
-"""The benchmark of activation offloading runs from end to end in a tiny form, and its memory counts what it says."""
+"""The benchmark of activation offloading runs from end to end in a tiny form, and its memory
+counts what it says.
+"""
 
 import json
 import sys
@@ -14,7 +16,10 @@ import torch
 from forked import run_forked
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-HIDDEN, LAYERS, ROWS, TOKENS = 64, 16, 2, 256  # activations outweigh the gradients of adapters
+HIDDEN = 64
+LAYERS = 16
+ROWS = 2
+TOKENS = 256  # activations outweigh the gradients of adapters
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,11 +41,20 @@ def child() -> ModuleType:
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], dict[str, Any]]:
     """One tiny run of two modes: its rows by mode and checkpointing."""
     directory = tmp_path_factory.mktemp("activations")
-    sizes = {"hidden": HIDDEN, "intermediate": 128, "layers": LAYERS, "vocabulary": 64, "rows": ROWS, "tokens": TOKENS}
+    sizes = {
+        "hidden": HIDDEN,
+        "intermediate": 128,
+        "layers": LAYERS,
+        "vocabulary": 64,
+        "rows": ROWS,
+        "tokens": TOKENS,
+    }
     shape = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
     places = ["--directory", str(directory), "--out", str(directory / "results")]
     options = ["--modes", "hidden_states,true", "--devices", "cpu", "--rounds", "2"]
-    run_forked(run_benchmark, [[*shape, *places, *options]], 1, tmp_path_factory.mktemp("said"), 240)
+    run_forked(
+        run_benchmark, [[*shape, *places, *options]], 1, tmp_path_factory.mktemp("said"), 240
+    )
     assert [path.name for path in directory.iterdir()] == ["results"], "nothing is left on disk"
     found = json.loads((directory / "results" / "activations-cpu.json").read_text())
     assert found["device"] == "cpu"
@@ -49,7 +63,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], dic
 
 
 def run_benchmark(arguments: list[str]) -> None:
-    """Run the benchmark; its first child is a process as it is, which imports anew, and the others are forked."""
+    """Run the benchmark; its first child is a process as it is, which imports anew, and the
+    others are forked.
+    """
     sys.path.insert(0, str(BENCHMARKS))
     import activations
     import activations_child  # what each child would import first
@@ -59,7 +75,8 @@ def run_benchmark(arguments: list[str]) -> None:
         activations_child.main()
         return 0
 
-    begun, started = activations._memory, []
+    begun = activations._memory
+    started = []
 
     def measure(task: Any, arm: Any) -> dict[str, Any]:
         started.append(arm)
@@ -78,7 +95,9 @@ def run_benchmark(arguments: list[str]) -> None:
 
 @pytest.mark.exhaustive  # a process of each mode
 def test_every_mode_has_both_kinds_of_rows(rows: dict[tuple[str, bool], dict[str, Any]]) -> None:
-    assert set(rows) == {(mode, on) for mode in ("none", "hidden_states", "true") for on in (False, True)}
+    assert set(rows) == {
+        (mode, on) for mode in ("none", "hidden_states", "true") for on in (False, True)
+    }
     assert all(len(row["all_seconds"]) == 2 for row in rows.values())
     assert all(rows["none", on]["ratio"] == 1 for on in (False, True))
 
@@ -87,7 +106,8 @@ def test_every_mode_has_both_kinds_of_rows(rows: dict[tuple[str, bool], dict[str
 def test_bytes_moved_are_those_of_a_step(rows: dict[tuple[str, bool], dict[str, Any]]) -> None:
     for on in (False, True):
         assert rows["none", on]["bytes_out"] == rows["none", on]["bytes_back"] == 0
-        # A checkpoint saves its input whatever that is; without one nobody saves the first: no gradient goes there.
+        # A checkpoint saves its input whatever that is; without one nobody saves the first: no
+        # gradient goes there.
         inputs = LAYERS if on else LAYERS - 1
         assert rows["hidden_states", on]["bytes_out"] == inputs * ROWS * TOKENS * HIDDEN * 4
         assert rows["true", on]["bytes_out"] >= rows["hidden_states", on]["bytes_out"]

@@ -43,7 +43,12 @@ def test_operations_are_moved_instead_of_recomputed() -> None:
 def test_the_trainer_runs(tmp_path: Path) -> None:
     rows = [{"input_ids": ids(number)[0], "labels": ids(number)[0]} for number in range(4)]
     arguments = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, save_steps=10
+        output_dir=str(tmp_path),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        report_to=[],
+        use_cpu=True,
+        save_steps=10,
     )
     names = {"model": tiny_model(), "arguments": arguments, "rows": rows}
     exec(block("trainer example"), names)

@@ -1,4 +1,6 @@
-"""Boundary activations come back as they were kept, from wherever they waited, in memory that serves every step."""
+"""Boundary activations come back as they were kept, from wherever they waited, in memory that
+serves every step.
+"""
 
 import gc
 import os
@@ -12,7 +14,7 @@ from stream_fakes import LateBackend
 from torch import Tensor
 
 from lema.activations.boundaries import NUM_BUFFERS, TierName
-from lema.activations.kept import BoundaryArena
+from lema.activations.stepstore import BoundaryArena
 from lema.backend import Backend
 from lema.engine.head.gradients import graph_input
 from lema.errors import ReadError
@@ -41,7 +43,9 @@ def states(*lengths: int) -> list[Tensor]:
     return [torch.randn(2, length, 8) for length in lengths]
 
 
-def run(arena: BoundaryArena, hidden: list[Tensor], change: Callable[[Tensor, int], Tensor] = torch.add) -> None:
+def run(
+    arena: BoundaryArena, hidden: list[Tensor], change: Callable[[Tensor, int], Tensor] = torch.add
+) -> None:
     """Take a step: keep `change(state, layer)` for every layer, and see that each comes back."""
     step = arena.step(hidden, LAYERS)
     expected = {}
@@ -52,10 +56,12 @@ def run(arena: BoundaryArena, hidden: list[Tensor], change: Callable[[Tensor, in
             given = step.keep(layer, index, changed)
             assert torch.equal(given, changed)
             if arena.tier == "device":
-                given.fill_(-1)  # what is kept is a copy from the start; elsewhere it may be copied later
+                given.fill_(
+                    -1
+                )  # what is kept is a copy from the start; elsewhere it may be copied later
     for layer in reversed(LAYERS):
         for index in range(len(hidden)):
-            with step.kept(layer, index) as kept:
+            with step.fetch(layer, index) as kept:
                 wanted = expected[layer, index]
                 assert kept.dtype == wanted.dtype
                 assert kept.stride() == wanted.stride()
@@ -64,7 +70,9 @@ def run(arena: BoundaryArena, hidden: list[Tensor], change: Callable[[Tensor, in
 
 
 @every_tier
-def test_what_was_kept_comes_back_in_every_step(arena_on: Callable[..., BoundaryArena], tier: TierName) -> None:
+def test_what_was_kept_comes_back_in_every_step(
+    arena_on: Callable[..., BoundaryArena], tier: TierName
+) -> None:
     arena = arena_on(tier)
     for lengths in ((5, 3), (5, 3), (700, 2, 900), (4,)):
         run(arena, states(*lengths))
@@ -101,16 +109,19 @@ def test_copies_are_right_on_a_device_that_works_as_late_as_it_may(
     arena_on: Callable[..., BoundaryArena], tier: TierName
 ) -> None:
     backend = LateBackend()
-    arena, hidden = arena_on(tier, backend), states(6, 4)
+    arena = arena_on(tier, backend)
+    hidden = states(6, 4)
     for _ in range(2):
-        step, sums = arena.step(hidden, LAYERS), dict[tuple[int, int], Tensor]()
+        step = arena.step(hidden, LAYERS)
+        sums = dict[tuple[int, int], Tensor]()
         for layer in LAYERS:
             for index, state in enumerate(hidden):
                 step.keep(layer, index, state + layer)
         for layer in reversed(LAYERS):
             for index in range(len(hidden)):
-                with step.kept(layer, index) as kept:
-                    # Not done before somebody waits: by then the slot is another's, if it was let go too early.
+                with step.fetch(layer, index) as kept:
+                    # Not done before somebody waits: by then the slot is another's, if it was let
+                    # go too early.
                     backend.compute(partial(add_up, sums, (layer, index), kept))
         backend.synchronize()
         assert sums == {key: (hidden[key[1]] + key[0]).sum() for key in sums}
@@ -121,7 +132,8 @@ def test_copies_are_right_on_a_device_that_works_as_late_as_it_may(
 def test_memory_is_taken_once_and_grows_only_for_a_larger_step(
     arena_on: Callable[..., BoundaryArena], tier: TierName
 ) -> None:
-    arena, held = arena_on(tier), []
+    arena = arena_on(tier)
+    held = []
     for length in (64, 64, 16, 128, 64):
         run(arena, states(length, length))
         held.append(arena.memory_bytes)
@@ -129,8 +141,11 @@ def test_memory_is_taken_once_and_grows_only_for_a_larger_step(
     assert held == [one, one, one, 2 * one, 2 * one]
 
 
-def test_the_boundaries_of_a_step_lie_in_one_allocation(arena_on: Callable[..., BoundaryArena]) -> None:
-    arena, hidden = arena_on("device"), states(5, 3)
+def test_the_boundaries_of_a_step_lie_in_one_allocation(
+    arena_on: Callable[..., BoundaryArena],
+) -> None:
+    arena = arena_on("device")
+    hidden = states(5, 3)
     for _ in range(2):
         step = arena.step(hidden, LAYERS)
         for layer in LAYERS:
@@ -139,7 +154,7 @@ def test_the_boundaries_of_a_step_lie_in_one_allocation(arena_on: Callable[..., 
         places = set()
         for layer in reversed(LAYERS):
             for index in range(len(hidden)):
-                with step.kept(layer, index) as kept:
+                with step.fetch(layer, index) as kept:
                     places.add(kept.untyped_storage().data_ptr())
         assert len(places) == 1
 
@@ -163,7 +178,8 @@ class CountingBackend(CpuBackend):
 
 @pytest.mark.parametrize("depth", [3, 60])
 def test_memory_for_boundaries_on_disk_does_not_grow_with_depth(tmp_path: Path, depth: int) -> None:
-    backend, hidden = CountingBackend(), states(256, 128)
+    backend = CountingBackend()
+    hidden = states(256, 128)
     arena = BoundaryArena(backend, "disk", tmp_path)
     for _ in range(3):
         step = arena.step(hidden, range(depth))
@@ -172,16 +188,20 @@ def test_memory_for_boundaries_on_disk_does_not_grow_with_depth(tmp_path: Path, 
                 step.keep(layer, index, state + layer)
         for layer in reversed(range(depth)):
             for index, state in enumerate(hidden):
-                with step.kept(layer, index) as kept:
+                with step.fetch(layer, index) as kept:
                     assert torch.equal(kept, state + layer)
-    assert sum(backend.host) <= 2 * NUM_BUFFERS * hidden[0].nbytes  # each was at most once too small
+    assert (
+        sum(backend.host) <= 2 * NUM_BUFFERS * hidden[0].nbytes
+    )  # each was at most once too small
     assert len(backend.host) <= 2 * NUM_BUFFERS
     assert arena.memory_bytes <= NUM_BUFFERS * hidden[0].nbytes
     assert backend.slots == [hidden[0].nbytes] * NUM_BUFFERS
     arena.close()
 
 
-def test_a_byte_that_changes_on_the_disk_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_byte_that_changes_on_the_disk_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = os.preadv
 
     def spoilt(descriptor: int, buffers: list[memoryview], offset: int) -> int:
@@ -196,7 +216,7 @@ def test_a_byte_that_changes_on_the_disk_is_noticed(tmp_path: Path, monkeypatch:
         step.keep(layer, 0, state + layer)
     with pytest.raises(ReadError, match="bytes of activations differ from what was written"):
         for layer in reversed(range(9)):
-            with step.kept(layer, 0) as kept:
+            with step.fetch(layer, 0) as kept:
                 assert torch.equal(kept, state + layer)
     arena.close()
 
@@ -205,13 +225,14 @@ def test_a_byte_that_changes_on_the_disk_is_noticed(tmp_path: Path, monkeypatch:
 def test_a_step_that_waits_keeps_its_boundaries_while_another_runs(
     arena_on: Callable[..., BoundaryArena], tier: TierName
 ) -> None:
-    arena, hidden = arena_on(tier), states(5)
+    arena = arena_on(tier)
+    hidden = states(5)
     waiting = arena.step(hidden, LAYERS)
     for layer in LAYERS:
         waiting.keep(layer, 0, hidden[0] + layer)
     run(arena, states(5))
     for layer in reversed(LAYERS):
-        with waiting.kept(layer, 0) as kept:
+        with waiting.fetch(layer, 0) as kept:
             assert torch.equal(kept, hidden[0] + layer)
 
 
@@ -220,27 +241,30 @@ def test_a_step_that_waits_keeps_its_boundaries_while_another_runs(
 def test_a_step_that_is_given_up_leaves_its_memory_to_the_next(
     arena_on: Callable[..., BoundaryArena], tier: TierName, num_kept: int
 ) -> None:
-    arena, hidden = arena_on(tier), states(40)
+    arena = arena_on(tier)
+    hidden = states(40)
     run(arena, hidden)
-    held, kept_in = arena.memory_bytes, arena._kept_in
+    held = arena.memory_bytes
+    kept_in = arena._storage_tier
     gc.disable()  # nothing waits for the collector
     try:
         step = arena.step(hidden, LAYERS)
         for layer in LAYERS[:num_kept]:
             step.keep(layer, 0, hidden[0] + layer)
         if num_kept == len(LAYERS):
-            with pytest.raises(KeyboardInterrupt), step.kept(LAYERS[-1], 0):
+            with pytest.raises(KeyboardInterrupt), step.fetch(LAYERS[-1], 0):
                 raise KeyboardInterrupt
         del step
         run(arena, hidden)
     finally:
         gc.enable()
-    assert arena._kept_in is kept_in
+    assert arena._storage_tier is kept_in
     assert arena.memory_bytes == held
 
 
 def test_a_graph_holds_nothing_of_its_input_and_hands_on_the_gradient() -> None:
-    anchor, found = torch.zeros((), requires_grad=True), dict[int, Tensor]()
+    anchor = torch.zeros((), requires_grad=True)
+    found = dict[int, Tensor]()
     state = torch.randn(3, 4)
     given = graph_input(anchor, state, found, 7)
     out = (given + given * 2).sum()

@@ -1,4 +1,6 @@
-"""On a lazy device inputs of layers wait in host memory, and nothing looks at a tensor but between two layers."""
+"""On a lazy device inputs of layers wait in host memory, and nothing looks at a tensor but
+between two layers.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,20 @@ import torch
 from lazydevice import DEVICE, LazyDevice
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.utils.checkpoint import checkpoint
 
 from lema.activations import get_lora_act_offloading_ctx_manager
 from lema.activations.lazy import ByValue
-from lema.activations.protocols import Kept
+from lema.activations.protocols import StayReason
 from lema.errors import ConfigError
 
-BLOCKS, ROWS, WIDTH = 8, 6, 16
+BLOCKS = 8
+ROWS = 6
+WIDTH = 16
 NBYTES = ROWS * WIDTH * 4
 
 
@@ -29,10 +36,10 @@ class Marked:
     def __init__(self) -> None:
         self.inputs: list[Tensor] = []
 
-    def __call__(self, tensor: Tensor) -> Kept | None:
+    def __call__(self, tensor: Tensor) -> StayReason | None:
         if torch._C._current_graph_task_id() != -1:
-            return Kept.BACKWARD
-        return None if any(tensor is one for one in self.inputs) else Kept.UNCHOSEN
+            return StayReason.BACKWARD
+        return None if any(tensor is one for one in self.inputs) else StayReason.UNCHOSEN
 
 
 class Stack:
@@ -44,10 +51,16 @@ class Stack:
         num_blocks: how many.
     """
 
-    def __init__(self, device: torch.device, reentrant: bool | None, num_blocks: int = BLOCKS) -> None:
-        self.reentrant, self.marked, self.num_blocks = reentrant, Marked(), num_blocks
+    def __init__(
+        self, device: torch.device, reentrant: bool | None, num_blocks: int = BLOCKS
+    ) -> None:
+        self.reentrant = reentrant
+        self.marked = Marked()
+        self.num_blocks = num_blocks
         generator = torch.Generator().manual_seed(5)
-        weights = [torch.randn(WIDTH, WIDTH, generator=generator) / 4 for _ in range(2 * num_blocks)]
+        weights = [
+            torch.randn(WIDTH, WIDTH, generator=generator) / 4 for _ in range(2 * num_blocks)
+        ]
         self.weights = [weight.to(device).requires_grad_() for weight in weights]
         self.state = torch.randn(ROWS, WIDTH, generator=generator).to(device).requires_grad_()
 
@@ -59,12 +72,16 @@ class Stack:
             if self.reentrant is None:
                 state = _block(state, up, down)
             else:
-                state = checkpoint(_block, state, up, down, use_reentrant=self.reentrant, preserve_rng_state=False)
+                state = checkpoint(
+                    _block, state, up, down, use_reentrant=self.reentrant, preserve_rng_state=False
+                )
             self.marked.inputs.clear()
         return state.sum()
 
     def gradients(self) -> list[Tensor]:
-        return [leaf.grad.to("cpu") for leaf in (self.state, *self.weights) if leaf.grad is not None]
+        return [
+            leaf.grad.to("cpu") for leaf in (self.state, *self.weights) if leaf.grad is not None
+        ]
 
 
 def _block(state: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -95,7 +112,9 @@ def hooks(offload: ByValue) -> Any:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_b6_gradients_are_the_same_and_graphs_are_cut_between_blocks_alone(lazy: LazyDevice, reentrant: bool) -> None:
+def test_b6_gradients_are_the_same_and_graphs_are_cut_between_blocks_alone(
+    lazy: LazyDevice, reentrant: bool
+) -> None:
     stack = Stack(DEVICE, reentrant)
     syncs: list[int] = []
 
@@ -117,7 +136,9 @@ def test_b6_gradients_are_the_same_and_graphs_are_cut_between_blocks_alone(lazy:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_no_graph_grows_with_the_depth_of_the_model(reentrant: bool) -> None:
-    """What a lazy device holds while it runs a graph is what that computes: one block, however many there are."""
+    """What a lazy device holds while it runs a graph is what that computes: one block, however
+    many there are.
+    """
     largest = []
     for num_blocks in (4, 12):
         with LazyDevice() as lazy:
@@ -132,7 +153,9 @@ def test_no_graph_grows_with_the_depth_of_the_model(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_only_inputs_of_layers_are_moved_each_once_each_way(lazy: LazyDevice, reentrant: bool) -> None:
+def test_only_inputs_of_layers_are_moved_each_once_each_way(
+    lazy: LazyDevice, reentrant: bool
+) -> None:
     stack = Stack(DEVICE, reentrant)
     offload = offloaded(stack, lazy.run)
     uploads = lazy.uploads
@@ -141,7 +164,7 @@ def test_only_inputs_of_layers_are_moved_each_once_each_way(lazy: LazyDevice, re
     counters = offload.counters
     assert (counters.moved, counters.copies_out, counters.copies_back) == (BLOCKS, BLOCKS, BLOCKS)
     assert (counters.bytes_out, counters.bytes_back) == (BLOCKS * NBYTES, BLOCKS * NBYTES)
-    assert counters.kept[Kept.UNCHOSEN] >= 2 * BLOCKS, "weights stay"
+    assert counters.kept[StayReason.UNCHOSEN] >= 2 * BLOCKS, "weights stay"
     assert lazy.uploads - uploads == BLOCKS
     assert offload.live_bytes == 0
 
@@ -176,7 +199,9 @@ def test_a_tensor_that_was_written_into_is_another_value(lazy: LazyDevice) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [None, False])
-def test_a_graph_may_be_differentiated_twice_or_never(lazy: LazyDevice, reentrant: bool | None) -> None:
+def test_a_graph_may_be_differentiated_twice_or_never(
+    lazy: LazyDevice, reentrant: bool | None
+) -> None:
     stack = Stack(DEVICE, reentrant)
     with hooks(offload := offloaded(stack, lazy.run)):
         loss = stack.forward()
@@ -196,7 +221,9 @@ def test_a_graph_may_be_differentiated_twice_or_never(lazy: LazyDevice, reentran
 
 
 def test_the_next_value_is_on_its_way_while_one_is_used(lazy: LazyDevice) -> None:
-    """What was packed last is wanted first; one is fetched ahead, and none of it stays when it is given up."""
+    """What was packed last is wanted first; one is fetched ahead, and none of it stays when it
+    is given up.
+    """
     stack = Stack(DEVICE, None)
     offload = offloaded(stack, lazy.run)
     states = [torch.full((ROWS, WIDTH), float(number)).to(DEVICE) for number in range(4)]
@@ -206,7 +233,9 @@ def test_the_next_value_is_on_its_way_while_one_is_used(lazy: LazyDevice) -> Non
     offload.expect(order)
     assert offload.counters.copies_back == 1
     for number in (3, 2, 1):
-        assert torch.equal(packed[number].unpack().to("cpu"), torch.full((ROWS, WIDTH), float(number)))
+        assert torch.equal(
+            packed[number].unpack().to("cpu"), torch.full((ROWS, WIDTH), float(number))
+        )
         assert offload.counters.copies_back == 5 - number, "the one before it"
     offload.let_go()
     packed[0].unpack()
@@ -226,21 +255,30 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_b6_the_contexts_that_users_open_move_values_there(lazy: LazyDevice, reentrant: bool) -> None:
+def test_b6_the_contexts_that_users_open_move_values_there(
+    lazy: LazyDevice, reentrant: bool
+) -> None:
     def stack(device: torch.device) -> nn.Module:
         kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
-        blocks = [checkpoint_wrapper(Block(device), kind, preserve_rng_state=False) for _ in range(BLOCKS)]
+        blocks = [
+            checkpoint_wrapper(Block(device), kind, preserve_rng_state=False) for _ in range(BLOCKS)
+        ]
         return nn.Sequential(*blocks)
 
     def gradients(model: nn.Module, device: torch.device) -> list[Tensor]:
         state = torch.linspace(0, 1, ROWS * WIDTH).view(ROWS, WIDTH).to(device).requires_grad_()
         model(state).sum().backward()
-        return [leaf.grad.to("cpu") for leaf in (state, *model.parameters()) if leaf.grad is not None]
+        return [
+            leaf.grad.to("cpu") for leaf in (state, *model.parameters()) if leaf.grad is not None
+        ]
 
-    whole, model = gradients(stack(torch.device("cpu")), torch.device("cpu")), stack(DEVICE)
+    whole = gradients(stack(torch.device("cpu")), torch.device("cpu"))
+    model = stack(DEVICE)
     with pytest.raises(ConfigError, match="storages"):
         get_lora_act_offloading_ctx_manager(model, warn_if_no_head=False)
-    context = get_lora_act_offloading_ctx_manager(model, warn_if_no_head=False, mode="hidden_states", sync=lazy.run)
+    context = get_lora_act_offloading_ctx_manager(
+        model, warn_if_no_head=False, mode="hidden_states", sync=lazy.run
+    )
     with context:
         found = gradients(model, DEVICE)
     assert len(found) == 2 * BLOCKS + 1

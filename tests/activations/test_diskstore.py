@@ -1,4 +1,6 @@
-"""Activations on a disk: what comes back is what went there, nothing is left of it, and no failure is hidden."""
+"""Activations on a disk: what comes back is what went there, nothing is left of it, and no
+failure is hidden.
+"""
 
 import errno
 import gc
@@ -35,7 +37,9 @@ SHARED = Path("/dev/shm")
 
 @pytest.fixture(params=["disk", "memory"])
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A directory on a file system with transfers past the page cache, and one on a file system without, or so."""
+    """A directory on a file system with transfers past the page cache, and one on a file system
+    without, or so.
+    """
     if request.param == "disk":
         yield tmp_path
         return
@@ -51,7 +55,7 @@ def opened(directory: Path, blocks: int = 16, limit: int | None = None) -> DiskS
 
 
 def placed(store: DiskStore, nbytes: int) -> DiskPiece:
-    place = store.place(nbytes)
+    place = store.allocate(nbytes)
     assert isinstance(place, DiskPiece)
     return place
 
@@ -60,7 +64,10 @@ class Late:
     """A copy from a device that takes effect when somebody waits for it, once."""
 
     def __init__(self, target: Tensor, source: Tensor) -> None:
-        self.lock, self.target, self.source, self.done = threading.Lock(), target, source, False
+        self.lock = threading.Lock()
+        self.target = target
+        self.source = source
+        self.done = False
 
     def landed(self) -> None:
         with self.lock:
@@ -70,10 +77,16 @@ class Late:
 
 
 class LateReader:
-    """A copy to a device that takes effect when somebody waits for it: it must find the bytes then."""
+    """A copy to a device that takes effect when somebody waits for it: it must find the bytes
+    then.
+    """
 
     def __init__(self, source: Tensor, expected: Tensor, wrong: list[str]) -> None:
-        self.lock, self.source, self.expected, self.wrong, self.done = threading.Lock(), source, expected, wrong, False
+        self.lock = threading.Lock()
+        self.source = source
+        self.expected = expected
+        self.wrong = wrong
+        self.done = False
 
     def drained(self) -> None:
         with self.lock:
@@ -85,8 +98,11 @@ class LateReader:
 class Kept:
     """One piece: what was kept, where, and the copies of it that may still take effect."""
 
-    def __init__(self, store: DiskStore, data: Tensor, wrong: list[str], place: DiskPiece | None = None) -> None:
-        self.data, self.wrong = data, wrong
+    def __init__(
+        self, store: DiskStore, data: Tensor, wrong: list[str], place: DiskPiece | None = None
+    ) -> None:
+        self.data = data
+        self.wrong = wrong
         self.place = placed(store, len(data)) if place is None else place
         self.copy = Late(self.place.fill(), data)
         self.place.filled(self.copy.landed)
@@ -110,7 +126,21 @@ def overlap(places: list[DiskPiece]) -> bool:
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["keep", "keep", "keep", "expect", "read", "read", "drop", "drop", "settle", "empty", "half"]),
+        st.sampled_from(
+            [
+                "keep",
+                "keep",
+                "keep",
+                "expect",
+                "read",
+                "read",
+                "drop",
+                "drop",
+                "settle",
+                "empty",
+                "half",
+            ]
+        ),
         st.integers(0, 1 << 16),
     ),
     max_size=50,
@@ -123,7 +153,9 @@ SIZES = (1, 700, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK - 5, 4 * BLOCK)
 @given(STEPS, st.sampled_from([8, 11, 40]))
 def test_any_course_brings_back_what_was_kept(steps: list[tuple[str, int]], blocks: int) -> None:
     with tempfile.TemporaryDirectory() as name:
-        chance, wrong, kept = Random(0), list[str](), list[Kept]()
+        chance = Random(0)
+        wrong = list[str]()
+        kept = list[Kept]()
         store = opened(Path(name), blocks)
         for step, number in steps:
             one = kept[number % len(kept)] if kept else None
@@ -161,17 +193,24 @@ def test_any_course_brings_back_what_was_kept(steps: list[tuple[str, int]], bloc
 def nothing_is_left(store: DiskStore) -> None:
     store._await_dropped()
     store._await_dropped()  # copies that were to land before what was not written after all
-    assert not store._under_way
+    assert not store._in_flight
     assert not store._dropped
     assert not store._idle
     assert taken_bytes(store) == store._extents.end == used_bytes(store.staging) == 0
 
 
 def test_bytes_come_back_from_the_disk(directory: Path) -> None:
-    store, chance, wrong = opened(directory, blocks=8), Random(1), list[str]()
+    store = opened(directory, blocks=8)
+    chance = Random(1)
+    wrong = list[str]()
     kept = [Kept(store, data(chance, size), wrong) for size in SIZES * 4]
     settle(store)
-    assert store.bytes_written == taken_bytes(store) == store._file.size == sum(one.place.size for one in kept)
+    assert (
+        store.bytes_written
+        == taken_bytes(store)
+        == store._file.size
+        == sum(one.place.size for one in kept)
+    )
     for one in reversed(kept):
         one.read()
         one.place.drop()
@@ -184,10 +223,12 @@ def test_bytes_come_back_from_the_disk(directory: Path) -> None:
 
 
 def test_threads_share_a_store(tmp_path: Path) -> None:
-    store, wrong = opened(tmp_path, blocks=12), list[str]()
+    store = opened(tmp_path, blocks=12)
+    wrong = list[str]()
 
     def work(seed: int) -> None:
-        chance, kept = Random(seed), list[Kept]()
+        chance = Random(seed)
+        kept = list[Kept]()
         for _ in range(60):
             kept.append(Kept(store, data(chance, chance.choice(SIZES)), wrong))
             if chance.random() < 0.5:
@@ -214,7 +255,8 @@ def test_threads_share_a_store(tmp_path: Path) -> None:
 
 
 def test_steps_that_are_alike_use_the_same_blocks(tmp_path: Path) -> None:
-    store, chance = opened(tmp_path), Random(2)
+    store = opened(tmp_path)
+    chance = Random(2)
     sizes: set[int] = set()
     for step in range(4):
         kept = [Kept(store, data(chance, size), []) for size in SIZES]
@@ -229,12 +271,18 @@ def test_steps_that_are_alike_use_the_same_blocks(tmp_path: Path) -> None:
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40)), max_size=80))
 def test_extents_never_overlap_and_free_neighbours_are_one(steps: list[tuple[bool, int]]) -> None:
-    extents, taken, reserved = Extents(), dict[int, int](), [0]
+    extents = Extents()
+    taken = dict[int, int]()
+    reserved = [0]
     for take, number in steps:
         if take:
             free = extents.end - extents.taken_bytes
-            end, start = extents.end, extents.take(number + 1, reserved.append)
-            assert all(start + number + 1 <= other or other + size <= start for other, size in taken.items())
+            end = extents.end
+            start = extents.take(number + 1, reserved.append)
+            assert all(
+                start + number + 1 <= other or other + size <= start
+                for other, size in taken.items()
+            )
             assert start == end or free > number
             taken[start] = number + 1
         elif taken:
@@ -266,15 +314,20 @@ class Gate:
     """A copy that lands when it is let."""
 
     def __init__(self) -> None:
-        self.opened, self.reached = threading.Event(), threading.Event()
+        self.opened = threading.Event()
+        self.reached = threading.Event()
 
     def landed(self) -> None:
         self.reached.set()
         assert self.opened.wait(60)
 
 
-def test_a_write_begins_when_the_bytes_have_landed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    happened, gate, real = list[str](), Gate(), os.pwrite
+def test_a_write_begins_when_the_bytes_have_landed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened = list[str]()
+    gate = Gate()
+    real = os.pwrite
 
     def pwrite(descriptor: int, memory: memoryview, offset: int) -> int:
         happened.append(f"written {memory[0]}")
@@ -299,7 +352,8 @@ def test_a_write_begins_when_the_bytes_have_landed(tmp_path: Path, monkeypatch: 
 
 
 def test_what_is_not_written_yet_is_there_at_once(tmp_path: Path) -> None:
-    store, gate = opened(tmp_path), Gate()
+    store = opened(tmp_path)
+    gate = Gate()
     place = placed(store, 5000)
     place.fill().fill_(4)
     place.filled(gate.landed)
@@ -308,7 +362,9 @@ def test_what_is_not_written_yet_is_there_at_once(tmp_path: Path) -> None:
     assert place.memory().eq(4).all()
     place.used(lambda: None)
     place.drop()
-    assert used_bytes(store.staging) == taken_bytes(store) == 2 * BLOCK  # the write still needs them
+    assert (
+        used_bytes(store.staging) == taken_bytes(store) == 2 * BLOCK
+    )  # the write still needs them
     gate.opened.set()
     nothing_is_left(store)
     assert store.bytes_read == 0
@@ -316,26 +372,31 @@ def test_what_is_not_written_yet_is_there_at_once(tmp_path: Path) -> None:
 
 
 def test_what_nobody_wants_any_more_is_not_written(tmp_path: Path) -> None:
-    store, gates = opened(tmp_path), [Gate(), Gate()]
+    store = opened(tmp_path)
+    gates = [Gate(), Gate()]
     for gate in gates:  # as many as write at once
         place = placed(store, BLOCK)
         place.fill()
         place.filled(gate.landed)
     late = Kept(store, data(Random(0), BLOCK), [])
     late.place.drop()
-    store._look()
+    store._poll()
     for gate in gates:
         gate.opened.set()
     settle(store)
     store._await_dropped()
-    store._look()
+    store._poll()
     assert late.copy.done  # the buffer was not used again before
     assert store.bytes_written == taken_bytes(store) == 2 * BLOCK
     store.close()
 
 
-def test_what_was_written_last_is_still_in_memory_and_the_rest_is_read_ahead(tmp_path: Path) -> None:
-    store, chance, wrong = opened(tmp_path, blocks=4), Random(3), list[str]()
+def test_what_was_written_last_is_still_in_memory_and_the_rest_is_read_ahead(
+    tmp_path: Path,
+) -> None:
+    store = opened(tmp_path, blocks=4)
+    chance = Random(3)
+    wrong = list[str]()
     kept = []
     for _ in range(12):
         kept.append(Kept(store, data(chance, BLOCK), wrong))
@@ -353,7 +414,7 @@ def test_what_was_written_last_is_still_in_memory_and_the_rest_is_read_ahead(tmp
     (reading,) = kept[7].place.transfers
     reading.future.exception()
     assert kept[7].place.ready()
-    store._look()
+    store._poll()
     assert store.bytes_read == BLOCK
     for one in reversed(kept[:11]):
         one.read()
@@ -363,7 +424,8 @@ def test_what_was_written_last_is_still_in_memory_and_the_rest_is_read_ahead(tmp
 
 
 def test_what_was_used_can_be_had_again(tmp_path: Path) -> None:
-    store, wrong = opened(tmp_path, blocks=2), list[str]()
+    store = opened(tmp_path, blocks=2)
+    wrong = list[str]()
     kept = [Kept(store, data(Random(seed), 2 * BLOCK), wrong) for seed in range(3)]
     for one in (*kept, *reversed(kept), *kept):
         one.read()
@@ -372,7 +434,10 @@ def test_what_was_used_can_be_had_again(tmp_path: Path) -> None:
 
 
 def test_what_is_being_read_is_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, gate, real, wrong = opened(tmp_path, blocks=1), Gate(), os.preadv, list[str]()
+    store = opened(tmp_path, blocks=1)
+    gate = Gate()
+    real = os.preadv
+    wrong = list[str]()
     kept = [Kept(store, data(Random(seed), BLOCK), wrong) for seed in range(2)]
     settle(store)
     monkeypatch.setattr(os, "preadv", lambda *arguments: gate.landed() or real(*arguments))
@@ -386,7 +451,8 @@ def test_what_is_being_read_is_not_ready(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_who_needs_its_buffer_least_loses_it_first(tmp_path: Path) -> None:
-    store, wrong = opened(tmp_path, blocks=4), list[str]()
+    store = opened(tmp_path, blocks=4)
+    wrong = list[str]()
     kept = [Kept(store, data(Random(seed), BLOCK), wrong) for seed in range(4)]
     settle(store)
     kept[0].place.expect()
@@ -406,7 +472,8 @@ def test_who_needs_its_buffer_least_loses_it_first(tmp_path: Path) -> None:
 
 
 def test_expecting_never_waits(tmp_path: Path) -> None:
-    store, gates = opened(tmp_path, blocks=2), [Gate(), Gate()]
+    store = opened(tmp_path, blocks=2)
+    gates = [Gate(), Gate()]
     kept = Kept(store, data(Random(0), BLOCK), [])
     settle(store)
     for gate in gates:
@@ -425,8 +492,12 @@ def test_expecting_never_waits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("touched_by", ["the disk", "the device"])
-def test_a_buffer_is_not_used_again_while_anything_touches_it(tmp_path: Path, touched_by: str) -> None:
-    store, gate, wrong = opened(tmp_path, blocks=1), Gate(), list[str]()
+def test_a_buffer_is_not_used_again_while_anything_touches_it(
+    tmp_path: Path, touched_by: str
+) -> None:
+    store = opened(tmp_path, blocks=1)
+    gate = Gate()
+    wrong = list[str]()
     kept = Kept(store, data(Random(0), BLOCK), wrong)
     settle(store)
     touched = placed(store, BLOCK)
@@ -449,7 +520,9 @@ def test_a_buffer_is_not_used_again_while_anything_touches_it(tmp_path: Path, to
 
 
 @pytest.mark.parametrize("state", ["filling", "read"])
-def test_a_buffer_of_which_nobody_said_when_its_copy_ends_is_not_used_again(tmp_path: Path, state: str) -> None:
+def test_a_buffer_of_which_nobody_said_when_its_copy_ends_is_not_used_again(
+    tmp_path: Path, state: str
+) -> None:
     store = opened(tmp_path, blocks=2)
     place = placed(store, BLOCK)
     buffer = place.fill()
@@ -465,17 +538,18 @@ def test_a_buffer_of_which_nobody_said_when_its_copy_ends_is_not_used_again(tmp_
 
 @pytest.mark.parametrize("size", [3 * BLOCK, 40 * BLOCK])
 def test_one_piece_that_is_larger_than_staging_passes(tmp_path: Path, size: int) -> None:
-    store, wrong = opened(tmp_path, blocks=2), list[str]()
+    store = opened(tmp_path, blocks=2)
+    wrong = list[str]()
     small = Kept(store, data(Random(0), BLOCK), wrong)
     large = Kept(store, data(Random(1), size), wrong)
     other = Kept(store, data(Random(2), BLOCK), wrong)
     settle(store)
-    assert store.staging.held_bytes <= 2 * BLOCK
+    assert store.staging.allocated_bytes <= 2 * BLOCK
     for one in (large, small, large, other):
         one.read()
     store._drains.submit(lambda: None).result()
     settle(store)
-    assert store.staging.held_bytes <= 2 * BLOCK
+    assert store.staging.allocated_bytes <= 2 * BLOCK
     store.close()
     assert not wrong
 
@@ -487,7 +561,7 @@ def test_a_copy_that_has_ended_keeps_nothing_of_the_device(tmp_path: Path) -> No
     kept.place.used(upload.drained)
     settle(store)
     store._drains.submit(lambda: None).result()
-    store._look()
+    store._poll()
     gone = [weakref.ref(upload), weakref.ref(kept.copy)]
     del upload, kept.copy
     assert [ref() for ref in gone] == [None, None]
@@ -498,7 +572,8 @@ def test_a_copy_that_has_ended_keeps_nothing_of_the_device(tmp_path: Path) -> No
 def flip(store: DiskStore, place: DiskPiece) -> None:
     """Change one bit of what lies on the disk."""
     block = mmap.mmap(-1, BLOCK)
-    descriptor, offset = store._file._descriptor, place.start + (place.nbytes - 1) // BLOCK * BLOCK
+    descriptor = store._file._descriptor
+    offset = place.start + (place.nbytes - 1) // BLOCK * BLOCK
     os.preadv(descriptor, [block], offset)
     block[(place.nbytes - 1) % BLOCK] ^= 16
     os.pwrite(descriptor, block, offset)
@@ -506,7 +581,8 @@ def flip(store: DiskStore, place: DiskPiece) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_bit_that_changed_on_the_disk_is_noticed(directory: Path, ahead: bool) -> None:
-    store, wrong = opened(directory, blocks=3), list[str]()
+    store = opened(directory, blocks=3)
+    wrong = list[str]()
     kept = [Kept(store, data(Random(seed), 2 * BLOCK - 7), wrong) for seed in range(3)]
     settle(store)
     flip(store, kept[0].place)
@@ -514,7 +590,9 @@ def test_a_bit_that_changed_on_the_disk_is_noticed(directory: Path, ahead: bool)
         kept[2].place.drop()
         kept[0].place.expect()
     for _ in range(2):
-        with pytest.raises(ReadError, match="8,185 bytes of activations differ from what was written") as caught:
+        with pytest.raises(
+            ReadError, match="8,185 bytes of activations differ from what was written"
+        ) as caught:
             kept[0].place.memory()
         assert caught.value.where == str(directory)
     flip(store, kept[0].place)
@@ -524,8 +602,12 @@ def test_a_bit_that_changed_on_the_disk_is_noticed(directory: Path, ahead: bool)
     assert not wrong
 
 
-def test_a_disk_that_is_full_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, wrong, real = opened(tmp_path), list[str](), os.statvfs
+def test_a_disk_that_is_full_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(tmp_path)
+    wrong = list[str]()
+    real = os.statvfs
     kept = Kept(store, data(Random(0), BLOCK), wrong)
 
     def nearly_full(place: str) -> os.statvfs_result:
@@ -535,7 +617,7 @@ def test_a_disk_that_is_full_says_what_to_do(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, "statvfs", nearly_full)
     with pytest.raises(DiskError, match="16,384 bytes are needed for activations") as caught:
-        store.place(3 * BLOCK)
+        store.allocate(3 * BLOCK)
     assert caught.value.where == str(tmp_path)
     assert caught.value.how == HOW
     monkeypatch.undo()
@@ -547,18 +629,23 @@ def test_a_disk_that_is_full_says_what_to_do(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_file_that_may_not_grow_names_the_setting(tmp_path: Path) -> None:
-    store, gate = opened(tmp_path, limit=4 * BLOCK), Gate()
+    store = opened(tmp_path, limit=4 * BLOCK)
+    gate = Gate()
     first = placed(store, 3 * BLOCK)
     first.fill()
     first.filled(gate.landed)
     assert gate.reached.wait(60)
-    with pytest.raises(DiskError, match=r"20,480 bytes are needed for .*, but 16,384 are allowed") as caught:
-        store.place(2 * BLOCK)
+    with pytest.raises(
+        DiskError, match=r"20,480 bytes are needed for .*, but 16,384 are allowed"
+    ) as caught:
+        store.allocate(2 * BLOCK)
     assert caught.value.where == str(tmp_path)
     assert "disk_space" in caught.value.how
     first.drop()
     threading.Thread(target=gate.opened.set).start()
-    Kept(store, data(Random(0), 4 * BLOCK), []).read()  # waits for a write that nobody wants any more
+    Kept(
+        store, data(Random(0), 4 * BLOCK), []
+    ).read()  # waits for a write that nobody wants any more
     assert store._file.size == 4 * BLOCK
     store.close()
 
@@ -580,16 +667,19 @@ def test_a_write_that_fails_is_raised_by_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     monkeypatch.setattr(os, "pwrite", failing(FULL, os.pwrite, BLOCK))
-    store, wrong = opened(tmp_path), list[str]()
+    store = opened(tmp_path)
+    wrong = list[str]()
     places = [placed(store, BLOCK) for _ in range(3)]
-    kept = [Kept(store, data(Random(seed), BLOCK), wrong, place) for seed, place in enumerate(places)]
+    kept = [
+        Kept(store, data(Random(seed), BLOCK), wrong, place) for seed, place in enumerate(places)
+    ]
     lost = kept[1].place
     assert lost.transfers
     for one in kept:
         for transfer in tuple(one.place.transfers):
             transfer.future.exception()
     calls: dict[str, Callable[[], object]] = {
-        "place": lambda: store.place(1),
+        "place": lambda: store.allocate(1),
         "settle": lambda: settle(store),
         "memory": lost.memory,
         "memory of another": kept[0].place.memory,
@@ -616,14 +706,16 @@ def test_a_write_that_fails_is_raised_by_the_next_call(
 def test_a_write_that_fails_while_its_buffer_is_waited_for_costs_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, gate, real = opened(tmp_path, blocks=1), Gate(), os.statvfs
+    store = opened(tmp_path, blocks=1)
+    gate = Gate()
+    real = os.statvfs
     monkeypatch.setattr(os, "pwrite", failing(FULL, os.pwrite, 0))
     place = placed(store, BLOCK)
     place.fill()
     place.filled(gate.landed)
     monkeypatch.setattr(os, "statvfs", lambda place: gate.opened.set() or real(place))
     with pytest.raises(DiskError, match="writing failed"):
-        store.place(BLOCK)
+        store.allocate(BLOCK)
     assert gate.opened.is_set()
     assert taken_bytes(store) == BLOCK
     place.drop()
@@ -631,9 +723,12 @@ def test_a_write_that_fails_while_its_buffer_is_waited_for_costs_no_room(
     store.close()
 
 
-def test_a_write_that_fails_for_nobody_is_not_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_for_nobody_is_not_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "pwrite", failing(FULL, os.pwrite, 0))
-    store, gate = opened(tmp_path), Gate()
+    store = opened(tmp_path)
+    gate = Gate()
     place = placed(store, BLOCK)
     place.fill()
     place.filled(gate.landed)
@@ -645,8 +740,11 @@ def test_a_write_that_fails_for_nobody_is_not_raised(tmp_path: Path, monkeypatch
     store.close()
 
 
-def test_a_read_that_fails_is_raised_and_may_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, wrong = opened(tmp_path, blocks=1), list[str]()
+def test_a_read_that_fails_is_raised_and_may_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(tmp_path, blocks=1)
+    wrong = list[str]()
     kept = [Kept(store, data(Random(seed), BLOCK), wrong) for seed in range(2)]
     settle(store)
     broken = OSError(errno.EIO, "Input/output error")
@@ -681,7 +779,10 @@ def test_a_device_that_fails_is_told(tmp_path: Path) -> None:
 def test_two_writes_that_a_file_system_refuses_at_once_both_go_through_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, both, numbers, again = os.pwrite, threading.Barrier(2, timeout=60), iter((1, 2)), threading.Event()
+    real = os.pwrite
+    both = threading.Barrier(2, timeout=60)
+    numbers = iter((1, 2))
+    again = threading.Event()
 
     def refusing(descriptor: int, memory: memoryview, offset: int) -> int:
         for number in numbers:
@@ -708,7 +809,8 @@ class Owner:
     """Drops a place when it is collected, and is collected by nothing but the garbage collector."""
 
     def __init__(self, place: DiskPiece) -> None:
-        self.place, self.me = place, self
+        self.place = place
+        self.me = self
 
     def __del__(self) -> None:
         self.place.drop()
@@ -722,7 +824,9 @@ def test_a_garbage_collector_drops_in_the_middle_of_any_call_and_thread(tmp_path
     def landed() -> None:
         gc.collect()
 
-    store = DiskStore(OffloadFile(tmp_path, "activations", HOW), HostPool(allocate, 6 * BLOCK, lambda: 1 << 50))
+    store = DiskStore(
+        OffloadFile(tmp_path, "activations", HOW), HostPool(allocate, 6 * BLOCK, lambda: 1 << 50)
+    )
     gc.disable()
     gc.freeze()  # what other tests left is not looked through again and again
     try:
@@ -749,8 +853,8 @@ def test_a_store_that_was_closed_says_so(tmp_path: Path) -> None:
     store.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
-    assert store.staging.held_bytes == 0
-    for call in (kept.place.memory, lambda: settle(store), lambda: store.place(1)):
+    assert store.staging.allocated_bytes == 0
+    for call in (kept.place.memory, lambda: settle(store), lambda: store.allocate(1)):
         with pytest.raises(DiskError, match="closed") as caught:
             call()
         assert caught.value.where == str(tmp_path)
@@ -766,7 +870,9 @@ ENDINGS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ending", "named"), [*((ending, False) for ending in ENDINGS), ("killed", True)])
+@pytest.mark.parametrize(
+    ("ending", "named"), [*((ending, False) for ending in ENDINGS), ("killed", True)]
+)
 def test_a_process_that_ends_leaves_no_file(tmp_path: Path, ending: str, named: bool) -> None:
     statement, code = ENDINGS[ending]
     program = f"""
@@ -787,7 +893,11 @@ print(store._file.size, os.listdir(sys.argv[1]), flush=True)
 {statement}
 """
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", program, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
     assert done.returncode == code, done.stderr
     assert done.stdout == f"{30 * 25 * BLOCK} []\n"

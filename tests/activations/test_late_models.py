@@ -1,4 +1,6 @@
-"""A step through the contexts, with copies that come as late as they may, is the step without them, bit for bit."""
+"""A step through the contexts, with copies that come as late as they may, is the step without
+them, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -41,16 +43,22 @@ def test_a_step_is_the_same_however_late_copies_come(
     model = checkpointed(tiny_model(dropout=0.1), kind)
     expected = step(model)
     options: dict[str, Any] = {"offload_dir": tmp_path} if mode == "disk" else {}
-    with closing(OffloadActivations(model=model, mode=mode, min_offload_size=64, **options)) as context:
+    with closing(
+        OffloadActivations(model=model, mode=mode, min_offload_size=64, **options)
+    ) as context:
         for _ in range(3):  # from the second on in host memory that was used before
             assert_same(step(model, context), expected)
         assert context.counters.copies_back > 0 and context.live_bytes == 0
     if mode != "disk":
-        assert threading.current_thread() not in late.queues.waiting_threads, "the host was made to wait"
+        assert threading.current_thread() not in late.queues.waiting_threads, (
+            "the host was made to wait"
+        )
 
 
 class Grown(nn.Module):
-    """Multiplies by its own memory of the input: its gradient is a view of what it saved, and nothing else."""
+    """Multiplies by its own memory of the input: its gradient is a view of what it saved, and
+    nothing else.
+    """
 
     def forward(self, state: Tensor) -> Tensor:
         found: Tensor = _Grown.apply(state)
@@ -87,26 +95,40 @@ def stack(*layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def gradients(model: nn.Module, context: OffloadActivations | None, reentrant: bool | None) -> list[Tensor]:
+def gradients(
+    model: nn.Module, context: OffloadActivations | None, reentrant: bool | None
+) -> list[Tensor]:
     model.zero_grad()
     state = torch.randn(4, 16, 16, generator=torch.Generator().manual_seed(4)).requires_grad_()
     out = state
     with context or torch.enable_grad():
         for layer in model.children():
-            out = layer(out) if reentrant is None else checkpoint(layer, out, use_reentrant=reentrant)
+            out = (
+                layer(out) if reentrant is None else checkpoint(layer, out, use_reentrant=reentrant)
+            )
         out.sum().backward()
     found = [state.grad, *(parameter.grad for parameter in model.parameters())]
-    assert all(gradient is not None and gradient.isfinite().all() and gradient.any() for gradient in found)
+    assert all(
+        gradient is not None and gradient.isfinite().all() and gradient.any() for gradient in found
+    )
     return [gradient.clone() for gradient in found if gradient is not None]
 
 
 @late_devices
 @pytest.mark.parametrize("reentrant", [None, True, False])
-def test_what_a_backward_returns_may_be_a_view_of_what_came_back(late: LateDevice, reentrant: bool | None) -> None:
-    """Nothing else holds the memory it lies in; the next node computes with it while other pieces come and go."""
-    model = stack(*(layer for _ in range(6) for layer in (nn.Linear(16, 16), Grown(), nn.Linear(16, 16))))
+def test_what_a_backward_returns_may_be_a_view_of_what_came_back(
+    late: LateDevice, reentrant: bool | None
+) -> None:
+    """Nothing else holds the memory it lies in; the next node computes with it while other
+    pieces come and go.
+    """
+    model = stack(
+        *(layer for _ in range(6) for layer in (nn.Linear(16, 16), Grown(), nn.Linear(16, 16)))
+    )
     expected = gradients(model, None, reentrant)
-    with closing(OffloadActivations(model=model, min_offload_size=64, warn_if_no_head=False)) as context:
+    with closing(
+        OffloadActivations(model=model, min_offload_size=64, warn_if_no_head=False)
+    ) as context:
         for _ in range(2):
             found = gradients(model, context, reentrant)
             assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
@@ -115,11 +137,17 @@ def test_what_a_backward_returns_may_be_a_view_of_what_came_back(late: LateDevic
 
 @late_devices
 @pytest.mark.parametrize("reentrant", [None, True, False])
-def test_views_that_a_recomputation_saves_are_right(late: LateDevice, reentrant: bool | None) -> None:
-    """Where layers are computed again, what they save then are views of what came back, and of what they compute."""
+def test_views_that_a_recomputation_saves_are_right(
+    late: LateDevice, reentrant: bool | None
+) -> None:
+    """Where layers are computed again, what they save then are views of what came back, and of
+    what they compute.
+    """
     model = stack(*(ChunksOfWhatItComputes(16) for _ in range(8)))
     expected = gradients(model, None, reentrant)
-    with closing(OffloadActivations(model=model, min_offload_size=64, warn_if_no_head=False)) as context:
+    with closing(
+        OffloadActivations(model=model, min_offload_size=64, warn_if_no_head=False)
+    ) as context:
         for _ in range(2):
             found = gradients(model, context, reentrant)
             assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -1,4 +1,6 @@
-"""Inputs of decoder layers: marked while they matter, they alone, under both kinds of checkpoint; freed where moved."""
+"""Inputs of decoder layers: marked while they matter, they alone, under both kinds of
+checkpoint; freed where moved.
+"""
 
 import copy
 import gc
@@ -24,9 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lema.activations.hooks import Scope, Sites, entered
+from lema.activations.hooks import ModelHooks, Scope, entered
 from lema.activations.layers import LayerInputs, decoder_layers, only_layer_inputs
-from lema.activations.protocols import Kept
+from lema.activations.protocols import StayReason
 
 NAMES = ["llama", "gpt2", "mixtral"]
 WIDTH = 8
@@ -38,7 +40,9 @@ def adapted(name: str, *, use_reentrant: bool | None = None) -> nn.Module:
     architecture = ARCHITECTURES[name]
     bare: PreTrainedModel = AutoModelForCausalLM.from_config(architecture.config())
     bare.config.use_cache = False
-    settings = LoraConfig(target_modules=sorted(architecture.targets), fan_in_fan_out=architecture.transposed)
+    settings = LoraConfig(
+        target_modules=sorted(architecture.targets), fan_in_fan_out=architecture.transposed
+    )
     model = get_peft_model(bare, settings)
     if use_reentrant is not None:
         bare.enable_input_require_grads()
@@ -47,12 +51,17 @@ def adapted(name: str, *, use_reentrant: bool | None = None) -> nn.Module:
 
 
 def turn_on(bare: PreTrainedModel, *, use_reentrant: bool) -> None:
-    enable = getattr(bare, "activation_checkpointing_enable", None) or bare.gradient_checkpointing_enable
+    enable = (
+        getattr(bare, "activation_checkpointing_enable", None) or bare.gradient_checkpointing_enable
+    )
     enable({"use_reentrant": use_reentrant})
 
 
 def turn_off(bare: PreTrainedModel) -> None:
-    (getattr(bare, "activation_checkpointing_disable", None) or bare.gradient_checkpointing_disable)()
+    (
+        getattr(bare, "activation_checkpointing_disable", None)
+        or bare.gradient_checkpointing_disable
+    )()
 
 
 def layers_of(name: str, model: nn.Module) -> nn.ModuleList:
@@ -62,10 +71,14 @@ def layers_of(name: str, model: nn.Module) -> nn.ModuleList:
 
 
 class Moving:
-    """What a forward saves, moved away where the choice says so: copies take its place, as from another memory."""
+    """What a forward saves, moved away where the choice says so: copies take its place, as from
+    another memory.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self.scope, self.inputs, self.choice = Scope(), LayerInputs(model), only_layer_inputs
+        self.scope = Scope()
+        self.inputs = LayerInputs(model)
+        self.choice = only_layer_inputs
         self.moved: list[Tensor] = []
         self.storages: list[StorageWeakRef] = []
         self.stayed = 0
@@ -78,7 +91,7 @@ class Moving:
         assert self.scope.layer_inputs == {}
 
     def _pack(self, tensor: Tensor) -> tuple[bool, Tensor]:
-        if torch._C._current_graph_task_id() != -1 or self.choice(tensor) is Kept.UNCHOSEN:
+        if torch._C._current_graph_task_id() != -1 or self.choice(tensor) is StayReason.UNCHOSEN:
             self.stayed += 1
             return False, tensor
         self.storages.append(StorageWeakRef(tensor.untyped_storage()))
@@ -102,7 +115,11 @@ def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    found = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     model.zero_grad(set_to_none=True)
     assert len(found) > 4
     return found
@@ -115,7 +132,9 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_under_a_checkpoint_each_layers_input_moves_and_its_memory_is_free(name: str, use_reentrant: bool) -> None:
+def test_under_a_checkpoint_each_layers_input_moves_and_its_memory_is_free(
+    name: str, use_reentrant: bool
+) -> None:
     model, (batch,) = adapted(name, use_reentrant=use_reentrant), micro_batches(1)
     step(model, batch).backward()
     expected = gradients(model)
@@ -138,9 +157,12 @@ def test_under_a_checkpoint_each_layers_input_moves_and_its_memory_is_free(name:
             loss = step(model, batch)
         assert [tuple(one.shape) for one in moving.moved] == [tuple(one.shape) for one in given]
         assert all(map(torch.equal, moving.moved, given))
-        # The first may be a leaf, where embeddings were made to require gradients: autograd itself holds that.
+        # The first may be a leaf, where embeddings were made to require gradients: autograd itself
+        # holds that.
         assert not any(leaves[1:])
-        assert moving.freed == len(given) - leaves[0], "something holds the input of a layer on the device"
+        assert moving.freed == len(given) - leaves[0], (
+            "something holds the input of a layer on the device"
+        )
         loss.backward()
         assert same(gradients(model), expected)
 
@@ -164,7 +186,9 @@ def test_without_a_checkpoint_only_what_shares_memory_with_an_input_moves(name: 
     with moving.opened():
         loss = step(model, batch)
     assert {storage.cdata for storage in moving.storages} <= keys
-    assert len({storage.cdata for storage in moving.storages}) >= len(layers) - 1  # nothing is saved of an embedding
+    assert (
+        len({storage.cdata for storage in moving.storages}) >= len(layers) - 1
+    )  # nothing is saved of an embedding
     assert moving.stayed > len(moving.moved)
     loss.backward()
     assert same(gradients(model), expected)
@@ -173,7 +197,8 @@ def test_without_a_checkpoint_only_what_shares_memory_with_an_input_moves(name: 
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, hidden_states: Tensor, scale: float = 1.0) -> Tensor:
         return hidden_states + scale * self.down(torch.relu(self.up(hidden_states)))
@@ -243,7 +268,10 @@ def test_a_wrapper_that_checkpoints_is_a_layer(by_name: bool, kind: CheckpointIm
     apply_activation_checkpointing(model, wrap, check_fn=lambda module: isinstance(module, Layer))
     assert decoder_layers(model) == list(model.layers)
     found = stack_gradients(model, Moving(model))
-    assert same({name.replace("_checkpoint_wrapped_module.", ""): one for name, one in found.items()}, expected)
+    assert same(
+        {name.replace("_checkpoint_wrapped_module.", ""): one for name, one in found.items()},
+        expected,
+    )
 
 
 class HooksInside(Layer):
@@ -269,7 +297,11 @@ def test_an_input_is_marked_for_a_checkpoint_that_is_outside_of_the_layers_hooks
 
 
 def functions(model: nn.Module) -> list[Any]:
-    return [vars(module)["_gradient_checkpointing_func"] for module in model.modules() if is_checkpointed(module)]
+    return [
+        vars(module)["_gradient_checkpointing_func"]
+        for module in model.modules()
+        if is_checkpointed(module)
+    ]
 
 
 def is_checkpointed(module: nn.Module) -> bool:
@@ -278,7 +310,8 @@ def is_checkpointed(module: nn.Module) -> bool:
 
 def test_checkpoints_are_wrapped_once_and_only_while_a_context_is_open() -> None:
     model = adapted("llama", use_reentrant=False)
-    one, other = LayerInputs(model), LayerInputs(model)
+    one = LayerInputs(model)
+    other = LayerInputs(model)
     before = functions(model)
     assert len(before) >= len(layers_of("llama", model))
     for _ in range(3):
@@ -300,7 +333,8 @@ def test_checkpointing_may_be_turned_on_and_off_between_steps_and_within(inside:
     bare = model.get_base_model()
     step(model, batch).backward()
     expected = gradients(model)
-    moving, num_layers = Moving(model), len(layers_of("llama", model))
+    moving = Moving(model)
+    num_layers = len(layers_of("llama", model))
     with moving.opened():
         if inside:
             turn_on(bare, use_reentrant=True)
@@ -367,7 +401,8 @@ def test_evaluation_marks_nothing_that_stays_and_a_lost_model_is_no_error() -> N
     with moving.opened(), torch.no_grad():
         model(**batch)
     assert moving.moved == [] and moving.stayed == 0
-    gone, inputs = weakref.ref(model), moving.inputs
+    gone = weakref.ref(model)
+    inputs = moving.inputs
     del model, moving
     gc.collect()
     assert gone() is None
@@ -376,13 +411,17 @@ def test_evaluation_marks_nothing_that_stays_and_a_lost_model_is_no_error() -> N
 
 
 def hooks_on(model: nn.Module) -> list[tuple[list[int], list[int]]]:
-    return [(list(module._forward_pre_hooks), list(module._forward_hooks)) for module in model.modules()]
+    return [
+        (list(module._forward_pre_hooks), list(module._forward_hooks)) for module in model.modules()
+    ]
 
 
 def test_hooks_of_sites_and_layers_leave_nothing_behind() -> None:
     model = adapted("mixtral", use_reentrant=True)
     before = hooks_on(model)
-    sites, one, other = Sites(model), LayerInputs(model), LayerInputs(model)
+    sites = ModelHooks(model)
+    one = LayerInputs(model)
+    other = LayerInputs(model)
     with one.opened(), other.opened():
         within = hooks_on(model)
     assert hooks_on(model) == within
@@ -401,7 +440,9 @@ def test_hooks_of_sites_and_layers_leave_nothing_behind() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [None, False])
-def test_a_compiled_model_is_compiled_once_however_often_a_context_is_opened(use_reentrant: bool | None) -> None:
+def test_a_compiled_model_is_compiled_once_however_often_a_context_is_opened(
+    use_reentrant: bool | None,
+) -> None:
     torch._dynamo.reset()
     model = Stack(CheckpointedLayer)
     if use_reentrant is not None:
@@ -412,8 +453,10 @@ def test_a_compiled_model_is_compiled_once_however_often_a_context_is_opened(use
         compilations.append(graph)
         return graph.forward
 
-    compiled, sites = torch.compile(model, backend=backend, fullgraph=True), Sites(model, warn_if_no_head=False)
-    inputs, scope = LayerInputs(model), Scope()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    sites = ModelHooks(model, warn_if_no_head=False)
+    inputs = LayerInputs(model)
+    scope = Scope()
     for _ in range(3):
         with entered(scope), inputs.opened():
             compiled(start().detach())

@@ -1,4 +1,6 @@
-"""The mixin: a trainer's steps offload, and nothing else of it changes: not one bit, not its evaluation."""
+"""The mixin: a trainer's steps offload, and nothing else of it changes: not one bit, not its
+evaluation.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from lema.activations import hooks as scope
 from lema.backend.torchstreams import TorchCarrier
 from lema.errors import ConfigError
 
-VOCABULARY, TOKENS, LAYERS, STEPS = 64, 16, 3, 3
+VOCABULARY = 64
+TOKENS = 16
+LAYERS = 3
+STEPS = 3
 MODES = (True, "legacy", "hidden_states", "disk")
 CHECKPOINTED = {"plain": None, "reentrant": True, "not reentrant": False}
 RENAMED = any(field.name == "activation_checkpointing" for field in fields(TrainingArguments))
@@ -43,7 +48,12 @@ class Offloading(ActivationOffloadingMixin, Trainer):
 def tiny_model() -> PeftModel:
     """A model whose adapters drop out, so that the generator's state counts too."""
     torch.manual_seed(1)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+    }
     base = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, **sizes))
     lora = LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
     return get_peft_model(base, lora)
@@ -55,11 +65,18 @@ def rows(count: int = 12) -> list[dict[str, Tensor]]:
 
 
 def arguments(
-    directory: Path, *, kind: type[TrainingArguments] = TrainingArguments, reentrant: bool | None = None, **changes: Any
+    directory: Path,
+    *,
+    kind: type[TrainingArguments] = TrainingArguments,
+    reentrant: bool | None = None,
+    **changes: Any,
 ) -> TrainingArguments:
     checkpoints = {}
     if reentrant is not None:
-        checkpoints = {f"{PREFIX}_checkpointing": True, f"{PREFIX}_checkpointing_kwargs": {"use_reentrant": reentrant}}
+        checkpoints = {
+            f"{PREFIX}_checkpointing": True,
+            f"{PREFIX}_checkpointing_kwargs": {"use_reentrant": reentrant},
+        }
     settings = {
         "output_dir": str(directory),
         "max_steps": STEPS,
@@ -74,14 +91,26 @@ def arguments(
 
 
 def trainer_of(
-    directory: Path, mode: Any = None, *, kind: type[Offloading] = Offloading, model: Any = None, **changes: Any
+    directory: Path,
+    mode: Any = None,
+    *,
+    kind: type[Offloading] = Offloading,
+    model: Any = None,
+    **changes: Any,
 ) -> Any:
     options = {"activation_offloading_options": changes.pop("options", None)}
     model = tiny_model() if model is None else model
     if changes.get("reentrant"):
         model.enable_input_require_grads()
     made = arguments(directory, **changes)
-    return kind(model, made, train_dataset=rows(), eval_dataset=rows(4), activation_offloading=mode, **options)
+    return kind(
+        model,
+        made,
+        train_dataset=rows(),
+        eval_dataset=rows(4),
+        activation_offloading=mode,
+        **options,
+    )
 
 
 @dataclass
@@ -91,14 +120,20 @@ class Run:
 
     @classmethod
     def of(cls, trainer: Any) -> Run:
-        trained = {name: weight.detach() for name, weight in trainer.model.named_parameters() if weight.requires_grad}
+        trained = {
+            name: weight.detach()
+            for name, weight in trainer.model.named_parameters()
+            if weight.requires_grad
+        }
         return cls(trainer.losses, trained)
 
     def assert_same(self, other: Run) -> None:
         assert len(self.losses) == len(other.losses)
         assert all(torch.equal(*pair) for pair in zip(self.losses, other.losses, strict=True))
         assert self.weights.keys() == other.weights.keys()
-        assert all(torch.equal(weight, other.weights[name]) for name, weight in self.weights.items())
+        assert all(
+            torch.equal(weight, other.weights[name]) for name, weight in self.weights.items()
+        )
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +180,9 @@ def test_a2_a_run_is_the_same_to_the_last_bit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", ["plain", "not reentrant"])
-def test_gradients_accumulate_as_ever(checkpointed: str, run_without: Callable[..., Run], tmp_path: Path) -> None:
+def test_gradients_accumulate_as_ever(
+    checkpointed: str, run_without: Callable[..., Run], tmp_path: Path
+) -> None:
     changes = {"gradient_accumulation_steps": 2}
     trainer = trainer_of(tmp_path, True, reentrant=CHECKPOINTED[checkpointed], **changes)
     trainer.train()
@@ -165,23 +202,31 @@ def test_layer_inputs_are_what_hidden_states_moves(tmp_path: Path) -> None:
 
 
 class Watching(Offloading):
-    """Notes whether a context is open: in the loss and the backward of a step, and in evaluation."""
+    """Notes whether a context is open: in the loss and the backward of a step, and in
+    evaluation.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.open_in: dict[str, set[bool]] = {"loss": set(), "evaluation": set()}
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        self.open_in["loss" if self.model.training else "evaluation"].add(scope.current() is not None)
+        self.open_in["loss" if self.model.training else "evaluation"].add(
+            scope.current() is not None
+        )
         return super().compute_loss(*args, **kwargs)
 
-    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         with torch.enable_grad():  # autograd saves what it saves in training
             model(**self._prepare_inputs(dict(inputs))).loss.backward()
         return super().prediction_step(model, inputs, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        gradients = [None if one.grad is None else one.grad.clone() for one in self.model.parameters()]
+        gradients = [
+            None if one.grad is None else one.grad.clone() for one in self.model.parameters()
+        ]
         found = super().evaluate(*args, **kwargs)
         for one, gradient in zip(self.model.parameters(), gradients, strict=True):
             one.grad = gradient
@@ -189,11 +234,15 @@ class Watching(Offloading):
 
 
 @pytest.mark.slow
-def test_a2_evaluation_moves_nothing_and_allocates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a2_evaluation_moves_nothing_and_allocates_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     buffers = []
     allocate = TorchCarrier.host_buffer
     monkeypatch.setattr(
-        TorchCarrier, "host_buffer", lambda self, nbytes: buffers.append(nbytes) or allocate(self, nbytes)
+        TorchCarrier,
+        "host_buffer",
+        lambda self, nbytes: buffers.append(nbytes) or allocate(self, nbytes),
     )
 
     seen = []
@@ -216,11 +265,16 @@ def test_a2_evaluation_moves_nothing_and_allocates_nothing(tmp_path: Path, monke
     assert trainer.open_in["evaluation"] == {False}
 
 
-def test_buffers_are_used_again_from_step_to_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    buffers, after_step = [], []
+def test_buffers_are_used_again_from_step_to_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffers = []
+    after_step = []
     allocate = TorchCarrier.host_buffer
     monkeypatch.setattr(
-        TorchCarrier, "host_buffer", lambda self, nbytes: buffers.append(nbytes) or allocate(self, nbytes)
+        TorchCarrier,
+        "host_buffer",
+        lambda self, nbytes: buffers.append(nbytes) or allocate(self, nbytes),
     )
 
     class Noting(Offloading):
@@ -270,7 +324,9 @@ class Failed(Exception):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_a_step_that_fails_leaves_nothing(mode: Any, run_without: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_step_that_fails_leaves_nothing(
+    mode: Any, run_without: Callable[..., Run], tmp_path: Path
+) -> None:
     trainer = trainer_of(tmp_path, mode)
     start = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     before = hooks_on(trainer.model)
@@ -347,7 +403,9 @@ def test_a_new_model_gets_a_new_context(tmp_path: Path) -> None:
             return loss
 
     made = arguments(tmp_path)
-    trainer = Searching(None, made, train_dataset=rows(), model_init=tiny_model, activation_offloading=True)
+    trainer = Searching(
+        None, made, train_dataset=rows(), model_init=tiny_model, activation_offloading=True
+    )
     trainer.train()
     old = trainer.model
     trainer.train()
@@ -383,13 +441,17 @@ def test_the_keyword_says_it_then_the_arguments_then_the_class(tmp_path: Path) -
 
     def mode(kind: type[TrainingArguments], asked: Any = None, **changes: Any) -> Any:
         made = kind(output_dir=str(tmp_path), use_cpu=True, report_to=[], **changes)
-        trainer: Any = Offloading(tiny_model(), args=made, train_dataset=rows(), activation_offloading=asked)
+        trainer: Any = Offloading(
+            tiny_model(), args=made, train_dataset=rows(), activation_offloading=asked
+        )
         assert getattr(trainer.args, "activation_offloading", None) == changes.get(
             "activation_offloading", False if kind is Theirs else None
         )
         return trainer.activation_offloading
 
-    assert mode(TrainingArguments) is True, "there is no other way to ask for it, and no other reason for the mixin"
+    assert mode(TrainingArguments) is True, (
+        "there is no other way to ask for it, and no other reason for the mixin"
+    )
     assert mode(TrainingArguments, False) is False
     assert mode(Theirs) is False
     assert mode(Theirs, activation_offloading=None) is False
@@ -400,14 +462,19 @@ def test_the_keyword_says_it_then_the_arguments_then_the_class(tmp_path: Path) -
 
 
 def test_a_mode_that_there_is_not(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"activation_offloading must be one of .*'disk'.*, not 'disc'"):
+    with pytest.raises(
+        ConfigError, match=r"activation_offloading must be one of .*'disk'.*, not 'disc'"
+    ):
         trainer_of(tmp_path, "disc")
 
 
 @pytest.mark.slow
 def test_options_reach_the_context(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, True, options={"min_offload_size": 1 << 30})
-    with pytest.warns(UserWarning, match=r"activation_offloading=True moved nothing: .*smaller than min_offload_size"):
+    with pytest.warns(
+        UserWarning,
+        match=r"activation_offloading=True moved nothing: .*smaller than min_offload_size",
+    ):
         trainer.train()
     assert trainer.activation_offload_context.counters.bytes_out == 0
 
@@ -434,7 +501,9 @@ def test_the_file_is_where_the_run_writes(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_a_trainer_below_prepares_none_of_its_own(run_without: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_trainer_below_prepares_none_of_its_own(
+    run_without: Callable[..., Run], tmp_path: Path
+) -> None:
     @dataclass
     class Theirs(TrainingArguments):
         activation_offloading: Any = False
@@ -466,8 +535,12 @@ def test_a_trainer_below_prepares_none_of_its_own(run_without: Callable[..., Run
 def test_checkpoints_that_offload_too_are_refused(tmp_path: Path) -> None:
     options = {"use_reentrant": False, "offload": True}
     with pytest.raises(ConfigError, match="the checkpoints offload activations"):
-        trainer_of(tmp_path, True, activation_checkpointing=True, activation_checkpointing_kwargs=options)
-    trainer_of(tmp_path, False, activation_checkpointing=True, activation_checkpointing_kwargs=options)
+        trainer_of(
+            tmp_path, True, activation_checkpointing=True, activation_checkpointing_kwargs=options
+        )
+    trainer_of(
+        tmp_path, False, activation_checkpointing=True, activation_checkpointing_kwargs=options
+    )
 
 
 def test_a_model_in_several_threads_is_refused(tmp_path: Path) -> None:

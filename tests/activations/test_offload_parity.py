@@ -1,4 +1,6 @@
-"""Whatever is moved, and wherever to: loss and gradients are those of the step that moves nothing, bit for bit."""
+"""Whatever is moved, and wherever to: loss and gradients are those of the step that moves
+nothing, bit for bit.
+"""
 
 from functools import cache
 from pathlib import Path
@@ -24,7 +26,9 @@ def model_and_step(
 
 @pytest.mark.covered
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("checkpoint", [None, True, False], ids=["saved", "reentrant", "checkpointed"])
+@pytest.mark.parametrize(
+    "checkpoint", [None, True, False], ids=["saved", "reentrant", "checkpointed"]
+)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -32,7 +36,9 @@ def test_gradients_are_bitwise_those_without(
     kind: str, lora: bool, mode: Any, checkpoint: bool | None, tmp_path: Path
 ) -> None:
     model, expected = model_and_step(kind, lora, checkpoint)
-    context = get_lora_act_offloading_ctx_manager(model, mode=mode, offload_dir=tmp_path if mode == "disk" else None)
+    context = get_lora_act_offloading_ctx_manager(
+        model, mode=mode, offload_dir=tmp_path if mode == "disk" else None
+    )
     assert isinstance(context, OffloadActivations)
     for _ in range(2):
         assert_same(step(model, context), expected)
@@ -41,8 +47,12 @@ def test_gradients_are_bitwise_those_without(
     assert counters.moved == counters.restored > 0 and counters.copies_back > 0
     assert counters.seen == counters.moved + sum(counters.kept.values())
     context.close()
-    assert not [module for module in model.modules() if module._forward_pre_hooks or module._forward_hooks] or (
-        checkpoint is not None  # what makes the inputs of checkpoints require grad is a hook of the model's own
+    assert not [
+        module for module in model.modules() if module._forward_pre_hooks or module._forward_hooks
+    ] or (
+        checkpoint
+        # what makes the inputs of checkpoints require grad is a hook of the model's own
+        is not None
     )
 
 

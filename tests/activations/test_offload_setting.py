@@ -1,4 +1,6 @@
-"""What `activation_offloading` has a run spend memory on, what a plan says of it; a step moves what was told."""
+"""What `activation_offloading` has a run spend memory on, what a plan says of it; a step moves
+what was told.
+"""
 
 from contextlib import closing
 from pathlib import Path
@@ -56,22 +58,31 @@ def test_a_mode_says_what_waits_where(
     config = settings(base, tmp_path, activation_offloading=mode, gradient_checkpointing=recompute)
     with opened(config) as model:
         found = model.allocation
-        assert (found.boundaries, found.saved_on if found.saved else "device") == (boundaries, saved_on)
+        assert (found.boundaries, found.saved_on if found.saved else "device") == (
+            boundaries,
+            saved_on,
+        )
         assert bool(found.saved) is not recompute
         assert model.adapter.arena.tier == boundaries
         assert (model.adapter.graphs is not None) == (saved_on != "device")
     where = {"host": "in host memory", "disk": "on disk"}
     assert found.summary().count("activations") == (saved_on != "device")
-    assert all(place in found.summary() for place in {where.get(boundaries, ""), where.get(saved_on, "")})
+    assert all(
+        place in found.summary() for place in {where.get(boundaries, ""), where.get(saved_on, "")}
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", WIDE)
-def test_a_step_moves_as_many_bytes_as_were_told(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+def test_a_step_moves_as_many_bytes_as_were_told(
+    tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
     directory = write_model(tmp_path / "model", name, dtype=dtype, **WIDE[name])
     changes: dict[str, Any] = {"batch_size": 6, "micro_batch_size": 2, "max_length": LENGTH}
-    config = settings(directory, tmp_path, gradient_checkpointing=False, activation_offloading="disk", **changes)
+    config = settings(
+        directory, tmp_path, gradient_checkpointing=False, activation_offloading="disk", **changes
+    )
     planner = planner_of(config)
     demand = planner.demand()
     told = sum(saved_elsewhere(demand, planner.allocation(demand)).values())
@@ -90,7 +101,8 @@ def test_a_step_moves_as_many_bytes_as_were_told(tmp_path: Path, name: str, dtyp
 def test_host_memory_counts_what_waits_there(base: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"gradient_checkpointing": False, "batch_size": 2, "max_length": 32}
     kept, away = (
-        settings(base, tmp_path, activation_offloading=mode, host_memory="200KB", **changes) for mode in (False, True)
+        settings(base, tmp_path, activation_offloading=mode, host_memory="200KB", **changes)
+        for mode in (False, True)
     )
 
     def spent(config: LemaConfig) -> Any:
@@ -118,14 +130,17 @@ def test_what_goes_to_the_disk_passes_through_as_much_memory_as_was_told() -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [True, "disk"])
 def test_a_plan_says_where_activations_wait(base: Path, tmp_path: Path, mode: Any) -> None:
-    config = settings(base, tmp_path, activation_offloading=mode, gradient_checkpointing=False, max_length=64)
+    config = settings(
+        base, tmp_path, activation_offloading=mode, gradient_checkpointing=False, max_length=64
+    )
     config.device = "cuda"  # a profile: none is opened
     plans = {}
     for setting in (mode, False):
         config.activation_offloading = setting
         planner = planner_of(config, PROFILES["4090"])
         plans[setting] = plan_with(planner)
-    plan, without = plans[mode], plans[False]
+    plan = plans[mode]
+    without = plans[False]
     place = {True: "host", "disk": "disk"}[mode]
     assert ("a step", "activations wait", f"on the {place}") in list(rows(plan))
     assert ("a step", "layers' inputs wait", "on the device") in list(rows(without))
@@ -155,7 +170,9 @@ def test_advice_names_the_setting_that_saves_most(base: Path, tmp_path: Path) ->
 def test_a_run_reports_what_left_the_device(base: Path, tmp_path: Path, recompute: bool) -> None:
     left = {}
     for mode in (False, "disk"):
-        config = settings(base, tmp_path / str(mode), activation_offloading=mode, gradient_checkpointing=recompute)
+        config = settings(
+            base, tmp_path / str(mode), activation_offloading=mode, gradient_checkpointing=recompute
+        )
         run_fit(config, token_rows(8))
         left[mode] = logged(config, "bytes_offloaded")
         assert len(read_metrics(tmp_path / str(mode) / "metrics.jsonl")) > len(left[mode]) > 1
@@ -163,7 +180,11 @@ def test_a_run_reports_what_left_the_device(base: Path, tmp_path: Path, recomput
     assert all(nbytes > 1000 for nbytes in left["disk"].values())
 
 
-def test_host_parts_of_a_device_that_keeps_everything_have_no_activations(base: Path, tmp_path: Path) -> None:
-    planner = planner_of(settings(base, tmp_path, gradient_checkpointing=False, max_length=32), PROFILES["t4"])
+def test_host_parts_of_a_device_that_keeps_everything_have_no_activations(
+    base: Path, tmp_path: Path
+) -> None:
+    planner = planner_of(
+        settings(base, tmp_path, gradient_checkpointing=False, max_length=32), PROFILES["t4"]
+    )
     demand = planner.demand()
     assert host_parts(demand, planner.allocation(demand))["saved"] == 0

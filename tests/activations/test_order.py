@@ -1,7 +1,8 @@
-"""Nothing is read before it is there, and nothing is overwritten while it is copied: on every course events allow.
+"""Nothing is read before it is there, and nothing is overwritten while it is copied: on every
+course events allow.
 
-The order is that of `lema.activations` and `lema.backend.queues` themselves, on queues that take any course. Take away
-one of the lines that see to it, and some course goes wrong.
+The order is that of `lema.activations` and `lema.backend.queues` themselves, on queues that take
+any course. Take away one of the lines that see to it, and some course goes wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import lema.activations.pieces
 pytestmark = pytest.mark.filterwarnings("ignore:no space for")  # some courses have none
 
 COURSES = 1500
-Change = tuple[str, str, str]  # the module, a text that is in it once, and what stands there instead
+Change = tuple[
+    str, str, str
+]  # the module, a text that is in it once, and what stands there instead
 
 
 def code_under_test(*changes: Change) -> SimpleNamespace:
@@ -71,10 +74,16 @@ def test_the_garbage_collector_may_drop_what_is_packed_at_any_moment() -> None:
 
 MUTANTS: dict[str, list[Change]] = {
     "a source is held after its copy": [("pieces", "            self.source = None\n", "")],
-    "a source is not held": [("pieces", "self.source: Tensor | None = tensor.detach()", "self.source = None")],
+    "a source is not held": [
+        ("pieces", "self.source: Tensor | None = tensor.detach()", "self.source = None")
+    ],
     "compute goes on before the copy": [("pieces", "            self._download.release()\n", "")],
-    "compute does not wait for what comes back": [("pieces", "self._upload.wait()[:", "self._upload._slot.memory[:")],
-    "a storage is taken for another at its address": [("pieces", "StorageWeakRef(storage)", "None")],
+    "compute does not wait for what comes back": [
+        ("pieces", "self._upload.wait()[:", "self._upload._slot.memory[:")
+    ],
+    "a storage is taken for another at its address": [
+        ("pieces", "StorageWeakRef(storage)", "None")
+    ],
     "what was overwritten is taken for what was": [
         ("pieces", "(storage._cdata, self.version)", "(storage._cdata, 0)"),
         (
@@ -83,24 +92,40 @@ MUTANTS: dict[str, list[Change]] = {
             "(tensor.untyped_storage()._cdata, 0), []",
         ),
     ],
-    "what was overwritten on its way comes back": [("pieces", "self._left_at = self.source._version", "pass")],
-    "what was overwritten early is handed out": [("offload", "piece.version_copied, piece.version,", "0, 0,")],
+    "what was overwritten on its way comes back": [
+        ("pieces", "self._left_at = self.source._version", "pass")
+    ],
+    "what was overwritten early is handed out": [
+        ("offload", "piece.version_copied, piece.version,", "0, 0,")
+    ],
     "another part of a storage is handed out": [
         ("pieces", "self.start <= start and start + nbytes <= self.start + self.nbytes", "True")
     ],
     "an offset is forgotten": [("offload", "+ self._first - piece.start", "- piece.start")],
-    "a part begins where the storage does": [("offload", " + self._first - piece.start", " + self._first")],
+    "a part begins where the storage does": [
+        ("offload", " + self._first - piece.start", " + self._first")
+    ],
     "strides are forgotten": [
         ("offload", "tensor.shape, tensor.stride()", "tensor.shape, tensor.contiguous().stride()")
     ],
     "a part is too short": [("pieces", "return start, end - start", "return start, end - first")],
-    "a buffer is read before it is filled": [("pieces", "place.filled(self._download.landed)", "place.filled(int)")],
-    "a buffer is filled again while it is copied": [("pieces", "used(upload.drained)", "used(int)")],
+    "a buffer is read before it is filled": [
+        ("pieces", "place.filled(self._download.landed)", "place.filled(int)")
+    ],
+    "a buffer is filled again while it is copied": [
+        ("pieces", "used(upload.drained)", "used(int)")
+    ],
     "host memory is not given back": [("pieces", "        self._place.drop()\n", "")],
     "host memory is given back while it is wanted": [
-        ("pieces", "        self._place.used(upload", "        self._place.drop()\n        self._place.used(upload")
+        (
+            "pieces",
+            "        self._place.used(upload",
+            "        self._place.drop()\n        self._place.used(upload",
+        )
     ],
-    "what is left of a stash stays": [("offload", "                oldest.release()", "                pass")],
+    "what is left of a stash stays": [
+        ("offload", "                oldest.release()", "                pass")
+    ],
     "the end of a forward lets nothing go": [
         ("offload", "                    piece.release()", "                    pass")
     ],
@@ -108,7 +133,9 @@ MUTANTS: dict[str, list[Change]] = {
         ("offload", "alone():\n            self._forget(backward)", "alone():\n            pass")
     ],
     "what comes back is held for ever": [("pieces", "            self._upload = None\n", "")],
-    "a piece is forgotten with the first of its tensors": [("offload", "if piece.alive == 0:", "if piece.alive >= 0:")],
+    "a piece is forgotten with the first of its tensors": [
+        ("offload", "if piece.alive == 0:", "if piece.alive >= 0:")
+    ],
     "nobody sees a graph go": [("offload", "        self._lost.append((piece, came))\n", "")],
     "a piece is never forgotten": [("offload", "if piece.alive == 0:", "if False:")],
 }

@@ -1,4 +1,6 @@
-"""Chosen operators under a checkpoint: their outputs are moved and come back, everything else is computed again."""
+"""Chosen operators under a checkpoint: their outputs are moved and come back, everything else is
+computed again.
+"""
 
 import gc
 import weakref
@@ -21,27 +23,30 @@ from lema.activations.hooks import Scope, current, entered
 from lema.activations.hoststore import HostPool, HostStore
 from lema.activations.layers import only_layer_inputs
 from lema.activations.offload import Offload
-from lema.activations.protocols import Kept
+from lema.activations.protocols import StayReason
 from lema.activations.selected import DEFAULT_ATTENTION_OPS, offloaded_ops
 from lema.backend.torchstreams import TorchCarrier
 from lema.errors import ConfigError, LemaError
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-MM, DROPOUT = "aten::mm", "aten::native_dropout"
+MM = "aten::mm"
+DROPOUT = "aten::native_dropout"
 
 
-def everything(tensor: Tensor) -> Kept | None:
+def everything(tensor: Tensor) -> StayReason | None:
     """The choice that keeps nothing but what is saved in a backward."""
-    return Kept.BACKWARD if torch._C._current_graph_task_id() != -1 else None
+    return StayReason.BACKWARD if torch._C._current_graph_task_id() != -1 else None
 
 
-def nothing(tensor: Tensor) -> Kept:
-    return Kept.FULL
+def nothing(tensor: Tensor) -> StayReason:
+    return StayReason.FULL
 
 
 def offload(choice: Any = None, *, stash: int = 1) -> Offload:
     pool = HostPool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
-    return Offload(choice or everything, HostStore(pool), partial(TorchCarrier, at_once=True), stash=stash)
+    return Offload(
+        choice or everything, HostStore(pool), partial(TorchCarrier, at_once=True), stash=stash
+    )
 
 
 class Ran(TorchDispatchMode):
@@ -62,11 +67,17 @@ class Block(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.qkv, self.out, self.dropout = nn.Linear(16, 48), nn.Linear(16, 16), dropout
+        self.qkv = nn.Linear(16, 48)
+        self.out = nn.Linear(16, 16)
+        self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part.view(2, 5, 2, 8).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(2, 5, 16)
+        attended = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(2, 5, 16)
+        )
         return x + F.dropout(torch.tanh(self.out(attended)), self.dropout)
 
 
@@ -75,13 +86,19 @@ def start() -> Tensor:
 
 
 def run(
-    *functions: Callable[[Tensor], Tensor], context_fn: Callable[[], Any] | None = None, x: Tensor | None = None
+    *functions: Callable[[Tensor], Tensor],
+    context_fn: Callable[[], Any] | None = None,
+    x: Tensor | None = None,
 ) -> Tensor:
     """One region after the other; `context_fn` None: no checkpoint at all."""
     torch.manual_seed(7)
     x = start() if x is None else x
     for function in functions:
-        x = function(x) if context_fn is None else checkpoint(function, x, use_reentrant=False, context_fn=context_fn)
+        x = (
+            function(x)
+            if context_fn is None
+            else checkpoint(function, x, use_reentrant=False, context_fn=context_fn)
+        )
     return x
 
 
@@ -101,7 +118,9 @@ def test_attention_is_computed_once_and_the_rest_again(choice: Any, dropout: flo
     away = offload(choice)
     loss = run(*blocks, context_fn=offloaded_ops(away)).sum()
     away.let_go()
-    assert away.counters.copies_out == (0 if choice is nothing else 6)  # the output and its log-sum-exp
+    assert away.counters.copies_out == (
+        0 if choice is nothing else 6
+    )  # the output and its log-sum-exp
     with Ran() as ran:
         found = gradients(loss, blocks)
     assert same(found, expected)
@@ -116,7 +135,9 @@ def test_names_packets_and_overloads_are_taken_alike() -> None:
     block = Block()
     for op in ("aten::mm", torch.ops.aten.mm, torch.ops.aten.mm.default):
         away = offload()
-        product = run(lambda x: torch.mm(x[0], x[1].T) + block(x).sum(), context_fn=offloaded_ops(away, [op]))
+        product = run(
+            lambda x: torch.mm(x[0], x[1].T) + block(x).sum(), context_fn=offloaded_ops(away, [op])
+        )
         assert away.counters.copies_out == 1
         away.let_go()
         product.sum().backward()
@@ -156,11 +177,14 @@ def test_gradients_of_gradients_are_the_same() -> None:
 
     x = start()
     expected = twice(run(cubed, x=x), x)
-    assert torch.equal(twice(run(cubed, x=x, context_fn=offloaded_ops(offload(), [MM])), x), expected)
+    assert torch.equal(
+        twice(run(cubed, x=x, context_fn=offloaded_ops(offload(), [MM])), x), expected
+    )
 
 
 def test_a_region_inside_a_region_is_right() -> None:
-    block, away = Block(0.5), offload()
+    block = Block(0.5)
+    away = offload()
     context_fn = offloaded_ops(away)
 
     def outer(x: Tensor) -> Tensor:
@@ -180,12 +204,18 @@ def test_an_operator_that_draws_leaves_the_draws_after_it_as_they_were(preserve:
     x = start()
     if preserve:
         (expected,) = torch.autograd.grad(run(noisy, x=x).sum(), x)
-        (found,) = torch.autograd.grad(run(noisy, x=x, context_fn=offloaded_ops(offload(), [DROPOUT])).sum(), x)
+        (found,) = torch.autograd.grad(
+            run(noisy, x=x, context_fn=offloaded_ops(offload(), [DROPOUT])).sum(), x
+        )
         assert torch.equal(found, expected)
         return
     torch.manual_seed(7)
     loss = checkpoint(
-        noisy, x, use_reentrant=False, preserve_rng_state=False, context_fn=offloaded_ops(offload(), [DROPOUT])
+        noisy,
+        x,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=offloaded_ops(offload(), [DROPOUT]),
     ).sum()
     # Who gives up the same draws is not given those of the forward for what comes after the step.
     torch.manual_seed(8)
@@ -197,7 +227,8 @@ def test_an_operator_that_draws_leaves_the_draws_after_it_as_they_were(preserve:
 
 
 def test_every_tensor_of_a_tuple_is_packed() -> None:
-    x, away = start(), offload()
+    x = start()
+    away = offload()
 
     def normed(x: Tensor) -> Tensor:
         out, mean, rstd = torch.native_layer_norm(torch.exp(x), [16], None, None, 1e-5)
@@ -256,7 +287,9 @@ def test_a_write_after_the_region_into_what_is_still_there_raises(choice: Any) -
         product = torch.mm(x[0], x[1].T)
         return product, torch.sin(product)
 
-    product, sine = checkpoint(both, start(), use_reentrant=False, context_fn=offloaded_ops(offload(choice), [MM]))
+    product, sine = checkpoint(
+        both, start(), use_reentrant=False, context_fn=offloaded_ops(offload(choice), [MM])
+    )
     product.detach().zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         sine.sum().backward()
@@ -321,7 +354,9 @@ def test_without_gradients_nothing_is_kept() -> None:
 
 
 def test_where_only_layer_inputs_are_chosen_a_chosen_operator_is_chosen_too() -> None:
-    block, scope, away = Block(), Scope(), offload(only_layer_inputs)
+    block = Block()
+    scope = Scope()
+    away = offload(only_layer_inputs)
     expected = gradients(run(block).sum(), block)
     with entered(scope):
         loss = run(block, context_fn=offloaded_ops(away)).sum()
@@ -333,7 +368,9 @@ def test_where_only_layer_inputs_are_chosen_a_chosen_operator_is_chosen_too() ->
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_a_model_trains_the_same(name: str, mode: Any) -> None:
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(ARCHITECTURES[name].config(), attn_implementation="sdpa").train()
+    model = AutoModelForCausalLM.from_config(
+        ARCHITECTURES[name].config(), attn_implementation="sdpa"
+    ).train()
     model.config.use_cache = False
     (batch,) = micro_batches(1)
 
@@ -343,12 +380,18 @@ def test_a_model_trains_the_same(name: str, mode: Any) -> None:
 
     expected = step()
     context = OffloadActivations(model=model, mode=mode, min_offload_size=0)
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
     enable({"use_reentrant": False, "context_fn": offloaded_ops(context)})
     with context, Ran() as ran:
         assert same(step(), expected)
     num_layers = len(model.get_submodule(ARCHITECTURES[name].layers))
     on_attention = ran.counts[ATTENTION]
-    assert on_attention in (0, num_layers)  # with dropout attention is consists of other operators here
+    assert on_attention in (
+        0,
+        num_layers,
+    )  # with dropout attention is consists of other operators here
     assert on_attention == 0 or context.counters.moved >= 2 * num_layers
     context.close()

@@ -1,4 +1,6 @@
-"""Where in a model the forward is: at its head, in excluded modules; hooks that are put on once, and taken off."""
+"""Where in a model the forward is: at its head, in excluded modules; hooks that are put on once,
+and taken off.
+"""
 
 import contextlib
 import copy
@@ -17,7 +19,16 @@ from tiny import ARCHITECTURES, micro_batches
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from lema.activations.hooks import Hooked, Hooks, Scope, Sites, current, entered, output_head, wrapped
+from lema.activations.hooks import (
+    Hooked,
+    Hooks,
+    ModelHooks,
+    Scope,
+    current,
+    entered,
+    output_head,
+    wrapped,
+)
 from lema.errors import ConfigError
 
 
@@ -27,7 +38,10 @@ def whole(name: str = "llama", **varying: Any) -> PreTrainedModel:
 
 
 def adapted(name: str = "llama", **settings: Any) -> nn.Module:
-    fixed = {"target_modules": sorted(ARCHITECTURES[name].targets), "fan_in_fan_out": ARCHITECTURES[name].transposed}
+    fixed = {
+        "target_modules": sorted(ARCHITECTURES[name].targets),
+        "fan_in_fan_out": ARCHITECTURES[name].transposed,
+    }
     return get_peft_model(whole(name), LoraConfig(**fixed | settings))
 
 
@@ -107,16 +121,33 @@ class Replicated(nn.Module):
 
 
 LAYOUTS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], nn.Module]]] = {
-    "output": (lambda: Named("layer", "output", layer=linear(), output=linear()), lambda m: m.output),
+    "output": (
+        lambda: Named("layer", "output", layer=linear(), output=linear()),
+        lambda m: m.output,
+    ),
     "output.linear": (WithTied, lambda m: m.output.linear),
-    "lm_head": (lambda: Named("layer", "lm_head", layer=linear(), lm_head=linear()), lambda m: m.lm_head),
-    "decoder.output": (lambda: Named("decoder", decoder=decoder("output")), lambda m: m.decoder.output),
-    "decoder.lm_head": (lambda: Named("decoder", decoder=decoder("lm_head")), lambda m: m.decoder.lm_head),
+    "lm_head": (
+        lambda: Named("layer", "lm_head", layer=linear(), lm_head=linear()),
+        lambda m: m.lm_head,
+    ),
+    "decoder.output": (
+        lambda: Named("decoder", decoder=decoder("output")),
+        lambda m: m.decoder.output,
+    ),
+    "decoder.lm_head": (
+        lambda: Named("decoder", decoder=decoder("lm_head")),
+        lambda m: m.decoder.lm_head,
+    ),
     "final_layer_norm": (
-        lambda: Named("layer", "final_layer_norm", layer=linear(), final_layer_norm=nn.LayerNorm(4)),
+        lambda: Named(
+            "layer", "final_layer_norm", layer=linear(), final_layer_norm=nn.LayerNorm(4)
+        ),
         lambda m: m.final_layer_norm,
     ),
-    "ln_f": (lambda: Named("layer", "ln_f", layer=linear(), ln_f=nn.LayerNorm(4)), lambda m: m.ln_f),
+    "ln_f": (
+        lambda: Named("layer", "ln_f", layer=linear(), ln_f=nn.LayerNorm(4)),
+        lambda m: m.ln_f,
+    ),
     "head": (lambda: Named("layer", "head", layer=linear(), head=linear()), lambda m: m.head),
 }
 
@@ -126,7 +157,7 @@ def test_the_head_is_found_in_every_layout_and_what_follows_is_the_loss(layout: 
     make, head_of = LAYOUTS[layout]
     model = make()
     assert output_head(model) is head_of(model)
-    sites = Sites(model)
+    sites = ModelHooks(model)
     assert sites.head
     scope = Scope()
     inside = []
@@ -142,14 +173,16 @@ def test_the_head_is_found_in_every_layout_and_what_follows_is_the_loss(layout: 
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
-@pytest.mark.parametrize("wrap", [lambda model: model, Replicated, lambda model: Replicated(Replicated(model))])
+@pytest.mark.parametrize(
+    "wrap", [lambda model: model, Replicated, lambda model: Replicated(Replicated(model))]
+)
 @pytest.mark.parametrize("make", [whole, adapted])
 def test_the_head_of_a_language_model_is_entered_once_after_the_layers(
     name: str, wrap: Callable[[nn.Module], nn.Module], make: Callable[[str], nn.Module]
 ) -> None:
     bare = make(name)
     model = wrap(bare)
-    sites = Sites(model)
+    sites = ModelHooks(model)
     base = wrapped(model)[-1]
     layers = base.get_submodule(ARCHITECTURES[name].layers)
     seen = Seen(base.get_input_embeddings(), *layers, base.lm_head)
@@ -161,13 +194,18 @@ def test_the_head_of_a_language_model_is_entered_once_after_the_layers(
     sites.close()
 
 
-@pytest.mark.parametrize("settings", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}])
+@pytest.mark.parametrize(
+    "settings", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}]
+)
 def test_a_head_that_was_replaced_is_found_as_it_is_called(settings: dict[str, Any]) -> None:
     model = adapted(**settings)
     head = output_head(model)
-    assert head is not None and head is wrapped(model)[-1].lm_head and not isinstance(head, nn.Linear)
-    sites = Sites(model)
-    scope, inside = Scope(), []
+    assert (
+        head is not None and head is wrapped(model)[-1].lm_head and not isinstance(head, nn.Linear)
+    )
+    sites = ModelHooks(model)
+    scope = Scope()
+    inside = []
     inner = [module for module in head.modules() if isinstance(module, nn.Linear)]
     for module in inner:
         module.register_forward_pre_hook(lambda *_: inside.append(scope.past_head))
@@ -180,7 +218,8 @@ def test_a_head_that_was_replaced_is_found_as_it_is_called(settings: dict[str, A
 def test_tied_embeddings_are_no_head_when_tokens_are_looked_up() -> None:
     model = whole(tie_word_embeddings=True)
     assert model.lm_head.weight is model.get_input_embeddings().weight
-    sites, seen = Sites(model), Seen(*model.model.layers)
+    sites = ModelHooks(model)
+    seen = Seen(*model.model.layers)
     with entered(seen.scope):
         model(**micro_batches(1)[0])
     assert sites.head and not any(seen.past_head) and seen.scope.past_head
@@ -199,11 +238,11 @@ def test_a_head_that_is_the_embedding_itself_is_none() -> None:
 def test_a_model_without_a_head_is_told() -> None:
     model = AutoModel.from_config(ARCHITECTURES["llama"].config())
     with pytest.warns(UserWarning, match="no output head was found in LlamaModel.*exclude"):
-        sites = Sites(model)
+        sites = ModelHooks(model)
     assert not sites.head
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Sites(model, warn_if_no_head=False)
+        ModelHooks(model, warn_if_no_head=False)
 
 
 class Fails(Exception):
@@ -215,7 +254,9 @@ class Probe(nn.Module):
 
     def __init__(self, scope: Scope, depths: list[int], *, fails: bool = False) -> None:
         super().__init__()
-        self.scope, self.depths, self.fails = scope, depths, fails
+        self.scope = scope
+        self.depths = depths
+        self.fails = fails
 
     def forward(self, x: Tensor) -> Tensor:
         self.depths.append(self.scope.excluded)
@@ -226,19 +267,27 @@ class Probe(nn.Module):
 
 def blocks(scope: Scope, depths: list[int], *, fails: bool = False) -> nn.Module:
     inner = Named("probe", probe=Probe(scope, depths, fails=fails))
-    outer = Named("before", "inner", "after", inner=inner, before=Probe(scope, depths), after=Probe(scope, depths))
+    outer = Named(
+        "before",
+        "inner",
+        "after",
+        inner=inner,
+        before=Probe(scope, depths),
+        after=Probe(scope, depths),
+    )
     return Named("outer", "head", outer=outer, head=Probe(scope, depths))
 
 
 def test_excluded_modules_nest() -> None:
-    scope, depths = Scope(), []
+    scope = Scope()
+    depths = []
     model = blocks(scope, depths)
-    Sites(model, exclude=["outer"])
-    kept = Sites(model, exclude=["outer.inner", r"out.*\.probe"])
+    ModelHooks(model, exclude=["outer"])
+    kept = ModelHooks(model, exclude=["outer.inner", r"out.*\.probe"])
     with entered(scope):
         model(torch.ones(1))
     assert depths == [0, 2, 0, 0]  # the first was dropped at once
-    both = Sites(model, exclude=["outer"])
+    both = ModelHooks(model, exclude=["outer"])
     depths.clear()
     with entered(scope):
         model(torch.ones(1))
@@ -249,9 +298,10 @@ def test_excluded_modules_nest() -> None:
 
 
 def test_an_exception_leaves_excluded_modules() -> None:
-    scope, depths = Scope(), []
+    scope = Scope()
+    depths = []
     model = blocks(scope, depths, fails=True)
-    sites = Sites(model, exclude=["outer", "inner", "probe"])
+    sites = ModelHooks(model, exclude=["outer", "inner", "probe"])
     with entered(scope), pytest.raises(Fails):
         model(torch.ones(1))
     assert depths == [1, 3] and scope.excluded == 0
@@ -269,11 +319,12 @@ def test_where_a_hook_of_others_raises_the_excluded_module_around_is_still_one()
     def fail(*_: Any) -> None:
         raise Fails
 
-    scope, depths = Scope(), []
+    scope = Scope()
+    depths = []
     inner = Probe(scope, depths)
     model = Named("outer", outer=Survives(inner=inner, after=Probe(scope, depths)))
     inner.register_forward_pre_hook(fail)
-    sites = Sites(model, exclude=["outer", "inner"], warn_if_no_head=False)
+    sites = ModelHooks(model, exclude=["outer", "inner"], warn_if_no_head=False)
     with entered(scope):
         model(torch.ones(1))
     assert depths == [1] and scope.excluded == 0
@@ -289,11 +340,19 @@ class LigerBlock(Named):
 
 
 def test_kernels_that_keep_what_they_save_are_excluded_and_blocks_around_them_are_not() -> None:
-    scope, depths = Scope(), []
+    scope = Scope()
+    depths = []
     block = LigerBlock("norm", "probe", norm=LigerNorm(scope, depths), probe=Probe(scope, depths))
     named = Probe(scope, depths)
-    model = Named("block", "my_Liger_loss", "head", block=block, my_Liger_loss=named, head=Probe(scope, depths))
-    sites = Sites(model)
+    model = Named(
+        "block",
+        "my_Liger_loss",
+        "head",
+        block=block,
+        my_Liger_loss=named,
+        head=Probe(scope, depths),
+    )
+    sites = ModelHooks(model)
     with entered(scope):
         model(torch.ones(1))
     assert depths == [1, 0, 1, 0]
@@ -303,7 +362,7 @@ def test_kernels_that_keep_what_they_save_are_excluded_and_blocks_around_them_ar
 @pytest.mark.parametrize("make", [whole, adapted])
 def test_names_are_those_of_the_model_before_it_was_wrapped(make: Callable[[], nn.Module]) -> None:
     model = Replicated(make())
-    sites = Sites(model, exclude=["layers.3.mlp", r"model\.layers\.[01]\.self_attn"])
+    sites = ModelHooks(model, exclude=["layers.3.mlp", r"model\.layers\.[01]\.self_attn"])
     excluded = [name for name, hooks in hooks_on(model).items() if "_exclude" in hooks]
     ends = ["layers.0.self_attn", "layers.1.self_attn", "layers.3.mlp"]
     assert [name[name.index("layers.") :] for name in excluded] == ends
@@ -318,20 +377,22 @@ def test_names_are_those_of_the_model_before_it_was_wrapped(make: Callable[[], n
         ("mlp(", "ends no module's name, and is no regular expression"),
     ],
 )
-def test_a_pattern_without_a_match_is_refused_and_leaves_no_hook(pattern: str, message: str) -> None:
+def test_a_pattern_without_a_match_is_refused_and_leaves_no_hook(
+    pattern: str, message: str
+) -> None:
     model = whole()
     with pytest.raises(ConfigError, match=message):
-        Sites(model, exclude=["mlp", pattern])
+        ModelHooks(model, exclude=["mlp", pattern])
     assert hooks_on(model) == {}
 
 
 def test_hooks_are_put_on_once_and_go_with_the_last_context() -> None:
     model = adapted()
-    first = Sites(model, exclude=["mlp"])
+    first = ModelHooks(model, exclude=["mlp"])
     once = hooks_on(model)
     with_weights = {name for name, hooks in once.items() if "_enter_weights" in hooks}
     assert with_weights == {name.rpartition(".")[0] for name, _ in model.named_parameters()}
-    second = Sites(model, exclude=["mlp", "self_attn"])
+    second = ModelHooks(model, exclude=["mlp", "self_attn"])
     both = hooks_on(model)
     assert all(len(hooks) == len(set(hooks)) for hooks in both.values()), "a hook is there twice"
     more = {name for name in both if both[name] != once.get(name)}
@@ -339,10 +400,12 @@ def test_hooks_are_put_on_once_and_go_with_the_last_context() -> None:
     first.close()
     first.close()
     assert hooks_on(model) == both  # the second has all of the first's
-    third = Sites(Replicated(model), warn_if_no_head=False)
+    third = ModelHooks(Replicated(model), warn_if_no_head=False)
     second.close()
     assert hooks_on(model) == {
-        name: left for name in once if (left := [hook for hook in once[name] if hook not in ("_exclude", "_include")])
+        name: left
+        for name in once
+        if (left := [hook for hook in once[name] if hook not in ("_exclude", "_include")])
     }
     third.close()
     assert hooks_on(model) == {}
@@ -350,11 +413,11 @@ def test_hooks_are_put_on_once_and_go_with_the_last_context() -> None:
 
 def test_a_forgotten_context_takes_its_hooks_along_and_none_keeps_the_model() -> None:
     model = whole()
-    sites = Sites(model)
+    sites = ModelHooks(model)
     del sites
     gc.collect()
     assert hooks_on(model) == {}
-    sites = Sites(model, exclude=["mlp"])
+    sites = ModelHooks(model, exclude=["mlp"])
     gone = weakref.ref(model)
     del model
     gc.collect()
@@ -365,7 +428,7 @@ def test_a_forgotten_context_takes_its_hooks_along_and_none_keeps_the_model() ->
 def test_outside_of_a_context_and_in_evaluation_nothing_is_noted() -> None:
     model = whole()
     scope = Scope()
-    sites = Sites(model, exclude=["mlp"])
+    sites = ModelHooks(model, exclude=["mlp"])
     with entered(scope):
         pass
     model.eval()
@@ -377,7 +440,7 @@ def test_outside_of_a_context_and_in_evaluation_nothing_is_noted() -> None:
 
 def test_a_model_with_hooks_is_copied_pickled_and_saved(tmp_path: Path) -> None:
     model = whole()
-    sites = Sites(model, exclude=["mlp"])
+    sites = ModelHooks(model, exclude=["mlp"])
     (batch,) = micro_batches(1)
     expected = model(**batch).loss
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
@@ -386,7 +449,7 @@ def test_a_model_with_hooks_is_copied_pickled_and_saved(tmp_path: Path) -> None:
     for one in copies:
         with entered(Scope()):
             assert torch.equal(one(**batch).loss, expected)
-        other = Sites(one, exclude=["mlp"])
+        other = ModelHooks(one, exclude=["mlp"])
         assert hooks_on(one) == hooks_on(model)  # those that came with the copy are not there twice
         other.close()
         assert hooks_on(one) == {}
@@ -409,11 +472,18 @@ def modules_in(model: nn.Module, batch: dict[str, Tensor], scope: Scope) -> Iter
 @pytest.mark.parametrize("make", [whole, adapted])
 def test_modules_with_weights_are_known_while_they_run(make: Callable[[], nn.Module]) -> None:
     model, (batch,) = make(), micro_batches(1)
-    sites, scope = Sites(model), Scope()
+    sites = ModelHooks(model)
+    scope = Scope()
     running = set(modules_in(model, batch, scope)) - {None}
     assert scope.modules == []
-    linears = {module for name, module in model.named_modules() if isinstance(module, nn.Linear) and ".0." not in name}
-    assert len(linears) > 70 and linears <= running  # in the first layer nothing below an adapter is trained
+    linears = {
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and ".0." not in name
+    }
+    assert (
+        len(linears) > 70 and linears <= running
+    )  # in the first layer nothing below an adapter is trained
     assert all(list(module.parameters(recurse=False)) for module in running)
     sites.close()
 
@@ -421,7 +491,8 @@ def test_modules_with_weights_are_known_while_they_run(make: Callable[[], nn.Mod
 def test_modules_with_weights_are_left_by_an_exception() -> None:
     layer = nn.Linear(4, 4)
     model = Named("layer", "head", layer=layer, head=linear())
-    sites, scope = Sites(model), Scope()
+    sites = ModelHooks(model)
+    scope = Scope()
     with entered(scope), torch.autocast("cpu"), pytest.raises(RuntimeError):
         model(torch.ones(1, 5))
     assert scope.modules == []
@@ -433,8 +504,10 @@ def test_hooks_of_one_owner_outlive_none_of_another() -> None:
         counted.append(module)
 
     counted: list[nn.Module] = []
-    module, hooks = linear(), Hooks(count)
-    one, other = Hooked(), Hooked()
+    module = linear()
+    hooks = Hooks(count)
+    one = Hooked()
+    other = Hooked()
     for owner in (one, one, other):
         owner.add(module, hooks)
     module(torch.ones(1, 4))

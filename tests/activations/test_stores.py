@@ -1,4 +1,6 @@
-"""Host buffers used again, and never more of them than is allowed; what has no room in host memory goes to the disk."""
+"""Host buffers used again, and never more of them than is allowed; what has no room in host
+memory goes to the disk.
+"""
 
 import gc
 import threading
@@ -43,19 +45,24 @@ def test_a_few_buffers_serve_pieces_of_all_sizes() -> None:
         for buffer in found[:3]:
             assert buffer is not None
             one.give(buffer)
-    assert one.held_bytes == one.limit == 15 * BLOCK
+    assert one.allocated_bytes == one.limit == 15 * BLOCK
     assert one.allocated == 6, "buffers are made again only where they are too small"
 
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["take", "take", "take", "must", "give", "give", "forget", "clear"]), st.integers(0, 63)),
+    st.tuples(
+        st.sampled_from(["take", "take", "take", "must", "give", "give", "forget", "clear"]),
+        st.integers(0, 63),
+    ),
     max_size=60,
 )
 
 
 @settings(max_examples=200, deadline=None)
 @given(STEPS, st.one_of(st.none(), st.integers(1, 24)))
-def test_no_byte_is_handed_out_twice_and_the_limit_holds(steps: list[tuple[str, int]], blocks: int | None) -> None:
+def test_no_byte_is_handed_out_twice_and_the_limit_holds(
+    steps: list[tuple[str, int]], blocks: int | None
+) -> None:
     limit = None if blocks is None else blocks * BLOCK
     one = pool(limit)
     out: list[tuple[Tensor, int]] = []
@@ -81,21 +88,21 @@ def test_no_byte_is_handed_out_twice_and_the_limit_holds(steps: list[tuple[str, 
             (one.give if step == "give" else one.forget)(buffer)
         elif step == "clear":
             one.clear()
-            assert one.held_bytes == used_bytes(one)
+            assert one.allocated_bytes == used_bytes(one)
         assert all(buffer.eq(filled).all() for buffer, filled in out)
         asked = sum(-(-len(buffer) // BLOCK) * BLOCK for buffer, _ in out)
         most = max(most, asked, used_bytes(one))
         assert asked <= used_bytes(one) <= 2 * asked
-        assert one.held_bytes <= most
-        peak = max(peak, one.held_bytes)
+        assert one.allocated_bytes <= most
+        peak = max(peak, one.allocated_bytes)
         assert one.peak_bytes >= peak
         assert forced or limit is None or one.peak_bytes <= limit
-        assert limit is None or one.held_bytes <= max(limit, used_bytes(one))
+        assert limit is None or one.allocated_bytes <= max(limit, used_bytes(one))
     for buffer, _ in out:
         one.give(buffer)
     assert used_bytes(one) == 0
     one.clear()
-    assert one.held_bytes == 0
+    assert one.allocated_bytes == 0
 
 
 def test_steps_that_are_alike_allocate_once() -> None:
@@ -106,39 +113,42 @@ def test_steps_that_are_alike_allocate_once() -> None:
             one.give(buffer)
     assert one.allocated == 5
     assert one.reused == 20
-    assert one.held_bytes == one.peak_bytes == 2 * 8192 + 2 * 4096 + 90_112
+    assert one.allocated_bytes == one.peak_bytes == 2 * 8192 + 2 * 4096 + 90_112
 
 
 def test_batches_of_all_lengths_do_not_add_up() -> None:
-    one, chance, most = pool(), Random(0), 0
+    one = pool()
+    chance = Random(0)
+    most = 0
     for _ in range(100):
         length = chance.randint(32, 64)
         buffers = [taken(one, length * width) for width in (4096, 4096, 12_288)]
         most = max(most, length * 20_480)
         for buffer in buffers:
             one.give(buffer)
-        assert one.held_bytes <= 2 * most
+        assert one.allocated_bytes <= 2 * most
     assert one.allocated < 30  # of 300
 
 
 def test_free_buffers_of_other_sizes_make_room() -> None:
     one = pool(limit=10 * BLOCK)
-    first, second = taken(one, 8 * BLOCK), taken(one, 2 * BLOCK)
+    first = taken(one, 8 * BLOCK)
+    second = taken(one, 2 * BLOCK)
     assert one.take(1) is None
     one.give(first)
     assert len(taken(one, BLOCK)) == BLOCK
     one.give(second)
     assert len(taken(one, 9 * BLOCK)) == 9 * BLOCK
-    assert one.held_bytes == one.peak_bytes == 10 * BLOCK
+    assert one.allocated_bytes == one.peak_bytes == 10 * BLOCK
 
 
 def test_a_buffer_that_must_be_had_goes_back_to_the_system() -> None:
     one = pool(limit=BLOCK)
     large = one.take(3 * BLOCK, must=True)
     assert large is not None
-    assert one.held_bytes == 3 * BLOCK
+    assert one.allocated_bytes == 3 * BLOCK
     one.give(large)
-    assert one.held_bytes == 0
+    assert one.allocated_bytes == 0
 
 
 def test_some_memory_is_left_to_the_machine() -> None:
@@ -164,7 +174,7 @@ def test_what_may_still_be_written_into_is_not_used_again() -> None:
     one = pool()
     buffer = taken(one, BLOCK)
     one.forget(buffer)
-    assert one.held_bytes == 0
+    assert one.allocated_bytes == 0
     assert taken(one, BLOCK).data_ptr() != buffer.data_ptr()
 
 
@@ -185,14 +195,15 @@ def test_an_allocation_that_fails_leaves_the_pool_as_it_was() -> None:
     for _ in range(2):
         with pytest.raises(MemoryError, match="8192 bytes"):
             one.take(2 * BLOCK)
-    assert one.held_bytes == used_bytes(one) == one.allocated == 0
+    assert one.allocated_bytes == used_bytes(one) == one.allocated == 0
 
 
 class Owner:
     """Drops a place when it is collected, and is collected by nothing but the garbage collector."""
 
     def __init__(self, place: WaitingPiece | None) -> None:
-        self.place, self.me = place, self
+        self.place = place
+        self.me = self
 
     def __del__(self) -> None:
         assert self.place is not None
@@ -209,7 +220,7 @@ def test_a_garbage_collector_gives_back_in_the_middle_of_a_call() -> None:
     gc.freeze()  # what other tests left is not looked through again and again
     try:
         for size in range(1, 20):
-            Owner(store.place(size * BLOCK))
+            Owner(store.allocate(size * BLOCK))
     finally:
         gc.enable()
     gc.collect()
@@ -218,10 +229,12 @@ def test_a_garbage_collector_gives_back_in_the_middle_of_a_call() -> None:
 
 
 def test_threads_share_a_pool() -> None:
-    one, wrong = pool(limit=64 * BLOCK), []
+    one = pool(limit=64 * BLOCK)
+    wrong = []
 
     def work(seed: int) -> None:
-        chance, mine = Random(seed), list[Tensor]()
+        chance = Random(seed)
+        mine = list[Tensor]()
         for _ in range(400):
             found = one.take(chance.randint(1, 5 * BLOCK)) if chance.random() < 0.5 else None
             if found is not None:
@@ -246,11 +259,12 @@ def test_threads_share_a_pool() -> None:
 
 def test_a_place_in_host_memory_holds_its_bytes_until_it_is_dropped() -> None:
     store = HostStore(pool(limit=2 * BLOCK))
-    first, second = store.place(5000), None
+    first = store.allocate(5000)
+    second = None
     assert first is not None
     first.fill().fill_(7)
     first.filled(lambda: None)
-    assert store.place(1) is None
+    assert store.allocate(1) is None
     first.expect()
     assert first.ready()
     for _ in range(2):
@@ -260,11 +274,11 @@ def test_a_place_in_host_memory_holds_its_bytes_until_it_is_dropped() -> None:
     first.drop()
     with pytest.raises(AssertionError, match="had been dropped"):
         first.memory()
-    second = store.place(8000)
+    second = store.allocate(8000)
     assert second is not None
     second.drop()
     store.close()
-    assert store.pool.held_bytes == 0
+    assert store.pool.allocated_bytes == 0
 
 
 class Shelf:
@@ -276,7 +290,7 @@ class Shelf:
 
     def place(self, nbytes: int) -> WaitingPiece | None:
         self.placed.append(nbytes)
-        return HostStore(pool()).place(nbytes)
+        return HostStore(pool()).allocate(nbytes)
 
     def close(self) -> None:
         self.closed = True
@@ -285,12 +299,12 @@ class Shelf:
 def test_what_has_no_room_in_host_memory_goes_to_the_disk() -> None:
     disk = Shelf()
     store = HostStore(pool(limit=3 * BLOCK), disk)
-    places = [store.place(nbytes) for nbytes in (8000, 8001, 4000, 1)]
+    places = [store.allocate(nbytes) for nbytes in (8000, 8001, 4000, 1)]
     assert all(place is not None for place in places)
     assert disk.placed == [8001, 1]
     assert places[0] is not None
     places[0].drop()
-    store.place(8192)
+    store.allocate(8192)
     assert disk.placed == [8001, 1]
     store.close()
     assert disk.closed

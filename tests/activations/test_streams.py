@@ -1,4 +1,6 @@
-"""What carries bytes keeps a backend's promises: at once, and in torch's streams, whatever accelerator has them."""
+"""What carries bytes keeps a backend's promises: at once, and in torch's streams, whatever
+accelerator has them.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ class BusyDevice(CopyPromises):
     busy_matmuls = 20
 
     def keep_busy(self) -> None:
-        torch.cuda._sleep(50_000_000)  # cycles, about 30 ms: products alone are done as fast as they are queued
+        torch.cuda._sleep(
+            50_000_000
+        )  # cycles, about 30 ms: products alone are done as fast as they are queued
 
 
 @pytest.mark.cuda
@@ -99,7 +103,9 @@ def scenario(fake: FakeTorch, seed: int) -> Scenario:
         return Copies(streams._Queues(DEVICE))
 
     unused = SimpleNamespace(gather=lambda *_: SimpleNamespace(wait=lambda: None))
-    code = SimpleNamespace(Copies=copies, Slots=Slots, CopyDown=CopyDown, QueuedReplicas=lambda *_: unused)
+    code = SimpleNamespace(
+        Copies=copies, Slots=Slots, CopyDown=CopyDown, QueuedReplicas=lambda *_: unused
+    )
     course = Scenario(code, seed)
     course.gather = course.end_gather = lambda: None  # type: ignore[method-assign]
     return course
@@ -116,16 +122,24 @@ MUTANTS = {
     "a copy runs where compute does": (
         streams._Queue,
         "copy",
-        lambda self, target, source: streams._Queues(DEVICE).compute._stream.queue.copy(target, source),
+        lambda self, target, source: streams._Queues(DEVICE).compute._stream.queue.copy(
+            target, source
+        ),
     ),
     "nobody waits for an event": (streams._Event, "wait", lambda self: None),
     "every event has happened": (streams._Event, "happened", lambda self: True),
-    "compute is another stream": (streams._Queues, "compute", property(lambda self: self.downloads)),
+    "compute is another stream": (
+        streams._Queues,
+        "compute",
+        property(lambda self: self.downloads),
+    ),
 }
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_without_one_of_them_some_course_goes_wrong(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_one_of_them_some_course_goes_wrong(
+    mutant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake = FakeTorch(monkeypatch)
     owner, name, instead = MUTANTS[mutant]
     monkeypatch.setattr(owner, name, instead)
@@ -134,15 +148,22 @@ def test_without_one_of_them_some_course_goes_wrong(mutant: str, monkeypatch: py
             scenario(fake, seed).run()
 
 
-def test_a14_compute_is_the_stream_that_is_current_when_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user may compute on a stream of theirs: its work is waited for, and it waits, not the one that was first."""
+def test_a14_compute_is_the_stream_that_is_current_when_it_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A user may compute on a stream of theirs: its work is waited for, and it waits, not the
+    one that was first.
+    """
     fake = FakeTorch(monkeypatch)
     fake.device = device = FakeDevice(Random(0), holds_tensors=True)
     device._eager = 0.0
     carrier = TorchCarrier(DEVICE, at_once=False)
-    first, theirs = device.compute, device.queues[1]
+    first = device.compute
+    theirs = device.queues[1]
     with theirs.current():
-        download = carrier.download(torch.full((64,), 7, dtype=torch.uint8), carrier.host_buffer(64))
+        download = carrier.download(
+            torch.full((64,), 7, dtype=torch.uint8), carrier.host_buffer(64)
+        )
         download.release()
         carrier.device_slots(64, 1).upload(carrier.host_buffer(64)).wait()
     assert not first.work
@@ -157,7 +178,9 @@ class Recorded(TorchFunctionMode):
         super().__init__()
         self.asked: list[Any] = []
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if function is torch.empty:
             self.asked.append((args, dict(kwargs)))
@@ -166,10 +189,14 @@ class Recorded(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-def test_host_buffers_are_page_locked_when_that_is_asked_for(pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_buffers_are_page_locked_when_that_is_asked_for(
+    pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake = FakeTorch(monkeypatch)
     fake.device = FakeDevice(Random(0))
-    for carrier in (TorchCarrier(DEVICE, at_once=at_once, pin_memory=pinned) for at_once in (False, True)):
+    for carrier in (
+        TorchCarrier(DEVICE, at_once=at_once, pin_memory=pinned) for at_once in (False, True)
+    ):
         with Recorded() as recorded:
             assert len(carrier.host_buffer(5000)) == 5000
         assert any(named.get("pin_memory") for _, named in recorded.asked) is pinned
@@ -177,9 +204,15 @@ def test_host_buffers_are_page_locked_when_that_is_asked_for(pinned: bool, monke
 
 def test_page_locked_memory_begins_at_a_page_though_torch_may_not_give_it_so() -> None:
     class Unaligned(Recorded):
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             memory = super().__torch_function__(function, types, args, kwargs)
-            return torch.zeros(len(memory) + 512, dtype=torch.uint8)[512:] if function is torch.empty else memory
+            return (
+                torch.zeros(len(memory) + 512, dtype=torch.uint8)[512:]
+                if function is torch.empty
+                else memory
+            )
 
     for nbytes in (1, 4096, 5000):
         with Unaligned():
@@ -188,7 +221,8 @@ def test_page_locked_memory_begins_at_a_page_though_torch_may_not_give_it_so() -
 
 
 CHOICES = [
-    # The device, torch's accelerator, whether its module has streams, and what is asked: copies at once, pages locked.
+    # The device, torch's accelerator, whether its module has streams, and what is asked: copies at
+    # once, pages locked.
     ("cpu", None, True, {}, True, False),
     ("cpu", "cuda", True, {}, True, False),
     ("cuda:0", "cuda", True, {}, False, True),
@@ -201,7 +235,9 @@ CHOICES = [
 ]
 
 
-@pytest.mark.parametrize(("device", "accelerator", "has_streams", "asked", "at_once", "pinned"), CHOICES)
+@pytest.mark.parametrize(
+    ("device", "accelerator", "has_streams", "asked", "at_once", "pinned"), CHOICES
+)
 def test_streams_are_taken_where_torch_has_them(
     device: str, accelerator: str | None, has_streams: bool, asked: dict[str, bool], at_once: bool, pinned: bool,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,6 @@
-"""Which device a process uses, and what is said where there is none: of every kind of accelerator."""
+"""Which device a process uses, and what is said where there is none: of every kind of
+accelerator.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -54,24 +56,55 @@ def warn(message: str) -> Callable[[], bool]:
 @pytest.mark.parametrize(
     ("device", "changes", "what", "how"),
     [
-        ("cuda", {"accelerator": None}, r"this torch \(.*\) was built without CUDA", "install a CUDA build"),
-        ("cuda", {"hip": "7.0"}, "was built without CUDA", "write device: rocm, which this torch was built with"),
+        (
+            "cuda",
+            {"accelerator": None},
+            r"this torch \(.*\) was built without CUDA",
+            "install a CUDA build",
+        ),
+        (
+            "cuda",
+            {"hip": "7.0"},
+            "was built without CUDA",
+            "write device: rocm, which this torch was built with",
+        ),
         ("rocm", {}, "was built without ROCm", "write device: cuda"),
         (
             "cuda",
-            {"is_available": lambda: False, "init": refuse("Found no NVIDIA driver\n on your system.")},
+            {
+                "is_available": lambda: False,
+                "init": refuse("Found no NVIDIA driver\n on your system."),
+            },
             "no CUDA device can be used: Found no NVIDIA driver on your system.",
             "nvidia-smi",
         ),
         (
             "cuda",
-            {"is_available": warn("The NVIDIA driver is too old"), "init": refuse("it cannot begin")},
+            {
+                "is_available": warn("The NVIDIA driver is too old"),
+                "init": refuse("it cannot begin"),
+            },
             "no CUDA device can be used: The NVIDIA driver is too old",
             "the driver is new enough",
         ),
-        ("cuda", {"is_available": lambda: False}, "no CUDA device can be used: torch finds none", "CUDA_VISIBLE"),
-        ("rocm", {"hip": "7.0", "is_available": lambda: False}, "no ROCm device can be used", "HIP_VISIBLE_DEVICES"),
-        ("xpu", {"accelerator": "xpu", "is_available": lambda: False}, "no XPU device can be used", "ZE_AFFINITY"),
+        (
+            "cuda",
+            {"is_available": lambda: False},
+            "no CUDA device can be used: torch finds none",
+            "CUDA_VISIBLE",
+        ),
+        (
+            "rocm",
+            {"hip": "7.0", "is_available": lambda: False},
+            "no ROCm device can be used",
+            "HIP_VISIBLE_DEVICES",
+        ),
+        (
+            "xpu",
+            {"accelerator": "xpu", "is_available": lambda: False},
+            "no XPU device can be used",
+            "ZE_AFFINITY",
+        ),
         ("cuda:2", {}, "there is not a CUDA device 2: this process sees 2", "lower number"),
         ("cuda:first", {}, "'cuda:first' is not a CUDA device", "cuda:1"),
         ("cuda:-1", {}, "'cuda:-1' is not a CUDA device", "cuda:1"),
@@ -99,7 +132,9 @@ def test_a_device_that_torch_was_not_built_for_is_refused_with_the_way_to_get_it
     assert name not in KINDS or KINDS[name].build in caught.value.how
 
 
-@pytest.mark.skipif(torch.accelerator.current_accelerator() is not None, reason="this torch has an accelerator")
+@pytest.mark.skipif(
+    torch.accelerator.current_accelerator() is not None, reason="this torch has an accelerator"
+)
 @pytest.mark.parametrize("name", ["cuda", "rocm", "xpu", "npu", "mps"])
 def test_every_kind_is_installed_and_says_what_it_lacks(name: str) -> None:
     with pytest.raises(BackendUnavailable, match="was built without"):
@@ -130,11 +165,20 @@ def test_torch_knows_a_device_by_its_own_name(
         ("cuda", {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}, 2, 0),
         ("cuda", {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, 2, 1),
         ("cuda:0", {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, 2, 0),
-        ("cuda", {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"}, 1, 0),  # a launcher shows each process its own
+        (
+            "cuda",
+            {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"},
+            1,
+            0,
+        ),  # a launcher shows each process its own
     ],
 )
 def test_each_process_has_its_device(
-    monkeypatch: pytest.MonkeyPatch, device: str, environment: dict[str, str], count: int, number: int
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    environment: dict[str, str],
+    count: int,
+    number: int,
 ) -> None:
     machine(monkeypatch, device_count=lambda: count)
     for name, value in environment.items():
@@ -148,9 +192,13 @@ def test_processes_of_one_machine_cannot_share_a_device_or_have_more_than_there_
     machine(monkeypatch)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_RANK", "3")
-    with pytest.raises(BackendUnavailable, match="4 processes of this machine cannot share one device"):
+    with pytest.raises(
+        BackendUnavailable, match="4 processes of this machine cannot share one device"
+    ):
         choose_device("cuda:0")
-    with pytest.raises(BackendUnavailable, match="there is not a CUDA device 3: this process sees 2"):
+    with pytest.raises(
+        BackendUnavailable, match="there is not a CUDA device 3: this process sees 2"
+    ):
         choose_device("cuda")
 
 
@@ -165,7 +213,9 @@ class Processes(Alone):
         return [*self.others, value]
 
 
-def seen_by(monkeypatch: pytest.MonkeyPatch, count: int, uuid: str | None, visible: str) -> str | None:
+def seen_by(
+    monkeypatch: pytest.MonkeyPatch, count: int, uuid: str | None, visible: str
+) -> str | None:
     machine(monkeypatch, device_count=lambda: count)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     if uuid is not None:
@@ -184,11 +234,15 @@ def test_processes_that_see_one_device_each_may_not_see_the_same(
     refuse_sharing(Alone(), lambda: mine)
     refuse_sharing(Processes((node(), other)), lambda: mine)
     refuse_sharing(Processes(("another machine", same)), lambda: mine)
-    with pytest.raises(BackendUnavailable, match="2 processes of this machine cannot share one device"):
+    with pytest.raises(
+        BackendUnavailable, match="2 processes of this machine cannot share one device"
+    ):
         refuse_sharing(Processes((node(), same)), lambda: mine)
 
 
-def test_processes_that_see_several_devices_have_chosen_by_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_see_several_devices_have_chosen_by_their_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert seen_by(monkeypatch, 2, "GPU-1", "0,1") is None
     refuse_sharing(Processes((node(), None)), lambda: None)
 
@@ -205,9 +259,13 @@ def test_who_is_refused_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> No
     assert left == ["left"]
 
 
-def test_the_library_between_devices_is_the_one_that_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_between_devices_is_the_one_that_torch_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     known = torch.distributed.Backend.default_device_backend_map
-    monkeypatch.setattr(torch.distributed.Backend, "default_device_backend_map", known | {"npu": "hccl"})
+    monkeypatch.setattr(
+        torch.distributed.Backend, "default_device_backend_map", known | {"npu": "hccl"}
+    )
     libraries = {kind: torchrun.carriers(kind) for kind in ("cuda", "xpu", "npu", "second")}
     assert libraries == {
         "cuda": "cpu:gloo,cuda:nccl",

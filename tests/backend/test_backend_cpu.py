@@ -1,4 +1,6 @@
-"""What the reference backend does beyond the contract: moves nothing by default, and poisons what is released."""
+"""What the reference backend does beyond the contract: moves nothing by default, and poisons
+what is released.
+"""
 
 import psutil
 import pytest
@@ -11,7 +13,14 @@ from lema.stream.placement import PAGE
 from lema_cpu import CpuBackend
 from lema_cpu.backend import NAN_BYTE
 
-FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+FLOATS = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
 
 
 def test_it_is_installed_and_opened_by_name() -> None:
@@ -44,7 +53,8 @@ def test_nothing_is_copied_where_the_host_is_the_device() -> None:
 
 
 def test_a_host_buffer_takes_no_memory_until_it_is_written() -> None:
-    process, size = psutil.Process(), 256 << 20
+    process = psutil.Process()
+    size = 256 << 20
     before = process.memory_info().rss
     buffer = CpuBackend().host_buffer(size)
     assert process.memory_info().rss - before < size // 4

@@ -1,4 +1,6 @@
-"""The cpu backend's own attention: transformers' `sdpa` but for rounding, and `sdpa` itself where it covers nothing."""
+"""The cpu backend's own attention: transformers' `sdpa` but for rounding, and `sdpa` itself
+where it covers nothing.
+"""
 
 from typing import Any
 
@@ -19,7 +21,8 @@ SIZES = (2, 4, 2, 6)  # rows, heads, heads of keys, of a head
 class Attending(nn.Module):
     """What transformers hands to an attention function as its module."""
 
-    is_causal, num_key_value_groups = True, 2
+    is_causal = True
+    num_key_value_groups = 2
 
 
 def tensors(length: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -29,15 +32,24 @@ def tensors(length: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
 
-def gradients(forward: Any, given: list[Tensor], mask: Tensor | None, **options: Any) -> list[Tensor]:
+def gradients(
+    forward: Any, given: list[Tensor], mask: Tensor | None, **options: Any
+) -> list[Tensor]:
     out = forward(Attending(), *given, mask, **options)[0]
     chosen = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     return [out.detach(), *torch.autograd.grad(out, given, chosen)]
 
 
 def masked(length: int) -> Tensor:
-    """A causal mask of flags with padding in front of the first row, which then sees itself alone."""
-    mask = torch.ones(length, length, dtype=torch.bool).tril().expand(SIZES[0], 1, length, length).clone()
+    """A causal mask of flags with padding in front of the first row, which then sees itself
+    alone.
+    """
+    mask = (
+        torch.ones(length, length, dtype=torch.bool)
+        .tril()
+        .expand(SIZES[0], 1, length, length)
+        .clone()
+    )
     mask[0, :, :, : length // 3] = False
     mask |= torch.eye(length, dtype=torch.bool)
     return mask
@@ -45,24 +57,38 @@ def masked(length: int) -> Tensor:
 
 @pytest.mark.parametrize("flags", [False, True], ids=["causal", "mask of flags"])
 @pytest.mark.parametrize("length", [2, 128, 300, 512])
-def test_it_is_sdpa_but_for_rounding(length: int, flags: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, mask = tensors(length), masked(length) if flags else None
+def test_it_is_sdpa_but_for_rounding(
+    length: int, flags: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = tensors(length)
+    mask = masked(length) if flags else None
     expected = gradients(sdpa_attention_forward, given, mask, scaling=0.3)
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", None)  # which would be called, and fail
-    for one, other in zip(gradients(attention.attend, given, mask, scaling=0.3), expected, strict=True):
+    monkeypatch.setattr(
+        functional, "scaled_dot_product_attention", None
+    )  # which would be called, and fail
+    for one, other in zip(
+        gradients(attention.attend, given, mask, scaling=0.3), expected, strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_in_bfloat16_it_is_as_near_to_the_exact_result_as_transformers_own_products_are() -> None:
-    given, length = tensors(256, torch.bfloat16), 256
-    exact = gradients(sdpa_attention_forward, [one.detach().double().requires_grad_() for one in given], None)
-    added = torch.zeros(length, length).masked_fill(~torch.ones(length, length, dtype=torch.bool).tril(), -torch.inf)
+    given = tensors(256, torch.bfloat16)
+    length = 256
+    exact = gradients(
+        sdpa_attention_forward, [one.detach().double().requires_grad_() for one in given], None
+    )
+    added = torch.zeros(length, length).masked_fill(
+        ~torch.ones(length, length, dtype=torch.bool).tril(), -torch.inf
+    )
 
     def error(forward: Any, mask: Tensor | None) -> float:
         pairs = zip(gradients(forward, given, mask, scaling=SIZES[3] ** -0.5), exact, strict=True)
         return max(float((one.double() - other).norm() / other.norm()) for one, other in pairs)
 
-    assert error(attention.attend, None) < 1.3 * error(eager_attention_forward, added[None, None].bfloat16())
+    assert error(attention.attend, None) < 1.3 * error(
+        eager_attention_forward, added[None, None].bfloat16()
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,14 +101,18 @@ def test_in_bfloat16_it_is_as_near_to_the_exact_result_as_transformers_own_produ
     ],
     ids=["longer", "another dtype", "a bias", "both ways"],
 )
-def test_what_it_does_not_cover_is_sdpa_itself(length: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_what_it_does_not_cover_is_sdpa_itself(
+    length: int, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
     given = tensors(length, dtype)
     expected = gradients(sdpa_attention_forward, given, None, **options)
     found = gradients(attention.attend, given, None, **options)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_fast_arithmetic_attends_so_and_settings_that_name_an_attention_do_not(tmp_path: Any) -> None:
+def test_fast_arithmetic_attends_so_and_settings_that_name_an_attention_do_not(
+    tmp_path: Any,
+) -> None:
     directory = write_model(LlamaConfig(**SMALL), tmp_path)
     calls: list[int] = []
     attend = attention.attend

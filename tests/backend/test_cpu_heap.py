@@ -8,8 +8,10 @@ from smallrun import batch, opened, settings, write_model
 
 from lema_cpu import CpuBackend, heap
 
-PLENTY, SCARCE = 1 << 50, 0
-COUNT, SIZE = 200, 1 << 20  # tensors, of bytes that malloc takes from its heap once it has seen some freed
+PLENTY = 1 << 50
+SCARCE = 0
+COUNT = 200
+SIZE = 1 << 20  # tensors, of bytes that malloc takes from its heap once it has seen some freed
 
 
 @pytest.fixture
@@ -27,7 +29,9 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def scattered() -> list[torch.Tensor]:
     """Free every second of many tensors, between others that stay: malloc keeps the memory."""
-    warm = torch.ones(16 << 20, dtype=torch.uint8)  # from now on tensors of this size come from the heap
+    warm = torch.ones(
+        16 << 20, dtype=torch.uint8
+    )  # from now on tensors of this size come from the heap
     del warm
     tensors = [torch.ones(SIZE, dtype=torch.uint8) for _ in range(COUNT)]
     return tensors[::2]
@@ -38,7 +42,8 @@ def own_bytes() -> int:
 
 
 def test_free_memory_goes_back_when_memory_is_scarce_and_no_value_changes(looks: list[int]) -> None:
-    backend, stay = CpuBackend(), scattered()
+    backend = CpuBackend()
+    stay = scattered()
     before = own_bytes()
     backend.end_visit()
     assert own_bytes() > before - COUNT * SIZE // 8, "memory was given back though there was enough"
@@ -57,7 +62,8 @@ def test_it_looks_only_after_the_process_has_grown(looks: list[int]) -> None:
     for _ in range(10):
         backend.end_visit()
     assert len(looks) == once == 2
-    grown = CpuBackend().host_buffer(2 * heap.GROWTH).fill_(1)  # not malloc's, which may have memory left
+    # not malloc's, which may have memory left
+    grown = CpuBackend().host_buffer(2 * heap.GROWTH).fill_(1)
     backend.end_visit()
     assert len(looks) == once + 1
     del grown

@@ -18,17 +18,29 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(
     ("given", "usable", "told"),
-    [({}, 3, [3]), ({}, 8, []), ({}, 16, []), ({"OMP_NUM_THREADS": "8"}, 3, []), ({"MKL_NUM_THREADS": "8"}, 3, [])],
+    [
+        ({}, 3, [3]),
+        ({}, 8, []),
+        ({}, 16, []),
+        ({"OMP_NUM_THREADS": "8"}, 3, []),
+        ({"MKL_NUM_THREADS": "8"}, 3, []),
+    ],
 )
 def test_torch_has_no_more_threads_than_the_process_may_keep_busy(
-    given: dict[str, str], usable: int, told: list[int], counted: list[int], monkeypatch: pytest.MonkeyPatch
+    given: dict[str, str],
+    usable: int,
+    told: list[int],
+    counted: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(threads, "usable_threads", lambda: usable)
     threads.limit_threads(given)
     assert counted == told
 
 
-def test_the_backend_limits_them_when_it_opens(counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_limits_them_when_it_opens(
+    counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     monkeypatch.setattr(threads, "usable_threads", lambda: 2)

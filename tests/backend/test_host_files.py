@@ -1,4 +1,6 @@
-"""What Linux has calls for is done where there are none: bytes at an offset, limits, locks, peaks."""
+"""What Linux has calls for is done where there are none: bytes at an offset, limits, locks,
+peaks.
+"""
 
 import os
 import signal
@@ -25,7 +27,8 @@ def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_threads_write_and_read_at_offsets_of_one_file(tmp_path: Path, calls: None) -> None:
-    size, count = 4096, 64
+    size = 4096
+    count = 64
     descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     wrong = list[int]()
 
@@ -46,7 +49,9 @@ def test_threads_write_and_read_at_offsets_of_one_file(tmp_path: Path, calls: No
     files.drop_cached(descriptor)
     os.close(descriptor)
     assert not wrong
-    assert (tmp_path / "file").read_bytes() == b"".join(bytes([number]) * size for number in range(count))
+    assert (tmp_path / "file").read_bytes() == b"".join(
+        bytes([number]) * size for number in range(count)
+    )
 
 
 def test_a_file_that_ends_gives_what_there_is(tmp_path: Path, calls: None) -> None:
@@ -72,7 +77,9 @@ def test_a_directory_that_cannot_be_opened_is_neither_opened_nor_flushed(
 
 
 def a_console(taken: list[int]) -> ModuleType:
-    """Return a `msvcrt` whose locks are of one byte; `taken` are the places that another process has."""
+    """Return a `msvcrt` whose locks are of one byte; `taken` are the places that another process
+    has.
+    """
     module = ModuleType("msvcrt")
 
     def locking(descriptor: int, mode: int, nbytes: int) -> None:
@@ -80,11 +87,14 @@ def a_console(taken: list[int]) -> ModuleType:
             raise PermissionError(13, "Permission denied")
         taken.append(place)
 
-    module.LK_NBLCK, module.locking = 2, locking
+    module.LK_NBLCK = 2
+    module.locking = locking
     return module
 
 
-def test_where_bytes_are_locked_it_is_one_that_no_file_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_bytes_are_locked_it_is_one_that_no_file_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken = list[int]()
     monkeypatch.setattr(filelocks, "fcntl", None)
     monkeypatch.setattr(filelocks, "msvcrt", a_console(taken))
@@ -96,7 +106,9 @@ def test_where_bytes_are_locked_it_is_one_that_no_file_has(tmp_path: Path, monke
         assert file.tell() == 3, "the file's own place is as it was"
 
 
-def test_where_nothing_can_be_locked_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_can_be_locked_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(filelocks, "fcntl", None)
     with (tmp_path / "file").open("wb") as file:
         assert filelocks.lock(file.fileno()) is None
@@ -143,5 +155,7 @@ with stop.StopOnSignal() as stopping:
 
 
 def test_a_second_signal_ends_a_run_where_the_c_library_cannot_be_asked() -> None:
-    done = subprocess.run([sys.executable, "-c", SECOND_SIGNAL], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SECOND_SIGNAL], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "SIGTERM\n"), done.stderr

@@ -1,4 +1,6 @@
-"""Cutting tensors up over ranks and putting them together again is the identity, and follows the documented rules."""
+"""Cutting tensors up over ranks and putting them together again is the identity, and follows the
+documented rules.
+"""
 
 import json
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from lema.backend.layout import (
     Layout,
+    axis_spans,
     column,
     consolidate,
     differences,
@@ -18,7 +21,6 @@ from lema.backend.layout import (
     fused,
     kv,
     layout_from_dict,
-    places,
     query,
     replicated,
     row,
@@ -43,7 +45,9 @@ def all_shards(full: Tensor, layout: Layout) -> list[Tensor]:
 @st.composite
 def attentions(draw: st.DrawFn) -> tuple[int, int, int, str, int]:
     """Ranks, query heads, heads of keys, how these lie, and how often: all that can be divided."""
-    ranks_per_chunk, chunks, per_rank = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    ranks_per_chunk = draw(st.integers(1, 4))
+    chunks = draw(st.integers(1, 4))
+    per_rank = draw(st.integers(1, 3))
     kv_heads = chunks * per_rank
     heads = kv_heads * ranks_per_chunk * draw(st.integers(1, 3))
     return ranks_per_chunk * chunks, heads, kv_heads, draw(KV_LAYOUTS), ranks_per_chunk
@@ -52,8 +56,13 @@ def attentions(draw: st.DrawFn) -> tuple[int, int, int, str, int]:
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
     """A layout and the length of the axis it cuts."""
-    kind = draw(st.sampled_from(["replicated", "column", "row", "embedding", "query", "kv", "fused", "packed"]))
-    tp, each = draw(st.integers(1, 9)), draw(st.integers(1, 4))
+    kind = draw(
+        st.sampled_from(
+            ["replicated", "column", "row", "embedding", "query", "kv", "fused", "packed"]
+        )
+    )
+    tp = draw(st.integers(1, 9))
+    each = draw(st.integers(1, 4))
     if kind == "replicated":
         return replicated(tp), each
     if kind in ("column", "row"):
@@ -69,9 +78,9 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
     queries = query(tp, heads, kv_heads, where, copies, dim)
     keys = kv(tp, heads, kv_heads, where, copies, dim)
     if kind == "fused":
-        return fused([(heads * each, queries), (kv_heads * each, keys), (kv_heads * each, keys)]), each * (
-            heads + 2 * kv_heads
-        )
+        return fused(
+            [(heads * each, queries), (kv_heads * each, keys), (kv_heads * each, keys)]
+        ), each * (heads + 2 * kv_heads)
     return (queries, heads * each) if kind == "query" else (keys, kv_heads * each)
 
 
@@ -107,17 +116,23 @@ def test_a_flipped_bit_on_one_rank_is_found_wherever_it_is_held_twice(
     value = float(pieces[rank].flatten()[index])
     pieces[rank].view(-1)[index] += 1e-3 * value + 1
     holders = {
-        other for other in range(layout.tp) if other != rank and bool((shard(full, layout, other) == value).any())
+        other
+        for other in range(layout.tp)
+        if other != rank and bool((shard(full, layout, other) == value).any())
     }
     found = differences(pieces, layout)
     if value == 0:
         return  # padding, which no rank keeps
     first = min(holders | {rank})
     assert bool(found) == bool(holders)
-    assert all(pair.first == first or rank in (pair.first, pair.other) for pair in found)
-    assert {pair.other for pair in found} | {pair.first for pair in found} >= ({rank} if holders else set())
+    assert all(pair.first == first or rank in (pair.first, pair.second) for pair in found)
+    assert {pair.second for pair in found} | {pair.first for pair in found} >= (
+        {rank} if holders else set()
+    )
     if holders:
-        with pytest.raises(DataError, match=f"rank {found[0].other} differs from rank {found[0].first}"):
+        with pytest.raises(
+            DataError, match=f"rank {found[0].second} differs from rank {found[0].first}"
+        ):
             consolidate(pieces, layout)
         if first != rank:
             assert torch.equal(consolidate(pieces, layout, check=False), full)
@@ -131,7 +146,10 @@ def slots(tp: int, kv_heads: int, copies: int, where: str) -> list[list[tuple[in
         return [line[rank * per_rank : (rank + 1) * per_rank] for rank in range(tp)]
     held = []  # neighbouring ranks hold the same
     for first in range(0, kv_heads, per_rank):
-        held += [[(head, replica) for head in range(first, first + per_rank)] for replica in range(copies)]
+        held += [
+            [(head, replica) for head in range(first, first + per_rank)]
+            for replica in range(copies)
+        ]
     return held
 
 
@@ -144,13 +162,18 @@ def test_queries_lie_beside_the_keys_they_belong_to(case: tuple[int, int, int, s
     every = []
     for rank in range(tp):
         keys = shard(torch.arange(kv_heads), kv(tp, heads, kv_heads, where, copies), rank).tolist()  # type: ignore[arg-type]
-        queries = shard(torch.arange(heads), query(tp, heads, kv_heads, where, copies), rank).tolist()  # type: ignore[arg-type]
+        queries = shard(
+            torch.arange(heads), query(tp, heads, kv_heads, where, copies), rank
+        ).tolist()  # type: ignore[arg-type]
         assert keys == [head for head, _ in expected[rank]]
-        # Attention repeats each key for as many consecutive queries as there are per key on the rank.
+        # Attention repeats each key for as many consecutive queries as there are per key on the
+        # rank.
         per_key = len(queries) // len(keys)
         assert [head // group for head in queries] == [key for key in keys for _ in range(per_key)]
         share = group // copies
-        assert queries == [h * group + p * share + i for h, p in expected[rank] for i in range(share)]
+        assert queries == [
+            h * group + p * share + i for h, p in expected[rank] for i in range(share)
+        ]
         every += queries
     assert sorted(every) == list(range(heads))
 
@@ -175,16 +198,22 @@ def test_the_columns_after_attention_follow_the_queries() -> None:
 
 def test_attention_over_shards_is_attention() -> None:
     """The sum over ranks of each rank's attention and projection is that of all heads."""
-    heads, kv_heads, width, hidden = 8, 2, 4, 12
+    heads = 8
+    kv_heads = 2
+    width = 4
+    hidden = 12
     torch.manual_seed(0)
     x = torch.randn(5, hidden, dtype=torch.float64)
-    q, k, v = (torch.randn(n * width, hidden, dtype=torch.float64) for n in (heads, kv_heads, kv_heads))
+    q, k, v = (
+        torch.randn(n * width, hidden, dtype=torch.float64) for n in (heads, kv_heads, kv_heads)
+    )
     o = torch.randn(hidden, heads * width, dtype=torch.float64)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Tensor:
         queries, keys, values = ((x @ w.t()).view(5, -1, width).transpose(0, 1) for w in (q, k, v))
         times = queries.shape[0] // keys.shape[0]
-        keys, values = keys.repeat_interleave(times, 0), values.repeat_interleave(times, 0)
+        keys = keys.repeat_interleave(times, 0)
+        values = values.repeat_interleave(times, 0)
         mixed = torch.softmax(queries @ keys.transpose(1, 2), -1) @ values
         return mixed.transpose(0, 1).reshape(5, -1) @ o.t()
 
@@ -193,7 +222,12 @@ def test_attention_over_shards_is_attention() -> None:
             cut = query(tp, heads, kv_heads, where), kv(tp, heads, kv_heads, where)  # type: ignore[arg-type]
             after = query(tp, heads, kv_heads, where, dim=1)  # type: ignore[arg-type]
             parts = [
-                attend(shard(q, cut[0], r), shard(k, cut[1], r), shard(v, cut[1], r), shard(o, after, r))
+                attend(
+                    shard(q, cut[0], r),
+                    shard(k, cut[1], r),
+                    shard(v, cut[1], r),
+                    shard(o, after, r),
+                )
                 for r in range(tp)
             ]
             torch.testing.assert_close(sum(parts), attend(q, k, v, o))
@@ -202,7 +236,8 @@ def test_attention_over_shards_is_attention() -> None:
 @pytest.mark.parametrize("where", ["tile", "interleave"])
 def test_the_rank_of_an_adapter_is_never_cut(where: str) -> None:
     """Rank 4 over 8 ranks, for every kind of module."""
-    tp, rank = 8, 4
+    tp = 8
+    rank = 4
     modules = [
         (column(tp), 16, 24),
         (row(tp), 16, 24),
@@ -215,7 +250,10 @@ def test_the_rank_of_an_adapter_is_never_cut(where: str) -> None:
     ]
     for base, outputs, inputs in modules:
         a, b = (layout_of_tensor(f"lora_{factor}.weight", base, 2) for factor in "AB")
-        for layout, full, whole in ((a, numbered(rank, inputs), 0), (b, numbered(outputs, rank), 1)):
+        for layout, full, whole in (
+            (a, numbered(rank, inputs), 0),
+            (b, numbered(outputs, rank), 1),
+        ):
             pieces = all_shards(full, layout)
             assert all(piece.shape[whole] == rank for piece in pieces), base
             assert torch.equal(consolidate(pieces, layout), full)
@@ -249,7 +287,7 @@ def test_the_factors_of_an_embedding_cut_by_its_vocabulary_are_whole() -> None:
 )
 def test_what_cannot_be_divided_is_said(make: Callable[[], Layout], size: int, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        places(make(), size, 0)
+        axis_spans(make(), size, 0)
     assert said in str(caught.value)
 
 
@@ -275,7 +313,7 @@ def test_replicas_are_compared_bit_by_bit() -> None:
     held = torch.tensor([float("nan"), 0.0])
     assert not differences([held, held.clone()], replicated(2))
     (found,) = differences([held, torch.tensor([float("nan"), -0.0])], replicated(2))
-    assert (found.first, found.other) == (0, 1)
+    assert (found.first, found.second) == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Host memory is locked exactly as far as asked, for as long as a tensor is in it, and a refusal is said plainly."""
+"""Host memory is locked exactly as far as asked, for as long as a tensor is in it, and a refusal
+is said plainly.
+"""
 
 import resource
 from pathlib import Path
@@ -34,7 +36,9 @@ class WatchfulDriver(FakeDriver):
 
 
 @pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE, 5 * PAGE + 17, HUGE_PAGE, 3 * HUGE_PAGE + 5])
-def test_exactly_what_was_asked_for_is_locked_until_the_last_view_of_it_is_dropped(nbytes: int) -> None:
+def test_exactly_what_was_asked_for_is_locked_until_the_last_view_of_it_is_dropped(
+    nbytes: int,
+) -> None:
     driver = WatchfulDriver()
     buffer = HostMemory(driver).buffer(nbytes)
     assert (buffer.dtype, tuple(buffer.shape)) == (torch.uint8, (nbytes,))
@@ -57,7 +61,8 @@ def test_nothing_is_nothing() -> None:
 
 
 def test_memory_that_is_given_is_locked_where_it_is() -> None:
-    driver, memory = WatchfulDriver(), anonymous(3 * PAGE)
+    driver = WatchfulDriver()
+    memory = anonymous(3 * PAGE)
     host = HostMemory(driver)
     buffers = [host.buffer(PAGE, memory[:PAGE]), host.buffer(2 * PAGE, memory[PAGE:])]
     buffers[1].fill_(8)
@@ -71,11 +76,15 @@ def test_memory_that_is_given_is_locked_where_it_is() -> None:
     assert not driver.locked
 
 
-def test_what_cannot_be_locked_is_an_error_where_it_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_locked_is_an_error_where_it_must_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
     host = HostMemory(FakeDriver(limit=2 * PAGE), page_locked=True)
     kept = host.buffer(2 * PAGE)
-    with pytest.raises(MemoryLimitError, match="4,096 bytes of host memory cannot be page-locked: out of memory") as e:
+    with pytest.raises(
+        MemoryLimitError, match="4,096 bytes of host memory cannot be page-locked: out of memory"
+    ) as e:
         host.buffer(PAGE)
     assert "this process may lock 65,536 bytes" in e.value.what
     assert e.value.where == "page_locked: true"
@@ -85,10 +94,14 @@ def test_what_cannot_be_locked_is_an_error_where_it_must_be(monkeypatch: pytest.
 
 
 def test_what_cannot_be_locked_is_pageable_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    )
     driver = FakeDriver(limit=2 * PAGE)
     host = HostMemory(driver)
-    with pytest.warns(UserWarning, match=r"may lock any number of bytes; copies .* slower; .*ulimit -l") as caught:
+    with pytest.warns(
+        UserWarning, match=r"may lock any number of bytes; copies .* slower; .*ulimit -l"
+    ) as caught:
         buffers = [host.buffer(2 * PAGE), host.buffer(PAGE), host.buffer(PAGE)]
     assert len(caught) == 1
     assert len(driver.locked) == 1
@@ -121,7 +134,8 @@ class Allocator:
 
 def test_without_a_driver_torch_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
-    host, memory = HostMemory(None), anonymous(PAGE)
+    host = HostMemory(None)
+    memory = anonymous(PAGE)
     assert host.buffer(PAGE).shape == (PAGE,) and host.buffer(0).shape == (0,)
     assert host.buffer(PAGE, memory) is memory, "it cannot be locked, and need not be"
     assert allocator.allocated == [PAGE]
@@ -131,7 +145,9 @@ def test_without_a_driver_torch_allocates(monkeypatch: pytest.MonkeyPatch) -> No
         HostMemory(None, page_locked=True).buffer(PAGE, memory)
 
 
-def test_what_torch_cannot_allocate_is_pageable_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torch_cannot_allocate_is_pageable_or_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     Allocator(monkeypatch, "no room\nand a stack")
     with pytest.warns(UserWarning, match="cannot be page-locked: no room; this process may lock"):
         assert HostMemory(None).buffer(PAGE).shape == (PAGE,)
@@ -141,7 +157,8 @@ def test_what_torch_cannot_allocate_is_pageable_or_an_error(monkeypatch: pytest.
 
 def test_what_the_driver_has_locked_is_reached_until_it_is_dropped() -> None:
     host = HostMemory(FakeDriver())
-    buffer, other = host.buffer(2 * PAGE), anonymous(PAGE)
+    buffer = host.buffer(2 * PAGE)
+    other = anonymous(PAGE)
     assert host.reached(buffer[PAGE:].view(torch.int32)) and not host.reached(other)
     del buffer
     assert not host._locked

@@ -29,7 +29,9 @@ def trained(model: Path, out: Path) -> tuple[dict[str, Tensor], float, StreamCou
 
 
 def lazy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the CPU have no addresses; masks are made as they are, whose values change how attention rounds."""
+    """Let the CPU have no addresses; masks are made as they are, whose values change how
+    attention rounds.
+    """
     for module in (
         "stream.stream",
         "activations.boundaries",
@@ -44,32 +46,44 @@ def lazy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lease, "refer", lambda lease, tensor: None)
 
 
-def test_a_step_is_the_same_without_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_the_same_without_addresses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = write_model(tmp_path / "model")
     expected, expected_loss, _ = trained(model, tmp_path / "with")
     lazy(monkeypatch)
     found, loss, counters = trained(model, tmp_path / "without")
     assert loss == expected_loss
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert counters.bytes_uploaded < counters.bytes_read  # what tensors have, and not the page they begin in
+    assert (
+        counters.bytes_uploaded < counters.bytes_read
+    )  # what tensors have, and not the page they begin in
 
 
-def test_what_layers_return_is_learnt_from_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_layers_return_is_learnt_from_shapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lazy(monkeypatch)
     ids = {"input_ids": torch.ones(2, 12, dtype=torch.long)}
     with opened(settings(write_model(tmp_path / "model"), tmp_path / "out", save_steps=0)) as model:
-        tensors = {name: id(one) for name, one in (*model.skeleton.named_parameters(), *model.skeleton.named_buffers())}
+        tensors = {
+            name: id(one)
+            for name, one in (*model.skeleton.named_parameters(), *model.skeleton.named_buffers())
+        }
         expected = Split(model.skeleton, model.backend)
         expected.lazy = False
-        assert not expected.known(ids)
+        assert not expected.has_learned(ids)
         computed: list[Tensor] = []
         with monkeypatch.context() as watched:
             watched.setattr(Split, "_learn", noting(Split._learn, computed))
             for training in (True, False):
                 model.skeleton.train(training)
-                assert model.split.known(ids)
+                assert model.split.has_learned(ids)
         assert len(computed) == 6 and not any(map(has_values, computed))
-        again = {name: id(one) for name, one in (*model.skeleton.named_parameters(), *model.skeleton.named_buffers())}
+        again = {
+            name: id(one)
+            for name, one in (*model.skeleton.named_parameters(), *model.skeleton.named_buffers())
+        }
         assert again == tensors  # each is where it was
 
 
@@ -77,13 +91,21 @@ def noting(learn: Callable[..., None], computed: list[Tensor]) -> Callable[..., 
     """Note what a model is given, and has, while it is learnt."""
 
     def noted(split: Split, few: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
-        computed.extend([few["input_ids"], next(iter(weights.values())), split.model.get_input_embeddings().weight])
+        computed.extend(
+            [
+                few["input_ids"],
+                next(iter(weights.values())),
+                split.model.get_input_embeddings().weight,
+            ]
+        )
         learn(split, few, weights)
 
     return noted
 
 
-def test_a_model_that_looks_at_values_is_learnt_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_looks_at_values_is_learnt_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lazy(monkeypatch)
     config = settings(write_model(tmp_path / "model"), tmp_path / "out", save_steps=0)
     with opened(config) as model:
@@ -94,12 +116,13 @@ def test_a_model_that_looks_at_values_is_learnt_with_them(tmp_path: Path, monkey
             return forward(self, input_ids, **more)
 
         monkeypatch.setattr(type(model.skeleton), "forward", looks)
-        assert not model.split.known({"input_ids": torch.ones(2, 12, dtype=torch.long)})
+        assert not model.split.has_learned({"input_ids": torch.ones(2, 12, dtype=torch.long)})
         assert model.get_trainer().train_step(batch(1))[1] > 0
 
 
 def test_a_mask_is_made_whatever_its_values() -> None:
-    config, states = LlamaConfig(attn_implementation="sdpa"), torch.zeros(1, 4, 8)
+    config = LlamaConfig(attn_implementation="sdpa")
+    states = torch.zeros(1, 4, 8)
     given: dict[str, Any] = {"config": config, "inputs_embeds": states, "cache": None}
     given["attention_mask"] = torch.ones(1, 4, dtype=torch.long)
     assert create_causal_mask(**given) is None
@@ -109,14 +132,26 @@ def test_a_mask_is_made_whatever_its_values() -> None:
     assert create_causal_mask(**given) is None
 
 
-def test_layers_are_recomputed_and_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_recomputed_and_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lazy(monkeypatch)
-    config = settings(write_model(tmp_path / "model"), tmp_path / "out", save_steps=0, gradient_checkpointing=False)
-    with opened(config) as model, pytest.warns(UserWarning, match="gradient_checkpointing: false does nothing"):
+    config = settings(
+        write_model(tmp_path / "model"),
+        tmp_path / "out",
+        save_steps=0,
+        gradient_checkpointing=False,
+    )
+    with (
+        opened(config) as model,
+        pytest.warns(UserWarning, match="gradient_checkpointing: false does nothing"),
+    ):
         assert model.adapter.recompute and not model.adapter.saved
 
 
-def test_the_first_update_is_that_of_a_state_made_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_update_is_that_of_a_state_made_beforehand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def stepped() -> tuple[Tensor, int]:
         parameter = torch.nn.Parameter(torch.linspace(-1, 1, 7))
         optimizer = make_optimizer([parameter], LemaConfig("model", weight_decay=0.1))

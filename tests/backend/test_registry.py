@@ -6,7 +6,7 @@ import pytest
 from installed import installed
 
 from lema.backend import registry
-from lema.backend.registry import kept_unasked, load
+from lema.backend.registry import load, resident_fraction
 from lema.config import LemaConfig
 
 MODULE = """
@@ -38,12 +38,18 @@ def forgotten_afterwards(request: pytest.FixtureRequest) -> None:
 def test_the_processor_is_chosen_where_there_is_nothing_else() -> None:
     assert LemaConfig("model").device == "auto"
     assert load("auto").name == "cpu"
-    assert kept_unasked("auto") == kept_unasked("cpu")
+    assert resident_fraction("auto") == resident_fraction("cpu")
 
 
-def test_what_can_run_here_comes_before_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    points = {"zzz": "devices_of_a_test:Here", "yyy": "devices_of_a_test:absent", "aab": "devices_of_a_test:nothing"}
+def test_what_can_run_here_comes_before_the_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = {
+        "zzz": "devices_of_a_test:Here",
+        "yyy": "devices_of_a_test:absent",
+        "aab": "devices_of_a_test:nothing",
+    }
     with installed(tmp_path, monkeypatch, "devices", points, {"devices_of_a_test": MODULE}):
         assert load("auto").name == "aaa"  # of its class; the settings call it zzz
-        assert kept_unasked("auto") == 0.25
+        assert resident_fraction("auto") == 0.25
         assert load("cpu").name == "cpu"

@@ -1,4 +1,6 @@
-"""A trace: what happened when, in a form that Perfetto draws; it changes nothing, and off it costs nothing."""
+"""A trace: what happened when, in a form that Perfetto draws; it changes nothing, and off it
+costs nothing.
+"""
 
 import itertools
 import json
@@ -17,7 +19,8 @@ from lema.errors import DiskError
 from lema.stream.schedule import fetched, training_order
 from lema.train.metrics import read_metrics
 
-STEPS, MICRO_BATCHES = 2, 2
+STEPS = 2
+MICRO_BATCHES = 2
 
 
 class Clock:
@@ -35,7 +38,8 @@ def by_row(events: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """Yield each row's spans, the earlier and then the longer first."""
     spans = [event for event in events if event["ph"] == "X"]
     for _, row in itertools.groupby(
-        sorted(spans, key=lambda span: (span["tid"], span["ts"], -span["dur"])), key=lambda span: span["tid"]
+        sorted(spans, key=lambda span: (span["tid"], span["ts"], -span["dur"])),
+        key=lambda span: span["tid"],
     ):
         yield list(row)
 
@@ -114,7 +118,10 @@ def test_a_trace_that_is_off_records_nothing_and_makes_nothing(tmp_path: Path) -
     with tracing(None) as trace:
         assert trace is NO_TRACE
         assert trace.span("read", "layer 0") is trace.span("forward", "layer 1")
-        with trace.span("read", "layer 0"), trace.span("read", "layer 0"):  # the one may be entered again
+        with (
+            trace.span("read", "layer 0"),
+            trace.span("read", "layer 0"),
+        ):  # the one may be entered again
             pass
     assert not hasattr(trace, "events") and not list(tmp_path.iterdir())
 
@@ -122,16 +129,24 @@ def test_a_trace_that_is_off_records_nothing_and_makes_nothing(tmp_path: Path) -
 def test_a_trace_is_written_however_its_block_ends(tmp_path: Path) -> None:
     file = tmp_path / "new" / "trace.json"
     with pytest.raises(ZeroDivisionError), tracing(file) as trace:
-        assert json.loads(file.read_text())["traceEvents"] == []  # the place is tried before anything is done
+        assert (
+            json.loads(file.read_text())["traceEvents"] == []
+        )  # the place is tried before anything is done
         with trace.span("forward", "half"):
             raise ZeroDivisionError
-    assert [event["name"] for event in json.loads(file.read_text())["traceEvents"]] == ["thread_name", "half"]
+    assert [event["name"] for event in json.loads(file.read_text())["traceEvents"]] == [
+        "thread_name",
+        "half",
+    ]
     assert [path.name for path in file.parent.iterdir()] == ["trace.json"]
 
 
 def test_a_place_that_cannot_be_written_to_is_named_before_anything_is_done(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DiskError, match="cannot write the trace") as caught, tracing(tmp_path / "file" / "trace.json"):
+    with (
+        pytest.raises(DiskError, match="cannot write the trace") as caught,
+        tracing(tmp_path / "file" / "trace.json"),
+    ):
         pytest.fail("the work began")
     assert caught.value.where == str(tmp_path / "file" / "trace.json")
 
@@ -149,7 +164,12 @@ def run(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train twice, without a trace and with one."""
     directory = tmp_path_factory.mktemp("run")
     write = config_writer(llama, directory)
-    options = {"max_steps": STEPS, "batch_size": 4, "micro_batch_size": 4 // MICRO_BATCHES, "logging_steps": 1}
+    options = {
+        "max_steps": STEPS,
+        "batch_size": 4,
+        "micro_batch_size": 4 // MICRO_BATCHES,
+        "logging_steps": 1,
+    }
     assert lema("train", write(**options, output_dir=str(directory / "plain"))) == 0
     traced = write(**options, output_dir=str(directory / "traced"))
     assert lema("train", traced, "--trace", directory / "trace.json") == 0
@@ -166,7 +186,11 @@ def events(run: Path) -> list[dict[str, Any]]:
 def test_a_trace_changes_no_number(run: Path) -> None:
     assert_same_adapter(run / "plain", run / "traced")
     losses = [
-        [(row["loss"], row["layers_read"]) for row in read_metrics(run / name / "metrics.jsonl") if "loss" in row]
+        [
+            (row["loss"], row["layers_read"])
+            for row in read_metrics(run / name / "metrics.jsonl")
+            if "loss" in row
+        ]
         for name in ("plain", "traced")
     ]
     assert losses[0] == losses[1] and len(losses[0]) == STEPS
@@ -177,7 +201,8 @@ def test_every_layer_is_read_uploaded_and_computed(events: list[dict[str, Any]])
         track: Counter(event["name"] for event in events if event.get("cat") == track)
         for track in ("read", "upload", "forward", "backward", "optimizer", "stall: upload")
     }
-    top, layers = f"layer {NUM_LAYERS - 1}", [f"layer {number}" for number in range(NUM_LAYERS)]
+    top = f"layer {NUM_LAYERS - 1}"
+    layers = [f"layer {number}" for number in range(NUM_LAYERS)]
     passes = dict.fromkeys(layers, STEPS)
     # Where the pass turns, each micro-batch goes up and down by itself, through the head.
     at_the_turn = {top: STEPS * MICRO_BATCHES}
@@ -186,7 +211,9 @@ def test_every_layer_is_read_uploaded_and_computed(events: list[dict[str, Any]])
     assert counted["optimizer"] == {f"step {step + 1}": 1 for step in range(STEPS)}
     uploaded = Counter(f"layer {layer}" for layer in fetched(training_order(NUM_LAYERS) * STEPS, 3))
     assert counted["upload"] == uploaded
-    assert {name: count for name, count in counted["read"].items() if name in passes}.keys() == uploaded.keys()
+    assert {
+        name: count for name, count in counted["read"].items() if name in passes
+    }.keys() == uploaded.keys()
     assert counted["stall: upload"].total() == STEPS * (2 * NUM_LAYERS - 1)
 
 
@@ -201,7 +228,9 @@ def test_the_spans_of_a_row_are_nested(events: list[dict[str, Any]]) -> None:
 
 
 def test_computing_and_waiting_exclude_each_other(events: list[dict[str, Any]]) -> None:
-    """The training thread does one thing at a time, so its rows laid over each other are still calls."""
+    """The training thread does one thing at a time, so its rows laid over each other are still
+    calls.
+    """
     alone = {"forward", "backward", "optimizer", "stall: disk", "stall: upload", "upload"}
     spans = [event for event in events if event.get("cat") in alone]
     (together,) = by_row([{**span, "tid": 0} for span in spans])
@@ -213,5 +242,7 @@ def test_a_trace_that_cannot_be_written_stops_training_before_it_begins(
 ) -> None:
     (tmp_path / "file").write_text("")
     config = config_writer(llama, tmp_path)()
-    assert_refused(capfd, 6, ["trace.json"], "train", config, "--trace", tmp_path / "file" / "trace.json")
+    assert_refused(
+        capfd, 6, ["trace.json"], "train", config, "--trace", tmp_path / "file" / "trace.json"
+    )
     assert not (tmp_path / "out").exists()

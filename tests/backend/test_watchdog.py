@@ -1,4 +1,6 @@
-"""A run in which nothing moves says so once, with what it waits for and every thread's stack; a slow one does not."""
+"""A run in which nothing moves says so once, with what it waits for and every thread's stack; a
+slow one does not.
+"""
 
 import io
 import threading
@@ -19,7 +21,9 @@ class Fake:
     """A run whose moves, and whose time, are what a test says."""
 
     def __init__(self, directory: Path, **options: Any) -> None:
-        self.now, self.layers, self.bytes = 1000.0, 0, 0
+        self.now = 1000.0
+        self.layers = 0
+        self.bytes = 0
         self.ended: list[int] = []
         self.directory = directory
         self.dog = Watchdog(
@@ -33,12 +37,14 @@ class Fake:
 
     def go(self, seconds: float, *, every: float | None = None) -> None:
         """Let time go by, one layer moving every so many seconds."""
-        begun, done = self.now, 0
+        begun = self.now
+        done = 0
         while self.now < begun + seconds:
             self.now += INTERVAL
             if every is not None and (count := int((self.now - begun) / every)) > done:
-                self.layers, done = self.layers + count - done, count
-            self.dog.look()
+                self.layers = self.layers + count - done
+                done = count
+            self.dog.poll()
 
     @property
     def files(self) -> list[Path]:
@@ -50,21 +56,29 @@ def run(tmp_path: Path) -> Fake:
     return Fake(tmp_path)
 
 
-def test_before_a_layer_is_known_it_is_patient(run: Fake, capfd: pytest.CaptureFixture[str]) -> None:
+def test_before_a_layer_is_known_it_is_patient(
+    run: Fake, capfd: pytest.CaptureFixture[str]
+) -> None:
     run.go(AT_FIRST - INTERVAL)
     assert not run.files
     run.go(INTERVAL)
     assert len(run.files) == 1
     said = capfd.readouterr().err
-    assert f"nothing has moved for {AT_FIRST:.0f} seconds\n  where: in the forward of layer 3" in said
+    assert (
+        f"nothing has moved for {AT_FIRST:.0f} seconds\n  where: in the forward of layer 3" in said
+    )
     assert "test_before_a_layer_is_known_it_is_patient" in said  # of this thread's stack
     assert str(run.files[0]) in said
     text = run.files[0].read_text()
-    assert "in the forward of layer 3" in text and "test_before_a_layer_is_known_it_is_patient" in text
+    assert (
+        "in the forward of layer 3" in text and "test_before_a_layer_is_known_it_is_patient" in text
+    )
 
 
 @pytest.mark.parametrize(("seconds", "limit"), [(0.5, AT_LEAST), (10.0, 100.0), (60.0, 600.0)])
-def test_ten_times_as_long_as_a_layer_takes_is_too_long(run: Fake, seconds: float, limit: float) -> None:
+def test_ten_times_as_long_as_a_layer_takes_is_too_long(
+    run: Fake, seconds: float, limit: float
+) -> None:
     run.go(1200, every=seconds)
     assert not run.files and run.dog.limit == pytest.approx(limit, rel=0.1)
     run.go(run.dog.limit - INTERVAL)
@@ -73,7 +87,9 @@ def test_ten_times_as_long_as_a_layer_takes_is_too_long(run: Fake, seconds: floa
     assert len(run.files) == 1
 
 
-def test_a_stall_is_told_once_and_the_next_one_again(run: Fake, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stall_is_told_once_and_the_next_one_again(
+    run: Fake, capfd: pytest.CaptureFixture[str]
+) -> None:
     run.go(100, every=1.0)
     run.go(1000)
     assert capfd.readouterr().err.count("nothing has moved") == 1
@@ -90,7 +106,9 @@ def test_bytes_that_arrive_are_a_move_while_a_layer_is_awaited(run: Fake) -> Non
     assert not run.files
 
 
-def test_a_checkpoint_is_given_more_time_than_a_layer(run: Fake, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_is_given_more_time_than_a_layer(
+    run: Fake, capfd: pytest.CaptureFixture[str]
+) -> None:
     run.go(100, every=1.0)
     with run.dog.patient("saving a checkpoint"):
         run.go(AT_FIRST - INTERVAL)
@@ -106,13 +124,15 @@ def test_a_process_that_was_stopped_as_a_whole_is_not_at_fault(tmp_path: Path) -
     run = Fake(tmp_path, end_after=60.0)
     run.go(100, every=1.0)
     run.now += 3600
-    run.dog.look()
+    run.dog.poll()
     assert not run.files and not run.ended
     run.go(60.0)
     assert run.files and run.ended == [EXIT]
 
 
-def test_it_ends_the_process_where_that_is_asked_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_ends_the_process_where_that_is_asked_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run = Fake(tmp_path, end_after=200.0)
     run.go(100, every=1.0)
     run.go(195)
@@ -143,7 +163,9 @@ class Blocked:
     """A disk that answers no read of one file's bytes from some moment on, until it is let go."""
 
     def __init__(self) -> None:
-        self.armed, self.reached, self.answers = False, threading.Event(), threading.Event()
+        self.armed = False
+        self.reached = threading.Event()
+        self.answers = threading.Event()
         self._read = reader.read_all
 
     def __call__(self, *arguments: Any) -> None:
@@ -170,25 +192,35 @@ def test_a_read_that_does_not_end_is_told_with_its_layer_and_its_thread(
         trainer.train_step(batch(1))
         expected_layers = model.adapter.counters.leases
         before = adapter_of(model.skeleton)
-        dog = Watchdog(lambda: moves(model.adapter), lambda: awaited(model.adapter), tmp_path, clock=lambda: now[0])
+        dog = Watchdog(
+            lambda: moves(model.adapter),
+            lambda: awaited(model.adapter),
+            tmp_path,
+            clock=lambda: now[0],
+        )
         disk.armed = True
         step = threading.Thread(target=lambda: trainer.train_step(batch(2)), name="the step")
         step.start()
         assert disk.reached.wait(60)
         for _ in range(600):  # until the step has come to the layer that is not read
-            if model.adapter.stream.under_way()[1] in model.adapter.stream.under_way()[2]:
+            if model.adapter.stream.activity()[1] in model.adapter.stream.activity()[2]:
                 break
             threading.Event().wait(0.1)
-        for _ in range(100_000):  # what moved when the disk stopped to answer comes to its end meanwhile
+        for _ in range(
+            100_000
+        ):  # what moved when the disk stopped to answer comes to its end meanwhile
             if list(tmp_path.glob("stacks-*")):
                 break
             now[0] += INTERVAL
-            dog.look()
+            dog.poll()
         said = capfd.readouterr().err
         assert said.count("nothing has moved for") == 1
         place = next(line for line in said.splitlines() if "where:" in line)
-        waits_for = model.adapter.stream.under_way()
-        assert f"next: layer {waits_for[1]}" in place and f"being read: layer {waits_for[2][0]}" in place
+        waits_for = model.adapter.stream.activity()
+        assert (
+            f"next: layer {waits_for[1]}" in place
+            and f"being read: layer {waits_for[2][0]}" in place
+        )
         assert "test_watchdog.py" in said and "is lema-read_" in said and "is the step" in said
         disk.armed = False
         disk.answers.set()
@@ -198,7 +230,9 @@ def test_a_read_that_does_not_end_is_told_with_its_layer_and_its_thread(
 
 
 @pytest.mark.slow
-def test_fit_and_evaluation_are_watched(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_and_evaluation_are_watched(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: dict[str, list[bool]] = {"step": [], "save": []}
     patient: list[str] = []
 

@@ -1,4 +1,6 @@
-"""The command line: what it prints, the code it ends with, and that it never shows a traceback unasked."""
+"""The command line: what it prints, the code it ends with, and that it never shows a traceback
+unasked.
+"""
 
 import errno
 import json
@@ -66,7 +68,14 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["train", "--help"], ["models", "--help"], ["--version"], ["train", "missing.yaml"]]
+    "arguments",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["models", "--help"],
+        ["--version"],
+        ["train", "missing.yaml"],
+    ],
 )
 def test_nothing_heavy_is_imported_to_answer(arguments: list[str]) -> None:
     code = (
@@ -82,7 +91,9 @@ def test_nothing_heavy_is_imported_to_answer(arguments: list[str]) -> None:
 
 def test_the_module_is_the_command(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "lema", "config", "show", str(tmp_path / "none.yaml")], capture_output=True, text=True
+        [sys.executable, "-m", "lema", "config", "show", str(tmp_path / "none.yaml")],
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: cannot read the config file")
@@ -135,7 +146,9 @@ def test_other_errors_have_exit_codes_too(
     assert "Traceback" not in message
 
 
-@pytest.mark.parametrize("arguments", [["--debug", "config", "show"], ["config", "show", "--debug"]])
+@pytest.mark.parametrize(
+    "arguments", [["--debug", "config", "show"], ["config", "show", "--debug"]]
+)
 def test_debug_lets_the_traceback_through(arguments: list[str], tmp_path: Path) -> None:
     with pytest.raises(errors.ConfigError):
         run(app, [*arguments, str(tmp_path / "none.yaml")])
@@ -172,14 +185,20 @@ def test_a_misspelt_setting_is_refused_by_every_verb_that_reads_a_config(
     )
 
 
-def test_phases_are_asked_for_of_a_file_that_has_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_phases_are_asked_for_of_a_file_that_has_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = config_file(tmp_path, "model_name_or_path: m\n")
     assert run(app, ["config", "show", str(path), "--phase", "1"]) == 2
     assert "only a file of phases has any" in capsys.readouterr().err
 
 
-def test_show_prints_every_setting_as_yaml_that_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = config_file(tmp_path, "model_name_or_path: m\nlora_target_modules: [q_proj]\nlearning_rate: 3e-5\n")
+def test_show_prints_every_setting_as_yaml_that_reads_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = config_file(
+        tmp_path, "model_name_or_path: m\nlora_target_modules: [q_proj]\nlearning_rate: 3e-5\n"
+    )
     arguments = [
         "config",
         "show",
@@ -194,12 +213,17 @@ def test_show_prints_every_setting_as_yaml_that_reads_back(tmp_path: Path, capsy
     assert run(app, arguments) == 0
     shown = config_file(tmp_path, capsys.readouterr().out)
     expected = LemaConfig(
-        "m", lora_target_modules=["q_proj"], learning_rate=3e-5, lora_rank=4, device_memory=0.5, run_name="a=b"
+        "m",
+        lora_target_modules=["q_proj"],
+        learning_rate=3e-5,
+        lora_rank=4,
+        device_memory=0.5,
+        run_name="a=b",
     )
     assert LemaConfig.from_yaml(shown).to_dict() == expected.to_dict()
-    assert [line.split(":")[0] for line in shown.read_text().splitlines() if line[0] != "-"] == list(
-        LemaConfig.model_fields
-    )
+    assert [
+        line.split(":")[0] for line in shown.read_text().splitlines() if line[0] != "-"
+    ] == list(LemaConfig.model_fields)
 
 
 def test_schema_is_json_and_describes_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,12 +257,18 @@ def test_a_wrong_set_option_is_named(
     assert str(path) not in message
 
 
-def test_merge_refuses_a_size_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(app, ["merge", str(tmp_path), str(tmp_path / "out"), "--max-shard-size", "huge"]) == 2
+def test_merge_refuses_a_size_that_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        run(app, ["merge", str(tmp_path), str(tmp_path / "out"), "--max-shard-size", "huge"]) == 2
+    )
     assert "not an amount of memory" in capsys.readouterr().err
 
 
-def test_prepare_refuses_an_unknown_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_refuses_an_unknown_dtype(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(app, ["prepare", "m", str(tmp_path / "out"), "--dtype", "bf16"]) == 2
     assert "did you mean bfloat16?" in capsys.readouterr().err
 
@@ -274,7 +304,10 @@ def test_a_name_the_package_has_not_is_an_attribute_error() -> None:
     ],
 )
 def test_a_home_of_nobody_is_a_name_like_any_other(
-    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    words: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(app, words) in (2, 3)
@@ -283,7 +316,8 @@ def test_a_home_of_nobody_is_a_name_like_any_other(
 
 
 @pytest.mark.parametrize(
-    "words", [(), ("config",), ("demo", "a"), ("backends",), ("config", "schema"), ("plan", "a", "--price")]
+    "words",
+    [(), ("config",), ("demo", "a"), ("backends",), ("config", "schema"), ("plan", "a", "--price")],
 )
 def test_a_word_of_a_million_characters_is_not_repeated_whole(
     words: tuple[str, ...], capfd: pytest.CaptureFixture[str]

@@ -1,4 +1,6 @@
-"""`lema demo` shows what it says, writes what other tools read, and touches nothing that is not its own."""
+"""`lema demo` shows what it says, writes what other tools read, and touches nothing that is not
+its own.
+"""
 
 import contextlib
 import io
@@ -31,9 +33,12 @@ from lema_tools.demo.run import MOST_DIFFERENCE, Outcome, check, logit_differenc
 
 DIRECTORY = Path("lema-demo")  # the default; relative, as a user's is
 STEPS = 24
-NEURON = "neuron_"  # configs that several processes run: tests/neuron/test_launch.py has the commands in their headers
+# configs that several processes run: tests/neuron/test_launch.py has the commands in their headers
+NEURON = "neuron_"
 CONFIGS = sorted(
-    file for file in (Path(__file__).parents[2] / "configs").glob("*.yaml") if not file.name.startswith(NEURON)
+    file
+    for file in (Path(__file__).parents[2] / "configs").glob("*.yaml")
+    if not file.name.startswith(NEURON)
 )
 
 
@@ -86,10 +91,15 @@ def quickly(arguments: list[str]) -> list[str]:
 
 @pytest.mark.slow
 def test_the_loss_falls(finished: Finished) -> None:
-    # Random weights know nothing: what they expect of the next token is worse than expecting each alike.
+    # Random weights know nothing: what they expect of the next token is worse than expecting each
+    # alike.
     assert finished.outcome.before.loss > 6
     assert finished.outcome.after.loss < finished.outcome.before.loss - 0.5
-    rows = [row for row in read_metrics(finished.start / DIRECTORY / "adapter" / "metrics.jsonl") if "loss" in row]
+    rows = [
+        row
+        for row in read_metrics(finished.start / DIRECTORY / "adapter" / "metrics.jsonl")
+        if "loss" in row
+    ]
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
 
 
@@ -101,11 +111,18 @@ def test_peft_makes_of_the_files_what_was_streamed(finished: Finished) -> None:
 @pytest.mark.slow
 def test_it_prints_what_it_measured(finished: Finished) -> None:
     lines = finished.printed.splitlines()
-    steps = [line for line in lines if line.startswith("step ") and "tok/s" in line and "read" in line]
+    steps = [
+        line for line in lines if line.startswith("step ") and "tok/s" in line and "read" in line
+    ]
     assert 2 <= len(steps) <= STEPS // 5
-    for words in (r"8 layers, .* in 5 files", r"3 layers at a time", r"\d+ steps in .* tokens/s, .* streamed"):
+    for words in (
+        r"8 layers, .* in 5 files",
+        r"3 layers at a time",
+        r"\d+ steps in .* tokens/s, .* streamed",
+    ):
         assert any(re.search(words, line) for line in lines), words
-    before, after = (finished.outcome.before, finished.outcome.after)
+    before = finished.outcome.before
+    after = finished.outcome.after
     assert f"before   held-out loss {before.loss:.3f}, perplexity {before.perplexity:.1f}" in lines
     assert f"after    held-out loss {after.loss:.3f}, perplexity {after.perplexity:.1f}" in lines
     assert f"PEFT: {finished.outcome.logit_difference:.2e}" in finished.printed
@@ -121,7 +138,16 @@ def test_it_prints_nothing_a_terminal_would_obey(finished: Finished) -> None:
 def test_every_file_it_names_is_there(there: Finished) -> None:
     _, _, after = there.printed.partition("Files\n")
     named = [line.split(maxsplit=1) for line in after.partition("What")[0].splitlines()]
-    assert [name for name, _ in named] == ["model", "text", "chats", "pairs", "config", "adapter", "metrics", "curve"]
+    assert [name for name, _ in named] == [
+        "model",
+        "text",
+        "chats",
+        "pairs",
+        "config",
+        "adapter",
+        "metrics",
+        "curve",
+    ]
     for _, place in named:
         assert Path(place).exists(), place
 
@@ -134,7 +160,9 @@ def test_the_commands_it_suggests_work(there: Finished, capsys: pytest.CaptureFi
         assert run(app, quickly(arguments)) == 0, f"{command}\n{capsys.readouterr().err}"
         verbs.append(arguments[0])
     assert {"train", "generate", "eval", "merge"} <= set(verbs)
-    assert all((DIRECTORY / name / "adapter_model.safetensors").is_file() for name in ("rank8", "chat"))
+    assert all(
+        (DIRECTORY / name / "adapter_model.safetensors").is_file() for name in ("rank8", "chat")
+    )
     merged = AutoModelForCausalLM.from_pretrained(DIRECTORY / "merged")
     assert all(bool(parameter.isfinite().all()) for parameter in merged.parameters())
 
@@ -152,7 +180,8 @@ def test_the_model_is_a_sharded_hub_checkpoint(there: Finished) -> None:
             found.update(dict.fromkeys(tensors.keys(), shard))
     assert found == index
     assert len(set(index.values())) > 1
-    config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    config = AutoConfig.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
     assert len(tokenizer) == config.vocab_size
     assert (model / "generation_config.json").is_file()
     text = "In January the harbour sleeps under snow; \u00e9\u4e2d\U0001f409."
@@ -171,7 +200,9 @@ def test_the_text_names_its_source_and_the_rows_are_without_it(there: Finished) 
 def test_only_the_answers_of_the_chats_are_learnt(there: Finished) -> None:
     tokenizer = AutoTokenizer.from_pretrained(DIRECTORY / "model")
     data = prepare_data(DIRECTORY / "data" / "chat.jsonl", tokenizer, max_length=128)
-    for row, line in zip(data, (DIRECTORY / "data" / "chat.jsonl").read_text().splitlines(), strict=True):
+    for row, line in zip(
+        data, (DIRECTORY / "data" / "chat.jsonl").read_text().splitlines(), strict=True
+    ):
         question, answer = json.loads(line)["messages"]
         learnt = [token for token in row["labels"] if token != -100]
         assert tokenizer.decode(learnt) == f"{answer['content']}<|end|>"
@@ -186,22 +217,39 @@ def test_the_config_it_wrote_is_the_one_it_trained_with(there: Finished) -> None
 
 
 @pytest.mark.slow
-def test_the_config_trains_again_to_the_same_losses(there: Finished, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["train", str(DIRECTORY / "train.yaml"), "--set", f"max_steps={STEPS}", "--set", "logging_steps=1"]
+def test_the_config_trains_again_to_the_same_losses(
+    there: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "train",
+        str(DIRECTORY / "train.yaml"),
+        "--set",
+        f"max_steps={STEPS}",
+        "--set",
+        "logging_steps=1",
+    ]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the demo does: sums of several threads round differently
     try:
         assert run(app, [*arguments, "--set", "output_dir=again"]) == 0, capsys.readouterr().err
     finally:
         torch.set_num_threads(threads)
-    again = [row["eval_loss"] for row in read_metrics(Path("again") / "metrics.jsonl") if "eval_loss" in row]
+    again = [
+        row["eval_loss"]
+        for row in read_metrics(Path("again") / "metrics.jsonl")
+        if "eval_loss" in row
+    ]
     assert again[-1] == there.outcome.after.loss
 
 
 @pytest.mark.slow
-def test_the_streamed_model_opened_from_the_files_agrees_with_peft_until_a_weight_changes(there: Finished) -> None:
+def test_the_streamed_model_opened_from_the_files_agrees_with_peft_until_a_weight_changes(
+    there: Finished,
+) -> None:
     with contextlib.closing(LemaModel.from_pretrained(DIRECTORY / "adapter")) as model:
-        row = prepare_data([{"text": "The baker works with flour."}], model.tokenizer, max_length=64)
+        row = prepare_data(
+            [{"text": "The baker works with flour."}], model.tokenizer, max_length=64
+        )
         assert logit_difference(model, there.outcome.files, row) <= 1e-6
         with torch.no_grad():
             model.get_trainable_parameters()[-1].add_(0.1)
@@ -236,19 +284,32 @@ def test_logits_that_differ_are_an_error(finished: Finished, difference: float) 
 def test_a_second_run_replaces_the_first_and_nothing_else(tmp_path: Path) -> None:
     directory = tmp_path / "my demo: #1 [b] 'x'"
     claim(directory)  # as a run that was killed leaves it, with files half written
-    kept = [directory / "notes.txt", directory / "model" / "notes.json", directory / "adapter" / "mine.csv"]
-    stale = [directory / "model" / "model-00009-of-00009.safetensors", directory / "adapter" / "metrics.jsonl"]
+    kept = [
+        directory / "notes.txt",
+        directory / "model" / "notes.json",
+        directory / "adapter" / "mine.csv",
+    ]
+    stale = [
+        directory / "model" / "model-00009-of-00009.safetensors",
+        directory / "adapter" / "metrics.jsonl",
+    ]
     for file in [*kept, *stale]:
         file.parent.mkdir(exist_ok=True)
         file.write_text("not JSON")
     printed = io.StringIO()
-    outcome = run_demo(directory, max_steps=3, console=Console(file=printed, force_terminal=True, width=80))
+    outcome = run_demo(
+        directory, max_steps=3, console=Console(file=printed, force_terminal=True, width=80)
+    )
     assert [file.read_text() for file in kept] == ["not JSON"] * len(kept)
     assert not stale[0].exists()
     assert {row["step"] for row in read_metrics(stale[1])} <= set(range(4))
     assert "step 3/3" in printed.getvalue()  # the bar
     assert LemaConfig.from_yaml(outcome.files.config).model_name_or_path == str(directory / "model")
-    train = next(arguments for arguments in map(arguments_of, next_commands(outcome.files)) if arguments[0] == "train")
+    train = next(
+        arguments
+        for arguments in map(arguments_of, next_commands(outcome.files))
+        if arguments[0] == "train"
+    )
     assert run(app, quickly(train)) == 0
     assert (directory / "rank8" / "adapter_config.json").is_file()
 
@@ -297,7 +358,9 @@ def checkpoints_of_another_run(directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("taken", [a_directory_of_somebody, a_file, a_link, a_linked_model, checkpoints_of_another_run])
+@pytest.mark.parametrize(
+    "taken", [a_directory_of_somebody, a_file, a_link, a_linked_model, checkpoints_of_another_run]
+)
 def test_what_is_not_its_own_is_refused_and_untouched(
     taken: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -321,7 +384,8 @@ def test_a_refusal_does_not_wait_for_torch(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\n"
         "from lema_tools.demo import run_demo\nfrom lema.errors import ConfigError\n"
-        f"try:\n    run_demo(Path({str(directory)!r}))\nexcept ConfigError:\n    print('torch' in sys.modules)\n"
+        f"try:\n    run_demo(Path({str(directory)!r}))\nexcept ConfigError:\n    "
+        "print('torch' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
@@ -343,8 +407,18 @@ def test_a_config_runs_by_the_commands_in_its_header(
     assert lines[0][:2] == ["train", f"configs/{config.name}"]
     assert set(lines[0][2::2]) <= {"--set"}  # nothing but settings may follow
     for arguments in lines:
-        placed = [str(short) if argument == f"configs/{config.name}" else argument for argument in arguments]
-        settings = ["--set", f"output_dir={tmp_path / 'out'}", "--set", "device=cpu", "--set", "batch_size=8"]
+        placed = [
+            str(short) if argument == f"configs/{config.name}" else argument
+            for argument in arguments
+        ]
+        settings = [
+            "--set",
+            f"output_dir={tmp_path / 'out'}",
+            "--set",
+            "device=cpu",
+            "--set",
+            "batch_size=8",
+        ]
         assert run(app, [*quickly(placed), *settings]) == 0, capsys.readouterr().err
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
 
@@ -362,14 +436,19 @@ def test_the_resident_config_reads_each_layer_once(there: Finished, tmp_path: Pa
 # As a user runs it
 
 
-@pytest.mark.exhaustive  # a process that trains for a minute; the others run the same in this one, over fewer steps
+# a process that trains for a minute; the others run the same in this one, over fewer steps
+@pytest.mark.exhaustive
 def test_the_command_as_it_stands(tmp_path: Path) -> None:
-    """It replaces what an earlier demo left, here a short one: a whole one takes most of a minute."""
+    """It replaces what an earlier demo left, here a short one: a whole one takes most of a
+    minute.
+    """
     with contextlib.chdir(tmp_path):
         run_demo(DIRECTORY, max_steps=2, console=Console(file=io.StringIO()))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "lema", "demo"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     losses = [float(loss) for loss in re.findall(r"held-out loss ([\d.]+)", done.stdout)]

@@ -1,4 +1,6 @@
-"""`lema doctor` as a whole: its report, its JSON, its exit codes, and doctors that other packages bring."""
+"""`lema doctor` as a whole: its report, its JSON, its exit codes, and doctors that other
+packages bring.
+"""
 
 import io
 import json
@@ -67,7 +69,9 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, d
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_a_run_from_end_to_end_says_everything_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_from_end_to_end_says_everything_in_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, report = printed(capsys, "--directory", str(tmp_path))
     assert list(report) == ["format", "ready", "measured", "problems", "warnings", "findings"]
     assert (code, report["format"], report["ready"], report["measured"]) == (0, 1, True, True)
@@ -82,7 +86,9 @@ def test_a_run_from_end_to_end_says_everything_in_json(tmp_path: Path, capsys: p
         for name, value in finding["facts"].items():
             assert value is None or isinstance(value, str | int | float | bool)
             if "bytes" in name.split("_"):
-                assert value is None or (isinstance(value, int | float) and not isinstance(value, bool)), name
+                assert value is None or (
+                    isinstance(value, int | float) and not isinstance(value, bool)
+                ), name
     assert found["disk.read"]["facts"]["read_bytes_per_second"] > 0
     assert not list(tmp_path.iterdir())
 
@@ -95,7 +101,9 @@ def test_quick_leaves_out_what_is_timed(tmp_path: Path, capsys: pytest.CaptureFi
     assert not keys & {"link.cpu", "disk.read"}
 
 
-def test_what_is_printed_away_from_a_terminal_has_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_printed_away_from_a_terminal_has_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(app, ["doctor", "--quick", "--directory", str(tmp_path)]) == 0
     rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
     assert {len(row) for row in rows} == {4}
@@ -109,7 +117,9 @@ def test_a_problem_ends_with_the_code_of_a_config_that_cannot_run(
     with installed(tmp_path / "site", monkeypatch, "peft", {}, {}, version="0.4"):
         code, report = printed(capsys, "--quick", "--directory", str(tmp_path))
     assert (code, report["ready"], report["problems"]) == (2, False, 1)
-    assert [finding["key"] for finding in report["findings"] if finding["level"] == "problem"] == ["versions.peft"]
+    assert [finding["key"] for finding in report["findings"] if finding["level"] == "problem"] == [
+        "versions.peft"
+    ]
 
 
 def test_a_stub_is_a_warning_and_the_machine_is_ready_all_the_same(
@@ -124,7 +134,9 @@ def test_a_stub_is_a_warning_and_the_machine_is_ready_all_the_same(
     assert report["warnings"] >= 1
 
 
-def test_a_directory_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_that_does_not_exist_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(app, ["doctor", "--directory", str(tmp_path / "none")]) == 2
     assert "Traceback" not in capsys.readouterr().err
 
@@ -164,10 +176,16 @@ def test_a_doctor_of_another_package_is_asked(theirs: None, tmp_path: Path) -> N
     assert found["theirs.thing"].facts == {"some_bytes": 5}
 
 
-def test_a_doctor_that_fails_is_a_finding_and_the_others_are_asked(theirs: None, tmp_path: Path) -> None:
+def test_a_doctor_that_fails_is_a_finding_and_the_others_are_asked(
+    theirs: None, tmp_path: Path
+) -> None:
     report = examine(tmp_path, measure=False)
     found = {finding.key: finding for finding in report.findings}
-    for name, words in (("absent", "ModuleNotFoundError"), ("broken", "no such board"), ("strange", "no finding")):
+    for name, words in (
+        ("absent", "ModuleNotFoundError"),
+        ("broken", "no such board"),
+        ("strange", "no finding"),
+    ):
         finding = found[f"{name}.failed"]
         assert finding.level is Level.WARNING
         assert words in finding.what
@@ -175,7 +193,9 @@ def test_a_doctor_that_fails_is_a_finding_and_the_others_are_asked(theirs: None,
     assert report.exit_code == 0
 
 
-def test_a_look_of_our_own_that_fails_is_a_finding_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_of_our_own_that_fails_is_a_finding_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail() -> None:
         raise OSError("no such thing")
 
@@ -199,7 +219,11 @@ def test_a_look_of_our_own_that_fails_is_a_finding_too(tmp_path: Path, monkeypat
 )
 def test_only_problems_count(levels: list[Level], code: int) -> None:
     report = report_of(*map(finding_of, levels))
-    assert (report.exit_code, report.ready, report.to_dict()["ready"]) == (code, code == 0, code == 0)
+    assert (report.exit_code, report.ready, report.to_dict()["ready"]) == (
+        code,
+        code == 0,
+        code == 0,
+    )
 
 
 def test_a_terminal_shows_the_level_and_how_to_mend_it() -> None:

@@ -1,4 +1,6 @@
-"""What the doctor says of devices, through the seam: one with memory of its own, and a clock that a test holds."""
+"""What the doctor says of devices, through the seam: one with memory of its own, and a clock
+that a test holds.
+"""
 
 import os
 from collections.abc import Iterator
@@ -50,7 +52,9 @@ def clock():
 def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(device, "COPY", 1 << 16)
     source = SLOW.replace("REFUSE", "False")
-    with installed(tmp_path, monkeypatch, "slow", {"slow": "slowdevice:Slow"}, {"slowdevice": source}):
+    with installed(
+        tmp_path, monkeypatch, "slow", {"slow": "slowdevice:Slow"}, {"slowdevice": source}
+    ):
         yield
 
 
@@ -65,7 +69,9 @@ class Timed(CpuBackend):
 
     def __init__(self, seconds: list[float]) -> None:
         super().__init__(poison=True)
-        self.seconds, self.now, self.landed = iter(seconds), 0.0, 0
+        self.seconds = iter(seconds)
+        self.now = 0.0
+        self.landed = 0
 
     def synchronize(self) -> None:
         self.now += next(self.seconds)
@@ -76,7 +82,9 @@ class Timed(CpuBackend):
         return super().download(source, target)
 
 
-def test_a_speed_is_the_median_of_some_copies_and_the_first_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_speed_is_the_median_of_some_copies_and_the_first_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(speed, "ENOUGH", 60.0)  # however busy the machine is
     usual = [0.125, 0.25, 0.25, 0.5, 1.0, 40.0]
     assert len(usual) == 1 + speed.REPEATS
@@ -86,7 +94,9 @@ def test_a_speed_is_the_median_of_some_copies_and_the_first_does_not_count(monke
     assert backend.landed == 1 + speed.REPEATS
 
 
-def test_a_device_with_memory_of_its_own_is_timed_with_locked_and_pageable_memory(slow: None) -> None:
+def test_a_device_with_memory_of_its_own_is_timed_with_locked_and_pageable_memory(
+    slow: None,
+) -> None:
     told = found_by_links()
     assert list(told) == ["cpu", "slow page-locked", "slow pageable"]
     for kind, seconds in (("page-locked", 0.25), ("pageable", 0.5)):
@@ -133,7 +143,9 @@ def test_memory_that_may_not_be_locked_is_a_warning_and_pageable_memory_is_timed
 ) -> None:
     monkeypatch.setattr(device, "COPY", 1 << 16)
     source = SLOW.replace("REFUSE", "True")
-    with installed(tmp_path, monkeypatch, "slow", {"slow": "slowdevice:Slow"}, {"slowdevice": source}):
+    with installed(
+        tmp_path, monkeypatch, "slow", {"slow": "slowdevice:Slow"}, {"slowdevice": source}
+    ):
         told = found_by_links()
     assert told["slow page-locked"].level is Level.WARNING
     assert "no memory may be locked" in told["slow page-locked"].what
@@ -149,7 +161,9 @@ def test_devices_are_told_with_their_memory_or_why_they_cannot_run(slow: None) -
     assert told["torch"].level is Level.OK
 
 
-def test_a_device_that_cannot_run_is_noted_and_none_at_all_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_cannot_run_is_noted_and_none_at_all_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     there = [BackendInfo("some", "some:Backend", "its driver is absent")]
     monkeypatch.setattr("lema.backend.available", lambda: there)
     told = {finding.name: finding for finding in devices()}

@@ -1,4 +1,6 @@
-"""What the doctor does to a disk: it writes, reads with LEMA's own reader, and leaves nothing behind."""
+"""What the doctor does to a disk: it writes, reads with LEMA's own reader, and leaves nothing
+behind.
+"""
 
 import errno
 import os
@@ -38,7 +40,8 @@ def ticking(seconds: float) -> Callable[[], float]:
 
 
 def test_speeds_are_the_bytes_by_the_clock(tmp_path: Path) -> None:
-    # Looked at when writing begins, before the second and third chunk, at its end, and at both ends of reading.
+    # Looked at when writing begins, before the second and third chunk, at its end, and at both ends
+    # of reading.
     assert disk_speeds(tmp_path, 3 * MB, ticking(0.5)) == (3 * MB, 3 * MB / 1.5, 3 * MB / 0.5)
 
 
@@ -46,9 +49,13 @@ def test_writing_ends_after_some_seconds(tmp_path: Path) -> None:
     assert disk_speeds(tmp_path, 3 * MB, ticking(10.0))[0] == MB
 
 
-def test_what_is_read_is_on_the_disk_and_not_in_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_is_on_the_disk_and_not_in_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order: list[str] = []
-    sync, advise, submit = os.fsync, os.posix_fadvise, LayerReader.submit
+    sync = os.fsync
+    advise = os.posix_fadvise
+    submit = LayerReader.submit
     monkeypatch.setattr(os, "fsync", lambda number: (order.append("sync"), sync(number)))
 
     def dropped(number: int, offset: int, length: int, advice: int) -> None:
@@ -71,7 +78,9 @@ def test_no_block_is_written_twice(tmp_path: Path) -> None:
         assert doctor_disk._write(file.fileno(), 3 * MB, lambda: True) == 3 * MB
         data = (tmp_path / "file").read_bytes()
     assert len(data) == 3 * MB
-    assert len({data[start : start + 4096] for start in range(0, len(data), 4096)}) == 3 * MB // 4096
+    assert (
+        len({data[start : start + 4096] for start in range(0, len(data), 4096)}) == 3 * MB // 4096
+    )
 
 
 @pytest.mark.parametrize("nameless", [True, False])
@@ -90,7 +99,9 @@ def test_nothing_is_left_when_reading_is_interrupted(
         monkeypatch.setattr(doctor_disk, "DESCRIPTORS", tmp_path / "none")
     with pytest.raises(failure):
         disk_speeds(tmp_path, 3 * MB)
-    assert there == [0 if nameless else 1]  # without a name there is nothing that a kill could leave
+    assert there == [
+        0 if nameless else 1
+    ]  # without a name there is nothing that a kill could leave
     assert not list(tmp_path.iterdir())
 
 
@@ -118,7 +129,9 @@ def test_nothing_is_timed_unless_it_is_asked_for(tmp_path: Path) -> None:
     assert list(found(tmp_path, measure=False)) == ["space", "direct", "hub cache"]
 
 
-def test_a_file_system_without_direct_reads_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_direct_reads_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened = os.open
 
     def refuse(path: Any, flags: int, *mode: int) -> int:
@@ -131,7 +144,9 @@ def test_a_file_system_without_direct_reads_is_noted(tmp_path: Path, monkeypatch
     assert (told.level, told.facts["works"]) == (Level.NOTE, False)
 
 
-def test_a_file_system_that_refuses_a_direct_read_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_refuses_a_direct_read_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any) -> int:
         raise OSError(errno.EINVAL, "Invalid argument")
 
@@ -139,7 +154,9 @@ def test_a_file_system_that_refuses_a_direct_read_is_noted(tmp_path: Path, monke
     assert found(tmp_path, measure=False)["direct"].facts["works"] is False
 
 
-def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(**_: Any) -> tuple[int, str]:
         raise OSError(errno.EROFS, "Read-only file system")
 
@@ -150,7 +167,9 @@ def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeyp
     assert "Read-only file system" in told["write"].what
 
 
-@pytest.mark.parametrize(("free", "level", "written"), [(8 * MB, Level.OK, MB), (4096, Level.WARNING, None)])
+@pytest.mark.parametrize(
+    ("free", "level", "written"), [(8 * MB, Level.OK, MB), (4096, Level.WARNING, None)]
+)
 def test_a_part_of_the_free_space_is_written_and_no_more(
     free: int, level: Level, written: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,22 +181,32 @@ def test_a_part_of_the_free_space_is_written_and_no_more(
 
 
 @pytest.mark.parametrize(
-    ("kind", "level"), [("nfs4", Level.NOTE), ("tmpfs", Level.NOTE), ("xfs", Level.OK), ("", Level.OK)]
+    ("kind", "level"),
+    [("nfs4", Level.NOTE), ("tmpfs", Level.NOTE), ("xfs", Level.OK), ("", Level.OK)],
 )
 def test_what_is_no_disk_of_this_machine_is_noted(
     kind: str, level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mounts = [
         type("Mount", (), {"mountpoint": point, "fstype": name})()
-        for point, name in [("/", "ext4"), (str(tmp_path), "ext4"), (str(tmp_path), kind), ("/elsewhere", "xfs")]
+        for point, name in [
+            ("/", "ext4"),
+            (str(tmp_path), "ext4"),
+            (str(tmp_path), kind),
+            ("/elsewhere", "xfs"),
+        ]
     ]
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
     told = found(tmp_path, measure=False)["space"]
     assert (told.level, told.facts["file_system"]) == (level, kind)
 
 
-def test_the_hubs_cache_is_told_before_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "to" / "be" / "made"))
+def test_the_hubs_cache_is_told_before_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "to" / "be" / "made")
+    )
     told = found(tmp_path, measure=False)["hub cache"]
     assert told.facts["directory"] == str(tmp_path / "to" / "be" / "made")
     assert (told.facts["exists"], told.facts["writable"]) == (False, True)

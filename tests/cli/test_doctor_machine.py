@@ -58,7 +58,10 @@ def limits_of(soft: int | None, hard: int | None = None) -> Limits:
             4096,
         ),
         (
-            {"proc/self/cgroup": "4:memory:/\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"},
+            {
+                "proc/self/cgroup": "4:memory:/\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            },
             None,  # what these groups say when they mean none
         ),
         ({"proc/self/cgroup": "0::/of/the/host\n", "sys/fs/cgroup/memory.max": "1024\n"}, 1024),
@@ -81,7 +84,9 @@ def limits_of(soft: int | None, hard: int | None = None) -> Limits:
         ({}, None),
     ],
 )
-def test_the_limit_is_the_least_of_all_control_groups(files: dict[str, str], limit: int | None, tmp_path: Path) -> None:
+def test_the_limit_is_the_least_of_all_control_groups(
+    files: dict[str, str], limit: int | None, tmp_path: Path
+) -> None:
     assert memory_limit(root_with(tmp_path, files)) == limit
 
 
@@ -93,7 +98,8 @@ def test_the_limit_is_the_least_of_all_control_groups(files: dict[str, str], lim
             {
                 "sys/fs/cgroup/a/memory.max": "1000",
                 "sys/fs/cgroup/a/memory.current": "600",
-                "sys/fs/cgroup/a/memory.stat": "anon 250\nfile 350\nshmem 50\n",  # 300 can be dropped
+                # 300 can be dropped
+                "sys/fs/cgroup/a/memory.stat": "anon 250\nfile 350\nshmem 50\n",
             },
             700,
         ),
@@ -148,7 +154,9 @@ def test_without_a_quota_processors_are_those_of_the_affinity(tmp_path: Path) ->
         "sys/fs/cgroup/cpu.max": "max 100000\n",
         "proc/cpuinfo": "model name\t: Six\n",
     }
-    assert usable_processors(root_with(tmp_path, files)) == usable_processors(tmp_path / "none") >= 1
+    assert (
+        usable_processors(root_with(tmp_path, files)) == usable_processors(tmp_path / "none") >= 1
+    )
     assert processors(tmp_path).facts["model"] == "Six"
 
 
@@ -161,7 +169,9 @@ def test_without_a_quota_processors_are_those_of_the_affinity(tmp_path: Path) ->
         (None, Level.NOTE, ""),
     ],
 )
-def test_huge_pages_are_told_from_their_setting(text: str | None, level: Level, setting: str, tmp_path: Path) -> None:
+def test_huge_pages_are_told_from_their_setting(
+    text: str | None, level: Level, setting: str, tmp_path: Path
+) -> None:
     if text is not None:
         root_with(tmp_path, {"sys/kernel/mm/transparent_hugepage/enabled": text})
     found = huge_pages(tmp_path)
@@ -201,7 +211,10 @@ def test_shared_memory_needs_no_directory_and_is_a_file_without_the_systems_call
     assert shared_memory(tmp_path).level is Level.OK  # no /dev/shm below this root
     monkeypatch.delattr("os.memfd_create")
     found = shared_memory(tmp_path)
-    assert (found.level, found.facts["memfd"]) == (Level.NOTE, False) and "temporary file" in found.what
+    assert (found.level, found.facts["memfd"]) == (
+        Level.NOTE,
+        False,
+    ) and "temporary file" in found.what
 
 
 def test_a_small_dev_shm_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,16 +225,28 @@ def test_a_small_dev_shm_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert isinstance(found.facts["total_bytes"], int)
 
 
-def test_a_dev_shm_that_cannot_be_written_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dev_shm_that_cannot_be_written_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "dev/shm").mkdir(parents=True)
-    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write to any that is not mounted to be read
+    monkeypatch.setattr(
+        "os.access", lambda path, mode: False
+    )  # root may write to any that is not mounted to be read
     found = shared_memory(tmp_path)
     assert found.level is Level.NOTE and "cannot be written" in found.what
 
 
 def test_of_this_machine_everything_is_told() -> None:
     names = [finding.name for finding in machine()]
-    assert names == ["system", "processors", "memory", "huge pages", "locked memory", "open files", "shared memory"]
+    assert names == [
+        "system",
+        "processors",
+        "memory",
+        "huge pages",
+        "locked memory",
+        "open files",
+        "shared memory",
+    ]
 
 
 # The environment
@@ -263,6 +288,8 @@ def test_what_torchrun_sets_is_there_as_a_whole_or_not_at_all() -> None:
     whole = dict.fromkeys(LAUNCHED, "1")
     assert found_in(whole)["torchrun"].level is Level.NOTE
     for missing in LAUNCHED:
-        found = found_in({name: value for name, value in whole.items() if name != missing})["torchrun"]
+        found = found_in({name: value for name, value in whole.items() if name != missing})[
+            "torchrun"
+        ]
         assert found.level is Level.WARNING
         assert f"{missing} not" in found.what

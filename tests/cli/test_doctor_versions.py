@@ -35,22 +35,33 @@ def test_every_package_that_lema_requires_is_told_and_fits_here() -> None:
     assert told["pairs"].level is Level.OK
 
 
-def test_a_package_out_of_range_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_out_of_range_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with installed(tmp_path, monkeypatch, "peft", {}, {}, version="0.4"):
         finding = found()["peft"]
     assert (finding.level, finding.facts["installed"]) == (Level.PROBLEM, "0.4")
     assert finding.how.startswith('pip install "peft')
 
 
-def test_an_optional_package_out_of_range_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optional_package_out_of_range_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with installed(tmp_path, monkeypatch, "torchao", {}, {}, version="0.17"):
         finding = found()["torchao"]
     assert finding.level is Level.WARNING
     assert finding.how == 'pip install "lema-lora[quantize]"'
 
 
-def test_a_missing_package_is_a_problem_if_it_is_required(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs = ["no-such-package>=3", "no-such-extra; extra == 'plot'", "no-such-tool; extra == 'dev'", "torch>=2.8"]
+def test_a_missing_package_is_a_problem_if_it_is_required(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = [
+        "no-such-package>=3",
+        "no-such-extra; extra == 'plot'",
+        "no-such-tool; extra == 'dev'",
+        "torch>=2.8",
+    ]
     site = tmp_path / "site"
     metadata = site / "lema_lora-1.0.dist-info" / "METADATA"
     with installed(site, monkeypatch, "lema-lora", {}, {}, requires=needs):
@@ -80,7 +91,9 @@ def test_a_known_pair_has_its_source_and_is_not_installed_here(pair: Pair) -> No
 
 
 def test_a_pair_is_bad_only_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair("one-of-two>=2", "torch>=2.8", Level.PROBLEM, "it breaks", "mend it", "https://example.org")
+    pair = Pair(
+        "one-of-two>=2", "torch>=2.8", Level.PROBLEM, "it breaks", "mend it", "https://example.org"
+    )
     assert not list(known_bad([pair], "s"))
     with installed(tmp_path / "old", monkeypatch, "one-of-two", {}, {}, version="1.9"):
         assert not list(known_bad([pair], "s"))
@@ -100,7 +113,15 @@ def test_an_old_torchao_stops_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "pairs" not in told
 
 
-STUB = Stub("kept-name", "1.0", "kept_name", "NOT THIS ONE", "is a stand-in", "uninstall it", "https://example.org")
+STUB = Stub(
+    "kept-name",
+    "1.0",
+    "kept_name",
+    "NOT THIS ONE",
+    "is a stand-in",
+    "uninstall it",
+    "https://example.org",
+)
 
 
 @pytest.mark.parametrize(
@@ -112,9 +133,15 @@ STUB = Stub("kept-name", "1.0", "kept_name", "NOT THIS ONE", "is a stand-in", "u
     ],
 )
 def test_a_stub_is_recognised_and_not_imported(
-    installed_version: str, source: str, recognised: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    installed_version: str,
+    source: str,
+    recognised: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with installed(tmp_path, monkeypatch, "kept-name", {}, {"kept_name": source}, version=installed_version):
+    with installed(
+        tmp_path, monkeypatch, "kept-name", {}, {"kept_name": source}, version=installed_version
+    ):
         told = list(stubs([STUB], "s"))
         assert "kept_name" not in sys.modules
     assert bool(told) is recognised
@@ -129,7 +156,9 @@ def test_a_stub_that_is_not_installed_is_not_told() -> None:
 # Releases that tests ran with
 
 
-def test_a_release_that_no_tests_ran_with_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_that_no_tests_ran_with_is_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert found()["tested"].facts["transformers"] == "5.17, 5.20, 5.24"
     with installed(tmp_path, monkeypatch, "peft", {}, {}, version="0.22.9"):
         told = found()

@@ -1,4 +1,6 @@
-"""A disk that fails, or gives less than it is asked for, under any command: an error with a way out; no difference."""
+"""A disk that fails, or gives less than it is asked for, under any command: an error with a way
+out; no difference.
+"""
 
 import errno
 import os
@@ -27,7 +29,9 @@ BYTES = re.compile(r"[\d,]+ bytes at [\d,]+")
 
 
 class Trained:
-    """A model, the settings of a run of two steps, and what it left; `words` are what `lema` is told, with names."""
+    """A model, the settings of a run of two steps, and what it left; `words` are what `lema` is
+    told, with names.
+    """
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -94,16 +98,26 @@ def test_a_disk_that_fails_is_named_with_the_bytes_and_nothing_is_left(
     code = lema(*trained.words(command, tmp_path / "out"))
     said = capfd.readouterr().err
     assert code == 6, said
-    assert disk.reads and name.rpartition("/")[2] in said and "Input/output error" in said and "fix: " in said
+    assert (
+        disk.reads
+        and name.rpartition("/")[2] in said
+        and "Input/output error" in said
+        and "fix: " in said
+    )
     assert all(text in said for text in FAILS) if not begin else BYTES.search(said)
     assert command == "train" or not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("command", ["train", "generate", "merge", "prepare", "consolidate"])
 def test_reads_that_return_less_than_they_are_asked_for_change_nothing(
-    command: str, trained: Trained, patch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    command: str,
+    trained: Trained,
+    patch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
     capfd.readouterr()
     assert lema(*trained.words(command, whole)) == 0
     printed = capfd.readouterr().out
@@ -126,7 +140,11 @@ WRITERS = ("train", "merge", "prepare", "shard", "consolidate", "report")
 
 @pytest.mark.parametrize("command", [*WRITERS, "generate", "trace", "data_cache"])
 def test_a_disk_that_is_mounted_to_be_read_is_named_and_left_as_it_is(
-    command: str, trained: Trained, patch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    command: str,
+    trained: Trained,
+    patch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     (place := tmp_path / "mounted").mkdir()
     words = trained.words(command if command in WRITERS else "train", place / "out")
@@ -134,14 +152,20 @@ def test_a_disk_that_is_mounted_to_be_read_is_named_and_left_as_it_is(
         words = [*trained.words("generate", place), "--output", place / "texts.jsonl"]
     elif command not in WRITERS:
         words = trained.words("train", tmp_path / "out")
-        words += ["--trace", place / "t.json"] if command == "trace" else ["--set", f"data_cache={place / 'kept'}"]
+        words += (
+            ["--trace", place / "t.json"]
+            if command == "trace"
+            else ["--set", f"data_cache={place / 'kept'}"]
+        )
         patch.setattr(cache, "SMALL", 0)
     DiskSeam(place, read_only).install(patch.setattr)
     assert_refused(capfd, 6, ["Read-only file system", str(place), "fix: "], *words)
     assert not list(place.iterdir())
 
 
-@pytest.mark.parametrize("command", ["train", "generate", "eval", "merge", "shard", "consolidate", "report", "data"])
+@pytest.mark.parametrize(
+    "command", ["train", "generate", "eval", "merge", "shard", "consolidate", "report", "data"]
+)
 def test_what_is_read_may_be_on_a_disk_that_is_mounted_to_be_read(
     command: str, trained: Trained, patch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -150,7 +174,10 @@ def test_what_is_read_may_be_on_a_disk_that_is_mounted_to_be_read(
 
 
 def test_a_disk_that_fails_in_a_run_leaves_the_checkpoint_before_and_it_goes_on(
-    trained: Trained, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    trained: Trained,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The layers are read in every step; from the second on one cannot be."""
     out = tmp_path / "out"
@@ -172,7 +199,11 @@ def test_a_disk_that_fails_in_a_run_leaves_the_checkpoint_before_and_it_goes_on(
 
 @pytest.mark.parametrize("name", [WEIGHTS, "optimizer.safetensors", "state.json"])
 def test_a_checkpoint_that_cannot_be_read_is_passed_over_for_the_one_before(
-    name: str, trained: Trained, patch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    name: str,
+    trained: Trained,
+    patch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     out = shutil.copytree(trained.place / "out", tmp_path / "out")
     (out / WEIGHTS).unlink()
@@ -183,7 +214,9 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over_for_the_one_before(
     assert_same_adapter(out, trained.place / "out")
 
 
-def test_rows_of_packed_tokens_are_read_and_not_mapped(patch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rows_of_packed_tokens_are_read_and_not_mapped(
+    patch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     file = write_packed(range(64), tmp_path, "uint16")
     rows = PackedTokens(file, 16)
     again = pickle.loads(pickle.dumps(rows))
@@ -196,12 +229,21 @@ def test_rows_of_packed_tokens_are_read_and_not_mapped(patch: pytest.MonkeyPatch
         rows[2]
 
 
-def test_kept_tokens_come_in_as_many_reads_as_the_disk_needs(patch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_kept_tokens_come_in_as_many_reads_as_the_disk_needs(
+    patch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     patch.setattr(cache, "SMALL", 0)
-    rows = [{"input_ids": list(range(number, number + 9)), "labels": list(range(9))} for number in range(4)]
-    found = prepare_data(write_rows(tmp_path / "ids.jsonl", rows), max_length=16, cache=tmp_path / "cache")
+    rows = [
+        {"input_ids": list(range(number, number + 9)), "labels": list(range(9))}
+        for number in range(4)
+    ]
+    found = prepare_data(
+        write_rows(tmp_path / "ids.jsonl", rows), max_length=16, cache=tmp_path / "cache"
+    )
     disk = FailingDisk("tokens/", short=True).install(patch.setattr)
-    assert [list(row["input_ids"]) for row in found] == [row["input_ids"] for row in rows] and disk.reads
+    assert [list(row["input_ids"]) for row in found] == [
+        row["input_ids"] for row in rows
+    ] and disk.reads
     disk.begin = 0
     with pytest.raises(ReadError, match=r"reading \d+ bytes at 0 failed: Input/output error"):
         found[0]

@@ -1,4 +1,6 @@
-"""`lema generate --prompts`: what is read, what is written, and what a run that was stopped goes on with."""
+"""`lema generate --prompts`: what is read, what is written, and what a run that was stopped goes
+on with.
+"""
 
 import io
 import json
@@ -22,12 +24,26 @@ def results(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_a_file_of_prompts_becomes_a_file_of_results(config: Path, tmp_path: Path, capfd: Any) -> None:
+def test_a_file_of_prompts_becomes_a_file_of_results(
+    config: Path, tmp_path: Path, capfd: Any
+) -> None:
     prompts = write_rows(tmp_path / "prompts.txt", [{"text": text} for text in SENTENCES[:5]])
     out = tmp_path / "out.jsonl"
     capfd.readouterr()
     assert (
-        lema("generate", config, "--prompts", prompts, "--output", out, "--max-new-tokens", 3, "--batch-size", 2) == 0
+        lema(
+            "generate",
+            config,
+            "--prompts",
+            prompts,
+            "--output",
+            out,
+            "--max-new-tokens",
+            3,
+            "--batch-size",
+            2,
+        )
+        == 0
     )
     printed, said = capfd.readouterr()
     assert printed == ""
@@ -40,14 +56,30 @@ def test_a_file_of_prompts_becomes_a_file_of_results(config: Path, tmp_path: Pat
     lengths = [len(tokenizer()(text)["input_ids"]) for text in SENTENCES[:5]]
     assert [one["prompt_tokens"] for one in found] == lengths
     assert {(one["completion_tokens"], one["finish_reason"]) for one in found} == {(3, "length")}
-    assert lema("generate", config, "-p", SENTENCES[0], "-p", SENTENCES[1], "--max-new-tokens", 3) == 0
+    assert (
+        lema("generate", config, "-p", SENTENCES[0], "-p", SENTENCES[1], "--max-new-tokens", 3) == 0
+    )
     assert capfd.readouterr().out == "".join(one["completion"] + "\n" for one in found[:2])
 
 
-def test_a_run_that_was_stopped_goes_on_and_ends_the_same(config: Path, tmp_path: Path, capfd: Any) -> None:
+def test_a_run_that_was_stopped_goes_on_and_ends_the_same(
+    config: Path, tmp_path: Path, capfd: Any
+) -> None:
     rows = [{"prompt": text, "id": number} for number, text in enumerate(SENTENCES[:7])]
-    prompts, out = write_rows(tmp_path / "prompts.jsonl", rows), tmp_path / "out.jsonl"
-    command = ["generate", config, "--prompts", prompts, "--output", out, "--max-new-tokens", 4, "--batch-size", 2]
+    prompts = write_rows(tmp_path / "prompts.jsonl", rows)
+    out = tmp_path / "out.jsonl"
+    command = [
+        "generate",
+        config,
+        "--prompts",
+        prompts,
+        "--output",
+        out,
+        "--max-new-tokens",
+        4,
+        "--batch-size",
+        2,
+    ]
     command += ["--temperature", 0.9, "--seed", 5]
     assert lema(*command) == 0
     whole = out.read_bytes()
@@ -78,7 +110,9 @@ def test_a_run_that_was_stopped_goes_on_and_ends_the_same(config: Path, tmp_path
         ("--batch-size", str(2**64)),
     ],
 )
-def test_numbers_at_their_edges_are_named(option: str, value: str, config: Path, capfd: Any) -> None:
+def test_numbers_at_their_edges_are_named(
+    option: str, value: str, config: Path, capfd: Any
+) -> None:
     capfd.readouterr()
     assert lema("generate", config, "-p", "a", "--do-sample", option, value) == 2
     error = capfd.readouterr().err
@@ -90,8 +124,10 @@ def test_results_are_there_when_a_later_batch_fails(
 ) -> None:
     from lema.train.inference import texts
 
-    prompts, out = write_rows(tmp_path / "prompts.txt", [{"text": one} for one in SENTENCES[:6]]), tmp_path / "o.jsonl"
-    real, calls = texts.complete, []
+    prompts = write_rows(tmp_path / "prompts.txt", [{"text": one} for one in SENTENCES[:6]])
+    out = tmp_path / "o.jsonl"
+    real = texts.complete
+    calls = []
 
     def complete(*args: Any, **options: Any) -> Any:
         calls.append(args)
@@ -100,7 +136,18 @@ def test_results_are_there_when_a_later_batch_fails(
         return real(*args, **options)
 
     monkeypatch.setattr(texts, "complete", complete)
-    command = ["generate", config, "--prompts", prompts, "--output", out, "--max-new-tokens", 2, "--batch-size", 2]
+    command = [
+        "generate",
+        config,
+        "--prompts",
+        prompts,
+        "--output",
+        out,
+        "--max-new-tokens",
+        2,
+        "--batch-size",
+        2,
+    ]
     assert lema(*command) == 130
     assert len(results(out)) == 4
     assert lema(*command, "--resume") == 0
@@ -145,7 +192,11 @@ def test_messages_and_with_chat_texts_go_through_the_template(
         (["-p", "corn", "--max-new-tokens", "127"], 3, "more than the 128 that the model takes"),
         (["--prompts", "{answered}"], 3, "the last message is the assistant's"),
         (["--prompts", "{columns}"], 3, "no prompt: its columns are question"),
-        (["--prompts", "{prompts}", "--set", "device_memory=1MB", "--max-new-tokens", "90"], 4, "do not fit"),
+        (
+            ["--prompts", "{prompts}", "--set", "device_memory=1MB", "--max-new-tokens", "90"],
+            4,
+            "do not fit",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -154,7 +205,8 @@ def test_what_cannot_be_is_refused(
     places = {
         "prompts": write_rows(tmp_path / "prompts.txt", [{"text": "the miller"}] * 64),
         "answered": write_rows(
-            tmp_path / "answered.jsonl", [{"messages": [{"role": "assistant", "content": "I am the miller"}]}]
+            tmp_path / "answered.jsonl",
+            [{"messages": [{"role": "assistant", "content": "I am the miller"}]}],
         ),
         "columns": write_rows(tmp_path / "columns.jsonl", [{"question": "who?"}]),
     }

@@ -1,4 +1,6 @@
-"""`lema generate` ends texts where training did, names what a prompt must not hold, and pads with what there is."""
+"""`lema generate` ends texts where training did, names what a prompt must not hold, and pads
+with what there is.
+"""
 
 import json
 import shutil
@@ -43,7 +45,12 @@ def test_what_was_trained_on_chats_stops_as_they_do_and_so_does_what_it_is_merge
     encode.save_pretrained(base)
     (base / "chat_template.jinja").unlink()
     chats = write_rows(tmp_path / "chats.jsonl", [{"messages": CHAT}] * 8)
-    given = {"train_data": str(chats), "chat_template": TEMPLATE, "max_steps": 60, "learning_rate": 1e-2}
+    given = {
+        "train_data": str(chats),
+        "chat_template": TEMPLATE,
+        "max_steps": 60,
+        "learning_rate": 1e-2,
+    }
     config = config_writer(base, tmp_path)(**given, lora_rank=8, batch_size=4, max_grad_norm=1.0)
     assert lema("train", config) == 0
     adapter = tmp_path / "out"
@@ -55,16 +62,25 @@ def test_what_was_trained_on_chats_stops_as_they_do_and_so_does_what_it_is_merge
         assert (found["completion_tokens"], found["finish_reason"]) == (answer, "stop"), where
         assert found["completion"] == CHAT[1]["content"]  # special tokens are not shown
     assert lema("merge", adapter, tmp_path / "merged") == 0
-    model, words = (kind.from_pretrained(tmp_path / "merged") for kind in (AutoModelForCausalLM, AutoTokenizer))
-    inputs = words.apply_chat_template(CHAT[:1], add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    made = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    model, words = (
+        kind.from_pretrained(tmp_path / "merged") for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
+    inputs = words.apply_chat_template(
+        CHAT[:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    made = model.generate(**inputs, max_new_tokens=12, do_sample=False)[
+        0, inputs["input_ids"].shape[1] :
+    ]
     assert words.decode(made) == CHAT[1]["content"] + END
 
 
-def test_a_special_token_that_the_settings_of_generation_name_ends_a_text_unseen(base: Path, tmp_path: Path) -> None:
+def test_a_special_token_that_the_settings_of_generation_name_ends_a_text_unseen(
+    base: Path, tmp_path: Path
+) -> None:
     config = config_writer(base, tmp_path)()
     asked = ["-p", SENTENCES[0], "--max-new-tokens", 6]
-    encode, whole = AutoTokenizer.from_pretrained(base), AutoModelForCausalLM.from_pretrained(base)
+    encode = AutoTokenizer.from_pretrained(base)
+    whole = AutoModelForCausalLM.from_pretrained(base)
     inputs = encode(SENTENCES[0], return_tensors="pt", return_token_type_ids=False)
     made = whole.generate(**inputs, max_new_tokens=6, do_sample=False)
     ids = made[0, inputs["input_ids"].shape[1] :].tolist()
@@ -92,15 +108,20 @@ def test_a_token_that_the_model_has_no_row_for_is_named(
     asked = ["--prompts", file] if prompts else ["-p", texts[0], "-p", texts[1]]
     assert lema("generate", config_writer(base, tmp_path)(), *asked, "--max-new-tokens", 2) == 3
     said = capfd.readouterr().err
-    number, place = len(tokenizer()), len(tokenizer()("corn ").input_ids)
+    number = len(tokenizer())
+    place = len(tokenizer()("corn ").input_ids)
     assert f"the prompt holds {number}, which is outside the vocabulary of {number} tokens" in said
     assert f"{file if prompts else '--prompt'}:2, position {place}" in said
 
 
 @pytest.mark.parametrize("pad", [-1, 300], ids=["-1", "the first that there is not"])
-def test_a_pad_token_that_the_model_does_not_have_changes_no_text(base: Path, tmp_path: Path, pad: int) -> None:
+def test_a_pad_token_that_the_model_does_not_have_changes_no_text(
+    base: Path, tmp_path: Path, pad: int
+) -> None:
     config = config_writer(base, tmp_path)()
-    prompts = write_rows(tmp_path / "prompts.txt", [{"text": text} for text in ("corn", SENTENCES[0], "the miller")])
+    prompts = write_rows(
+        tmp_path / "prompts.txt", [{"text": text} for text in ("corn", SENTENCES[0], "the miller")]
+    )
     asked = ["--prompts", prompts, "--max-new-tokens", 5, "--batch-size", 3]
     expected = results(tmp_path, config, *asked)
     edit(base / "generation_config.json", pad_token_id=pad)

@@ -1,4 +1,6 @@
-"""`lema config import`: files of other trainers, and the tutorials of the pages that tell of them."""
+"""`lema config import`: files of other trainers, and the tutorials of the pages that tell of
+them.
+"""
 
 import re
 from pathlib import Path
@@ -36,7 +38,10 @@ def test_batches_of_a_device_become_one() -> None:
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        ({"sequence_len": 64, "lora_r": 4, "num_epochs": 2}, {"max_length": 64, "lora_rank": 4, "num_train_epochs": 2}),
+        (
+            {"sequence_len": 64, "lora_r": 4, "num_epochs": 2},
+            {"max_length": 64, "lora_rank": 4, "num_train_epochs": 2},
+        ),
         ({"bf16": True}, {"dtype": "bfloat16"}),
         ({"bf16": "auto", "fp16": None, "lora_model_dir": ""}, {}),
         ({"flash_attention": True}, {"attn_implementation": "flash_attention_2"}),
@@ -44,26 +49,40 @@ def test_batches_of_a_device_become_one() -> None:
         ({"shuffle": False, "sample_unknown": False}, {"shuffle": False}),
         ({"lora_target_modules": "all-linear", "use_peft": True}, {}),
         (
-            {"datasets": [{"path": "a", "field_messages": "chat"}, {"path": "b", "type": "alpaca"}]},
+            {
+                "datasets": [
+                    {"path": "a", "field_messages": "chat"},
+                    {"path": "b", "type": "alpaca"},
+                ]
+            },
             {"train_data": ["a", "b"], "columns": {"messages": "chat"}},
         ),
-        ({"dataset_name": "a", "dataset_text_field": "said"}, {"train_data": ["a"], "columns": {"text": "said"}}),
+        (
+            {"dataset_name": "a", "dataset_text_field": "said"},
+            {"train_data": ["a"], "columns": {"text": "said"}},
+        ),
     ],
 )
-def test_what_another_trainer_says_is_said_here(given: dict[str, Any], found: dict[str, Any]) -> None:
+def test_what_another_trainer_says_is_said_here(
+    given: dict[str, Any], found: dict[str, Any]
+) -> None:
     settings, notes = imported(given, KNOWN)
     assert settings == found
     assert notes == {}
 
 
-@pytest.mark.parametrize("key", ["load_in_4bit", "deepspeed", "evals_per_epoch", "loss_watchdog_threshold"])
+@pytest.mark.parametrize(
+    "key", ["load_in_4bit", "deepspeed", "evals_per_epoch", "loss_watchdog_threshold"]
+)
 def test_what_is_not_carried_over_is_said(key: str) -> None:
     settings, notes = imported({key: 4}, KNOWN)
     assert settings == {}
     assert list(notes) == [key]
 
 
-def test_a_value_that_is_wrong_here_is_left_out_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_value_that_is_wrong_here_is_left_out_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "their.yaml").write_text("base_model: m\nlr_scheduler: rex\n", encoding="utf-8")
     assert run(app, ["config", "import", str(tmp_path / "their.yaml")]) == 0
     said = capsys.readouterr().out
@@ -89,7 +108,11 @@ def test_the_tutorials_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run_demo(Path("lema-demo"), max_steps=2)
-    text = block(page, name).replace(model, "lema-demo/model").replace("data/chats.jsonl", "lema-demo/data/chat.jsonl")
+    text = (
+        block(page, name)
+        .replace(model, "lema-demo/model")
+        .replace("data/chats.jsonl", "lema-demo/data/chat.jsonl")
+    )
     assert text.count("lema-demo") == 2
     Path("their.yaml").write_text(text, encoding="utf-8")
     capsys.readouterr()
@@ -100,7 +123,8 @@ def test_the_tutorials_run(
 
 
 @pytest.mark.parametrize(
-    "given", [["--learning-rate", "1e-3"], ["--learning_rate=1e-3"], ["--set", "learning_rate=1e-3"]]
+    "given",
+    [["--learning-rate", "1e-3"], ["--learning_rate=1e-3"], ["--set", "learning_rate=1e-3"]],
 )
 def test_a_setting_is_given_like_an_option(
     given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -110,7 +134,9 @@ def test_a_setting_is_given_like_an_option(
     assert read(capsys.readouterr().out)["learning_rate"] == 1e-3
 
 
-def test_an_option_that_nobody_has_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_that_nobody_has_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "my.yaml").write_text("model_name_or_path: m\n", encoding="utf-8")
     assert run(app, ["config", "show", str(tmp_path / "my.yaml"), "--lern", "3"]) == 2
     assert "No such option: --lern" in capsys.readouterr().err
@@ -121,7 +147,9 @@ def test_the_short_form_of_help_is_known(capsys: pytest.CaptureFixture[str]) -> 
     assert "Usage: lema train" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("value", ["rows.jsonl", "7", "{path: rows.jsonl}", "[1, null, {path: [a]}]", "true"])
+@pytest.mark.parametrize(
+    "value", ["rows.jsonl", "7", "{path: rows.jsonl}", "[1, null, {path: [a]}]", "true"]
+)
 def test_data_sets_in_any_form_are_taken_or_said(value: str, tmp_path: Path, capfd: Any) -> None:
     file = tmp_path / "theirs.yml"
     file.write_text(f"datasets: {value}\nsequence_len: 64\n")

@@ -1,4 +1,6 @@
-"""`lema init` writes a file that `lema train` runs, takes names known offline, and overwrites nothing."""
+"""`lema init` writes a file that `lema train` runs, takes names known offline, and overwrites
+nothing.
+"""
 
 import json
 import shutil
@@ -9,7 +11,7 @@ import pytest
 from lema.cli.app import app
 from lema.cli.exitcodes import run
 from lema.config import LemaConfig
-from lema_tools.models.chosen import BASE
+from lema_tools.models.choices import BASE
 from lema_tools.prove import write_model
 
 
@@ -32,7 +34,11 @@ def test_what_it_writes_is_trained(place: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(place)
     assert init("model", "1GB", "--output", "small.yaml") == 0
     config = LemaConfig.from_yaml("small.yaml")
-    assert (config.device_memory, config.model_name_or_path, config.train_data) == ("1GB", "model", "rows.jsonl")
+    assert (config.device_memory, config.model_name_or_path, config.train_data) == (
+        "1GB",
+        "model",
+        "rows.jsonl",
+    )
     assert {name: getattr(config, name) for name in BASE} == BASE
     assert config.max_length == 1024
     text = Path("small.yaml").read_text()
@@ -43,7 +49,9 @@ def test_what_it_writes_is_trained(place: Path, monkeypatch: pytest.MonkeyPatch)
     assert (place / "output/small/adapter_model.safetensors").is_file()
 
 
-def test_rows_are_no_longer_than_the_model_has_positions(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_no_longer_than_the_model_has_positions(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(place)
     shutil.copytree("model", "short")
     config = json.loads(Path("short/config.json").read_text())
@@ -90,6 +98,13 @@ def test_what_cannot_be_written_is_an_error_and_leaves_no_file(
 
 
 def test_a_name_that_is_no_utf8_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["init", str(place / "model"), "--device-memory", "1GB", "--data", str(place / "rows.jsonl")]
+    words = [
+        "init",
+        str(place / "model"),
+        "--device-memory",
+        "1GB",
+        "--data",
+        str(place / "rows.jsonl"),
+    ]
     assert run(app, [*words, "--output", "\udcff"]) == 2
     assert "no UTF-8" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""Ctrl-C ends a command at every stage, with exit code 130; a run that is trained stops with a checkpoint."""
+"""Ctrl-C ends a command at every stage, with exit code 130; a run that is trained stops with a
+checkpoint.
+"""
 
 import contextlib
 import os
@@ -30,11 +32,17 @@ STAGES = {
     "tokenising": (["data", "CONFIG"], "lema.data.read:tokenize_rows"),
     "planning": (["plan", "CONFIG"], "lema.plan.planner:Planner.__init__"),
     "reading": (["eval", "CONFIG", "--set", "eval_data=DATA"], "lema.stream.reader:_File.read"),
-    "evaluating": (["eval", "CONFIG", "--set", "eval_data=DATA"], "lema.engine.streamed:visit_frozen"),
-    "reading for training": (["train", "CONFIG", "--set", "output_dir=OUT"], "lema.train.run:load_data"),
+    "evaluating": (
+        ["eval", "CONFIG", "--set", "eval_data=DATA"],
+        "lema.engine.streamed:visit_frozen",
+    ),
+    "reading for training": (
+        ["train", "CONFIG", "--set", "output_dir=OUT"],
+        "lema.train.run:load_data",
+    ),
     "generating": (
         ["generate", "ADAPTER", "--prompt", "the river", "--max-new-tokens", "8"],
-        "lema.engine.generation.ends:Ends.__call__",
+        "lema.engine.generation.stopping:Ends.__call__",
     ),
     "merging": (["merge", "ADAPTER", "OUT"], "lema.convert.merge:MergedTensors.value"),
     "preparing": (["prepare", "MODEL", "OUT"], "lema.convert.prepare:write_weights"),
@@ -66,14 +74,29 @@ def ended(process: int) -> bool:
 
 @pytest.fixture
 def interrupted(place: Path, tmp_path: Path) -> Interrupted:
-    """Run a command that is sent a signal where it comes to a function; return its exit code and what it printed."""
-    named = {"CONFIG": place / "config.yaml", "CHATS": place / "chats.yaml", "ADAPTER": place / "adapter"}
-    named |= {"MODEL": place / "model", "DATA": place / "data.jsonl", "OUT": tmp_path / "out", "RUN": tmp_path / "run"}
+    """Run a command that is sent a signal where it comes to a function; return its exit code and
+    what it printed.
+    """
+    named = {
+        "CONFIG": place / "config.yaml",
+        "CHATS": place / "chats.yaml",
+        "ADAPTER": place / "adapter",
+    }
+    named |= {
+        "MODEL": place / "model",
+        "DATA": place / "data.jsonl",
+        "OUT": tmp_path / "out",
+        "RUN": tmp_path / "run",
+    }
 
-    def begin(words: list[str], function: str, number: str = "SIGINT", *, stuck: bool = False, **env: str):  # type: ignore[no-untyped-def]
+    def begin(
+        words: list[str], function: str, number: str = "SIGINT", *, stuck: bool = False, **env: str
+    ):  # type: ignore[no-untyped-def]
         for name, path in named.items():
             words = [word.replace(name, str(path)) for word in words]
-        done = run_program([PROGRAM, number, function, str(int(stuck)), "lema", *words], 1, tmp_path, env=env)
+        done = run_program(
+            [PROGRAM, number, function, str(int(stuck)), "lema", *words], 1, tmp_path, env=env
+        )
         came = [line for line in done.stdout.splitlines() if line.startswith(f"came to {function}")]
         assert came, done.stdout + done.stderr
         *_, process, began = came[0].split()
@@ -86,7 +109,9 @@ def interrupted(place: Path, tmp_path: Path) -> Interrupted:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_ctrl_c_ends_a_command_at_any_stage(stage: str, interrupted: Interrupted, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_command_at_any_stage(
+    stage: str, interrupted: Interrupted, tmp_path: Path
+) -> None:
     code, said = interrupted(*STAGES[stage])
     assert code == 130
     assert "Traceback" not in said
@@ -105,7 +130,9 @@ def test_a_command_that_is_within_a_library_ends_too(interrupted: Interrupted) -
     assert code == 130
 
 
-@pytest.mark.parametrize("function", ["lema.engine.streamed:visit", "lema.train.trainer:save_adapter"])
+@pytest.mark.parametrize(
+    "function", ["lema.engine.streamed:visit", "lema.train.trainer:save_adapter"]
+)
 def test_a_run_that_is_trained_stops_with_a_whole_checkpoint(
     function: str, interrupted: Interrupted, place: Path, tmp_path: Path
 ) -> None:
@@ -113,7 +140,19 @@ def test_a_run_that_is_trained_stops_with_a_whole_checkpoint(
     code, said = interrupted(["train", "CONFIG", "--set", "output_dir=RUN"], function)
     assert code == 75, said
     assert checkpoints(tmp_path / "run")
-    assert run(app, ["train", str(place / "config.yaml"), "--resume", "--set", f"output_dir={tmp_path / 'run'}"]) == 0
+    assert (
+        run(
+            app,
+            [
+                "train",
+                str(place / "config.yaml"),
+                "--resume",
+                "--set",
+                f"output_dir={tmp_path / 'run'}",
+            ],
+        )
+        == 0
+    )
 
 
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
@@ -123,7 +162,10 @@ def test_a_run_that_is_told_twice_within_a_second_stops_as_if_told_once(
 ) -> None:
     """The run is so small that it has stopped when the second one comes."""
     code, said = interrupted(
-        ["train", "CONFIG", "--set", "output_dir=RUN"], "lema.engine.streamed:visit", number, AGAIN=again
+        ["train", "CONFIG", "--set", "output_dir=RUN"],
+        "lema.engine.streamed:visit",
+        number,
+        AGAIN=again,
     )
     assert code == 75, said
     assert "--resume" in said and "Traceback" not in said
@@ -132,7 +174,9 @@ def test_a_run_that_is_told_twice_within_a_second_stops_as_if_told_once(
 
 @pytest.mark.parametrize("stage", ["tokenising", "merging"])
 @pytest.mark.parametrize("again", ["0.02", "0.3"])
-def test_a_second_ctrl_c_ends_a_command_as_the_first(again: str, stage: str, interrupted: Interrupted) -> None:
+def test_a_second_ctrl_c_ends_a_command_as_the_first(
+    again: str, stage: str, interrupted: Interrupted
+) -> None:
     code, said = interrupted(*STAGES[stage], AGAIN=again)
     assert code == 130
     assert "Traceback" not in said and "Exception" not in said

@@ -1,4 +1,5 @@
-"""With the package `kernels` installed, a command fetches code of the hub only for an attention that its user names.
+"""With the package `kernels` installed, a command fetches code of the hub only for an attention
+that its user names.
 
 The package here is a stand-in, which notes what is asked of it and has nothing to give.
 """
@@ -47,15 +48,21 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "kernels/layer").mkdir(parents=True)
     (place / "kernels/__init__.py").write_text(STAND_IN + '__version__ = "0.18.2"\n')
     for name in ("layer/__init__", "layer/mode"):
-        (place / f"kernels/{name}.py").write_text("from kernels import Anything\n__getattr__ = lambda name: Anything\n")
+        (place / f"kernels/{name}.py").write_text(
+            "from kernels import Anything\n__getattr__ = lambda name: Anything\n"
+        )
     (place / "kernels-0.18.2.dist-info").mkdir()
     (place / "kernels-0.18.2.dist-info/METADATA").write_text(ABOUT)
     (place / "kernels-0.18.2.dist-info/RECORD").write_text("")
     return place
 
 
-def asked(installed: Path, tmp_path: Path, *words: Any, **changes: Any) -> tuple[list[str], int, str]:
-    """Run a command on a model whose config says so; return which kernels were asked for, the exit code, the words."""
+def asked(
+    installed: Path, tmp_path: Path, *words: Any, **changes: Any
+) -> tuple[list[str], int, str]:
+    """Run a command on a model whose config says so; return which kernels were asked for, the
+    exit code, the words.
+    """
     model = write_model(tmp_path / "model")
     file = model / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
@@ -71,13 +78,20 @@ def asked(installed: Path, tmp_path: Path, *words: Any, **changes: Any) -> tuple
 
 
 def test_attention_of_a_config_fetches_nothing(installed: Path, tmp_path: Path) -> None:
-    found, code, said = asked(installed, tmp_path, "generate", _attn_implementation="flash_attention_2")
+    found, code, said = asked(
+        installed, tmp_path, "generate", _attn_implementation="flash_attention_2"
+    )
     assert (found, code) == ([], 0), said
-    assert "attn_implementation: flash_attention_2, which may run code that is not on this machine" in said
+    assert (
+        "attn_implementation: flash_attention_2, which may run code that is not on this machine"
+        in said
+    )
 
 
 def test_attention_of_the_user_may(installed: Path, tmp_path: Path) -> None:
-    found, code, said = asked(installed, tmp_path, "plan", "--attn-implementation", "flash_attention_2")
+    found, code, said = asked(
+        installed, tmp_path, "plan", "--attn-implementation", "flash_attention_2"
+    )
     assert [one for one in found if "attn" in one], said
     assert code == 2  # the stand-in has none
 

@@ -1,4 +1,6 @@
-"""No verb writes over what it reads, whatever name either has, nor through a link, nor over a device or a pipe."""
+"""No verb writes over what it reads, whatever name either has, nor through a link, nor over a
+device or a pipe.
+"""
 
 import os
 import shutil
@@ -51,7 +53,11 @@ def config(model: Path, tmp_path: Path) -> Path:
 
 
 def contents(*places: Path) -> Files:
-    files = [file for place in places for file in ([place] if place.is_file() else sorted(place.rglob("*")))]
+    files = [
+        file
+        for place in places
+        for file in ([place] if place.is_file() else sorted(place.rglob("*")))
+    ]
     return {file: file.read_bytes() for file in files if file.is_file()}
 
 
@@ -63,13 +69,19 @@ def unchanged(config: Path, model: Path, tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("named", NAMES)
-@pytest.mark.parametrize("which", ["model/*.safetensors", "model/config.json", "data.jsonl", "run.yaml"])
+@pytest.mark.parametrize(
+    "which", ["model/*.safetensors", "model/config.json", "data.jsonl", "run.yaml"]
+)
 @pytest.mark.usefixtures("unchanged")
 def test_a_trace_is_written_over_nothing_that_the_run_reads(
     which: str, named: Named, config: Path, tmp_path: Path, capfd: Any
 ) -> None:
     target = named(next(tmp_path.glob(which)), tmp_path / "trace.json")
-    words = ["--trace", "is a link"] if named is symlink else ["--trace", "would write over what it reads"]
+    words = (
+        ["--trace", "is a link"]
+        if named is symlink
+        else ["--trace", "would write over what it reads"]
+    )
     assert_refused(capfd, 2, words, "train", config, "--trace", target)
     assert not (tmp_path / "out").exists()
 
@@ -123,13 +135,19 @@ def test_output_dir_is_no_directory_that_the_run_reads(
     (tmp_path / "rows").mkdir()
     write_rows(tmp_path / "rows" / "data.jsonl", TEXTS)
     output = named(tmp_path / which, tmp_path / "out")
-    config = config_writer(model, tmp_path)(output_dir=str(output), train_data=str(tmp_path / "rows"))
+    config = config_writer(model, tmp_path)(
+        output_dir=str(output), train_data=str(tmp_path / "rows")
+    )
     before = contents(model, tmp_path / "rows")
     for more in ([], ["--resume"], ["--set", "overwrite_output_dir=true"]):
-        assert_refused(capfd, 2, ["output_dir", "would write over what it reads"], "train", config, *more)
+        assert_refused(
+            capfd, 2, ["output_dir", "would write over what it reads"], "train", config, *more
+        )
     assert contents(model, tmp_path / "rows") == before
     phases = tmp_path / "phases.yaml"
-    phases.write_text(config.read_text() + "phases:\n  - name: first\n    mode: lora\n    max_steps: 1\n")
+    phases.write_text(
+        config.read_text() + "phases:\n  - name: first\n    mode: lora\n    max_steps: 1\n"
+    )
     assert_refused(capfd, 2, [], "train", phases)
     assert contents(model, tmp_path / "rows") == before
 
@@ -144,7 +162,8 @@ def test_the_metrics_are_not_written_into_the_data(model: Path, tmp_path: Path, 
 
 
 def test_a_run_does_not_log_through_a_link(model: Path, tmp_path: Path, capfd: Any) -> None:
-    victim, config = tmp_path / "victim", config_writer(model, tmp_path)(max_steps=4, save_steps=2)
+    victim = tmp_path / "victim"
+    config = config_writer(model, tmp_path)(max_steps=4, save_steps=2)
     victim.write_text("one\nlast line without newline")
     assert lema("train", config) == 0
     shutil.rmtree(tmp_path / "out" / "checkpoint-4")
@@ -177,7 +196,9 @@ def pipe(file: Path) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("plant", [private, endless, pipe])
-@pytest.mark.parametrize("name", ["certificate.md", "certificate.json", "plan.json", "metrics.jsonl", "trace.json"])
+@pytest.mark.parametrize(
+    "name", ["certificate.md", "certificate.json", "plan.json", "metrics.jsonl", "trace.json"]
+)
 def test_a_report_has_nothing_from_outside_the_run(
     name: str, plant: Callable[[Path], None], ended: Path, tmp_path: Path, capfd: Any
 ) -> None:
@@ -197,7 +218,13 @@ def test_a_report_replaces_nothing_that_it_reads(ended: Path, tmp_path: Path, ca
     os.mkfifo(tmp_path / "pipe")
     os.link(run / "metrics.jsonl", tmp_path / "hard")
     before = contents(run)
-    for target in (run / "metrics.jsonl", run / "plan.json", tmp_path / "hard", tmp_path / "pipe", Path("/dev/full")):
+    for target in (
+        run / "metrics.jsonl",
+        run / "plan.json",
+        tmp_path / "hard",
+        tmp_path / "pipe",
+        Path("/dev/full"),
+    ):
         assert_refused(capfd, 2, [target.name], "report", run, "--output", target)
     assert contents(run) == before
     assert lema("report", run) == 0
@@ -211,7 +238,9 @@ def test_a_certificate_is_not_written_into_the_model(model: Path, capfd: Any) ->
     assert contents(model) == before
 
 
-@pytest.mark.parametrize("command", [("merge", "{ended}", "{out}"), ("shard", "{ended}", "{out}", "--tp", "2")])
+@pytest.mark.parametrize(
+    "command", [("merge", "{ended}", "{out}"), ("shard", "{ended}", "{out}", "--tp", "2")]
+)
 def test_a_link_to_what_is_not_there_makes_nothing_there(
     command: tuple[str, ...], ended: Path, tmp_path: Path, capfd: Any
 ) -> None:
@@ -263,7 +292,13 @@ def below_a_roundabout_name(place: Path, other: Path) -> Path:
     return roundabout(place, other) / "sub"
 
 
-BELOW: list[Link] = [below, below_what_is_missing, below_a_link, below_a_relative_name, below_a_roundabout_name]
+BELOW: list[Link] = [
+    below,
+    below_what_is_missing,
+    below_a_link,
+    below_a_relative_name,
+    below_a_roundabout_name,
+]
 INTO = "would write into a directory that it reads"
 
 
@@ -274,7 +309,9 @@ def place(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(llama, place / "model")
     (place / "rows").mkdir()
     write_rows(place / "rows" / "data.jsonl", TEXTS)
-    assert lema("train", config_writer(place / "model", place)(output_dir=str(place / "adapter"))) == 0
+    assert (
+        lema("train", config_writer(place / "model", place)(output_dir=str(place / "adapter"))) == 0
+    )
     assert lema("shard", place / "adapter", place / "shards", "--tp", 2) == 0
     return place
 
@@ -284,7 +321,8 @@ def place(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_output_dir_lies_in_no_directory_that_the_run_reads(
     which: str, named: Link, place: Path, tmp_path: Path, capfd: Any
 ) -> None:
-    output, before = named(place / which, tmp_path / "out"), contents(place)
+    output = named(place / which, tmp_path / "out")
+    before = contents(place)
     more = {"adapter_name_or_path": str(place / "adapter")} if which == "adapter" else {}
     write = config_writer(place / "model", tmp_path)
     config = write(output_dir=str(output), train_data=str(place / "rows"), **more)
@@ -301,7 +339,9 @@ def test_nothing_is_written_into_a_model_or_an_adapter_that_is_read(
 ) -> None:
     if verb == "consolidate" and which == "adapter":
         which = "shards"
-    adapter, target, before = place / "adapter", named(place / which, tmp_path / "out"), contents(place)
+    adapter = place / "adapter"
+    target = named(place / which, tmp_path / "out")
+    before = contents(place)
     words: dict[str, list[Any]] = {
         "merge": ["merge", adapter, target],
         "shard": ["shard", adapter, target, "--tp", 2],
@@ -319,11 +359,21 @@ def test_nothing_is_written_into_a_model_or_an_adapter_that_is_read(
 def test_nothing_is_written_into_a_model_that_is_read(
     verb: str, named: Link, config: Path, model: Path, tmp_path: Path, capfd: Any
 ) -> None:
-    target, before = named(model, tmp_path / "other"), contents(model)
+    target = named(model, tmp_path / "other")
+    before = contents(model)
     words: dict[str, list[Any]] = {
         "prepare": ["prepare", model, target],
         "prove": ["prove", model, "--output", target],
-        "init": ["init", model, "--device-memory", "8GB", "--data", tmp_path / "data.jsonl", "--output", target],
+        "init": [
+            "init",
+            model,
+            "--device-memory",
+            "8GB",
+            "--data",
+            tmp_path / "data.jsonl",
+            "--output",
+            target,
+        ],
         "plan": ["plan", config, "--plot", target.with_suffix(".png")],
         "train": ["train", config, "--trace", target],
     }
@@ -345,31 +395,57 @@ def test_nor_is_what_waits_on_disk_or_kept_for_another_run(
 
 def test_settings_are_not_written_into_the_data(place: Path, capfd: Any) -> None:
     before = contents(place)
-    words = ["--device-memory", "8GB", "--data", place / "rows", "--output", place / "rows" / "my.yaml"]
+    words = [
+        "--device-memory",
+        "8GB",
+        "--data",
+        place / "rows",
+        "--output",
+        place / "rows" / "my.yaml",
+    ]
     assert_refused(capfd, 2, [INTO], "init", place / "model", *words)
     assert contents(place) == before
 
 
 @pytest.mark.parametrize("verb", ["train", "prove", "init"])
 def test_a_name_that_is_taken_is_refused_before_anything_is_computed(
-    verb: str, config: Path, model: Path, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+    verb: str,
+    config: Path,
+    model: Path,
+    tmp_path: Path,
+    capfd: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lema.train.model.LemaModel.__init__", lambda *_, **__: pytest.fail("a model was opened"))
+    monkeypatch.setattr(
+        "lema.train.model.LemaModel.__init__", lambda *_, **__: pytest.fail("a model was opened")
+    )
     (tmp_path / "file").write_text("mine")
     (tmp_path / "leads nowhere").symlink_to(tmp_path / "nothing")
     for taken in (tmp_path / "file", tmp_path / "leads nowhere"):
         words: dict[str, list[Any]] = {
             "train": ["train", config, "--output_dir", taken],
             "prove": ["prove", model, "--output", taken],
-            "init": ["init", model, "--device-memory", "8GB", "--data", tmp_path / "data.jsonl", "--output", taken],
+            "init": [
+                "init",
+                model,
+                "--device-memory",
+                "8GB",
+                "--data",
+                tmp_path / "data.jsonl",
+                "--output",
+                taken,
+            ],
         }
         assert_refused(capfd, 2, [taken.name], *words[verb])
     assert (tmp_path / "file").read_text() == "mine" and not (tmp_path / "nothing").exists()
 
 
-def test_outputs_lie_beside_and_around_what_is_read(ended: Path, model: Path, tmp_path: Path) -> None:
-    """The layouts that people use: a run beside its model, or around the adapter that it begins with; one file of
-    weights above its runs, or beside its config; results of a run in its directory."""
+def test_outputs_lie_beside_and_around_what_is_read(
+    ended: Path, model: Path, tmp_path: Path
+) -> None:
+    """The layouts that people use: a run beside its model, or around the adapter that it begins
+    with; one file of weights above its runs, or beside its config; results of a run in its
+    directory."""
     assert lema("prepare", model, model / "one.safetensors") == 0
     assert lema("prepare", model / "one.safetensors", tmp_path / "model.safetensors") == 0
     new = ["--max-new-tokens", 2]
@@ -378,7 +454,10 @@ def test_outputs_lie_beside_and_around_what_is_read(ended: Path, model: Path, tm
     weights = str(tmp_path / "model.safetensors")
     config = write(output_dir=str(place / "first"), gbi_path=weights)
     assert lema("train", config, "--trace", place / "first" / "trace.json") == 0
-    assert lema("generate", config, "-p", "a", *new, "--output", place / "first" / "results.jsonl") == 0
+    assert (
+        lema("generate", config, "-p", "a", *new, "--output", place / "first" / "results.jsonl")
+        == 0
+    )
     assert lema("merge", place / "first", place / "merged") == 0
     assert lema("report", place / "first") == 0
     around = write(output_dir=str(place), adapter_name_or_path=str(place / "first"))
@@ -394,9 +473,13 @@ def test_plots_results_and_certificates_replace_nothing_but_their_own_kind(
     shutil.copy(notes, tmp_path / "certificate.md")
     said = [f"{name} exists"]
     assert_refused(capfd, 2, ["--plot", *said], "plan", config, "--plot", notes)
-    assert_refused(capfd, 2, ["--output", *said], "eval", ended, "--tasks", "any", "--output", notes)
+    assert_refused(
+        capfd, 2, ["--output", *said], "eval", ended, "--tasks", "any", "--output", notes
+    )
     assert_refused(capfd, 2, [], "generate", ended, "--prompt", "a", "--output", notes)
-    assert_refused(capfd, 2, [name], "generate", ended, "--prompt", "a", "--output", notes, "--resume")
+    assert_refused(
+        capfd, 2, [name], "generate", ended, "--prompt", "a", "--output", notes, "--resume"
+    )
     assert_refused(capfd, 2, ["certificate.md exists"], "prove", model, "--output", tmp_path)
     assert notes.read_text() == (tmp_path / "certificate.md").read_text() == "years of work"
     for _ in range(2):

@@ -30,7 +30,8 @@ def test_only_text_is_written_and_on_a_terminal_what_draws() -> None:
         TextStream(stream).write(EVIL + "\n\t\r")
         assert stream.getvalue() == SHOWN + "\n\t\r"
     coloured = "\x1b[31mred\x1b[0m\x1b[2K\x1b[1A\x1b[?25l"
-    terminal, file = Terminal(), io.StringIO()
+    terminal = Terminal()
+    file = io.StringIO()
     TextStream(terminal).write(coloured)
     TextStream(file).write(coloured)
     assert terminal.getvalue() == coloured
@@ -49,12 +50,15 @@ def test_what_the_encoding_lacks_is_written_out() -> None:
 def test_libraries_log_and_warn_in_text(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    logger, form = logging.getLogger("a library"), warnings.formatwarning
+    logger = logging.getLogger("a library")
+    form = warnings.formatwarning
     with text_streams():
         handler = logging.StreamHandler(sys.stderr)
         logger.addHandler(handler)
         logger.warning("of %s", f"\x1b[31m{EVIL}")
-        sys.stderr.write(warnings.formatwarning(UserWarning(f"\x1b[31m{EVIL}"), UserWarning, "file", 1))
+        sys.stderr.write(
+            warnings.formatwarning(UserWarning(f"\x1b[31m{EVIL}"), UserWarning, "file", 1)
+        )
         logger.removeHandler(handler)
     assert sys.stderr is terminal and warnings.formatwarning is form
     assert "\x1b" not in terminal.getvalue()
@@ -95,13 +99,19 @@ def test_a_run_goes_on_when_its_reader_has_gone(config: Path, tmp_path: Path) ->
 
 
 def test_a_run_goes_on_when_the_disk_of_its_log_is_full(config: Path, tmp_path: Path) -> None:
-    with Path("/dev/full").open("wb") as full, start("train", config, stdout=full, stderr=full) as run:
+    with (
+        Path("/dev/full").open("wb") as full,
+        start("train", config, stdout=full, stderr=full) as run,
+    ):
         assert run.wait() == 0
     assert whole(tmp_path / "out")
 
 
 def test_what_is_lost_of_a_table_is_an_error(tmp_path: Path) -> None:
-    with Path("/dev/full").open("wb") as full, start("backends", stdout=full, stderr=subprocess.PIPE) as run:
+    with (
+        Path("/dev/full").open("wb") as full,
+        start("backends", stdout=full, stderr=subprocess.PIPE) as run,
+    ):
         assert run.stderr is not None
         assert run.stderr.read().startswith(b"error: what was printed could not be written")
     assert run.returncode == 6
@@ -120,7 +130,8 @@ def test_a_reader_who_has_read_enough_is_no_error(words: list[str], config: Path
 
 
 def test_a_run_goes_on_without_its_terminal(llama: Path, tmp_path: Path) -> None:
-    config, out = config_writer(llama, tmp_path)(max_steps=6, save_steps=2), tmp_path / "out"
+    config = config_writer(llama, tmp_path)(max_steps=6, save_steps=2)
+    out = tmp_path / "out"
     with start("train", config, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
         while run.poll() is None and not (out / "metrics.jsonl").exists():
             time.sleep(0.01)
@@ -130,7 +141,9 @@ def test_a_run_goes_on_without_its_terminal(llama: Path, tmp_path: Path) -> None
 
 
 def test_a_table_is_printed_in_any_locale(config: Path, capfd: Any) -> None:
-    with start("data", config, stdout=subprocess.PIPE, env=os.environ | {"PYTHONIOENCODING": "latin-1"}) as run:
+    with start(
+        "data", config, stdout=subprocess.PIPE, env=os.environ | {"PYTHONIOENCODING": "latin-1"}
+    ) as run:
         assert run.stdout is not None
         assert rb"\u2588" in run.stdout.read()
     assert run.returncode == 0

@@ -1,4 +1,6 @@
-"""Progress: a bar on a terminal, one line per measurement elsewhere, driven by the events of `transformers`."""
+"""Progress: a bar on a terminal, one line per measurement elsewhere, driven by the events of
+`transformers`.
+"""
 
 import io
 import re
@@ -52,7 +54,8 @@ def written(console: Console) -> str:
 
 
 def test_elsewhere_each_measurement_is_one_line() -> None:
-    console, clock = pipe(), Clock()
+    console = pipe()
+    clock = Clock()
     display = ProgressDisplay(console, clock)
     display.start(total=4)
     for step in (1, 2):
@@ -70,7 +73,8 @@ def test_elsewhere_each_measurement_is_one_line() -> None:
 
 
 def test_a_resumed_run_reckons_with_the_steps_it_does_itself() -> None:
-    console, clock = pipe(), Clock()
+    console = pipe()
+    clock = Clock()
     display = ProgressDisplay(console, clock)
     display.start(total=100, done=90)
     clock.tick()
@@ -90,7 +94,8 @@ def test_rows_for_machines_are_not_shown() -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_terminal_gets_a_bar_that_fits(width: int) -> None:
-    console, clock = terminal(width), Clock()
+    console = terminal(width)
+    clock = Clock()
     display = ProgressDisplay(console, clock)
     display.start(total=4)
     clock.tick()
@@ -101,7 +106,10 @@ def test_a_terminal_gets_a_bar_that_fits(width: int) -> None:
     frame = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]|\r", "", written(console)).splitlines()[-2:]
     assert frame[0].startswith("step 1/4")
     assert frame[0].rstrip().endswith("30s left")
-    assert frame[1].rstrip() == "loss 2.3457  lr 1.00e-04  grad 0.5  3.4k tok/s  1.2 GB read  512 MB memory"
+    assert (
+        frame[1].rstrip()
+        == "loss 2.3457  lr 1.00e-04  grad 0.5  3.4k tok/s  1.2 GB read  512 MB memory"
+    )
     assert all(len(line) <= width for line in frame)
 
 
@@ -132,12 +140,14 @@ def test_an_evaluation_on_a_terminal_stays_above_the_bar() -> None:
 def fire(console: Console, tmp_path: Path, first_process: bool) -> None:
     """What a training loop of two steps tells its callbacks, the way `transformers` tells it."""
     state = TrainerState(max_steps=2, is_world_process_zero=first_process, epoch=0.0)
-    args, control = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True), TrainerControl()
+    args = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    control = TrainerControl()
     unused: Any = None
     callbacks = CallbackHandler([progress_callback(ProgressDisplay(console))], *[unused] * 4)
     callbacks.on_train_begin(args, state, control)
     for step in (1, 2):
-        state.global_step, state.epoch = step, step / 2
+        state.global_step = step
+        state.epoch = step / 2
         callbacks.on_step_end(args, state, control)
         callbacks.on_log(args, state, control, {"loss": float(step)})
     callbacks.on_log(args, state, control, {"eval_loss": 3.0})
@@ -163,7 +173,8 @@ def test_only_the_first_process_draws(tmp_path: Path) -> None:
 
 
 def test_bytes_have_a_bar_on_a_terminal() -> None:
-    console, clock = terminal(), Clock()
+    console = terminal()
+    clock = Clock()
     display = ByteProgress(console, clock)
     clock.tick()
     display(500_000_000, 2_000_000_000)
@@ -175,7 +186,8 @@ def test_bytes_have_a_bar_on_a_terminal() -> None:
 
 
 def test_bytes_are_silent_elsewhere_and_summed_up_in_words() -> None:
-    console, clock = pipe(), Clock()
+    console = pipe()
+    clock = Clock()
     display = ByteProgress(console, clock)
     display(0, 10)
     clock.tick()

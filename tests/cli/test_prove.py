@@ -14,7 +14,7 @@ import lema_tools.proof.arms
 import lema_tools.prove
 from lema.cli.app import app
 from lema.cli.exitcodes import run
-from lema_tools.proof.arms import ARMS, Case, Outcome, streamed, whole
+from lema_tools.proof.arms import ARMS, Case, Outcome, streamed, whole_model
 from lema_tools.proof.certificate import certify, compared, markdown, tolerance
 from lema_tools.prove import write_model
 
@@ -46,13 +46,17 @@ def change_one_number(scratch: str) -> Callable[[], None]:
 
 
 def test_a_small_model_is_certified_bitwise(case: Case, by_streaming: Outcome) -> None:
-    certificate = certify(case, by_streaming, whole(case), "lema prove")
+    certificate = certify(case, by_streaming, whole_model(case), "lema prove")
     assert certificate["holds"] and certificate["bitwise"] and certificate["tolerance"] == 0
     assert [row["difference"] for row in certificate["losses"]] == [0.0] * case.steps
     matrices = 8 * 7 * 2  # A and B of seven linears in eight layers
     for compared_ones in ("gradients_of_first_step", "adapter_after_last_step"):
-        assert certificate[compared_ones]["count"] == certificate[compared_ones]["bitwise"] == matrices
-    assert all(gradient.any() for gradient in by_streaming.gradients.values())  # equal zeros would prove nothing
+        assert (
+            certificate[compared_ones]["count"] == certificate[compared_ones]["bitwise"] == matrices
+        )
+    assert all(
+        gradient.any() for gradient in by_streaming.gradients.values()
+    )  # equal zeros would prove nothing
     assert 0 < certificate["bytes_read_per_step"] <= 2 * certificate["model"]["layer_bytes"]
     assert certificate["model"]["slots"] < certificate["model"]["layers"] == 8
     assert {"torch", "transformers", "peft", "lema"} <= certificate["versions"].keys()
@@ -65,7 +69,7 @@ def test_a_small_model_is_certified_bitwise(case: Case, by_streaming: Outcome) -
 def test_one_wrong_number_of_the_adapter_makes_it_fail(case: Case, by_streaming: Outcome) -> None:
     back = change_one_number(case.scratch)
     try:
-        certificate = certify(case, by_streaming, whole(case), "lema prove")
+        certificate = certify(case, by_streaming, whole_model(case), "lema prove")
     finally:
         back()
     assert not certificate["holds"] and not certificate["bitwise"]
@@ -85,8 +89,17 @@ def test_the_command_ends_with_7_where_the_numbers_differ_and_with_0_where_not(
             change_one_number(given.scratch)
         return ARMS[arm](given)
 
-    monkeypatch.setattr(lema_tools.proof.arms, "run_apart", run_here)
-    command = ["prove", case.model, "--steps", "1", "--tokens", "8", "--output", str(tmp_path / "proof")]
+    monkeypatch.setattr(lema_tools.proof.arms, "run_in_subprocess", run_here)
+    command = [
+        "prove",
+        case.model,
+        "--steps",
+        "1",
+        "--tokens",
+        "8",
+        "--output",
+        str(tmp_path / "proof"),
+    ]
     assert run(app, command) == 0
     assert json.loads((tmp_path / "proof/certificate.json").read_text())["holds"]
     assert "bitwise the same" in (tmp_path / "proof/certificate.md").read_text()
@@ -128,12 +141,16 @@ def test_what_is_missing_or_not_a_number_is_no_equality() -> None:
     assert not compared(nan, nan).same and not compared(nan, one).relative <= 1.0
 
 
-def test_bitwise_is_asked_for_on_the_processor_in_fp32_alone(case: Case, by_streaming: Outcome) -> None:
+def test_bitwise_is_asked_for_on_the_processor_in_fp32_alone(
+    case: Case, by_streaming: Outcome
+) -> None:
     assert tolerance("cpu", "float32") == 0
     assert tolerance("other:0", "float32") == 1e-5
     assert tolerance("cpu", "bfloat16") == 2.0**-8
     near = {name: one * (1 + 1e-6) for name, one in by_streaming.adapter.items()}
-    there = replace(by_streaming, told={**by_streaming.told, "device": "other:0"})
+    there = replace(by_streaming, details={**by_streaming.details, "device": "other:0"})
     certificate = certify(case, there, replace(by_streaming, adapter=near), "lema prove")
     assert certificate["holds"] and not certificate["bitwise"]
-    assert not certify(case, by_streaming, replace(by_streaming, adapter=near), "lema prove")["holds"]
+    assert not certify(case, by_streaming, replace(by_streaming, adapter=near), "lema prove")[
+        "holds"
+    ]

@@ -1,4 +1,6 @@
-"""Surroundings unlike a desk's: no home, no room to share, another's cache, other encodings, a dumb terminal."""
+"""Surroundings unlike a desk's: no home, no room to share, another's cache, other encodings, a
+dumb terminal.
+"""
 
 import errno
 import io
@@ -75,7 +77,10 @@ def test_a_new_cache_is_the_users_alone_whatever_the_umask(tmp_path: Path) -> No
         make_private(tmp_path / "lema" / "tokens")
     finally:
         os.umask(before)
-    modes = [stat.S_IMODE(place.stat().st_mode) for place in (tmp_path / "lema", tmp_path / "lema" / "tokens")]
+    modes = [
+        stat.S_IMODE(place.stat().st_mode)
+        for place in (tmp_path / "lema", tmp_path / "lema" / "tokens")
+    ]
     assert modes == [0o700, 0o700]
 
 
@@ -113,7 +118,9 @@ def test_a_users_own_group_may_write_to_a_cache(tmp_path: Path) -> None:
             make_private(tmp_path / "lema" / "tokens")
 
 
-def test_tokens_in_anothers_cache_are_not_used_and_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_in_anothers_cache_are_not_used_and_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cache, "SMALL", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = user_cache("tokens")
@@ -135,7 +142,9 @@ def test_without_shared_memory_rows_are_tokenised_in_one_process(
     monkeypatch.setattr(cache, "SMALL", 0)
     monkeypatch.setattr(cache, "get_context", lambda _: Full())
     rows = write_rows(tmp_path / "ids.jsonl", [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 9)
-    with pytest.warns(UserWarning, match="in one process, because /dev/shm cannot be used: No space left"):
+    with pytest.warns(
+        UserWarning, match="in one process, because /dev/shm cannot be used: No space left"
+    ):
         found = prepare_data(rows, max_length=8, cache=tmp_path / "cache")
     assert len(found) == 9 and "by 1 processes" in found.notes[0]
 
@@ -158,9 +167,13 @@ sys.exit(0 if len(found) == 9 else 1)
 
 
 def test_sixty_four_kilobytes_of_shared_memory_are_enough(tmp_path: Path) -> None:
-    """Where the system lets a test mount; a container without that right ends with 77, and nothing is proved there."""
+    """Where the system lets a test mount; a container without that right ends with 77, and
+    nothing is proved there.
+    """
     write_rows(tmp_path / "ids.jsonl", [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 9)
-    done = subprocess.run([sys.executable, "-c", SMALL_SHM, tmp_path], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SMALL_SHM, tmp_path], capture_output=True, text=True, check=False
+    )
     assert done.returncode in (0, 77), done.stderr
 
 
@@ -174,22 +187,40 @@ def test_files_whose_names_are_not_utf8_are_read_and_written(
     place = tmp_path / NOT_UTF8
     place.mkdir()
     shutil.copytree(small, place / "model")
-    config = write_config(model_name_or_path="model", output_dir="out", train_data="rows.jsonl", save_steps=1)
+    config = write_config(
+        model_name_or_path="model", output_dir="out", train_data="rows.jsonl", save_steps=1
+    )
     shutil.move(config, place / "run.yaml")
     shutil.move(tmp_path / "data.jsonl", place / "rows.jsonl")
     monkeypatch.chdir(place)
     adapter = place / "out"
     assert lema("train", place / "run.yaml") == 0
     assert lema("train", place / "run.yaml", "--resume") == 0
-    assert lema("generate", adapter, "--prompt", "a", "--max-new-tokens", 2, "--output", place / "texts.jsonl") == 0
+    assert (
+        lema(
+            "generate",
+            adapter,
+            "--prompt",
+            "a",
+            "--max-new-tokens",
+            2,
+            "--output",
+            place / "texts.jsonl",
+        )
+        == 0
+    )
     assert lema("eval", adapter, "--data", place / "rows.jsonl") == 0
     assert lema("merge", adapter, place / "merged") == 0
     assert lema("shard", adapter, place / "shards", "--tp", 2) == 0
     assert lema("consolidate", place / "shards", place / "again") == 0
-    assert same(*(load_tensors(one / "adapter_model.safetensors") for one in (place / "again", adapter)))
+    assert same(
+        *(load_tensors(one / "adapter_model.safetensors") for one in (place / "again", adapter))
+    )
     assert lema("report", adapter) == 0
     assert r"caf\udce9" in capfd.readouterr().out
-    assert_refused(capfd, 2, ["not UTF-8", "rename"], "train", "run.yaml", "--set", f"output_dir={place}")
+    assert_refused(
+        capfd, 2, ["not UTF-8", "rename"], "train", "run.yaml", "--set", f"output_dir={place}"
+    )
 
 
 def test_texts_are_utf8_and_names_bytes_where_the_locale_knows_only_ascii(
@@ -200,9 +231,16 @@ def test_texts_are_utf8_and_names_bytes_where_the_locale_knows_only_ascii(
     write_rows(tmp_path / "data.jsonl", rows)
     config = write_config()
     assert lema("train", config, "--set", f"output_dir={tmp_path / 'plain'}") == 0
-    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+    ascii_only = {
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONIOENCODING": "ascii",
+    }
     command = [sys.executable, "-m", "lema", "train", config]
-    done = subprocess.run(command, capture_output=True, env={**os.environ, **ascii_only, "TERM": "dumb"}, check=False)
+    done = subprocess.run(
+        command, capture_output=True, env={**os.environ, **ascii_only, "TERM": "dumb"}, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.isascii() and b"ended at step 2" in done.stdout
     assert_same_adapter(tmp_path / "out", tmp_path / "plain")
@@ -212,7 +250,9 @@ def test_texts_are_utf8_and_names_bytes_where_the_locale_knows_only_ascii(
 
 def _but_for_times(card: bytes) -> list[bytes]:
     return [
-        line for line in card.splitlines() if not line.startswith((b"| train_runtime", b"| train_tokens_per_second"))
+        line
+        for line in card.splitlines()
+        if not line.startswith((b"| train_runtime", b"| train_tokens_per_second"))
     ]
 
 

@@ -1,4 +1,6 @@
-"""Settings: what is accepted, what is refused and in which words, and that none of it waits for torch."""
+"""Settings: what is accepted, what is refused and in which words, and that none of it waits for
+torch.
+"""
 
 import json
 import math
@@ -22,8 +24,8 @@ from lema.config.units import parse_memory
 from lema.config.yaml import parse_value
 from lema.errors import ConfigError, DiskError, listed
 
-# Run in a fresh process: every field misspelt in many ways, every field given every wrong type. Prints what was wrong
-# with the refusals, and whether torch had been imported by then.
+# Run in a fresh process: every field misspelt in many ways, every field given every wrong type.
+# Prints what was wrong with the refusals, and whether torch had been imported by then.
 EVERY_SLIP = """
 import json, random, sys
 from lema.config import LemaConfig
@@ -122,9 +124,18 @@ def test_settings_by_position_follow_the_order_of_the_fields() -> None:
 
 def test_every_problem_is_listed_at_once() -> None:
     with pytest.raises(SettingsError) as caught:
-        LemaConfig(lora_rnak=8, batch_size=0, overlong="trunc", learning_rate="1e-4", lora_rank=None)
+        LemaConfig(
+            lora_rnak=8, batch_size=0, overlong="trunc", learning_rate="1e-4", lora_rank=None
+        )
     by_key = {problem.key: problem for problem in caught.value.problems}
-    assert set(by_key) == {"model_name_or_path", "lora_rnak", "batch_size", "overlong", "learning_rate", "lora_rank"}
+    assert set(by_key) == {
+        "model_name_or_path",
+        "lora_rnak",
+        "batch_size",
+        "overlong",
+        "learning_rate",
+        "lora_rank",
+    }
     assert by_key["lora_rnak"].how == "did you mean lora_rank?"
     assert by_key["batch_size"].what == "batch_size must be at least 1, not 0"
     assert by_key["overlong"].how == "did you mean truncate?"
@@ -199,11 +210,18 @@ def test_names_of_other_trainers_are_answered(theirs: str, ours: str) -> None:
 
 
 def test_every_setting_that_an_answer_names_is_there() -> None:
-    from lema.config.foreign import SAID_HERE
+    from lema.config.foreign import FOREIGN_HINTS
 
-    assert not SAID_HERE.keys() & LemaConfig.model_fields.keys()
-    named = {setting for how in SAID_HERE.values() for setting in re.findall(r"(?:here: |; )([a-z_]+): ", how)}
-    assert named <= LemaConfig.model_fields.keys() and {"columns", "train_on", "chat_template", "overlong"} <= named
+    assert not FOREIGN_HINTS.keys() & LemaConfig.model_fields.keys()
+    named = {
+        setting
+        for how in FOREIGN_HINTS.values()
+        for setting in re.findall(r"(?:here: |; )([a-z_]+): ", how)
+    }
+    assert (
+        named <= LemaConfig.model_fields.keys()
+        and {"columns", "train_on", "chat_template", "overlong"} <= named
+    )
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.99])
@@ -213,7 +231,9 @@ def test_warmup_steps_below_one_are_a_share_of_the_steps_as_in_transformers(shar
     assert taken == LemaConfig("m", warmup_ratio=share)
 
 
-@pytest.mark.parametrize("given", [{"warmup_steps": 1.5}, {"warmup_steps": 0.1, "warmup_ratio": 0.2}])
+@pytest.mark.parametrize(
+    "given", [{"warmup_steps": 1.5}, {"warmup_steps": 0.1, "warmup_ratio": 0.2}]
+)
 def test_other_broken_numbers_of_warmup_steps_are_refused(given: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="warmup_steps must be a whole number"):
         LemaConfig("m", **given)
@@ -249,23 +269,56 @@ def test_columns_are_ours_to_theirs() -> None:
         (
             "lora_rank_pattern",
             [{}, {"q_proj": 2, r"layers\.\d\..*v_proj": 3}],
-            [None, [], {"q_proj": 0}, {"q_proj": 2.0}, {"q_proj": "2"}, {"(q_proj": 2}, {"": 2}, {3: 2}],
+            [
+                None,
+                [],
+                {"q_proj": 0},
+                {"q_proj": 2.0},
+                {"q_proj": "2"},
+                {"(q_proj": 2},
+                {"": 2},
+                {3: 2},
+            ],
         ),
-        ("lora_alpha_pattern", [{}, {"q_proj": 2, "v_proj": 0.5}], [{"q_proj": 0}, {"q_proj": True}, {"[": 1}]),
+        (
+            "lora_alpha_pattern",
+            [{}, {"q_proj": 2, "v_proj": 0.5}],
+            [{"q_proj": 0}, {"q_proj": True}, {"[": 1}],
+        ),
         ("lora_use_rslora", [True, False], [1, "yes", None]),
-        ("lora_layers_to_transform", [0, 7, [3, 0], (1,), None], [-1, [], [-1], [1, -1], 1.0, "1", [True]]),
-        ("lora_init", [True, False, "gaussian", "orthogonal"], ["pissa", "guassian", "", 1, None, "True"]),
+        (
+            "lora_layers_to_transform",
+            [0, 7, [3, 0], (1,), None],
+            [-1, [], [-1], [1, -1], 1.0, "1", [True]],
+        ),
+        (
+            "lora_init",
+            [True, False, "gaussian", "orthogonal"],
+            ["pissa", "guassian", "", 1, None, "True"],
+        ),
         ("lora_lora_bias", [True, False], ["all", 1]),
         ("lora_bias", ["none", "all", "lora_only"], [True, False, "some", None]),
-        ("lora_modules_to_save", [["lm_head"], ("embed_tokens",), None], [[], "lm_head", [""], [3]]),
+        (
+            "lora_modules_to_save",
+            [["lm_head"], ("embed_tokens",), None],
+            [[], "lm_head", [""], [3]],
+        ),
         ("lora_use_dora", [True, False], [1, "yes"]),
         ("lora_target_parameters", [["experts.down_proj"], [], None], ["experts.down_proj", [""]]),
-        ("lora_trainable_token_indices", [[3, 0], {"wte": [1]}, None], [[], [-1], 3, {"wte": []}, {"": [1]}, ["a"]]),
+        (
+            "lora_trainable_token_indices",
+            [[3, 0], {"wte": [1]}, None],
+            [[], [-1], 3, {"wte": []}, {"": [1]}, ["a"]],
+        ),
         ("lora_ensure_weight_tying", [True, False], [1, "yes"]),
         ("lora_dropout", [0.0, 0.999], [1.0, -0.1]),
         ("dtype", ["float32", "bfloat16", "float16", None], ["fp32", "int8"]),
         ("max_grad_norm", [1.0, None], [0, -1.0]),
-        ("device_memory", ["4GB", "auto", 0.5, 1000, None], ["4 apples", "4G", 0, -1, True, 1.5, "0GB", "", [1]]),
+        (
+            "device_memory",
+            ["4GB", "auto", 0.5, 1000, None],
+            ["4 apples", "4G", 0, -1, True, 1.5, "0GB", "", [1]],
+        ),
         ("host_memory", ["512MiB", 1.0], [math.inf, 0.0]),
         ("seed", [0, 2**32 - 1], [-1, 2**32]),
         ("num_train_epochs", [0.5, 3], [0]),
@@ -276,7 +329,11 @@ def test_columns_are_ours_to_theirs() -> None:
         ("train_data", ["a.jsonl", ["a.jsonl", Path("b.csv")]], [[], [""], 3]),
         ("eval_split", [0.1, 5, None], [0, 0.0, 1.0, 1.5, -1, True]),
         ("report_to", ["wandb", [], ["wandb", "tensorboard"]], [None, 3]),
-        ("activation_offloading", [True, False, "legacy", "disk"], [1, "True", "Disk", "offload_disk", "", None, []]),
+        (
+            "activation_offloading",
+            [True, False, "legacy", "disk"],
+            [1, "True", "Disk", "offload_disk", "", None, []],
+        ),
         ("output_dir", ["out", Path("out")], ["", 3]),
     ],
 )
@@ -317,19 +374,30 @@ def test_settings_that_contradict_each_other_are_refused_by_name(settings: dict[
 
 def test_layers_inputs_wait_in_one_place() -> None:
     options = {"gradient_checkpointing": True}
-    for mode, place in ((True, "host"), ("legacy", "host"), ("hidden_states", "host"), ("disk", "disk")):
+    for mode, place in (
+        (True, "host"),
+        ("legacy", "host"),
+        ("hidden_states", "host"),
+        ("disk", "disk"),
+    ):
         for agreed in ("auto", place):
-            config = LemaConfig("model", activation_offloading=mode, boundary_activations=agreed, **options)
+            config = LemaConfig(
+                "model", activation_offloading=mode, boundary_activations=agreed, **options
+            )
             assert config.offloading_tier == place
         for other in {"device", "host", "disk"} - {place}:
             with pytest.raises(ConfigError, match="boundary_activations") as caught:
-                LemaConfig("model", activation_offloading=mode, boundary_activations=other, **options)
+                LemaConfig(
+                    "model", activation_offloading=mode, boundary_activations=other, **options
+                )
             assert "activation_offloading" in str(caught.value)
     assert LemaConfig("model", boundary_activations="host", **options).offloading_tier is None
 
 
 def test_hidden_states_alone_wait_only_where_the_rest_is_recomputed() -> None:
-    with pytest.raises(ConfigError, match="without gradient_checkpointing layers keep more") as caught:
+    with pytest.raises(
+        ConfigError, match="without gradient_checkpointing layers keep more"
+    ) as caught:
         LemaConfig("model", activation_offloading="hidden_states", gradient_checkpointing=False)
     assert [problem.key for problem in caught.value.problems] == ["activation_offloading"]  # type: ignore[attr-defined]
     config = LemaConfig("model", activation_offloading="hidden_states", gradient_checkpointing=True)
@@ -338,7 +406,9 @@ def test_hidden_states_alone_wait_only_where_the_rest_is_recomputed() -> None:
 
 
 def test_a_list_of_layers_needs_numbers_to_count_in_it() -> None:
-    with pytest.raises(ConfigError, match="lora_layers_pattern names the list in which lora_layers_to_transform"):
+    with pytest.raises(
+        ConfigError, match="lora_layers_pattern names the list in which lora_layers_to_transform"
+    ):
         LemaConfig("model", lora_layers_pattern="layers")
     LemaConfig("model", lora_layers_pattern="layers", lora_layers_to_transform=1)
 
@@ -359,7 +429,12 @@ def test_a_contradiction_is_said_of_the_line_it_is_on(tmp_path: Path) -> None:
 def test_a_refused_assignment_leaves_the_config_as_it_was() -> None:
     config = LemaConfig("model", warmup_steps=3)
     before = config.model_copy()
-    for name, value in [("warmup_ratio", 0.5), ("lora_rank", 0), ("lora_rnak", 8), ("strategy", "disk")]:
+    for name, value in [
+        ("warmup_ratio", 0.5),
+        ("lora_rank", 0),
+        ("lora_rnak", 8),
+        ("strategy", "disk"),
+    ]:
         with pytest.raises(ConfigError, match=name):
             setattr(config, name, value)
     assert config == before
@@ -369,7 +444,8 @@ def test_a_refused_assignment_leaves_the_config_as_it_was() -> None:
 
 
 def test_defaults_are_not_shared_between_configs() -> None:
-    one, other = LemaConfig("model"), LemaConfig("model")
+    one = LemaConfig("model")
+    other = LemaConfig("model")
     assert isinstance(one.report_to, list)
     one.report_to.append("wandb")
     assert other.report_to == []
@@ -388,7 +464,11 @@ def test_schedules_are_those_of_transformers_and_three_of_our_own() -> None:
 
     from transformers import SchedulerType
 
-    assert set(get_args(Scheduler)) == {kind.value for kind in SchedulerType} | {"wsd", "wsds", "cosine_rewarm"}
+    assert set(get_args(Scheduler)) == {kind.value for kind in SchedulerType} | {
+        "wsd",
+        "wsds",
+        "cosine_rewarm",
+    }
 
 
 # What a YAML file may hold
@@ -400,14 +480,19 @@ def write(path: Path, text: str | bytes) -> Path:
 
 
 def laughs(form: str) -> str:
-    """Ten lines, each with ten aliases of the one before: as values, or as mappings that are merged."""
+    """Ten lines, each with ten aliases of the one before: as values, or as mappings that are
+    merged.
+    """
     lines = ["a0: &a0 {x: 1}"]
     lines += [f"a{n}: &a{n} {form.format(', '.join([f'*a{n - 1}'] * 10))}" for n in range(1, 11)]
     return "\n".join(lines)
 
 
 def test_yaml_values_are_yaml_1_2(tmp_path: Path) -> None:
-    text = "model_name_or_path: on\nlearning_rate: 1e-4\nlora_target_modules: [q_proj, v_proj]\ndevice_memory: 4e9\n"
+    text = (
+        "model_name_or_path: on\nlearning_rate: 1e-4\nlora_target_modules: [q_proj, "
+        "v_proj]\ndevice_memory: 4e9\n"
+    )
     config = LemaConfig.from_yaml(write(tmp_path / "c.yaml", text))
     assert (config.model_name_or_path, config.learning_rate) == ("on", 0.0001)
     assert config.lora_target_modules == ["q_proj", "v_proj"]
@@ -426,7 +511,9 @@ def test_a_date_is_text(tmp_path: Path) -> None:
 
 
 def test_characters_that_json_writes_as_two_escapes_are_whole(tmp_path: Path) -> None:
-    text = json.dumps({"model_name_or_path": "m", "train_data": ["\U0001f600.jsonl"], "run_name": "\U0001f600"})
+    text = json.dumps(
+        {"model_name_or_path": "m", "train_data": ["\U0001f600.jsonl"], "run_name": "\U0001f600"}
+    )
     config = LemaConfig.from_yaml(write(tmp_path / "c.json", text))
     assert (config.train_data, config.run_name) == (["\U0001f600.jsonl"], "\U0001f600")
     with pytest.raises(ConfigError, match="half of a character"):
@@ -434,7 +521,12 @@ def test_characters_that_json_writes_as_two_escapes_are_whole(tmp_path: Path) ->
 
 
 def test_a_byte_order_mark_is_not_part_of_the_first_key(tmp_path: Path) -> None:
-    assert LemaConfig.from_yaml(write(tmp_path / "c.yaml", "\ufeffmodel_name_or_path: m\n")).model_name_or_path == "m"
+    assert (
+        LemaConfig.from_yaml(
+            write(tmp_path / "c.yaml", "\ufeffmodel_name_or_path: m\n")
+        ).model_name_or_path
+        == "m"
+    )
 
 
 def test_paths_in_yaml_stay_as_the_shell_sees_them(tmp_path: Path) -> None:
@@ -450,7 +542,11 @@ def test_paths_in_yaml_stay_as_the_shell_sees_them(tmp_path: Path) -> None:
         ("# only a comment\n", "", "empty"),
         ("- model_name_or_path: m\n", ":1", "key: value"),
         ("model_name_or_path\n", ":1", "key: value"),
-        ("model_name_or_path: m\nseed: 1\n# no\nseed: 2\n", ":4", 'duplicate key "seed" is given twice'),
+        (
+            "model_name_or_path: m\nseed: 1\n# no\nseed: 2\n",
+            ":4",
+            'duplicate key "seed" is given twice',
+        ),
         ("model_name_or_path: m\n\nlora_rnak: 8\n", ":3", "did you mean lora_rank?"),
         ("model_name_or_path: m\nlora_rank: '8'\n", ":2", "whole number"),
         ("model_name_or_path: m\nlora_rank:\n", ":2", "lora_rank is empty"),
@@ -465,20 +561,31 @@ def test_paths_in_yaml_stay_as_the_shell_sees_them(tmp_path: Path) -> None:
         (b"model_name_or_path: m\nrun_name: caf\xe9\n", ":2", "not UTF-8"),
         ("model_name_or_path: m\nseed: " + "[" * 5000, ":2", "nested too deeply"),
         ("model_name_or_path: m\nseed: " + "[" * 201 + "]" * 201, ":2", "nested too deeply"),
-        pytest.param(f"model_name_or_path: {'m' * 300_000}\n", "", "more than 262,144 bytes", id="long"),
         pytest.param(
-            "".join(f"key{number}: 1\n" for number in range(12_000)), "", "more than 20,000 values", id="many keys"
+            f"model_name_or_path: {'m' * 300_000}\n", "", "more than 262,144 bytes", id="long"
+        ),
+        pytest.param(
+            "".join(f"key{number}: 1\n" for number in range(12_000)),
+            "",
+            "more than 20,000 values",
+            id="many keys",
         ),
         pytest.param(laughs("[{}]"), "", "more than 20,000 values", id="aliases"),
         pytest.param(laughs("{{<<: [{}]}}"), "", "more than 20,000 values", id="merges"),
         ("a: &a [*a]\n", "", "more than 20,000 values"),
         ("seed: 1\n", "", "model_name_or_path is not given"),
         ("model_name_or_path: m\nseed: !!int abc\n", "", "not YAML"),
-        ("model_name_or_path: m\nseed: 2024-13-45\n", ":2", "seed must be a whole number, not '2024-13-45'"),
+        (
+            "model_name_or_path: m\nseed: 2024-13-45\n",
+            ":2",
+            "seed must be a whole number, not '2024-13-45'",
+        ),
         ("model_name_or_path: m\neval_split: 0.1\neval_data: e\n", "", "exclude each other"),
     ],
 )
-def test_a_yaml_error_says_file_and_line(tmp_path: Path, text: str | bytes, place: str, words: str) -> None:
+def test_a_yaml_error_says_file_and_line(
+    tmp_path: Path, text: str | bytes, place: str, words: str
+) -> None:
     path = write(tmp_path / "c.yaml", text)
     with pytest.raises(ConfigError) as caught:
         LemaConfig.from_yaml(path)
@@ -499,7 +606,7 @@ def test_several_yaml_problems_each_carry_their_line(tmp_path: Path) -> None:
     path = write(tmp_path / "c.yaml", "lora_rnak: 8\nmodel_name_or_path: m\nbatch_size: 0\n")
     with pytest.raises(SettingsError) as caught:
         LemaConfig.from_yaml(path, seed="x")
-    assert {problem.key: problem.place for problem in caught.value.problems} == {
+    assert {problem.key: problem.location for problem in caught.value.problems} == {
         "lora_rnak": f"{path}:1",
         "batch_size": f"{path}:3",
         "seed": "",
@@ -514,7 +621,9 @@ def test_overrides_replace_what_the_file_says_even_where_that_was_wrong(tmp_path
 @pytest.mark.slow
 @settings(deadline=None)  # how long it takes says nothing where others compute as well
 @given(st.text(max_size=60) | st.binary(max_size=60))
-def test_any_text_is_a_config_or_a_config_error(tmp_path_factory: pytest.TempPathFactory, text: str | bytes) -> None:
+def test_any_text_is_a_config_or_a_config_error(
+    tmp_path_factory: pytest.TempPathFactory, text: str | bytes
+) -> None:
     data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_bytes(b"model_name_or_path: m\n" + data)
@@ -536,22 +645,32 @@ ANY_SETTINGS = st.fixed_dictionaries(
         "lora_rank": st.integers(1, 512),
         "lora_alpha": st.integers(1, 64) | st.floats(0.1, 64),
         "learning_rate": st.floats(0, 1, width=32, allow_subnormal=False),
-        "lora_target_modules": st.none() | st.just("q_proj") | st.lists(st.just("c_attn"), min_size=1, max_size=3),
-        "lora_rank_pattern": st.dictionaries(st.sampled_from(["q_proj", r"\\d"]), st.integers(1, 64)),
-        "lora_alpha_pattern": st.dictionaries(st.just("v_proj"), st.integers(1, 64) | st.floats(0.1, 64)),
+        "lora_target_modules": st.none()
+        | st.just("q_proj")
+        | st.lists(st.just("c_attn"), min_size=1, max_size=3),
+        "lora_rank_pattern": st.dictionaries(
+            st.sampled_from(["q_proj", r"\\d"]), st.integers(1, 64)
+        ),
+        "lora_alpha_pattern": st.dictionaries(
+            st.just("v_proj"), st.integers(1, 64) | st.floats(0.1, 64)
+        ),
         "lora_init": st.sampled_from([True, False, "gaussian"]),
-        "lora_trainable_token_indices": st.none() | st.lists(st.integers(0, 9), min_size=1, max_size=3),
+        "lora_trainable_token_indices": st.none()
+        | st.lists(st.integers(0, 9), min_size=1, max_size=3),
         "device_memory": st.sampled_from([None, "4GB", "auto", 0.25, 10**9]),
         "eval_split": st.sampled_from([None, 0.1, 3]),
         "activation_offloading": st.sampled_from([True, False, "legacy", "disk"]),
-        "run_name": st.none() | st.text(min_size=1, max_size=10).filter(lambda text: text.isprintable()),
+        "run_name": st.none()
+        | st.text(min_size=1, max_size=10).filter(lambda text: text.isprintable()),
     },
 )
 
 
 @settings(deadline=None)
 @given(ANY_SETTINGS)
-def test_what_is_saved_is_what_is_read(tmp_path_factory: pytest.TempPathFactory, given_: dict[str, Any]) -> None:
+def test_what_is_saved_is_what_is_read(
+    tmp_path_factory: pytest.TempPathFactory, given_: dict[str, Any]
+) -> None:
     config = LemaConfig("model", **given_)
     assert LemaConfig(**json.loads(json.dumps(config.to_dict()))) == config
     directory = tmp_path_factory.getbasetemp() / "saved"
@@ -569,7 +688,9 @@ def test_a_saved_config_with_an_unknown_setting_is_refused_by_file(tmp_path: Pat
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", '{"model_name_or_path": ', b"\xff"])
-def test_a_saved_config_that_cannot_be_read_is_named(tmp_path: Path, text: str | bytes | None) -> None:
+def test_a_saved_config_that_cannot_be_read_is_named(
+    tmp_path: Path, text: str | bytes | None
+) -> None:
     if text is not None:
         write(tmp_path / CONFIG_NAME, text)
     with pytest.raises(ConfigError) as caught:
@@ -624,7 +745,8 @@ def test_a_fraction_is_at_least_a_byte_and_at_most_the_whole(fraction: float, to
 
 
 @pytest.mark.parametrize(
-    "value", ["4G", "GB", "-1GB", "0", "1e400GB", "9" * 30, math.nan, math.inf, 2.5, 0, -3, False, "٤GB"]
+    "value",
+    ["4G", "GB", "-1GB", "0", "1e400GB", "9" * 30, math.nan, math.inf, 2.5, 0, -3, False, "٤GB"],
 )
 def test_what_is_no_amount_of_memory(value: Any) -> None:
     with pytest.raises(ConfigError, match="not an amount of memory"):
@@ -655,33 +777,50 @@ def test_a_message_has_twenty_lines_at_most_and_says_how_many_items_it_leaves_ou
     ("settings", "words"),
     [
         ({"learning_rate": 1e300}, "learning_rate must be at most 1,000,000,000,000,000,000"),
-        ({"gradient_accumulation_steps": 10**5000}, "gradient_accumulation_steps must be at most 1,000,000,000,"),
+        (
+            {"gradient_accumulation_steps": 10**5000},
+            "gradient_accumulation_steps must be at most 1,000,000,000,",
+        ),
         ({"batch_size": 2**64}, "batch_size must be at most 1,000,000,000,000,000,000"),
         ({"batch_size": -(2**64)}, "batch_size must be at least -1,000,000,000,000,000,000"),
         ({"adam_epsilon": 1e-300}, "adam_epsilon must be 0 or at least 1.17549e-38 in size"),
         ({"adam_epsilon": 5e-324}, "adam_epsilon must be 0 or at least 1.17549e-38 in size"),
         ({"num_train_epochs": 1e-39}, "num_train_epochs must be 0 or at least 1.17549e-38 in size"),
-        ({"gradient_accumulation_steps": 10**8}, "gradient_accumulation_steps must be at most 100000"),
+        (
+            {"gradient_accumulation_steps": 10**8},
+            "gradient_accumulation_steps must be at most 100000",
+        ),
         ({"output_dir": "a\0b"}, "output_dir must not contain a NUL character"),
-        ({"train_data": {"one": ["a", "b\0"]}}, r"train_data\.one\[1\] must not contain a NUL character"),
+        (
+            {"train_data": {"one": ["a", "b\0"]}},
+            r"train_data\.one\[1\] must not contain a NUL character",
+        ),
         ({"train_data": {"one\0": "a"}}, "train_data must not contain a NUL character"),
     ],
     ids=lambda one: "-".join(one) if isinstance(one, dict) else "",
 )
-def test_a_value_that_no_setting_has_is_refused_by_name(settings: dict[str, Any], words: str) -> None:
+def test_a_value_that_no_setting_has_is_refused_by_name(
+    settings: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         LemaConfig("m", **settings)
 
 
 def test_a_setting_named_by_half_a_character_is_refused_by_its_file(tmp_path):
-    (tmp_path / CONFIG_NAME).write_text('{"model_name_or_path": "m", "\\ud800": 1}', encoding="utf-8")
+    (tmp_path / CONFIG_NAME).write_text(
+        '{"model_name_or_path": "m", "\\ud800": 1}', encoding="utf-8"
+    )
     with pytest.raises(ConfigError) as caught:
         LemaConfig.from_pretrained(tmp_path)
     assert str(tmp_path / CONFIG_NAME) in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ['{"a":' * 100_000, "[" * 100_000, "[1]", "{", "\ud800"], ids=range(5))
-def test_a_config_beside_an_adapter_that_is_none_is_refused_by_file(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ['{"a":' * 100_000, "[" * 100_000, "[1]", "{", "\ud800"], ids=range(5)
+)
+def test_a_config_beside_an_adapter_that_is_none_is_refused_by_file(
+    tmp_path: Path, text: str
+) -> None:
     (tmp_path / CONFIG_NAME).write_text(text, encoding="utf-8", errors="surrogatepass")
     with pytest.raises(ConfigError) as caught:
         LemaConfig.from_pretrained(tmp_path)

@@ -1,4 +1,6 @@
-"""Names from elsewhere are shown letter by letter in Markdown, and are neither HTML nor links nor cells of a table."""
+"""Names from elsewhere are shown letter by letter in Markdown, and are neither HTML nor links
+nor cells of a table.
+"""
 
 import ast
 import re
@@ -59,7 +61,9 @@ class Page(HTMLParser):
 
 def written(name: str) -> str:
     """A name as it is to be seen: what is no text, and breaks of lines, written out."""
-    return re.sub(r"[\n\r\t\x00\x1b\u202e]", lambda found: found[0].encode("unicode_escape").decode(), name)
+    return re.sub(
+        r"[\n\r\t\x00\x1b\u202e]", lambda found: found[0].encode("unicode_escape").decode(), name
+    )
 
 
 @pytest.mark.parametrize("kind", NAMES)
@@ -84,7 +88,9 @@ def test_nothing_of_a_name_becomes_a_link_by_itself(kind: str) -> None:
 def test_a_card_shows_the_names_of_a_run(kind: str) -> None:
     name = NAMES[kind]
     config = LemaConfig(name, device="cpu", output_dir="out/mine", max_steps=1)
-    card = model_card(config, name, {f"training {name}": f"{name}: 8 rows"}, {f"eval_{name}_loss": 1.5})
+    card = model_card(
+        config, name, {f"training {name}": f"{name}: 8 rows"}, {f"eval_{name}_loss": 1.5}
+    )
     front, _, body = card.removeprefix("---\n").partition("\n---\n")
     assert yaml.safe_load(front)["base_model"] == name
     page = Page(body)

@@ -1,4 +1,6 @@
-"""Every option of PEFT's LoRA is a setting, changes no number, or is refused by name: none is skipped in silence."""
+"""Every option of PEFT's LoRA is a setting, changes no number, or is refused by name: none is
+skipped in silence.
+"""
 
 import dataclasses
 import json
@@ -56,7 +58,9 @@ def test_every_option_is_a_setting_or_carried_or_refused() -> None:
 
 
 def test_every_setting_of_the_adapter_is_an_option() -> None:
-    assert {name for name in LemaConfig.model_fields if name.startswith("lora_")} == set(SETTING_OF.values())
+    assert {name for name in LemaConfig.model_fields if name.startswith("lora_")} == set(
+        SETTING_OF.values()
+    )
 
 
 def test_every_initial_value_is_drawn_or_refused() -> None:
@@ -64,7 +68,9 @@ def test_every_initial_value_is_drawn_or_refused() -> None:
     named = {name.strip("'").partition("_niter_")[0] for name in known}
     assert "gaussian" in named
     drawn = {name for name in INITIAL_VALUES if isinstance(name, str)}
-    assert named | {"lora_ga"} == drawn | REFUSED_INITIAL_VALUES.keys()  # PEFT takes that one without listing it
+    assert (
+        named | {"lora_ga"} == drawn | REFUSED_INITIAL_VALUES.keys()
+    )  # PEFT takes that one without listing it
 
 
 @pytest.mark.parametrize("name", [*REFUSED_INITIAL_VALUES, "pissa_niter_16", "PiSSA"])
@@ -79,8 +85,13 @@ def test_initial_values_that_need_the_base_weights_are_refused_by_name(name: str
 
 def saved(directory: Path, base: Path, **options: Any) -> Path:
     """Save the config of an adapter, as PEFT writes it."""
-    config = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", base_model_name_or_path=str(base))
-    for name, value in options.items():  # PEFT checks some combinations, which is not the point here
+    config = LoraConfig(
+        target_modules=["q_proj"], task_type="CAUSAL_LM", base_model_name_or_path=str(base)
+    )
+    for (
+        name,
+        value,
+    ) in options.items():  # PEFT checks some combinations, which is not the point here
         setattr(config, name, value)
     config.save_pretrained(str(directory))
     return directory
@@ -92,7 +103,9 @@ def test_there_is_an_example_of_every_refused_option() -> None:
 
 @pytest.mark.filterwarnings("ignore:aLoRA is currently only supported")
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_saved_adapter_with_a_refused_option_is_refused_by_name(name: str, llama: Path, tmp_path: Path) -> None:
+def test_a_saved_adapter_with_a_refused_option_is_refused_by_name(
+    name: str, llama: Path, tmp_path: Path
+) -> None:
     saved(tmp_path, llama, **{name: EXAMPLES[name]})
     with pytest.raises(AdapterError) as caught:
         LemaModel.from_pretrained(tmp_path, device="cpu")
@@ -100,8 +113,12 @@ def test_a_saved_adapter_with_a_refused_option_is_refused_by_name(name: str, lla
     assert caught.value.where == str(tmp_path / "adapter_config.json")
 
 
-@pytest.mark.parametrize("name", [*sorted(REFUSED_INITIAL_VALUES.keys() - {"eva"}), "pissa_niter_4", "no_such"])
-def test_a_saved_adapter_with_refused_initial_values_is_refused_by_name(name: str, llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [*sorted(REFUSED_INITIAL_VALUES.keys() - {"eva"}), "pissa_niter_4", "no_such"]
+)
+def test_a_saved_adapter_with_refused_initial_values_is_refused_by_name(
+    name: str, llama: Path, tmp_path: Path
+) -> None:
     saved(tmp_path, llama, init_lora_weights=name)
     with pytest.raises(AdapterError, match=f'init_lora_weights "{name}", which'):
         read_lora_config(tmp_path)
@@ -116,23 +133,32 @@ def test_an_adapter_of_another_task_is_refused(llama: Path, tmp_path: Path) -> N
 def test_an_option_of_a_newer_peft_is_refused_where_it_is_used(llama: Path, tmp_path: Path) -> None:
     file = saved(tmp_path, llama) / "adapter_config.json"
     written = json.loads(file.read_text())
-    for unused in ("use_newest", "\ufeff" * 6000):  # of which PEFT's warning, an error here, is not printed
+    for unused in (
+        "use_newest",
+        "\ufeff" * 6000,
+    ):  # of which PEFT's warning, an error here, is not printed
         file.write_text(json.dumps({**written, unused: False}))
         assert read_lora_config(tmp_path) is not None
     file.write_text(json.dumps({**written, "use_newest": True}))
-    with pytest.raises(AdapterError, match="use_newest, which this version of PEFT does not know") as caught:
+    with pytest.raises(
+        AdapterError, match="use_newest, which this version of PEFT does not know"
+    ) as caught:
         read_lora_config(tmp_path)
     assert caught.value.how == "upgrade peft"
 
 
-def test_how_an_adapter_on_disk_began_is_no_matter_where_the_base_weights_stayed(llama: Path, tmp_path: Path) -> None:
+def test_how_an_adapter_on_disk_began_is_no_matter_where_the_base_weights_stayed(
+    llama: Path, tmp_path: Path
+) -> None:
     plain = peft_adapter(llama, tmp_path / "adapter")
     model = LemaModel.from_pretrained(plain, device="cpu")
     expected = adapter_of(model.skeleton)
     model.close()
     file = plain / "adapter_config.json"
     eva = dataclasses.asdict(EvaConfig(rho=1.0))
-    file.write_text(json.dumps({**json.loads(file.read_text()), "init_lora_weights": "eva", "eva_config": eva}))
+    file.write_text(
+        json.dumps({**json.loads(file.read_text()), "init_lora_weights": "eva", "eva_config": eva})
+    )
     model = LemaModel.from_pretrained(plain, device="cpu")
     assert same(adapter_of(model.skeleton), expected)
     model.close()
@@ -140,7 +166,8 @@ def test_how_an_adapter_on_disk_began_is_no_matter_where_the_base_weights_stayed
 
 @pytest.mark.filterwarnings("ignore:`(corda|eva)_config` specified but will be ignored")
 @pytest.mark.parametrize(
-    "ignored", [{"corda_config": CordaConfig()}, {"lora_ga_config": LoraGAConfig()}, {"qalora_group_size": 8}]
+    "ignored",
+    [{"corda_config": CordaConfig()}, {"lora_ga_config": LoraGAConfig()}, {"qalora_group_size": 8}],
 )
 def test_what_says_nothing_by_itself_is_no_reason_to_refuse(
     ignored: dict[str, Any], llama: Path, tmp_path: Path

@@ -1,8 +1,10 @@
-"""LEMA started from Python prints nothing of torchao's and bitsandbytes', and imports neither on its own.
+"""LEMA started from Python prints nothing of torchao's and bitsandbytes', and imports neither on
+its own.
 
-Each case is a fresh process, because a library prints its warnings once, when it is imported. PEFT and transformers
-import both libraries where they are installed; the tests hold that this is silent, and that no module of LEMA is the
-importer. The command line has neither imported unless the run asks for one, and leaves both importable.
+Each case is a fresh process, because a library prints its warnings once, when it is imported. PEFT
+and transformers import both libraries where they are installed; the tests hold that this is silent,
+and that no module of LEMA is the importer. The command line has neither imported unless the run
+asks for one, and leaves both importable.
 """
 
 import gc
@@ -51,7 +53,9 @@ assert not ours, ours
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=dict(os.environ))
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=dict(os.environ)
+    )
 
 
 def assert_silent(done: subprocess.CompletedProcess[str]) -> None:
@@ -84,16 +88,37 @@ except SystemExit as end:
 """
 
 
-@pytest.mark.skipif(not all(map(find_spec, LIBRARIES)), reason="both libraries are to be installed, and not imported")
+@pytest.mark.skipif(
+    not all(map(find_spec, LIBRARIES)),
+    reason="both libraries are to be installed, and not imported",
+)
 @pytest.mark.parametrize(
-    "asked", [pytest.param("adamw_torch", id="neither"), pytest.param("adamw_8bit", marks=pytest.mark.exhaustive)]
+    "asked",
+    [
+        pytest.param("adamw_torch", id="neither"),
+        pytest.param("adamw_8bit", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_run_imports_the_libraries_only_if_it_asks_for_one(tmp_path: Path, asked: str) -> None:
-    model, rows, config = write_model(tmp_path / "model"), tmp_path / "rows.jsonl", tmp_path / "run.yaml"
+    model = write_model(tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    config = tmp_path / "run.yaml"
     rows.write_text("".join(json.dumps(row) + "\n" for row in token_rows(2)), encoding="utf-8")
-    settings = {"model_name_or_path": str(model), "train_data": str(rows), "device": "cpu", "lora_rank": 2}
-    settings |= {"max_steps": 1, "save_steps": 0, "optim": asked, "output_dir": str(tmp_path / "output")}
-    config.write_text("\n".join(f"{name}: {value}" for name, value in settings.items()), encoding="utf-8")
+    settings = {
+        "model_name_or_path": str(model),
+        "train_data": str(rows),
+        "device": "cpu",
+        "lora_rank": 2,
+    }
+    settings |= {
+        "max_steps": 1,
+        "save_steps": 0,
+        "optim": asked,
+        "output_dir": str(tmp_path / "output"),
+    }
+    config.write_text(
+        "\n".join(f"{name}: {value}" for name, value in settings.items()), encoding="utf-8"
+    )
     done = python("-c", COMMAND, "train", str(config))
     code, loaded, collects = json.loads(done.stdout.splitlines()[-1])
     assert (code, collects) == (0, True), done.stderr
@@ -107,12 +132,18 @@ def test_a_run_imports_the_libraries_only_if_it_asks_for_one(tmp_path: Path, ask
 def test_nothing_is_left_out_of_a_users_process_nor_where_it_may_be_needed(
     monkeypatch: pytest.MonkeyPatch, by: str, trusted: bool, optim: Any
 ) -> None:
-    monkeypatch.setattr(gc, "disable", lambda: pytest.fail("the libraries were imported without others"))
-    import_libraries(cast(Any, SimpleNamespace(obj=by)), LemaConfig("m", optim=optim), trusted=trusted)
+    monkeypatch.setattr(
+        gc, "disable", lambda: pytest.fail("the libraries were imported without others")
+    )
+    import_libraries(
+        cast(Any, SimpleNamespace(obj=by)), LemaConfig("m", optim=optim), trusted=trusted
+    )
 
 
 @pytest.mark.exhaustive  # nothing but imports, for as long as a run takes
 def test_a_benchmark_says_nothing_on_standard_error() -> None:
     done = python("benchmarks/speed.py", "--help")  # its imports are the whole of LEMA's and PEFT's
     assert (done.returncode, done.stderr) == (0, "")
-    assert not [word for word in (*LIBRARIES, "_pytree", "Failed to load") if word in done.stdout], done.stdout
+    assert not [
+        word for word in (*LIBRARIES, "_pytree", "Failed to load") if word in done.stdout
+    ], done.stdout

@@ -1,4 +1,6 @@
-"""The contract is worth passing: for every promise there is a backend that breaks only that one, and is caught."""
+"""The contract is worth passing: for every promise there is a backend that breaks only that one,
+and is caught.
+"""
 
 import weakref
 from collections.abc import Callable
@@ -26,7 +28,9 @@ class Slots:
         if layout is not None:
             laid = torch.zeros(layout.nbytes, dtype=torch.uint8)
             for span in layout.spans:
-                laid[span.slot : span.slot + span.nbytes] = source[span.start : span.start + span.nbytes]
+                laid[span.slot : span.slot + span.nbytes] = source[
+                    span.start : span.start + span.nbytes
+                ]
             source = laid
         return Upload(self, source)
 
@@ -36,14 +40,18 @@ class Slots:
 
 class Upload:
     def __init__(self, slots: Slots, source: Tensor) -> None:
-        self.slots, self.slot, self.source = slots, slots.take(), source
+        self.slots = slots
+        self.slot = slots.take()
+        self.source = source
         self.copy()
 
     def copy(self) -> None:
         self.slot[: len(self.source)] = self.source
 
     def wait(self) -> Tensor:
-        self.slots.free = [slot for slot in self.slots.free if slot is not self.slot]  # released before, it may be
+        self.slots.free = [
+            slot for slot in self.slots.free if slot is not self.slot
+        ]  # released before, it may be
         return self.slot[: len(self.source)]
 
     def release(self) -> None:
@@ -139,7 +147,8 @@ class Odd(Slots):
 
 
 class Reversed:
-    rank, size = 1, 2
+    rank = 1
+    size = 2
 
     def shard(self, layer: Any) -> None: ...
 
@@ -175,7 +184,11 @@ class CopiesWhenWaitedFor(Slots):
     def upload(self, source: Tensor) -> Any:
         class Late(Upload):
             def copy(self) -> None:
-                self.nbytes, self.kept, self.source = len(self.source), weakref.ref(self.source), None
+                self.nbytes, self.kept, self.source = (
+                    len(self.source),
+                    weakref.ref(self.source),
+                    None,
+                )
 
             def wait(self) -> Tensor:
                 if (source := self.kept()) is not None:
@@ -189,7 +202,8 @@ class LandsLate:
     """Copies when somebody waits for it."""
 
     def __init__(self, source: Tensor, target: Tensor) -> None:
-        self.source, self.target = source, target
+        self.source = source
+        self.target = target
 
     def release(self) -> None: ...
 
@@ -198,7 +212,9 @@ class LandsLate:
 
 
 class LandsIfReleased(LandsLate):
-    """Copies when the source is released, or somebody waits; an upload in between sees what was there."""
+    """Copies when the source is released, or somebody waits; an upload in between sees what was
+    there.
+    """
 
     def release(self) -> None:
         self.landed()
@@ -278,7 +294,10 @@ BREACHES: dict[str, tuple[Callable[[], Backend], str]] = {
         broken(host_buffer=lambda self, n, memory=None: CpuBackend().host_buffer(1 << 20)[:n]),
         "host_buffers",
     ),
-    "too long": (broken(host_buffer=lambda self, n, memory=None: CpuBackend().host_buffer(n + 1)), "host_buffers"),
+    "too long": (
+        broken(host_buffer=lambda self, n, memory=None: CpuBackend().host_buffer(n + 1)),
+        "host_buffers",
+    ),
     "nameless": (broken(name=""), "it_is_a_backend"),
     "one slot for all": (with_slots(OneSlotForAll), "as_many_uploads_are_held"),
     "refilled while held": (with_slots(OneSlotForAll), "a_refill_does_not_disturb"),
@@ -315,8 +334,14 @@ BREACHES: dict[str, tuple[Callable[[], Backend], str]] = {
     "a source is not kept": (with_slots(CopiesWhenWaitedFor), "a_source_may_be_dropped"),
     "a download never lands": (with_download(NeverLands), "a_download_sees_the_compute"),
     "dimensions in another order": (with_download(Straightens), "a_download_sees_the_compute"),
-    "downloads what is there later": (with_download(LandsLate), "a_released_source_may_be_overwritten"),
-    "uploads overtake downloads": (with_download(LandsIfReleased), "what_is_uploaded_after_a_download"),
+    "downloads what is there later": (
+        with_download(LandsLate),
+        "a_released_source_may_be_overwritten",
+    ),
+    "uploads overtake downloads": (
+        with_download(LandsIfReleased),
+        "what_is_uploaded_after_a_download",
+    ),
     "adds itself twice": (with_replicas(Doubled), "a_process_alone_is_all"),
     "says nothing": (with_replicas(Speechless), "a_process_alone_is_all"),
     "shares what is not zeroed": (with_replicas(Unzeroed), "a_process_alone_is_all"),
@@ -335,7 +360,11 @@ def test_a_breach_is_caught_by_the_test_of_that_promise(breach: str, tmp_path: P
 
         def model_config(self) -> PreTrainedConfig:
             return LlamaConfig(
-                vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_hidden_layers=4
+                vocab_size=64,
+                hidden_size=32,
+                intermediate_size=64,
+                num_attention_heads=4,
+                num_hidden_layers=4,
             )
 
     (name,) = [name for name in dir(Suite) if name.startswith(f"test_{promise}")]
@@ -351,8 +380,12 @@ def test_without_a_backend_or_a_model_the_suite_asks_for_one() -> None:
         BackendContract().model_config()
 
 
-@pytest.mark.parametrize(("tolerance", "found", "passes"), [(0.0, 2.0, True), (0.0, 2.001, False), (0.01, 2.001, True)])
-def test_a_tolerance_is_relative_to_the_largest_number(tolerance: float, found: float, passes: bool) -> None:
+@pytest.mark.parametrize(
+    ("tolerance", "found", "passes"), [(0.0, 2.0, True), (0.0, 2.001, False), (0.01, 2.001, True)]
+)
+def test_a_tolerance_is_relative_to_the_largest_number(
+    tolerance: float, found: float, passes: bool
+) -> None:
     class Suite(BackendContract): ...
 
     Suite.tolerance = tolerance

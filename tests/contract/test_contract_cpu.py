@@ -1,4 +1,6 @@
-"""The reference backend keeps the contract: with host buffers as slots, and with slots of its own that turn to NaN."""
+"""The reference backend keeps the contract: with host buffers as slots, and with slots of its
+own that turn to NaN.
+"""
 
 from transformers import LlamaConfig, PreTrainedConfig
 
@@ -22,4 +24,6 @@ class TestPoisonedCpu(BackendContract):
         return CpuBackend(poison=True)
 
     def model_config(self) -> PreTrainedConfig:
-        return LlamaConfig(**SMALL, num_key_value_heads=2, num_hidden_layers=8, tie_word_embeddings=True)
+        return LlamaConfig(
+            **SMALL, num_key_value_heads=2, num_hidden_layers=8, tie_word_embeddings=True
+        )

@@ -1,6 +1,8 @@
-"""The class of all accelerators keeps the contract on a device that is not the CPU, in both forms of memory.
+"""The class of all accelerators keeps the contract on a device that is not the CPU, in both forms
+of memory.
 
-The second device's streams are late, its memory is filled with NaN, and work that lacks a wait is an error there.
+The second device's streams are late, its memory is filled with NaN, and work that lacks a wait is
+an error there.
 """
 
 from collections.abc import Iterator
@@ -33,7 +35,11 @@ class TestOwnMemory(BackendContract):
 
     def model_config(self) -> PreTrainedConfig:
         return LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_hidden_layers=8
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_attention_heads=4,
+            num_hidden_layers=8,
         )
 
 

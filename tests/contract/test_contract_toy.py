@@ -31,8 +31,14 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One backend without its hardware, one without its library, one without its class, one that is no backend."""
-    modules = {"unplugged": UNPLUGGED, "unlinked": "import a_library_nobody_has", "hollow": "class Hollow: pass"}
+    """One backend without its hardware, one without its library, one without its class, one that
+    is no backend.
+    """
+    modules = {
+        "unplugged": UNPLUGGED,
+        "unlinked": "import a_library_nobody_has",
+        "hollow": "class Hollow: pass",
+    }
     points = {
         "unplugged": "unplugged:open_backend",
         "unlinked": "unlinked:Backend",
@@ -51,7 +57,11 @@ class TestToy(BackendContract):
 
     def model_config(self) -> PreTrainedConfig:
         return LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_hidden_layers=8
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_attention_heads=4,
+            num_hidden_layers=8,
         )
 
 
@@ -109,11 +119,19 @@ def test_a_backend_that_cannot_run_here_says_what_is_missing(name: str, reason: 
         load(name)
 
 
-def test_no_backend_is_imported_but_the_one_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_backend_is_imported_but_the_one_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with ExitStack() as stack:
         modules = {"intruder": "raise RuntimeError('imported without being asked for')"}
         stack.enter_context(
-            installed(tmp_path / "site", monkeypatch, "intruder", {"intruder": "intruder:Backend"}, modules)
+            installed(
+                tmp_path / "site",
+                monkeypatch,
+                "intruder",
+                {"intruder": "intruder:Backend"},
+                modules,
+            )
         )
         assert load("cpu").name == "cpu"
         with pytest.raises(RuntimeError, match="imported without being asked for"):

@@ -13,18 +13,24 @@ from lema.model import outer_weights
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of CPU tensors alive at once while a file is being written in `place`: the largest sum seen.
+    """Counts the bytes of CPU tensors alive at once while a file is being written in `place`: the
+    largest sum seen.
 
-    Building a model without weights allocates each weight for a moment, untouched; that is not counted.
+    Building a model without weights allocates each weight for a moment, untouched; that is not
+    counted.
     """
 
     def __init__(self, place: Path) -> None:
         super().__init__()
-        self.place, self.peak, self._alive = place, 0, dict[int, tuple[StorageWeakRef, int]]()
+        self.place = place
+        self.peak = 0
+        self._alive = dict[int, tuple[StorageWeakRef, int]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not any(self.place.glob(".*.part*")):  # a file, or a directory of files, that is being written
+        if not any(
+            self.place.glob(".*.part*")
+        ):  # a file, or a directory of files, that is being written
             return result
         for tensor in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
@@ -36,16 +42,23 @@ class LiveBytes(TorchDispatchMode):
 
 
 class AssembledBytes:
-    """Counts the bytes of memory alive at once that tensors are put together in: now, and at most."""
+    """Counts the bytes of memory alive at once that tensors are put together in: now, and at
+    most.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.peak, self._made = 0, list[StorageWeakRef]()
+        self.peak = 0
+        self._made = list[StorageWeakRef]()
         self._bytes: list[int] = []
         monkeypatch.setattr(outer_weights, "anonymous", self._take)
 
     @property
     def now(self) -> int:
-        return sum(nbytes for made, nbytes in zip(self._made, self._bytes, strict=True) if not made.expired())
+        return sum(
+            nbytes
+            for made, nbytes in zip(self._made, self._bytes, strict=True)
+            if not made.expired()
+        )
 
     def _take(self, nbytes: int) -> torch.Tensor:
         memory = anonymous(nbytes)

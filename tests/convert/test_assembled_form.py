@@ -1,4 +1,6 @@
-"""A file whose tensors are put together is a checkpoint like any other: no class draws its weights at random."""
+"""A file whose tensors are put together is a checkpoint like any other: no class draws its
+weights at random.
+"""
 
 import json
 import shutil
@@ -22,12 +24,25 @@ from lema.model.weight_names import map_names
 from lema.storage import GlobalBinaryIndex
 from lema.storage.index import SINGLE_NAME
 
-VARIED = ("llama", "qwen3_moe", "mixtral", "qwen3_5", "qwen3_5_moe", "llama4", "gemma3", "gpt2", "qwen3_vl_moe")
+VARIED = (
+    "llama",
+    "qwen3_moe",
+    "mixtral",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "llama4",
+    "gemma3",
+    "gpt2",
+    "qwen3_vl_moe",
+)
 VARIED += ("inkling2_text", "dots3_note")
 TYPES = [
-    pytest.param(kind, marks=() if kind in VARIED else pytest.mark.exhaustive) for kind in STREAMED if kind != "emu3"
+    pytest.param(kind, marks=() if kind in VARIED else pytest.mark.exhaustive)
+    for kind in STREAMED
+    if kind != "emu3"
 ]
-# Types that are published in pieces of which no name in memory is read by both classes, or as it is.
+# Types that are published in pieces of which no name in memory is read by both classes, or as it
+# is.
 IN_PIECES = ("dots3_note", "inkling2", "inkling2_text")
 
 
@@ -35,7 +50,8 @@ IN_PIECES = ("dots3_note", "inkling2", "inkling2_text")
 def test_a_prepared_file_is_read_as_its_source_by_every_class_and_needs_no_assembling(
     model_type: str, tmp_path: Path
 ) -> None:
-    source, one = publish(model_type, tmp_path / "source"), tmp_path / "one"
+    source = publish(model_type, tmp_path / "source")
+    one = tmp_path / "one"
     shutil.copytree(source, one, ignore=shutil.ignore_patterns("model*"))
     prepare(source, one / SINGLE_NAME)
     for kind in classes(source):
@@ -53,8 +69,11 @@ def test_a_prepared_file_is_read_as_its_source_by_every_class_and_needs_no_assem
 @pytest.mark.filterwarnings("ignore:.*tensors on disk are not used")
 @pytest.mark.filterwarnings("ignore:You have passed exclude_modules")
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen3_5"])
-def test_an_adapter_of_a_prepared_file_is_merged_into_what_is_published(model_type: str, tmp_path: Path) -> None:
-    source, one = publish(model_type, tmp_path / "source"), tmp_path / "one"
+def test_an_adapter_of_a_prepared_file_is_merged_into_what_is_published(
+    model_type: str, tmp_path: Path
+) -> None:
+    source = publish(model_type, tmp_path / "source")
+    one = tmp_path / "one"
     shutil.copytree(source, one, ignore=shutil.ignore_patterns("model*"))
     prepare(source, one / SINGLE_NAME)
     found = []
@@ -62,15 +81,20 @@ def test_an_adapter_of_a_prepared_file_is_merged_into_what_is_published(model_ty
         with opened(base) as model:
             draw_b(model.lora_manager)
             model.save_pretrained(tmp_path / f"adapter of {base.name}")
-        merged = merge_adapter(tmp_path / f"adapter of {base.name}", tmp_path / f"merged {base.name}")
+        merged = merge_adapter(
+            tmp_path / f"adapter of {base.name}", tmp_path / f"merged {base.name}"
+        )
         assert shapes(merged) == shapes(source)
         found.append(logits(read(published_class(tiny_config(model_type)), merged)[0]))
     assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "gemma3", "qwen3_5"])
-def test_a_model_in_memory_is_written_as_save_pretrained_does_or_put_together(model_type: str, tmp_path: Path) -> None:
-    source, one = publish(model_type, tmp_path / "source"), tmp_path / "one"
+def test_a_model_in_memory_is_written_as_save_pretrained_does_or_put_together(
+    model_type: str, tmp_path: Path
+) -> None:
+    source = publish(model_type, tmp_path / "source")
+    one = tmp_path / "one"
     kind = published_class(tiny_config(model_type))
     model, _ = read(kind, source)
     assert shapes(prepare(model, tmp_path / "out").path) == shapes(source)
@@ -87,7 +111,10 @@ def test_a_model_in_memory_is_written_as_save_pretrained_does_or_put_together(mo
 def test_what_no_class_reads_in_one_piece_is_not_quantised_and_said(tmp_path: Path) -> None:
     source = publish("dots3_note", tmp_path / "source")
     quantized = prepare(source, tmp_path / "out", quantize="int8")
-    assert any(note.startswith("4 tensors not quantised, because they stay in pieces") for note in quantized.notes())
+    assert any(
+        note.startswith("4 tensors not quantised, because they stay in pieces")
+        for note in quantized.notes()
+    )
     expanded = prepare(quantized.path, tmp_path / "expanded").path
     assert shapes(expanded) == shapes(source)
     whole, _ = read(transformers.AutoModelForCausalLM, expanded)
@@ -101,7 +128,12 @@ def quantizable(model_type: str, directory: Path) -> Path:
     """Write a model whose rows are long enough for every kind of quantisation."""
     config = tiny_config(model_type)
     for part in (config, config.get_text_config()):
-        for size in ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
+        for size in (
+            "hidden_size",
+            "intermediate_size",
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+        ):
             if isinstance(getattr(part, size, None), int):
                 setattr(part, size, 64)
     if model_type.startswith("qwen3_5"):
@@ -113,7 +145,11 @@ def quantizable(model_type: str, directory: Path) -> Path:
 
 def whole_state(kind: Any, directory: Path) -> dict[str, torch.Tensor]:
     model, report = kind.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    assert (
+        not report["missing_keys"]
+        and not report["unexpected_keys"]
+        and not report["mismatched_keys"]
+    )
     return dict(model.state_dict())
 
 
@@ -124,8 +160,11 @@ def test_a_quantised_directory_is_read_by_the_class_that_its_config_names(
 ) -> None:
     source = quantizable(model_type, tmp_path / "source")
     quantized = prepare(source, tmp_path / "out", quantize=kind).path
-    named = getattr(transformers, json.loads((quantized / "config.json").read_text())["architectures"][0])
-    before, after = whole_state(named, source), whole_state(named, quantized)
+    named = getattr(
+        transformers, json.loads((quantized / "config.json").read_text())["architectures"][0]
+    )
+    before = whole_state(named, source)
+    after = whole_state(named, quantized)
     towers = [name for name in before if "visual" in name]
     assert bool(towers) == (model_type == "qwen3_5")
     assert all(torch.equal(after[name], before[name]) for name in towers)
@@ -135,9 +174,17 @@ def test_a_quantised_directory_is_read_by_the_class_that_its_config_names(
 @pytest.mark.parametrize(
     ("model_type", "kind", "message"),
     [
-        ("qwen3_moe", "nf4", "ignore_mismatched_sizes"),  # experts in one tensor are not bitsandbytes'
+        (
+            "qwen3_moe",
+            "nf4",
+            "ignore_mismatched_sizes",
+        ),  # experts in one tensor are not bitsandbytes'
         ("mixtral", "nf4", "ignore_mismatched_sizes"),
-        ("qwen3_5", "int8", "issues during automatic conversion"),  # torchao's tensors cannot be renamed
+        (
+            "qwen3_5",
+            "int8",
+            "issues during automatic conversion",
+        ),  # torchao's tensors cannot be renamed
     ],
 )
 def test_a_class_that_cannot_read_a_quantised_directory_says_so(

@@ -1,4 +1,6 @@
-"""A delta and its base make, bit for bit, the model that saving all of it would have written; no other base does."""
+"""A delta and its base make, bit for bit, the model that saving all of it would have written; no
+other base does.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -26,9 +28,13 @@ Chosen = Callable[[str], bool]
 
 
 @contextmanager
-def trained(model: Path, chosen: Chosen, dtype: str | None = None) -> Iterator[tuple[LemaModel, FullTraining]]:
+def trained(
+    model: Path, chosen: Chosen, dtype: str | None = None
+) -> Iterator[tuple[LemaModel, FullTraining]]:
     """Train a model's own weights for two steps."""
-    opened = LemaModel(LemaConfig(str(model), device="cpu", strategy="resident", learning_rate=1e-2, dtype=dtype))
+    opened = LemaModel(
+        LemaConfig(str(model), device="cpu", strategy="resident", learning_rate=1e-2, dtype=dtype)
+    )
     training = FullTraining(opened.adapter, opened.config, chosen)
     for _ in range(2):
         training.accumulate(micro_batches(2))
@@ -46,7 +52,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     place = tmp_path_factory.mktemp("delta")
     base = write_checkpoint("llama", place).streamed
     with trained(base, attention_of_the_last_four) as (model, training):
-        return base, save_delta(model, training.places, place / "delta", 20_000)
+        return base, save_delta(model, training.master_store, place / "delta", 20_000)
 
 
 @pytest.mark.sampled(1)
@@ -64,13 +70,15 @@ def test_applied_to_its_base_it_is_the_model_that_was_trained(
 ) -> None:
     base = write_checkpoint(name, tmp_path, tied=tied).streamed
     with trained(base, chosen, dtype) as (model, training):
-        expected = save_trained(model, training.places, tmp_path / "whole", 100_000)
-        delta = save_delta(model, training.places, tmp_path / "delta", 100_000)
+        expected = save_trained(model, training.master_store, tmp_path / "whole", 100_000)
+        delta = save_delta(model, training.master_store, tmp_path / "delta", 100_000)
         changed = set(training.masters)
     assert is_delta(delta) and not is_delta(expected) and not list(tmp_path.glob(".*"))
     stored = {name for file in delta.glob("*.safetensors") for name in load_file(file)}
     assert stored == changed == set(json.loads((delta / DELTA_NAME).read_text())["tensors"])
-    assert files(apply_delta(delta, tmp_path / "applied", max_shard_size=100_000)) == files(expected)
+    assert files(apply_delta(delta, tmp_path / "applied", max_shard_size=100_000)) == files(
+        expected
+    )
     was, now = (GlobalBinaryIndex(place) for place in (base, expected))
     assert base_fingerprint(was) != base_fingerprint(now)
 
@@ -79,19 +87,25 @@ def test_it_holds_what_trained_and_nothing_else(saved: tuple[Path, Path]) -> Non
     base, delta = saved
     index = json.loads((delta / "delta.safetensors.index.json").read_text())
     trained_bytes = sum(
-        record.nbytes for name, record in GlobalBinaryIndex(base).items() if attention_of_the_last_four(name)
+        record.nbytes
+        for name, record in GlobalBinaryIndex(base).items()
+        if attention_of_the_last_four(name)
     )
     assert index["metadata"]["total_size"] == trained_bytes > 0
     assert len(set(index["weight_map"].values())) > 1
 
 
-def test_another_base_is_refused_and_a_moved_one_is_not(saved: tuple[Path, Path], tmp_path: Path) -> None:
+def test_another_base_is_refused_and_a_moved_one_is_not(
+    saved: tuple[Path, Path], tmp_path: Path
+) -> None:
     base, delta = saved
     moved = tmp_path / "moved"
     moved.mkdir()
     for file in base.iterdir():
         (moved / file.name).write_bytes(file.read_bytes())
-    assert files(apply_delta(delta, tmp_path / "one", moved)) == files(apply_delta(delta, tmp_path / "two"))
+    assert files(apply_delta(delta, tmp_path / "one", moved)) == files(
+        apply_delta(delta, tmp_path / "two")
+    )
     shard = sorted(moved.glob("*.safetensors"))[0]
     tensors = load_file(shard)
     name = next(iter(tensors))
@@ -104,9 +118,15 @@ def test_another_base_is_refused_and_a_moved_one_is_not(saved: tuple[Path, Path]
 
 def test_the_files_may_be_divided_otherwise(saved: tuple[Path, Path], tmp_path: Path) -> None:
     base, _ = saved
-    one = {name: tensor for file in base.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    one = {
+        name: tensor
+        for file in base.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
     save_file(one, tmp_path / "model.safetensors", {"format": "pt"})
-    assert base_fingerprint(GlobalBinaryIndex(tmp_path)) == base_fingerprint(GlobalBinaryIndex(base))
+    assert base_fingerprint(GlobalBinaryIndex(tmp_path)) == base_fingerprint(
+        GlobalBinaryIndex(base)
+    )
 
 
 def test_every_part_of_a_tensor_that_training_changes_shows(tmp_path: Path) -> None:
@@ -117,12 +137,20 @@ def test_every_part_of_a_tensor_that_training_changes_shows(tmp_path: Path) -> N
     for size in (1, 100, 5_000):
         whole = torch.randn(size)
         same = {fingerprint(whole), fingerprint(whole.clone())}
-        others = {fingerprint(whole, "other"), fingerprint(whole.view(1, size)), fingerprint(whole.bfloat16())}
+        others = {
+            fingerprint(whole, "other"),
+            fingerprint(whole.view(1, size)),
+            fingerprint(whole.bfloat16()),
+        }
         for place in {0, size // 2, size - 1}:
             changed = whole.clone()
             changed[place] += 1
             others.add(fingerprint(changed))
-        assert len(same) == 1 and len(others) == 3 + len({0, size // 2, size - 1}) and not same & others
+        assert (
+            len(same) == 1
+            and len(others) == 3 + len({0, size // 2, size - 1})
+            and not same & others
+        )
 
 
 def broken(delta: Path, out: Path, **changes: object) -> Path:
@@ -176,11 +204,16 @@ def test_the_command_tells_a_delta_from_an_adapter(
     base, delta = saved
     assert run(app, ["merge", str(delta), str(tmp_path / "out"), "--base", str(base)]) == 0
     assert files(tmp_path / "out") == files(apply_delta(delta, tmp_path / "expected"))
-    assert run(app, ["merge", str(delta), str(tmp_path / "new"), "--rounding", "stochastic"]) == ConfigError.exit_code
+    assert (
+        run(app, ["merge", str(delta), str(tmp_path / "new"), "--rounding", "stochastic"])
+        == ConfigError.exit_code
+    )
     assert "a delta has complete weights" in capsys.readouterr().err
 
 
-def test_an_empty_place_is_wanted(checkpoint_of: Callable[..., Checkpoint], saved: tuple[Path, Path]) -> None:
+def test_an_empty_place_is_wanted(
+    checkpoint_of: Callable[..., Checkpoint], saved: tuple[Path, Path]
+) -> None:
     base, delta = saved
     with pytest.raises(ConfigError, match="the directory is not empty"):
         apply_delta(delta, base)
@@ -188,4 +221,4 @@ def test_an_empty_place_is_wanted(checkpoint_of: Callable[..., Checkpoint], save
         trained(checkpoint_of("llama").streamed, one_in_the_middle) as (model, training),
         pytest.raises(ConfigError, match="the directory is not empty"),
     ):
-        save_delta(model, training.places, base)
+        save_delta(model, training.master_store, base)

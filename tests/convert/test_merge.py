@@ -1,4 +1,6 @@
-"""A merged model is bit for bit what PEFT's `merge_and_unload` gives, written without ever holding the model."""
+"""A merged model is bit for bit what PEFT's `merge_and_unload` gives, written without ever
+holding the model.
+"""
 
 import errno
 import json
@@ -51,7 +53,9 @@ def disturb(parameters: Any) -> None:
 
 def merged_by_peft(model: Path, adapter: Path, dtype: str | None = None) -> dict[str, torch.Tensor]:
     base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-    merged: dict[str, torch.Tensor] = PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
+    merged: dict[str, torch.Tensor] = (
+        PeftModel.from_pretrained(base, adapter).merge_and_unload().state_dict()
+    )
     return merged
 
 
@@ -86,7 +90,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Path]:
         ("mixtral", True, "float16"),
     ],
 )
-def test_the_merged_model_is_the_one_peft_merges(tmp_path: Path, name: str, tied: bool, dtype: str | None) -> None:
+def test_the_merged_model_is_the_one_peft_merges(
+    tmp_path: Path, name: str, tied: bool, dtype: str | None
+) -> None:
     checkpoint = write_checkpoint(name, tmp_path, tied=tied)
     adapter = trained_adapter(checkpoint.streamed, tmp_path / "adapter", dtype=dtype)
     base = AutoModelForCausalLM.from_pretrained(checkpoint.published, dtype=dtype).state_dict()
@@ -97,7 +103,9 @@ def test_the_merged_model_is_the_one_peft_merges(tmp_path: Path, name: str, tied
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_without_a_dtype_in_the_config_the_checkpoint_keeps_its_own(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_without_a_dtype_in_the_config_the_checkpoint_keeps_its_own(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
     checkpoint = write_checkpoint("llama", tmp_path, dtype=dtype)
     adapter = trained_adapter(checkpoint.streamed, tmp_path / "adapter")
     out = merge_adapter(adapter, tmp_path / "merged")
@@ -126,7 +134,9 @@ def test_an_adapter_of_peft_alone_merges_with_its_scalings_and_patterns(
     assert_loads_as(out, merged_by_peft(published, tmp_path / "adapter"))
 
 
-def test_an_adapter_of_the_older_format_merges(llama: tuple[Checkpoint, Path], tmp_path: Path) -> None:
+def test_an_adapter_of_the_older_format_merges(
+    llama: tuple[Checkpoint, Path], tmp_path: Path
+) -> None:
     checkpoint, adapter = llama
     old = tmp_path / "old"
     old.mkdir()
@@ -151,8 +161,15 @@ def test_no_file_is_larger_than_asked_but_for_a_larger_tensor(
     index = json.loads((out / INDEX_NAME).read_text())
     stored = GlobalBinaryIndex(out)
     assert {name: record.file.name for name, record in stored.items()} == index["weight_map"]
-    assert index["metadata"]["total_size"] == stored.nbytes == GlobalBinaryIndex(checkpoint.published).nbytes
-    held = [[record.nbytes for record in stored.values() if record.file == file] for file in stored.files]
+    assert (
+        index["metadata"]["total_size"]
+        == stored.nbytes
+        == GlobalBinaryIndex(checkpoint.published).nbytes
+    )
+    held = [
+        [record.nbytes for record in stored.values() if record.file == file]
+        for file in stored.files
+    ]
     assert all(sum(sizes) <= limit or len(sizes) == 1 for sizes in held)
     # Files are filled: no two neighbours would fit into one.
     assert all(sum(left) + right[0] > limit for left, right in pairwise(held))
@@ -165,11 +182,21 @@ def test_a_model_within_the_limit_is_one_file_and_its_companions_come_along(
     llama: tuple[Checkpoint, Path], tmp_path: Path
 ) -> None:
     checkpoint, adapter = llama
-    companions = {"tokenizer.json": "{}", "chat_template.jinja": "{{ messages }}", "notes.py": "raise SystemExit"}
+    companions = {
+        "tokenizer.json": "{}",
+        "chat_template.jinja": "{{ messages }}",
+        "notes.py": "raise SystemExit",
+    }
     for name, text in companions.items():
         (checkpoint.streamed / name).write_text(text)
     out = merge_adapter(adapter, tmp_path / "new" / "place" / "merged")
-    names = {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", SINGLE_NAME}
+    names = {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        SINGLE_NAME,
+    }
     assert {path.name for path in out.iterdir()} == names
     assert (out / "tokenizer.json").read_text() == "{}"
     for name in companions:
@@ -181,7 +208,10 @@ def test_the_merged_model_has_the_names_and_shapes_of_the_published_one(tmp_path
     adapter = trained_adapter(checkpoint.streamed, tmp_path / "adapter")
     out = merge_adapter(adapter, tmp_path / "merged", 50_000)
     shapes = [
-        {name: (record.dtype, record.shape) for name, record in GlobalBinaryIndex(directory).items()}
+        {
+            name: (record.dtype, record.shape)
+            for name, record in GlobalBinaryIndex(directory).items()
+        }
         for directory in (out, checkpoint.published)
     ]
     assert shapes[0] == shapes[1]
@@ -190,7 +220,11 @@ def test_the_merged_model_has_the_names_and_shapes_of_the_published_one(tmp_path
 
 def peak_of_a_merge(tmp_path: Path, layers: int) -> int:
     config = LlamaConfig(
-        vocab_size=4000, hidden_size=64, intermediate_size=128, num_attention_heads=2, num_hidden_layers=layers
+        vocab_size=4000,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=2,
+        num_hidden_layers=layers,
     )
     model = tmp_path / f"model{layers}"
     AutoModelForCausalLM.from_config(config).save_pretrained(model)
@@ -202,13 +236,17 @@ def peak_of_a_merge(tmp_path: Path, layers: int) -> int:
 
 @pytest.mark.slow
 def test_merging_holds_one_module_however_deep_the_model(tmp_path: Path) -> None:
-    module, embeddings = 64 * 128 * 4, 4000 * 64 * 4
-    shallow, deep = peak_of_a_merge(tmp_path, 2), peak_of_a_merge(tmp_path, 8)
+    module = 64 * 128 * 4
+    embeddings = 4000 * 64 * 4
+    shallow = peak_of_a_merge(tmp_path, 2)
+    deep = peak_of_a_merge(tmp_path, 8)
     assert module < shallow <= 4 * module < embeddings  # its weights, and PEFT's terms of the sum
     assert deep == shallow
 
 
-def test_a_directory_in_use_is_refused_and_left_alone(llama: tuple[Checkpoint, Path], tmp_path: Path) -> None:
+def test_a_directory_in_use_is_refused_and_left_alone(
+    llama: tuple[Checkpoint, Path], tmp_path: Path
+) -> None:
     checkpoint, adapter = llama
     taken = tmp_path / "taken"
     taken.mkdir()
@@ -216,10 +254,14 @@ def test_a_directory_in_use_is_refused_and_left_alone(llama: tuple[Checkpoint, P
     file = tmp_path / "file"
     file.write_text("mine")
     for place in (taken, file, adapter, checkpoint.streamed):
-        before = sorted(path.name for path in place.iterdir()) if place.is_dir() else place.read_text()
+        before = (
+            sorted(path.name for path in place.iterdir()) if place.is_dir() else place.read_text()
+        )
         with pytest.raises(ConfigError, match="the directory is not empty"):
             merge_adapter(adapter, place)
-        assert (sorted(path.name for path in place.iterdir()) if place.is_dir() else place.read_text()) == before
+        assert (
+            sorted(path.name for path in place.iterdir()) if place.is_dir() else place.read_text()
+        ) == before
 
 
 def test_an_empty_directory_is_filled(llama: tuple[Checkpoint, Path], tmp_path: Path) -> None:
@@ -232,7 +274,8 @@ def test_an_empty_directory_is_filled(llama: tuple[Checkpoint, Path], tmp_path: 
 def test_a_full_disk_leaves_nothing_behind(
     llama: tuple[Checkpoint, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = os.pwrite, iter(range(1000))
+    real = os.pwrite
+    calls = iter(range(1000))
 
     def full_after_ten(*arguments: Any) -> int:
         if next(calls) >= 10:
@@ -246,7 +289,9 @@ def test_a_full_disk_leaves_nothing_behind(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_does_not_fit_is_named_and_nothing_is_written(llama: tuple[Checkpoint, Path], tmp_path: Path) -> None:
+def test_what_does_not_fit_is_named_and_nothing_is_written(
+    llama: tuple[Checkpoint, Path], tmp_path: Path
+) -> None:
     checkpoint, adapter = llama
     place = tmp_path / "place"
     place.mkdir()
@@ -269,7 +314,9 @@ def test_a_model_of_experts_stored_one_by_one_merges_as_it_is(tmp_path: Path) ->
     assert_loads_as(tmp_path / "merged", merged_by_peft(published, adapter))
 
 
-def test_the_command_merges(llama: tuple[Checkpoint, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_merges(
+    llama: tuple[Checkpoint, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint, adapter = llama
     out = tmp_path / "merged"
     assert run(app, ["merge", str(adapter), str(out), "--max-shard-size", "50KB"]) == 0

@@ -1,4 +1,6 @@
-"""What a part of a config says of how weights are quantised is read, and not left in what is written expanded."""
+"""What a part of a config says of how weights are quantised is read, and not left in what is
+written expanded.
+"""
 
 import json
 from pathlib import Path

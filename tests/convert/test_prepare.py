@@ -1,4 +1,6 @@
-"""A prepared file holds bit for bit what `from_pretrained` gives, in visit order, without ever holding the model."""
+"""A prepared file holds bit for bit what `from_pretrained` gives, in visit order, without ever
+holding the model.
+"""
 
 import errno
 import json
@@ -49,15 +51,23 @@ SIZES = {"vocab_size": 48, "hidden_size": 8, "intermediate_size": 12, "num_atten
 
 
 def llama(tied: bool = False, layers: int = 3) -> LlamaConfig:
-    return LlamaConfig(**SIZES, num_key_value_heads=1, num_hidden_layers=layers, tie_word_embeddings=tied)
+    return LlamaConfig(
+        **SIZES, num_key_value_heads=1, num_hidden_layers=layers, tie_word_embeddings=tied
+    )
 
 
 def gpt2() -> GPT2Config:
-    return GPT2Config(vocab_size=48, n_embd=8, n_layer=3, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
+    return GPT2Config(
+        vocab_size=48, n_embd=8, n_layer=3, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0
+    )
 
 
 def mixtral(layers: int = 3, **changes: object) -> MixtralConfig:
-    settings: dict[str, Any] = SIZES | {"num_key_value_heads": 1, "num_local_experts": 3, "num_hidden_layers": layers}
+    settings: dict[str, Any] = SIZES | {
+        "num_key_value_heads": 1,
+        "num_local_experts": 3,
+        "num_hidden_layers": layers,
+    }
     return MixtralConfig(**(settings | changes))
 
 
@@ -70,7 +80,9 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-def saved(config: PreTrainedConfig, directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+def saved(
+    config: PreTrainedConfig, directory: Path, dtype: torch.dtype = torch.float32, **options: Any
+) -> Path:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(directory, **options)
     return directory
@@ -86,7 +98,9 @@ def assert_equal(file: Path, expected: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("shard", ["4KB", "1GB"])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_prepared_file_is_what_from_pretrained_gives(tmp_path: Path, kind: str, shard: str) -> None:
+def test_a_prepared_file_is_what_from_pretrained_gives(
+    tmp_path: Path, kind: str, shard: str
+) -> None:
     source = saved(CONFIGS[kind](), tmp_path / "model", max_shard_size=shard)
     assert (source / INDEX_NAME).exists() == (shard == "4KB")
     file = prepare_monolithic_safetensors(source, tmp_path / "out" / "one.safetensors")
@@ -94,9 +108,13 @@ def test_a_prepared_file_is_what_from_pretrained_gives(tmp_path: Path, kind: str
     assert_equal(file, AutoModelForCausalLM.from_pretrained(source).state_dict())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, "bfloat16", "torch.float32"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, "bfloat16", "torch.float32"]
+)
 @pytest.mark.parametrize("kind", ["llama tied", "mixtral"])
-def test_a_dtype_asked_for_is_that_of_from_pretrained(tmp_path: Path, kind: str, dtype: torch.dtype | str) -> None:
+def test_a_dtype_asked_for_is_that_of_from_pretrained(
+    tmp_path: Path, kind: str, dtype: torch.dtype | str
+) -> None:
     source = saved(CONFIGS[kind](), tmp_path / "model", dtype=torch.bfloat16)
     wanted = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     file = prepare_monolithic_safetensors(str(source), tmp_path / "one.safetensors", dtype=dtype)
@@ -115,15 +133,21 @@ def test_the_dtype_the_config_names_wins_over_the_one_stored(tmp_path: Path) -> 
 def test_a_checkpoint_without_the_base_prefix_is_given_it(tmp_path: Path) -> None:
     source = saved(gpt2(), tmp_path / "model")
     expected = AutoModelForCausalLM.from_pretrained(source).state_dict()
-    plain = {name.removeprefix("transformer."): value for name, value in load_file(source / SINGLE_NAME).items()}
+    plain = {
+        name.removeprefix("transformer."): value
+        for name, value in load_file(source / SINGLE_NAME).items()
+    }
     save_file(plain, source / SINGLE_NAME, metadata={"format": "pt"})
     assert "h.0.attn.c_attn.weight" in GlobalBinaryIndex(source)
     assert_equal(prepare_monolithic_safetensors(source, tmp_path / "one.safetensors"), expected)
 
 
 def content(file: Path) -> tuple[Any, bytes]:
-    """Return what a file says of its tensors, and their bytes, without the metadata that tells where it comes from."""
-    size, whole = 8 + int.from_bytes(file.read_bytes()[:8], "little"), file.read_bytes()
+    """Return what a file says of its tensors, and their bytes, without the metadata that tells
+    where it comes from.
+    """
+    size = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    whole = file.read_bytes()
     about = json.loads(whole[8:size])
     return {name: one for name, one in about.items() if name != "__metadata__"}, whole[size:]
 
@@ -136,7 +160,10 @@ def test_a_model_in_memory_gives_the_same_file_as_its_directory(tmp_path: Path, 
         first = prepare_monolithic_safetensors(source, tmp_path / "a.safetensors", dtype=dtype)
         second = prepare_monolithic_safetensors(model, tmp_path / "b.safetensors", "cpu", dtype)
         assert content(first) == content(second)
-        assert GlobalBinaryIndex(first).origin == (str(source), None) and GlobalBinaryIndex(second).origin is None
+        assert (
+            GlobalBinaryIndex(first).origin == (str(source), None)
+            and GlobalBinaryIndex(second).origin is None
+        )
     assert model.dtype == torch.float32
 
 
@@ -146,10 +173,16 @@ def test_layers_are_contiguous_and_in_visit_order(tmp_path: Path, kind: str) -> 
     index = GlobalBinaryIndex(prepare_monolithic_safetensors(source, tmp_path / "one.safetensors"))
     names = list(index)
     assert names == visit_order(meta_model(read_config(source)))
-    places = [part for name in names for part in [next((p for p in name.split(".") if p.isdigit()), "outside")]]
+    places = [
+        part
+        for name in names
+        for part in [next((p for p in name.split(".") if p.isdigit()), "outside")]
+    ]
     runs = [place for i, place in enumerate(places) if i == 0 or places[i - 1] != place]
     assert runs == ["outside", "0", "1", "2", "outside"]
-    assert names[0].endswith(("embed_tokens.weight", "wte.weight")) and names[-1] == "lm_head.weight"
+    assert (
+        names[0].endswith(("embed_tokens.weight", "wte.weight")) and names[-1] == "lm_head.weight"
+    )
     ends = [record.offset + record.nbytes for record in index.values()]
     assert [record.offset for record in index.values()][1:] == ends[:-1]
 
@@ -165,12 +198,18 @@ def test_preparing_twice_changes_nothing(tmp_path: Path, kind: str) -> None:
 
 @pytest.fixture
 def converted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tell transformers of a published form which a second conversion corrupts, and whose tied weight is fused."""
+    """Tell transformers of a published form which a second conversion corrupts, and whose tied
+    weight is fused.
+    """
     get_checkpoint_conversion_mapping("legacy")  # fills the table
     rules = [
-        WeightConverter("o_proj.weight", "o_proj.weight", [Transpose()]),  # square: nothing shows it was done
         WeightConverter(
-            ["embed_tokens.first.weight", "embed_tokens.second.weight"], "embed_tokens.weight", [Concatenate(dim=0)]
+            "o_proj.weight", "o_proj.weight", [Transpose()]
+        ),  # square: nothing shows it was done
+        WeightConverter(
+            ["embed_tokens.first.weight", "embed_tokens.second.weight"],
+            "embed_tokens.weight",
+            [Concatenate(dim=0)],
         ),
     ]
     table = conversion_mapping._checkpoint_conversion_mapping_cache
@@ -181,7 +220,10 @@ def as_read(file: Path) -> dict[str, torch.Tensor]:
     """What a model is given of a file beside its config."""
     index = GlobalBinaryIndex(file)
     model = meta_model(read_config(file.parent), torch.float32)
-    return {name: read_stored(record, torch.float32) for name, record in match_names(model, index).items()}
+    return {
+        name: read_stored(record, torch.float32)
+        for name, record in match_names(model, index).items()
+    }
 
 
 @pytest.mark.usefixtures("converted")
@@ -193,11 +235,15 @@ def test_what_is_put_together_is_read_as_it_is_and_what_would_be_converted_again
     assert "model.embed_tokens.second.weight" in published
     expected = AutoModelForCausalLM.from_pretrained(source).state_dict()
     once = prepare(source, source / "once.safetensors").path
-    turned = {name for name in expected if name.endswith("o_proj.weight")}  # under its own name, transposed
+    turned = {
+        name for name in expected if name.endswith("o_proj.weight")
+    }  # under its own name, transposed
     assert_equal(once, expected | {name: published[name] for name in turned})
     twice = prepare(once, source / "twice.safetensors").path
     old = source / "old.safetensors"
-    save_file({name: one.clone() for name, one in expected.items()}, old, {"lema.in_memory_names": "true"})
+    save_file(
+        {name: one.clone() for name, one in expected.items()}, old, {"lema.in_memory_names": "true"}
+    )
     again = prepare(old, source / "new.safetensors").path
     for file in (once, twice, old, again):
         found = as_read(file)
@@ -209,29 +255,59 @@ def test_what_is_put_together_is_read_as_it_is_and_what_would_be_converted_again
         assert_equal(prepare(made_of, tmp_path / f"again{number}").weights, published)
 
 
-def test_a_buffer_the_checkpoint_need_not_store_gets_the_value_the_model_gives_it(tmp_path: Path) -> None:
-    shape: dict[str, Any] = {"moe_intermediate_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
-    heads = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
-    layers = {"num_hidden_layers": 3, "first_k_dense_replace": 1, "topk_group": 1, "num_key_value_heads": 2}
-    source = saved(AutoConfig.for_model("axk1", **SIZES, **shape, **heads, **layers), tmp_path / "model")
+def test_a_buffer_the_checkpoint_need_not_store_gets_the_value_the_model_gives_it(
+    tmp_path: Path,
+) -> None:
+    shape: dict[str, Any] = {
+        "moe_intermediate_size": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+    }
+    heads = {
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+    }
+    layers = {
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "topk_group": 1,
+        "num_key_value_heads": 2,
+    }
+    source = saved(
+        AutoConfig.for_model("axk1", **SIZES, **shape, **heads, **layers), tmp_path / "model"
+    )
     tensors = load_file(source / SINGLE_NAME)
-    without = {name: tensor for name, tensor in tensors.items() if not name.endswith("e_score_correction_bias")}
+    without = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not name.endswith("e_score_correction_bias")
+    }
     assert len(without) == len(tensors) - 2
     save_file(without, source / SINGLE_NAME, metadata={"format": "pt"})
     prepared = prepare(source, tmp_path / "one.safetensors", dtype="bfloat16")
-    assert_equal(prepared.path, AutoModelForCausalLM.from_pretrained(source, dtype="bfloat16").state_dict())
+    assert_equal(
+        prepared.path, AutoModelForCausalLM.from_pretrained(source, dtype="bfloat16").state_dict()
+    )
     assert prepared.notes()[-1].startswith(
         "2 tensors not stored, so written with the model's own values: model.layers.*."
     )
 
 
-def assembled_by_prepare(monkeypatch: pytest.MonkeyPatch, source: Path, out: Path) -> tuple[int, int]:
+def assembled_by_prepare(
+    monkeypatch: pytest.MonkeyPatch, source: Path, out: Path
+) -> tuple[int, int]:
     """The most memory that tensors were put together in at once, and the bytes of one layer."""
     with monkeypatch.context() as patch:
         taken = AssembledBytes(patch)
         file = prepare_monolithic_safetensors(source, out)
     assert taken.now == 0
-    return taken.peak, sum(r.nbytes for name, r in GlobalBinaryIndex(file).items() if ".layers.0." in name)
+    return taken.peak, sum(
+        r.nbytes for name, r in GlobalBinaryIndex(file).items() if ".layers.0." in name
+    )
 
 
 # Large enough for all that a conversion needs to lie in memory that is counted.
@@ -249,19 +325,33 @@ def test_converting_takes_less_than_a_layer_however_deep_the_model(
         assert 0 < peak < layer
 
 
-def test_casting_what_is_converted_takes_less_than_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_casting_what_is_converted_takes_less_than_a_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = saved(mixtral(3, **LARGE), tmp_path / "model")
     with monkeypatch.context() as patch:
         taken = AssembledBytes(patch)
-        file = prepare_monolithic_safetensors(source, tmp_path / "one.safetensors", dtype="bfloat16")
-    assert 0 < taken.peak < sum(r.nbytes for name, r in GlobalBinaryIndex(file).items() if ".layers.0." in name)
+        file = prepare_monolithic_safetensors(
+            source, tmp_path / "one.safetensors", dtype="bfloat16"
+        )
+    assert (
+        0
+        < taken.peak
+        < sum(r.nbytes for name, r in GlobalBinaryIndex(file).items() if ".layers.0." in name)
+    )
     assert_equal(file, AutoModelForCausalLM.from_pretrained(source, dtype="bfloat16").state_dict())
 
 
 @pytest.mark.usefixtures("turned_over")
-def test_turning_experts_over_takes_less_than_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turning_experts_over_takes_less_than_a_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = saved(mixtral(3, **LARGE), tmp_path / "model")
-    assert GlobalBinaryIndex(source)["model.layers.0.mlp.experts.gate_up_projs"].shape == (8, 256, 2048)
+    assert GlobalBinaryIndex(source)["model.layers.0.mlp.experts.gate_up_projs"].shape == (
+        8,
+        256,
+        2048,
+    )
     peak, layer = assembled_by_prepare(monkeypatch, source, tmp_path / "one.safetensors")
     assert 0 < peak < layer
     expected = AutoModelForCausalLM.from_pretrained(source).state_dict()
@@ -270,7 +360,9 @@ def test_turning_experts_over_takes_less_than_a_layer(tmp_path: Path, monkeypatc
 
 @pytest.fixture
 def turned_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tell transformers of a published form in which the experts of a layer are one tensor, turned over."""
+    """Tell transformers of a published form in which the experts of a layer are one tensor,
+    turned over.
+    """
     get_checkpoint_conversion_mapping("legacy")  # fills the table
     rules = [
         WeightConverter(f"mlp.experts.{name}s", f"mlp.experts.{name}", [Transpose(1, 2)])
@@ -287,8 +379,11 @@ def test_copying_and_casting_hold_pieces_and_not_tensors(
     config = llama(layers=1)
     config.vocab_size = 2_000_000
     source = saved(config, tmp_path / "model")
-    pages, mapped = blockfile._pages, list[int]()
-    monkeypatch.setattr(blockfile, "_pages", lambda nbytes: (mapped.append(nbytes), pages(nbytes))[1])
+    pages = blockfile._pages
+    mapped = list[int]()
+    monkeypatch.setattr(
+        blockfile, "_pages", lambda nbytes: (mapped.append(nbytes), pages(nbytes))[1]
+    )
     tracemalloc.start()  # sees the buffers read into
     with LiveBytes(tmp_path) as live:  # sees what they are cast to
         prepare_monolithic_safetensors(source, tmp_path / "one.safetensors", dtype=dtype)
@@ -297,18 +392,24 @@ def test_copying_and_casting_hold_pieces_and_not_tensors(
     embedding = 2_000_000 * 8 * 4
     assert (live.peak > 0) == (dtype == torch.bfloat16)
     assert peak + live.peak < 4 * tensorfile.PIECE_BYTES
-    assert sum(mapped) <= blockfile.NUM_CHUNKS * blockfile.CHUNK_BYTES + 4 * blockfile.BLOCK < 0.6 * embedding
+    assert (
+        sum(mapped)
+        <= blockfile.NUM_CHUNKS * blockfile.CHUNK_BYTES + 4 * blockfile.BLOCK
+        < 0.6 * embedding
+    )
 
 
 def test_the_source_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = saved(mixtral(tie_word_embeddings=False), tmp_path / "model", max_shard_size="4KB")
-    real, read = tensorfile.read_into, dict[str, int]()
+    real = tensorfile.read_into
+    read = dict[str, int]()
 
     def counted(record: TensorRecord, buffer: memoryview, start: int = 0) -> None:
         read[record.name] = read.get(record.name, 0) + len(buffer)
         real(record, buffer, start)
 
-    real_reader, assembled = LayerReader.submit, list[int]()
+    real_reader = LayerReader.submit
+    assembled = list[int]()
 
     def noted(reader: LayerReader, layer: LayerBytes, *arguments: Any, **options: Any) -> Any:
         assembled.append(layer.read_bytes)
@@ -319,8 +420,12 @@ def test_the_source_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(LayerReader, "submit", noted)
     prepare(source, tmp_path / "one.safetensors")
     index = GlobalBinaryIndex(source)
-    assert read == {name: record.nbytes for name, record in index.items() if ".experts." not in name}
-    assert sum(assembled) == sum(record.nbytes for name, record in index.items() if ".experts." in name)
+    assert read == {
+        name: record.nbytes for name, record in index.items() if ".experts." not in name
+    }
+    assert sum(assembled) == sum(
+        record.nbytes for name, record in index.items() if ".experts." in name
+    )
 
 
 def test_a_source_that_fails_under_way_leaves_nothing(tmp_path: Path) -> None:
@@ -343,7 +448,9 @@ def test_a_source_that_fails_under_way_leaves_nothing(tmp_path: Path) -> None:
 def test_progress_is_of_the_bytes_of_the_file(tmp_path: Path) -> None:
     source = saved(mixtral(), tmp_path / "model")
     seen: list[tuple[int, int]] = []
-    prepared = prepare(source, tmp_path / "out", progress=lambda done, total: seen.append((done, total)))
+    prepared = prepare(
+        source, tmp_path / "out", progress=lambda done, total: seen.append((done, total))
+    )
     assert seen == sorted(seen) and {total for _, total in seen} == {prepared.nbytes}
     assert seen[-1] == (prepared.nbytes, prepared.nbytes)
     assert prepared.path == tmp_path / "out" and prepared.weights == tmp_path / "out" / SINGLE_NAME
@@ -353,9 +460,16 @@ def test_what_was_left_out_or_added_is_said_in_a_line_each(tmp_path: Path) -> No
     source = saved(gpt2(), tmp_path / "model")
     tensors = load_file(source / SINGLE_NAME)
     masks = {f"transformer.h.{i}.attn.bias": torch.ones(1, 1, 16, 16) for i in range(3)}
-    save_file(tensors | masks | {"score.weight": torch.ones(2)}, source / SINGLE_NAME, metadata={"format": "pt"})
+    save_file(
+        tensors | masks | {"score.weight": torch.ones(2)},
+        source / SINGLE_NAME,
+        metadata={"format": "pt"},
+    )
     assert prepare(source, tmp_path / "one.safetensors").notes() == [
-        "3 tensors left out, because transformers does not load them into this type: transformer.h.*.attn.bias (3)",
+        (
+            "3 tensors left out, because transformers does not load them into this type: "
+            "transformer.h.*.attn.bias (3)"
+        ),
         "1 tensors left out, because the model does not have them: score.weight",
     ]
     assert prepare(AutoModelForCausalLM.from_pretrained(source), tmp_path / "more").notes() == []
@@ -370,7 +484,9 @@ def test_the_command_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixt
     assert run(app, ["prepare", str(source), str(tmp_path / "out.safetensors")]) == 0
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith("6 tensors rearranged: model.layers.*.mlp.experts.gate_up_proj (3), ")
-    assert re.fullmatch(rf"wrote {tmp_path / 'out.safetensors'}: [\d.]+ kB in \d+\.\d s, [\d.]+ .?B/s", last)
+    assert re.fullmatch(
+        rf"wrote {tmp_path / 'out.safetensors'}: [\d.]+ kB in \d+\.\d s, [\d.]+ .?B/s", last
+    )
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -384,7 +500,13 @@ def test_a_prepared_directory_loads_with_from_pretrained(tmp_path: Path, kind: s
     expected = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).state_dict()
     assert model.dtype == torch.bfloat16
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
-    names = {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", SINGLE_NAME}
+    names = {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        SINGLE_NAME,
+    }
     assert {path.name for path in out.iterdir()} == names
     assert (out / "tokenizer.json").read_bytes() == b"{}"
 
@@ -400,13 +522,16 @@ def test_a_single_file_may_be_given(tmp_path: Path) -> None:
     source = saved(llama(), tmp_path / "model")
     (source / SINGLE_NAME).rename(source / "other.safetensors")
     save_file({"t": torch.ones(1)}, source / "noise.safetensors")
-    file = prepare_monolithic_safetensors(source / "other.safetensors", tmp_path / "one.safetensors")
+    file = prepare_monolithic_safetensors(
+        source / "other.safetensors", tmp_path / "one.safetensors"
+    )
     assert "model.norm.weight" in GlobalBinaryIndex(file)
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = saved(mixtral(), tmp_path / "model")
-    real, calls = os.pwrite, iter(range(100))
+    real = os.pwrite
+    calls = iter(range(100))
 
     def full_after_one(*arguments: Any) -> int:
         if next(calls) >= 1:
@@ -423,7 +548,10 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
 def test_a_checkpoint_that_does_not_fit_writes_nothing(tmp_path: Path) -> None:
     source = saved(llama(), tmp_path / "model")
     tensors = load_file(source / SINGLE_NAME)
-    save_file({name: value for name, value in tensors.items() if "up_proj" not in name}, source / SINGLE_NAME)
+    save_file(
+        {name: value for name, value in tensors.items() if "up_proj" not in name},
+        source / SINGLE_NAME,
+    )
     with pytest.raises(WeightsError, match="3 missing"):
         prepare_monolithic_safetensors(source, tmp_path / "out" / "one.safetensors")
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,6 @@
-"""What is merged and prepared is the published checkpoint again, of every type: names, shapes, classes and logits."""
+"""What is merged and prepared is the published checkpoint again, of every type: names, shapes,
+classes and logits.
+"""
 
 import json
 import re
@@ -22,16 +24,31 @@ from lema.errors import WeightsError
 from lema.model.skeleton import auto_class
 
 VARIED = (
-    *("llama", "qwen3", "qwen3_moe", "mixtral", "qwen3_5", "qwen3_5_moe", "llama4", "gemma3", "mistral3", "gpt2"),
+    *(
+        "llama",
+        "qwen3",
+        "qwen3_moe",
+        "mixtral",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "llama4",
+        "gemma3",
+        "mistral3",
+        "gpt2",
+    ),
     *("gpt_neox", "phi3", "deepseek_v3", "gpt_oss", "bloom"),
 )
 # Types with a module in several layers, which PEFT adapts in each for itself: its weights part.
 PARTED = ("zamba", "zamba2")
 TOWERS = ("model.vision_tower.", "model.multi_modal_projector.")  # which are not read
 # Types of which PEFT's reader loses what PEFT has written.
-MISREAD = (*("deepseek_ocr2", "inkling2", "inkling2_text", "laguna", "mistral_large4", "unlimited_ocr"),)
+MISREAD = (
+    *("deepseek_ocr2", "inkling2", "inkling2_text", "laguna", "mistral_large4", "unlimited_ocr"),
+)
 TYPES = [
-    pytest.param(kind, marks=() if kind in VARIED else pytest.mark.exhaustive) for kind in STREAMED if kind != "emu3"
+    pytest.param(kind, marks=() if kind in VARIED else pytest.mark.exhaustive)
+    for kind in STREAMED
+    if kind != "emu3"
 ]
 
 
@@ -40,14 +57,18 @@ def settings(directory: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:.*tensors on disk are not used")  # towers that the class that trains has not
+@pytest.mark.filterwarnings(
+    "ignore:.*tensors on disk are not used"
+)  # towers that the class that trains has not
 @pytest.mark.filterwarnings("ignore:PEFT does not adapt these linear modules")
 @pytest.mark.filterwarnings("ignore:You have passed exclude_modules")  # which the other class needs
 @pytest.mark.filterwarnings(
     "ignore:Input and output embeddings are no longer tied"
 )  # of embeddings that nothing changed
 @pytest.mark.parametrize("model_type", TYPES)
-def test_what_is_merged_and_prepared_is_the_published_checkpoint_again(model_type: str, tmp_path: Path) -> None:
+def test_what_is_merged_and_prepared_is_the_published_checkpoint_again(
+    model_type: str, tmp_path: Path
+) -> None:
     source = publish(model_type, tmp_path / "source")
     prepared = prepare(source, tmp_path / "prepared").path
     with opened(source) as model:
@@ -65,9 +86,12 @@ def test_what_is_merged_and_prepared_is_the_published_checkpoint_again(model_typ
         assert reported == report
         assert torch.equal(logits(again), plain)
         peft = adapted(whole, tmp_path / "adapter", misread=model_type in MISREAD)
-        # PEFT adds every adapter of a weight that several modules share to the one weight; its merge is not its model.
+        # PEFT adds every adapter of a weight that several modules share to the one weight; its
+        # merge is not its model.
         changed = logits(peft if parts else peft.merge_and_unload())
-        assert not torch.equal(changed, plain), f"the adapter changes nothing on {type(whole).__name__}"
+        assert not torch.equal(changed, plain), (
+            f"the adapter changes nothing on {type(whole).__name__}"
+        )
         again, reported = read(kind, merged)
         assert reported == report
         torch.testing.assert_close(logits(again), changed, atol=1e-5, rtol=1e-5)
@@ -104,8 +128,16 @@ def with_stray(source: Path, name: str, architecture: str | None = None) -> None
         ("model.layers.9.mlp.down_proj.weight", None, False),
         ("score.weight", "LlamaForSequenceClassification", True),  # which reads it
         ("stray.weight", "LlamaForSequenceClassification", False),
-        ("stray.weight", "LlamaForSomethingElse", True),  # transformers does not know what that reads
-        ("model.layers.0.self_attn.rotary_emb.inv_freq", None, True),  # transformers expects it, and needs it not
+        (
+            "stray.weight",
+            "LlamaForSomethingElse",
+            True,
+        ),  # transformers does not know what that reads
+        (
+            "model.layers.0.self_attn.rotary_emb.inv_freq",
+            None,
+            True,
+        ),  # transformers expects it, and needs it not
     ],
 )
 def test_what_no_class_reads_is_left_out_and_said(

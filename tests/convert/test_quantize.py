@@ -1,4 +1,6 @@
-"""A quantised directory is in its library's own format: bit for bit what `transformers` quantises, and loads."""
+"""A quantised directory is in its library's own format: bit for bit what `transformers`
+quantises, and loads.
+"""
 
 import errno
 import json
@@ -10,7 +12,16 @@ from typing import Any
 import pytest
 import torch
 from live_bytes import LiveBytes
-from quantized import KINDS, LINEARS, NUM_LAYERS, SIZES, but_for_origin, expanded_by_the_library, prepared, published
+from quantized import (
+    KINDS,
+    LINEARS,
+    NUM_LAYERS,
+    SIZES,
+    but_for_origin,
+    expanded_by_the_library,
+    prepared,
+    published,
+)
 from safetensors.torch import load_file, save_file
 from tiny import write_checkpoint
 from torch import Tensor
@@ -49,10 +60,14 @@ def quantized(source: Path) -> Any:
 def library_config(kind: str) -> Any:
     """What a user would give `from_pretrained` for the same."""
     if kind == "nf4":
-        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+        return BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+        )
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
 
-    return TorchAoConfig(Int8WeightOnlyConfig(version=2) if kind == "int8" else Float8WeightOnlyConfig(version=2))
+    return TorchAoConfig(
+        Int8WeightOnlyConfig(version=2) if kind == "int8" else Float8WeightOnlyConfig(version=2)
+    )
 
 
 def records_of(directory: Path) -> dict[str, Any]:
@@ -64,19 +79,28 @@ def records_of(directory: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @kinds
-def test_transformers_loads_what_it_would_have_quantised_itself(source: Path, quantized: Any, kind: str) -> None:
-    expected = AutoModelForCausalLM.from_pretrained(source, quantization_config=library_config(kind))
-    found, report = AutoModelForCausalLM.from_pretrained(quantized(kind).path, output_loading_info=True)
+def test_transformers_loads_what_it_would_have_quantised_itself(
+    source: Path, quantized: Any, kind: str
+) -> None:
+    expected = AutoModelForCausalLM.from_pretrained(
+        source, quantization_config=library_config(kind)
+    )
+    found, report = AutoModelForCausalLM.from_pretrained(
+        quantized(kind).path, output_loading_info=True
+    )
     assert {what: names for what, names in report.items() if names} == {}
     assert found.dtype == expected.dtype == torch.bfloat16
-    weights, theirs = dict(expanded_by_the_library(found)), dict(expanded_by_the_library(expected))
+    weights = dict(expanded_by_the_library(found))
+    theirs = dict(expanded_by_the_library(expected))
     assert weights.keys() == theirs.keys()
     assert len(weights) == LINEARS * NUM_LAYERS
     for name, weight in theirs.items():
         assert type(found.get_submodule(name).weight) is type(expected.get_submodule(name).weight)
         assert weights[name].dtype == weight.dtype == torch.bfloat16
         assert torch.equal(weights[name], weight), name
-    plain = {name: p for name, p in expected.named_parameters() if name.rpartition(".")[0] not in weights}
+    plain = {
+        name: p for name, p in expected.named_parameters() if name.rpartition(".")[0] not in weights
+    }
     for name, parameter in plain.items():
         assert torch.equal(found.get_parameter(name), parameter), name
 
@@ -99,7 +123,9 @@ def test_weights_expand_here_to_what_the_library_expands_them_to(quantized: Any,
 @kinds
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 64), (7, 128), (300, 192), (65, 4160)])
-def test_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch, kind: str, shape: Any, dtype: torch.dtype) -> None:
+def test_pieces_change_no_bit(
+    monkeypatch: pytest.MonkeyPatch, kind: str, shape: Any, dtype: torch.dtype
+) -> None:
     library = formats.LIBRARIES[formats.KINDS[kind]]
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     whole, about = library.quantize(kind, weight)
@@ -118,7 +144,9 @@ def test_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch, kind: str, shape:
 
 
 @kinds
-def test_tensors_of_a_layer_lie_together_in_visit_order_and_where_they_can_be_used(quantized: Any, kind: str) -> None:
+def test_tensors_of_a_layer_lie_together_in_visit_order_and_where_they_can_be_used(
+    quantized: Any, kind: str
+) -> None:
     index = GlobalBinaryIndex(quantized(kind).path)
     names = list(index)
     layers = [int(name.split(".")[2]) for name in names if name.startswith("model.layers.")]
@@ -130,7 +158,9 @@ def test_tensors_of_a_layer_lie_together_in_visit_order_and_where_they_can_be_us
 
 
 @kinds
-def test_norms_biases_embeddings_and_head_stay_as_they_are(source: Path, quantized: Any, kind: str) -> None:
+def test_norms_biases_embeddings_and_head_stay_as_they_are(
+    source: Path, quantized: Any, kind: str
+) -> None:
     expected = AutoModelForCausalLM.from_pretrained(source).state_dict()
     found = load_file(quantized(kind).weights)
     plain = [name for name in expected if "proj.weight" not in name]
@@ -166,7 +196,9 @@ def test_a_model_in_memory_is_quantised_as_its_directory_is(
 
 
 @kinds
-def test_what_transformers_itself_saved_quantised_is_read(source: Path, tmp_path: Path, kind: str) -> None:
+def test_what_transformers_itself_saved_quantised_is_read(
+    source: Path, tmp_path: Path, kind: str
+) -> None:
     whole = AutoModelForCausalLM.from_pretrained(source, quantization_config=library_config(kind))
     whole.save_pretrained(tmp_path)
     records = records_of(tmp_path)
@@ -179,7 +211,9 @@ def test_what_transformers_itself_saved_quantised_is_read(source: Path, tmp_path
 def test_four_bits_of_either_sort_are_read_with_and_without_nested_scales(
     source: Path, tmp_path: Path, kind: str, nested: bool
 ) -> None:
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=nested)
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=nested
+    )
     whole = AutoModelForCausalLM.from_pretrained(source, quantization_config=config)
     whole.save_pretrained(tmp_path)
     records = records_of(tmp_path)
@@ -213,23 +247,31 @@ def test_experts_are_quantised_too_and_transformers_loads_them(tmp_path: Path, k
             assert expanded.ndim == 3
             assert torch.equal(read_tensor(records[name], torch.float32), expanded), name
     assert "mlp.experts.gate_up_proj" in {row.module for row in out.precision}
-    assert not isinstance(records["model.layers.0.mlp.gate.weight"], QuantizedRecord)  # which picks experts
+    assert not isinstance(
+        records["model.layers.0.mlp.gate.weight"], QuantizedRecord
+    )  # which picks experts
 
 
 def test_experts_in_four_bits_are_those_of_the_library_one_by_one(tmp_path: Path) -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     config = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(
+        tmp_path / "model"
+    )
     out = prepare(tmp_path / "model", tmp_path / "out", quantize="nf4")
     assert not out.refused
     skeleton = meta_model(read_config(out.path), torch.bfloat16)
     records = match_names(skeleton, GlobalBinaryIndex(out.path))
-    for name, tensor in AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict().items():
+    for name, tensor in (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict().items()
+    ):
         if tensor.ndim == 3:
             found = read_tensor(records[name], torch.bfloat16)
             once = [functional.quantize_4bit(one, blocksize=64, quant_type="nf4") for one in tensor]
             for expert, (packed, state) in zip(found, once, strict=True):
-                exact = functional.dequantize_4bit(packed, state)  # its scales are not quantised themselves
+                exact = functional.dequantize_4bit(
+                    packed, state
+                )  # its scales are not quantised themselves
                 assert (expert - exact).norm() < 0.01 * exact.norm()
 
 
@@ -237,9 +279,13 @@ def test_experts_in_four_bits_are_those_of_the_library_one_by_one(tmp_path: Path
 
 
 @kinds
-def test_the_loss_of_precision_is_told_by_kind_of_module(source: Path, quantized: Any, kind: str) -> None:
+def test_the_loss_of_precision_is_told_by_kind_of_module(
+    source: Path, quantized: Any, kind: str
+) -> None:
     original = AutoModelForCausalLM.from_pretrained(source)
-    loaded = dict(expanded_by_the_library(AutoModelForCausalLM.from_pretrained(quantized(kind).path)))
+    loaded = dict(
+        expanded_by_the_library(AutoModelForCausalLM.from_pretrained(quantized(kind).path))
+    )
     found = {row.module: row for row in quantized(kind).precision}
     assert len(found) == LINEARS
     for module, row in found.items():
@@ -262,11 +308,17 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.slow
 @kinds
-def test_at_most_two_layers_are_in_memory(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_two_layers_are_in_memory(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6, "vocab_size": 64}
     source = published(tmp_path / "published", **sizes)
-    layer = sum(record.nbytes for name, record in GlobalBinaryIndex(source).items() if "layers.0." in name)
-    prepare(source, tmp_path / "warm", quantize=kind)  # tables that libraries make once are not the layers'
+    layer = sum(
+        record.nbytes for name, record in GlobalBinaryIndex(source).items() if "layers.0." in name
+    )
+    prepare(
+        source, tmp_path / "warm", quantize=kind
+    )  # tables that libraries make once are not the layers'
     monkeypatch.setattr(libraries, "PIECE_ON_HOST", 1 << 13)
     with LiveBytes(tmp_path) as live:  # where a directory is made that appears whole
         prepare(source, tmp_path / "out", quantize=kind)
@@ -276,20 +328,33 @@ def test_at_most_two_layers_are_in_memory(tmp_path: Path, kind: str, monkeypatch
 # What the command line says
 
 
-def test_the_command_prints_a_table_and_notes(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_table_and_notes(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert run(app, ["prepare", str(source), str(tmp_path / "out"), "--quantize", "nf4"]) == 0
     printed = capfd.readouterr().out
-    assert all(name in printed for name in ("self_attn.q_proj", "mlp.down_proj", "worst", "median", "%", "wrote"))
+    assert all(
+        name in printed
+        for name in ("self_attn.q_proj", "mlp.down_proj", "worst", "median", "%", "wrote")
+    )
 
 
-def test_shapes_that_do_not_fit_are_left_and_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_shapes_that_do_not_fit_are_left_and_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     source = published(tmp_path / "published", intermediate_size=96)
     assert run(app, ["prepare", str(source), str(tmp_path / "out"), "--quantize", "nf4"]) == 0
-    told = f"{NUM_LAYERS} tensors not quantised, because of their shape: model.layers.*.mlp.down_proj"
+    told = (
+        f"{NUM_LAYERS} tensors not quantised, because of their shape: model.layers.*.mlp.down_proj"
+    )
     assert told in capfd.readouterr().out
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")  # which leaves the same modules as they are
+    found = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out"
+    )  # which leaves the same modules as they are
     expected = AutoModelForCausalLM.from_pretrained(source)
-    assert torch.equal(found.model.layers[2].mlp.down_proj.weight, expected.model.layers[2].mlp.down_proj.weight)
+    assert torch.equal(
+        found.model.layers[2].mlp.down_proj.weight, expected.model.layers[2].mlp.down_proj.weight
+    )
     assert len(dict(expanded_by_the_library(found))) == (LINEARS - 1) * NUM_LAYERS
 
 
@@ -310,11 +375,14 @@ def test_a_file_alone_is_refused(source: Path, tmp_path: Path) -> None:
 
 
 @kinds
-def test_what_is_quantised_is_written_as_what_it_expands_to(quantized: Any, tmp_path: Path, kind: str) -> None:
+def test_what_is_quantised_is_written_as_what_it_expands_to(
+    quantized: Any, tmp_path: Path, kind: str
+) -> None:
     source = quantized(kind).path
     out = prepare(source, tmp_path / "out").path
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
-    plain, loaded = load_file(out / SINGLE_NAME), AutoModelForCausalLM.from_pretrained(source)
+    plain = load_file(out / SINGLE_NAME)
+    loaded = AutoModelForCausalLM.from_pretrained(source)
     for name, weight in expanded_by_the_library(loaded):
         assert torch.equal(plain[f"{name}.weight"], weight.to(plain[f"{name}.weight"].dtype))
     again = prepare(source, tmp_path / "again", quantize="int8").path
@@ -324,7 +392,9 @@ def test_what_is_quantised_is_written_as_what_it_expands_to(quantized: Any, tmp_
 
 def test_a_model_without_linear_modules_is_refused(tmp_path: Path) -> None:
     source = write_checkpoint("gpt2", tmp_path).published
-    with pytest.raises(ModelError, match="nothing to quantise: no decoder layer has a linear module"):
+    with pytest.raises(
+        ModelError, match="nothing to quantise: no decoder layer has a linear module"
+    ):
         prepare(source, tmp_path / "out", quantize="int8")
 
 
@@ -339,7 +409,9 @@ def test_without_the_library_it_is_said_how_to_get_it(
     source: Path, quantized: Any, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = records_of(quantized(kind).path)["model.layers.0.mlp.up_proj.weight"]
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("torchao", "bitsandbytes")]:
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] in ("torchao", "bitsandbytes")
+    ]:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match="cannot be imported") as caught:
         prepare(source, tmp_path / "out", quantize=kind)
@@ -351,7 +423,9 @@ def test_without_the_library_it_is_said_how_to_get_it(
 def test_quantised_by_another_method_is_refused_by_its_name(source: Path, tmp_path: Path) -> None:
     out = prepare(source, tmp_path / "out").path
     config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "aqlm"}}))
+    (out / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "aqlm"}})
+    )
     with pytest.raises(ModelError, match="'aqlm'"):
         map_names(meta_model(read_config(out)), GlobalBinaryIndex(out))
 
@@ -377,7 +451,8 @@ def damage(directory: Path, out: Path, change: Any) -> GlobalBinaryIndex:
     """Copy the weights of a quantised directory, changed."""
     index = GlobalBinaryIndex(directory)
     (metadata,) = index.metadata.values()
-    tensors, changed = load_file(directory / SINGLE_NAME), dict(metadata)
+    tensors = load_file(directory / SINGLE_NAME)
+    changed = dict(metadata)
     change(tensors, changed)
     save_file(tensors, out / SINGLE_NAME, changed)
     return GlobalBinaryIndex(out)
@@ -396,14 +471,20 @@ UP = "model.layers.0.mlp.up_proj"
         ("nf4", f"{UP}.weight"),
     ],
 )
-def test_a_part_that_is_missing_is_named(quantized: Any, tmp_path: Path, kind: str, part: str) -> None:
+def test_a_part_that_is_missing_is_named(
+    quantized: Any, tmp_path: Path, kind: str, part: str
+) -> None:
     index = damage(quantized(kind).path, tmp_path, lambda tensors, _: tensors.pop(part))
     with pytest.raises(WeightsError, match=f"{UP}.weight' lacks {part}"):
         fold(index)
 
 
-@pytest.mark.parametrize("part", ["", ".absmax", ".nested_absmax", ".nested_quant_map", ".quant_map"])
-def test_a_part_that_is_too_short_is_not_read_past_its_end(quantized: Any, tmp_path: Path, part: str) -> None:
+@pytest.mark.parametrize(
+    "part", ["", ".absmax", ".nested_absmax", ".nested_quant_map", ".quant_map"]
+)
+def test_a_part_that_is_too_short_is_not_read_past_its_end(
+    quantized: Any, tmp_path: Path, part: str
+) -> None:
     def shorten(tensors: dict[str, Tensor], _: Any) -> None:
         tensors[f"{UP}.weight{part}"] = tensors[f"{UP}.weight{part}"][:-1].clone()
 
@@ -426,7 +507,9 @@ def test_a_part_that_is_too_short_is_not_read_past_its_end(quantized: Any, tmp_p
         {"nested_offset": "much"},
     ],
 )
-def test_a_state_that_makes_no_sense_is_refused(quantized: Any, tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_state_that_makes_no_sense_is_refused(
+    quantized: Any, tmp_path: Path, change: dict[str, Any]
+) -> None:
     def rewrite_state(tensors: dict[str, Tensor], _: Any) -> None:
         name = f"{UP}.weight.quant_state.bitsandbytes__nf4"
         state = json.loads(bytes(tensors[name].tolist())) | change
@@ -439,12 +522,18 @@ def test_a_state_that_makes_no_sense_is_refused(quantized: Any, tmp_path: Path, 
 @pytest.mark.parametrize("text", ["[1]", "{", '{"_type": "Int8Tensor", "_tensor_data_names": 3}'])
 def test_metadata_that_makes_no_sense_is_refused(quantized: Any, tmp_path: Path, text: str) -> None:
     marked = text if "_tensor_data_names" in text else f'{text} "_tensor_data_names"'
-    index = damage(quantized("int8").path, tmp_path, lambda _, metadata: metadata.update({f"{UP}.weight": marked}))
+    index = damage(
+        quantized("int8").path,
+        tmp_path,
+        lambda _, metadata: metadata.update({f"{UP}.weight": marked}),
+    )
     with pytest.raises(WeightsError, match="does not define how to expand it"):
         fold(index)
 
 
-@pytest.mark.parametrize("change", [{"_type": "Int4Tensor"}, {"_data": {"act_quant_kwargs": {"_type": "x"}}}])
+@pytest.mark.parametrize(
+    "change", [{"_type": "Int4Tensor"}, {"_data": {"act_quant_kwargs": {"_type": "x"}}}]
+)
 def test_forms_of_torchao_that_are_more_than_weights_alone_are_refused(
     quantized: Any, tmp_path: Path, change: dict[str, Any]
 ) -> None:
@@ -458,7 +547,9 @@ def test_forms_of_torchao_that_are_more_than_weights_alone_are_refused(
 def test_no_library_is_asked_for_a_model_that_is_not_quantised(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`transformers` itself imports torchao where it is installed, so what is imported would prove nothing."""
+    """`transformers` itself imports torchao where it is installed, so what is imported would
+    prove nothing.
+    """
 
     def refuse(module: str) -> Any:
         raise AssertionError(f"{module} was asked for")

@@ -1,4 +1,6 @@
-"""A quantised model streams small, and has the numbers of the whole model with the weights its library expands."""
+"""A quantised model streams small, and has the numbers of the whole model with the weights its
+library expands.
+"""
 
 import json
 from collections.abc import Callable
@@ -75,17 +77,22 @@ def test_loss_and_gradients_are_those_of_the_librarys_weights(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_quantised_experts_have_the_numbers_of_the_librarys_weights(tmp_path: Path, kind: str) -> None:
+def test_quantised_experts_have_the_numbers_of_the_librarys_weights(
+    tmp_path: Path, kind: str
+) -> None:
     source = write_checkpoint("mixtral", tmp_path)
     small = prepared(source.published, kind).path
-    whole, loaded = (AutoModelForCausalLM.from_pretrained(path) for path in (source.published, small))
+    whole, loaded = (
+        AutoModelForCausalLM.from_pretrained(path) for path in (source.published, small)
+    )
     with torch.no_grad():
         for name, parameter in loaded.named_parameters():
             if hasattr(parameter.data, "qdata"):
                 whole.get_parameter(name).copy_(parameter.data.dequantize())
     whole.save_pretrained(tmp_path / "whole")
     compared = Checkpoint(source.architecture, tmp_path / "whole", small)
-    with_peft, batches = whole_model(compared), micro_batches(2, padding=True)
+    with_peft = whole_model(compared)
+    batches = micro_batches(2, padding=True)
     draw_b(with_peft)
     with streamed_model(compared, lora_target_modules=sorted(source.architecture.targets)) as model:
         draw_b(model.lora_manager)
@@ -98,7 +105,8 @@ def test_quantised_experts_have_the_numbers_of_the_librarys_weights(tmp_path: Pa
 def test_what_stays_on_the_device_or_in_host_memory_stays_quantised(
     quantized: CheckpointOf, whole_outcome: Any, kind: str, recompute: bool
 ) -> None:
-    residents, cached = frozenset({1, 4, 7}), frozenset({0, 3, 6})
+    residents = frozenset({1, 4, 7})
+    cached = frozenset({0, 3, 6})
     with streamed_model(
         quantized(kind),
         gradient_checkpointing=recompute,
@@ -132,23 +140,35 @@ def test_slots_that_are_host_buffers_give_the_same_numbers(
 def test_a_step_reads_the_stored_bytes_alone(quantized: CheckpointOf, kind: str) -> None:
     with streamed_model(quantized(kind), prefetch_depth=1, gradient_checkpointing=True) as model:
         stream = model.memory
-        streamed_step(model, micro_batches(2))  # the first step finds nothing kept from a step before
+        streamed_step(
+            model, micro_batches(2)
+        )  # the first step finds nothing kept from a step before
         before = stream.counters
         streamed_step(model, micro_batches(2))
         after = stream.counters
         read = fetched_per_step(NUM_LAYERS, stream.num_slots, frozenset())
-        assert after.bytes_read - before.bytes_read == sum(stored_bytes(model, layer) for layer in read) > 0
+        assert (
+            after.bytes_read - before.bytes_read
+            == sum(stored_bytes(model, layer) for layer in read)
+            > 0
+        )
         assert after.bytes_uploaded - before.bytes_uploaded <= stream.slot_bytes * len(read)
         assert after.seconds_expanding > before.seconds_expanding > 0
 
 
 def stored_bytes(model: LemaModel, layer: int) -> int:
-    return sum(record.nbytes for name, record in model.gbi.items() if name.startswith(f"model.layers.{layer}."))
+    return sum(
+        record.nbytes
+        for name, record in model.gbi.items()
+        if name.startswith(f"model.layers.{layer}.")
+    )
 
 
 @pytest.mark.slow
 @kinds
-def test_slots_are_small_and_every_layer_is_expanded_into_one_buffer(tmp_path: Path, kind: str) -> None:
+def test_slots_are_small_and_every_layer_is_expanded_into_one_buffer(
+    tmp_path: Path, kind: str
+) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2}
     source = published(tmp_path / "published", torch.bfloat16, **sizes)
     with streamed_model(Checkpoint(ARCHITECTURE, source, source)) as model:
@@ -158,10 +178,13 @@ def test_slots_are_small_and_every_layer_is_expanded_into_one_buffer(tmp_path: P
         stream = model.memory
         assert stream.slot_bytes < (0.35 if kind == "nf4" else 0.6) * whole
         assert stream.slot_bytes == max(layer.nbytes for layer in stream.layers)
-        assert all(len(layer.runs) == 1 and not layer.casts for layer in stream.layers)  # read in place, at one go
+        assert all(
+            len(layer.runs) == 1 and not layer.casts for layer in stream.layers
+        )  # read in place, at one go
         with stream.lease(0) as lease:
             assert lease.expanded is not None
-            place, room = lease.expanded.data_ptr(), lease.expanded.numel()
+            place = lease.expanded.data_ptr()
+            room = lease.expanded.numel()
             assert lease.weights["mlp.up_proj.weight"].dtype == torch.bfloat16
         assert room == max(layer.expanded_bytes for layer in stream.layers)
         with stream.lease(1) as lease:
@@ -171,7 +194,9 @@ def test_slots_are_small_and_every_layer_is_expanded_into_one_buffer(tmp_path: P
 
 @pytest.mark.slow
 @kinds
-def test_expanded_weights_are_poisoned_when_their_lease_ends(quantized: CheckpointOf, kind: str) -> None:
+def test_expanded_weights_are_poisoned_when_their_lease_ends(
+    quantized: CheckpointOf, kind: str
+) -> None:
     with streamed_model(quantized(kind)) as model:
         for layer in (3, 3):
             with model.memory.lease(layer) as lease:
@@ -191,12 +216,15 @@ def test_two_layers_on_lease_at_once_are_expanded_into_two_buffers(quantized: Ch
 
 
 @kinds
-def test_references_find_expanded_weights_and_stored_ones_in_another_lease(quantized: CheckpointOf, kind: str) -> None:
+def test_references_find_expanded_weights_and_stored_ones_in_another_lease(
+    quantized: CheckpointOf, kind: str
+) -> None:
     with streamed_model(quantized(kind)) as model:
         for name in ("self_attn.k_proj.weight", "input_layernorm.weight"):
             with model.memory.lease(5) as lease:
                 turned = lease.weights[name].t()
-                reference, expected = lease.refer(turned), turned.clone()
+                reference = lease.refer(turned)
+                expected = turned.clone()
             assert reference is not None
             with model.memory.lease(5) as again:
                 assert torch.equal(again.resolve(reference), expected)
@@ -214,22 +242,32 @@ def test_a_model_in_another_dtype_expands_to_that(quantized: CheckpointOf, kind:
 
 
 def test_a_trace_shows_when_layers_were_expanded(quantized: CheckpointOf, tmp_path: Path) -> None:
-    config = LemaConfig(str(quantized("int8").streamed), device="cpu", device_memory=None, lora_rank=2, save_steps=0)
+    config = LemaConfig(
+        str(quantized("int8").streamed), device="cpu", device_memory=None, lora_rank=2, save_steps=0
+    )
     with tracing(tmp_path / "trace.json") as trace:
         model = LemaModel(config, trace=trace)
         with model.memory.lease(7):
             pass
         model.close()
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    (row,) = [event["tid"] for event in events if event["ph"] == "M" and event["args"].get("name") == "expand"]
-    assert [event["name"] for event in events if event["ph"] == "X" and event["tid"] == row] == ["layer 7"]
+    (row,) = [
+        event["tid"]
+        for event in events
+        if event["ph"] == "M" and event["args"].get("name") == "expand"
+    ]
+    assert [event["name"] for event in events if event["ph"] == "X" and event["tid"] == row] == [
+        "layer 7"
+    ]
 
 
 # What else is done with a model
 
 
 @kinds
-def test_magnitudes_and_whole_modules_start_from_the_expanded_weights(quantized: CheckpointOf, kind: str) -> None:
+def test_magnitudes_and_whole_modules_start_from_the_expanded_weights(
+    quantized: CheckpointOf, kind: str
+) -> None:
     options = {"lora_use_dora": True, "lora_target_modules": ["q_proj", "down_proj"]}
     whole = get_peft_model(
         AutoModelForCausalLM.from_pretrained(quantized(kind).published),
@@ -271,12 +309,18 @@ def test_evaluation_has_the_loss_of_the_whole_model(quantized: CheckpointOf, kin
 
 
 def test_what_is_quantised_outside_the_layers_is_expanded_once(tmp_path: Path) -> None:
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["embed_tokens"])
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["embed_tokens"]
+    )
     source = published(tmp_path / "published", num_hidden_layers=2)
-    AutoModelForCausalLM.from_pretrained(source, quantization_config=config).save_pretrained(tmp_path / "small")
+    AutoModelForCausalLM.from_pretrained(source, quantization_config=config).save_pretrained(
+        tmp_path / "small"
+    )
     whole, (batch,) = dequantized(tmp_path / "small").eval(), micro_batches(1)
     assert "lm_head.weight.absmax" in GlobalBinaryIndex(tmp_path / "small")
-    model = LemaModel(LemaConfig(str(tmp_path / "small"), device="cpu", device_memory=None, save_steps=0))
+    model = LemaModel(
+        LemaConfig(str(tmp_path / "small"), device="cpu", device_memory=None, save_steps=0)
+    )
     model.skeleton.eval()
     assert torch.equal(model.skeleton.lm_head.weight, whole.lm_head.weight)
     with torch.no_grad():
@@ -303,6 +347,8 @@ def test_generated_tokens_are_those_of_the_whole_model(tmp_path: Path, kind: str
     config = LemaConfig(str(small), device="cpu", device_memory=None, save_steps=0)
     model = LemaModel(config, backend=CpuBackend(poison=True))
     prompts = inputs["input_ids"].tolist()
-    (found,) = complete(model.split, model.memory, model.files.generation_config(), model.tokenizer, prompts, 5, {})
+    (found,) = complete(
+        model.split, model.memory, model.files.generation_config(), model.tokenizer, prompts, 5, {}
+    )
     model.close()
     assert list(found.tokens) == expected[0, inputs["input_ids"].shape[1] :].tolist()

@@ -1,4 +1,6 @@
-"""The benchmark for a GPU, without one: it runs from end to end in a tiny form, and says so rather than guess."""
+"""The benchmark for a GPU, without one: it runs from end to end in a tiny form, and says so
+rather than guess.
+"""
 
 import json
 import os
@@ -48,11 +50,32 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One tiny run, its rows and the peers that are not installed here."""
     directory = tmp_path_factory.mktemp("gpu")
     out = directory / "gpu.json"
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--device", "cpu", "--tiny", "--out", str(out)]
-    options = ["--models", "8B", "--only", "8B/lema@4", "*/roundpipe@8", "--micro-batches", "1", "4", "--rounds", "1"]
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "gpu.py"),
+        "--device",
+        "cpu",
+        "--tiny",
+        "--out",
+        str(out),
+    ]
+    options = [
+        "--models",
+        "8B",
+        "--only",
+        "8B/lema@4",
+        "*/roundpipe@8",
+        "--micro-batches",
+        "1",
+        "4",
+        "--rounds",
+        "1",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     limits = ["--directory", str(directory), "--seconds", "240"]
-    done = subprocess.run([*command, *options, *limits], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        [*command, *options, *limits], capture_output=True, text=True, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert [path.name for path in directory.iterdir()] == ["gpu.json"], "the models are gone"
     found: dict[str, Any] = json.loads(out.read_text())
@@ -61,7 +84,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def row_of(results: dict[str, Any], arm: str, micro_batches: int) -> dict[str, Any]:
-    rows = [row for row in results["rows"] if (row["arm"], row["micro_batches"]) == (arm, micro_batches)]
+    rows = [
+        row for row in results["rows"] if (row["arm"], row["micro_batches"]) == (arm, micro_batches)
+    ]
     assert rows, f"no row of {arm}"
     return rows[0]
 
@@ -69,7 +94,8 @@ def row_of(results: dict[str, Any], arm: str, micro_batches: int) -> dict[str, A
 @pytest.mark.exhaustive  # arms in processes of their own, each with a limit of time
 def test_an_arm_is_measured_in_turn_with_peft_and_has_its_loss(results: dict[str, Any]) -> None:
     for count in (1, 4):
-        ours, peft = row_of(results, "lema", count), row_of(results, "peft", count)
+        ours = row_of(results, "lema", count)
+        peft = row_of(results, "peft", count)
         assert ours["status"] == peft["status"] == "measured"
         assert ours["losses"] == pytest.approx(peft["losses"], rel=1e-5)
         assert ours["ratio"] == pytest.approx(peft["seconds"] / ours["seconds"])
@@ -104,7 +130,11 @@ def test_lema_on_the_device_has_the_numbers_of_the_cpu_backend(results: dict[str
 @pytest.mark.exhaustive  # arms in processes of their own, each with a limit of time
 def test_the_row_to_send_is_that_of_lema_prove(results: dict[str, Any]) -> None:
     assert results["certificate"]["holds"] and results["certificate"]["bitwise"]
-    (line,) = (line for line in results["printed"].splitlines() if line.startswith("| cpu | holds, bitwise"))
+    (line,) = (
+        line
+        for line in results["printed"].splitlines()
+        if line.startswith("| cpu | holds, bitwise")
+    )
     assert "lema prove --device cpu" in line
 
 
@@ -122,16 +152,22 @@ class Clock:
 
 
 class Slow:
-    """A child that takes so long for each thing; it is left when what it was given is over, as the real one is."""
+    """A child that takes so long for each thing; it is left when what it was given is over, as
+    the real one is.
+    """
 
-    seconds, clock = 0.0, Clock()
+    seconds = 0.0
+    clock = Clock()
     device_memory = 80 * 10**9
     started: ClassVar[list[Any]] = []  # the job of each
     busy: ClassVar[list[str]] = []  # the arm that took each step
 
     def __init__(self, job: Any) -> None:
         self.started.append(job)
-        self.job, self.ended, self.micro_batches, self.host_peak = job, False, None, 0
+        self.job = job
+        self.ended = False
+        self.micro_batches = None
+        self.host_peak = 0
 
     def ready(self, seconds: float) -> dict[str, Any]:
         return self.ask("ready", seconds)
@@ -163,7 +199,9 @@ class Slow:
 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return what a whole call measures, and how long it says it took, where everything takes so many seconds."""
+    """Return what a whole call measures, and how long it says it took, where everything takes so
+    many seconds.
+    """
     import gpu
     import gpu_call
     import gpu_rounds
@@ -187,7 +225,16 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         stand_in = SimpleNamespace(run=prove, TimeoutExpired=subprocess.TimeoutExpired)
         monkeypatch.setattr(gpu_call, "subprocess", stand_in)
         out = tmp_path / f"{seconds}.json"
-        arguments = ["gpu.py", "--device", "cpu", "--tiny", "--out", str(out), "--directory", str(tmp_path)]
+        arguments = [
+            "gpu.py",
+            "--device",
+            "cpu",
+            "--tiny",
+            "--out",
+            str(out),
+            "--directory",
+            str(tmp_path),
+        ]
         monkeypatch.setattr(sys, "argv", arguments)
         call = gpu_call.Call(gpu._arguments())
         try:
@@ -200,23 +247,34 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("seconds", [1.0, 7.0, 40.0, 1e9])
-def test_a_call_ends_in_ten_minutes_however_long_anything_takes(measured: Any, seconds: float) -> None:
+def test_a_call_ends_in_ten_minutes_however_long_anything_takes(
+    measured: Any, seconds: float
+) -> None:
     results, took = measured(seconds)
     assert took <= 540
     rows = {
-        (one["model"], one["arm"], one["cap_gib"], one["strategy"], one["micro_batches"]) for one in results["rows"]
+        (one["model"], one["arm"], one["cap_gib"], one["strategy"], one["micro_batches"])
+        for one in results["rows"]
     }
     import gpu_plan
 
     told = {(one.model, one.arm, one.cap_gib, one.strategy) for one in gpu_plan.PLAN}
-    assert told <= {row[:4] for row in rows}, "each run of the plan has a row, if only that it was not reached"
+    assert told <= {row[:4] for row in rows}, (
+        "each run of the plan has a row, if only that it was not reached"
+    )
 
 
 def test_what_comes_first_is_the_first_table(measured: Any) -> None:
-    """Where everything takes some seconds, the rows of the first target are measured before the time is over."""
+    """Where everything takes some seconds, the rows of the first target are measured before the
+    time is over.
+    """
     results, _ = measured(7.0)
     assert "lema prove: it writes no certificate" in results["errors"]
-    done = [(one["model"], one["arm"], one["micro_batches"]) for one in results["rows"] if one["status"] == "measured"]
+    done = [
+        (one["model"], one["arm"], one["micro_batches"])
+        for one in results["rows"]
+        if one["status"] == "measured"
+    ]
     assert ("8B", "lema", 16) in done and ("8B", "peft", 16) in done
     assert any(one["status"] == "not reached" for one in results["rows"])
 
@@ -227,7 +285,11 @@ def test_lema_has_one_process_for_all_caps_of_a_model(measured: Any) -> None:
     models = [(job.arm, Path(job.model).name) for job in Slow.started]
     before = models[: models.index(("lema", "32B"))]
     assert before.count(("lema", "8B")) == 1
-    lema = [row for row in results["rows"] if (row["model"], row["arm"], row["strategy"]) == ("8B", "lema", "resident")]
+    lema = [
+        row
+        for row in results["rows"]
+        if (row["model"], row["arm"], row["strategy"]) == ("8B", "lema", "resident")
+    ]
     assert {row["cap_gib"] for row in lema if row["status"] == "measured"} == {4, 8, 24}
 
 
@@ -236,12 +298,19 @@ def test_where_the_device_holds_not_both_peft_is_measured_first_and_alone(
 ) -> None:
     monkeypatch.setattr(Slow, "device_memory", 20 * 10**9)  # less than the largest cap
     results, _ = measured(1.0)
-    rows = {(row["model"], row["arm"], row["cap_gib"], row["micro_batches"]): row for row in results["rows"]}
+    rows = {
+        (row["model"], row["arm"], row["cap_gib"], row["micro_batches"]): row
+        for row in results["rows"]
+    }
     ours = rows["8B", "lema", 4, 16]
     assert (ours["status"], ours["in_turn"], ours["ratio"]) == ("measured", False, 1.0)
     first = Slow.busy.index("lema")
     assert Slow.busy[:first] and set(Slow.busy[:first]) == {"peft"}
-    later = Slow.busy[first : first + Slow.busy[first:].index("peft")] if "peft" in Slow.busy[first:] else Slow.busy
+    later = (
+        Slow.busy[first : first + Slow.busy[first:].index("peft")]
+        if "peft" in Slow.busy[first:]
+        else Slow.busy
+    )
     assert later.count("lema") >= 3, "they took turns"
 
 
@@ -249,12 +318,20 @@ def test_where_the_device_holds_not_both_peft_is_measured_first_and_alone(
 
 
 def row(model: str, arm: str, cap: int | None, count: int, **more: Any) -> dict[str, Any]:
-    about = {"model": model, "arm": arm, "cap_gib": cap, "micro_batches": count, "tokens_per_second": 100.0}
+    about = {
+        "model": model,
+        "arm": arm,
+        "cap_gib": cap,
+        "micro_batches": count,
+        "tokens_per_second": 100.0,
+    }
     return {**MEASURED, **about, **more}
 
 
 def verdicts(table: ModuleType, *rows: dict[str, Any], **more: Any) -> dict[str, str]:
-    return {one["target"]: one["verdict"] for one in table.verdict({"real": True, "rows": rows, **more})}
+    return {
+        one["target"]: one["verdict"] for one in table.verdict({"real": True, "rows": rows, **more})
+    }
 
 
 def test_nothing_measured_meets_nothing(table: ModuleType) -> None:
@@ -281,7 +358,9 @@ def test_speed_is_judged_by_the_ratio(table: ModuleType, ratio: float, verdict: 
 )
 def test_a_row_that_is_not_whole_meets_nothing(table: ModuleType, fault: dict[str, Any]) -> None:
     found = verdicts(table, row("8B", "lema", 4, 16, **{"ratio": 2.0, **fault}))
-    assert next(value for target, value in found.items() if target.startswith("8B")) == "not measured"
+    assert (
+        next(value for target, value in found.items() if target.startswith("8B")) == "not measured"
+    )
 
 
 def test_a_peer_is_compared_at_the_same_cap_and_count(table: ModuleType) -> None:
@@ -314,8 +393,13 @@ def test_the_row_of_a_proof_says_what_it_found(table: ModuleType) -> None:
         "command": "lema prove --device cuda",
     }
     line = table.proof_row(certificate, {"link": {"device": "A card"}})
-    assert line.startswith("| A card | holds, within 1e-05 | 168 gradients, apart by 3.2e-07 of their norm |")
-    assert line.endswith("| 90 MB streamed and 400 MB whole | torch 2.13.0 | 2026-11-24 | `lema prove --device cuda` |")
+    assert line.startswith(
+        "| A card | holds, within 1e-05 | 168 gradients, apart by 3.2e-07 of their norm |"
+    )
+    assert line.endswith(
+        "| 90 MB streamed and 400 MB whole | torch 2.13.0 | 2026-11-24 | `lema prove "
+        "--device cuda` |"
+    )
     assert "DOES NOT HOLD" in table.proof_row({**certificate, "holds": False}, {})
 
 
@@ -324,7 +408,9 @@ def test_the_row_of_a_proof_says_what_it_found(table: ModuleType) -> None:
 
 def test_weights_are_random_and_as_their_header_says(model: ModuleType, tmp_path: Path) -> None:
     shape = model.TINY["8B"]
-    written = model.write_random(tmp_path / "model", shape, [model.Place(tmp_path, 10**9)], threads=2)
+    written = model.write_random(
+        tmp_path / "model", shape, [model.Place(tmp_path, 10**9)], threads=2
+    )
     assert (written.shape, written.full_layers) == (shape, shape.layers)
     index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
     drawn = []
@@ -339,9 +425,12 @@ def test_weights_are_random_and_as_their_header_says(model: ModuleType, tmp_path
     assert len({tuple(one.tolist()) for one in drawn}) == len(drawn), "two tensors are alike"
 
 
-def test_files_spread_over_places_and_layers_without_room_are_told(model: ModuleType, tmp_path: Path) -> None:
+def test_files_spread_over_places_and_layers_without_room_are_told(
+    model: ModuleType, tmp_path: Path
+) -> None:
     shape = model.TINY["8B"]
-    first, second = tmp_path / "first", tmp_path / "second"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     outside = 2 * shape.vocabulary * shape.hidden * 2 + shape.hidden * 2
     room = [outside + 2 * shape.layer_bytes, shape.layer_bytes + 1]
     places = [model.Place(first, room[0]), model.Place(second, room[1])]
@@ -368,6 +457,12 @@ def test_locking_tensor_by_tensor_needs_powers_of_two(model: ModuleType) -> None
     import gpu_plan
 
     shape = model.MODELS["32B"]
-    assert gpu_plan.host_bytes(gpu_plan.Run("32B", "fsdp2", 24, (4,)), shape) > 1.5 * shape.weight_bytes
-    assert gpu_plan.host_bytes(gpu_plan.Run("32B", "lema", 24, (4,), "resident"), shape) < 1.3 * shape.weight_bytes
+    assert (
+        gpu_plan.host_bytes(gpu_plan.Run("32B", "fsdp2", 24, (4,)), shape)
+        > 1.5 * shape.weight_bytes
+    )
+    assert (
+        gpu_plan.host_bytes(gpu_plan.Run("32B", "lema", 24, (4,), "resident"), shape)
+        < 1.3 * shape.weight_bytes
+    )
     assert gpu_plan.host_bytes(gpu_plan.Run("8B", "lema", 24, (4,), "streaming"), shape) == 0

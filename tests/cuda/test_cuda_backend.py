@@ -28,7 +28,9 @@ DEVICE = torch.device("cpu", 0)
 
 
 class Runtime:
-    """The functions of the runtime library that torch binds; results are numbers in an enumeration there."""
+    """The functions of the runtime library that torch binds; results are numbers in an
+    enumeration there.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -53,7 +55,8 @@ class Library:
     """The runtime library itself: its last error, and what it says of a device."""
 
     def __init__(self, *errors: int, pageable: int = 0) -> None:
-        self.errors, self.pageable = list(errors), pageable
+        self.errors = list(errors)
+        self.pageable = pageable
 
     def cudaGetLastError(self) -> int:
         return self.errors.pop() if self.errors else 0
@@ -70,14 +73,16 @@ class FakeStream:
     current: Any = None
 
     def __init__(self, device: Any = None) -> None:
-        self.device, self.device_index = device, 0
+        self.device = device
+        self.device_index = 0
         self._before: Any = None
 
     def wait_event(self, event: FakeTorchEvent) -> None:
         assert event.recorded
 
     def __enter__(self) -> FakeStream:
-        self._before, FakeStream.current = FakeStream.current, self
+        self._before = FakeStream.current
+        FakeStream.current = self
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -106,7 +111,9 @@ def on_device(index: int) -> Iterator[None]:
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    """Stand in for every part of torch that needs a device; what is computed is computed on the CPU."""
+    """Stand in for every part of torch that needs a device; what is computed is computed on the
+    CPU.
+    """
     found = Runtime()
     FakeStream.current = FakeStream()
     module = SimpleNamespace(
@@ -135,12 +142,16 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     device_of(monkeypatch)
     monkeypatch.setattr(driver, "_library", Library)
     monkeypatch.setattr(lema_accelerator.backend, "choose_device", lambda device: DEVICE)
-    monkeypatch.setattr("lema.backend.torchstreams.PIECE", 3000)  # so that slots are copied in pieces
+    monkeypatch.setattr(
+        "lema.backend.torchstreams.PIECE", 3000
+    )  # so that slots are copied in pieces
     return found
 
 
 def device_of(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (8, 0), built_for: tuple[str, ...] = ("sm_75",)
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int] = (8, 0),
+    built_for: tuple[str, ...] = ("sm_75",),
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: [*built_for])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -149,7 +160,9 @@ def device_of(
 
 @pytest.mark.usefixtures("runtime")
 class TestOnTorchItself(CopyPromises):
-    """Copies go through streams, events and the runtime library by the names that torch gives them."""
+    """Copies go through streams, events and the runtime library by the names that torch gives
+    them.
+    """
 
     def backend(self) -> Backend:
         return CudaBackend()
@@ -176,10 +189,13 @@ def test_every_member_is_there(runtime: Runtime) -> None:
 @pytest.mark.usefixtures("runtime")
 def test_a_device_older_than_every_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[str] = []
-    monkeypatch.setattr(lema_accelerator.backend, "join", lambda *_: (Alone(), lambda: left.append("left")))
+    monkeypatch.setattr(
+        lema_accelerator.backend, "join", lambda *_: (Alone(), lambda: left.append("left"))
+    )
     device_of(monkeypatch, (6, 1), ("sm_75", "sm_80", "sm_90", "compute_120"))
     with pytest.raises(
-        BackendUnavailable, match=r"A Device has compute capability 6.1, and this torch .* has kernels from 7.5 on"
+        BackendUnavailable,
+        match=r"A Device has compute capability 6.1, and this torch .* has kernels from 7.5 on",
     ) as caught:
         CudaBackend()
     assert "an older CUDA" in caught.value.how
@@ -208,12 +224,18 @@ def test_a_device_newer_than_any_kernel_is_not_refused(
     ],
 )
 def test_attention_that_may_give_nan_is_off_while_the_backend_is_open(
-    version: str, capability: tuple[int, int], off: bool, before: bool, monkeypatch: pytest.MonkeyPatch
+    version: str,
+    capability: tuple[int, int],
+    off: bool,
+    before: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     switch = {"on": before}
     monkeypatch.setattr(torch, "__version__", version)
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: switch["on"])
-    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda enabled: switch.update(on=enabled))
+    monkeypatch.setattr(
+        torch.backends.cuda, "enable_cudnn_sdp", lambda enabled: switch.update(on=enabled)
+    )
     device_of(monkeypatch, capability)
     backend = CudaBackend()
     assert gives_nan(version, capability) is off
@@ -233,9 +255,14 @@ def test_memory_is_registered_for_every_device_and_unregistered(runtime: Runtime
     backend.close()
 
 
-def test_a_refusal_is_passed_on_and_forgotten_by_the_runtime(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last error is what the next kernel would report. No kernel is run to clear it, and no memory is taken."""
-    runtime.result, library = 2, Library(2, 2)
+def test_a_refusal_is_passed_on_and_forgotten_by_the_runtime(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last error is what the next kernel would report. No kernel is run to clear it, and no
+    memory is taken.
+    """
+    runtime.result = 2
+    library = Library(2, 2)
     monkeypatch.setattr(driver, "_library", lambda: library)
     for name in ("ones", "empty", "zeros"):
         monkeypatch.setattr(torch, name, None)
@@ -245,7 +272,9 @@ def test_a_refusal_is_passed_on_and_forgotten_by_the_runtime(runtime: Runtime, m
     assert library.errors == []
 
 
-def test_an_error_of_another_reason_is_raised(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_another_reason_is_raised(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runtime.result = 2
     monkeypatch.setattr(driver, "_library", lambda: Library(700))
     with pytest.raises(RuntimeError, match="an illegal address"):
@@ -266,7 +295,9 @@ def test_a_device_without_memory_of_its_own_registers_only_what_it_does_not_reac
     pageable: int, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module: Any = torch.get_device_module(DEVICE)
-    monkeypatch.setattr(module, "get_device_properties", lambda device: SimpleNamespace(is_integrated=True))
+    monkeypatch.setattr(
+        module, "get_device_properties", lambda device: SimpleNamespace(is_integrated=True)
+    )
     monkeypatch.setattr(driver, "_library", lambda: Library(pageable=pageable))
     backend = CudaBackend()
     assert backend.memory().shared
@@ -277,15 +308,21 @@ def test_a_device_without_memory_of_its_own_registers_only_what_it_does_not_reac
     backend.close()
 
 
-def test_the_library_that_is_loaded_is_called(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_that_is_loaded_is_called(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the file that it was loaded from."""
-    file, loaded = tmp_path / "maps", list[str]()
+    file = tmp_path / "maps"
+    loaded = list[str]()
     monkeypatch.setattr(driver, "MAPS", file)
     monkeypatch.setattr(ctypes, "CDLL", loaded.append)
     find = driver._library.__wrapped__
     file.write_text("7f0000-7f1000 r-xp 00000000 08:01 123   /usr/lib/libc.so.6\n")
     assert find() is None
-    for name in ("/a b/nvidia/cuda_runtime/lib/libcudart.so.13", "/opt/rocm/lib/libamdhip64.so.7.0.1"):
+    for name in (
+        "/a b/nvidia/cuda_runtime/lib/libcudart.so.13",
+        "/opt/rocm/lib/libamdhip64.so.7.0.1",
+    ):
         file.write_text(f"7f0000-7f1000 r-xp 00000000 08:01 123   {name}\n")
         find()
         assert loaded.pop() == name

@@ -1,4 +1,6 @@
-"""The CUDA backend on a CUDA device. Deselected unless asked for: `pytest -m cuda tests/cuda/test_cuda_device.py`."""
+"""The CUDA backend on a CUDA device. Deselected unless asked for: `pytest -m cuda
+tests/cuda/test_cuda_device.py`.
+"""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,7 +51,11 @@ class TestCuda(BackendContract):
 
     def model_config(self) -> PreTrainedConfig:
         return LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_hidden_layers=8
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_attention_heads=4,
+            num_hidden_layers=8,
         )
 
 
@@ -59,8 +65,17 @@ class TestCudaPageable(TestCuda):
 
 
 @contextmanager
-def model_on_device(checkpoint: Checkpoint, directory: Path, **settings: Any) -> Iterator[LemaModel]:
-    settings = {"device": "cuda", "lora_rank": RANK, "lora_alpha": ALPHA, "seed": SEED, "save_steps": 0, **settings}
+def model_on_device(
+    checkpoint: Checkpoint, directory: Path, **settings: Any
+) -> Iterator[LemaModel]:
+    settings = {
+        "device": "cuda",
+        "lora_rank": RANK,
+        "lora_alpha": ALPHA,
+        "seed": SEED,
+        "save_steps": 0,
+        **settings,
+    }
     settings.update(gradient_checkpointing=True, offload_dir=directory)
     with closing(LemaModel(LemaConfig(str(checkpoint.streamed), **settings))) as model:
         model.initialize_lora()
@@ -70,7 +85,9 @@ def model_on_device(checkpoint: Checkpoint, directory: Path, **settings: Any) ->
 
 
 def draw_on_host(model: torch.nn.Module) -> None:
-    """Give the adapter the values that it has on every device: those drawn by the host's generator."""
+    """Give the adapter the values that it has on every device: those drawn by the host's
+    generator.
+    """
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for _, parameter in sorted(trained(model).items()):
@@ -107,7 +124,9 @@ Measured = Callable[[str, float], None]
 
 @pytest.fixture
 def measured(record_property: Callable[[str, object], None]) -> Measured:
-    """Leave a figure, before anything is asserted of it, in pytest's report (`-rP`) and in its XML (`--junitxml`)."""
+    """Leave a figure, before anything is asserted of it, in pytest's report (`-rP`) and in its
+    XML (`--junitxml`).
+    """
 
     def leave(name: str, value: float) -> None:
         record_property(name, value)
@@ -122,10 +141,16 @@ def test_fp32_is_that_of_the_cpu(
     checkpoint_of: CheckpointOf, tmp_path: Path, measured: Measured, tier: str, depth: int
 ) -> None:
     expected = whole_outcome(checkpoint_of("llama"), "cpu", torch.float32)
-    options: dict[str, Any] = {"boundary_activations": tier, "prefetch_depth": depth, "dtype": "float32"}
+    options: dict[str, Any] = {
+        "boundary_activations": tier,
+        "prefetch_depth": depth,
+        "dtype": "float32",
+    }
     with model_on_device(checkpoint_of("llama"), tmp_path, **options) as model:
         for step in range(3):
-            difference = distance(streamed_step(model, micro_batches(COUNT, padding=True)), expected)
+            difference = distance(
+                streamed_step(model, micro_batches(COUNT, padding=True)), expected
+            )
             measured(f"fp32 from the CPU's, step {step + 1}", difference)
             assert difference < 1e-5, f"loss or gradients differ by {difference:.3e} of their size"
 
@@ -134,7 +159,9 @@ def test_bf16_is_within_the_spread_of_peft_itself(
     checkpoint_of: CheckpointOf, tmp_path: Path, measured: Measured
 ) -> None:
     checkpoint = checkpoint_of("llama")
-    on_host, on_device = (whole_outcome(checkpoint, device, torch.bfloat16) for device in ("cpu", "cuda"))
+    on_host, on_device = (
+        whole_outcome(checkpoint, device, torch.bfloat16) for device in ("cpu", "cuda")
+    )
     spread = distance(on_device, on_host)
     measured("bf16 of PEFT on the device from PEFT's on the CPU", spread)
     with model_on_device(checkpoint, tmp_path, dtype="bfloat16") as model:
@@ -144,7 +171,9 @@ def test_bf16_is_within_the_spread_of_peft_itself(
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_in_a_step_the_host_never_waits_for_the_device(checkpoint_of: CheckpointOf, tmp_path: Path, tier: str) -> None:
+def test_in_a_step_the_host_never_waits_for_the_device(
+    checkpoint_of: CheckpointOf, tmp_path: Path, tier: str
+) -> None:
     with model_on_device(checkpoint_of("llama"), tmp_path, boundary_activations=tier) as model:
         batches = micro_batches(COUNT)
         for _ in range(2):  # what is learnt in the first step is looked at

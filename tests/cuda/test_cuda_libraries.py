@@ -20,12 +20,16 @@ MIB = 1 << 20
         ((9, 0), ":16:8", 128 * 1024 + 32 * MIB),
     ],
 )
-def test_what_the_libraries_of_products_take(capability: tuple[int, int], config: str, expected: int) -> None:
+def test_what_the_libraries_of_products_take(
+    capability: tuple[int, int], config: str, expected: int
+) -> None:
     assert workspace_bytes(capability, config) == expected
 
 
 @pytest.mark.parametrize("before", [None, ":4096:2:16:8"])
-def test_the_variable_is_set_and_put_back(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
+def test_the_variable_is_set_and_put_back(
+    monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     if before is not None:
         monkeypatch.setenv(VARIABLE, before)

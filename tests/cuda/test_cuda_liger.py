@@ -1,4 +1,5 @@
-"""Kernels of `liger-kernel` under `arithmetic: fast`, with a stand-in for the package that computes as torch does.
+"""Kernels of `liger-kernel` under `arithmetic: fast`, with a stand-in for the package that computes
+as torch does.
 
 `tests/peers_kernels` has the package itself.
 """
@@ -46,7 +47,9 @@ class Fusing(CpuBackend):
 
 
 class StandIn:
-    """The functions of the package that are used, which note what they are given and what their kernels compute."""
+    """The functions of the package that are used, which note what they are given and what their
+    kernels compute.
+    """
 
     def __init__(self) -> None:
         self.options: list[dict[str, bool]] = []
@@ -56,7 +59,9 @@ class StandIn:
         own = type(module).forward
 
         def forward(given: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            assert not any(one.is_meta for one in args if isinstance(one, Tensor)), "a kernel reads values"
+            assert not any(one.is_meta for one in args if isinstance(one, Tensor)), (
+                "a kernel reads values"
+            )
             self.calls[name] += 1
             return own(given, *args, **kwargs)
 
@@ -78,7 +83,9 @@ class StandIn:
             swiglu: bool = True,
             model: Any = None,
         ) -> None:
-            self.options.append({"loss": cross_entropy or fused_linear_cross_entropy, "swiglu": swiglu})
+            self.options.append(
+                {"loss": cross_entropy or fused_linear_cross_entropy, "swiglu": swiglu}
+            )
             code.apply_rotary_pos_emb = lambda *args, **kwargs: self.rotate(*args, **kwargs)
             self.bound(model.model.norm, "outside")
             for layer in model.model.layers:
@@ -91,19 +98,24 @@ class StandIn:
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     """Have the package be installed, as far as this project can tell."""
-    stand_in, module = StandIn(), ModuleType("liger_kernel.transformers.monkey_patch")
+    stand_in = StandIn()
+    module = ModuleType("liger_kernel.transformers.monkey_patch")
     known = {"llama": stand_in.apply(modeling_llama), "mixtral": stand_in.apply(modeling_mixtral)}
     module.MODEL_TYPE_TO_APPLY_LIGER_FN = known  # type: ignore[attr-defined]
     for name in ("liger_kernel", "liger_kernel.transformers"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(liger, "installed_version", lambda name: "0.8.5" if name == liger.PACKAGE else None)
+    monkeypatch.setattr(
+        liger, "installed_version", lambda name: "0.8.5" if name == liger.PACKAGE else None
+    )
     monkeypatch.setattr(everytype, "CpuBackend", Fusing)
     yield stand_in
     assert modeling_llama.apply_rotary_pos_emb is ROTATE, "a name of transformers was not put back"
 
 
-def test_fast_computes_by_the_kernels_and_exact_never_does(tmp_path: Path, package: StandIn) -> None:
+def test_fast_computes_by_the_kernels_and_exact_never_does(
+    tmp_path: Path, package: StandIn
+) -> None:
     found = compare(LlamaConfig(**SIZES), tmp_path / "fast", **FAST)
     assert max(found.logits, found.loss) <= 1e-6 and found.worst <= 5e-6
     assert package.options == [{"loss": False, "swiglu": True}]
@@ -140,7 +152,9 @@ def test_a_run_says_what_is_fused(tmp_path: Path, package: StandIn) -> None:
     assert f"arithmetic: fast: {said}" in lines
 
 
-def test_an_activation_that_a_kernel_does_not_have_turns_it_off(tmp_path: Path, package: StandIn) -> None:
+def test_an_activation_that_a_kernel_does_not_have_turns_it_off(
+    tmp_path: Path, package: StandIn
+) -> None:
     with opened(write_model(LlamaConfig(**SIZES, hidden_act="gelu"), tmp_path), **FAST):
         assert package.options == [{"loss": False, "swiglu": False}]
 
@@ -161,7 +175,11 @@ def fails(**_: Any) -> None:
 @pytest.mark.parametrize(
     ("known", "version", "why"),
     [
-        ({}, "0.8.5", "liger-kernel 0.8.5 fuses nothing, because it does not know the type 'llama'"),
+        (
+            {},
+            "0.8.5",
+            "liger-kernel 0.8.5 fuses nothing, because it does not know the type 'llama'",
+        ),
         ({}, None, "liger-kernel fuses nothing, because it is not installed"),
         (
             {"llama": fails},
@@ -185,7 +203,9 @@ def test_where_it_cannot_fuse_it_says_why(
     monkeypatch.setattr(liger, "installed_version", lambda name: version)
     with opened(write_model(LlamaConfig(**SIZES), tmp_path), **FAST) as model:
         assert model.fused == why
-        assert not any(isinstance(vars(one).get("forward"), liger.Fused) for one in model.skeleton.modules())
+        assert not any(
+            isinstance(vars(one).get("forward"), liger.Fused) for one in model.skeleton.modules()
+        )
 
 
 def test_a_backend_that_fuses_nothing_says_nothing(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Copies are in order on any device with queues: no slot is read before it is filled, or refilled while in use.
+"""Copies are in order on any device with queues: no slot is read before it is filled, or refilled
+while in use.
 
-The order is that of the backends' own code, on queues that take any course which events allow. Take away one of its
-waits, and some course goes wrong.
+The order is that of the backends' own code, on queues that take any course which events allow. Take
+away one of its waits, and some course goes wrong.
 """
 
 from pathlib import Path
@@ -39,7 +40,9 @@ def code_under_test(changed: str = "", old: str = "", new: str = "") -> SimpleNa
             source = source.replace(old, new)
         made = ModuleType(module.__name__)
         exec(compile(source, str(module.__file__), "exec"), made.__dict__)
-        found.update({key: value for key, value in vars(made).items() if key in NAMES and key not in found})
+        found.update(
+            {key: value for key, value in vars(made).items() if key in NAMES and key not in found}
+        )
     return SimpleNamespace(**found)
 
 
@@ -49,16 +52,21 @@ CODE = code_under_test()
 @pytest.mark.slow
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(st.integers(0, 1 << 40))
-def test_every_byte_is_read_when_it_is_there_and_overwritten_when_it_is_not_needed(seed: int) -> None:
+def test_every_byte_is_read_when_it_is_there_and_overwritten_when_it_is_not_needed(
+    seed: int,
+) -> None:
     Scenario(CODE, seed).run()
 
 
 def mapped_course(code: SimpleNamespace, seed: int) -> None:
-    """Compute in host memory that a download brought; overwrite it when that is allowed, and compute there again."""
+    """Compute in host memory that a download brought; overwrite it when that is allowed, and
+    compute there again.
+    """
     device = FakeDevice(Random(seed))
     copies = code.Copies(device)
     slots = code.MappedSlots(copies, lambda source: source, lambda: None)
-    host, outcome = bytes_of(0), [bytes_of(0) for _ in range(3)]
+    host = bytes_of(0)
+    outcome = [bytes_of(0) for _ in range(3)]
     download = code.CopyDown(copies, bytes_of(5), host)
     upload = slots.upload(host)
     device.compute.copy(outcome[0], upload.wait())
@@ -76,7 +84,9 @@ def mapped_course(code: SimpleNamespace, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_device_computes_in_host_memory_when_the_bytes_are_there_and_until_they_are_overwritten(seed: int) -> None:
+def test_a_device_computes_in_host_memory_when_the_bytes_are_there_and_until_they_are_overwritten(
+    seed: int,
+) -> None:
     mapped_course(CODE, seed)
 
 
@@ -102,27 +112,63 @@ MUTANTS = {
         "self._released = self._queues.compute.record()",
         "self._released = self._queues.uploads.record()",
     ),
-    "a slot is refilled while it is in use": ("queues", "else [slot.free, slot.filled]", "else [slot.filled]"),
-    "new memory is filled while its last owner uses it": ("queues", "before = [slot.free] if", "before = [] if"),
-    "two queues fill one slot at once": ("queues", "else [slot.free, slot.filled]", "else [slot.free]"),
-    "compute does not wait for the bytes": ("queues", "self._slots.queues.compute.wait(self._filled)", "pass"),
-    "a release says nothing": ("queues", "        self._slot.free = self._slots.queues.compute.record()\n", ""),
+    "a slot is refilled while it is in use": (
+        "queues",
+        "else [slot.free, slot.filled]",
+        "else [slot.filled]",
+    ),
+    "new memory is filled while its last owner uses it": (
+        "queues",
+        "before = [slot.free] if",
+        "before = [] if",
+    ),
+    "two queues fill one slot at once": (
+        "queues",
+        "else [slot.free, slot.filled]",
+        "else [slot.free]",
+    ),
+    "compute does not wait for the bytes": (
+        "queues",
+        "self._slots.queues.compute.wait(self._filled)",
+        "pass",
+    ),
+    "a release says nothing": (
+        "queues",
+        "        self._slot.free = self._slots.queues.compute.record()\n",
+        "",
+    ),
     "a release on the wrong queue": (
         "queues",
         "self._slot.free = self._slots.queues.compute.record()",
         "self._slot.free = self._slots.queues.uploads.record()",
     ),
-    "allocated on the wrong queue": ("queues", "free = compute.record()", "free = copies.queues.uploads.record()"),
+    "allocated on the wrong queue": (
+        "queues",
+        "free = compute.record()",
+        "free = copies.queues.uploads.record()",
+    ),
     "memory goes back while it is gathered from": (
         "queues",
         "        compute.wait(slot.free)  # it",
         "        pass  # it",
     ),
     "memory goes back while it is filled": ("queues", "compute.wait(slot.filled)", "pass"),
-    "nobody sees memory go back": ("queues", "weakref.finalize(self, _let_go, compute, slots).atexit = False", "pass"),
+    "nobody sees memory go back": (
+        "queues",
+        "weakref.finalize(self, _let_go, compute, slots).atexit = False",
+        "pass",
+    ),
     "drained at once": ("queues", "self._filled.wait()", "pass"),
-    "a lease that was taken again is free": ("queues", "self._slots.free.remove(self._slot)", "pass"),
-    "a second release forgets the first": ("queues", "self._slots.queues.compute.wait(self._slot.free)", "pass"),
+    "a lease that was taken again is free": (
+        "queues",
+        "self._slots.free.remove(self._slot)",
+        "pass",
+    ),
+    "a second release forgets the first": (
+        "queues",
+        "self._slots.queues.compute.wait(self._slot.free)",
+        "pass",
+    ),
     "copies wait for nothing": ("queues", "self._queue.wait(event)", "pass"),
     "what was downloaded is uploaded before it landed": ("queues", "(*after, landing)", "after"),
     "no landing is known": ("queues", "self._landings[_place(target)] = done", "pass"),
@@ -132,16 +178,36 @@ MUTANTS = {
         "        self._queue.copy(target, source)\n        done = self._queue.record()\n",
         "        done = self._queue.record()\n        self._queue.copy(target, source)\n",
     ),
-    "host memory goes while it is copied": ("queues", "self._under_way.append((done, host))", "pass"),
+    "host memory goes while it is copied": (
+        "queues",
+        "self._under_way.append((done, host))",
+        "pass",
+    ),
     "host memory is forgotten early": ("queues", "and self._under_way[0][0].happened()", ""),
-    "a release of a download does nothing": ("queues", "self._queues.compute.wait(self._landed)", "pass"),
+    "a release of a download does nothing": (
+        "queues",
+        "self._queues.compute.wait(self._landed)",
+        "pass",
+    ),
     "a dropped download frees its source": ("queues", "    compute.wait(landed)", "    pass"),
-    "a download does not hold its source": ("queues", "self._landed, source)", "self._landed, target)"),
+    "a download does not hold its source": (
+        "queues",
+        "self._landed, source)",
+        "self._landed, target)",
+    ),
     "landed at once": ("queues", "self._landed.wait()", "pass"),
     "a gathering overwrites what is in use": ("replicas", "gathers.wait(compute.record())", "pass"),
-    "compute does not wait for a gathering": ("replicas", "self._queues.compute.wait(self._done)", "pass"),
+    "compute does not wait for a gathering": (
+        "replicas",
+        "self._queues.compute.wait(self._done)",
+        "pass",
+    ),
     "a dropped gathering frees its memory": ("replicas", "    compute.wait(done)", "    pass"),
-    "a gathering that is not held": ("replicas", "compute, done, whole)\n", "compute, done, None)\n"),
+    "a gathering that is not held": (
+        "replicas",
+        "compute, done, whole)\n",
+        "compute, done, None)\n",
+    ),
     "gathered before it is": (
         "replicas",
         "return _Gathering(self._queues, gathers.record(), compute, whole)",
@@ -177,7 +243,8 @@ def waits(queue: FakeQueue) -> list[FakeEvent]:
 def test_compute_goes_on_while_a_layer_is_gathered() -> None:
     device = idle_device()
     copies = Copies(device)
-    slots, whole = Slots(copies, [bytes_of(0)]), bytes_of(0)
+    slots = Slots(copies, [bytes_of(0)])
+    whole = bytes_of(0)
     gathering = QueuedReplicas(Sender(device), device).gather(slots.upload(bytes_of(3)), whole)
     assert not waits(device.queues[0]), "compute waits for what it does not need yet"
     assert waits(device.gathers), "this test sees nobody wait at all"
@@ -188,7 +255,9 @@ def test_compute_goes_on_while_a_layer_is_gathered() -> None:
 
 
 def test_weights_do_not_stand_behind_boundaries() -> None:
-    """A boundary on its way back waits for the compute that made it; weights are on their way long before that."""
+    """A boundary on its way back waits for the compute that made it; weights are on their way
+    long before that.
+    """
     device = idle_device()
     copies = Copies(device)
     rings = [Slots(copies, [bytes_of(0)]) for _ in range(2)]
@@ -196,7 +265,8 @@ def test_weights_do_not_stand_behind_boundaries() -> None:
     device.compute.do(lambda: None)
     download = CopyDown(copies, bytes_of(5), host)
     device.uploads.work.clear()
-    back, weights = rings[0].upload(host), rings[1].upload(bytes_of(7))
+    back = rings[0].upload(host)
+    weights = rings[1].upload(bytes_of(7))
     (free,) = waits(device.uploads)
     assert waits(device.returns) and waits(device.downloads)
     device.run_until(free)
@@ -214,11 +284,20 @@ def test_no_wait_is_left_out_of_the_list() -> None:
     for name, module in MODULES.items():
         for line in Path(str(module.__file__)).read_text().splitlines():
             if any(word in line for word in (".wait(", ".record()")) and "def " not in line:
-                known = [old for changed, old in listed if changed == name and (old.strip() in line or line in old)]
-                assert known or any(line.strip() in text for text in ALSO), f"{name}.py: {line.strip()}"
+                known = [
+                    old
+                    for changed, old in listed
+                    if changed == name and (old.strip() in line or line in old)
+                ]
+                assert known or any(line.strip() in text for text in ALSO), (
+                    f"{name}.py: {line.strip()}"
+                )
 
 
 ALSO = (
     # What a gathering does in its own queue: the test below.
-    "self._replicas.gather(upload, whole).wait()  # waits in that queue, and releases the part there",
+    (
+        "self._replicas.gather(upload, whole).wait()  # waits in that queue, and releases the "
+        "part there"
+    ),
 )

@@ -1,4 +1,6 @@
-"""What the doctor says of NVIDIA devices, told by files, a command and versions that a test wrote."""
+"""What the doctor says of NVIDIA devices, told by files, a command and versions that a test
+wrote.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,35 +36,65 @@ def root_with(directory: Path, files: dict[str, str]) -> Path:
 @pytest.mark.parametrize(
     ("text", "version", "is_open"),
     [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  384.98  Thu Oct 26 15:16:01 PDT 2017", "384.98", False),
         (
-            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  525.60.11  Release Build  (builder@localhost)",
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  384.98  Thu Oct 26 15:16:01 PDT 2017",
+            "384.98",
+            False,
+        ),
+        (
+            (
+                "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  525.60.11  Release "
+                "Build  (builder@localhost)"
+            ),
             "525.60.11",
             True,
         ),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  595.71.05  Release Build", "595.71.05", True),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  35.3.1  Release Build", "35.3.1", True),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  595.71.05  Release Build",
+            "595.71.05",
+            True,
+        ),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  35.3.1  Release Build",
+            "35.3.1",
+            True,
+        ),
     ],
 )
-def test_the_driver_is_told_from_every_form_of_its_file(text: str, version: str, is_open: bool, tmp_path: Path) -> None:
-    root_with(tmp_path, {"proc/driver/nvidia/version": text + "\nGCC version:  gcc version 12.2.0 (GCC) \n"})
+def test_the_driver_is_told_from_every_form_of_its_file(
+    text: str, version: str, is_open: bool, tmp_path: Path
+) -> None:
+    root_with(
+        tmp_path,
+        {"proc/driver/nvidia/version": text + "\nGCC version:  gcc version 12.2.0 (GCC) \n"},
+    )
     found = driver(tmp_path)
     assert (driver_version(tmp_path), found.level) == (version, Level.OK)
     assert found.facts["open_module"] is is_open
 
 
 def test_the_driver_is_told_by_its_module_too(tmp_path: Path) -> None:
-    assert driver_version(root_with(tmp_path, {"sys/module/nvidia/version": "580.65.06\n"})) == "580.65.06"
+    assert (
+        driver_version(root_with(tmp_path, {"sys/module/nvidia/version": "580.65.06\n"}))
+        == "580.65.06"
+    )
 
 
 @pytest.mark.parametrize(
     ("vendor", "kind", "level"),
-    [("0x10de", "0x030200", Level.WARNING), ("0x10de", "0x040300", Level.NOTE), ("0x1002", "0x030000", Level.NOTE)],
+    [
+        ("0x10de", "0x030200", Level.WARNING),
+        ("0x10de", "0x040300", Level.NOTE),
+        ("0x1002", "0x030000", Level.NOTE),
+    ],
 )
 def test_no_driver_is_said_plainly_and_warned_of_where_a_device_is(
     vendor: str, kind: str, level: Level, tmp_path: Path
 ) -> None:
-    root_with(tmp_path, {"sys/bus/pci/devices/0/vendor": vendor + "\n", "sys/bus/pci/devices/0/class": kind + "\n"})
+    root_with(
+        tmp_path,
+        {"sys/bus/pci/devices/0/vendor": vendor + "\n", "sys/bus/pci/devices/0/class": kind + "\n"},
+    )
     found = driver(tmp_path)
     assert (found.level, found.facts["driver"]) == (level, None)
     assert "no NVIDIA driver is loaded" in found.what.replace("No", "no")
@@ -109,7 +141,9 @@ def test_the_driver_is_held_against_the_cuda_of_torch(
         ((9, 0), [], Level.WARNING),
     ],
 )
-def test_kernels_are_held_against_the_device(capability: tuple[int, int], built_for: list[str], level: Level) -> None:
+def test_kernels_are_held_against_the_device(
+    capability: tuple[int, int], built_for: list[str], level: Level
+) -> None:
     found = kernels(0, capability, built_for)
     assert found.level is level
     assert (found.source == ARCHITECTURES) is (level is Level.WARNING)
@@ -137,7 +171,9 @@ def test_attention_that_gives_no_numbers_is_told_to_be_off(
 ) -> None:
     found = list(attention(version, capabilities))
     assert bool(found) is told
-    assert all(finding.level is Level.NOTE and "switches it off" in finding.what for finding in found)
+    assert all(
+        finding.level is Level.NOTE and "switches it off" in finding.what for finding in found
+    )
     assert all(finding.source for finding in found)
 
 
@@ -150,7 +186,9 @@ def quantizer(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
     monkeypatch.setattr("lema_cuda.doctor.installed_version", lambda name: "0.50.0")
 
 
-def test_the_quantiser_needs_a_library_for_this_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_quantiser_needs_a_library_for_this_cuda(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     quantizer(monkeypatch, tmp_path)
     (good,) = _quantizer("12.9")  # it takes one of an earlier minor version
     (bad,) = _quantizer("99.0")
@@ -158,12 +196,15 @@ def test_the_quantiser_needs_a_library_for_this_cuda(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("source", "level"), [("", Level.OK), ("raise ImportError('undefined symbol: _ZN3c105ErrorC2')", Level.WARNING)]
+    ("source", "level"),
+    [("", Level.OK), ("raise ImportError('undefined symbol: _ZN3c105ErrorC2')", Level.WARNING)],
 )
 def test_attention_built_for_another_torch_is_warned_of(
     source: str, level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with installed(tmp_path, monkeypatch, "flash-attn", {}, {"flash_attn_2_cuda": source}, version="2.8.3"):
+    with installed(
+        tmp_path, monkeypatch, "flash-attn", {}, {"flash_attn_2_cuda": source}, version="2.8.3"
+    ):
         (found,) = _flash_attention()
     assert found.level is level
     assert found.facts["installed"] == "2.8.3"
@@ -182,7 +223,9 @@ def command(directory: Path, script: str) -> str:
 def test_devices_are_told_by_nvidia_smi_whatever_torch_can_do(tmp_path: Path) -> None:
     line = "NVIDIA H200, 580.65.06, 143771, 4, Enabled, Enabled, 5, 16, 16"
     narrow = "Tesla T4, 580.65.06, 15360, [N/A], Disabled, [N/A], 3, 8, 16"
-    script = f'[ "$1" = "--query-gpu={",".join(COLUMNS)}" ] || exit 3\necho "{line}"\necho "{narrow}"'
+    script = (
+        f'[ "$1" = "--query-gpu={",".join(COLUMNS)}" ] || exit 3\necho "{line}"\necho "{narrow}"'
+    )
     wide, slow = system_management(command(tmp_path, script))
     assert (wide.key, wide.level) == ("cuda.nvidia-smi_0", Level.OK)
     assert wide.facts == {
@@ -203,7 +246,10 @@ def test_devices_are_told_by_nvidia_smi_whatever_torch_can_do(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18", "version mismatch"),
+        (
+            "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18",
+            "version mismatch",
+        ),
         ("exec sleep 60", "does not answer"),
     ],
 )
@@ -222,7 +268,12 @@ def test_no_nvidia_smi_is_no_finding(tmp_path: Path) -> None:
 
 
 def test_variables_are_told_with_what_they_do() -> None:
-    given = {"CUDA_VISIBLE_DEVICES": "0", "CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "0", "HOME": "/"}
+    given = {
+        "CUDA_VISIBLE_DEVICES": "0",
+        "CUDA_LAUNCH_BLOCKING": "1",
+        "NCCL_P2P_DISABLE": "0",
+        "HOME": "/",
+    }
     assert {finding.name: finding.level for finding in environment(given)} == {
         "CUDA_VISIBLE_DEVICES": Level.OK,
         "CUDA_LAUNCH_BLOCKING": Level.WARNING,
@@ -244,7 +295,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, available: bool) -> None:
     told = {
         "is_available": lambda: available,
         "device_count": lambda: 2,
-        "get_device_properties": lambda number: SimpleNamespace(name=f"board {number}", major=9, minor=0),
+        "get_device_properties": lambda number: SimpleNamespace(
+            name=f"board {number}", major=9, minor=0
+        ),
         "mem_get_info": lambda number: (100 - 50 * number, 100),
         "get_arch_list": lambda: ["sm_80", "sm_90"],
     }
@@ -252,18 +305,30 @@ def pretend(monkeypatch: pytest.MonkeyPatch, available: bool) -> None:
         monkeypatch.setattr(torch.cuda, name, said)
 
 
-def test_every_device_that_torch_sees_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_device_that_torch_sees_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pretend(monkeypatch, available=True)
     quantizer(monkeypatch, tmp_path)
     found = {finding.name: finding for finding in doctor()}
-    assert {"runtime", "bitsandbytes", "memory 0", "kernels 0", "memory 1", "kernels 1", "attention"} <= set(found)
+    assert {
+        "runtime",
+        "bitsandbytes",
+        "memory 0",
+        "kernels 0",
+        "memory 1",
+        "kernels 1",
+        "attention",
+    } <= set(found)
     assert "liger-kernel" in found
     assert (found["memory 0"].level, found["memory 1"].level) == (Level.OK, Level.NOTE)
     assert "board 1" in found["memory 1"].what
     assert found["runtime"].level is Level.OK
 
 
-def test_a_driver_that_torch_cannot_use_is_warned_of_with_torchs_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_torch_cannot_use_is_warned_of_with_torchs_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old\nand more")
 
@@ -276,8 +341,13 @@ def test_a_driver_that_torch_cannot_use_is_warned_of_with_torchs_reason(monkeypa
 
 
 def test_kernels_for_fast_arithmetic_are_told_installed_or_not() -> None:
-    assert fused_kernels("0.8.5").level is Level.OK and "liger-kernel 0.8.5" in fused_kernels("0.8.5").what
-    assert fused_kernels(None).level is Level.NOTE and "lema-lora[kernels]" in fused_kernels(None).how
+    assert (
+        fused_kernels("0.8.5").level is Level.OK
+        and "liger-kernel 0.8.5" in fused_kernels("0.8.5").what
+    )
+    assert (
+        fused_kernels(None).level is Level.NOTE and "lema-lora[kernels]" in fused_kernels(None).how
+    )
 
 
 @pytest.mark.cuda

@@ -1,4 +1,6 @@
-"""The first minutes on a GPU, rehearsed without one: what is packed, and a run that is cut off leaves what it knows."""
+"""The first minutes on a GPU, rehearsed without one: what is packed, and a run that is cut off
+leaves what it knows.
+"""
 
 import json
 import os
@@ -46,7 +48,9 @@ class Shelf:
         file = self._directory / f"{name}-1.0-py3-none-any.whl"
         metadata = "".join(f"Requires-Dist: {ask}\n" for ask in self._asks[name])
         with zipfile.ZipFile(file, "w") as archive:
-            archive.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\n{metadata}")
+            archive.writestr(
+                f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\n{metadata}"
+            )
         return file
 
     def fetch(self, requirement: Requirement) -> Path:
@@ -59,7 +63,9 @@ def shelf(tmp_path: Path) -> Shelf:
     return Shelf(tmp_path)
 
 
-def packed(shelf: Shelf, there: dict[str, str], constraints: dict[str, str], extras: Sequence[str] = ()) -> list[str]:
+def packed(
+    shelf: Shelf, there: dict[str, str], constraints: dict[str, str], extras: Sequence[str] = ()
+) -> list[str]:
     import gpu_pack
 
     gpu_pack.missing_wheels(shelf.wheel("lema-lora"), extras, there, constraints, shelf.fetch)
@@ -70,7 +76,9 @@ def test_what_the_machine_has_in_a_version_that_will_do_stays_out(shelf: Shelf) 
     shelf.put("lema-lora", "torch>=2.8", "transformers>=5.24,<5.25", "Jinja2>=3")
     shelf.put("transformers")
     there = {"torch": "2.11.0", "transformers": "5.17.0", "jinja2": ""}
-    assert packed(shelf, there, {"transformers": "5.24.0", "torch": "2.13.0"}) == ["transformers==5.24.0"]
+    assert packed(shelf, there, {"transformers": "5.24.0", "torch": "2.13.0"}) == [
+        "transformers==5.24.0"
+    ]
 
 
 def test_what_is_packed_brings_what_it_asks_for_once(shelf: Shelf) -> None:
@@ -103,7 +111,10 @@ def test_a_constraint_outside_the_range_is_not_taken() -> None:
     import gpu_pack
 
     assert str(gpu_pack.pinned(Requirement("peft>=1"), {"peft": "0.21.2"})) == "peft>=1"
-    assert str(gpu_pack.pinned(Requirement("PyDantic_core>=2"), {"pydantic-core": "2.1"})) == "PyDantic_core==2.1"
+    assert (
+        str(gpu_pack.pinned(Requirement("PyDantic_core>=2"), {"pydantic-core": "2.1"}))
+        == "PyDantic_core==2.1"
+    )
 
 
 def test_lists_of_versions_are_read_as_they_are_printed() -> None:
@@ -122,7 +133,9 @@ def test_the_machine_lacks_what_lema_is_known_to_need() -> None:
 
     there = gpu_pack.versions_in(gpu_pack.THERE.read_text())
     asked = [Requirement(text) for text in gpu_software._requirements()]
-    lacking = {one.name for one in asked if not one.specifier.contains(there.get(one.name.lower()) or "0")}
+    lacking = {
+        one.name for one in asked if not one.specifier.contains(there.get(one.name.lower()) or "0")
+    }
     unknown = {name for name, version in there.items() if not version}
     assert {"pydantic", "peft"} <= lacking - unknown
 
@@ -132,9 +145,18 @@ def test_the_machine_lacks_what_lema_is_known_to_need() -> None:
 
 def day(out: Path, *phases: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run phases on the CPU, with small models, and what this process's Python has."""
-    chosen = {"OUT": str(out), "SITE": "none", "DEVICE": "cpu", "TINY": "1", "PYTHON": sys.executable, **environment}
+    chosen = {
+        "OUT": str(out),
+        "SITE": "none",
+        "DEVICE": "cpu",
+        "TINY": "1",
+        "PYTHON": sys.executable,
+        **environment,
+    }
     surroundings = {**os.environ, "OMP_NUM_THREADS": "1", **chosen}
-    return subprocess.run(["bash", str(DAY), *phases], capture_output=True, text=True, env=surroundings, check=False)
+    return subprocess.run(
+        ["bash", str(DAY), *phases], capture_output=True, text=True, env=surroundings, check=False
+    )
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
@@ -149,22 +171,35 @@ def python(directory: Path, text: str) -> str:
     return str(script)
 
 
-def test_the_limits_of_all_phases_are_nine_minutes_and_a_phase_gets_what_those_before_left(tmp_path: Path) -> None:
+def test_the_limits_of_all_phases_are_nine_minutes_and_a_phase_gets_what_those_before_left(
+    tmp_path: Path,
+) -> None:
     done = day(tmp_path / "out", PYTHON=python(tmp_path, "true"))
     assert done.returncode == 0, done.stdout + done.stderr
     begun = [line for line in lines(tmp_path / "out" / "phases.jsonl") if "begun" in line]
-    assert [line["phase"] for line in begun] == ["machine", "align", "tests", "prove", "rows", "oss", "experts"]
+    assert [line["phase"] for line in begun] == [
+        "machine",
+        "align",
+        "tests",
+        "prove",
+        "rows",
+        "oss",
+        "experts",
+    ]
     assert 520 < begun[-1]["limit"] + begun[-1]["begun"] <= 540
 
 
 def test_a_phase_that_is_cut_off_leaves_its_lines_and_the_next_one_runs(tmp_path: Path) -> None:
     stand_in = python(
-        tmp_path, 'out="${@: -1}"; echo "{\\"row\\": 1}" >>"$out"; case $1 in *card*) exec sleep 60;; esac'
+        tmp_path,
+        'out="${@: -1}"; echo "{\\"row\\": 1}" >>"$out"; case $1 in *card*) exec sleep 60;; esac',
     )
     done = day(tmp_path / "out", "machine=1", "align=1", PYTHON=stand_in)
     assert done.returncode == 1
     assert lines(tmp_path / "out" / "card.jsonl") == [{"row": 1}, {"row": 1}]
-    ends = {line["phase"]: line for line in lines(tmp_path / "out" / "phases.jsonl") if "exit" in line}
+    ends = {
+        line["phase"]: line for line in lines(tmp_path / "out" / "phases.jsonl") if "exit" in line
+    }
     assert (ends["machine"]["exit"], ends["machine"]["cut"]) == (124, True)
     assert "machine: exit 124" in done.stdout
 
@@ -173,7 +208,11 @@ def test_a_phase_that_fails_is_told_and_ends_nothing_else(tmp_path: Path) -> Non
     stand_in = python(tmp_path, "case $1 in *card*) echo broken; exit 3;; esac")
     done = day(tmp_path / "out", "machine", "align", PYTHON=stand_in)
     assert done.returncode == 1
-    ends = [(line["phase"], line["exit"]) for line in lines(tmp_path / "out" / "phases.jsonl") if "exit" in line]
+    ends = [
+        (line["phase"], line["exit"])
+        for line in lines(tmp_path / "out" / "phases.jsonl")
+        if "exit" in line
+    ]
     assert ends == [("machine", 3), ("align", 0)]
     assert "broken" in (tmp_path / "out" / "day.log").read_text()
 
@@ -201,7 +240,9 @@ def test_a_card_and_the_places_of_weights_are_measured_with_torch_alone(tmp_path
     done = day(tmp_path / "out", "machine", "align")
     assert done.returncode == 0, done.stdout + done.stderr
     known = lines(tmp_path / "out" / "card.jsonl")
-    assert {"packages", "card", "host memory", "linear", "grouped_mm"} <= {line["what"] for line in known}
+    assert {"packages", "card", "host memory", "linear", "grouped_mm"} <= {
+        line["what"] for line in known
+    }
     assert {line["past_16"] for line in known if line["what"] == "linear"} == {0, 8, 2}
 
 
@@ -213,35 +254,47 @@ def test_a_missing_package_is_named_before_anything_begins(monkeypatch: pytest.M
 
     assert gpu_software.what_is_missing("cpu") == []
     there = gpu_software._version
-    monkeypatch.setattr(gpu_software, "_version", lambda name: None if name == "pydantic" else there(name))
+    monkeypatch.setattr(
+        gpu_software, "_version", lambda name: None if name == "pydantic" else there(name)
+    )
     line, how = gpu_software.what_is_missing("cpu")
     assert line.startswith("pydantic is absent;")
     assert "pip install 'pydantic>=" in line
     assert "gpu_pack.py" in how
 
 
-def test_another_version_is_told_and_no_reason_to_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_is_told_and_no_reason_to_measure_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import gpu_software
 
     assert gpu_software.untested_versions() == []
     there = gpu_software._version
-    monkeypatch.setattr(gpu_software, "_version", lambda name: "5.16.0" if name == "transformers" else there(name))
+    monkeypatch.setattr(
+        gpu_software, "_version", lambda name: "5.16.0" if name == "transformers" else there(name)
+    )
     assert gpu_software.what_is_missing("cpu") == []
     (line,) = gpu_software.untested_versions()
     assert line.startswith("transformers 5.16.0;")
 
 
 def test_where_lema_cannot_be_imported_the_message_says_how_to_install_it() -> None:
-    """Of a Python that has the standard library alone, as the machine's own may be for all that is known."""
+    """Of a Python that has the standard library alone, as the machine's own may be for all that
+    is known.
+    """
     script = BENCHMARKS / "gpu.py"
-    done = subprocess.run([sys.executable, "-E", "-S", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-E", "-S", script], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "lema is not installed: pip install" in done.stderr
     assert "benchmarks/gpu_pack.py" in done.stderr
 
 
-def test_a_device_that_is_not_there_is_told_before_anything_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_not_there_is_told_before_anything_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import gpu_software
 
     from lema_accelerator import backend
@@ -257,11 +310,17 @@ def test_a_device_that_is_not_there_is_told_before_anything_begins(monkeypatch: 
 # Layers that are the bytes of the first
 
 
-def test_every_layer_of_a_repeated_checkpoint_is_the_first_and_host_memory_has_it_once(tmp_path: Path) -> None:
+def test_every_layer_of_a_repeated_checkpoint_is_the_first_and_host_memory_has_it_once(
+    tmp_path: Path,
+) -> None:
     """In a process of its own, because it changes for good how this one opens models."""
     script = tmp_path / "script.py"
     script.write_text(REPEATED)
-    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *sys.path])}
+    surroundings = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *sys.path]),
+    }
     command = [sys.executable, str(script), str(tmp_path / "model")]
     done = subprocess.run(command, capture_output=True, text=True, env=surroundings, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -269,7 +328,9 @@ def test_every_layer_of_a_repeated_checkpoint_is_the_first_and_host_memory_has_i
     assert found["places"] == 1, "layers lie at different places of the file"
     assert found["memories"] == 1, "layers have host memory of their own"
     assert found["finite"]
-    assert found["blocks"] < found["bytes"] - 10 * found["layer"], "other layers are on the disk too"
+    assert found["blocks"] < found["bytes"] - 10 * found["layer"], (
+        "other layers are on the disk too"
+    )
 
 
 REPEATED = """

@@ -1,4 +1,6 @@
-"""A small byte-level tokenizer trained on the spot, chat templates for it, and a way to write data files."""
+"""A small byte-level tokenizer trained on the spot, chat templates for it, and a way to write
+data files.
+"""
 
 import json
 from collections.abc import Callable
@@ -15,22 +17,31 @@ SENTENCES = [
     "user assistant system: what is the name of the river? The name of the river is long.",
 ]
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + "
+    "'\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 MARKED = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
-    "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}"
-    "{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ "
+    "m.content + '<|im_end|>' }}"
+    "{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ "
+    "'<|im_start|>assistant\n' }}{% endif %}"
 )
-# Like the templates of reasoning models: what the last answer looks like changes once another message follows.
+# Like the templates of reasoning models: what the last answer looks like changes once another
+# message follows.
 REWRITING = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-    "{% if m.role == 'assistant' and loop.last %}{{ '(thinking)' }}{% endif %}{{ m.content + '<|im_end|>\n' }}"
+    "{% if m.role == 'assistant' and loop.last %}{{ '(thinking)' }}{% endif %}{{ m.content "
+    "+ '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-STRICT = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + (
-    "{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system "
+    "role') }}{% endif %}"
+) + (
+    "{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{% if add_generation_prompt "
+    "%}{{ 'assistant: ' }}{% endif %}"
 )
 
 
@@ -62,7 +73,9 @@ MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
 def make_tokenizer(trained: str) -> MakeTokenizer:
     """Tokenizers which differ in what they add around a text, and in their chat template."""
 
-    def make(template: str | None = None, around: str = "<s> $A", eos: str | None = "</s>") -> PreTrainedTokenizerFast:
+    def make(
+        template: str | None = None, around: str = "<s> $A", eos: str | None = "</s>"
+    ) -> PreTrainedTokenizerFast:
         backend = Tokenizer.from_str(trained)
         specials = [(token, backend.token_to_id(token)) for token in ("<s>", "</s>")]
         backend.post_processor = processors.Sequence(
@@ -71,7 +84,9 @@ def make_tokenizer(trained: str) -> MakeTokenizer:
                 processors.TemplateProcessing(single=around, pair="$A $B", special_tokens=specials),
             ]
         )
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token=eos)
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=backend, bos_token="<s>", eos_token=eos
+        )
         tokenizer.chat_template = template
         return tokenizer
 

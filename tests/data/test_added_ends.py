@@ -1,4 +1,6 @@
-"""Tokenizers that put tokens before and after every text: each stands once, and no prompt is at its end."""
+"""Tokenizers that put tokens before and after every text: each stands once, and no prompt is at
+its end.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from lema.data.preference import prepare_preferences
 from lema.engine.generation import checked, encoded
 from lema.errors import DataError
 
-BEFORE, AROUND = "<s> $A", "<s> $A </s>"
+BEFORE = "<s> $A"
+AROUND = "<s> $A </s>"
 PAIRS = [
     {"prompt": "w10", "chosen": " w20", "rejected": " w30"},
     {"prompt": "<s> w10", "chosen": " w20 </s>", "rejected": " w30 </s>"},
@@ -23,13 +26,20 @@ PAIRS = [
 
 def tokenizer_adding(single: str) -> PreTrainedTokenizerFast:
     words = Tokenizer(
-        models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2, **{f"w{n}": n for n in range(3, 40)}}, unk_token="<unk>")
+        models.WordLevel(
+            {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"w{n}": n for n in range(3, 40)}},
+            unk_token="<unk>",
+        )
     )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special: Any = [("<s>", 1), ("</s>", 2)]
     pair = f"{single} {single.replace('$A', '$B')}"
-    words.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
-    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    words.post_processor = processors.TemplateProcessing(
+        single=single, pair=pair, special_tokens=special
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
 
 
 @pytest.mark.parametrize("single", [BEFORE, AROUND])
@@ -56,7 +66,9 @@ def test_a_prompt_begins_once_and_goes_on(single: str, text: str) -> None:
 
 def test_a_prompt_with_a_token_that_the_model_has_no_row_for_is_named() -> None:
     model = PreTrainedConfig(vocab_size=12, max_position_embeddings=8)
-    row, known, unknown = Row({"prompt": "w10 w13"}, "prompts.jsonl", 4), [1, 10, 11], [1, 10, 13]
+    row = Row({"prompt": "w10 w13"}, "prompts.jsonl", 4)
+    known = [1, 10, 11]
+    unknown = [1, 10, 13]
     fitting([row], [known], 5, model)
     said = "the prompt holds 13, which is outside the vocabulary of 12 tokens"
     with pytest.raises(DataError, match=said) as caught:

@@ -1,4 +1,6 @@
-"""Kept tokens are those that would be made again, row by row; they are made once, and again where they are damaged."""
+"""Kept tokens are those that would be made again, row by row; they are made once, and again
+where they are damaged.
+"""
 
 import hashlib
 import json
@@ -48,17 +50,22 @@ def refuse(*_):
 
 def test_kept_tokens_are_those_made_in_memory(write, make):
     data = write_all(write)
-    memory, first, second = make(data, kept=False), make(data), make(data)
+    memory = make(data, kept=False)
+    first = make(data)
+    second = make(data)
     assert memory.counts.truncated and memory.counts.dropped and memory.counts.left_out == 35
     assert memory.counts.rows == 120 + 90 + 60 + 35 + 200 - memory.counts.dropped
     assert all_of(memory) == all_of(first) == all_of(second)
     assert notes_of(memory) == notes_of(first) == notes_of(second) != []
-    assert "by 3 processes" in first.notes[0] and not any("processes" in note for note in second.notes)
+    assert "by 3 processes" in first.notes[0] and not any(
+        "processes" in note for note in second.notes
+    )
 
 
 def test_parts_of_kept_tokens_are_those_of_tokens_in_memory(write, make):
     data = write_all(write)
-    memory, kept = make(data, kept=False), make(data)
+    memory = make(data, kept=False)
+    kept = make(data)
     for one, other in zip(memory.split(0.2, seed=3), kept.split(0.2, seed=3), strict=True):
         assert all_of(one)[:4] == all_of(other)[:4] and one.notes == tuple(notes_of(other))
     assert all_of(memory.select([7, 3, 200]))[:4] == all_of(kept.select([7, 3, 200]))[:4]
@@ -101,13 +108,20 @@ def test_whatever_changes_tokens_is_another_entry(write, make, templates, tmp_pa
         assert len(entries(tmp_path)) == number, change
     about = data.stat()
     data.write_text(data.read_text().replace("stone", "brick"))
-    os.utime(data, ns=(about.st_atime_ns, about.st_mtime_ns))  # same size, same time, and small: its content tells
-    assert all_of(make(data)) == all_of(make(data, kept=False)) and len(entries(tmp_path)) == len(changes) + 2
+    os.utime(
+        data, ns=(about.st_atime_ns, about.st_mtime_ns)
+    )  # same size, same time, and small: its content tells
+    assert (
+        all_of(make(data)) == all_of(make(data, kept=False))
+        and len(entries(tmp_path)) == len(changes) + 2
+    )
     make(data)
     assert len(entries(tmp_path)) == len(changes) + 2
 
 
-@pytest.mark.parametrize("row", ["{broken", '{"messages": []}', '{"text": "another kind"}', '{"messages": "\\u0000"}'])
+@pytest.mark.parametrize(
+    "row", ["{broken", '{"messages": []}', '{"text": "another kind"}', '{"messages": "\\u0000"}']
+)
 def test_a_bad_row_is_the_same_error(write, make, tmp_path, row):
     lines = [json.dumps(chat) for chat in chats(80)]
     path = write("chats.jsonl", "\n".join([*lines[:70], row, *lines[70:75], "{later", *lines[75:]]))
@@ -124,7 +138,8 @@ def test_a_bad_row_is_the_same_error(write, make, tmp_path, row):
 
 def test_an_error_of_a_later_file_comes_after_one_of_an_earlier_row(write, make):
     lines = [json.dumps(chat) for chat in chats(80)]
-    good, empty = write("a.jsonl", "\n".join([*lines, '{"messages": []}'])), write("b.jsonl", "\n\n")
+    good = write("a.jsonl", "\n".join([*lines, '{"messages": []}']))
+    empty = write("b.jsonl", "\n\n")
     for kept in (False, True):
         with pytest.raises(DataError, match=r"a\.jsonl:81"):
             make([good, empty], kept=kept)
@@ -164,7 +179,9 @@ def test_damaged_tokens_are_made_anew_and_it_is_said(write, make, tmp_path, name
 
 
 def bent(tokens, name, column, value):
-    """Write a number into the kept rows, or another value into what is kept of them, with the digests that belong."""
+    """Write a number into the kept rows, or another value into what is kept of them, with the
+    digests that belong.
+    """
     about = json.loads((tokens / "about.json").read_bytes())["about"]
     if name == "rows.bin":
         rows = np.fromfile(tokens / name, ROW)
@@ -215,14 +232,17 @@ def test_data_that_change_while_they_are_read_are_not_kept(write, make, tmp_path
         data.write_text(data.read_text() + "\n")
 
     monkeypatch.setattr(cache, "_write", change)
-    with pytest.raises(DataError, match="the data or the tokenizer's files changed while LEMA read them"):
+    with pytest.raises(
+        DataError, match="the data or the tokenizer's files changed while LEMA read them"
+    ):
         make(data)
     assert list(entries(tmp_path)[0].iterdir()) == []
 
 
 def test_the_entry_used_longest_ago_goes_unless_it_is_in_use(write, make, tmp_path, monkeypatch):
     paths = [write(f"{name}.jsonl", list(chats(30))) for name in "abcd"]
-    made, places = [], []
+    made = []
+    places = []
     for number, path in enumerate(paths[:3]):
         made.append(make(path))
         [place] = set(entries(tmp_path)) - set(places)
@@ -270,25 +290,41 @@ def test_skipped_rows_are_listed_by_file_and_line(write, make, tmp_path):
     path = write("a.jsonl", rows)
     for overlong, why in (("truncate", "truncated"), ("drop", "dropped")):
         listed = list(make(path, overlong=overlong).skipped())
-        assert [(one["file"], one["line"], one["why"]) for one in listed] == [(str(path), 2, why), (str(path), 4, why)]
+        assert [(one["file"], one["line"], one["why"]) for one in listed] == [
+            (str(path), 2, why),
+            (str(path), 4, why),
+        ]
         assert listed == list(make(path, kept=False, overlong=overlong).skipped())
         assert list(make(path, overlong=overlong).skipped(1)) == listed[:1]
 
 
 @pytest.mark.parametrize("labelled", [False, True])
-def test_kept_preferences_are_those_made_in_memory(write, make_tokenizer, templates, tmp_path, labelled):
-    pairs = [{"prompt": said(n, 6), "chosen": said(n, 7) + " yes", "rejected": said(n, 5 + n % 30)} for n in range(90)]
+def test_kept_preferences_are_those_made_in_memory(
+    write, make_tokenizer, templates, tmp_path, labelled
+):
+    pairs = [
+        {"prompt": said(n, 6), "chosen": said(n, 7) + " yes", "rejected": said(n, 5 + n % 30)}
+        for n in range(90)
+    ]
     if labelled:
         pairs = pairs[:60]
-    path, tokenizer = write("pairs.jsonl", pairs), make_tokenizer(templates["plain"])
+    path = write("pairs.jsonl", pairs)
+    tokenizer = make_tokenizer(templates["plain"])
     how = {"labelled": labelled, "max_length": 40}
     memory, *kept = (
-        prepare_preferences(path, tokenizer, **how, cache=folder) for folder in (None, tmp_path / "c", tmp_path / "c")
+        prepare_preferences(path, tokenizer, **how, cache=folder)
+        for folder in (None, tmp_path / "c", tmp_path / "c")
     )
     assert memory.counts.truncated
     for one in kept:
-        assert list(one) == list(memory) and one.fingerprint() == memory.fingerprint() and one.counts == memory.counts
-        assert [one._label(n, 0) for n in range(len(one))] == [memory._label(n, 0) for n in range(len(memory))]
+        assert (
+            list(one) == list(memory)
+            and one.fingerprint() == memory.fingerprint()
+            and one.counts == memory.counts
+        )
+        assert [one._label(n, 0) for n in range(len(one))] == [
+            memory._label(n, 0) for n in range(len(memory))
+        ]
     assert len(memory) == (120 if labelled else 90)
 
 

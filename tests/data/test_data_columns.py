@@ -28,10 +28,19 @@ def example(values, chat_template=True):
         ({"prompt": [USER], "completion": [ASSISTANT]}, Chat([USER, ASSISTANT], None, 1)),
         ({"messages": [USER, ASSISTANT]}, Chat([USER, ASSISTANT])),
         ({"messages": json.dumps([USER, ASSISTANT])}, Chat([USER, ASSISTANT])),
-        ({"messages": [USER, ASSISTANT], "tools": '[{"name": "f"}]'}, Chat([USER, ASSISTANT], [{"name": "f"}])),
+        (
+            {"messages": [USER, ASSISTANT], "tools": '[{"name": "f"}]'},
+            Chat([USER, ASSISTANT], [{"name": "f"}]),
+        ),
         ({"conversations": [USER, ASSISTANT]}, Chat([USER, ASSISTANT])),
         (
-            {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}], "system": "Be."},
+            {
+                "conversations": [
+                    {"from": "human", "value": "hi"},
+                    {"from": "gpt", "value": "hello"},
+                ],
+                "system": "Be.",
+            },
             Chat([{"role": "system", "content": "Be."}, USER, ASSISTANT]),
         ),
         ({"instruction": "hi", "input": "", "output": "hello"}, Chat([USER, ASSISTANT])),
@@ -41,7 +50,10 @@ def example(values, chat_template=True):
         ),
         ({"input_ids": [1, 2]}, Tokens([1, 2], [1, 2])),
         ({"input_ids": "[1, 2]", "labels": "[-100, 2]"}, Tokens([1, 2], [-100, 2])),
-        ({"input_ids": [5, 1, 2, 0], "labels": [5, 9, 2, 0], "attention_mask": [0, 1, 1, 0]}, Tokens([1, 2], [9, 2])),
+        (
+            {"input_ids": [5, 1, 2, 0], "labels": [5, 9, 2, 0], "attention_mask": [0, 1, 1, 0]},
+            Tokens([1, 2], [9, 2]),
+        ),
     ],
 )
 def test_columns_decide(values, expected):
@@ -49,9 +61,13 @@ def test_columns_decide(values, expected):
 
 
 def test_instructions_without_a_template_use_alpacas_words():
-    text = example({"instruction": "Add {1}", "input": "2 and 3", "output": "5"}, chat_template=False)
+    text = example(
+        {"instruction": "Add {1}", "input": "2 and 3", "output": "5"}, chat_template=False
+    )
     assert text.completion == "5"
-    assert text.prompt.endswith("### Instruction:\nAdd {1}\n\n### Input:\n2 and 3\n\n### Response:\n")
+    assert text.prompt.endswith(
+        "### Instruction:\nAdd {1}\n\n### Input:\n2 and 3\n\n### Response:\n"
+    )
     assert "Input" not in example({"instruction": "a", "output": "b"}, chat_template=False).prompt
 
 
@@ -89,7 +105,10 @@ def test_instructions_without_a_template_use_alpacas_words():
         ({"input_ids": [1, True]}, "whole numbers, not True"),
         ({"input_ids": [[1, 2]]}, "whole numbers"),
         ({"input_ids": [1, 2], "labels": [1]}, "2 input_ids but 1 labels"),
-        ({"input_ids": [1, 2], "labels": [1, None]}, "'labels' should hold whole numbers, not None"),
+        (
+            {"input_ids": [1, 2], "labels": [1, None]},
+            "'labels' should hold whole numbers, not None",
+        ),
         ({"input_ids": [1, 2], "attention_mask": [1]}, "attention_mask of 1"),
     ],
 )

@@ -21,7 +21,10 @@ from lema.data import load_rows, prepare_data
 from lema.data.files import find_files, pieces_of
 from lema.errors import DataError
 
-ROWS = [{"prompt": "a, b", "completion": 'say "x"\nand y'}, {"prompt": "é\u2028ü", "completion": "z"}]
+ROWS = [
+    {"prompt": "a, b", "completion": 'say "x"\nand y'},
+    {"prompt": "é\u2028ü", "completion": "z"},
+]
 CODECS = {"gzip": ".gz", "zstd": ".zst"}
 
 
@@ -45,7 +48,9 @@ def test_formats_give_the_same_rows(write, tmp_path):
     write_arrow(tmp_path / "f.arrow", ROWS, pa.ipc.new_stream)
     write_arrow(tmp_path / "g.arrow", ROWS, pa.ipc.new_file)
     for codec, ending in CODECS.items():
-        write(f"h.jsonl{ending}", compressed("".join(f"{json.dumps(row)}\n" for row in ROWS), codec))
+        write(
+            f"h.jsonl{ending}", compressed("".join(f"{json.dumps(row)}\n" for row in ROWS), codec)
+        )
     for file in sorted(tmp_path.iterdir()):
         assert [dict(row.values) for row in load_rows(file)] == ROWS, file.name
 
@@ -70,7 +75,9 @@ def test_origins_are_lines(write, tmp_path):
 
 
 def test_txt_is_one_row_per_line(write):
-    assert [row.values["text"] for row in load_rows(write("a.txt", "one \r\ntwo\u2028three\n"))] == [
+    assert [
+        row.values["text"] for row in load_rows(write("a.txt", "one \r\ntwo\u2028three\n"))
+    ] == [
         "one ",
         "two\u2028three",
     ]
@@ -108,7 +115,12 @@ BROKEN = {
     "json: more": ("a.json", '[{"text": "a"}]\n{}', 1, "followed by"),
     "json: inner": ("a.json", '[{"text": "a"},\n{"text": \nb}]', 3, "not JSON"),
     "json: number": ("a.json", '[{"text": "a"},\n3]', 2, "must be a JSON object"),
-    "csv: cells": ("a.csv", "prompt,completion\na,b\nc,d,e\n", 3, "3 cells in a row under 2 columns"),
+    "csv: cells": (
+        "a.csv",
+        "prompt,completion\na,b\nc,d,e\n",
+        3,
+        "3 cells in a row under 2 columns",
+    ),
     "csv: too few": ("a.csv", "prompt,completion\na\n", 2, "1 cells"),
     "csv: quote": ("a.csv", 'text\nfine\n"never closed\n\n', 3, "not CSV"),
     "csv: repeated": ("a.csv", "text,text\na,b\n", 1, "repeated"),
@@ -137,7 +149,9 @@ def test_a_truncated_parquet_file_is_named(tmp_path):
 
 def test_rows_that_are_packed_by_gzip_need_no_library(write, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    file = write("f.jsonl.gz", gzip.compress(b'{"text": "one"}\n') + gzip.compress(b'{"text": "two"}\n'))
+    file = write(
+        "f.jsonl.gz", gzip.compress(b'{"text": "one"}\n') + gzip.compress(b'{"text": "two"}\n')
+    )
     assert [row.values["text"] for row in load_rows(file)] == ["one", "two"]
     for broken in (file.read_bytes()[:-9], b"no such file", file.read_bytes()[:20] + bytes(30)):
         file.write_bytes(broken)
@@ -165,7 +179,10 @@ def test_a_file_that_needs_a_library_that_is_not_installed_names_it(
 def test_a_file_that_was_cut_off_is_named(write, tmp_path, form):
     rows = [{"text": f"{n} word " * 50} for n in range(4000)]
     if form in CODECS:
-        path = write(f"a.jsonl{CODECS[form]}", compressed("".join(f"{json.dumps(row)}\n" for row in rows), form))
+        path = write(
+            f"a.jsonl{CODECS[form]}",
+            compressed("".join(f"{json.dumps(row)}\n" for row in rows), form),
+        )
     else:
         path = write_arrow(tmp_path / "a.arrow", rows, getattr(pa.ipc, f"new_{form}"))
     assert [row.values for row in load_rows(path)] == rows
@@ -176,9 +193,13 @@ def test_a_file_that_was_cut_off_is_named(write, tmp_path, form):
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_lines_that_unpack_to_hundreds_of_times_their_file_are_refused(write, codec):
-    """What is allowed is 4 MiB and 150 times the file, a row counted with 100 bytes more; no row of it is given out."""
+    """What is allowed is 4 MiB and 150 times the file, a row counted with 100 bytes more; no row
+    of it is given out.
+    """
     line = f"{'ab ' * 100}\n"
-    harmless, bomb = (write(f"{n}.txt{CODECS[codec]}", compressed(line * n, codec)) for n in (9_000, 40_000))
+    harmless, bomb = (
+        write(f"{n}.txt{CODECS[codec]}", compressed(line * n, codec)) for n in (9_000, 40_000)
+    )
     assert sum(len(piece.content) for _, piece in pieces_of(harmless)) == len(line) * 9_000
     with pytest.raises(DataError, match="unpacks to hundreds of times its size") as caught:
         next(pieces_of(bomb))
@@ -187,9 +208,13 @@ def test_lines_that_unpack_to_hundreds_of_times_their_file_are_refused(write, co
 
 
 def test_columns_that_stand_for_more_memory_than_a_file_may_are_refused(tmp_path):
-    """A dictionary of one long text stands for any number of them, which would be 800 MB at once."""
+    """A dictionary of one long text stands for any number of them, which would be 800 MB at
+    once.
+    """
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": pa.array(["word " * 3_400_000] * 47)}), path, compression="zstd")
+    pq.write_table(
+        pa.table({"text": pa.array(["word " * 3_400_000] * 47)}), path, compression="zstd"
+    )
     assert path.stat().st_size < 10_000
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DataError, match="unpacks to hundreds of times its size") as caught:
@@ -198,7 +223,9 @@ def test_columns_that_stand_for_more_memory_than_a_file_may_are_refused(tmp_path
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
 
 
-@pytest.mark.parametrize(("name", "content"), [("a.jsonl", ""), ("a.json", "[]"), ("a.csv", "text\n"), ("a.txt", "\n")])
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.jsonl", ""), ("a.json", "[]"), ("a.csv", "text\n"), ("a.txt", "\n")]
+)
 def test_a_file_without_rows_is_named(write, name, content):
     path = write(name, content)
     write("good.jsonl", ROWS)
@@ -220,8 +247,15 @@ def test_directories_and_globs_have_a_fixed_order(write, tmp_path):
         write(name, ROWS)
     assert [p.name for p in find_files(tmp_path / "d")] == ["a.csv", "b.jsonl"]
     found = find_files(str(tmp_path / "**" / "*.jsonl"))
-    assert [p.relative_to(tmp_path).as_posix() for p in found] == ["d/b.jsonl", "d/deep/c.jsonl", "e/a.jsonl"]
-    assert [p.name for p in find_files([tmp_path / "e", tmp_path / "d" / "a.csv"])] == ["a.jsonl", "a.csv"]
+    assert [p.relative_to(tmp_path).as_posix() for p in found] == [
+        "d/b.jsonl",
+        "d/deep/c.jsonl",
+        "e/a.jsonl",
+    ]
+    assert [p.name for p in find_files([tmp_path / "e", tmp_path / "d" / "a.csv"])] == [
+        "a.jsonl",
+        "a.csv",
+    ]
 
 
 def test_a_name_with_brackets_is_a_name(write):
@@ -230,7 +264,11 @@ def test_a_name_with_brackets_is_a_name(write):
 
 @pytest.mark.parametrize(
     ("path", "message"),
-    [("absent.jsonl", "no such data file"), ("*.parquet", "no such data file"), ("a.docx", "cannot read a .docx file")],
+    [
+        ("absent.jsonl", "no such data file"),
+        ("*.parquet", "no such data file"),
+        ("a.docx", "cannot read a .docx file"),
+    ],
 )
 def test_unreadable_paths_are_named(write, tmp_path, path, message):
     write("a.docx", "text")
@@ -247,9 +285,13 @@ def test_no_paths_and_an_empty_directory_are_errors(tmp_path: Path):
         load_rows(tmp_path)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    suffix=st.sampled_from([".jsonl", ".json", ".csv", ".txt", ".parquet", ".arrow", ".jsonl.gz", ".txt.zst"]),
+    suffix=st.sampled_from(
+        [".jsonl", ".json", ".csv", ".txt", ".parquet", ".arrow", ".jsonl.gz", ".txt.zst"]
+    ),
     where=st.integers(0, 200),
     junk=st.binary(min_size=0, max_size=6),
 )
@@ -275,10 +317,18 @@ def test_damage_is_read_or_named_but_never_a_traceback(tmp_path, suffix, where, 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.json", "a.txt.gz"])
 def test_a_row_too_long_to_be_tokenised_is_refused_by_its_line(tmp_path, name):
-    """A tokenizer takes thirty times the memory of a text: of 200 MB, more than most machines have."""
+    """A tokenizer takes thirty times the memory of a text: of 200 MB, more than most machines
+    have.
+    """
     words = "word " * (17 * 2**20 // 5)
     row = words if ".txt" in name else json.dumps({"text": words})
-    text = f"text\nshort\n{words}\n" if name.endswith(".csv") else f"short\n{row}\n" if ".txt" in name else f"{row}\n"
+    text = (
+        f"text\nshort\n{words}\n"
+        if name.endswith(".csv")
+        else f"short\n{row}\n"
+        if ".txt" in name
+        else f"{row}\n"
+    )
     file = tmp_path / name
     if name.endswith(".gz"):  # beside what is not packed so well
         text = text.replace("short", Random(0).randbytes(60_000).hex(" "), 1)
@@ -290,11 +340,14 @@ def test_a_row_too_long_to_be_tokenised_is_refused_by_its_line(tmp_path, name):
 
 
 def test_a_tokenizer_that_panics_is_an_error_that_names_it(tmp_path):
-    """It names a token before every text that it does not have; the library's panic is no `Exception`."""
+    """It names a token before every text that it does not have; the library's panic is no
+    `Exception`.
+    """
     tokenizer = word_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     content = json.loads((tmp_path / "tokenizer.json").read_text())
-    first, text = {"SpecialToken": {"id": "[CLS]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    first = {"SpecialToken": {"id": "[CLS]", "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
     content["post_processor"] = {
         "type": "TemplateProcessing",
         "single": [first, text],
@@ -303,11 +356,15 @@ def test_a_tokenizer_that_panics_is_an_error_that_names_it(tmp_path):
     }
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(DataError, match="the tokenizer fails on a text") as caught:
-        prepare_data([{"text": "a b"}], PreTrainedTokenizerFast.from_pretrained(tmp_path), max_length=8)
+        prepare_data(
+            [{"text": "a b"}], PreTrainedTokenizerFast.from_pretrained(tmp_path), max_length=8
+        )
     assert caught.value.where == str(tmp_path)
 
 
-@pytest.mark.parametrize("rows", [["a"] * 300_000, ["a" * 1_000_000] * 50], ids=["many rows", "long rows"])
+@pytest.mark.parametrize(
+    "rows", [["a"] * 300_000, ["a" * 1_000_000] * 50], ids=["many rows", "long rows"]
+)
 def test_a_file_of_columns_that_unpacks_without_end_is_refused(tmp_path, monkeypatch, rows):
     file = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": pa.array(rows).dictionary_encode()}), file, compression="zstd")

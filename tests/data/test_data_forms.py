@@ -1,4 +1,6 @@
-"""Which columns are meant, what says not to train, and what is trained on: obeyed, or refused in words."""
+"""Which columns are meant, what says not to train, and what is trained on: obeyed, or refused in
+words.
+"""
 
 import json
 
@@ -24,7 +26,9 @@ def learn(make_tokenizer, templates):
         data = prepare_data(rows, tokenizer, max_length=512, forms=Forms(**forms))
         texts = []
         for row in data:
-            learnt = ["\n" if label == -100 else tokenizer.decode([label]) for label in row["labels"]]
+            learnt = [
+                "\n" if label == -100 else tokenizer.decode([label]) for label in row["labels"]
+            ]
             texts.append([text for text in "".join(learnt).split("\n") if text])
         return texts, data
 
@@ -46,7 +50,9 @@ def test_columns_that_are_named_come_before_those_that_are_known(learn):
     row = {"text": "the river", "query": "the mill\n", "response": "Old."}
     texts, data = learn([row], columns={"prompt": "query", "completion": "response"})
     assert texts == [["Old.</s>"]] and "'text'" in data.notes[0]
-    assert learn([{"completion": "the river"}], columns={"text": "completion"})[0] == [["the river</s>"]]
+    assert learn([{"completion": "the river"}], columns={"text": "completion"})[0] == [
+        ["the river</s>"]
+    ]
 
 
 def test_fields_of_messages_are_read_by_the_names_that_are_given(learn):
@@ -56,8 +62,12 @@ def test_fields_of_messages_are_read_by_the_names_that_are_given(learn):
 
 
 def test_a_named_column_that_is_not_there_is_refused(learn):
-    with pytest.raises(DataError, match=r"name the column 'question', and the row has answer, prompt") as caught:
-        learn([{"prompt": "a", "answer": "b"}], columns={"prompt": "question", "completion": "answer"})
+    with pytest.raises(
+        DataError, match=r"name the column 'question', and the row has answer, prompt"
+    ) as caught:
+        learn(
+            [{"prompt": "a", "answer": "b"}], columns={"prompt": "question", "completion": "answer"}
+        )
     assert caught.value.where == "rows:1"
     with pytest.raises(DataError, match="say nothing to train on") as caught:
         learn([{"question": "a", "answer": "b"}])
@@ -72,19 +82,31 @@ def test_a_message_that_says_not_to_be_learnt_is_read_and_not_learnt(learn, flag
     texts, data = learn(rows)
     assert texts == [["Old.<|im_end|>"]]
     assert len(data[0]["input_ids"]) == len(learn([{"messages": CHAT}])[1][0]["input_ids"])
-    shared = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"} | flag, {"from": "gpt", "value": "c"}]
+    shared = [
+        {"from": "human", "value": "a"},
+        {"from": "gpt", "value": "b"} | flag,
+        {"from": "gpt", "value": "c"},
+    ]
     assert learn([{"conversations": shared}])[0] == [["c<|im_end|>"]]
 
 
 @pytest.mark.parametrize("flag", [{"train": False}, {"weight": 0}, {"train": "0"}])
-@pytest.mark.parametrize("row", [{"text": "a"}, {"messages": CHAT}, {"prompt": "a", "completion": "b"}])
+@pytest.mark.parametrize(
+    "row", [{"text": "a"}, {"messages": CHAT}, {"prompt": "a", "completion": "b"}]
+)
 def test_a_row_that_says_not_to_be_learnt_is_left_out_and_counted(learn, row, flag):
     texts, data = learn([row | flag, row | {"train": True, "weight": 1}])
-    assert len(texts) == 1 and data.counts.left_out == 1 and "1 left out because of train: false" in str(data.counts)
+    assert (
+        len(texts) == 1
+        and data.counts.left_out == 1
+        and "1 left out because of train: false" in str(data.counts)
+    )
 
 
 def test_a_chat_of_which_nothing_is_to_be_learnt_is_left_out(learn):
-    quiet = [message | ({"weight": 0} if message["role"] == "assistant" else {}) for message in CHAT]
+    quiet = [
+        message | ({"weight": 0} if message["role"] == "assistant" else {}) for message in CHAT
+    ]
     assert learn([{"messages": quiet}, {"messages": CHAT}])[1].counts.left_out == 1
     with pytest.raises(DataError, match="1 say not to be trained on"):
         learn([{"messages": quiet}])
@@ -93,11 +115,20 @@ def test_a_chat_of_which_nothing_is_to_be_learnt_is_left_out(learn):
 @pytest.mark.parametrize(
     ("message", "what"),
     [
-        ({"role": "assistant", "content": "a", "weight": 0.5}, "should be true or false, 1 or 0, not 0.5"),
+        (
+            {"role": "assistant", "content": "a", "weight": 0.5},
+            "should be true or false, 1 or 0, not 0.5",
+        ),
         ({"role": "assistant", "content": "a", "train": "no"}, "not 'no'"),
         ({"role": "user", "content": "a", "train": True}, "is not the assistant's"),
-        ({"role": "assistant", "content": "a", "train_detail": [{"begin_offset": 0}]}, "parts of a message"),
-        ({"role": "assistant", "content": " "}, "the answer is empty, so only its end token would be trained on"),
+        (
+            {"role": "assistant", "content": "a", "train_detail": [{"begin_offset": 0}]},
+            "parts of a message",
+        ),
+        (
+            {"role": "assistant", "content": " "},
+            "the answer is empty, so only its end token would be trained on",
+        ),
     ],
 )
 def test_what_cannot_be_obeyed_is_refused(learn, message, what):
@@ -122,19 +153,26 @@ def test_what_is_trained_on_is_chosen(learn):
     split = {"prompt": row["messages"][:2], "completion": [CHAT[3], CHAT[2], row["messages"][4]]}
     assert learn([split])[0] == [answers[1:]]  # the user's words in a completion are not learnt
     quiet = [CHAT[0], CHAT[1] | {"train": False}, *CHAT[2:]]
-    with pytest.raises(DataError, match="the settings train on all words, but this message must not be trained on"):
+    with pytest.raises(
+        DataError, match="the settings train on all words, but this message must not be trained on"
+    ):
         learn([{"messages": quiet}], train_on="all")
 
 
 def test_calls_of_sharegpt_are_tool_calls(make_tokenizer):
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
-        "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments | tojson }}{% endfor %}"
-        "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments | "
+        "tojson }}{% endfor %}"
+        "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ "
+        "'<|im_start|>assistant\n' }}{% endif %}"
     )
     turns = [
         {"from": "human", "value": "the weather?"},
-        {"from": "function_call", "value": json.dumps({"name": "weather", "arguments": {"city": "Paris"}})},
+        {
+            "from": "function_call",
+            "value": json.dumps({"name": "weather", "arguments": {"city": "Paris"}}),
+        },
         {"from": "observation", "value": "sunny"},
         {"from": "gpt", "value": "Fine."},
     ]
@@ -154,19 +192,27 @@ def test_the_template_of_the_settings_is_taken(make_tokenizer, templates, tmp_pa
     file.write_text(templates["plain"])
     given = {"text": templates["plain"], "file": str(file), "name": "mine"}[how]
     own = tokenizer.chat_template
-    (row,) = prepare_data([{"messages": CHAT}], tokenizer, max_length=256, forms=Forms(chat_template=given))
+    (row,) = prepare_data(
+        [{"messages": CHAT}], tokenizer, max_length=256, forms=Forms(chat_template=given)
+    )
     assert tokenizer.decode(row["input_ids"]).startswith("<|im_start|>user")
     assert tokenizer.chat_template is own
     with pytest.raises(DataError, match="cannot be read") as caught:
-        prepare_data([{"messages": CHAT}], tokenizer, max_length=256, forms=Forms(chat_template="none.jinja"))
+        prepare_data(
+            [{"messages": CHAT}], tokenizer, max_length=256, forms=Forms(chat_template="none.jinja")
+        )
     assert caught.value.where == "chat_template"
 
 
 def test_a_template_that_asks_for_words_is_refused_and_not_guessed_at(make_tokenizer):
     template = (
-        "{% for m in messages %}{{ m.role + (m.content if m.content.startswith('L') else m.content[:2]) }}{% endfor %}"
+        "{% for m in messages %}{{ m.role + (m.content if m.content.startswith('L') else "
+        "m.content[:2]) }}{% endfor %}"
     )
-    with pytest.raises(DataError, match=r"reads the text of a message|changes the assistant's words|cannot be found"):
+    with pytest.raises(
+        DataError,
+        match=r"reads the text of a message|changes the assistant's words|cannot be found",
+    ):
         prepare_data([{"messages": CHAT}], make_tokenizer(template), max_length=256)
 
 
@@ -175,13 +221,21 @@ def test_marks_in_the_data_are_refused(learn):
         learn([{"messages": [CHAT[0], {"role": "assistant", "content": "a\U00108000b"}]}])
 
 
-def test_a_template_is_rendered_once_for_a_chat_of_a_shape_seen_before(make_tokenizer, templates, monkeypatch):
+def test_a_template_is_rendered_once_for_a_chat_of_a_shape_seen_before(
+    make_tokenizer, templates, monkeypatch
+):
     from lema.data.chat.template import Template
 
-    rendered, render = [], Template.render
-    monkeypatch.setattr(Template, "render", lambda self, *a, **k: rendered.append(1) or render(self, *a, **k))
+    rendered = []
+    render = Template.render
+    monkeypatch.setattr(
+        Template, "render", lambda self, *a, **k: rendered.append(1) or render(self, *a, **k)
+    )
     tokenizer = make_tokenizer(templates["plain"])
-    chats = [{"messages": [dict(one, content=f"{one['content']} {n}") for one in CHAT]} for n in range(50)]
+    chats = [
+        {"messages": [dict(one, content=f"{one['content']} {n}") for one in CHAT]}
+        for n in range(50)
+    ]
     prepare_data(chats[:1], tokenizer, max_length=256)
     first = len(rendered)
     prepare_data(chats, tokenizer, max_length=256)

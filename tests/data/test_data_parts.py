@@ -1,5 +1,5 @@
-"""A start that is killed while it tokenises leaves its parts; the next one tokenises the rest, and the files are the
-same as if nothing had happened."""
+"""A start that is killed while it tokenises leaves its parts; the next one tokenises the rest, and
+the files are the same as if nothing had happened."""
 
 import contextlib
 import errno
@@ -38,8 +38,12 @@ def make(make_tokenizer, templates, tmp_path):
 
 @pytest.fixture
 def tokenised(tmp_path, monkeypatch):
-    """Count the rows tokenised since this was asked before, without those of killed workers that are not gone yet."""
-    log, original, turn = tmp_path / "tokenised", read.tokenize_rows, [0]
+    """Count the rows tokenised since this was asked before, without those of killed workers that
+    are not gone yet.
+    """
+    log = tmp_path / "tokenised"
+    original = read.tokenize_rows
+    turn = [0]
     log.touch()
 
     def counted(*arguments):
@@ -57,7 +61,9 @@ def tokenised(tmp_path, monkeypatch):
 
 
 def when(parts, do, patch):
-    """Have a start do something when it has written so many parts; return the list it counts them in."""
+    """Have a start do something when it has written so many parts; return the list it counts
+    them in.
+    """
     told = []
 
     @contextlib.contextmanager
@@ -79,11 +85,16 @@ def killed(start, parts, monkeypatch):
 
 
 def parts_of(entry):
-    return [json.loads(line)["about"] for line in (entry / "unfinished" / "parts.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["about"]
+        for line in (entry / "unfinished" / "parts.jsonl").read_text().splitlines()
+    ]
 
 
 def rows_of(parts):
-    return sum(part["sizes"][1] // ROW.itemsize + part["dropped"] + part["left_out"] for part in parts)
+    return sum(
+        part["sizes"][1] // ROW.itemsize + part["dropped"] + part["left_out"] for part in parts
+    )
 
 
 class Whole:
@@ -92,10 +103,13 @@ class Whole:
     def __init__(self, data, make, folder, tokenised, monkeypatch):
         with monkeypatch.context() as patch:
             told = when(-1, None, patch)
-            self.data, made = data, make(data)
+            self.data = data
+            made = make(data)
         [self.entry] = entries(folder)
-        self.files, self.known = self.written(), all_of(made)
-        self.num_parts, self.rows = len(told), tokenised()
+        self.files = self.written()
+        self.known = all_of(made)
+        self.num_parts = len(told)
+        self.rows = tokenised()
         shutil.rmtree(folder / "cache")
 
     def written(self):
@@ -105,12 +119,17 @@ class Whole:
 @pytest.fixture
 def whole(write, make, tmp_path, tokenised, monkeypatch):
     found = Whole(write_all(write), make, tmp_path, tokenised, monkeypatch)
-    assert found.files.keys() == {"about.json", "rows.bin", "tokens.bin", "skipped.jsonl"} and found.num_parts > 20
+    assert (
+        found.files.keys() == {"about.json", "rows.bin", "tokens.bin", "skipped.jsonl"}
+        and found.num_parts > 20
+    )
     return found
 
 
 @pytest.mark.parametrize("parts", [1, 4, 17, "all"])
-def test_what_a_killed_start_has_tokenised_is_not_tokenised_again(whole, make, tokenised, monkeypatch, parts):
+def test_what_a_killed_start_has_tokenised_is_not_tokenised_again(
+    whole, make, tokenised, monkeypatch, parts
+):
     parts = whole.num_parts if parts == "all" else parts
     killed(lambda: make(whole.data), parts, monkeypatch)
     tokenised()
@@ -123,7 +142,9 @@ def test_what_a_killed_start_has_tokenised_is_not_tokenised_again(whole, make, t
     assert list(whole.entry.glob("unfinished*")) == [] and tokenised() == 0
 
 
-def test_a_start_that_is_killed_again_and_again_comes_to_its_end(whole, make, tokenised, monkeypatch):
+def test_a_start_that_is_killed_again_and_again_comes_to_its_end(
+    whole, make, tokenised, monkeypatch
+):
     for done in (3, 6, 9):
         killed(lambda: make(whole.data), 3, monkeypatch)
         assert len(parts_of(whole.entry)) == done
@@ -141,7 +162,11 @@ DAMAGES = {
     "rows.bin changed": ("rows.bin", lambda content: content[:-1] + bytes([content[-1] ^ 1]), 11),
     "a line cut": ("parts.jsonl", lambda content: content[:-9], 11),
     "a line of nothing": ("parts.jsonl", lambda content: content + b"[]\n", 12),
-    "a count changed": ("parts.jsonl", lambda content: content.replace(b'"left_out": 0', b'"left_out": 1', 1), 0),
+    "a count changed": (
+        "parts.jsonl",
+        lambda content: content.replace(b'"left_out": 0', b'"left_out": 1', 1),
+        0,
+    ),
     "skipped.jsonl gone": ("skipped.jsonl", lambda _: b"", 3),
 }
 
@@ -150,7 +175,8 @@ DAMAGES = {
 def test_parts_that_do_not_read_back_are_made_anew(whole, make, tokenised, monkeypatch, damage):
     killed(lambda: make(whole.data), 12, monkeypatch)
     name, change, good = DAMAGES[damage]
-    found, file = parts_of(whole.entry), whole.entry / "unfinished" / name
+    found = parts_of(whole.entry)
+    file = whole.entry / "unfinished" / name
     if name == "skipped.jsonl":
         good = next(number for number, part in enumerate(found) if part["sizes"][2])
     before = file.read_bytes()
@@ -184,7 +210,9 @@ def test_parts_that_nobody_goes_on_with_go_as_entries_do(whole, make, write, tmp
     assert whole.entry not in entries(tmp_path) and len(entries(tmp_path)) == 1
 
 
-def test_of_two_starts_at_once_one_goes_on_where_the_other_was_killed(whole, make, tokenised, monkeypatch):
+def test_of_two_starts_at_once_one_goes_on_where_the_other_was_killed(
+    whole, make, tokenised, monkeypatch
+):
     (written, ready), (go, waits) = FORK.Pipe(), FORK.Pipe()
 
     def kill():
@@ -222,7 +250,9 @@ def test_an_entry_that_is_removed_while_a_start_waits_for_it_is_made_anew(whole,
     assert all_of(make(whole.data)) == whole.known and whole.written() == whole.files
 
 
-def test_without_locks_nothing_that_another_may_be_writing_is_taken(whole, make, tokenised, monkeypatch):
+def test_without_locks_nothing_that_another_may_be_writing_is_taken(
+    whole, make, tokenised, monkeypatch
+):
     killed(lambda: make(whole.data), 12, monkeypatch)
     tokenised()
     before = {path: path.read_bytes() for path in (whole.entry / "unfinished").iterdir()}
@@ -250,10 +280,14 @@ def test_ctrl_c_leaves_no_process_and_its_parts(whole, make, tokenised, monkeypa
     assert whole.written() == whole.files and tokenised() == whole.rows - rows_of(found)
 
 
-def test_a_killed_worker_is_an_error_and_the_next_start_goes_on(whole, make, tokenised, monkeypatch):
-    # A worker that holds no lock and writes to no pipe: it dies as it begins its piece. Of the pieces before it, all
-    # but the few that are under way at once have been written by then.
-    begun, original, parent = FORK.Value("i", 0), read.tokenize_rows, os.getpid()
+def test_a_killed_worker_is_an_error_and_the_next_start_goes_on(
+    whole, make, tokenised, monkeypatch
+):
+    # A worker that holds no lock and writes to no pipe: it dies as it begins its piece. Of the
+    # pieces before it, all but the few that are under way at once have been written by then.
+    begun = FORK.Value("i", 0)
+    original = read.tokenize_rows
+    parent = os.getpid()
 
     def dies(*arguments):
         with begun.get_lock():

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lema.data import prepare_data
 from lema.data.dataset import first_rows
-from lema.data.preference import EXAMPLE, Of, PreferenceDataset, prepare_preferences
+from lema.data.preference import EXAMPLE, ExampleColumn, PreferenceDataset, prepare_preferences
 from lema.errors import DataError
 
 PAIR = {
@@ -38,7 +38,9 @@ def learnt(row: dict[str, list[int]], tokenizer: Any) -> str:
     return str(tokenizer.decode([one for one in row["labels"] if one != -100]))
 
 
-def test_a_pair_has_one_prompt_and_ends_in_the_end_of_sequence(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_pair_has_one_prompt_and_ends_in_the_end_of_sequence(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     (chosen, rejected) = read([PAIR], tokenizer)[0]
     for row, side in ((chosen, "chosen"), (rejected, "rejected")):
         assert row["input_ids"] == tokenizer(PAIR["prompt"] + PAIR[side] + "</s>")["input_ids"]
@@ -50,7 +52,9 @@ def test_an_end_of_sequence_that_is_there_is_not_added(tokenizer: PreTrainedToke
     assert read([ended], tokenizer)[0] == read([PAIR], tokenizer)[0]
 
 
-def test_what_two_sides_begin_with_is_the_prompt_of_a_pair_without_one(make_tokenizer: Make, templates: Any) -> None:
+def test_what_two_sides_begin_with_is_the_prompt_of_a_pair_without_one(
+    make_tokenizer: Make, templates: Any
+) -> None:
     tokenizer = make_tokenizer(templates["plain"])
     text = {side: PAIR["prompt"] + PAIR[side] for side in ("chosen", "rejected")}
     assert read([text], tokenizer)[0] == read([PAIR], tokenizer)[0]
@@ -58,14 +62,18 @@ def test_what_two_sides_begin_with_is_the_prompt_of_a_pair_without_one(make_toke
     assert read([whole], tokenizer)[0] == read([CHAT], tokenizer)[0]
 
 
-def test_chats_are_written_by_the_template_and_their_answers_learnt(make_tokenizer: Make, templates: Any) -> None:
+def test_chats_are_written_by_the_template_and_their_answers_learnt(
+    make_tokenizer: Make, templates: Any
+) -> None:
     tokenizer = make_tokenizer(templates["plain"])
     chosen, rejected = read([CHAT], tokenizer)[0]
     assert learnt(chosen, tokenizer) == "The river is long.<|im_end|>\n"
     assert learnt(rejected, tokenizer) == "The bridge.<|im_end|>\n"
 
 
-def test_long_rows_are_cut_and_examples_without_a_completion_dropped(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_long_rows_are_cut_and_examples_without_a_completion_dropped(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     long = PAIR | {"prompt": "The river " * 40}
     found = read([PAIR, long], tokenizer, max_length=12)
     assert (len(found), found.counts.dropped, found.counts.truncated) == (1, 1, 1)
@@ -84,15 +92,21 @@ def test_a_batch_of_pairs_says_of_each_row_what_it_is(tokenizer: PreTrainedToken
     batch: Any = data.batch_of([2, 0, 1], [0, 1])
     assert batch["input_ids"].shape[0] == 4
     about = batch[EXAMPLE]
-    assert about[:, Of.PLACE].tolist() == [1, 1, 2, 2]
-    assert about[:, Of.LABEL].tolist() == [1, 0, 1, 0]
-    assert set(about[:, Of.EXAMPLES].tolist()) == {3}
+    assert about[:, ExampleColumn.INDEX].tolist() == [1, 1, 2, 2]
+    assert about[:, ExampleColumn.LABEL].tolist() == [1, 0, 1, 0]
+    assert set(about[:, ExampleColumn.EXAMPLES].tolist()) == {3}
     chosen = [data[place][0] for place in range(3)]
-    assert set(about[:, Of.TOKENS].tolist()) == {sum(sum(one != -100 for one in row["labels"]) for row in chosen)}
-    assert set(about[:, Of.WHOLE].tolist()) == {sum(len(row["labels"]) - 1 for row in chosen)}
+    assert set(about[:, ExampleColumn.TOKENS].tolist()) == {
+        sum(sum(one != -100 for one in row["labels"]) for row in chosen)
+    }
+    assert set(about[:, ExampleColumn.ALL_TOKENS].tolist()) == {
+        sum(len(row["labels"]) - 1 for row in chosen)
+    }
 
 
-def test_labelled_rows_come_with_the_completion_of_the_row_before(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_labelled_rows_come_with_the_completion_of_the_row_before(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     rows = [
         {"prompt": prompt, "completion": completion, "label": label}
         for prompt, completion, label in (
@@ -103,20 +117,28 @@ def test_labelled_rows_come_with_the_completion_of_the_row_before(tokenizer: Pre
     ]
     data = read(rows, tokenizer, labelled=True)
     batch: Any = data.batch_of([1, 2, 0], [1, 2, 0])
-    assert batch[EXAMPLE][:, Of.LABEL].tolist() == [0, 1, 1]
+    assert batch[EXAMPLE][:, ExampleColumn.LABEL].tolist() == [0, 1, 1]
     for row, before in ((0, 0), (1, 1), (2, 2)):
-        own, other = rows[[1, 2, 0][row]], rows[[0, 1, 2][before]]
-        ids = batch["mismatched_input_ids"][row][batch["mismatched_attention_mask"][row] == 1].tolist()
-        expected = tokenizer(own["prompt"])["input_ids"] + tokenizer(other["completion"] + "</s>")["input_ids"][1:]
+        own = rows[[1, 2, 0][row]]
+        other = rows[[0, 1, 2][before]]
+        ids = batch["mismatched_input_ids"][row][
+            batch["mismatched_attention_mask"][row] == 1
+        ].tolist()
+        expected = (
+            tokenizer(own["prompt"])["input_ids"]
+            + tokenizer(other["completion"] + "</s>")["input_ids"][1:]
+        )
         assert ids == expected
         labels = [one for one in batch["mismatched_labels"][row].tolist() if one != -100]
         assert labels == tokenizer(other["completion"] + "</s>")["input_ids"][1:]
 
 
-def test_a_pair_is_two_labelled_rows_that_do_not_lie_side_by_side(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_pair_is_two_labelled_rows_that_do_not_lie_side_by_side(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     data = read([PAIR, PAIR | {"prompt": "The mill"}], tokenizer, labelled=True)
     batch: Any = data.batch_of([0, 1, 2, 3], [0, 1, 2, 3])
-    assert batch[EXAMPLE][:, Of.LABEL].tolist() == [1, 1, 0, 0]
+    assert batch[EXAMPLE][:, ExampleColumn.LABEL].tolist() == [1, 1, 0, 0]
 
 
 def test_the_first_examples_of_kept_tokens_keep_what_is_said_of_the_data(
@@ -124,8 +146,12 @@ def test_the_first_examples_of_kept_tokens_keep_what_is_said_of_the_data(
 ) -> None:
     monkeypatch.setattr("lema.data.cache.SMALL", 0)
     file = tmp_path / "pairs.jsonl"
-    file.write_text("".join(json.dumps(PAIR | {"prompt": f"The {number}"}) + "\n" for number in range(3)))
-    data = prepare_preferences(file, tokenizer, labelled=False, max_length=100, cache=tmp_path / "kept")
+    file.write_text(
+        "".join(json.dumps(PAIR | {"prompt": f"The {number}"}) + "\n" for number in range(3))
+    )
+    data = prepare_preferences(
+        file, tokenizer, labelled=False, max_length=100, cache=tmp_path / "kept"
+    )
     first = first_rows(data, 2)
     assert first.notes == data.notes and data.notes
     assert list(first) == data[:2]
@@ -138,7 +164,11 @@ def test_held_back_examples_and_fingerprints(tokenizer: PreTrainedTokenizerFast)
     assert (len(train), len(held)) == (6, 2)
     both = [*train, *held]
     assert sorted(map(str, both)) == sorted(map(str, data))
-    assert data.fingerprint() == read(rows, tokenizer).fingerprint() != read(rows[::-1], tokenizer).fingerprint()
+    assert (
+        data.fingerprint()
+        == read(rows, tokenizer).fingerprint()
+        != read(rows[::-1], tokenizer).fingerprint()
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,7 +183,9 @@ def test_held_back_examples_and_fingerprints(tokenizer: PreTrainedTokenizerFast)
         (CHAT, "no chat template"),
     ],
 )
-def test_what_is_no_pair_is_refused(row: dict[str, Any], said: str, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_what_is_no_pair_is_refused(
+    row: dict[str, Any], said: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
     with pytest.raises(DataError, match=said):
         read([row], tokenizer)
 
@@ -182,7 +214,10 @@ def test_a_word_of_a_million_letters_is_refused_by_its_row(
         (PAIR, "set objective: dpo"),
         ({"chosen": "a b", "rejected": "a c"}, "set objective: dpo"),
         ({"prompt": "a", "completion": " b", "label": False}, "set objective: kto"),
-        ({"messages": CHAT["prompt"], "chosen": CHAT["chosen"], "rejected": CHAT["rejected"]}, "set objective: dpo"),
+        (
+            {"messages": CHAT["prompt"], "chosen": CHAT["chosen"], "rejected": CHAT["rejected"]},
+            "set objective: dpo",
+        ),
     ],
 )
 def test_cross_entropy_does_not_learn_what_is_not_to_be_learnt(

@@ -38,8 +38,13 @@ def test_long_rows_are_cut_and_counted():
     assert [row["input_ids"] for row in data] == [[1, 2, 3, 4], [1, 2, 3, 4, 5]]
     counts = data.counts
     assert (counts.rows, counts.truncated, counts.dropped) == (2, 1, 1)
-    assert (counts.tokens, counts.trained_tokens) == (9, 7)  # the first token of a row has nothing to be predicted from
-    assert "1 rows truncated (4 tokens cut off, 4 of them to be trained on); 1 rows dropped" in str(counts)
+    assert (counts.tokens, counts.trained_tokens) == (
+        9,
+        7,
+    )  # the first token of a row has nothing to be predicted from
+    assert "1 rows truncated (4 tokens cut off, 4 of them to be trained on); 1 rows dropped" in str(
+        counts
+    )
 
 
 def test_a_cut_text_does_not_end(tokenizer):
@@ -106,19 +111,26 @@ def test_a_file_of_mixed_rows_names_the_first_that_differs(write, tokenizer, row
 
 
 def test_files_of_different_kinds_go_together(write, tokenizer):
-    files = [write("a.jsonl", [{"text": "a"}]), write("b.jsonl", [{"prompt": "a", "completion": "b"}])]
+    files = [
+        write("a.jsonl", [{"text": "a"}]),
+        write("b.jsonl", [{"prompt": "a", "completion": "b"}]),
+    ]
     assert len(prepare_data(files, tokenizer, max_length=32)) == 2
 
 
 def test_a_row_with_nothing_to_learn_is_named(write):
-    path = write("a.jsonl", [{"input_ids": [1, 2, 3], "labels": labels} for labels in ([1, 2, 3], [1, -100, -100])])
+    path = write(
+        "a.jsonl",
+        [{"input_ids": [1, 2, 3], "labels": labels} for labels in ([1, 2, 3], [1, -100, -100])],
+    )
     with pytest.raises(DataError, match="no token to train on") as caught:
         prepare_data(path, max_length=8)
     assert caught.value.where == f"{path}:2"
 
 
 def test_only_tokens_do_without_a_tokenizer(write, tokenizer):
-    tokens, text = write("a.jsonl", ids(3)), write("b.jsonl", [{"text": "the river"}])
+    tokens = write("a.jsonl", ids(3))
+    text = write("b.jsonl", [{"text": "the river"}])
     assert not needs_tokenizer(tokens)
     assert needs_tokenizer([tokens, text])
     with pytest.raises(DataError, match="no tokenizer") as caught:
@@ -140,14 +152,17 @@ def test_wrong_options_are_named(option, value):
 
 def test_the_same_data_give_the_same_data_set(write):
     path = write("a.jsonl", ids(3, 4, 5))
-    one, two = prepare_data(path, max_length=8), prepare_data(path, max_length=8)
+    one = prepare_data(path, max_length=8)
+    two = prepare_data(path, max_length=8)
     assert list(one) == list(two) and one.fingerprint() == two.fingerprint()
     other = prepare_data([*ids(3, 4), *ids(5, first=2)], max_length=8)
     assert other.fingerprint() != one.fingerprint()
     assert one.select([0, 2, 1]).fingerprint() != one.fingerprint()
 
 
-@pytest.mark.parametrize(("wanted", "expected"), [(0.2, 2), (3, 3), (0.01, None), (10, None), (1.0, None), (0, None)])
+@pytest.mark.parametrize(
+    ("wanted", "expected"), [(0.2, 2), (3, 3), (0.01, None), (10, None), (1.0, None), (0, None)]
+)
 def test_a_split_is_a_partition_drawn_by_the_seed(wanted, expected):
     rows = [{"input_ids": [1, n]} for n in range(10)]
     data = prepare_data([*rows, {"input_ids": [1] * 99}], max_length=8, overlong="drop")
@@ -158,12 +173,23 @@ def test_a_split_is_a_partition_drawn_by_the_seed(wanted, expected):
     train, evaluation = data.split(wanted, seed=1)
     seen = [row["input_ids"][1] for row in train], [row["input_ids"][1] for row in evaluation]
     assert len(seen[1]) == expected == evaluation.counts.rows
-    assert sorted(seen[0] + seen[1]) == list(range(10)) and seen == (sorted(seen[0]), sorted(seen[1]))
+    assert sorted(seen[0] + seen[1]) == list(range(10)) and seen == (
+        sorted(seen[0]),
+        sorted(seen[1]),
+    )
     assert [train.origin(i) for i in range(len(train))] == [f"rows:{n + 1}" for n in seen[0]]
     assert train.counts.tokens + evaluation.counts.tokens == data.counts.tokens
     assert train.counts.dropped + evaluation.counts.dropped == data.counts.dropped == 1
     assert [list(part) for part in data.split(wanted, seed=1)] == [list(train), list(evaluation)]
-    assert len({tuple(r["input_ids"][1] for r in data.split(wanted, seed=seed)[1]) for seed in range(8)}) > 1
+    assert (
+        len(
+            {
+                tuple(r["input_ids"][1] for r in data.split(wanted, seed=seed)[1])
+                for seed in range(8)
+            }
+        )
+        > 1
+    )
 
 
 def test_large_data_cost_about_eight_bytes_a_token():

@@ -1,4 +1,6 @@
-"""Data sets of the hub are read as the files that `datasets` keeps; data sets give rows in the shares that are set."""
+"""Data sets of the hub are read as the files that `datasets` keeps; data sets give rows in the
+shares that are set.
+"""
 
 import sys
 from itertools import islice
@@ -26,17 +28,17 @@ def config_of(**settings):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A stand-in for `datasets`, which keeps two rows of whatever it is asked for, and what it was asked for."""
+    """A stand-in for `datasets`, which keeps two rows of whatever it is asked for, and what it
+    was asked for.
+    """
     asked = []
 
     def load_dataset(path, **options):
         asked.append((path, options))
         if path == "org/none":
             raise FileNotFoundError("there is no org/none on the hub")
-        table, file = (
-            pa.Table.from_pylist([{"text": "the river"}, {"text": f"the mill of {path}"}]),
-            tmp_path / "x.arrow",
-        )
+        table = pa.Table.from_pylist([{"text": "the river"}, {"text": f"the mill of {path}"}])
+        file = tmp_path / "x.arrow"
         with pa.ipc.new_stream(str(file), table.schema) as out:
             out.write_table(table)
         return SimpleNamespace(cache_files=[{"filename": str(file)}])
@@ -58,7 +60,8 @@ class Stream:
     """A stand-in for `datasets.IterableDataset`, which tells what is read of it."""
 
     def __init__(self, asked, rows):
-        self.asked, self.rows = asked, rows
+        self.asked = asked
+        self.rows = rows
 
     def __iter__(self):
         for row in self.rows:
@@ -70,8 +73,12 @@ class Stream:
 
 
 def test_a_data_set_of_the_hub_is_asked_for_as_it_is_named(hub, make_tokenizer):
-    config = config_of(train_data={"path": "org/rivers", "name": "long", "split": "a+b", "revision": "v1"})
-    assert LemaConfig(**config.to_dict()).train_data == config.train_data  # as a checkpoint keeps it
+    config = config_of(
+        train_data={"path": "org/rivers", "name": "long", "split": "a+b", "revision": "v1"}
+    )
+    assert (
+        LemaConfig(**config.to_dict()).train_data == config.train_data
+    )  # as a checkpoint keeps it
     data = prepare_data(config.train_data, make_tokenizer(), max_length=64)
     path, options = hub[0]
     assert (path, options.pop("keep_in_memory")) == ("org/rivers", False)
@@ -98,17 +105,27 @@ def test_what_cannot_be_had_of_the_hub_is_named(hub, monkeypatch):
 
 
 def test_of_a_stream_the_first_rows_alone_are_read_once(hub, make_tokenizer, tmp_path):
-    """Nothing is downloaded beforehand, nothing after `max_train_samples` is read, and kept tokens need no row."""
+    """Nothing is downloaded beforehand, nothing after `max_train_samples` is read, and kept
+    tokens need no row.
+    """
     source = {"path": "org/rivers", "split": "test", "streaming": True}
     config = config_of(train_data=source, max_train_samples=700)
     assert config.train_data == "hub:org/rivers?split=test&streaming=true"
-    assert config_of(train_data=source | {"streaming": False}).train_data == "hub:org/rivers?split=test"
+    assert (
+        config_of(train_data=source | {"streaming": False}).train_data
+        == "hub:org/rivers?split=test"
+    )
     files = find_files(config.train_data, config.max_train_samples)
     assert not hub  # a name costs no network
-    made, again = (prepare_data(files, make_tokenizer(), max_length=64, cache=tmp_path / "tokens") for _ in range(2))
+    made, again = (
+        prepare_data(files, make_tokenizer(), max_length=64, cache=tmp_path / "tokens")
+        for _ in range(2)
+    )
     assert len(hub) == 700 and hub[-1] == {"text": "test 699"}
     assert made.num_rows_of() == {"hub:org/rivers?split=test&streaming=true&take=700": 700}
-    rows = prepare_data([{"text": f"test {n}"} for n in range(700)], make_tokenizer(), max_length=64)
+    rows = prepare_data(
+        [{"text": f"test {n}"} for n in range(700)], make_tokenizer(), max_length=64
+    )
     assert again.fingerprint() == made.fingerprint() == rows.fingerprint()
     assert prepare_data(files, make_tokenizer(), max_length=64).fingerprint() == rows.fingerprint()
     assert needs_tokenizer(files)
@@ -116,15 +133,22 @@ def test_of_a_stream_the_first_rows_alone_are_read_once(hub, make_tokenizer, tmp
 
 
 def test_streams_have_shares_and_stand_beside_files(hub, make_tokenizer, write):
-    sources = {"far": {"path": "org/rivers", "streaming": True}, "own": str(write("own.txt", "one\ntwo\n"))}
+    sources = {
+        "far": {"path": "org/rivers", "streaming": True},
+        "own": str(write("own.txt", "one\ntwo\n")),
+    }
     config = config_of(train_data=sources, mixture={"far": 0.5, "own": 0.5}, max_train_samples=10)
     rows = prepare_data(find_files(config.train_data, 10), make_tokenizer(), max_length=64)
     assert len(rows) == 12 and len(mixed(config, rows)) == 20
 
 
-def test_a_stream_that_moves_while_it_is_read_or_that_breaks_off_is_named(hub, make_tokenizer, tmp_path, monkeypatch):
+def test_a_stream_that_moves_while_it_is_read_or_that_breaks_off_is_named(
+    hub, make_tokenizer, tmp_path, monkeypatch
+):
     moving = find_files("hub:org/moves?streaming=true", 20)
-    with pytest.raises(DataError, match="the data or the tokenizer's files changed while LEMA read them"):
+    with pytest.raises(
+        DataError, match="the data or the tokenizer's files changed while LEMA read them"
+    ):
         prepare_data(moving, make_tokenizer(), max_length=64, cache=tmp_path / "tokens")
     assert not list((tmp_path / "tokens").glob("*/tokens"))
     with pytest.raises(DataError, match="streaming is 'maybe'"):
@@ -147,7 +171,10 @@ def three(write, make_tokenizer):
     """A config with three data sets of 10, 40 and 25 rows in two files, and their rows."""
     files = {
         "few": str(write("few.jsonl", [{"text": f"few {n}"} for n in range(10)])),
-        "many": [str(write(f"many{k}.jsonl", [{"text": f"many {k} {n}"} for n in range(20)])) for k in range(2)],
+        "many": [
+            str(write(f"many{k}.jsonl", [{"text": f"many {k} {n}"} for n in range(20)]))
+            for k in range(2)
+        ],
         "some": str(write("some.jsonl", [{"text": f"some {n}"} for n in range(25)])),
     }
 
@@ -163,7 +190,11 @@ def test_shares_are_held_and_no_row_is_lost(three):
     found = mixed(config, rows)
     origins = [found.origin(index) for index in range(len(found))]
     names = [origin.rsplit("/", 1)[1][:4] for origin in origins]
-    assert {name: names.count(name) for name in ("few.", "many", "some")} == {"few.": 67, "many": 40, "some": 27}
+    assert {name: names.count(name) for name in ("few.", "many", "some")} == {
+        "few.": 67,
+        "many": 40,
+        "some": 27,
+    }
     assert set(origins) == {rows.origin(index) for index in range(len(rows))}
     times = [origins.count(rows.origin(index)) for index in range(10)]
     assert set(times) == {6, 7}  # of 10 rows in 67
@@ -171,14 +202,20 @@ def test_shares_are_held_and_no_row_is_lost(three):
     assert 20 < first.count("few.") < 47  # they are in no order of their data sets
     assert "few 67 rows, each 6.7 times" in found.notes[-1]
     changed = LemaConfig(**{**config.to_dict(), "seed": 7})
-    assert mixed(changed, rows).fingerprint() != mixed(config, rows).fingerprint() == found.fingerprint()
+    assert (
+        mixed(changed, rows).fingerprint()
+        != mixed(config, rows).fingerprint()
+        == found.fingerprint()
+    )
 
 
 def test_what_is_held_back_is_in_no_share(three):
     config, rows = three(few=0.8, many=0.1, some=0.1)
     train, held = rows.split(12, seed=1)
     kept = mixed(config, train)
-    assert {kept.origin(n) for n in range(len(kept))}.isdisjoint(held.origin(n) for n in range(len(held)))
+    assert {kept.origin(n) for n in range(len(kept))}.isdisjoint(
+        held.origin(n) for n in range(len(held))
+    )
 
 
 def test_shares_that_cannot_be_held_are_refused(three, write, make_tokenizer):
@@ -198,26 +235,37 @@ def test_shares_that_cannot_be_held_are_refused(three, write, make_tokenizer):
         mixed(config, rows.select(range(10, 75)))
 
 
-@pytest.mark.parametrize("wrapped", [bool, np.bool_, np.array, torch.tensor], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    "wrapped", [bool, np.bool_, np.array, torch.tensor], ids=lambda one: one.__name__
+)
 @pytest.mark.parametrize("kind", ["tokens", "text", "messages"])
-def test_rows_that_say_not_to_be_trained_on_are_left_out_of_what_fit_is_given(make_tokenizer, templates, kind, wrapped):
-    """Also where they are token ids with labels, which are taken as they are if they say nothing; and where a data set
-    of the library gives arrays or tensors (`with_format`)."""
+def test_rows_that_say_not_to_be_trained_on_are_left_out_of_what_fit_is_given(
+    make_tokenizer, templates, kind, wrapped
+):
+    """Also where they are token ids with labels, which are taken as they are if they say nothing;
+    and where a data set of the library gives arrays or tensors (`with_format`)."""
     rows = [
         {
             "tokens": {"input_ids": [5, 6, 7, number], "labels": [-100, 6, 7, number]},
             "text": {"text": f"the river {number}"},
             "messages": {
-                "messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": f"{number}"}]
+                "messages": [
+                    {"role": "user", "content": "a?"},
+                    {"role": "assistant", "content": f"{number}"},
+                ]
             },
         }[kind]
         for number in range(8)
     ]
     files = SimpleNamespace(config=LlamaConfig(), tokenizer=make_tokenizer(templates["plain"]))
-    config, said = config_of(device="cpu"), []
+    config = config_of(device="cpu")
+    said = []
     whole = as_rows(rows, config, files, said.append)
     assert len(whole) == 8 and (whole is rows) == (kind == "tokens")
-    flagged = [row | ({"train": wrapped(number not in (2, 5))} if number else {}) for number, row in enumerate(rows)]
+    flagged = [
+        row | ({"train": wrapped(number not in (2, 5))} if number else {})
+        for number, row in enumerate(rows)
+    ]
     found = as_rows(flagged, config, files, said.append)
     kept = [number for number in range(8) if number not in (2, 5)]
     assert [found[at]["labels"] for at in range(6)] == [whole[number]["labels"] for number in kept]

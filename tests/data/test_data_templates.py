@@ -1,4 +1,6 @@
-"""A chat template is a program from outside: whatever it does, it ends in an error that names it, or in a chat."""
+"""A chat template is a program from outside: whatever it does, it ends in an error that names
+it, or in a chat.
+"""
 
 import threading
 
@@ -19,24 +21,47 @@ HOSTILE = {
     "changes the chat": ("{{ messages.clear() }}", "unsafe"),
     "divides by nothing": ("{{ 1 / 0 }}", "division"),
     "calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-    "takes a power": ("{{ 10 ** 10 ** 8 }}", "line 1 of the chat template raises a number to a power"),
+    "takes a power": (
+        "{{ 10 ** 10 ** 8 }}",
+        "line 1 of the chat template raises a number to a power",
+    ),
     "takes a power, further down": ("a\n{# #}\n{{ 2 ** 9 }}", "line 3"),
     "counts far": ("{% for a in range(1000000000) %}{% endfor %}", "the number 1000000000"),
     "multiplies far": ("{{ 'a' * 99999999999 }}", "the number 99999999999"),
     "multiplies again": ("{{ ('a' * 999999 * 999999)|length }}", "more than 512 MiB"),
-    "multiplies what it is given": ("{{ (messages[0].role * 999999 * 999999)|length }}", "more than 512 MiB"),
+    "multiplies what it is given": (
+        "{{ (messages[0].role * 999999 * 999999)|length }}",
+        "more than 512 MiB",
+    ),
     "pads far": ("{{ '%99999999999d' % 1 }}", "more than 512 MiB"),
     "is cut off": ("{% for m in messages %}", "the chat template rejects this chat"),
-    "compares in C": ("{% set a = ('x'*999999)*100 %}{% set l = [a ~ 'y']*99999 %}{{ (a ~ 'w') in l }}", "0.2 seconds"),
-    "counts in C": ("{% set a = ('x'*999999)*100 %}{% set l = [a ~ 'y']*99999 %}{{ l.count(a ~ 'w') }}", "0.2 seconds"),
-    "writes much": ("{% for a in range(99) %}{{ 'x' * 999999 }}{% endfor %}", "more than 67,108,864 characters"),
-    "loops for ever": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "0.2 seconds"),
-    "lists for ever": ("{% for a in range(99999) %}{{ range(9999)|list|length }}{% endfor %}", "0.2 seconds"),
+    "compares in C": (
+        "{% set a = ('x'*999999)*100 %}{% set l = [a ~ 'y']*99999 %}{{ (a ~ 'w') in l }}",
+        "0.2 seconds",
+    ),
+    "counts in C": (
+        "{% set a = ('x'*999999)*100 %}{% set l = [a ~ 'y']*99999 %}{{ l.count(a ~ 'w') }}",
+        "0.2 seconds",
+    ),
+    "writes much": (
+        "{% for a in range(99) %}{{ 'x' * 999999 }}{% endfor %}",
+        "more than 67,108,864 characters",
+    ),
+    "loops for ever": (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "0.2 seconds",
+    ),
+    "lists for ever": (
+        "{% for a in range(99999) %}{{ range(9999)|list|length }}{% endfor %}",
+        "0.2 seconds",
+    ),
 }
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_hostile_template_is_an_error_of_the_row(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostile_template_is_an_error_of_the_row(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text, message = HOSTILE[what]
     monkeypatch.setattr(template, "MAX_SECONDS", 0.2)
     with pytest.raises(DataError, match=message) as caught:
@@ -45,13 +70,20 @@ def test_a_hostile_template_is_an_error_of_the_row(what: str, monkeypatch: pytes
     assert "chat template" in caught.value.what
 
 
-def test_a_slow_template_is_not_tried_again_with_messages_in_another_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A template that refuses the first form is given two others; with all three, it would take three times as long."""
-    tokenizer, rendered = word_tokenizer(HOSTILE["loops for ever"][0]), []
+def test_a_slow_template_is_not_tried_again_with_messages_in_another_form(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A template that refuses the first form is given two others; with all three, it would take
+    three times as long.
+    """
+    tokenizer = word_tokenizer(HOSTILE["loops for ever"][0])
+    rendered = []
     render = type(tokenizer).apply_chat_template
     monkeypatch.setattr(template, "MAX_SECONDS", 0.2)
     monkeypatch.setattr(
-        type(tokenizer), "apply_chat_template", lambda *given, **how: rendered.append(1) or render(*given, **how)
+        type(tokenizer),
+        "apply_chat_template",
+        lambda *given, **how: rendered.append(1) or render(*given, **how),
     )
     with pytest.raises(DataError, match=r"more than 0\.2 seconds"):
         prepare_data(CHAT, tokenizer, max_length=64)

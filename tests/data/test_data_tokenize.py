@@ -1,4 +1,6 @@
-"""What is learnt: completions and answers with the token that ends them, and nothing of the prompt."""
+"""What is learnt: completions and answers with the token that ends them, and nothing of the
+prompt.
+"""
 
 import pytest
 from support.tokenized import tokenized
@@ -22,14 +24,16 @@ ANSWERS = ["Long.<|im_end|>", "Old, the mill is old.<|im_end|>"]
 
 
 def tokenize(tokenizer, values, **forms):
-    vocab_size, forms = forms.pop("vocab_size", None), Forms(**forms)
+    vocab_size = forms.pop("vocab_size", None)
+    forms = Forms(**forms)
     row = forms.renamed(Row(values, "data.jsonl", 3))
     return tokenized(row, detect(row, forms), Reading(tokenizer, forms, vocab_size))
 
 
 def learnt_stretches(tokenizer, ids, labels):
     """The learnt text, one string for each unbroken stretch."""
-    stretches, current = [], []
+    stretches = []
+    current = []
     for token, label in zip([*ids, -1], [*labels, -100], strict=True):
         assert label in (token, -100)
         if label != -100:
@@ -41,11 +45,15 @@ def learnt_stretches(tokenizer, ids, labels):
 
 
 @pytest.mark.parametrize("around", ["$A", "<s> $A", "<s> $A </s>"])
-@pytest.mark.parametrize("text", ["the river", "<s>the river", "the river</s>", "<s>the river</s></s>"])
+@pytest.mark.parametrize(
+    "text", ["the river", "<s>the river", "the river</s>", "<s>the river</s></s>"]
+)
 def test_text_begins_and_ends_once(make_tokenizer, around, text):
     tokenizer = make_tokenizer(around=around)
     ids, labels = tokenize(tokenizer, {"text": text})
-    assert ids.count(tokenizer.eos_token_id) == 1 and ids[-1] == labels[-1] == tokenizer.eos_token_id
+    assert (
+        ids.count(tokenizer.eos_token_id) == 1 and ids[-1] == labels[-1] == tokenizer.eos_token_id
+    )
     starts = around.startswith("<s>") or text.startswith("<s>")
     assert ids.count(tokenizer.bos_token_id) == starts == (ids[0] == tokenizer.bos_token_id)
     assert labels[1:] == ids[1:]
@@ -99,7 +107,9 @@ def test_only_answers_are_learnt_with_their_end(make_tokenizer, template, templa
     tokenizer = make_tokenizer(templates[template])
     ids, labels = tokenize(tokenizer, {"messages": CHAT})
     assert learnt_stretches(tokenizer, ids, labels) == ANSWERS
-    assert ids == tokenizer.apply_chat_template(CHAT)["input_ids"]  # as generation renders it, nothing added in front
+    assert (
+        ids == tokenizer.apply_chat_template(CHAT)["input_ids"]
+    )  # as generation renders it, nothing added in front
 
 
 def test_without_an_end_token_the_newline_ends_the_answer(make_tokenizer, templates):
@@ -118,7 +128,9 @@ def test_a_prompt_of_messages_is_not_learnt(make_tokenizer, template, templates)
 
 def test_instructions_go_through_the_template(make_tokenizer, templates):
     tokenizer = make_tokenizer(templates["plain"])
-    ids, labels = tokenize(tokenizer, {"instruction": "What is the river?", "input": "", "output": "Long."})
+    ids, labels = tokenize(
+        tokenizer, {"instruction": "What is the river?", "input": "", "output": "Long."}
+    )
     assert learnt_stretches(tokenizer, ids, labels) == ANSWERS[:1]
     assert tokenizer.decode(ids).startswith("<|im_start|>user\nWhat is the river?<|im_end|>")
 
@@ -132,7 +144,9 @@ def test_instructions_go_through_the_template(make_tokenizer, templates):
         ("strict", CHAT, "no system role"),
     ],
 )
-def test_chats_which_cannot_be_masked_are_named(make_tokenizer, template, messages, message, templates):
+def test_chats_which_cannot_be_masked_are_named(
+    make_tokenizer, template, messages, message, templates
+):
     tokenizer = make_tokenizer(template and templates[template])
     with pytest.raises(DataError, match=message) as caught:
         tokenize(tokenizer, {"messages": messages})
@@ -165,7 +179,10 @@ def test_ids_of_any_size_are_an_error_and_not_an_overflow():
 
 
 def test_a_tokenizer_larger_than_the_model_is_found(tokenizer):
-    assert isinstance(prepare_data([{"text": "the river"}], tokenizer, max_length=64, vocab_size=400), TokenDataset)
+    assert isinstance(
+        prepare_data([{"text": "the river"}], tokenizer, max_length=64, vocab_size=400),
+        TokenDataset,
+    )
     with pytest.raises(DataError, match="outside the vocabulary of 50"):
         prepare_data([{"text": "the river"}], tokenizer, max_length=64, vocab_size=50)
 
@@ -185,7 +202,9 @@ def test_a_row_longer_than_the_tokenizer_expects_is_quiet(make_tokenizer, templa
     assert not caplog.records
 
 
-def test_a_word_of_a_million_letters_is_refused_by_its_row_and_a_text_of_as_many_words_is_not(make_tokenizer):
+def test_a_word_of_a_million_letters_is_refused_by_its_row_and_a_text_of_as_many_words_is_not(
+    make_tokenizer,
+):
     """A tokenizer takes gigabytes for the first."""
     tokenizer = make_tokenizer()
     with pytest.raises(DataError, match="a word of more than 1,048,576 characters") as caught:

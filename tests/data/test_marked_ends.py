@@ -1,4 +1,6 @@
-"""A template whose `{% generation %}` marks leave the end of an answer outside: it is trained, and that is said."""
+"""A template whose `{% generation %}` marks leave the end of an answer outside: it is trained,
+and that is said.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +26,10 @@ OUTSIDE = (
 )
 # Like GLM's: a turn ends where the next one opens.
 OPENING = (
-    "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<|im_end|>' }}{% if m.role == 'assistant' %}"
+    (
+        "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<|im_end|>' }}{% "
+        "if m.role == 'assistant' %}"
+    )
     + GENERATED
     + "{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
 )
@@ -56,7 +61,9 @@ def test_marks_with_the_end_inside_stay_as_they_are(make_tokenizer: Make, templa
 
 
 def test_marks_without_any_token_at_the_end_are_kept_and_said(make_tokenizer: Make) -> None:
-    template = "{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' %}" + GENERATED
+    template = (
+        "{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' %}" + GENERATED
+    )
     template += "{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
     learnt, (note,) = trained(make_tokenizer(template))
     assert learnt == " The river is long. The mill."

@@ -1,5 +1,5 @@
-"""Templates are rendered in a process that can be ended: what it writes is what `transformers` writes, and no more is
-taken from it than that."""
+"""Templates are rendered in a process that can be ended: what it writes is what `transformers`
+writes, and no more is taken from it than that."""
 
 import math
 import os
@@ -27,21 +27,47 @@ from lema.errors import DataError, printable
 
 ROW = Row({}, "chats.jsonl", 7)
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"city": "Köln", "n": 3.0}}}
+CALL = {
+    "id": "abcdefghi",
+    "type": "function",
+    "function": {"name": "f", "arguments": {"city": "Köln", "n": 3.0}},
+}
 CHATS: list[list[dict[str, Any]]] = [
     CHAT,
     [{"role": "system", "content": " s "}, *CHAT, {"role": "user", "content": "<b>\n{{ c }}"}],
-    [*CHAT[:1], {"role": "assistant", "content": None, "reasoning_content": "why\n", "tool_calls": [CALL]}],
-    [*CHAT[:1], {"role": "assistant", "thinking": "", "content": [{"type": "text", "text": "\U0001f600 \u2028"}]}],
+    [
+        *CHAT[:1],
+        {"role": "assistant", "content": None, "reasoning_content": "why\n", "tool_calls": [CALL]},
+    ],
+    [
+        *CHAT[:1],
+        {
+            "role": "assistant",
+            "thinking": "",
+            "content": [{"type": "text", "text": "\U0001f600 \u2028"}],
+        },
+    ],
 ]
-TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
-VALUES = {"a": (1, 2), 3: [None, True], "n": math.nan, "i": -math.inf, "f": 1e-300, "big": 10**400, "s": "\x00\x1b é"}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "d", "parameters": {"type": "object"}},
+}
+VALUES = {
+    "a": (1, 2),
+    3: [None, True],
+    "n": math.nan,
+    "i": -math.inf,
+    "f": 1e-300,
+    "big": 10**400,
+    "s": "\x00\x1b é",
+}
 PARTICULAR = {
     "what values are": "{{ messages[0] }}{{ messages[0].extra.a }}{{ messages[0].extra[3] }}",
     "sorted json": "{{ messages | tojson(indent=1, sort_keys=true, separators=(',', ' : ')) }}",
     "escapes json": "{{ messages | tojson(ensure_ascii=true) }}",
     "leaves loops": (
-        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% break %}{% endfor %}"
+        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.role }}{% "
+        "break %}{% endfor %}"
     ),
     "blocks": "  {% if true %}\n  a\n  {%- endif %}\n b{# c #}\n\n",
     "dictionaries": "{{ dict(a=1) }}{{ dict.fromkeys([1, 2], 3) }}",
@@ -52,7 +78,8 @@ PARTICULAR = {
         "{% generation %}{% endgeneration %}{% generation %}b{% endgeneration %}"
     ),
     "special tokens": (
-        "{{ eos_token }}{{ unk_token }}{{ bos_token is defined }}{{ tools is none }}{{ documents is none }}"
+        "{{ eos_token }}{{ unk_token }}{{ bos_token is defined }}{{ tools is none }}{{ "
+        "documents is none }}"
     ),
     "its own errors": "{{ raise_exception('no \\u202e role \\n') }}",
     "undefined": "{{ a.b }}",
@@ -80,12 +107,22 @@ def ours(text: str, messages: list[dict[str, Any]], tools: Any, *, prompt: bool)
 def theirs(text: str, messages: list[dict[str, Any]], tools: Any, *, prompt: bool) -> Any:
     tokenizer = word_tokenizer(text)
     try:
-        written = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)
+        written = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=prompt
+        )
         if prompt:
             return written
-        whole = [{key: value for key, value in one.items() if value is not None} for one in messages]
-        named: dict[str, Any] = {"chat_template": text, "tools": tools, **tokenizer.special_tokens_map}
-        (again,), (places,) = render_jinja_template([whole], return_assistant_tokens_mask=True, **named)
+        whole = [
+            {key: value for key, value in one.items() if value is not None} for one in messages
+        ]
+        named: dict[str, Any] = {
+            "chat_template": text,
+            "tools": tools,
+            **tokenizer.special_tokens_map,
+        }
+        (again,), (places,) = render_jinja_template(
+            [whole], return_assistant_tokens_mask=True, **named
+        )
     except Exception as error:  # noqa: BLE001 - whichever it is, ours is the same
         return printable(str(error) or type(error).__name__)
     assert again == written
@@ -93,7 +130,9 @@ def theirs(text: str, messages: list[dict[str, Any]], tools: Any, *, prompt: boo
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *PARTICULAR])
-def test_texts_places_and_errors_are_those_of_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_places_and_errors_are_those_of_transformers(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_day(monkeypatch, "2026-02-03T04:05:06.000789")
     text = FAMILIES[name].template if name in FAMILIES else PARTICULAR[name]
     special = [{**CHAT[0], "extra": VALUES}, CHAT[1]]
@@ -101,14 +140,20 @@ def test_texts_places_and_errors_are_those_of_transformers(name: str, monkeypatc
         for tools in (None, [TOOL]):
             for prompt in (False, True):
                 given = deepcopy(messages)
-                assert ours(text, given, tools, prompt=prompt) == theirs(text, messages, tools, prompt=prompt)
+                assert ours(text, given, tools, prompt=prompt) == theirs(
+                    text, messages, tools, prompt=prompt
+                )
                 assert repr(given) == repr(messages)
 
 
 @pytest.mark.parametrize("text", ["a", "a ", [{"type": "text", "text": "a"}], None])
 def test_a_last_message_that_is_continued_ends_as_with_transformers(text: Any) -> None:
-    template = "{% for m in messages %}{{ m.role }}{{ m.content if m.content is string else m.content[0].text }}</s>"
-    tokenizer, chat = word_tokenizer(template + "{% endfor %}"), [CHAT[0], {"role": "assistant", "content": text}]
+    template = (
+        "{% for m in messages %}{{ m.role }}{{ m.content if m.content is string else "
+        "m.content[0].text }}</s>"
+    )
+    tokenizer = word_tokenizer(template + "{% endfor %}")
+    chat = [CHAT[0], {"role": "assistant", "content": text}]
     found = []
     for render in (
         lambda: open_template(tokenizer, None, ROW).render(chat, ROW, continued=True),
@@ -117,7 +162,9 @@ def test_a_last_message_that_is_continued_ends_as_with_transformers(text: Any) -
         try:
             found.append(render())
         except (DataError, ValueError) as error:
-            found.append(str(error).splitlines()[0].removeprefix("the chat template rejects this chat: "))
+            found.append(
+                str(error).splitlines()[0].removeprefix("the chat template rejects this chat: ")
+            )
     assert found[0] == found[1]
 
 
@@ -138,15 +185,23 @@ def test_a_tokenizer_that_writes_chats_by_itself_or_changes_them_is_obeyed() -> 
 
 
 def prepared(template: str = TEMPLATE, count: int = 1) -> list[list[int]]:
-    rows = [{"messages": [*CHAT, {"role": "user", "content": "a " * n}, CHAT[1]]} for n in range(1, count + 1)]
-    return [list(row["input_ids"]) for row in prepare_data(rows, word_tokenizer(template), max_length=4096)]
+    rows = [
+        {"messages": [*CHAT, {"role": "user", "content": "a " * n}, CHAT[1]]}
+        for n in range(1, count + 1)
+    ]
+    return [
+        list(row["input_ids"])
+        for row in prepare_data(rows, word_tokenizer(template), max_length=4096)
+    ]
 
 
 def test_rows_are_sent_together(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     exchange = process._Process.exchange
     monkeypatch.setattr(
-        process._Process, "exchange", lambda own, rows, how: sent.append(len(rows)) or exchange(own, rows, how)
+        process._Process,
+        "exchange",
+        lambda own, rows, how: sent.append(len(rows)) or exchange(own, rows, how),
     )
     rows = prepared(count=300)
     assert [len(row) for row in rows] == [len(rows[0]) + number for number in range(300)]
@@ -162,7 +217,9 @@ def test_pairs_are_sent_together(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     exchange = process._Process.exchange
     monkeypatch.setattr(
-        process._Process, "exchange", lambda own, rows, how: sent.append(len(rows)) or exchange(own, rows, how)
+        process._Process,
+        "exchange",
+        lambda own, rows, how: sent.append(len(rows)) or exchange(own, rows, how),
     )
     data = [pair("a " * number) for number in range(1, 41)]
     read = prepare_preferences(data, word_tokenizer(), labelled=False, max_length=256)
@@ -171,8 +228,12 @@ def test_pairs_are_sent_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("rows", ["chats", "pairs"])
 def test_the_first_row_that_is_wrong_is_named_whatever_is_wrong_with_it(rows: str) -> None:
-    """The template refuses the third; the fourth is malformed, which is seen before the third is rendered."""
-    refusing = "{% if messages[0].content == 'a b' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
+    """The template refuses the third; the fourth is malformed, which is seen before the third is
+    rendered.
+    """
+    refusing = (
+        "{% if messages[0].content == 'a b' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
+    )
     with pytest.raises(DataError, match="the chat template rejects this chat: no") as caught:
         if rows == "pairs":
             pairs = [pair("a"), pair("b"), pair("a b"), {"chosen": 1}]
@@ -184,23 +245,34 @@ def test_the_first_row_that_is_wrong_is_named_whatever_is_wrong_with_it(rows: st
     assert caught.value.where == "rows:3"
 
 
-def test_the_row_that_goes_on_for_ever_is_the_one_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_row_that_goes_on_for_ever_is_the_one_that_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("lema.data.chat.template.MAX_SECONDS", 0.2)
-    slow = "{% if messages|length > 2 and messages[2].content|length == 40 %}" + LOOP + "{% endif %}"
+    slow = (
+        "{% if messages|length > 2 and messages[2].content|length == 40 %}" + LOOP + "{% endif %}"
+    )
     with pytest.raises(DataError, match=r"0\.2 seconds") as caught:
         prepared(slow + TEMPLATE, count=64)
     assert caught.value.where == "rows:20"
     assert prepared()  # by another process
 
 
-NESTED = "{% set n = namespace(l=[]) %}{% for i in range(100000) %}{% set n.l = [n.l] %}{% endfor %}{{ n.l | tojson }}"
+NESTED = (
+    "{% set n = namespace(l=[]) %}{% for i in range(100000) %}{% set n.l = [n.l] %}{% endfor "
+    "%}{{ n.l | tojson }}"
+)
 
 
-def test_a_template_that_fails_slowly_is_tried_with_one_row_and_not_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_fails_slowly_is_tried_with_one_row_and_not_with_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     counts: list[int] = []
     exchange = process._Process.exchange
     monkeypatch.setattr(
-        process._Process, "exchange", lambda *given: counts.append(len(found := exchange(*given))) or found
+        process._Process,
+        "exchange",
+        lambda *given: counts.append(len(found := exchange(*given))) or found,
     )
     with pytest.raises(DataError, match="maximum recursion depth exceeded") as raised:
         prepared(NESTED, count=50)
@@ -209,7 +281,7 @@ def test_a_template_that_fails_slowly_is_tried_with_one_row_and_not_with_all(mon
 
 
 def current() -> process._Process:
-    found = process._OWN[os.getpid()].process
+    found = process._RENDERERS[os.getpid()].process
     assert found is not None
     return found
 
@@ -218,7 +290,9 @@ def test_a_process_that_was_killed_is_told_and_another_one_started() -> None:
     expected = prepared()
     number = current().pid
     os.kill(number, signal.SIGKILL)
-    with pytest.raises(DataError, match=r"ends the process in which it is rendered \(exit code -9\)"):
+    with pytest.raises(
+        DataError, match=r"ends the process in which it is rendered \(exit code -9\)"
+    ):
         prepared()
     assert prepared() == expected
     assert current().pid != number
@@ -231,6 +305,22 @@ def test_a_signal_that_goes_to_all_processes_is_the_parents(number: signal.Signa
     os.kill(started, number)
     assert prepared()
     assert current().pid == started
+
+
+def test_the_consoles_keys_are_the_parents_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows sends Ctrl-Break to all processes of a console, as it sends Ctrl-C."""
+    program = tmp_path / "renderer.py"
+    program.write_text(process.PROGRAM.read_text().replace("SIGBREAK", "SIGUSR2"))
+    monkeypatch.setattr(process, "PROGRAM", program)
+    process._end_own()
+    assert prepared()
+    started = current().pid
+    os.kill(started, signal.SIGUSR2)
+    assert prepared()
+    assert current().pid == started
+    process._end_own()
 
 
 ANSWERS = {
@@ -248,34 +338,43 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("what", ANSWERS)
-def test_what_is_no_answer_is_a_refusal(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_answer_is_a_refusal(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / "program.py"
     program.write_text(f"import os, sys\n{ANSWERS[what]}\n")
     monkeypatch.setattr(process, "PROGRAM", program)
     monkeypatch.setattr(process, "LONGEST_LINE", 1 << 20)
-    process._end_own()
-    with pytest.raises(DataError, match=r"answers something else|ends the process in which it is rendered"):
+    process._end_renderer()
+    with pytest.raises(
+        DataError, match=r"answers something else|ends the process in which it is rendered"
+    ):
         prepared()
     monkeypatch.undo()
     assert prepared()
 
 
-def test_nothing_of_the_environment_but_language_and_time_zone_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    process._end_own()
+def test_nothing_of_the_environment_but_language_and_time_zone_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process._end_renderer()
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     assert prepared()
     content = Path(f"/proc/{current().pid}/environ").read_bytes()
     assert b"TZ=Asia/Tokyo" in content and b"hf_secret" not in content
-    process._end_own()
+    process._end_renderer()
 
 
 def test_kept_tokens_start_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lema.data.cache.SMALL", 0)
     data = tmp_path / "chats.jsonl"
-    data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 3)
+    data.write_text(
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+        * 3
+    )
     first = prepare_data(data, word_tokenizer(), max_length=64, cache=tmp_path / "kept")
-    process._end_own()
+    process._end_renderer()
     monkeypatch.setattr(process, "_Process", None)  # which would fail if it were called
     again = prepare_data(data, word_tokenizer(), max_length=64, cache=tmp_path / "kept")
     assert [row["input_ids"] for row in again] == [row["input_ids"] for row in first]
@@ -307,12 +406,18 @@ LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% end
 
 @pytest.mark.parametrize(
     "then",
-    ["sys.stdin.read()", "sys.exit()", f"threading.Timer(0.1, os._exit, (1,)).start(); prepared({LOOP!r})"],
+    [
+        "sys.stdin.read()",
+        "sys.exit()",
+        f"threading.Timer(0.1, os._exit, (1,)).start(); prepared({LOOP!r})",
+    ],
     ids=["killed", "ended", "while it renders"],
 )
 def test_it_ends_with_its_parent(then: str) -> None:
     code = PARENT.format(paths=sys.path, then=then)
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as parent:
         assert parent.stdout is not None and parent.stdin is not None
         number = int(parent.stdout.readline())
         try:
@@ -331,15 +436,22 @@ def test_a_date_is_told_though_the_clock_shows_another(monkeypatch: pytest.Monke
     set_day(monkeypatch, "2026-11-28")
     tokenizer = word_tokenizer("{{ strftime_now('%d %b %Y') }}" + TEMPLATE)
     assert open_template(tokenizer, None, ROW).render(CHAT, ROW).startswith("28 Nov 2026")
-    assert open_template(tokenizer, None, ROW, "2020-02-29").render(CHAT, ROW).startswith("29 Feb 2020")
+    assert (
+        open_template(tokenizer, None, ROW, "2020-02-29")
+        .render(CHAT, ROW)
+        .startswith("29 Feb 2020")
+    )
 
 
 GROWING = (
-    "{% set n = namespace(a=[]) %}{% for i in range(9999) %}{% set n.a = n.a + [(i ~ 'x') * 100000] %}{% endfor %}"
+    "{% set n = namespace(a=[]) %}{% for i in range(9999) %}{% set n.a = n.a + [(i ~ 'x') * "
+    "100000] %}{% endfor %}"
 )
 
 
-@pytest.mark.parametrize(("template", "told"), [(LOOP, r"0\.5 seconds"), (GROWING + LOOP, "256 MiB")])
+@pytest.mark.parametrize(
+    ("template", "told"), [(LOOP, r"0\.5 seconds"), (GROWING + LOOP, "256 MiB")]
+)
 def test_a_process_that_sets_itself_no_bounds_is_looked_at(
     template: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,7 +463,7 @@ def test_a_process_that_sets_itself_no_bounds_is_looked_at(
     monkeypatch.setattr(process, "bounds_itself", lambda: False)
     monkeypatch.setattr("lema.data.chat.template.MAX_SECONDS", 0.5 if "sec" in told else 60.0)
     monkeypatch.setattr("lema.data.chat.template.MAX_BYTES", 256 << 20)
-    process._end_own()
+    process._end_renderer()
     with pytest.raises(DataError, match=told):
         prepared(template + TEMPLATE)
     monkeypatch.undo()

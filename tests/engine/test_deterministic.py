@@ -1,4 +1,6 @@
-"""`deterministic: true`: torch's deterministic algorithms while a model is open, and the operations that have none."""
+"""`deterministic: true`: torch's deterministic algorithms while a model is open, and the
+operations that have none.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -113,7 +115,9 @@ def not_deterministic(model: LemaModel, way: str, module: str = "mlp") -> Iterat
 
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("way", ["forward", "backward"])
-def test_an_operation_without_a_deterministic_form_is_named(llama: Path, tmp_path: Path, way: str, kept: bool) -> None:
+def test_an_operation_without_a_deterministic_form_is_named(
+    llama: Path, tmp_path: Path, way: str, kept: bool
+) -> None:
     config = settings(llama, tmp_path, deterministic=True, gradient_checkpointing=not kept)
     with opened(config) as model, not_deterministic(model, way):
         with pytest.raises(ConfigError, match=NAMED) as refused:
@@ -155,9 +159,18 @@ def test_a_streamed_model_takes_the_setting_and_gives_it_back(llama: Path) -> No
 
 
 def test_a_library_that_was_used_before_is_told_of_by_torchs_own_words() -> None:
-    said = "Deterministic behavior was enabled with `torch.use_deterministic_algorithms(True)`, but this operation is "
-    said += "not deterministic because it uses a library. You must set an environment variable: WORKSPACE=:4096:8."
-    with pytest.raises(ConfigError, match="used in this process before") as refused, deterministic_only("there"):
+    said = (
+        "Deterministic behavior was enabled with `torch.use_deterministic_algorithms(True)`, "
+        "but this operation is "
+    )
+    said += (
+        "not deterministic because it uses a library. You must set an environment variable: "
+        "WORKSPACE=:4096:8."
+    )
+    with (
+        pytest.raises(ConfigError, match="used in this process before") as refused,
+        deterministic_only("there"),
+    ):
         raise RuntimeError(said)
     assert "WORKSPACE=:4096:8" in refused.value.how
 

@@ -46,12 +46,24 @@ SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
 # The second has a shared expert, and two dense layers, which stay whole.
 CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3_moe": Qwen3MoeConfig(**SIZES, head_dim=8, num_experts=8),
     "deepseek_v3": DeepseekV3Config(
-        **SIZES, **LATENT, n_routed_experts=8, n_group=2, topk_group=1, n_shared_experts=1, first_k_dense_replace=2
+        **SIZES,
+        **LATENT,
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=2,
     ),
 }
 SPARSE = {"qwen3_moe": 8, "deepseek_v3": 6}  # layers
@@ -64,17 +76,25 @@ pytestmark = pytest.mark.filterwarnings(
 Gradients = dict[str, Tensor]
 # Types with stacked experts, once in a layer, and several of them in a tiny model.
 KINDS = (
-    "afmoe aria aria_text axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_ocr2 deepseek_v2 deepseek_v3 "
-    "deepseek_v32 deepseek_v4 dots1 dots3_note dots3_note_text ernie4_5_moe exaone_moe flex_olmo flint glm4_moe "
-    "glm4_moe_lite glm4v_moe glm5_next glm_moe_dsa gpt_oss granitemoe granitemoe_swa granitemoehybrid "
-    "granitemoeshared hy_v3 hy_v4 inkling2 inkling2_text inkling_text jamba kimi_k25 kimi_linear kolibri1 laguna "
-    "lfm2_moe mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl minimax_m3_vl_text mistral4 mistral_large4 "
-    "mixtral muse_spark nemotron_h nemotron_h_omni olmoe phimoe qwen2_moe qwen3_5_moe qwen3_5_moe_text qwen3_moe "
-    "qwen3_next qwen3_omni_moe_thinker qwen3_vl_moe qwen4_exp qwen4_exp_text solar_open unlimited_ocr zaya "
+    "afmoe aria aria_text axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_ocr2 "
+    "deepseek_v2 deepseek_v3 "
+    "deepseek_v32 deepseek_v4 dots1 dots3_note dots3_note_text ernie4_5_moe exaone_moe "
+    "flex_olmo flint glm4_moe "
+    "glm4_moe_lite glm4v_moe glm5_next glm_moe_dsa gpt_oss granitemoe granitemoe_swa "
+    "granitemoehybrid "
+    "granitemoeshared hy_v3 hy_v4 inkling2 inkling2_text inkling_text jamba kimi_k25 "
+    "kimi_linear kolibri1 laguna "
+    "lfm2_moe mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl minimax_m3_vl_text "
+    "mistral4 mistral_large4 "
+    "mixtral muse_spark nemotron_h nemotron_h_omni olmoe phimoe qwen2_moe qwen3_5_moe "
+    "qwen3_5_moe_text qwen3_moe "
+    "qwen3_next qwen3_omni_moe_thinker qwen3_vl_moe qwen4_exp qwen4_exp_text solar_open "
+    "unlimited_ocr zaya "
 )
 # Of these, those whose backward looks at what experts have made.
 LOOKED_AT = (
-    "afmoe axk1 beam deepseek_v4 flex_olmo glm5_next hy_v4 inkling2 inkling2_text inkling_text kolibri1 "
+    "afmoe axk1 beam deepseek_v4 flex_olmo glm5_next hy_v4 inkling2 inkling2_text "
+    "inkling_text kolibri1 "
     "muse_spark qwen4_exp qwen4_exp_text "
 )
 
@@ -85,7 +105,9 @@ def step(model: LemaModel, loss: Callable[[], Tensor] | None = None) -> tuple[Te
     torch.manual_seed(0)
     value = model.adapter.loss(micro_batches() * 2) if loss is None else loss()
     value.backward()
-    found = {name: one.grad for name, one in trained(model.lora_manager).items() if one.grad is not None}
+    found = {
+        name: one.grad for name, one in trained(model.lora_manager).items() if one.grad is not None
+    }
     model.lora_manager.zero_grad()
     return value.detach(), found
 
@@ -93,11 +115,15 @@ def step(model: LemaModel, loss: Callable[[], Tensor] | None = None) -> tuple[Te
 def apart(found: Gradients, expected: Gradients) -> float:
     """How far all gradients together are from those expected, relative to their length."""
     assert found.keys() == expected.keys()
-    one, other = (torch.cat([each[name].flatten() for name in expected]) for each in (found, expected))
+    one, other = (
+        torch.cat([each[name].flatten() for name in expected]) for each in (found, expected)
+    )
     return difference(one, other)
 
 
-def both(directory: Path, run: Callable[[LemaModel], Any], size: int = 3, **settings: Any) -> list[Any]:
+def both(
+    directory: Path, run: Callable[[LemaModel], Any], size: int = 3, **settings: Any
+) -> list[Any]:
     """What `run` finds of a model with whole layers, and with experts in groups."""
     found = []
     for each in (None, size):
@@ -110,7 +136,9 @@ def both(directory: Path, run: Callable[[LemaModel], Any], size: int = 3, **sett
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_step_is_that_of_whole_layers(kind: str, tmp_path: Path) -> None:
-    """But for the order of additions: loss and gradients within 1e-6, of experts' adapters too, in smaller slots."""
+    """But for the order of additions: loss and gradients within 1e-6, of experts' adapters too,
+    in smaller slots.
+    """
     directory = write_model(CONFIGS[kind], tmp_path)
     with opened(directory, **ADAPTED) as model:
         loss, expected = step(model)
@@ -122,17 +150,24 @@ def test_a_step_is_that_of_whole_layers(kind: str, tmp_path: Path) -> None:
             assert model.memory.slot_bytes < whole * (0.35 if size == 2 else 0.4)
         assert difference(grouped_loss, loss) <= 1e-6
         assert apart(found, expected) <= 1e-6
-        # By processor: 4.13e-6 where products of few rows have blocks of their own (AVX-512, 27 November 2026).
+        # By processor: 4.13e-6 where products of few rows have blocks of their own (AVX-512, 27
+        # November 2026).
         assert max(difference(found[name], expected[name]) for name in found) <= 5e-6
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_all_micro_batches_go_through_a_group_before_the_next_is_leased(kind: str, tmp_path: Path) -> None:
-    """So leases do not depend on how many there are, reads are those of the formula, and no bit depends on slots."""
-    directory, first = write_model(CONFIGS[kind], tmp_path), None
+def test_all_micro_batches_go_through_a_group_before_the_next_is_leased(
+    kind: str, tmp_path: Path
+) -> None:
+    """So leases do not depend on how many there are, reads are those of the formula, and no bit
+    depends on slots.
+    """
+    directory = write_model(CONFIGS[kind], tmp_path)
+    first = None
     for depth in (1, 6):
         with opened(directory, experts_per_slot=3, prefetch_depth=depth, **ADAPTED) as model:
-            stream, reads = model.memory, list[int]()
+            stream = model.memory
+            reads = list[int]()
             assert [len(own) for own in stream.parts.values()] == [3] * SPARSE[kind]
             for _ in range(2):
                 loss, found = step(model)
@@ -142,7 +177,7 @@ def test_all_micro_batches_go_through_a_group_before_the_next_is_leased(kind: st
                 assert all(torch.equal(one, first[1][name]) for name, one in found.items())
         # Each layer up and down, its groups with it; the top layer once, its groups both ways.
         assert stream.counters.leases == 2 * (8 + 7 + 2 * 3 * SPARSE[kind])
-        order = in_parts(training_order(8), stream.parts, turn=7, pinned=True)
+        order = in_parts(training_order(8), stream.parts, top_layer=7, pinned=True)
         expected = [len(fetched(order * steps, depth + 1)) for steps in (1, 2)]
         assert reads == expected
 
@@ -155,7 +190,10 @@ def test_evaluation_and_generation_are_those_of_whole_layers(kind: str, tmp_path
         model.skeleton.eval()
         with torch.no_grad(), streaming_forward(model.split, model.memory):
             made = model.skeleton.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=4,
+                do_sample=False,
             )
         return value, made
 
@@ -164,7 +202,9 @@ def test_evaluation_and_generation_are_those_of_whole_layers(kind: str, tmp_path
 
 
 @pytest.mark.parametrize("lowest", [0, 4])
-def test_so_is_a_step_of_the_layers_in_a_model_that_somebody_calls(lowest: int, tmp_path: Path) -> None:
+def test_so_is_a_step_of_the_layers_in_a_model_that_somebody_calls(
+    lowest: int, tmp_path: Path
+) -> None:
     """As `transformers.Trainer` does, with nothing to train in the layers below `lowest`."""
 
     def run(model: LemaModel) -> tuple[Tensor, Gradients]:
@@ -184,15 +224,24 @@ def test_so_is_the_loss_of_routers_with_inputs_that_wait_elsewhere(tmp_path: Pat
         model.get_trainer()
         return step(model)
 
-    settings = {"router_aux_loss_coef": 0.3, "boundary_activations": "disk"}
-    (loss, expected), (other, found) = both(write_model(CONFIGS["qwen3_moe"], tmp_path), run, **settings)
+    settings = {
+        "router_aux_loss_coef": 0.3,
+        "boundary_activations": "disk",
+        "offload_dir": tmp_path,
+    }
+    (loss, expected), (other, found) = both(
+        write_model(CONFIGS["qwen3_moe"], tmp_path), run, **settings
+    )
     assert difference(other, loss) <= 1e-6 and apart(found, expected) <= 1e-6
 
 
 @pytest.fixture
 def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of every pass through the groups of a layer for what experts make, whether it was in the forward or later."""
-    found, results = list[str](), grouped._Groups.results
+    """Of every pass through the groups of a layer for what experts make, whether it was in the
+    forward or later.
+    """
+    found = list[str]()
+    results = grouped._Groups.results
 
     def watched(*args: Any) -> list[Tensor]:
         found.append(args[2] if len(args) > 2 else "forward")
@@ -206,7 +255,9 @@ def test_groups_are_leased_once_more_where_a_backward_looks_at_what_experts_made
     tmp_path: Path, ways: list[str]
 ) -> None:
     """As that of a norm behind the experts does."""
-    (loss, expected), (other, found) = both(write_model(tiny_config("flex_olmo"), tmp_path), step, size=1)
+    (loss, expected), (other, found) = both(
+        write_model(tiny_config("flex_olmo"), tmp_path), step, size=1
+    )
     assert difference(other, loss) <= 1e-6 and apart(found, expected) <= 1e-6
     assert "backward" in ways
 
@@ -233,16 +284,19 @@ def test_any_type_trains_in_groups(kind: str, tmp_path: Path, ways: list[str]) -
 def test_what_comes_before_experts_is_run_twice_with_no_other_numbers(
     kind: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Where it would take too much while it waits. Bitwise, with what dropout draws, the loss of routers, and backwards
-    that look at what experts made; leases are as many."""
-    directory, found = write_model(CONFIGS.get(kind) or tiny_config(kind), tmp_path), list[Any]()
+    """Where it would take too much while it waits. Bitwise, with what dropout draws, the loss of
+    routers, and backwards that look at what experts made; leases are as many."""
+    directory = write_model(CONFIGS.get(kind) or tiny_config(kind), tmp_path)
+    found = list[Any]()
     for again in (False, True):
         with opened(directory, **{"experts_per_slot": 3, **ADAPTED, **settings}) as model:
             model.allocation = replace(model.allocation, runs_again=again)
             model.get_trainer()
             before = model.memory.counters.leases
             loss, gradients = step(model)
-            found.append((loss, gradients, model.memory.counters.leases - before, torch.get_rng_state()))
+            found.append(
+                (loss, gradients, model.memory.counters.leases - before, torch.get_rng_state())
+            )
     (loss, expected, leases, drawn), (other, gradients, others, then) = found
     assert torch.equal(other, loss) and leases == others and torch.equal(drawn, then)
     assert gradients.keys() == expected.keys()
@@ -251,8 +305,11 @@ def test_what_comes_before_experts_is_run_twice_with_no_other_numbers(
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Has memory run out in a group of experts, as often as the list that is yielded says why: it is asked for each."""
-    asked, run = list[Any](), NarrowedExperts.run
+    """Has memory run out in a group of experts, as often as the list that is yielded says why:
+    it is asked for each.
+    """
+    asked = list[Any]()
+    run = NarrowedExperts.run
 
     def watched(experts: NarrowedExperts, given: Any) -> Tensor:
         made = run(experts, given)
@@ -265,13 +322,20 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 @pytest.mark.parametrize("way", ["forward", "backward"])
-def test_memory_that_runs_out_in_a_group_is_answered_as_in_a_layer(way: str, tmp_path: Path, short: list[Any]) -> None:
-    """The pass begins again with fewer slots and the same numbers; where there are only two, with fewer rows; and if
-    one row does not fit, the error says in which experts of which layer, and what to set."""
+def test_memory_that_runs_out_in_a_group_is_answered_as_in_a_layer(
+    way: str, tmp_path: Path, short: list[Any]
+) -> None:
+    """The pass begins again with fewer slots and the same numbers; where there are only two, with
+    fewer rows; and if one row does not fit, the error says in which experts of which layer, and
+    what to set."""
     with opened(
-        write_model(CONFIGS["qwen3_moe"], tmp_path), experts_per_slot=3, prefetch_depth=3, learning_rate=0.0
+        write_model(CONFIGS["qwen3_moe"], tmp_path),
+        experts_per_slot=3,
+        prefetch_depth=3,
+        learning_rate=0.0,
     ) as model:
-        trainer, batches = model.get_trainer(), micro_batches()
+        trainer = model.get_trainer()
+        batches = micro_batches()
         expected = trainer.accumulate(batches, more=True).loss
         group = model.split.groups[5][1]
         assert model.memory.name_of(group.number) == "experts 3 to 5 of layer 5"
@@ -291,23 +355,39 @@ def test_memory_that_runs_out_in_a_group_is_answered_as_in_a_layer(way: str, tmp
 
 
 def test_gradients_of_experts_adapters_are_formed_of_a_group_alone(tmp_path: Path) -> None:
-    """So however many groups there are, no more tensors as large as an adapter of all experts are made in a step."""
-    directory, made = write_model(CONFIGS["qwen3_moe"], tmp_path), dict[int, int]()
+    """So however many groups there are, no more tensors as large as an adapter of all experts
+    are made in a step.
+    """
+    directory = write_model(CONFIGS["qwen3_moe"], tmp_path)
+    made = dict[int, int]()
     for size in (1, 4):
         with opened(directory, experts_per_slot=size, lora_rank=11, **ADAPTED) as model:
             draw_b(model.lora_manager)
-            shapes = {one.shape for name, one in trained(model.lora_manager).items() if ".experts." in name}
+            shapes = {
+                one.shape
+                for name, one in trained(model.lora_manager).items()
+                if ".experts." in name
+            }
             shapes |= {
-                (8, *each) for width in (24, 32, 48) for rank in (11, 12) for each in permutations((rank, width))
+                (8, *each)
+                for width in (24, 32, 48)
+                for rank in (11, 12)
+                for each in permutations((rank, width))
             }
 
             class Large(TorchDispatchMode):
                 count = 0
 
-                def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                def __torch_dispatch__(
+                    self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+                ) -> Any:
                     out = func(*args, **kwargs or {})
                     given, new = (
-                        {one.untyped_storage()._cdata: one for one in tree_leaves(some) if isinstance(one, Tensor)}
+                        {
+                            one.untyped_storage()._cdata: one
+                            for one in tree_leaves(some)
+                            if isinstance(one, Tensor)
+                        }
                         for some in ((args, kwargs), out)
                     )
                     self.count += sum(new[key].shape in shapes for key in new.keys() - given.keys())  # noqa: B023 - at once
@@ -320,22 +400,38 @@ def test_gradients_of_experts_adapters_are_formed_of_a_group_alone(tmp_path: Pat
 
 
 def test_device_memory_says_how_many_experts_are_leased_together(tmp_path: Path) -> None:
-    """As many as it holds; all, in whole layers, where it holds these. The slots are those of the plan. What comes
-    before the experts is run twice where with no size all that waits for them fits."""
-    directory, found = write_model(CONFIGS["qwen3_moe"], tmp_path), dict[str, tuple[int, bool]]()
+    """As many as it holds; all, in whole layers, where it holds these. The slots are those of the
+    plan. What comes before the experts is run twice where with no size all that waits for them
+    fits."""
+    directory = write_model(CONFIGS["qwen3_moe"], tmp_path)
+    found = dict[str, tuple[int, bool]]()
     for limit in ("800KB", "640KB", "610KB", "570KB"):
-        settings = {"lora_rank": 2, "batch_size": 4, "micro_batch_size": 1, "max_length": 12, "save_steps": 0}
+        settings = {
+            "lora_rank": 2,
+            "batch_size": 4,
+            "micro_batch_size": 1,
+            "max_length": 12,
+            "save_steps": 0,
+        }
         config = LemaConfig(str(directory), device="cpu", device_memory=limit, **settings)
         with closing(LemaModel(config, backend=CpuBackend(poison=True))) as model:
             model.initialize_lora()
             needs = model.planner.needs()
-            assert sum(device_parts(needs.demand, needs.allocation).values()) <= model.planner.limits[0]
+            assert (
+                sum(device_parts(needs.demand, needs.allocation).values())
+                <= model.planner.limits[0]
+            )
             assert model.memory.slot_bytes * needs.allocation.slots == needs.device["slots"]
             found[limit] = needs.allocation.experts, model.adapter.engine.runs_again
             if needs.allocation.experts:
                 assert [*model.split.groups] == [*range(8)] and model.adapter.recompute
                 step(model)
-    assert found == {"800KB": (0, False), "640KB": (4, False), "610KB": (2, False), "570KB": (2, True)}
+    assert found == {
+        "800KB": (0, False),
+        "640KB": (4, False),
+        "610KB": (2, False),
+        "570KB": (2, True),
+    }
 
 
 @pytest.mark.parametrize(
@@ -351,7 +447,10 @@ def test_what_does_not_go_with_groups_is_said_in_one_sentence(
     settings: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     directory = write_model(CONFIGS["qwen3_moe"], tmp_path)
-    with opened(directory, experts_per_slot=2, **settings) as model, pytest.raises(ConfigError, match=said) as error:
+    with (
+        opened(directory, experts_per_slot=2, **settings) as model,
+        pytest.raises(ConfigError, match=said) as error,
+    ):
         _ = model.allocation
     assert error.value.where == "experts_per_slot"
 
@@ -365,7 +464,8 @@ def test_a_model_without_stacked_experts_has_none_to_lease_in_groups(tmp_path: P
         _ = model.allocation
 
 
-# A type for each form in which experts are published quantised, and one for what `lema prepare` makes.
+# A type for each form in which experts are published quantised, and one for what `lema prepare`
+# makes.
 FORMS = {
     "fp8 in blocks": "deepseek_v3",
     "int4 experts": "kimi_k25",
@@ -381,28 +481,40 @@ OWN = ("int8", "fp8", "nf4")
 @pytest.mark.parametrize(
     "form",
     [
-        pytest.param(form, marks=[] if form in ("fp8 in blocks", "int4 experts", "nf4") else pytest.mark.slow)
+        pytest.param(
+            form, marks=[] if form in ("fp8 in blocks", "int4 experts", "nf4") else pytest.mark.slow
+        )
         for form in (*FORMS, *OWN)
     ],
 )
-def test_experts_that_are_stored_quantised_are_those_of_the_dequantised_model(form: str, tmp_path: Path) -> None:
-    """Bit for bit, in groups as well; what is read is what is stored of a group. That model is prepared, because the
-    last bit of a product depends on where in a line of the processor's cache a weight begins."""
+def test_experts_that_are_stored_quantised_are_those_of_the_dequantised_model(
+    form: str, tmp_path: Path
+) -> None:
+    """Bit for bit, in groups as well; what is read is what is stored of a group. That model is
+    prepared, because the last bit of a product depends on where in a line of the processor's cache
+    a weight begins."""
     if form in FORMS:
         stored = write_published(tiny_config(FORMS[form]), form, tmp_path / "stored")
         plain = write_dequantized(stored, tmp_path / "plain")
     else:
-        config = Qwen3MoeConfig(**SIZES | {"hidden_size": 64, "moe_intermediate_size": 64}, head_dim=32, num_experts=8)
-        stored = prepare(write_model(config, tmp_path / "published"), tmp_path / "stored", quantize=form).path
+        config = Qwen3MoeConfig(
+            **SIZES | {"hidden_size": 64, "moe_intermediate_size": 64}, head_dim=32, num_experts=8
+        )
+        stored = prepare(
+            write_model(config, tmp_path / "published"), tmp_path / "stored", quantize=form
+        ).path
         plain = write_expanded(config, stored, tmp_path / "plain")
     whole = prepare(plain, tmp_path / "whole").path
-    found, read = list[tuple[Tensor, Gradients]](), list[int]()
+    found = list[tuple[Tensor, Gradients]]()
+    read = list[int]()
     for directory in (whole, stored):
         for size in (1, 3):
             with opened(directory, experts_per_slot=size, dtype="float32", **ADAPTED) as model:
                 found.append(step(model))
                 assert model.split.groups
-                read.append(max(one.read_bytes for one in model.memory.layers[model.memory.num_visited :]))
+                read.append(
+                    max(one.read_bytes for one in model.memory.layers[model.memory.num_visited :])
+                )
     for (loss, gradients), (other, others) in zip(found[:2], found[2:], strict=True):
         assert torch.equal(loss, other)
         assert gradients.keys() == others.keys()
@@ -414,6 +526,8 @@ def write_expanded(config: PreTrainedConfig, stored: Path, directory: Path) -> P
     """Write what a quantised model's weights expand to as one that is not quantised."""
     plain = AutoModelForCausalLM.from_config(config)
     records = map_names(meta_model(config, torch.float32), GlobalBinaryIndex(stored)).stored
-    plain.load_state_dict({name: read_tensor(record, torch.float32) for name, record in records.items()}, strict=False)
+    plain.load_state_dict(
+        {name: read_tensor(record, torch.float32) for name, record in records.items()}, strict=False
+    )
     plain.save_pretrained(directory)
     return directory

@@ -1,4 +1,6 @@
-"""The frozen layers at the bottom are run once per batch, not once per epoch, and no number changes."""
+"""The frozen layers at the bottom are run once per batch, not once per epoch, and no number
+changes.
+"""
 
 import os
 from collections.abc import Mapping
@@ -18,8 +20,10 @@ from lema.errors import ConfigError, DiskError
 from lema.storage.spillfile import whole_blocks
 from lema_cpu import CpuBackend
 
-NUM_LAYERS, LOWEST = 6, 4
-FULL = 2 * NUM_LAYERS - 1 - LOWEST  # leases of a step: all layers up, and down to the lowest that trains
+NUM_LAYERS = 6
+LOWEST = 4
+# leases of a step: all layers up, and down to the lowest that trains
+FULL = 2 * NUM_LAYERS - 1 - LOWEST
 SPARED = FULL - LOWEST
 
 
@@ -50,11 +54,14 @@ class Leases(TrainerCallback):
         self.read: list[set[int]] = [set()]
 
     def watch(self, stream: Any) -> None:
-        self.stream, self.before = stream, stream.counters.leases
+        self.stream = stream
+        self.before = stream.counters.leases
         submit = stream._reader.submit
 
         def noting(layer: Any, *arguments: Any, **options: Any) -> Any:
-            self.read[-1].add(next(number for number, one in enumerate(stream.layers) if one is layer))
+            self.read[-1].add(
+                next(number for number, one in enumerate(stream.layers) if one is layer)
+            )
             return submit(layer, *arguments, **options)
 
         stream._reader.submit = noting
@@ -90,11 +97,15 @@ def test_later_epochs_leave_the_layers_below_out_and_the_adapter_is_the_same(
 ) -> None:
     rows = token_rows(9)
     without, all_leases = watched(upper(llama, tmp_path / "without", **changes), rows)
-    with_cache, leases = watched(upper(llama, tmp_path / "with", cache_frozen_prefix=True, **changes), rows)
+    with_cache, leases = watched(
+        upper(llama, tmp_path / "with", cache_frozen_prefix=True, **changes), rows
+    )
     assert same(with_cache, without)
     assert set(all_leases.by_step) == {FULL}
     batches = -(-9 // changes.get("batch_size", 4))
-    first = -(-batches // changes.get("gradient_accumulation_steps", 1))  # steps until every batch was seen
+    first = -(
+        -batches // changes.get("gradient_accumulation_steps", 1)
+    )  # steps until every batch was seen
     assert leases.by_step == [FULL] * first + [SPARED] * (len(all_leases.by_step) - first)
     assert len(leases.by_step) > first
     # What the first epoch's last step reads ahead is for a step that is spared the lower layers.
@@ -104,12 +115,15 @@ def test_later_epochs_leave_the_layers_below_out_and_the_adapter_is_the_same(
 
 def test_nothing_is_run_backward_below_the_lowest_adapter(llama: Path, tmp_path: Path) -> None:
     for recompute in (True, False):
-        config = upper(llama, tmp_path / str(recompute), gradient_checkpointing=recompute, num_train_epochs=1.0)
+        config = upper(
+            llama, tmp_path / str(recompute), gradient_checkpointing=recompute, num_train_epochs=1.0
+        )
         assert set(watched(config, token_rows(8))[1].by_step) == {FULL}
 
 
 def test_an_evaluation_in_between_changes_nothing(llama: Path, tmp_path: Path) -> None:
-    rows, held_back = token_rows(8), token_rows(3, seed=5)
+    rows = token_rows(8)
+    held_back = token_rows(3, seed=5)
     config = upper(llama, tmp_path / "with", cache_frozen_prefix=True, eval_steps=1)
     _, found = run_fit(config, rows, held_back)
     _, expected = run_fit(upper(llama, tmp_path / "without"), rows)
@@ -118,7 +132,13 @@ def test_an_evaluation_in_between_changes_nothing(llama: Path, tmp_path: Path) -
 
 def test_a_batch_that_never_comes_again_is_not_kept(llama: Path, tmp_path: Path) -> None:
     aside = tmp_path / "aside"
-    config = upper(llama, tmp_path / "out", cache_frozen_prefix=True, num_train_epochs=1.0, offload_dir=str(aside))
+    config = upper(
+        llama,
+        tmp_path / "out",
+        cache_frozen_prefix=True,
+        num_train_epochs=1.0,
+        offload_dir=str(aside),
+    )
     run_fit(config, token_rows(8))
     assert not aside.exists()
 
@@ -132,17 +152,23 @@ def test_layers_that_draw_at_random_are_refused(tmp_path: Path) -> None:
     assert caught.value.where == "cache_frozen_prefix"
 
 
-@pytest.mark.parametrize("changes", [{"lora_layers_to_transform": None}, {"lora_layers_to_transform": [0, 5]}])
+@pytest.mark.parametrize(
+    "changes", [{"lora_layers_to_transform": None}, {"lora_layers_to_transform": [0, 5]}]
+)
 def test_a_model_that_trains_from_the_bottom_has_nothing_to_spare(
     llama: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     config = upper(llama, tmp_path / "out", cache_frozen_prefix=True, **changes)
-    with pytest.raises(ConfigError, match="gradients reach the lowest layer, so there is no layer below it to skip"):
+    with pytest.raises(
+        ConfigError, match="gradients reach the lowest layer, so there is no layer below it to skip"
+    ):
         run_fit(config, token_rows(8))
 
 
 def test_gradients_that_reach_the_embeddings_are_noticed(llama: Path, tmp_path: Path) -> None:
-    config = upper(llama, tmp_path / "out", cache_frozen_prefix=True, lora_trainable_token_indices=[3])
+    config = upper(
+        llama, tmp_path / "out", cache_frozen_prefix=True, lora_trainable_token_indices=[3]
+    )
     with pytest.raises(ConfigError, match="gradients reach layer 0"):
         run_fit(config, token_rows(8))
 
@@ -168,13 +194,17 @@ def test_what_is_fetched_is_what_was_kept_and_labels_make_no_difference(tmp_path
     hidden = [torch.randn(2, one["input_ids"].shape[1], 8).transpose(0, 1) for one in batches]
     for one, state in zip(batches, hidden, strict=True):
         assert not kept.holds([one])
-        kept.keep([one], [state], [{}], lowest=3, drawn=False, handed_on=False, held=False)
+        kept.keep([one], [state], [{}], lowest=3, drawn=False, handed_on=False, stateful=False)
     assert kept.holds(batches)
     for _ in range(2):
         found = kept.fetch([{**one, "labels": one["labels"] + 1} for one in batches])
         assert all(torch.equal(state, wanted) for state, wanted in zip(found, hidden, strict=True))
-        assert all(state.stride() == wanted.stride() for state, wanted in zip(found, hidden, strict=True))
-    assert kept._store.staging.held_bytes <= NUM_BUFFERS * whole_blocks(max(state.nbytes for state in hidden))
+        assert all(
+            state.stride() == wanted.stride() for state, wanted in zip(found, hidden, strict=True)
+        )
+    assert kept._store.staging.allocated_bytes <= NUM_BUFFERS * whole_blocks(
+        max(state.nbytes for state in hidden)
+    )
     assert not kept.holds([{**batches[0], "attention_mask": torch.ones(2, 5)}])
     assert not kept.holds([batch(5, seed=99)])
     assert not list(tmp_path.iterdir())
@@ -182,28 +212,39 @@ def test_what_is_fetched_is_what_was_kept_and_labels_make_no_difference(tmp_path
 
 
 def test_what_modules_before_the_layers_keep_makes_a_difference(tmp_path: Path) -> None:
-    kept, one = cache(tmp_path), batch(9)
+    kept = cache(tmp_path)
+    one = batch(9)
     for table in ({"inv_freq": 1}, {"inv_freq": 2}):
         state = torch.full((2, 9, 8), float(table["inv_freq"]))
-        kept.keep([one], [state], [table], lowest=3, drawn=False, handed_on=False, held=False)
+        kept.keep([one], [state], [table], lowest=3, drawn=False, handed_on=False, stateful=False)
         assert kept.fits([one], [table])
         assert torch.equal(kept.fetch([one])[0], state)
     assert not kept.fits([one], [{"inv_freq": 1}])
-    with pytest.raises(ConfigError, match="the layers below the adapters keep something from call to call"):
-        kept.keep([one], [state], [table], lowest=3, drawn=False, handed_on=False, held=True)
+    with pytest.raises(
+        ConfigError, match="the layers below the adapters keep something from call to call"
+    ):
+        kept.keep([one], [state], [table], lowest=3, drawn=False, handed_on=False, stateful=True)
     kept.close()
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_a_rotary_table_that_goes_by_longer_rows_is_that_of_the_epoch(kind: str, tmp_path: Path) -> None:
+def test_a_rotary_table_that_goes_by_longer_rows_is_that_of_the_epoch(
+    kind: str, tmp_path: Path
+) -> None:
     longest = ORIGINAL if kind == "dynamic" else 4 * ORIGINAL
-    rope = {"rope_parameters": {"rope_type": kind, **ROPES[kind]}, "max_position_embeddings": longest}
+    rope = {
+        "rope_parameters": {"rope_type": kind, **ROPES[kind]},
+        "max_position_embeddings": longest,
+    }
     model = write_model(tmp_path / "model", num_hidden_layers=NUM_LAYERS, **rope)
-    # The first row comes with its own table in the first epoch, and with the second row's table later.
+    # The first row comes with its own table in the first epoch, and with the second row's table
+    # later.
     rows = [row for length in (20, 40, 12, 30) for row in token_rows(1, length=length)]
     changes = {"batch_size": 1, "micro_batch_size": 1, "lora_dropout": 0.0, "num_train_epochs": 4.0}
     without, _ = watched(upper(model, tmp_path / "without", **changes), rows)
-    with_cache, leases = watched(upper(model, tmp_path / "with", cache_frozen_prefix=True, **changes), rows)
+    with_cache, leases = watched(
+        upper(model, tmp_path / "with", cache_frozen_prefix=True, **changes), rows
+    )
     assert same(with_cache, without)
     assert leases.by_step[:4] == [FULL] * 4
     assert leases.by_step[-4:] == [SPARED] * 4
@@ -213,8 +254,18 @@ def test_a_rotary_table_that_goes_by_longer_rows_is_that_of_the_epoch(kind: str,
 
 def test_the_space_for_all_batches_is_asked_for_at_the_first(tmp_path: Path) -> None:
     kept = cache(tmp_path, num_tokens=1 << 50)
-    with pytest.raises(DiskError, match="bytes are needed for the output of frozen layers") as caught:
-        kept.keep([batch(5)], [torch.zeros(2, 5, 8)], [{}], lowest=3, drawn=False, handed_on=False, held=False)
+    with pytest.raises(
+        DiskError, match="bytes are needed for the output of frozen layers"
+    ) as caught:
+        kept.keep(
+            [batch(5)],
+            [torch.zeros(2, 5, 8)],
+            [{}],
+            lowest=3,
+            drawn=False,
+            handed_on=False,
+            stateful=False,
+        )
     assert "cache_frozen_prefix: false" in caught.value.how
     kept.close()
 
@@ -225,7 +276,15 @@ def test_a_write_that_fails_is_raised(tmp_path: Path, monkeypatch: pytest.Monkey
 
     kept = cache(tmp_path)
     monkeypatch.setattr(os, "pwrite", full)
-    kept.keep([batch(5)], [torch.zeros(2, 5, 8)], [{}], lowest=3, drawn=False, handed_on=False, held=False)
+    kept.keep(
+        [batch(5)],
+        [torch.zeros(2, 5, 8)],
+        [{}],
+        lowest=3,
+        drawn=False,
+        handed_on=False,
+        stateful=False,
+    )
     with pytest.raises(DiskError, match="writing failed for the output of frozen layers"):
         kept.fetch([batch(5)])
     kept.close()
@@ -233,6 +292,16 @@ def test_a_write_that_fails_is_raised(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_more_than_a_hidden_state_cannot_be_kept(tmp_path: Path) -> None:
     kept = cache(tmp_path)
-    with pytest.raises(ConfigError, match="the layers below the adapters pass on more than the hidden state"):
-        kept.keep([batch(5)], [torch.zeros(2, 5, 8)], [{}], lowest=3, drawn=False, handed_on=True, held=False)
+    with pytest.raises(
+        ConfigError, match="the layers below the adapters pass on more than the hidden state"
+    ):
+        kept.keep(
+            [batch(5)],
+            [torch.zeros(2, 5, 8)],
+            [{}],
+            lowest=3,
+            drawn=False,
+            handed_on=True,
+            stateful=False,
+        )
     kept.close()

@@ -1,4 +1,6 @@
-"""Text from a streamed model is, token for token, what `transformers` makes of the whole model and its adapter."""
+"""Text from a streamed model is, token for token, what `transformers` makes of the whole model
+and its adapter.
+"""
 
 import json
 import logging
@@ -8,7 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from smallrun import NUM_LAYERS, adapter_of, opened, settings, token_rows, tokenizer, whole_model, write_model
+from smallrun import (
+    NUM_LAYERS,
+    adapter_of,
+    opened,
+    settings,
+    token_rows,
+    tokenizer,
+    whole_model,
+    write_model,
+)
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MptConfig, StoppingCriteria, StoppingCriteriaList
 
@@ -48,8 +59,17 @@ def complaints() -> Iterator[list[str]]:
 
 
 def streamed_tokens(model: LemaModel, prompts: list[str], new: int = NEW, **options: Any) -> Tensor:
-    ids, end = encoded(model.tokenizer, prompts), model.tokenizer.eos_token_id
-    made = complete(model.split, model.memory, model.files.generation_config(), model.tokenizer, ids, new, options)
+    ids = encoded(model.tokenizer, prompts)
+    end = model.tokenizer.eos_token_id
+    made = complete(
+        model.split,
+        model.memory,
+        model.files.generation_config(),
+        model.tokenizer,
+        ids,
+        new,
+        options,
+    )
     width = max(len(one.tokens) for one in made)
     return torch.tensor([[*one.tokens, *[end] * (width - len(one.tokens))] for one in made])
 
@@ -57,7 +77,9 @@ def streamed_tokens(model: LemaModel, prompts: list[str], new: int = NEW, **opti
 def whole_tokens(model: Any, prompts: list[str], new: int = NEW, **options: Any) -> Tensor:
     encode = tokenizer()
     encode.pad_token = encode.eos_token
-    inputs = encode(prompts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False)
+    inputs = encode(
+        prompts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False
+    )
     defaults = {"do_sample": False, "pad_token_id": encode.pad_token_id, "max_new_tokens": new}
     tokens: Tensor = model.generate(**inputs, **{**defaults, **options})
     return tokens[:, inputs["input_ids"].shape[1] :]
@@ -84,7 +106,8 @@ def test_tokens_are_those_of_transformers(
         torch.manual_seed(5)
         texts = model.generate(prompts, max_new_tokens=NEW, **options)
     assert complaints == []
-    whole, bare = whole_model(base, tmp_path / "adapter"), whole_model(base)
+    whole = whole_model(base, tmp_path / "adapter")
+    bare = whole_model(base)
     torch.manual_seed(5)
     expected = whole_tokens(whole, prompts, **options)
     assert found.shape == (len(prompts), NEW)
@@ -96,7 +119,9 @@ def test_tokens_are_those_of_transformers(
 
 @pytest.mark.parametrize("at", [0, 2])
 def test_an_end_that_comes_first_ends_a_text_as_in_transformers(at: int, tmp_path: Path) -> None:
-    """Of a model whose attention goes by distances; prompts of three lengths, one of which begins with the end."""
+    """Of a model whose attention goes by distances; prompts of three lengths, one of which
+    begins with the end.
+    """
     torch.manual_seed(1)
     shape = {"vocab_size": 67, "d_model": 32, "n_heads": 4, "n_layers": 8, "max_seq_len": 64}
     whole: Any = AutoModelForCausalLM.from_config(MptConfig(**shape)).eval()
@@ -108,22 +133,36 @@ def test_an_end_that_comes_first_ends_a_text_as_in_transformers(at: int, tmp_pat
 
     def alone(prompt: list[int], **options: Any) -> list[int]:
         ids = torch.tensor([prompt])
-        made = whole.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, pad_token_id=0, **options)
+        made = whole.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, pad_token_id=0, **options
+        )
         return list(made[0, len(prompt) :].tolist())
 
     end = alone(prompts[0])[at]  # it is the first that is said, or the third
     prompts[2][0] = end
     with opened(settings(tmp_path / "model", tmp_path), adapter=False) as model:
         options = {"eos_token_id": end, "pad_token_id": 0}
-        made = complete(model.split, model.memory, model.files.generation_config(), tokenizer(), prompts, NEW, options)
+        made = complete(
+            model.split,
+            model.memory,
+            model.files.generation_config(),
+            tokenizer(),
+            prompts,
+            NEW,
+            options,
+        )
     expected = [alone(prompt, eos_token_id=end) for prompt in prompts]
     assert len(expected[0]) == at + 1
     assert [list(one.tokens) for one in made] == expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"strategy": "resident"}, {"device_memory": "1GB"}, {"prefetch_depth": 1}])
-def test_where_weights_wait_changes_no_token(llama: Path, changes: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"strategy": "resident"}, {"device_memory": "1GB"}, {"prefetch_depth": 1}]
+)
+def test_where_weights_wait_changes_no_token(
+    llama: Path, changes: dict[str, Any], tmp_path: Path
+) -> None:
     found = []
     for each in ({}, changes):
         with opened(settings(llama, tmp_path, **each)) as model:
@@ -133,12 +172,16 @@ def test_where_weights_wait_changes_no_token(llama: Path, changes: dict[str, Any
 
 
 @pytest.mark.parametrize("pad", [-1, 10**6])
-def test_a_pad_token_without_a_row_of_embeddings_is_replaced(llama: Path, pad: int, tmp_path: Path) -> None:
+def test_a_pad_token_without_a_row_of_embeddings_is_replaced(
+    llama: Path, pad: int, tmp_path: Path
+) -> None:
     with opened(settings(llama, tmp_path), adapter=False) as model:
         right = streamed_tokens(model, PROMPTS)
         assert torch.equal(streamed_tokens(model, PROMPTS, pad_token_id=pad), right)
         vocab_size = model.skeleton.config.vocab_size
-        said = f"the prompt holds {vocab_size}, which is outside the vocabulary of {vocab_size} tokens"
+        said = (
+            f"the prompt holds {vocab_size}, which is outside the vocabulary of {vocab_size} tokens"
+        )
         with pytest.raises(DataError, match=said):
             complete(
                 model.split,
@@ -153,15 +196,21 @@ def test_a_pad_token_without_a_row_of_embeddings_is_replaced(llama: Path, pad: i
 
 def test_a_model_without_an_adapter_speaks_too(llama: Path, tmp_path: Path) -> None:
     with opened(settings(llama, tmp_path), adapter=False) as model:
-        assert torch.equal(streamed_tokens(model, PROMPTS), whole_tokens(whole_model(llama), PROMPTS))
+        assert torch.equal(
+            streamed_tokens(model, PROMPTS), whole_tokens(whole_model(llama), PROMPTS)
+        )
 
 
 def test_one_prompt_may_be_given_bare(llama: Path, tmp_path: Path) -> None:
     with opened(settings(llama, tmp_path)) as model:
-        assert model.generate("corn", max_new_tokens=3) == model.generate(["corn"], max_new_tokens=3)
+        assert model.generate("corn", max_new_tokens=3) == model.generate(
+            ["corn"], max_new_tokens=3
+        )
 
 
-def test_each_token_reads_the_layers_once_and_computes_only_itself(llama: Path, tmp_path: Path) -> None:
+def test_each_token_reads_the_layers_once_and_computes_only_itself(
+    llama: Path, tmp_path: Path
+) -> None:
     with opened(settings(llama, tmp_path)) as model:
         lengths: list[int] = []
         model.skeleton.get_input_embeddings().register_forward_hook(
@@ -171,7 +220,9 @@ def test_each_token_reads_the_layers_once_and_computes_only_itself(llama: Path, 
         tokens = streamed_tokens(model, PROMPTS[:1])
         after = model.memory.counters
         assert tokens.shape[1] == NEW
-        assert lengths == [len(tokenizer()(PROMPTS[0])["input_ids"])] + [1] * (NEW - 1)  # the rest is in the cache
+        assert lengths == [len(tokenizer()(PROMPTS[0])["input_ids"])] + [1] * (
+            NEW - 1
+        )  # the rest is in the cache
         assert after.leases - before.leases == NEW * NUM_LAYERS
         # What was read ahead for a token that never came is all there is beside.
         ahead = after.layers_read - before.layers_read - NEW * NUM_LAYERS
@@ -214,7 +265,9 @@ def test_settings_stored_with_the_model_are_used_and_not_warned_of(
         greedy = streamed_tokens(model, PROMPTS)
         torch.manual_seed(6)
         sampled = streamed_tokens(model, PROMPTS, do_sample=True)
-        assert torch.equal(streamed_tokens(model, PROMPTS), greedy)  # nothing of one call stays for the next
+        assert torch.equal(
+            streamed_tokens(model, PROMPTS), greedy
+        )  # nothing of one call stays for the next
     assert complaints == []
     whole = whole_model(llama, tmp_path / "adapter")
     assert torch.equal(greedy, whole_tokens(whole, PROMPTS))
@@ -226,7 +279,8 @@ def test_settings_stored_with_the_model_are_used_and_not_warned_of(
 
 @pytest.mark.slow
 def test_training_goes_on_as_if_nothing_had_been_generated(llama: Path, tmp_path: Path) -> None:
-    batch, found = collate(token_rows(4)), []
+    batch = collate(token_rows(4))
+    found = []
     for between in (False, True):
         with opened(settings(llama, tmp_path, lora_dropout=0.1)) as model:
             trainer = model.get_trainer()
@@ -261,14 +315,23 @@ def test_an_interrupted_text_leaves_the_model_usable(llama: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("prompts", "where"), [([], "generate"), ([""], "prompt 1"), (["corn", "", "mill", ""], "prompt 2, 4")]
+    ("prompts", "where"),
+    [([], "generate"), ([""], "prompt 1"), (["corn", "", "mill", ""], "prompt 2, 4")],
 )
-def test_a_prompt_without_tokens_is_refused(llama: Path, prompts: list[str], where: str, tmp_path: Path) -> None:
-    with opened(settings(llama, tmp_path)) as model, pytest.raises(DataError, match="prompt") as caught:
+def test_a_prompt_without_tokens_is_refused(
+    llama: Path, prompts: list[str], where: str, tmp_path: Path
+) -> None:
+    with (
+        opened(settings(llama, tmp_path)) as model,
+        pytest.raises(DataError, match="prompt") as caught,
+    ):
         model.generate(prompts)
     assert caught.value.where == where
 
 
 def test_a_misspelt_option_is_named(llama: Path, tmp_path: Path) -> None:
-    with opened(settings(llama, tmp_path)) as model, pytest.raises(ConfigError, match="generation: temprature"):
+    with (
+        opened(settings(llama, tmp_path)) as model,
+        pytest.raises(ConfigError, match="generation: temprature"),
+    ):
         model.generate("corn", do_sample=True, temprature=0.5)

@@ -1,4 +1,6 @@
-"""The head's weight streams in pieces of the vocabulary: the whole model's numbers, and bytes as announced."""
+"""The head's weight streams in pieces of the vocabulary: the whole model's numbers, and bytes as
+announced.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +22,14 @@ from parity import (
     whole_model,
     whole_step,
 )
-from tiny import ARCHITECTURES, NUM_LAYERS, Architecture, Checkpoint, micro_batches, write_checkpoint
+from tiny import (
+    ARCHITECTURES,
+    NUM_LAYERS,
+    Architecture,
+    Checkpoint,
+    micro_batches,
+    write_checkpoint,
+)
 from torch import Tensor, nn
 from transformers import CohereConfig, GraniteConfig, LlamaForCausalLM
 
@@ -29,7 +38,7 @@ from lema.engine.head import cut
 from lema.engine.head.cut import HeadCut
 from lema.errors import ConfigError
 from lema.plan import workload
-from lema.plan.planner import planner_of, site_of
+from lema.plan.planner import machine_state_of, planner_of
 from lema.stream.schedule import fetched_per_step
 from lema.train.guards import first_non_finite
 
@@ -55,7 +64,9 @@ def many_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Checkpoint:
     return write_checkpoint("wide", tmp_path)
 
 
-def checkpoint(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Checkpoint:
+def checkpoint(
+    name: str, directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> Checkpoint:
     if name in SCALED:
         monkeypatch.setitem(ARCHITECTURES, name, Architecture(SCALED[name]))
     return write_checkpoint(name, directory, **options)
@@ -102,7 +113,9 @@ def test_loss_and_gradients_are_those_of_the_whole_model(
             assert close(all_gradients(found), all_gradients(expected))
             assert torch.equal(found.generator, expected.generator)
             assert head.is_meta
-        assert model.split.tables.names == model._head.names - {"lm_head.weight"}  # a tied table is looked up by row
+        assert model.split.tables.names == model._head.names - {
+            "lm_head.weight"
+        }  # a tied table is looked up by row
         assert first_non_finite(model.adapter, batches) is None
         loss, tokens = model.adapter.evaluate(batches)
     with streamed_model(stored, head="device") as model:
@@ -113,20 +126,28 @@ def test_loss_and_gradients_are_those_of_the_whole_model(
 
 
 def test_dropout_draws_as_the_whole_model(tmp_path: Path, three_pieces: None) -> None:
-    stored, batches = write_checkpoint("llama", tmp_path, dropout=0.1), micro_batches(2, padding=True)
+    stored = write_checkpoint("llama", tmp_path, dropout=0.1)
+    batches = micro_batches(2, padding=True)
     whole = whole_model(stored, dropout=0.1)
     draw_b(whole)
     expected = whole_step(whole, batches, layer_major=layers_of(whole, stored))
-    with streamed_model(stored, head="stream", lora_dropout=0.1, gradient_checkpointing=True) as model:
+    with streamed_model(
+        stored, head="stream", lora_dropout=0.1, gradient_checkpointing=True
+    ) as model:
         draw_b(model.lora_manager)
         found = streamed_step(model, batches)
     assert close(all_gradients(found), all_gradients(expected))
     assert torch.equal(found.generator, expected.generator)
 
 
-def test_layers_round_as_below_a_whole_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one piece the head's gradient differs by rounding alone; given the same one, the layers' do not differ."""
-    stored, batches = write_checkpoint("llama", tmp_path), micro_batches(2)
+def test_layers_round_as_below_a_whole_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one piece the head's gradient differs by rounding alone; given the same one, the
+    layers' do not differ.
+    """
+    stored = write_checkpoint("llama", tmp_path)
+    batches = micro_batches(2)
     seen: dict[str, list[Tensor]] = {}
     steps = {}
     for head in ("device", "stream"):
@@ -150,7 +171,8 @@ def test_layers_round_as_below_a_whole_head(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_half_precision_differs_by_its_rounding(tmp_path: Path, three_pieces: None) -> None:
-    stored, batches = write_checkpoint("llama", tmp_path, dtype=torch.bfloat16), micro_batches(2)
+    stored = write_checkpoint("llama", tmp_path, dtype=torch.bfloat16)
+    batches = micro_batches(2)
     steps = []
     for head in ("device", "stream"):
         with streamed_model(stored, head=head, gradient_checkpointing=True) as model:
@@ -188,7 +210,9 @@ def generated(stored: Checkpoint, head: str) -> tuple[Tensor, list[int]]:
     return tokens, leased
 
 
-def test_text_is_generated_over_the_pieces(tmp_path: Path, three_pieces: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_is_generated_over_the_pieces(
+    tmp_path: Path, three_pieces: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(LemaModel, "eval_model", lambda self: self.skeleton.eval(), raising=False)
     stored = write_checkpoint("llama", tmp_path)
     (one, device), (other, stream) = generated(stored, "device"), generated(stored, "stream")
@@ -199,15 +223,19 @@ def test_text_is_generated_over_the_pieces(tmp_path: Path, three_pieces: None, m
 
 
 @pytest.mark.parametrize("slots", [1, 3])
-def test_the_head_moves_twice_less_one_piece_and_the_plan_says_so(many_words: Checkpoint, slots: int) -> None:
+def test_the_head_moves_twice_less_one_piece_and_the_plan_says_so(
+    many_words: Checkpoint, slots: int
+) -> None:
     settings = {"head": "stream", "gradient_checkpointing": True, "batch_size": 2, "max_length": 12}
     batches = micro_batches(2, lengths=(12, 12))
     with streamed_model(many_words, spent={"slots": slots}, **settings) as model:
-        stream, count = model.memory, len(model.memory.layers)
+        stream = model.memory
+        count = len(model.memory.layers)
         streamed_step(model, batches)
         before = stream.counters
         streamed_step(model, batches)
-        moved, read = stream.counters.bytes_uploaded - before.bytes_uploaded, stream.counters.bytes_read
+        moved = stream.counters.bytes_uploaded - before.bytes_uploaded
+        read = stream.counters.bytes_read
         pieces = stream.layers[NUM_LAYERS:]
         assert len(pieces) > 3
         assert stream.slot_bytes == max(layer.nbytes for layer in stream.layers[:NUM_LAYERS])
@@ -216,16 +244,20 @@ def test_the_head_moves_twice_less_one_piece_and_the_plan_says_so(many_words: Ch
         assert moved == sum(stream.layers[index].upload_bytes for index in fetched)
         assert read - before.bytes_read == sum(stream.layers[index].read_bytes for index in fetched)
         if slots == 1:
-            of_head = sum(stream.layers[index].read_bytes for index in fetched if index >= NUM_LAYERS)
+            of_head = sum(
+                stream.layers[index].read_bytes for index in fetched if index >= NUM_LAYERS
+            )
             assert of_head == 2 * 3000 * 32 * 4 - pieces[-1].read_bytes
             return
         config = model.config
-        planner = planner_of(config, site=site_of(config))
+        planner = planner_of(config, machine_state=machine_state_of(config))
         needs = planner.needs()
         assert needs.allocation == model.allocation
         assert needs.device["slots"] == stream.num_slots * stream.slot_bytes
         assert needs.device["outside"] == planner.blueprint.outside_bytes == model.outside_bytes
-        assert needs.traffic(2).read == needs.demand.outside_bytes + read - before.bytes_read + _first(stream, slots)
+        assert needs.traffic(
+            2
+        ).read == needs.demand.outside_bytes + read - before.bytes_read + _first(stream, slots)
     assert any("pass through the slots in" in note for note in planner.blueprint.notes)
 
 
@@ -237,11 +269,15 @@ def _first(stream: Any, slots: int) -> int:
     return sum(stream.layers[index].read_bytes for index in fetched(order, slots))
 
 
-def test_a_head_that_fits_is_not_looked_at_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = LemaConfig(str(write_checkpoint("llama", tmp_path).streamed), device="cpu", batch_size=2, max_length=12)
+def test_a_head_that_fits_is_not_looked_at_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = LemaConfig(
+        str(write_checkpoint("llama", tmp_path).streamed), device="cpu", batch_size=2, max_length=12
+    )
     monkeypatch.setattr(cut, "LEAST_BYTES", 0)
     monkeypatch.setattr(workload, "_pieces_work", lambda *_: pytest.fail("the head fits whole"))
-    assert not planner_of(config, site=site_of(config)).needs().allocation.pieces
+    assert not planner_of(config, machine_state=machine_state_of(config)).needs().allocation.pieces
 
 
 @pytest.mark.exhaustive  # the plan tries many pieces
@@ -249,15 +285,34 @@ def test_it_is_cut_unasked_only_where_the_limit_does_not_hold_it(
     many_words: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cut, "LEAST_BYTES", 0)
-    settings = {"gradient_checkpointing": True, "batch_size": 2, "max_length": 12, "boundary_activations": "device"}
-    settings |= {"micro_batch_size": 2, "prefetch_depth": 2, "loss_chunk_tokens": 1024}  # else these give way first
-    base = {"device": "cpu", "lora_rank": 4, "lora_alpha": 8, "seed": 7, "save_steps": 0, **settings}
+    settings = {
+        "gradient_checkpointing": True,
+        "batch_size": 2,
+        "max_length": 12,
+        "boundary_activations": "device",
+    }
+    settings |= {
+        "micro_batch_size": 2,
+        "prefetch_depth": 2,
+        "loss_chunk_tokens": 1024,
+    }  # else these give way first
+    base = {
+        "device": "cpu",
+        "lora_rank": 4,
+        "lora_alpha": 8,
+        "seed": 7,
+        "save_steps": 0,
+        **settings,
+    }
 
     def needed(head: str) -> int:
         config = LemaConfig(str(many_words.streamed), head=head, **base)
-        return sum(planner_of(config, site=site_of(config)).needs().device.values())
+        return sum(
+            planner_of(config, machine_state=machine_state_of(config)).needs().device.values()
+        )
 
-    whole, least = needed("device"), needed("stream")
+    whole = needed("device")
+    least = needed("stream")
     assert least < whole - 2500 * 32 * 4
     (batch,) = micro_batches(1, lengths=(12,))
     with streamed_model(many_words, **settings) as model:
@@ -268,7 +323,7 @@ def test_it_is_cut_unasked_only_where_the_limit_does_not_hold_it(
             draw_b(model.lora_manager)
             assert bool(model.allocation.pieces) == pieces
             found = streamed_step(model, [batch])
-            planner = planner_of(model.config, site=site_of(model.config))
+            planner = planner_of(model.config, machine_state=machine_state_of(model.config))
             assert bool(planner.needs().allocation.pieces) == pieces
         if pieces:
             assert close(all_gradients(found), all_gradients(expected))
@@ -293,17 +348,25 @@ def test_a_head_that_trains_is_whole(
     adapter: dict[str, Any], tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cut, "LEAST_BYTES", 0)
-    stored, batches = write_checkpoint("llama", tmp_path, tied=tied), micro_batches(1)
-    with pytest.raises(ConfigError, match="the head cannot stream in pieces"), opened(stored, head="stream", **adapter):
+    stored = write_checkpoint("llama", tmp_path, tied=tied)
+    batches = micro_batches(1)
+    with (
+        pytest.raises(ConfigError, match="the head cannot stream in pieces"),
+        opened(stored, head="stream", **adapter),
+    ):
         pass
     with opened(stored, **adapter) as model:
         expected = streamed_step(model, batches)
-    with opened(stored, device_memory=10**9, **adapter) as model:  # it may be cut as far as is known when it is opened
+    with opened(
+        stored, device_memory=10**9, **adapter
+    ) as model:  # it may be cut as far as is known when it is opened
         found = streamed_step(model, batches)
         assert torch.equal(found.loss, expected.loss)
-        assert all(torch.equal(found.gradients[name], one) for name, one in expected.gradients.items())
+        assert all(
+            torch.equal(found.gradients[name], one) for name, one in expected.gradients.items()
+        )
         config = model.config
-    notes = planner_of(config, site=site_of(config)).blueprint.notes
+    notes = planner_of(config, machine_state=machine_state_of(config)).blueprint.notes
     assert any("stays whole on the device" in note for note in notes)
 
 
@@ -325,10 +388,14 @@ SOME = ("gemma3_text", "inkling2", "mamba", "gpt_neox", *WHOLE)
 OTHERS = (pytest.mark.slow, pytest.mark.covered(6))
 
 
-@pytest.mark.parametrize("kind", [*SOME, *(pytest.param(kind, marks=OTHERS) for kind in STREAMED if kind not in SOME)])
+@pytest.mark.parametrize(
+    "kind", [*SOME, *(pytest.param(kind, marks=OTHERS) for kind in STREAMED if kind not in SOME)]
+)
 @pytest.mark.filterwarnings("ignore:PEFT does not adapt these linear modules")
 @pytest.mark.filterwarnings("ignore:.* compares a position with its own label")
-def test_a_head_of_any_type_streams_or_is_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_of_any_type_streams_or_is_refused(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def thirds(head: HeadCut, _: Any) -> tuple[tuple[int, int], ...]:
         size = head._stored.records[head.name].shape[0]
         each = -(-size // 3)
@@ -366,12 +433,16 @@ def test_a_head_whose_logits_need_each_other_is_whole(
 ) -> None:
     stored = write_checkpoint("llama", tmp_path)
     monkeypatch.setattr(LlamaForCausalLM, "forward", other)
-    with pytest.raises(ConfigError, match="in pieces: the model does"), opened(stored, head="stream"):
+    with (
+        pytest.raises(ConfigError, match="in pieces: the model does"),
+        opened(stored, head="stream"),
+    ):
         pass
 
 
 def test_a_logit_that_is_not_finite_is_the_heads(tmp_path: Path, three_pieces: None) -> None:
-    stored, batches = write_checkpoint("llama", tmp_path), micro_batches(2)
+    stored = write_checkpoint("llama", tmp_path)
+    batches = micro_batches(2)
     with opened(stored, head="stream", check_base_weights=False) as model:
         stored_pieces = model.memory.host_cached
         assert not stored_pieces
@@ -381,7 +452,9 @@ def test_a_logit_that_is_not_finite_is_the_heads(tmp_path: Path, three_pieces: N
             head = whole(*args)
             assert head is not None
             product = head.product
-            head.product = lambda given, weight, span: product(given, weight, span) * (torch.inf if span[0] else 1)
+            head.product = lambda given, weight, span: (
+                product(given, weight, span) * (torch.inf if span[0] else 1)
+            )
             return head
 
         model._head.pieced = infinite  # type: ignore[method-assign]

@@ -1,10 +1,20 @@
-"""How likely tokens are in one pass over the layers: as the whole model says, whatever the rows are computed with."""
+"""How likely tokens are in one pass over the layers: as the whole model says, whatever the rows
+are computed with.
+"""
 
 from pathlib import Path
 
 import pytest
 import torch
-from smallrun import NUM_LAYERS, opened, settings, token_rows, whole_logits, whole_model, write_model
+from smallrun import (
+    NUM_LAYERS,
+    opened,
+    settings,
+    token_rows,
+    whole_logits,
+    whole_model,
+    write_model,
+)
 from torch import Tensor
 
 from lema.engine.head.likelihood import Likelihood, likelihoods
@@ -21,9 +31,11 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def micro_batches(rows: int) -> list[dict[str, Tensor]]:
     made = []
     for first in range(0, len(ROWS), rows):
-        some, asked = ROWS[first : first + rows], ASKED[first : first + rows]
+        some = ROWS[first : first + rows]
+        asked = ASKED[first : first + rows]
         width = max(map(len, some)) - 1
-        ids, labels = torch.zeros(len(some), width, dtype=torch.long), torch.full((len(some), width), -100)
+        ids = torch.zeros(len(some), width, dtype=torch.long)
+        labels = torch.full((len(some), width), -100)
         for place, (row, count) in enumerate(zip(some, asked, strict=True)):
             ids[place, : len(row) - 1] = torch.tensor(row[:-1])
             labels[place, len(row) - 1 - count : len(row) - 1] = torch.tensor(row[-count:])
@@ -52,7 +64,9 @@ def test_likelihoods_are_those_of_the_whole_model(base: Path, rows: int, tmp_pat
         assert model.memory.counters.leases - before == NUM_LAYERS
         assert likelihoods(model.adapter, micro_batches(rows), on_host=True) == found
     truth = expected(whole_model(base, tmp_path / "adapter"))
-    assert [one.log_likelihood for one in found] == pytest.approx([one.log_likelihood for one in truth], abs=1e-5)
+    assert [one.log_likelihood for one in found] == pytest.approx(
+        [one.log_likelihood for one in truth], abs=1e-5
+    )
     assert [one.greedy for one in found] == [one.greedy for one in truth]
 
 
@@ -64,6 +78,8 @@ def test_the_likeliest_tokens_are_known_as_such(base: Path, tmp_path: Path) -> N
     labels = torch.tensor([[-100] * 3 + row[4:], [-100] * 3 + [row[4], row[5], (row[6] + 1) % 300]])
     with opened(settings(base, tmp_path), adapter=False) as model:
         model.skeleton.eval()
-        found = likelihoods(model.adapter, [{"input_ids": torch.tensor([row[:-1]] * 2), "labels": labels}])
+        found = likelihoods(
+            model.adapter, [{"input_ids": torch.tensor([row[:-1]] * 2), "labels": labels}]
+        )
     assert [one.greedy for one in found] == [True, False]
     assert found[0].log_likelihood > found[1].log_likelihood

@@ -17,7 +17,9 @@ from lema.plan.cost import Speeds
 from lema.plan.meter import Tally
 from lema.plan.step import LayerSeconds
 
-LENGTH, ROWS, COUNT = 64, 2, 3
+LENGTH = 64
+ROWS = 2
+COUNT = 3
 LAYER = 765_952  # bytes
 
 
@@ -29,7 +31,9 @@ def batches() -> list[dict[str, Tensor]]:
 
 
 def step_within(directory: Path, tmp_path: Path, **changes: Any) -> tuple[Allocation, int, Outcome]:
-    """Take steps within limits: return what memory went to, what the device held at most, and the outcome."""
+    """Take steps within limits: return what memory went to, what the device held at most, and
+    the outcome.
+    """
     config = settings(
         directory,
         tmp_path,
@@ -48,7 +52,9 @@ def step_within(directory: Path, tmp_path: Path, **changes: Any) -> tuple[Alloca
     for _ in range(2):  # the first makes what later steps use again
         model.skeleton.zero_grad(set_to_none=True)
         with Tally() as tally:
-            tally.leave_out([*model.skeleton.parameters(), *model.skeleton.buffers(), *batches()[0].values()])
+            tally.leave_out(
+                [*model.skeleton.parameters(), *model.skeleton.buffers(), *batches()[0].values()]
+            )
             tally.leave_out([buffer.memory for buffer in stream._ring.buffers])
             loss = model.adapter.loss(batches())
             loss.backward()
@@ -85,7 +91,9 @@ def unlimited(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Outc
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("known_seconds")
-@pytest.mark.parametrize("layers", [0, 1, 3.5, 8, 40], ids=lambda layers: f"room for {layers} layers")
+@pytest.mark.parametrize(
+    "layers", [0, 1, 3.5, 8, 40], ids=lambda layers: f"room for {layers} layers"
+)
 def test_a_step_holds_no_more_than_device_memory_allows(
     directory: Path, tmp_path: Path, floor: int, unlimited: Outcome, layers: float
 ) -> None:
@@ -126,7 +134,9 @@ def test_memory_goes_to_what_takes_the_time(
     layers: int,
     kept: str,
 ) -> None:
-    """Where weights come slowly layers stay on the device; where they come at once, layers are not recomputed."""
+    """Where weights come slowly layers stay on the device; where they come at once, layers are
+    not recomputed.
+    """
     monkeypatch.setattr("lema.plan.measure._speeds", lambda *_: (Speeds(disk), {}))
     allocation, _, outcome = step_within(directory, tmp_path, device_memory=floor + layers * LAYER)
     other = "saved" if kept == "residents" else "residents"
@@ -136,9 +146,16 @@ def test_memory_goes_to_what_takes_the_time(
 
 
 @pytest.mark.slow
-def test_measuring_leaves_the_generator_and_the_adapter_as_they_were(directory: Path, tmp_path: Path) -> None:
+def test_measuring_leaves_the_generator_and_the_adapter_as_they_were(
+    directory: Path, tmp_path: Path
+) -> None:
     config = settings(
-        directory, tmp_path, max_length=LENGTH, device_memory="1GB", gradient_checkpointing=True, lora_dropout=0.1
+        directory,
+        tmp_path,
+        max_length=LENGTH,
+        device_memory="1GB",
+        gradient_checkpointing=True,
+        lora_dropout=0.1,
     )
     model = LemaModel(config)
     model.initialize_lora()
@@ -152,7 +169,9 @@ def test_measuring_leaves_the_generator_and_the_adapter_as_they_were(directory: 
 
 
 @pytest.mark.slow
-def test_host_memory_keeps_layers_that_are_not_read_again(directory: Path, tmp_path: Path, unlimited: Outcome) -> None:
+def test_host_memory_keeps_layers_that_are_not_read_again(
+    directory: Path, tmp_path: Path, unlimited: Outcome
+) -> None:
     allocation, _, outcome = step_within(directory, tmp_path, host_memory="9MB")
     assert allocation.host_cached
     assert_same(outcome, unlimited)

@@ -1,6 +1,8 @@
-"""A device whose memory runs out: the step is taken all the same, with the same numbers, or it is said what would help.
+"""A device whose memory runs out: the step is taken all the same, with the same numbers, or it is
+said what would help.
 
-Memory runs out here where a test says so: while there are more slots than some number, or more rows in a micro-batch.
+Memory runs out here where a test says so: while there are more slots than some number, or more rows
+in a micro-batch.
 """
 
 import gc
@@ -31,7 +33,10 @@ CheckpointOf = Callable[..., Checkpoint]
 
 TOP = NUM_LAYERS - 1
 SLOTS = 4
-FULL = "Tried to allocate 2.00 GiB. Device 0 has a total capacity of 4.00 GiB\nof which nothing is left"
+FULL = (
+    "Tried to allocate 2.00 GiB. Device 0 has a total capacity of 4.00 GiB\nof which nothing "
+    "is left"
+)
 
 # Where memory runs out: in the layer, on the way.
 POINTS = {
@@ -65,7 +70,8 @@ class Device:
         if self.short(layer, way, rows):
             self.failures.append((layer, way, rows, self.model.memory.num_slots))
             error = torch.OutOfMemoryError(FULL)
-            raise error  # which holds this function, which holds it: such cycles are in many a library
+            # which holds this function, which holds it: such cycles are in many a library
+            raise error
 
 
 class _Trap(torch.autograd.Function):
@@ -84,11 +90,17 @@ class _Trap(torch.autograd.Function):
 
 @contextmanager
 def device(model: LemaModel, short: Callable[[int, str, int], bool]) -> Iterator[Device]:
-    """Let memory run out, for the length of a `with` block, after a layer or a head has been computed."""
-    found, split = Device(model, short), model.split
-    run_layer, head = split.run_layer, split.head
+    """Let memory run out, for the length of a `with` block, after a layer or a head has been
+    computed.
+    """
+    found = Device(model, short)
+    split = model.split
+    run_layer = split.run_layer
+    head = split.head
 
-    def run(index: int, weights: Mapping[str, Tensor], call: Any, hidden: Tensor, **options: Any) -> Tensor:
+    def run(
+        index: int, weights: Mapping[str, Tensor], call: Any, hidden: Tensor, **options: Any
+    ) -> Tensor:
         rows = len(hidden)
         again = torch._C._current_graph_task_id() != -1
         if again:
@@ -109,7 +121,8 @@ def device(model: LemaModel, short: Callable[[int, str, int], bool]) -> Iterator
             found.ask(TOP, "head", len(hidden))
         return made
 
-    split.run_layer, split.head = run, to_logits
+    split.run_layer = run
+    split.head = to_logits
     try:
         yield found
     finally:
@@ -120,8 +133,12 @@ def nothing(layer: int, way: str, rows: int) -> bool:
     return False
 
 
-def at(point: str, model: LemaModel, *, slots: int = SLOTS, rows: int = 99) -> Callable[[int, str, int], bool]:
-    """Say that memory runs out at `point` while there are more slots than `slots`, or more rows than `rows`."""
+def at(
+    point: str, model: LemaModel, *, slots: int = SLOTS, rows: int = 99
+) -> Callable[[int, str, int], bool]:
+    """Say that memory runs out at `point` while there are more slots than `slots`, or more rows
+    than `rows`.
+    """
 
     def short(layer: int, way: str, found: int) -> bool:
         return (layer, way) == POINTS[point] and (model.memory.num_slots > slots or found > rows)
@@ -131,14 +148,21 @@ def at(point: str, model: LemaModel, *, slots: int = SLOTS, rows: int = 99) -> C
 
 @contextmanager
 def opened(checkpoint: Checkpoint, tmp_path: Path, **settings: Any) -> Iterator[LemaModel]:
-    base = {"lora_dropout": 0.1, "gradient_checkpointing": True, "prefetch_depth": SLOTS - 1, "learning_rate": 1e-2}
+    base = {
+        "lora_dropout": 0.1,
+        "gradient_checkpointing": True,
+        "prefetch_depth": SLOTS - 1,
+        "learning_rate": 1e-2,
+    }
     with streamed_model(checkpoint, output_dir=tmp_path, **base | settings) as model:
         yield model
 
 
 @dataclass
 class Seen:
-    """What a run of steps leaves: losses, gradients, adapters, the optimizer's state, the generator's."""
+    """What a run of steps leaves: losses, gradients, adapters, the optimizer's state, the
+    generator's.
+    """
 
     losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
@@ -147,18 +171,24 @@ class Seen:
     moments: list[Tensor] = field(default_factory=list)
     generator: Tensor | None = None
 
-    def step(self, trainer: LemaTrainer, given: list[dict[str, Tensor]], *, more: bool = False) -> None:
+    def step(
+        self, trainer: LemaTrainer, given: list[dict[str, Tensor]], *, more: bool = False
+    ) -> None:
         def keep(event: str) -> None:
             if event == "on_pre_optimizer_step":
                 named = trained(trainer.peft_model).items()
-                self.gradients.append({name: one.grad.clone() for name, one in named if one.grad is not None})
+                self.gradients.append(
+                    {name: one.grad.clone() for name, one in named if one.grad is not None}
+                )
 
         logits: list[Tensor] = []
         self.losses.append(trainer.accumulate(given, more=more, logits=logits, on_event=keep).loss)
         self.logits.append(torch.cat([part.flatten(0, 1) for part in logits]))
 
     def end(self, trainer: LemaTrainer) -> "Seen":
-        self.adapters = {name: one.detach().clone() for name, one in trained(trainer.peft_model).items()}
+        self.adapters = {
+            name: one.detach().clone() for name, one in trained(trainer.peft_model).items()
+        }
         states = trainer.optimizer.state_dict()["state"]
         self.moments = [value for _, one in sorted(states.items()) for value in one.values()]
         self.generator = torch.get_rng_state()
@@ -179,7 +209,9 @@ def assert_same(one: Seen, other: Seen) -> None:
     assert torch.equal(one.generator, other.generator)
 
 
-def two_steps(trainer: LemaTrainer, parts: Callable[[dict[str, Tensor]], list[dict[str, Tensor]]]) -> Seen:
+def two_steps(
+    trainer: LemaTrainer, parts: Callable[[dict[str, Tensor]], list[dict[str, Tensor]]]
+) -> Seen:
     """Take two steps on six rows each, announcing each from the one before."""
     seen = Seen()
     torch.manual_seed(DRAWS)
@@ -190,24 +222,33 @@ def two_steps(trainer: LemaTrainer, parts: Callable[[dict[str, Tensor]], list[di
 
 def in_rows(count: int) -> Callable[[dict[str, Tensor]], list[dict[str, Tensor]]]:
     def cut(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        return [{name: tensor[at : at + count] for name, tensor in batch.items()} for at in range(0, 6, count)]
+        return [
+            {name: tensor[at : at + count] for name, tensor in batch.items()}
+            for at in range(0, 6, count)
+        ]
 
     return cut
 
 
 with_and_without_recomputation = pytest.mark.parametrize(
-    ("point", "recompute"), [*((point, True) for point in POINTS), ("forward", False), ("backward", False)]
+    ("point", "recompute"),
+    [*((point, True) for point in POINTS), ("forward", False), ("backward", False)],
 )
 
 
 @pytest.fixture(scope="module")
-def undisturbed(checkpoint_of: CheckpointOf, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool, int], Seen]:
+def undisturbed(
+    checkpoint_of: CheckpointOf, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[bool, int], Seen]:
     """Take (once) the steps with memory for everything: `(recompute, rows)`."""
 
     @cache
     def take(recompute: bool, rows: int) -> Seen:
         place = tmp_path_factory.mktemp("undisturbed")
-        with opened(checkpoint_of("llama"), place, gradient_checkpointing=recompute) as model, device(model, nothing):
+        with (
+            opened(checkpoint_of("llama"), place, gradient_checkpointing=recompute) as model,
+            device(model, nothing),
+        ):
             return two_steps(model.get_trainer(), in_rows(rows))
 
     return take
@@ -216,11 +257,19 @@ def undisturbed(checkpoint_of: CheckpointOf, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.slow
 @with_and_without_recomputation
 def test_with_fewer_slots_every_number_is_as_if_nothing_had_happened(
-    checkpoint_of: CheckpointOf, undisturbed: Callable[..., Seen], tmp_path: Path, point: str, recompute: bool
+    checkpoint_of: CheckpointOf,
+    undisturbed: Callable[..., Seen],
+    tmp_path: Path,
+    point: str,
+    recompute: bool,
 ) -> None:
-    checkpoint, settings = checkpoint_of("llama"), {"gradient_checkpointing": recompute}
+    checkpoint = checkpoint_of("llama")
+    settings = {"gradient_checkpointing": recompute}
     expected = undisturbed(recompute, 3)
-    with opened(checkpoint, tmp_path, **settings) as model, device(model, at(point, model, slots=1)) as failing:
+    with (
+        opened(checkpoint, tmp_path, **settings) as model,
+        device(model, at(point, model, slots=1)) as failing,
+    ):
         with pytest.warns(UserWarning, match="ran out") as said:
             found = two_steps(model.get_trainer(), in_rows(3))
         assert_same(found, expected)
@@ -251,7 +300,8 @@ def test_a_forward_that_ran_out_of_memory_goes_on_in_the_same_layer(
         leases = model.memory.counters.leases
         Seen().step(trainer, in_rows(3)(wide_batch()))
         leases = model.memory.counters.leases - leases
-        failing.short, before = at(point, model, slots=1), model.memory.counters.leases
+        failing.short = at(point, model, slots=1)
+        before = model.memory.counters.leases
         failing.made.clear()
         with pytest.warns(UserWarning, match="ran out"):
             Seen().step(trainer, in_rows(3)(wide_batch()))
@@ -265,11 +315,19 @@ def test_a_forward_that_ran_out_of_memory_goes_on_in_the_same_layer(
 @pytest.mark.slow
 @with_and_without_recomputation
 def test_with_smaller_micro_batches_every_number_is_as_if_they_had_been_so_from_the_start(
-    checkpoint_of: CheckpointOf, undisturbed: Callable[..., Seen], tmp_path: Path, point: str, recompute: bool
+    checkpoint_of: CheckpointOf,
+    undisturbed: Callable[..., Seen],
+    tmp_path: Path,
+    point: str,
+    recompute: bool,
 ) -> None:
-    checkpoint, settings = checkpoint_of("llama"), {"gradient_checkpointing": recompute}
+    checkpoint = checkpoint_of("llama")
+    settings = {"gradient_checkpointing": recompute}
     expected = undisturbed(recompute, 2)
-    with opened(checkpoint, tmp_path, **settings) as model, device(model, at(point, model, rows=2)) as failing:
+    with (
+        opened(checkpoint, tmp_path, **settings) as model,
+        device(model, at(point, model, rows=2)) as failing,
+    ):
         with pytest.warns(UserWarning, match="ran out") as said:
             found = two_steps(model.get_trainer(), in_rows(6))
         assert_same(found, expected)
@@ -295,12 +353,18 @@ def test_inputs_of_layers_that_wait_elsewhere_are_those_of_the_pass_begun_again(
 ) -> None:
     given, expected = (3, 3) if "slots" in limit else (6, 2)
     with opened(checkpoint_of("llama"), tmp_path, boundary_activations=tier) as model:
-        with device(model, at("backward", model, **limit)), pytest.warns(UserWarning, match="ran out"):
+        with (
+            device(model, at("backward", model, **limit)),
+            pytest.warns(UserWarning, match="ran out"),
+        ):
             found = two_steps(model.get_trainer(), in_rows(given))
         assert_same(found, undisturbed(True, expected))
         if tier == "host":
-            ids, hidden_bytes = wide_batch()["input_ids"], 32 * 4
-            assert model.adapter.arena.memory_bytes == ids.numel() * hidden_bytes * TOP, "a pass kept its own beside"
+            ids = wide_batch()["input_ids"]
+            hidden_bytes = 32 * 4
+            assert model.adapter.arena.memory_bytes == ids.numel() * hidden_bytes * TOP, (
+                "a pass kept its own beside"
+            )
 
 
 @pytest.mark.slow
@@ -308,7 +372,9 @@ def test_inputs_of_layers_that_wait_elsewhere_are_those_of_the_pass_begun_again(
 def test_a_fit_goes_on_as_if_its_micro_batches_had_been_smaller(
     checkpoint_of: CheckpointOf, tmp_path: Path, cached: bool
 ) -> None:
-    rows = [{name: [min(one, 95) for one in ids] for name, ids in row.items()} for row in token_rows(9)]
+    rows = [
+        {name: [min(one, 95) for one in ids] for name, ids in row.items()} for row in token_rows(9)
+    ]
     settings = {
         "lora_dropout": 0.0,
         "lora_layers_to_transform": [6, 8, TOP],
@@ -321,7 +387,9 @@ def test_a_fit_goes_on_as_if_its_micro_batches_had_been_smaller(
     for name, rows_at_once in (("smaller", 2), ("short", None)):
         limit = nothing if rows_at_once else None
         place = tmp_path / name
-        with opened(checkpoint_of("llama"), place, micro_batch_size=rows_at_once, **settings) as model:
+        with opened(
+            checkpoint_of("llama"), place, micro_batch_size=rows_at_once, **settings
+        ) as model:
             trainer = model.get_trainer()
             short = limit or (lambda layer, way, rows: (layer, way) == (8, "backward") and rows > 2)
             with device(model, short) as failing, warnings.catch_warnings(record=True) as said:
@@ -334,9 +402,12 @@ def test_a_fit_goes_on_as_if_its_micro_batches_had_been_smaller(
 
 
 @pytest.mark.slow
-def test_a_later_step_that_needs_more_is_cut_once_more(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
+def test_a_later_step_that_needs_more_is_cut_once_more(
+    checkpoint_of: CheckpointOf, tmp_path: Path
+) -> None:
     with opened(checkpoint_of("llama"), tmp_path) as model, device(model, nothing) as failing:
-        trainer, announced = model.get_trainer(), list[int]()
+        trainer = model.get_trainer()
+        announced = list[int]()
         prelude = model.split.prelude
 
         def look(*arguments: Any, **options: Any) -> Any:
@@ -353,8 +424,9 @@ def test_a_later_step_that_needs_more_is_cut_once_more(checkpoint_of: Checkpoint
             assert len(said) == bool(len(failing.failures) - count)
         assert [one[2:] for one in failing.failures] == [(6, 4), (6, 2), (6, 1), (3, 1)]
         assert trainer.global_step == 4
-        # Every pass begins with its leases announced, and with no others: those of a pass given up are forgotten. The
-        # first is on lease before the prelude only while the model is not learnt yet.
+        # Every pass begins with its leases announced, and with no others: those of a pass given up
+        # are forgotten. The first is on lease before the prelude only while the model is not learnt
+        # yet.
         assert announced[0] == 2 * TOP and set(announced[1:]) <= {2 * TOP, 2 * TOP + 1}
 
 
@@ -366,10 +438,13 @@ def test_gradients_of_passes_before_are_put_back(
     """Two calls of `train_step` make one optimizer step; memory runs out in the second."""
     settings = {"gradient_accumulation_steps": 2, "save_steps": 0}
 
-    def run(model: LemaModel, between: Callable[[LemaTrainer], None]) -> tuple[list[Tensor], list[float], Seen]:
+    def run(
+        model: LemaModel, between: Callable[[LemaTrainer], None]
+    ) -> tuple[list[Tensor], list[float], Seen]:
         trainer = model.get_trainer()
         torch.manual_seed(DRAWS)
-        logits, losses = [], []
+        logits = []
+        losses = []
         for number in range(2):
             if number:
                 between(trainer)
@@ -384,7 +459,10 @@ def test_gradients_of_passes_before_are_put_back(
 
     with opened(checkpoint_of("llama"), tmp_path, **settings) as model:
         logits, losses, expected = run(model, by_hand)
-    with opened(checkpoint_of("llama"), tmp_path, **settings) as model, device(model, nothing) as failing:
+    with (
+        opened(checkpoint_of("llama"), tmp_path, **settings) as model,
+        device(model, nothing) as failing,
+    ):
 
         def run_out(_: LemaTrainer) -> None:
             failing.short = at("backward", model, **limit)
@@ -409,7 +487,8 @@ def test_what_trains_at_the_ends_gets_its_gradient_once(
     given = micro_batches(3, padding=True)
 
     def run(model: LemaModel) -> Seen:
-        trainer, seen = model.get_trainer(), Seen()
+        trainer = model.get_trainer()
+        seen = Seen()
         torch.manual_seed(DRAWS)
         for _ in range(2):
             seen.step(trainer, given)
@@ -417,8 +496,12 @@ def test_what_trains_at_the_ends_gets_its_gradient_once(
 
     with opened(checkpoint_of("llama"), tmp_path, **settings) as model, device(model, nothing):
         expected = run(model)
-    with opened(checkpoint_of("llama"), tmp_path, **settings) as model, device(model, nothing) as failing:
-        calls, short = 0, at(point, model, slots=2)
+    with (
+        opened(checkpoint_of("llama"), tmp_path, **settings) as model,
+        device(model, nothing) as failing,
+    ):
+        calls = 0
+        short = at(point, model, slots=2)
 
         def later(layer: int, way: str, rows: int) -> bool:  # in the second block of a micro-batch
             nonlocal calls
@@ -436,11 +519,18 @@ def test_what_trains_at_the_ends_gets_its_gradient_once(
 @pytest.mark.parametrize("point", ["forward", "recomputation", "backward", "turn, down", "head"])
 @pytest.mark.parametrize("limit", [{"slots": 1}, {"rows": 3}], ids=["slots", "rows"])
 def test_nothing_of_a_failed_attempt_is_kept(
-    checkpoint_of: CheckpointOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, limit: dict[str, int]
+    checkpoint_of: CheckpointOf,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    point: str,
+    limit: dict[str, int],
 ) -> None:
-    """Not even until the collector of garbage comes of itself: errors hold what their functions had in hand."""
+    """Not even until the collector of garbage comes of itself: errors hold what their functions
+    had in hand.
+    """
     with opened(checkpoint_of("llama"), tmp_path) as model, device(model, nothing) as failing:
-        trainer, short = model.get_trainer(), at(point, model, **limit)
+        trainer = model.get_trainer()
+        short = at(point, model, **limit)
         Seen().step(trainer, in_rows(3)(wide_batch()))  # what is learnt in the first step is learnt
         failing.made.clear()
         attempts: list[list[weakref.ref[Tensor]]] = []
@@ -448,16 +538,23 @@ def test_nothing_of_a_failed_attempt_is_kept(
         def fail(layer: int, way: str, rows: int) -> bool:
             if not short(layer, way, rows):
                 return False
-            attempts.append(failing.made[-1:] if way in ("forward", "head") and "rows" not in limit else failing.made)
+            attempts.append(
+                failing.made[-1:]
+                if way in ("forward", "head") and "rows" not in limit
+                else failing.made
+            )
             failing.made = []
             return True
 
         def run_prelude(*arguments: Any, **options: Any) -> Any:
-            assert all(one() is None for attempt in attempts for one in attempt), "a pass was begun beside another"
+            assert all(one() is None for attempt in attempts for one in attempt), (
+                "a pass was begun beside another"
+            )
             assert model.adapter.arena._step() is None, "the boundaries of another pass are kept"
             return prelude(*arguments, **options)
 
-        prelude, failing.short = model.split.prelude, fail
+        prelude = model.split.prelude
+        failing.short = fail
         monkeypatch.setattr(model.split, "prelude", run_prelude)
         gc.collect()
         gc.disable()
@@ -472,9 +569,14 @@ def test_nothing_of_a_failed_attempt_is_kept(
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_at_all_is_refused_with_what_would_help(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
+def test_what_does_not_fit_at_all_is_refused_with_what_would_help(
+    checkpoint_of: CheckpointOf, tmp_path: Path
+) -> None:
     settings = {"max_length": 12}
-    with opened(checkpoint_of("llama"), tmp_path, **settings) as model, device(model, nothing) as failing:
+    with (
+        opened(checkpoint_of("llama"), tmp_path, **settings) as model,
+        device(model, nothing) as failing,
+    ):
         trainer = model.get_trainer()
         failing.short = at("backward", model, rows=0)
         with pytest.raises(MemoryLimitError) as caught:
@@ -486,7 +588,9 @@ def test_what_does_not_fit_at_all_is_refused_with_what_would_help(checkpoint_of:
         assert error.where == "in the backward of layer 3"
         assert "boundary_activations: host (" in error.how
         assert model.adapter.arena._step() is None
-        assert all(one() is None for one in failing.made), "an error holds memory for as long as somebody holds it"
+        assert all(one() is None for one in failing.made), (
+            "an error holds memory for as long as somebody holds it"
+        )
         assert [rows for _, _, rows, slots in failing.failures if slots == 1] == [6, 3, 2, 1]
         assert all(one.grad is None for one in trained(trainer.peft_model).values())
         assert trainer.global_step == trainer.accumulation_step == model.memory.announced == 0
@@ -503,8 +607,10 @@ def test_a_model_is_not_said_not_to_stream_where_memory_runs_out(
 ) -> None:
     """What a model is like is learnt by running it, and errors there are taken for answers."""
     with opened(checkpoint_of("llama"), tmp_path) as model:
-        split, calls = model.split, 0
-        layer, head = split.call_layer, split.head
+        split = model.split
+        calls = 0
+        layer = split.call_layer
+        head = split.head
 
         def fail(run: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(*arguments: Any, **options: Any) -> Any:
@@ -516,7 +622,8 @@ def test_a_model_is_not_said_not_to_stream_where_memory_runs_out(
 
             return wrapped
 
-        split.call_layer, split.head = fail(layer), fail(head)
+        split.call_layer = fail(layer)
+        split.head = fail(head)
         with pytest.warns(UserWarning, match="ran out before the layers"):
             model.get_trainer().train_step(wide_batch())
         assert split._mark_absent
@@ -524,7 +631,8 @@ def test_a_model_is_not_said_not_to_stream_where_memory_runs_out(
 
 def test_other_errors_are_not_taken_for_it(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
     with opened(checkpoint_of("llama"), tmp_path) as model:
-        trainer, calls = model.get_trainer(), 0
+        trainer = model.get_trainer()
+        calls = 0
 
         def fail(*_: Any, **__: Any) -> Tensor:
             nonlocal calls
@@ -554,25 +662,34 @@ def test_what_counts_as_out_of_memory(error: BaseException, is_one: bool) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["forward", "turn, up", "head"])
-def test_evaluation_cuts_its_own_micro_batches(checkpoint_of: CheckpointOf, tmp_path: Path, point: str) -> None:
+def test_evaluation_cuts_its_own_micro_batches(
+    checkpoint_of: CheckpointOf, tmp_path: Path, point: str
+) -> None:
     rows = token_rows(11)
     rows = [{name: [min(one, 95) for one in ids] for name, ids in row.items()} for row in rows]
     with opened(checkpoint_of("llama"), tmp_path, batch_size=6, micro_batch_size=2) as model:
         expected = model.get_trainer().evaluate(rows)
         whole: list[Tensor] = []
         model.adapter.evaluate(in_rows(2)(wide_batch()), whole)
-    with opened(checkpoint_of("llama"), tmp_path, batch_size=6) as model, device(model, nothing) as failing:
+    with (
+        opened(checkpoint_of("llama"), tmp_path, batch_size=6) as model,
+        device(model, nothing) as failing,
+    ):
         failing.short = at(point, model, rows=2)
         trainer = model.get_trainer()
-        with pytest.warns(UserWarning, match="micro-batches of at most 2 rows instead of 6") as said:
+        with pytest.warns(
+            UserWarning, match="micro-batches of at most 2 rows instead of 6"
+        ) as said:
             assert trainer.evaluate(rows) == expected
         assert len(said) == 1
-        count, logits = len(failing.failures), list[Tensor]()
+        count = len(failing.failures)
+        logits = list[Tensor]()
         model.adapter.evaluate([wide_batch()], logits)
         assert torch.equal(torch.cat(logits), torch.cat(whole))
         assert len(failing.failures) == count
         # Training takes more memory than evaluation, which so tells nothing of it.
-        failing.short, largest = nothing, list[int]()
+        failing.short = nothing
+        largest = list[int]()
         run_layer = model.split.run_layer
         model.split.run_layer = lambda index, weights, call, hidden, **options: (
             largest.append(len(hidden)) or run_layer(index, weights, call, hidden, **options)
@@ -582,7 +699,9 @@ def test_evaluation_cuts_its_own_micro_batches(checkpoint_of: CheckpointOf, tmp_
 
 
 @pytest.mark.slow
-def test_a_loss_outside_the_trainer_is_helped_and_said_as_well(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
+def test_a_loss_outside_the_trainer_is_helped_and_said_as_well(
+    checkpoint_of: CheckpointOf, tmp_path: Path
+) -> None:
     with opened(checkpoint_of("llama"), tmp_path) as model, device(model, nothing) as failing:
         torch.manual_seed(DRAWS)
         expected = model.adapter.loss([wide_batch()])
@@ -603,14 +722,18 @@ def test_where_processes_share_weights_nothing_is_begun_again(
         for point in ("forward", "backward"):
             failing.short = at(point, model, slots=1)
             failing.failures.clear()
-            with pytest.raises(MemoryLimitError, match="with shard_weights a process cannot try again alone"):
+            with pytest.raises(
+                MemoryLimitError, match="with shard_weights a process cannot try again alone"
+            ):
                 trainer.train_step(wide_batch())
             assert len(failing.failures) == 1
             assert model.memory.num_slots == SLOTS
 
 
 @pytest.mark.slow
-def test_an_optimizer_that_runs_out_of_memory_is_refused(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
+def test_an_optimizer_that_runs_out_of_memory_is_refused(
+    checkpoint_of: CheckpointOf, tmp_path: Path
+) -> None:
     class Short(torch.optim.SGD):
         def step(self, *_: Any) -> None:
             raise torch.OutOfMemoryError(FULL)
@@ -632,9 +755,12 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_from_the_command_line_goes_on(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run_layer, failures = Split.run_layer, 0
+    run_layer = Split.run_layer
+    failures = 0
 
-    def fail(self: Split, index: int, weights: Any, call: Any, hidden: Tensor, **options: Any) -> Tensor:
+    def fail(
+        self: Split, index: int, weights: Any, call: Any, hidden: Tensor, **options: Any
+    ) -> Tensor:
         nonlocal failures
         made = run_layer(self, index, weights, call, hidden, **options)
         if index == 3 and len(hidden) > 2:
@@ -653,7 +779,9 @@ def test_a_run_from_the_command_line_goes_on(
 def test_a_run_from_the_command_line_that_fits_nowhere_ends_with_4_and_the_plan_s_advice(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(self: Split, index: int, weights: Any, call: Any, hidden: Tensor, **options: Any) -> Tensor:
+    def fail(
+        self: Split, index: int, weights: Any, call: Any, hidden: Tensor, **options: Any
+    ) -> Tensor:
         if isinstance(hidden, FakeTensor):  # by which the plan counts
             return run_layer(self, index, weights, call, hidden, **options)
         raise torch.OutOfMemoryError(FULL)

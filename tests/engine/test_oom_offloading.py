@@ -1,4 +1,6 @@
-"""Where memory runs out while graphs wait elsewhere, what is tried again leaves the numbers that it leaves without."""
+"""Where memory runs out while graphs wait elsewhere, what is tried again leaves the numbers that
+it leaves without.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -29,9 +31,13 @@ def test_a_pass_begun_again_has_its_graphs_away_again(
     limit: dict[str, int],
 ) -> None:
     given, cut = (3, 3) if "slots" in limit else (6, 2)
-    expected, options = undisturbed(False, cut), {"gradient_checkpointing": False}
+    expected = undisturbed(False, cut)
+    options = {"gradient_checkpointing": False}
     with opened(checkpoint_of("llama"), tmp_path, activation_offloading=mode, **options) as model:
-        with device(model, at(point, model, **limit)) as failing, pytest.warns(UserWarning, match="ran out"):
+        with (
+            device(model, at(point, model, **limit)) as failing,
+            pytest.warns(UserWarning, match="ran out"),
+        ):
             found = two_steps(model.get_trainer(), in_rows(given))
         assert failing.failures
         assert_same_run(found, expected)

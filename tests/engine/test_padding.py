@@ -1,4 +1,6 @@
-"""Rows made longer train to the same numbers; nobody sees, learns, counts or hands out what was added."""
+"""Rows made longer train to the same numbers; nobody sees, learns, counts or hands out what was
+added.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -22,14 +24,20 @@ def masked(rows: int = 4) -> dict[str, Tensor]:
     return {name: found[name] for name in ("input_ids", "labels", "attention_mask")}
 
 
-def taken(config: LemaConfig, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor], list[Tensor]]:
+def taken(
+    config: LemaConfig, batch: dict[str, Tensor]
+) -> tuple[float, dict[str, Tensor], list[Tensor]]:
     """The loss, the gradients and the logits of a step of two micro-batches."""
     logits: list[Tensor] = []
     with opened(config) as model:
         loss = model.adapter.loss(split_batch(batch, 2), logits=logits)
         loss.backward()
         named = model.lora_manager.named_parameters()  # type: ignore[union-attr]
-        return loss.item(), {name: one.grad.clone() for name, one in named if one.grad is not None}, logits
+        return (
+            loss.item(),
+            {name: one.grad.clone() for name, one in named if one.grad is not None},
+            logits,
+        )
 
 
 @pytest.mark.sampled(1)
@@ -39,7 +47,10 @@ def test_numbers_are_those_without_padding(tmp_path: Path, name: str, recompute:
     model = write_model(tmp_path / "model", name)
     plain = settings(model, tmp_path, gradient_checkpointing=recompute)
     longer = settings(model, tmp_path, gradient_checkpointing=recompute, pad_to_multiple_of=32)
-    for batch in (masked(), {one: value[:, :9] for one, value in masked().items() if one != "attention_mask"}):
+    for batch in (
+        masked(),
+        {one: value[:, :9] for one, value in masked().items() if one != "attention_mask"},
+    ):
         loss, gradients, logits = taken(plain, batch)
         found, others, more = taken(longer, batch)
         assert abs(found - loss) <= 1e-6 * loss
@@ -47,7 +58,9 @@ def test_numbers_are_those_without_padding(tmp_path: Path, name: str, recompute:
         for parameter, gradient in gradients.items():
             assert bool(gradient.any())
             # relative to the largest, as rows of another length are added up in another order
-            assert float((others[parameter] - gradient).abs().max() / gradient.abs().max()) < 1e-5, parameter
+            assert (
+                float((others[parameter] - gradient).abs().max() / gradient.abs().max()) < 1e-5
+            ), parameter
         for one, other, part in zip(logits, more, split_batch(batch, 2), strict=True):
             seen = part.get("attention_mask", torch.ones_like(part["labels"])).bool()
             assert other.shape == one.shape
@@ -55,17 +68,20 @@ def test_numbers_are_those_without_padding(tmp_path: Path, name: str, recompute:
 
 
 @pytest.mark.slow
-def test_a_run_evaluates_trains_and_counts_as_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, rows = write_model(tmp_path / "model"), token_rows(12)
+def test_a_run_evaluates_trains_and_counts_as_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_model(tmp_path / "model")
+    rows = token_rows(12)
     seen = []
-    place = StreamedModel._placed
+    place = StreamedModel._prepare
 
     def noted(self: StreamedModel, batches: Any, **options: Any) -> Any:
         found = place(self, batches, **options)
         seen.append({tuple(batch["input_ids"].shape) for batch in found[0]})
         return found
 
-    monkeypatch.setattr(StreamedModel, "_placed", noted)
+    monkeypatch.setattr(StreamedModel, "_prepare", noted)
     results = []
     for name, multiple in (("plain", None), ("longer", 16)):
         longer = {
@@ -84,7 +100,9 @@ def test_a_run_evaluates_trains_and_counts_as_without_it(tmp_path: Path, monkeyp
         assert torch.allclose(value, results[1][2][name], atol=1e-5), name
     counted = []
     for multiple in (None, 32):
-        with opened(settings(model, tmp_path / "counted", pad_to_multiple_of=multiple)) as opened_model:
+        with opened(
+            settings(model, tmp_path / "counted", pad_to_multiple_of=multiple)
+        ) as opened_model:
             step = opened_model.get_trainer().accumulate(split_batch(masked(), 2))
             counted.append((step.tokens, step.trained_tokens))
     assert counted[0] == counted[1]
@@ -98,9 +116,22 @@ def test_a_batch_of_the_right_length_gets_a_mask_and_nothing_else() -> None:
     found = Padding(4).of({"input_ids": ids, "labels": ids})
     assert found["labels"][:, 6:].tolist() == [[-100, -100]] * 2
     assert found["attention_mask"].tolist() == [[1] * 6 + [0] * 2] * 2
-    packed = {"input_ids": ids, "labels": ids, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)}
+    packed = {
+        "input_ids": ids,
+        "labels": ids,
+        "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]] * 2),
+    }
     found = Padding(4).of(packed)
-    assert "attention_mask" not in found and found["position_ids"][0].tolist() == [0, 1, 2, 0, 1, 2, 0, 0]
+    assert "attention_mask" not in found and found["position_ids"][0].tolist() == [
+        0,
+        1,
+        2,
+        0,
+        1,
+        2,
+        0,
+        0,
+    ]
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:

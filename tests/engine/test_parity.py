@@ -1,4 +1,6 @@
-"""Whatever is streamed has the numbers of the whole model: initial adapters, hidden states, loss, every gradient."""
+"""Whatever is streamed has the numbers of the whole model: initial adapters, hidden states,
+loss, every gradient.
+"""
 
 from collections.abc import Callable
 from itertools import product
@@ -35,10 +37,14 @@ recomputed_or_not = pytest.mark.parametrize("recompute", [True, False], ids=["re
 @pytest.mark.sampled(1)
 @architectures
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_adapter_starts_with_the_values_peft_draws(checkpoint_of: CheckpointOf, name: str, dtype: str) -> None:
+def test_an_adapter_starts_with_the_values_peft_draws(
+    checkpoint_of: CheckpointOf, name: str, dtype: str
+) -> None:
     checkpoint = checkpoint_of(name, dtype=dtype)
     expected = trained(whole_model(checkpoint))
-    with streamed_model(checkpoint) as model:  # no target modules are named: every linear of a layer, as the whole's
+    with streamed_model(
+        checkpoint
+    ) as model:  # no target modules are named: every linear of a layer, as the whole's
         found = trained(model.lora_manager)
         assert found.keys() == expected.keys()
         for key, parameter in expected.items():
@@ -49,8 +55,11 @@ def test_an_adapter_starts_with_the_values_peft_draws(checkpoint_of: CheckpointO
 
 @pytest.mark.sampled(1)
 @architectures
-def test_every_layer_passes_on_the_whole_models_hidden_state(checkpoint_of: CheckpointOf, name: str) -> None:
-    checkpoint, batches = checkpoint_of(name), micro_batches(2, padding=True)
+def test_every_layer_passes_on_the_whole_models_hidden_state(
+    checkpoint_of: CheckpointOf, name: str
+) -> None:
+    checkpoint = checkpoint_of(name)
+    batches = micro_batches(2, padding=True)
     whole = whole_model(checkpoint).eval()
     draw_b(whole)
     layers = layers_of(whole, checkpoint)
@@ -62,10 +71,14 @@ def test_every_layer_passes_on_the_whole_models_hidden_state(checkpoint_of: Chec
     assert len(found) == len(expected[0]) == NUM_LAYERS + 1
     for depth, states in enumerate(found):
         for index, state in enumerate(states):
-            assert torch.equal(state, expected[index][depth]), f"after {depth} layers, micro-batch {index}"
+            assert torch.equal(state, expected[index][depth]), (
+                f"after {depth} layers, micro-batch {index}"
+            )
 
 
-def hidden_states(model: nn.Module, layers: nn.ModuleList, batch: dict[str, Tensor]) -> list[Tensor]:
+def hidden_states(
+    model: nn.Module, layers: nn.ModuleList, batch: dict[str, Tensor]
+) -> list[Tensor]:
     states: list[Tensor] = []
 
     def before(layer: nn.Module, args: Any, kwargs: Any) -> None:
@@ -88,10 +101,12 @@ def hidden_states(model: nn.Module, layers: nn.ModuleList, batch: dict[str, Tens
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("name", "attention"), [(name, one) for name, found in ARCHITECTURES.items() for one in found.attentions]
+    ("name", "attention"),
+    [(name, one) for name, found in ARCHITECTURES.items() for one in found.attentions],
 )
 def test_either_attention_streams(checkpoint_of: CheckpointOf, name: str, attention: str) -> None:
-    checkpoint, batches = checkpoint_of(name), micro_batches(2, padding=True)
+    checkpoint = checkpoint_of(name)
+    batches = micro_batches(2, padding=True)
     whole = whole_model(checkpoint, attn_implementation=attention)
     draw_b(whole)
     with streamed_model(checkpoint, attn_implementation=attention) as model:
@@ -102,25 +117,33 @@ def test_either_attention_streams(checkpoint_of: CheckpointOf, name: str, attent
 @pytest.mark.sampled(2)
 @recomputed_or_not
 @pytest.mark.parametrize("layers", [(0,), (3, 4), (NUM_LAYERS - 1,), (1, NUM_LAYERS - 1)], ids=str)
-def test_adapters_on_some_layers_only(checkpoint_of: CheckpointOf, layers: tuple[int, ...], recompute: bool) -> None:
-    checkpoint, batches = checkpoint_of("llama"), micro_batches(2)
+def test_adapters_on_some_layers_only(
+    checkpoint_of: CheckpointOf, layers: tuple[int, ...], recompute: bool
+) -> None:
+    checkpoint = checkpoint_of("llama")
+    batches = micro_batches(2)
     targets = rf".*\.layers\.({'|'.join(map(str, layers))})\.(self_attn\.q_proj|mlp\.up_proj)"
     whole = whole_model(checkpoint, targets=targets)
     draw_b(whole)
     expected = whole_step(whole, batches)
     assert len(expected.gradients) == 4 * len(layers)
-    with streamed_model(checkpoint, lora_target_modules=targets, gradient_checkpointing=recompute) as model:
+    with streamed_model(
+        checkpoint, lora_target_modules=targets, gradient_checkpointing=recompute
+    ) as model:
         draw_b(model.lora_manager)
         before = model.memory.counters.layers_read
         assert_same(streamed_step(model, batches), expected)
         order = training_order(NUM_LAYERS, min(layers))
-        assert model.memory.counters.layers_read - before == len(fetched(order, model.memory.num_slots))
+        assert model.memory.counters.layers_read - before == len(
+            fetched(order, model.memory.num_slots)
+        )
 
 
 @pytest.mark.slow
 @recomputed_or_not
 def test_a_micro_batch_without_trained_tokens(checkpoint_of: CheckpointOf, recompute: bool) -> None:
-    checkpoint, batches = checkpoint_of("llama"), micro_batches(3)
+    checkpoint = checkpoint_of("llama")
+    batches = micro_batches(3)
     batches[1]["labels"].fill_(-100)
     whole = whole_model(checkpoint)
     draw_b(whole)
@@ -132,10 +155,13 @@ def test_a_micro_batch_without_trained_tokens(checkpoint_of: CheckpointOf, recom
 @pytest.mark.sampled(1)
 @architectures
 def test_documents_packed_in_one_row(checkpoint_of: CheckpointOf, name: str) -> None:
-    checkpoint, batch = checkpoint_of(name), micro_batches(1)[0]
+    checkpoint = checkpoint_of(name)
+    batch = micro_batches(1)[0]
     batch["position_ids"] = torch.tensor([[*range(7), *range(5)], [*range(4), *range(8)]])
     whole = whole_model(checkpoint)
-    whole.config.use_cache = False  # as transformers' Trainer trains; it sees packing only where there is no cache
+    whole.config.use_cache = (
+        False  # as transformers' Trainer trains; it sees packing only where there is no cache
+    )
     draw_b(whole)
     expected = whole_step(whole, [batch])
     assert not torch.equal(expected.loss, whole_step(whole, micro_batches(1)).loss)
@@ -146,8 +172,11 @@ def test_documents_packed_in_one_row(checkpoint_of: CheckpointOf, name: str) -> 
 
 @pytest.mark.slow
 @recomputed_or_not
-def test_a_forward_without_its_backward_leaves_no_trace(checkpoint_of: CheckpointOf, recompute: bool) -> None:
-    checkpoint, batches = checkpoint_of("llama"), micro_batches(2)
+def test_a_forward_without_its_backward_leaves_no_trace(
+    checkpoint_of: CheckpointOf, recompute: bool
+) -> None:
+    checkpoint = checkpoint_of("llama")
+    batches = micro_batches(2)
     whole = whole_model(checkpoint)
     draw_b(whole)
     with streamed_model(checkpoint, gradient_checkpointing=recompute) as model:
@@ -158,8 +187,11 @@ def test_a_forward_without_its_backward_leaves_no_trace(checkpoint_of: Checkpoin
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "chunk"), [("llama", 1), *product(ARCHITECTURES, (5, 30))])
-def test_a_loss_in_chunks_agrees_to_rounding(checkpoint_of: CheckpointOf, name: str, chunk: int) -> None:
-    checkpoint, batches = checkpoint_of(name), [wide_batch()]
+def test_a_loss_in_chunks_agrees_to_rounding(
+    checkpoint_of: CheckpointOf, name: str, chunk: int
+) -> None:
+    checkpoint = checkpoint_of(name)
+    batches = [wide_batch()]
     whole = whole_model(checkpoint)
     draw_b(whole)
     expected = whole_step(whole, batches)
@@ -177,12 +209,17 @@ def test_a_loss_in_chunks_agrees_to_rounding(checkpoint_of: CheckpointOf, name: 
 @pytest.mark.sampled(1)
 @architectures
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
-def test_bfloat16_weights_with_float32_adapters(checkpoint_of: CheckpointOf, name: str, stored: str) -> None:
+def test_bfloat16_weights_with_float32_adapters(
+    checkpoint_of: CheckpointOf, name: str, stored: str
+) -> None:
     """No tolerance: the same casts of the same values in the same order, whole or streamed."""
-    checkpoint, batches = checkpoint_of(name, dtype=stored), micro_batches(2, padding=True)
+    checkpoint = checkpoint_of(name, dtype=stored)
+    batches = micro_batches(2, padding=True)
     whole = whole_model(checkpoint, dtype=torch.bfloat16)
     draw_b(whole)
     expected = whole_step(whole, batches, autocast=torch.bfloat16)
-    with streamed_model(checkpoint, dtype="bfloat16", gradient_checkpointing=stored == "float32") as model:
+    with streamed_model(
+        checkpoint, dtype="bfloat16", gradient_checkpointing=stored == "float32"
+    ) as model:
         draw_b(model.lora_manager)
         assert_same(streamed_step(model, batches), expected)

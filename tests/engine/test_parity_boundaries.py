@@ -1,4 +1,6 @@
-"""Wherever boundary activations wait, a step has the whole model's numbers; on disk, none grow with depth."""
+"""Wherever boundary activations wait, a step has the whole model's numbers; on disk, none grow
+with depth.
+"""
 
 import errno
 import os
@@ -44,8 +46,14 @@ def test_a_step_is_the_whole_models_wherever_boundaries_wait(
     count: int,
     poison: bool,
 ) -> None:
-    checkpoint, expected = checkpoint_of(name, False, dropout), outcome_of(name, False, dropout, count, True)
-    options = {"gradient_checkpointing": True, "lora_dropout": dropout, "offload_dir": tmp_path, "poison": poison}
+    checkpoint = checkpoint_of(name, False, dropout)
+    expected = outcome_of(name, False, dropout, count, True)
+    options = {
+        "gradient_checkpointing": True,
+        "lora_dropout": dropout,
+        "offload_dir": tmp_path,
+        "poison": poison,
+    }
     with streamed_model(checkpoint, boundary_activations=tier, **options) as model:
         draw_b(model.lora_manager)
         for _ in range(2):  # the second in the memory of the first
@@ -59,7 +67,11 @@ def test_a_step_is_the_whole_models_wherever_boundaries_wait(
 def test_a_run_leaves_the_same_adapter_wherever_boundaries_wait(tmp_path: Path) -> None:
     base = write_model(tmp_path / "model", num_hidden_layers=4)
     rows = token_rows(16)  # batches of different lengths
-    options: dict[str, Any] = {"gradient_accumulation_steps": 2, "micro_batch_size": 2, "lora_dropout": 0.1}
+    options: dict[str, Any] = {
+        "gradient_accumulation_steps": 2,
+        "micro_batch_size": 2,
+        "lora_dropout": 0.1,
+    }
     adapters = []
     for tier in ("auto", "device", "host", "disk"):
         config = settings(base, tmp_path / tier, boundary_activations=tier, **options)
@@ -83,7 +95,9 @@ class Live(TorchDispatchMode):
                 self._sum += storage.nbytes() - self._alive.get(storage._cdata, (None, 0))[1]
                 self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         if self._sum > self.peak:  # unless some of it is gone
-            self._alive = {key: value for key, value in self._alive.items() if not value[0].expired()}
+            self._alive = {
+                key: value for key, value in self._alive.items() if not value[0].expired()
+            }
             self._sum = sum(nbytes for _, nbytes in self._alive.values())
             self.peak = max(self.peak, self._sum)
         return result
@@ -91,7 +105,9 @@ class Live(TorchDispatchMode):
 
 def peak_of_a_step(base: Path, tmp_path: Path, tier: str) -> int:
     ids = torch.randint(1, 300, (4, 120), generator=torch.Generator().manual_seed(0))
-    config = settings(base, tmp_path, boundary_activations=tier, lora_rank=1, lora_target_modules=["q_proj"])
+    config = settings(
+        base, tmp_path, boundary_activations=tier, lora_rank=1, lora_target_modules=["q_proj"]
+    )
     with closing(
         LemaModel(config, backend=CpuBackend())
     ) as model:  # whose slots are buffers, not tensors made in a step
@@ -108,7 +124,8 @@ def test_only_on_the_device_do_boundaries_make_a_step_larger_with_depth(tmp_path
     deep = write_model(tmp_path / "deep", num_hidden_layers=10)
     one = 4 * 120 * 32 * 4  # bytes of a boundary
     grown = {
-        tier: peak_of_a_step(deep, tmp_path / "out", tier) - peak_of_a_step(shallow, tmp_path / "out", tier)
+        tier: peak_of_a_step(deep, tmp_path / "out", tier)
+        - peak_of_a_step(shallow, tmp_path / "out", tier)
         for tier in ("device", "disk")
     }
     assert grown["device"] >= 6 * 2 * one

@@ -1,6 +1,7 @@
 """What may not change a number, against the whole model, bit by bit.
 
-Every two settings, the architecture being one, in all their combinations; every three, and all, are `exhaustive`.
+Every two settings, the architecture being one, in all their combinations; every three, and all, are
+`exhaustive`.
 """
 
 from collections.abc import Callable
@@ -37,8 +38,12 @@ def label(case: Case) -> str:
 
 @pytest.fixture
 def compare(checkpoint_of: Any, outcome_of: Any) -> Callable[..., None]:
-    def open_and_compare(name: str, opened: Case, steps: list[Case], targets: tuple[str, ...] | None = None) -> None:
-        tied, dropout, depth = opened["tied"], opened["dropout"], opened["prefetch_depth"]
+    def open_and_compare(
+        name: str, opened: Case, steps: list[Case], targets: tuple[str, ...] | None = None
+    ) -> None:
+        tied = opened["tied"]
+        dropout = opened["dropout"]
+        depth = opened["prefetch_depth"]
         everything = OPENED | STEPPED
         places = [everything[factor].index(level) for factor, level in opened.items()]
         with streamed_model(
@@ -52,7 +57,9 @@ def compare(checkpoint_of: Any, outcome_of: Any) -> Callable[..., None]:
             spent={
                 "residents": frozenset(spread(opened["residents"], NUM_LAYERS)),
                 "saved": SOME if opened["recompute"] == "some" else frozenset(),
-                "products": frozenset(range(NUM_LAYERS) if opened["recompute"] == "but products" else ()),
+                "products": frozenset(
+                    range(NUM_LAYERS) if opened["recompute"] == "but products" else ()
+                ),
             },
         ) as model:
             draw_b(model.lora_manager)
@@ -75,14 +82,18 @@ def test_no_three_settings_change_a_bit(compare: Callable[..., None], opened: Ca
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("opened", [case for case in cases(OPENED) if case not in TRIPLES], ids=label)
+@pytest.mark.parametrize(
+    "opened", [case for case in cases(OPENED) if case not in TRIPLES], ids=label
+)
 def test_no_combination_changes_a_bit(compare: Callable[..., None], opened: Case) -> None:
     compare("llama", opened, cases(STEPPED), TARGETS)
 
 
 @pytest.mark.whole
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("case", covering({"name": tuple(ARCHITECTURES)} | OPENED | STEPPED, 2), ids=label)
+@pytest.mark.parametrize(
+    "case", covering({"name": tuple(ARCHITECTURES)} | OPENED | STEPPED, 2), ids=label
+)
 def test_no_pair_of_settings_changes_a_bit(compare: Callable[..., None], case: Case) -> None:
     opened = {factor: case[factor] for factor in OPENED}
     compare(case["name"], opened, [{factor: case[factor] for factor in STEPPED}])
@@ -91,5 +102,7 @@ def test_no_pair_of_settings_changes_a_bit(compare: Callable[..., None], case: C
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("opened", cases(OPENED), ids=label)
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "llama"])
-def test_no_combination_changes_a_bit_elsewhere(compare: Callable[..., None], name: str, opened: Case) -> None:
+def test_no_combination_changes_a_bit_elsewhere(
+    compare: Callable[..., None], name: str, opened: Case
+) -> None:
     compare(name, opened, cases(STEPPED))

@@ -20,18 +20,24 @@ CheckpointOf = Callable[..., Checkpoint]
 def test_a_step_reads_each_layer_twice_less_the_residents_and_what_the_slots_keep(
     checkpoint_of: CheckpointOf, num_residents: int, count: int
 ) -> None:
-    checkpoint, batches = checkpoint_of("llama"), micro_batches(count)
+    checkpoint = checkpoint_of("llama")
+    batches = micro_batches(count)
     layers, _ = bytes_on_disk(checkpoint)
     spent = {"residents": frozenset(spread(num_residents, NUM_LAYERS))}
     with streamed_model(checkpoint, gradient_checkpointing=True, spent=spent) as model:
-        residents, slots = model.memory.residents, model.memory.num_slots
+        residents = model.memory.residents
+        slots = model.memory.num_slots
         streamed_step(model, batches)  # the first step finds nothing kept from a step before
         for _ in range(2):
             before = model.memory.counters
             streamed_step(model, batches)
             after = model.memory.counters
             read = fetched_per_step(NUM_LAYERS, slots, residents)
-            assert after.layers_read - before.layers_read == len(read) == 2 * max(0, NUM_LAYERS - num_residents - slots)
+            assert (
+                after.layers_read - before.layers_read
+                == len(read)
+                == 2 * max(0, NUM_LAYERS - num_residents - slots)
+            )
             assert after.bytes_read - before.bytes_read == sum(layers[layer] for layer in read)
             assert after.leases - before.leases == 2 * NUM_LAYERS - 1
     assert len(residents) == num_residents
@@ -42,8 +48,11 @@ def test_a_step_reads_each_layer_twice_less_the_residents_and_what_the_slots_kee
 def test_what_was_read_ahead_for_a_step_disturbs_nothing_that_comes_in_between(
     checkpoint_of: CheckpointOf, poison: bool
 ) -> None:
-    """The next step is announced and read ahead; an evaluation of another shape comes in between."""
-    checkpoint, batches = checkpoint_of("llama"), micro_batches(2)
+    """The next step is announced and read ahead; an evaluation of another shape comes in
+    between.
+    """
+    checkpoint = checkpoint_of("llama")
+    batches = micro_batches(2)
     with streamed_model(checkpoint, poison=poison, gradient_checkpointing=True) as model:
         draw_b(model.lora_manager)
         alone = streamed_step(model, batches)
@@ -60,7 +69,8 @@ def test_what_was_read_ahead_for_a_step_disturbs_nothing_that_comes_in_between(
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_in_host_memory_are_read_once(checkpoint_of: CheckpointOf, tied: bool) -> None:
-    checkpoint, batches = checkpoint_of("llama", tied), micro_batches(4)
+    checkpoint = checkpoint_of("llama", tied)
+    batches = micro_batches(4)
     layers, outside = bytes_on_disk(checkpoint)
     with streamed_model(checkpoint, strategy="resident") as model:
         for _ in range(2):
@@ -71,7 +81,8 @@ def test_weights_in_host_memory_are_read_once(checkpoint_of: CheckpointOf, tied:
 
 def bytes_on_disk(checkpoint: Checkpoint) -> tuple[list[int], int]:
     """Return the bytes of each layer's tensors, and of all others."""
-    layers, outside = [0] * NUM_LAYERS, 0
+    layers = [0] * NUM_LAYERS
+    outside = 0
     for file in checkpoint.streamed.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - not a mapping

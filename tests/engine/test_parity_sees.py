@@ -48,7 +48,9 @@ def test_two_layers_changed_over_on_disk_are_seen(
 
 
 @pytest.mark.slow
-def test_the_lowest_bit_of_one_weight_is_seen(checkpoint_of: CheckpointOf, expected: Outcome, tmp_path: Path) -> None:
+def test_the_lowest_bit_of_one_weight_is_seen(
+    checkpoint_of: CheckpointOf, expected: Outcome, tmp_path: Path
+) -> None:
     checkpoint = checkpoint_of("llama")
     shutil.copytree(checkpoint.published, tmp_path / "copy")
     copy = replace(checkpoint, streamed=tmp_path / "copy")
@@ -64,7 +66,9 @@ def test_the_lowest_bit_of_one_weight_is_seen(checkpoint_of: CheckpointOf, expec
         assert_same(streamed_outcome(copy), expected)
 
 
-def test_adapters_of_two_layers_changed_over_are_seen(checkpoint_of: CheckpointOf, expected: Outcome) -> None:
+def test_adapters_of_two_layers_changed_over_are_seen(
+    checkpoint_of: CheckpointOf, expected: Outcome
+) -> None:
     def change_over(adapters: dict[str, nn.Parameter]) -> None:
         for key, parameter in adapters.items():
             if ".layers.2." in key:
@@ -76,8 +80,11 @@ def test_adapters_of_two_layers_changed_over_are_seen(checkpoint_of: CheckpointO
 
 
 def test_dropout_drawn_in_another_order_is_seen(checkpoint_of: CheckpointOf) -> None:
-    """At several micro-batches a plain loop draws in another order: states must be given, and the right ones."""
-    checkpoint, batches = checkpoint_of("llama", dropout=0.1), micro_batches(2)
+    """At several micro-batches a plain loop draws in another order: states must be given, and
+    the right ones.
+    """
+    checkpoint = checkpoint_of("llama", dropout=0.1)
+    batches = micro_batches(2)
     whole = whole_model(checkpoint, dropout=0.1)
     draw_b(whole)
     with streamed_model(checkpoint, lora_dropout=0.1) as model:
@@ -104,9 +111,13 @@ def test_the_smallest_difference_of_one_gradient_is_seen(expected: Outcome) -> N
     nudged = gradient.clone()
     nudged[0, 0] = torch.nextafter(nudged[0, 0], torch.tensor(torch.inf))
     for wrong in (nudged, None, gradient.double(), torch.zeros_like(gradient)):
-        with pytest.raises(AssertionError, match=f"1 of {len(expected.gradients)} gradients differ"):
+        with pytest.raises(
+            AssertionError, match=f"1 of {len(expected.gradients)} gradients differ"
+        ):
             assert_same(replace(expected, gradients=expected.gradients | {name: wrong}), expected)
     with pytest.raises(AssertionError):
         assert_same(replace(expected, gradients={}), expected)
     with pytest.raises(AssertionError, match="generator"):
-        assert_same(replace(expected, generator=torch.Generator().manual_seed(0).get_state()), expected)
+        assert_same(
+            replace(expected, generator=torch.Generator().manual_seed(0).get_state()), expected
+        )

@@ -65,14 +65,18 @@ def longest_first(row: dict[str, list[int]]) -> int:
 def test_five_steps_of_a_fit_leave_the_adapters_of_a_plain_loop(
     checkpoint_of: CheckpointOf, tmp_path: Path, name: str, recompute: bool
 ) -> None:
-    checkpoint, data, dropout = checkpoint_of(name, dropout=0.1), rows(40), 0.1
+    checkpoint = checkpoint_of(name, dropout=0.1)
+    data = rows(40)
+    dropout = 0.1
     whole = whole_model(checkpoint, dropout=dropout)
     optimizer = AdamW(trained(whole).values(), lr=1e-2, weight_decay=0.1)
     schedule = get_scheduler("linear", optimizer, num_warmup_steps=1, num_training_steps=5)
     norms = []
     torch.manual_seed(SEED)
     for step in range(5):
-        batches = [sorted(data[at : at + 4], key=longest_first) for at in range(8 * step, 8 * step + 8, 4)]
+        batches = [
+            sorted(data[at : at + 4], key=longest_first) for at in range(8 * step, 8 * step + 8, 4)
+        ]
         halves = [padded(batch[at : at + 2]) for batch in batches for at in (0, 2)]
         accumulate(whole, halves, layer_major=layers_of(whole, checkpoint))
         norms.append(float(clip_grad_norm_(trained(whole).values(), 0.05)))
@@ -112,9 +116,13 @@ def test_five_steps_of_train_step_leave_the_adapters_of_a_plain_loop(
     checkpoint_of: CheckpointOf, tmp_path: Path, name: str, recompute: bool
 ) -> None:
     """Passes with one micro-batch each draw dropout in the order of a plain loop."""
-    checkpoint, dropout = checkpoint_of(name, dropout=0.1), 0.1
+    checkpoint = checkpoint_of(name, dropout=0.1)
+    dropout = 0.1
     generator = torch.Generator().manual_seed(5)
-    steps = [[{"input_ids": torch.randint(3, 96, (2, 10), generator=generator)} for _ in range(2)] for _ in range(5)]
+    steps = [
+        [{"input_ids": torch.randint(3, 96, (2, 10), generator=generator)} for _ in range(2)]
+        for _ in range(5)
+    ]
     whole = whole_model(checkpoint, dropout=dropout)
     optimizer = AdamW(trained(whole).values(), lr=1e-2, weight_decay=0.0)
     schedule = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=5)
@@ -156,7 +164,8 @@ def test_five_steps_of_train_step_leave_the_adapters_of_a_plain_loop(
 def test_a_batch_split_into_micro_batches_gives_the_whole_models_logits(
     checkpoint_of: CheckpointOf, tmp_path: Path, name: str
 ) -> None:
-    checkpoint, batch = checkpoint_of(name), wide_batch()
+    checkpoint = checkpoint_of(name)
+    batch = wide_batch()
     whole = whole_model(checkpoint)
     pairs = [{key: value[at : at + 2] for key, value in batch.items()} for at in (0, 2, 4)]
     with torch.no_grad():
@@ -172,15 +181,21 @@ def test_a_batch_split_into_micro_batches_gives_the_whole_models_logits(
 def test_passes_with_unlike_numbers_of_tokens_are_weighted_by_token(
     checkpoint_of: CheckpointOf, tmp_path: Path
 ) -> None:
-    """How many tokens a step has is not known when its first pass runs, so gradients are scaled right at its end."""
-    checkpoint, batches = checkpoint_of("llama"), micro_batches(3)
+    """How many tokens a step has is not known when its first pass runs, so gradients are scaled
+    right at its end.
+    """
+    checkpoint = checkpoint_of("llama")
+    batches = micro_batches(3)
     whole = whole_model(checkpoint)
     draw_b(whole)
     expected = whole_step(whole, batches)
     with streamed_model(checkpoint, gradient_accumulation_steps=3, output_dir=tmp_path) as model:
         draw_b(model.lora_manager)
-        optimizer, outcomes = SGD(model.get_trainable_parameters(), lr=1.0), []
-        optimizer.register_step_pre_hook(lambda *_: outcomes.append(Outcome.of(model.lora_manager, torch.zeros(()))))
+        optimizer = SGD(model.get_trainable_parameters(), lr=1.0)
+        outcomes = []
+        optimizer.register_step_pre_hook(
+            lambda *_: outcomes.append(Outcome.of(model.lora_manager, torch.zeros(())))
+        )
         trainer = model.get_trainer(optimizer)
         for batch in batches:
             trainer.train_step(batch)
@@ -194,7 +209,8 @@ def test_an_evaluation_between_two_steps_has_the_whole_models_loss_and_changes_n
     checkpoint_of: CheckpointOf, tmp_path: Path, name: str
 ) -> None:
     data = sorted(rows(4), key=longest_first)  # as a batch has them: sums are added in this order
-    checkpoint, batch = checkpoint_of(name, dropout=0.1), padded(rows(2))
+    checkpoint = checkpoint_of(name, dropout=0.1)
+    batch = padded(rows(2))
     whole = whole_model(checkpoint, dropout=0.1).eval()
     with torch.no_grad():
         loss = float(whole(**padded(data)).loss)
@@ -217,11 +233,17 @@ def test_an_evaluation_between_two_steps_has_the_whole_models_loss_and_changes_n
 
 @pytest.mark.slow
 @recomputed_or_not
-def test_float16_steps_with_a_gradient_scaler(checkpoint_of: CheckpointOf, tmp_path: Path, recompute: bool) -> None:
-    """The loss falls, and weights and scale are bitwise those of the same scaler on the whole model."""
-    checkpoint, batches = checkpoint_of("llama", dtype="float16"), micro_batches(2)
+def test_float16_steps_with_a_gradient_scaler(
+    checkpoint_of: CheckpointOf, tmp_path: Path, recompute: bool
+) -> None:
+    """The loss falls, and weights and scale are bitwise those of the same scaler on the whole
+    model.
+    """
+    checkpoint = checkpoint_of("llama", dtype="float16")
+    batches = micro_batches(2)
     whole = whole_model(checkpoint)
-    optimizer, scaler = AdamW(trained(whole).values(), lr=3e-3, weight_decay=0.0), torch.amp.GradScaler("cpu")
+    optimizer = AdamW(trained(whole).values(), lr=3e-3, weight_decay=0.0)
+    scaler = torch.amp.GradScaler("cpu")
     expected = []
     for _ in range(6):
         loss = accumulate(whole, batches, autocast=torch.float16, scaler=scaler)
@@ -232,7 +254,11 @@ def test_float16_steps_with_a_gradient_scaler(checkpoint_of: CheckpointOf, tmp_p
         optimizer.zero_grad()
         expected.append(float(loss))
     with streamed_model(
-        checkpoint, learning_rate=3e-3, max_grad_norm=1.0, gradient_checkpointing=recompute, output_dir=tmp_path
+        checkpoint,
+        learning_rate=3e-3,
+        max_grad_norm=1.0,
+        gradient_checkpointing=recompute,
+        output_dir=tmp_path,
     ) as model:
         trainer = model.get_trainer()
         found = [trainer.accumulate(batches).loss for _ in range(6)]
@@ -244,7 +270,8 @@ def test_float16_steps_with_a_gradient_scaler(checkpoint_of: CheckpointOf, tmp_p
 
 
 def assert_same_adapters(streamed: nn.Module, whole: nn.Module) -> None:
-    found, expected = trained(streamed), trained(whole)
+    found = trained(streamed)
+    expected = trained(whole)
     assert found.keys() == expected.keys()
     assert all(parameter.any() for parameter in expected.values()), "some adapter was not trained"
     assert all(torch.equal(found[key], parameter) for key, parameter in expected.items())

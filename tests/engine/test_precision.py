@@ -1,4 +1,6 @@
-"""How numbers round: TF32 only where it is asked for, and half-precision runs that come back bit for bit."""
+"""How numbers round: TF32 only where it is asked for, and half-precision runs that come back bit
+for bit.
+"""
 
 from collections.abc import Iterator
 from functools import reduce
@@ -65,7 +67,9 @@ def switches() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("before", [TORCH_DEFAULT, ("medium", False), ("high", True)])
-@pytest.mark.parametrize(("tf32", "expected"), [(False, ("highest", False)), (True, ("high", True))])
+@pytest.mark.parametrize(
+    ("tf32", "expected"), [(False, ("highest", False)), (True, ("high", True))]
+)
 def test_tf32_is_used_if_asked_for_and_only_while_a_model_is_open(
     llama: Path, tmp_path: Path, before: tuple[str, bool], tf32: bool, expected: tuple[str, bool]
 ) -> None:
@@ -127,24 +131,34 @@ def test_the_old_switches_are_enough_for_a_torch_without_new_ones(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overflows", [2, 3])
-def test_a_float16_run_resumes_bitwise_with_its_scaler(llama: Path, tmp_path: Path, overflows: int) -> None:
-    """One step overflows and is skipped before the checkpoint; after it the scale grows, two good steps later."""
+def test_a_float16_run_resumes_bitwise_with_its_scaler(
+    llama: Path, tmp_path: Path, overflows: int
+) -> None:
+    """One step overflows and is skipped before the checkpoint; after it the scale grows, two
+    good steps later.
+    """
     config = settings(llama, tmp_path / "out", dtype="float16", lora_dropout=0.1, max_grad_norm=0.5)
     with opened(config) as model:
         trainer = half_precision_trainer(model)
         for step in range(1, 4):
             before = adapter_of(model.skeleton)
             take(trainer, step, overflow=step == overflows)
-            skipped = all(torch.equal(tensor, before[name]) for name, tensor in adapter_of(model.skeleton).items())
+            skipped = all(
+                torch.equal(tensor, before[name])
+                for name, tensor in adapter_of(model.skeleton).items()
+            )
             assert skipped == (step == overflows)
         trainer.save_checkpoint(tmp_path / "saved")
         saved = trainer.scaler.state_dict()
-        expected, scales = [], []
+        expected = []
+        scales = []
         for step in range(4, 8):
             expected.append(take(trainer, step))
             scales.append(trainer.scaler.get_scale())
         straight = adapter_of(model.skeleton)
-    assert len(set(scales)) > 1, "the scale did not grow after the checkpoint, so nothing was resumed"
+    assert len(set(scales)) > 1, (
+        "the scale did not grow after the checkpoint, so nothing was resumed"
+    )
     with opened(config) as model:
         trainer = model.get_trainer()
         torch.manual_seed(5)
@@ -169,7 +183,9 @@ def half_precision_trainer(model: LemaModel) -> LemaTrainer:
 
 
 def take(trainer: LemaTrainer, seed: int, *, overflow: bool = False) -> float:
-    """Take a step; return its loss. With `overflow`, one gradient in the middle of the model is infinite."""
+    """Take a step; return its loss. With `overflow`, one gradient in the middle of the model is
+    infinite.
+    """
     spoilt = trainer.model.split.layers[2].get_submodule("mlp.up_proj.lora_A.default")
     hook = spoilt.register_forward_hook(_infinite_gradient) if overflow else None
     try:

@@ -20,7 +20,7 @@ from trainedways import disturb, streamed_model, whole_model
 from transformers import GPTNeoXConfig, JambaConfig, LlamaConfig, NemotronHConfig, PreTrainedConfig
 
 from lema import LemaModel
-from lema.engine.skip_matmuls import KeptProducts, LastLinear
+from lema.engine.skip_matmuls import LastLinear, SavedProducts
 from lema.model.shared_inputs import Product
 from lema.plan.workload import MicroBatch
 
@@ -81,7 +81,9 @@ OTHERS = {
 
 
 @pytest.fixture
-def checkpoint(request: pytest.FixtureRequest, checkpoint_of: CheckpointOf, tmp_path: Path) -> Checkpoint:
+def checkpoint(
+    request: pytest.FixtureRequest, checkpoint_of: CheckpointOf, tmp_path: Path
+) -> Checkpoint:
     name, dropout = request.param
     if name not in OTHERS:
         return checkpoint_of(name, dropout=dropout)
@@ -95,12 +97,19 @@ def checkpoint(request: pytest.FixtureRequest, checkpoint_of: CheckpointOf, tmp_
 def skips_counted(model: LemaModel) -> Iterator[list[int]]:
     """Count the products that the recomputations of each layer skip in the `with` block."""
     counts = [0] * model.split.num_layers
-    layer_of = {id(part): index for index, layer in enumerate(model.split.layers) for part in layer.modules()}
+    layer_of = {
+        id(part): index
+        for index, layer in enumerate(model.split.layers)
+        for part in layer.modules()
+    }
     unformed = Product.unformed
 
     def count(self: Product, given: Tensor) -> Tensor | None:
-        made, form = unformed(self, given), self.form
-        while isinstance(form, Product):  # the one that keeps the product, which is not asked for it
+        made = unformed(self, given)
+        form = self.form
+        while isinstance(
+            form, Product
+        ):  # the one that keeps the product, which is not asked for it
             form = form.form
         counts[layer_of[id(form.__self__)]] += made is not None  # type: ignore[attr-defined] # a bound method
         return made
@@ -138,7 +147,10 @@ CASES: dict[str, tuple[str, dict[str, Any], Any]] = {
 @pytest.mark.parametrize("keep", [False, True], ids=["", "products kept"])
 @pytest.mark.parametrize(
     ("checkpoint", "options", "products"),
-    [((name, options.get("lora_dropout", 0.0)), options, products) for name, options, products in CASES.values()],
+    [
+        ((name, options.get("lora_dropout", 0.0)), options, products)
+        for name, options, products in CASES.values()
+    ],
     ids=CASES.keys(),
     indirect=["checkpoint"],
 )
@@ -172,19 +184,26 @@ def test_loss_and_gradients_are_those_of_the_whole_model_at_every_step(
 def test_kept_products_are_not_formed_again_and_take_the_bytes_of_the_plan(
     checkpoint_of: CheckpointOf, arithmetic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held, drop = list[tuple[int, list[weakref.ref[Tensor]]]](), KeptProducts.drop
+    held = list[tuple[int, list[weakref.ref[Tensor]]]]()
+    drop = SavedProducts.drop
 
-    def noted(self: KeptProducts, last: LastLinear, total: int) -> None:
+    def noted(self: SavedProducts, last: LastLinear, total: int) -> None:
         drop(self, last, total)
-        held.append((self.nbytes, [weakref.ref(one.output) for made in self._made.values() for one in made]))
+        held.append(
+            (
+                self.nbytes,
+                [weakref.ref(one.output) for made in self._outputs.values() for one in made],
+            )
+        )
 
-    settings, batches = RECOMPUTED | {"arithmetic": arithmetic, "max_length": 12}, micro_batches(1)
+    settings = RECOMPUTED | {"arithmetic": arithmetic, "max_length": 12}
+    batches = micro_batches(1)
     rows, length = batches[0]["input_ids"].shape
     with streamed_model(checkpoint_of("llama"), settings) as model:
         model.adapter.products = frozenset(range(NUM_LAYERS))
         planned = model.planner.work(MicroBatch(rows, length)).of(0)
         streamed_step(model, batches)  # sees what shares an input
-        monkeypatch.setattr(KeptProducts, "drop", noted)
+        monkeypatch.setattr(SavedProducts, "drop", noted)
         with skips_counted(model) as counts:
             model.adapter.loss(batches).backward()
         assert counts == [7] * (NUM_LAYERS - 1) + [0]  # of all that a layer has
@@ -195,10 +214,13 @@ def test_kept_products_are_not_formed_again_and_take_the_bytes_of_the_plan(
 
 
 def test_a_product_that_a_layer_writes_into_is_formed_again(tmp_path: Path) -> None:
-    checkpoint, batches = write_checkpoint("llama", tmp_path), micro_batches(2)
+    checkpoint = write_checkpoint("llama", tmp_path)
+    batches = micro_batches(2)
     found = []
     for products in (frozenset[int](), frozenset(range(NUM_LAYERS))):
-        with streamed_model(checkpoint, RECOMPUTED, target_modules=["q_proj", "down_proj"]) as model:
+        with streamed_model(
+            checkpoint, RECOMPUTED, target_modules=["q_proj", "down_proj"]
+        ) as model:
             disturb(model.lora_manager)
             model.adapter.products = products
             for layer in model.split.layers:
@@ -212,11 +234,16 @@ def test_a_product_that_a_layer_writes_into_is_formed_again(tmp_path: Path) -> N
 @pytest.mark.parametrize("apart", [False, True], ids=["contiguous", "apart"])
 def test_a_kept_product_has_its_bias_once(apart: bool, tmp_path: Path) -> None:
     """To inputs that are not contiguous torch adds the bias after the product."""
-    config, found = LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True), []
+    config = LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)
+    found = []
     directory = write_model(config, tmp_path / "model")
-    checkpoint = Checkpoint(Architecture(lambda: config, layers="model.layers", targets=frozenset()), *[directory] * 2)
+    checkpoint = Checkpoint(
+        Architecture(lambda: config, layers="model.layers", targets=frozenset()), *[directory] * 2
+    )
     for products in (frozenset[int](), frozenset(range(DEPTH))):
-        with streamed_model(checkpoint, RECOMPUTED, target_modules=["q_proj", "down_proj"]) as model:
+        with streamed_model(
+            checkpoint, RECOMPUTED, target_modules=["q_proj", "down_proj"]
+        ) as model:
             disturb(model.lora_manager)
             model.adapter.products = products
             for layer in model.split.layers if apart else ():
@@ -264,7 +291,8 @@ def flops(step: Callable[[], Any]) -> int:
 def test_a_step_costs_what_checkpointing_costs_less_the_last_product_of_each_layer(
     checkpoint_of: CheckpointOf, targets: list[str] | None, spared: int
 ) -> None:
-    checkpoint, batches = checkpoint_of("llama"), micro_batches(3)
+    checkpoint = checkpoint_of("llama")
+    batches = micro_batches(3)
     options = {} if targets is None else {"target_modules": targets}
     whole = whole_model(checkpoint, **options)
     kept = flops(lambda: whole_step(whole, batches))
@@ -290,7 +318,12 @@ def test_a_step_costs_what_checkpointing_costs_less_the_last_product_of_each_lay
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "as_it_is"),
-    [({}, True), ({"lora_dropout": 0.1}, False), ({"use_dora": True}, False), ({"lora_bias": True}, True)],
+    [
+        ({}, True),
+        ({"lora_dropout": 0.1}, False),
+        ({"use_dora": True}, False),
+        ({"lora_bias": True}, True),
+    ],
     ids=["plain", "dropout", "magnitudes", "a bias of B"],
 )
 @pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "kept"])
@@ -298,16 +331,23 @@ def test_a_step_costs_what_checkpointing_costs_less_the_last_product_of_each_lay
 def test_adapters_share_their_input_in_half_precision_where_no_bit_changes(
     checkpoint_of: CheckpointOf, name: str, recompute: bool, options: dict[str, Any], as_it_is: bool
 ) -> None:
-    checkpoint, batches = checkpoint_of(name, dtype="bfloat16"), micro_batches(2, padding=True)
+    checkpoint = checkpoint_of(name, dtype="bfloat16")
+    batches = micro_batches(2, padding=True)
     whole = whole_model(checkpoint, dtype=torch.bfloat16, **options)
     disturb(whole)
     layers = layers_of(whole, checkpoint) if options.get("lora_dropout") else None
-    with streamed_model(checkpoint, {"gradient_checkpointing": recompute, "dtype": "bfloat16"}, **options) as model:
+    with streamed_model(
+        checkpoint, {"gradient_checkpointing": recompute, "dtype": "bfloat16"}, **options
+    ) as model:
         disturb(model.lora_manager)
         for _ in range(2):
             expected = whole_step(whole, batches, autocast=torch.bfloat16, layer_major=layers)
             assert_same(streamed_step(model, batches), expected)
-        adapted = [part for part in model.split.layers.modules() if hasattr(part, "cast_input_dtype_enabled")]
+        adapted = [
+            part
+            for part in model.split.layers.modules()
+            if hasattr(part, "cast_input_dtype_enabled")
+        ]
         assert {part.cast_input_dtype_enabled for part in adapted} == {not as_it_is}
 
 
@@ -324,7 +364,9 @@ def test_a_layer_that_runs_another_way_the_second_time_is_noticed(
 
 
 class Noted(torch.autograd.Function):
-    """An activation whose place in a graph can be seen to live; `alive` has the most that did at once."""
+    """An activation whose place in a graph can be seen to live; `alive` has the most that did at
+    once.
+    """
 
     nodes: ClassVar[list[weakref.ref[Any]]] = []
     alive: ClassVar[int] = 0
@@ -368,7 +410,9 @@ def test_a_step_holds_the_graph_of_one_micro_batch_however_many_it_has(
             assert len(Noted.nodes) == number * NUM_LAYERS
             assert Noted.living() == 0
             loss.backward()
-            assert len(Noted.nodes) == number * (2 * NUM_LAYERS - 1)  # the top layer is not recomputed
+            assert len(Noted.nodes) == number * (
+                2 * NUM_LAYERS - 1
+            )  # the top layer is not recomputed
             assert Noted.living() == 0
         finally:
             gc.enable()

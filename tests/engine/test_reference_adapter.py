@@ -1,4 +1,5 @@
-"""Preference losses that continue from an adapter compare with that adapter, as the whole model with PEFT does.
+"""Preference losses that continue from an adapter compare with that adapter, as the whole model
+with PEFT does.
 
 There it is a second adapter, `ref`, loaded from the same files and frozen, as TRL 1.16 has it.
 """
@@ -48,7 +49,9 @@ def supervised(checkpoint: Checkpoint, directory: Path, **options: Any) -> Path:
     """Write an adapter that has learnt something, and is not the base."""
     torch.manual_seed(5)
     targets = sorted(checkpoint.architecture.targets)
-    config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": targets, "task_type": "CAUSAL_LM"} | options)
+    config = LoraConfig(
+        **{"r": 4, "lora_alpha": 8, "target_modules": targets, "task_type": "CAUSAL_LM"} | options
+    )
     model = get_peft_model(base_of(checkpoint), config)
     draw_b(model)
     moved(model, seed=8)
@@ -73,8 +76,15 @@ def whole_with_reference(checkpoint: Checkpoint, adapter: Path) -> PeftModel:
 @contextmanager
 def begun(checkpoint: Checkpoint, adapter: Path, **settings: Any) -> Iterator[LemaModel]:
     """Open the model for streaming, with the saved adapter, in training mode."""
-    streams: dict[str, Any] = {"device": "cpu", "save_steps": 0, "device_memory": None, "gradient_checkpointing": True}
-    config = LemaConfig(str(checkpoint.streamed), adapter_name_or_path=str(adapter), **(streams | settings))
+    streams: dict[str, Any] = {
+        "device": "cpu",
+        "save_steps": 0,
+        "device_memory": None,
+        "gradient_checkpointing": True,
+    }
+    config = LemaConfig(
+        str(checkpoint.streamed), adapter_name_or_path=str(adapter), **(streams | settings)
+    )
     model = LemaModel(config, backend=CpuBackend(poison=True))
     try:
         model.initialize_lora()
@@ -133,7 +143,8 @@ def test_loss_and_gradients_are_those_of_peft_with_a_second_adapter(
 def test_memory_settings_change_no_number(
     checkpoint_of: CheckpointOf, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    checkpoint, batch = checkpoint_of("qwen3"), batch_of(examples())
+    checkpoint = checkpoint_of("qwen3")
+    batch = batch_of(examples())
     adapter = supervised(checkpoint, tmp_path / "supervised")
     whole = whole_with_reference(checkpoint, adapter)
     moved(whole)
@@ -156,9 +167,13 @@ def test_compiled_layers_compare_with_the_same_adapter(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lema.model.compiled.COMPILER", "aot_eager")  # torch's own kernels, which make the same bits
-    checkpoint, batch = checkpoint_of("llama"), batch_of(examples(labelled=objective == "kto"))
-    adapter, outcomes = supervised(checkpoint, tmp_path / "supervised"), []
+    monkeypatch.setattr(
+        "lema.model.compiled.COMPILER", "aot_eager"
+    )  # torch's own kernels, which make the same bits
+    checkpoint = checkpoint_of("llama")
+    batch = batch_of(examples(labelled=objective == "kto"))
+    adapter = supervised(checkpoint, tmp_path / "supervised")
+    outcomes = []
     settings = {"objective": objective, "gradient_checkpointing": recompute}
     for compiled in (False, True):
         torch.compiler.reset()
@@ -178,8 +193,11 @@ def test_compiled_layers_compare_with_the_same_adapter(
     assert_close(traced, Outcome.of(whole, loss))
 
 
-def test_reference_base_compares_with_the_model_without_adapters(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
-    checkpoint, batch = checkpoint_of("llama"), batch_of(examples())
+def test_reference_base_compares_with_the_model_without_adapters(
+    checkpoint_of: CheckpointOf, tmp_path: Path
+) -> None:
+    checkpoint = checkpoint_of("llama")
+    batch = batch_of(examples())
     adapter = supervised(checkpoint, tmp_path / "supervised")
     whole = PeftModel.from_pretrained(base_of(checkpoint), str(adapter), is_trainable=True).train()
     loss = BY_HAND["dpo"](whole, batch)
@@ -192,11 +210,17 @@ def test_reference_base_compares_with_the_model_without_adapters(checkpoint_of: 
     assert abs(float(loss.detach()) - 0.6931471805599453) > 1e-3
 
 
-def test_trained_biases_can_be_compared_with_what_they_were(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
+def test_trained_biases_can_be_compared_with_what_they_were(
+    checkpoint_of: CheckpointOf, tmp_path: Path
+) -> None:
     """PEFT has no second adapter with biases, so the reference is a second model."""
-    checkpoint, batch = checkpoint_of("gpt2"), batch_of(examples())
+    checkpoint = checkpoint_of("gpt2")
+    batch = batch_of(examples())
     adapter = supervised(checkpoint, tmp_path / "supervised", bias="lora_only", fan_in_fan_out=True)
-    whole, other = (PeftModel.from_pretrained(base_of(checkpoint), str(adapter), is_trainable=True) for _ in range(2))
+    whole, other = (
+        PeftModel.from_pretrained(base_of(checkpoint), str(adapter), is_trainable=True)
+        for _ in range(2)
+    )
     moved(whole)
     with torch.no_grad():
         reference = sums(other, batch)
@@ -226,8 +250,10 @@ def test_trained_biases_can_be_compared_with_what_they_were(checkpoint_of: Check
 def test_no_byte_of_a_weight_is_read_for_the_adapter_of_the_reference(
     checkpoint_of: CheckpointOf, objective: str, tmp_path: Path
 ) -> None:
-    checkpoint, batch = checkpoint_of("llama"), batch_of(examples(labelled=objective == "kto"))
-    adapter, costs = supervised(checkpoint, tmp_path / "supervised"), []
+    checkpoint = checkpoint_of("llama")
+    batch = batch_of(examples(labelled=objective == "kto"))
+    adapter = supervised(checkpoint, tmp_path / "supervised")
+    costs = []
     for chosen in ("sft", objective):
         with begun(checkpoint, adapter, objective=chosen) as model:
             for _ in range(2):  # the first step finds nothing kept from a step before
@@ -240,14 +266,23 @@ def test_no_byte_of_a_weight_is_read_for_the_adapter_of_the_reference(
     assert costs[0][2] == 2 * NUM_LAYERS - 1
 
 
-def test_the_reference_is_frozen_and_in_the_plan(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
-    checkpoint, batch = checkpoint_of("llama"), batch_of(examples())
-    adapter, planned = supervised(checkpoint, tmp_path / "supervised"), {}
+def test_the_reference_is_frozen_and_in_the_plan(
+    checkpoint_of: CheckpointOf, tmp_path: Path
+) -> None:
+    checkpoint = checkpoint_of("llama")
+    batch = batch_of(examples())
+    adapter = supervised(checkpoint, tmp_path / "supervised")
+    planned = {}
     for reference in ("base", "adapter"):
         settings = {"objective": "dpo", "reference": reference}
         with begun(checkpoint, adapter, **settings) as model:
             of_training = model.planner.demand().adapter_bytes
-            config = LemaConfig(str(checkpoint.streamed), device="cpu", adapter_name_or_path=str(adapter), **settings)
+            config = LemaConfig(
+                str(checkpoint.streamed),
+                device="cpu",
+                adapter_name_or_path=str(adapter),
+                **settings,
+            )
             drawn = draw_up(with_adapter(config))
             assert drawn.adapter_bytes + drawn.reference_bytes == of_training
             assert drawn.checkpoint_bytes == model.planner.blueprint.checkpoint_bytes
@@ -261,4 +296,6 @@ def test_the_reference_is_frozen_and_in_the_plan(checkpoint_of: CheckpointOf, tm
             assert not all(map(torch.equal, before, trained(model.lora_manager).values()))
             values = sum(one.nbytes for one in trained(model.lora_manager).values())
             assert model.reference.nbytes == values
-    assert [more - less for less, more in zip(planned["base"], planned["adapter"], strict=True)] == [values, values]
+    assert [
+        more - less for less, more in zip(planned["base"], planned["adapter"], strict=True)
+    ] == [values, values]

@@ -1,4 +1,6 @@
-"""What a recomputation skips: the product that a layer ends with and only adds, never one that the backward needs."""
+"""What a recomputation skips: the product that a layer ends with and only adds, never one that
+the backward needs.
+"""
 
 import ctypes
 from collections import Counter
@@ -22,7 +24,9 @@ WIDTH = 6
 def adapted(**options: Any) -> Linear:
     """Return a frozen matrix and its adapter, as PEFT makes them."""
     base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-    return Linear(base, "default", LoraConfig(init_lora_weights=False, **options), r=2, lora_alpha=1)
+    return Linear(
+        base, "default", LoraConfig(init_lora_weights=False, **options), r=2, lora_alpha=1
+    )
 
 
 class Products(TorchDispatchMode):
@@ -46,18 +50,21 @@ class Layer(nn.Module):
     """A layer that ends as `after` says.
 
     Args:
-        after: makes the layer's output of its input, what the last adapted matrix made, and the layer.
+        after: makes the layer's output of its input, what the last adapted matrix made, and the
+            layer.
         options: of the adapters.
     """
 
     def __init__(self, after: Callable[[Tensor, Tensor, "Layer"], Tensor], **options: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last = adapted(**options), adapted(**options)
+        self.first = adapted(**options)
+        self.last = adapted(**options)
         self.dropout = nn.Dropout(0.5)
         self.scale = nn.Parameter(torch.randn(WIDTH))
         self.register_buffer("seen", torch.zeros(()))
-        self.after, self.another_way = after, False
+        self.after = after
+        self.another_way = False
 
     def forward(self, given: Tensor) -> Tensor:
         return self.after(given, self.last(torch.tanh(self.first(given))), self)
@@ -72,11 +79,17 @@ class Side(Layer):
 
 def lease_of(layer: nn.Module) -> Lease:
     """Move what is frozen into a slot."""
-    frozen = {name: parameter for name, parameter in layer.named_parameters() if not parameter.requires_grad}
+    frozen = {
+        name: parameter
+        for name, parameter in layer.named_parameters()
+        if not parameter.requires_grad
+    }
     slot = torch.cat([parameter.data.flatten() for parameter in frozen.values()]).view(torch.uint8)
     start = 0
     for parameter in frozen.values():
-        parameter.data = slot[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+        parameter.data = (
+            slot[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+        )
         start += parameter.nbytes
     return Lease(0, slot, {name: parameter.data for name, parameter in frozen.items()})
 
@@ -86,7 +99,9 @@ def inputs(count: int) -> list[Tensor]:
     return [torch.randn(2, 3 + index, WIDTH, generator=generator) for index in range(count)]
 
 
-def gradients(layer: nn.Module, given: Tensor, differentiate: Callable[[Tensor], Any]) -> list[Tensor | None]:
+def gradients(
+    layer: nn.Module, given: Tensor, differentiate: Callable[[Tensor], Any]
+) -> list[Tensor | None]:
     leaf = given.clone().requires_grad_()
     differentiate(leaf)
     found = [leaf.grad, *(parameter.grad for parameter in layer.parameters())]
@@ -128,8 +143,11 @@ def assert_same(found: Sequence[Tensor | None], expected: Sequence[Tensor | None
 
 
 def products(layer: Layer, micro_batches: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Recompute a layer for each micro-batch and compare; return how often each matrix was used for it."""
-    lease, counts = lease_of(layer), []
+    """Recompute a layer for each micro-batch and compare; return how often each matrix was used
+    for it.
+    """
+    lease = lease_of(layer)
+    counts = []
     for given in micro_batches:
         torch.manual_seed(3)
         expected = kept(layer, given)
@@ -214,7 +232,9 @@ def test_a_product_that_is_only_added_is_not_computed_again() -> None:
     assert products(Layer(added), inputs(4)) == [(2, 1)] * 4
 
 
-@pytest.mark.parametrize("options", [{"lora_dropout": 0.5}, {"lora_bias": True}, {"use_rslora": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"lora_dropout": 0.5}, {"lora_bias": True}, {"use_rslora": True}], ids=str
+)
 def test_with_adapters_that_only_add_to_it_as_well(options: dict[str, Any]) -> None:
     assert products(Layer(added, **options), inputs(3)) == [(2, 1)] * 3
 
@@ -280,7 +300,8 @@ def test_a_value_that_is_read_after_all_gives_no_number_at_all() -> None:
     def look(_: nn.Module, given: tuple[Tensor]) -> None:
         seen.append(given[0].detach())
 
-    lease, given = lease_of(layer), inputs(1)[0]
+    lease = lease_of(layer)
+    given = inputs(1)[0]
 
     def differentiate(leaf: Tensor) -> None:
         graph = Graph(lambda _: [layer(leaf)], AdaptedLinears(layer))
@@ -311,7 +332,9 @@ def test_a_module_called_twice_is_left_out_where_it_ends_the_layer() -> None:
 def test_a_module_that_a_hook_looks_at_is_computed() -> None:
     layer = Layer(added)
     seen: list[Tensor] = []
-    layer.last.base_layer.register_forward_hook(lambda module, given, made: seen.append(made.detach()))
+    layer.last.base_layer.register_forward_hook(
+        lambda module, given, made: seen.append(made.detach())
+    )
     assert products(layer, inputs(2)) == [(2, 2)] * 2
     assert not any(bool(made.isnan().any()) for made in seen)
 

@@ -1,4 +1,6 @@
-"""The stack of layers in the model's own forward: whoever calls the model gets the bits of the whole model."""
+"""The stack of layers in the model's own forward: whoever calls the model gets the bits of the
+whole model.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ import pytest
 import torch
 from aligned import aligned
 from everytype import difference, opened, write_model
-from parity import DRAWS, accumulate, assert_same, draw_b, streamed_model, streamed_step, trained, whole_model
+from parity import (
+    DRAWS,
+    accumulate,
+    assert_same,
+    draw_b,
+    streamed_model,
+    streamed_step,
+    trained,
+    whole_model,
+)
 from parity import Outcome as Step
 from peft import get_peft_model
 from tiny import NUM_LAYERS, Checkpoint, micro_batches
@@ -31,9 +42,15 @@ CheckpointOf = Callable[..., Checkpoint]
 
 @contextmanager
 def stacked(
-    checkpoint: Checkpoint, *, rows: int | None = None, room: Callable[[], int] | None = None, **options: Any
+    checkpoint: Checkpoint,
+    *,
+    rows: int | None = None,
+    room: Callable[[], int] | None = None,
+    **options: Any,
 ) -> Iterator[tuple[LemaModel, Any]]:
-    """Yield a model whose slots are poisoned when they are given back, and its PEFT model with a stack in it."""
+    """Yield a model whose slots are poisoned when they are given back, and its PEFT model with a
+    stack in it.
+    """
     with streamed_model(checkpoint, **{"gradient_checkpointing": True, **options}) as model:
         stack = LayerStack(model.adapter, rows, room)
         draw_b(model.lora_manager)
@@ -47,7 +64,9 @@ def whole(checkpoint: Checkpoint, **options: Any) -> Any:
     return model
 
 
-def step_of(model: Any, batch: dict[str, Tensor], autocast: torch.dtype | None = None) -> tuple[Step, Tensor]:
+def step_of(
+    model: Any, batch: dict[str, Tensor], autocast: torch.dtype | None = None
+) -> tuple[Step, Tensor]:
     """Take a step as a user would, and return what it leaves behind, and the logits."""
     torch.manual_seed(DRAWS)
     with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
@@ -64,7 +83,12 @@ def joined(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"gradient_checkpointing": False}, {"boundary_activations": "disk"}, {"embeddings": "disk"}],
+    [
+        {},
+        {"gradient_checkpointing": False},
+        {"boundary_activations": "disk"},
+        {"embeddings": "disk"},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -98,10 +122,14 @@ def test_values_between_layers_go_along(model_type: str, tmp_path: Path) -> None
     base.config.use_cache = False
     reference = get_peft_model(base, adapter).train()
     draw_b(reference)
-    for one, other in zip(trained(reference).values(), trained(model.lora_manager).values(), strict=True):
+    for one, other in zip(
+        trained(reference).values(), trained(model.lora_manager).values(), strict=True
+    ):
         one.data.copy_(other.data)
     expected, other_logits = step_of(reference, batch)
-    assert all(difference(found.gradients[name], one) == 0 for name, one in expected.gradients.items())
+    assert all(
+        difference(found.gradients[name], one) == 0 for name, one in expected.gradients.items()
+    )
     assert torch.equal(found.loss, expected.loss)
     assert torch.equal(logits, other_logits)
 
@@ -112,13 +140,16 @@ def test_values_between_layers_go_along(model_type: str, tmp_path: Path) -> None
 def test_the_top_layer_is_computed_again_only_where_there_is_no_room(
     checkpoint_of: CheckpointOf, room: int, kept: int, dropout: float
 ) -> None:
-    checkpoint, batch = checkpoint_of("llama", dropout=dropout), joined(micro_batches(4, lengths=(9, 9, 9, 9)))
+    checkpoint = checkpoint_of("llama", dropout=dropout)
+    batch = joined(micro_batches(4, lengths=(9, 9, 9, 9)))
     outcomes = []
     for given in (None, lambda: room):
         with stacked(checkpoint, rows=2, room=given, lora_dropout=dropout) as (model, peft_model):
             step_of(peft_model, batch)  # in which nothing is kept
             runs = []
-            model.split.layers[-1].mlp.register_forward_pre_hook(lambda *_, runs=runs: runs.append(1))
+            model.split.layers[-1].mlp.register_forward_pre_hook(
+                lambda *_, runs=runs: runs.append(1)
+            )
             outcomes.append(step_of(peft_model, batch)[0])
     assert len(runs) == 2 * 4 - kept
     assert_same(*outcomes)
@@ -126,8 +157,11 @@ def test_the_top_layer_is_computed_again_only_where_there_is_no_room(
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_rows_are_cut_within_the_layers(checkpoint_of: CheckpointOf, rows: int) -> None:
-    """Rounding apart the wide batch is the whole model's; and the layers' products are those of so many rows."""
-    checkpoint, batch = checkpoint_of("llama"), joined(micro_batches(4, padding=True, lengths=(9, 9, 9, 9)))
+    """Rounding apart the wide batch is the whole model's; and the layers' products are those of
+    so many rows.
+    """
+    checkpoint = checkpoint_of("llama")
+    batch = joined(micro_batches(4, padding=True, lengths=(9, 9, 9, 9)))
     expected, logits = step_of(whole(checkpoint), batch)
     seen = []
     with stacked(checkpoint, rows=rows) as (model, peft_model):
@@ -154,40 +188,53 @@ def ragged() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_rows_are_cut_by_length_and_come_back_in_their_order(checkpoint_of: CheckpointOf, name: str) -> None:
-    """Bitwise the same micro-batches through the whole model, and rounding apart the whole batch at once; the attention
-    of no other columns is computed, and only what nothing attends to at the end of rows is left out."""
+def test_rows_are_cut_by_length_and_come_back_in_their_order(
+    checkpoint_of: CheckpointOf, name: str
+) -> None:
+    """Bitwise the same micro-batches through the whole model, and rounding apart the whole batch at
+    once; the attention of no other columns is computed, and only what nothing attends to at the end
+    of rows is left out."""
     batch, (long, short) = ragged(), ([4, 1, 6, 2], [7, 5, 0, 3])
-    checkpoint, shapes = checkpoint_of(name), list[tuple[int, ...]]()
+    checkpoint = checkpoint_of(name)
+    shapes = list[tuple[int, ...]]()
     reference = whole(checkpoint)
-    base, parts = reference.get_base_model(), []
+    base = reference.get_base_model()
+    parts = []
     for rows, end in ((long, 12), (short, 6)):
         given = {name: batch[name][rows, :end] for name in ("input_ids", "attention_mask")}
         hidden = base.base_model(**given).last_hidden_state
         parts.append(torch.nn.functional.pad(hidden, (0, 0, 0, 14 - end)))
     order = sorted(range(8), key=[*long, *short].__getitem__)
     expected_logits = base.lm_head(torch.cat(parts)[order])
-    loss = base.loss_function(logits=expected_logits, labels=batch["labels"], vocab_size=base.config.vocab_size)
+    loss = base.loss_function(
+        logits=expected_logits, labels=batch["labels"], vocab_size=base.config.vocab_size
+    )
     loss.backward()
     expected, (at_once, whole_logits) = Step.of(reference, loss), step_of(reference, batch)
     with stacked(checkpoint, rows=4) as (model, peft_model):
-        model.split.layers[2].mlp.register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0].shape[:2])))
+        model.split.layers[2].mlp.register_forward_pre_hook(
+            lambda _, given: shapes.append(tuple(given[0].shape[:2]))
+        )
         found, logits = step_of(peft_model, batch)
         with pytest.raises(
-            ConfigError, match="the loss counts masked tokens at the end of rows, which were not computed"
+            ConfigError,
+            match="the loss counts masked tokens at the end of rows, which were not computed",
         ):
             step_of(peft_model, batch | {"labels": batch["input_ids"]})
         assert torch.equal(step_of(peft_model, batch)[0].loss, found.loss)
     assert shapes[:2] == [(4, 12), (4, 6)]
     attended = batch["attention_mask"].bool()
-    assert torch.equal(found.loss, expected.loss) and torch.equal(logits[attended], expected_logits[attended])
+    assert torch.equal(found.loss, expected.loss) and torch.equal(
+        logits[attended], expected_logits[attended]
+    )
     assert all(torch.equal(found.gradients[name], one) for name, one in expected.gradients.items())
     torch.testing.assert_close(found.loss, at_once.loss, rtol=1e-6, atol=0)
     torch.testing.assert_close(logits[attended], whole_logits[attended], rtol=1e-4, atol=1e-5)
 
 
 def test_wide_batches_read_what_lema_train_reads(checkpoint_of: CheckpointOf) -> None:
-    checkpoint, batches = checkpoint_of("llama"), micro_batches(4, lengths=(9, 9, 9, 9))
+    checkpoint = checkpoint_of("llama")
+    batches = micro_batches(4, lengths=(9, 9, 9, 9))
     read = []
     for foreign in (False, True):
         with stacked(checkpoint, rows=2) as (model, peft_model):
@@ -201,15 +248,20 @@ def test_wide_batches_read_what_lema_train_reads(checkpoint_of: CheckpointOf) ->
                     model.adapter.announce_step()  # as the trainer does
                 model.memory.cancel()  # so that no read of the next step is counted here
                 after = model.memory.counters
-                steps.append((after.layers_read - before.layers_read, after.bytes_read - before.bytes_read))
+                steps.append(
+                    (after.layers_read - before.layers_read, after.bytes_read - before.bytes_read)
+                )
             read.append(steps[1:])
             slots = model.memory.num_slots
     assert read[0] == read[1]
     assert read[0][0][0] == len(fetched_per_step(NUM_LAYERS, slots)) == 2 * (NUM_LAYERS - slots)
 
 
-def test_forwards_may_wait_for_their_backwards_in_any_order(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
-    checkpoint, batches = checkpoint_of("llama"), micro_batches(3, padding=True)
+def test_forwards_may_wait_for_their_backwards_in_any_order(
+    checkpoint_of: CheckpointOf, tmp_path: Path
+) -> None:
+    checkpoint = checkpoint_of("llama")
+    batches = micro_batches(3, padding=True)
     reference = whole(checkpoint)
     for settings in ({}, {"boundary_activations": "disk", "offload_dir": str(tmp_path)}):
         with stacked(checkpoint, **settings) as (_, model):
@@ -229,7 +281,9 @@ def test_forwards_may_wait_for_their_backwards_in_any_order(checkpoint_of: Check
             assert_same(found[1], found[0])
 
 
-def test_a_forward_without_a_graph_between_two_passes_costs_one_pass(checkpoint_of: CheckpointOf) -> None:
+def test_a_forward_without_a_graph_between_two_passes_costs_one_pass(
+    checkpoint_of: CheckpointOf,
+) -> None:
     checkpoint, (batch,) = checkpoint_of("llama"), micro_batches(1)
     with stacked(checkpoint) as (model, peft_model):
         step_of(peft_model, batch)
@@ -241,7 +295,8 @@ def test_a_forward_without_a_graph_between_two_passes_costs_one_pass(checkpoint_
         after = model.memory.counters
         slots = model.memory.num_slots
     assert after.leases - before.leases == 3 * NUM_LAYERS
-    # Less what the slots keep of the step before, and where the reference ends and the backward begins.
+    # Less what the slots keep of the step before, and where the reference ends and the backward
+    # begins.
     assert after.layers_read - before.layers_read <= 3 * NUM_LAYERS - slots + slots
 
 
@@ -262,8 +317,12 @@ def test_evaluations_keep_nothing_and_read_once(checkpoint_of: CheckpointOf) -> 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_products_have_the_dtype_of_the_callers_autocast(checkpoint_of: CheckpointOf, dtype: str) -> None:
-    """As accelerate has it around a forward: also where layers are recomputed, when the caller's context has ended."""
+def test_products_have_the_dtype_of_the_callers_autocast(
+    checkpoint_of: CheckpointOf, dtype: str
+) -> None:
+    """As accelerate has it around a forward: also where layers are recomputed, when the caller's
+    context has ended.
+    """
     checkpoint, (batch,) = checkpoint_of("llama", dtype=dtype), micro_batches(1, padding=True)
     reference = whole(checkpoint, dtype=getattr(torch, dtype))
     expected, logits = step_of(reference, batch, torch.bfloat16)
@@ -274,7 +333,8 @@ def test_products_have_the_dtype_of_the_callers_autocast(checkpoint_of: Checkpoi
 
 
 def test_the_engine_s_own_passes_go_by_the_stack(checkpoint_of: CheckpointOf) -> None:
-    checkpoint, batches = checkpoint_of("llama"), micro_batches(2, padding=True)
+    checkpoint = checkpoint_of("llama")
+    batches = micro_batches(2, padding=True)
     with streamed_model(checkpoint, gradient_checkpointing=True) as model:
         draw_b(model.lora_manager)
         alone = streamed_step(model, batches)
@@ -319,7 +379,8 @@ def test_a_gradient_reaches_embeddings_that_a_caller_gives(checkpoint_of: Checkp
 
 
 def test_accumulation_says_once_what_it_costs(checkpoint_of: CheckpointOf) -> None:
-    checkpoint, batches = checkpoint_of("llama"), micro_batches(3)
+    checkpoint = checkpoint_of("llama")
+    batches = micro_batches(3)
     reference = whole(checkpoint)
     expected = accumulate(reference, batches)
     with stacked(checkpoint) as (model, peft_model):
@@ -327,8 +388,12 @@ def test_accumulation_says_once_what_it_costs(checkpoint_of: CheckpointOf) -> No
         tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
         layers = fetched_per_step(NUM_LAYERS, model.memory.num_slots)
         kilobytes = sum(model.memory.layers[layer].nbytes for layer in layers) // 1000
-        with pytest.warns(UserWarning, match=f"streams {kilobytes} kB of weights once more") as warned:
-            total = sum(_backward(peft_model(**batch, num_items_in_batch=tokens).loss) for batch in batches)
+        with pytest.warns(
+            UserWarning, match=f"streams {kilobytes} kB of weights once more"
+        ) as warned:
+            total = sum(
+                _backward(peft_model(**batch, num_items_in_batch=tokens).loss) for batch in batches
+            )
         assert torch.equal(total, expected) and len(warned) == 1
         assert_same(Step.of(peft_model, total), Step.of(reference, expected))
         with warnings.catch_warnings():
@@ -349,11 +414,17 @@ def _backward(loss: Tensor) -> Tensor:
     [
         (
             lambda model: model.eval(),
-            "between a forward and its backward, the adapters or the training mode of the model changed",
+            (
+                "between a forward and its backward, the adapters or the training mode of the "
+                "model changed"
+            ),
         ),
         (
             lambda model: model.disable_adapter_layers(),
-            "between a forward and its backward, the adapters or the training mode of the model changed",
+            (
+                "between a forward and its backward, the adapters or the training mode of the "
+                "model changed"
+            ),
         ),
     ],
 )

@@ -17,7 +17,9 @@ from lema.errors import ConfigError, ModelError
 Gradients = dict[str, Tensor]
 
 
-def whole(checkpoint: Checkpoint, chosen: Callable[[str], bool], count: int) -> tuple[Tensor, Gradients]:
+def whole(
+    checkpoint: Checkpoint, chosen: Callable[[str], bool], count: int
+) -> tuple[Tensor, Gradients]:
     """Accumulate gradients of the chosen weights on the whole model; return the loss, and them."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint.published)
     model.config.use_cache = False
@@ -38,20 +40,26 @@ def streamed(
         model.skeleton.train()
         layers = f"{model.split.layers_name}."
         inside: dict[int, Collection[str]] = {
-            number: [name for name, _ in layer.named_parameters() if chosen(f"{layers}{number}.{name}")]
+            number: [
+                name for name, _ in layer.named_parameters() if chosen(f"{layers}{number}.{name}")
+            ]
             for number, layer in enumerate(model.split.layers)
         }
         for name, parameter in model.skeleton.named_parameters():
             parameter.requires_grad_(not name.startswith(layers) and chosen(name))
 
         def done(layer: int, gradients: Gradients) -> None:
-            found.update({f"{layers}{layer}.{name}": gradient for name, gradient in gradients.items()})
+            found.update(
+                {f"{layers}{layer}.{name}": gradient for name, gradient in gradients.items()}
+            )
 
         model.adapter.train_weights(TrainedWeights(inside, done))
         torch.manual_seed(DRAWS)
         loss = model.adapter.loss(micro_batches(count))
         loss.backward()
-        outside = {name: p.grad for name, p in model.skeleton.named_parameters() if p.grad is not None}
+        outside = {
+            name: p.grad for name, p in model.skeleton.named_parameters() if p.grad is not None
+        }
     return loss.detach(), {**found, **outside}
 
 
@@ -61,7 +69,9 @@ SELECTIONS = [everything, attention_of_the_last_four, one_in_the_middle]
 def assert_same(one: tuple[Tensor, Gradients], other: tuple[Tensor, Gradients]) -> None:
     assert one[1].keys() == other[1].keys() and other[1]
     assert torch.equal(one[0].detach(), other[0])
-    different = [name for name, gradient in other[1].items() if not torch.equal(one[1][name], gradient)]
+    different = [
+        name for name, gradient in other[1].items() if not torch.equal(one[1][name], gradient)
+    ]
     assert not different
 
 
@@ -85,7 +95,9 @@ def test_gradients_of_weights_are_those_of_the_whole_model(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
-def test_tied_embeddings_train_beside_layers_or_apart(tied: bool, checkpoint_of: Callable[..., Checkpoint]) -> None:
+def test_tied_embeddings_train_beside_layers_or_apart(
+    tied: bool, checkpoint_of: Callable[..., Checkpoint]
+) -> None:
     checkpoint = checkpoint_of("llama", tied)
     found = streamed(checkpoint, everything, 2, gradient_checkpointing=True, prefetch_depth=1)
     assert_same(found, whole(checkpoint, everything, 2))
@@ -104,7 +116,9 @@ def test_offloaded_graphs_give_the_same(checkpoint_of: Callable[..., Checkpoint]
     assert_same(streamed(checkpoint, everything, 4, activation_offloading=True), expected)
 
 
-def test_a_layer_is_done_once_and_below_the_lowest_none_is(checkpoint_of: Callable[..., Checkpoint]) -> None:
+def test_a_layer_is_done_once_and_below_the_lowest_none_is(
+    checkpoint_of: Callable[..., Checkpoint],
+) -> None:
     order: list[int] = []
     with bare_model(checkpoint_of("llama"), {"gradient_checkpointing": True}) as model:
         model.skeleton.requires_grad_(False)

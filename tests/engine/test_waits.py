@@ -1,4 +1,6 @@
-"""A step asks the device for its numbers once, when all of it is queued: until then the host runs ahead."""
+"""A step asks the device for its numbers once, when all of it is queued: until then the host
+runs ahead.
+"""
 
 import traceback
 from collections.abc import Callable
@@ -17,7 +19,15 @@ from lema.engine.head.loss import split_batch
 from lema.model import flow
 
 # What makes the host wait for a device: numbers, truth values and sizes that depend on values.
-WAITING = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "unique_dim", "_unique2"}
+WAITING = {
+    "_local_scalar_dense",
+    "is_nonzero",
+    "equal",
+    "nonzero",
+    "masked_select",
+    "unique_dim",
+    "_unique2",
+}
 
 
 class Waits(TorchDispatchMode):
@@ -27,9 +37,13 @@ class Waits(TorchDispatchMode):
         super().__init__()
         self.places: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         name = func.overloadpacket.__name__
-        if name in WAITING and args[0].dtype != torch.uint8:  # bytes: the generator's state, which is the host's
+        if (
+            name in WAITING and args[0].dtype != torch.uint8
+        ):  # bytes: the generator's state, which is the host's
             self.note(name)
         return func(*args, **(kwargs or {}))
 
@@ -48,7 +62,9 @@ class Copies(TorchFunctionMode):
         super().__init__()
         self.waits = waits
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         name = getattr(func, "__name__", "")
         if name in ("tolist", "cpu", "numpy") and args[0].is_floating_point():
             self.waits.note(name)
@@ -62,7 +78,8 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def waits_of_a_step(model: LemaModel, rows: list[dict[str, list[int]]]) -> list[str]:
-    # Fused, as on every device but the host: the other kind counts its steps in host memory, which waits for nothing.
+    # Fused, as on every device but the host: the other kind counts its steps in host memory, which
+    # waits for nothing.
     trainer = model.get_trainer(torch.optim.AdamW(model.get_trainable_parameters(), fused=True))
     micro_batches = split_batch(collate(rows), 2)
     trainer.accumulate(micro_batches)  # the first step learns how the model is made
@@ -73,11 +90,15 @@ def waits_of_a_step(model: LemaModel, rows: list[dict[str, list[int]]]) -> list[
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": False}, {"max_grad_norm": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"gradient_checkpointing": False}, {"max_grad_norm": 0.1}], ids=str
+)
 def test_a_step_asks_for_numbers_once(
     model_of: Callable[..., Path], tmp_path: Path, name: str, changes: dict[str, Any]
 ) -> None:
-    rows = [{key: ids[:9] for key, ids in row.items()} for row in token_rows(6)]  # of one length: no mask is made
+    rows = [
+        {key: ids[:9] for key, ids in row.items()} for row in token_rows(6)
+    ]  # of one length: no mask is made
     with opened(settings(model_of(name), tmp_path, **changes)) as model:
         places = waits_of_a_step(model, rows)
     # transformers looks once, before the layers and at the head, whether rows are packed.

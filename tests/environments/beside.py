@@ -1,8 +1,8 @@
 """Asks a resolver which trainers, servers and quantisers LEMA installs beside: `tox -e beside`.
 
-A resolver reads metadata alone, so nothing is downloaded or installed. Every project is pinned to its newest release:
-without that, a resolver goes back through the years to a release that asks for nothing. Prints the table of
-docs/environments.md, and fails where fewer projects fit than `LEAST`.
+A resolver reads metadata alone, so nothing is downloaded or installed. Every project is pinned to
+its newest release: without that, a resolver goes back through the years to a release that asks for
+nothing. Prints the table of docs/environments.md, and fails where fewer projects fit than `LEAST`.
 """
 
 import re
@@ -36,7 +36,9 @@ PROJECTS = {
 LEAST = 7
 AT_ONCE = 6
 PYTHONS = "3.12", "3.11", "3.13"
-PLATFORM = "x86_64-manylinux_2_34"  # Ubuntu 22.04 and Debian 12; SGLang has no wheel for an older one
+PLATFORM = (
+    "x86_64-manylinux_2_34"  # Ubuntu 22.04 and Debian 12; SGLang has no wheel for an older one
+)
 SHOWN = "transformers", "peft", "torch"
 HEAD = f"| newest release | Python | fits | {' | '.join(SHOWN)} | what stands in the way |"
 RULE = "|---" * HEAD.count(" | ") + "|---|"
@@ -50,7 +52,9 @@ class Unresolvable(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a resolver says of one project: its newest release, and the versions of both together or the conflict."""
+    """What a resolver says of one project: its newest release, and the versions of both together
+    or the conflict.
+    """
 
     title: str
     version: Version
@@ -62,7 +66,13 @@ class Answer:
         """The row of the table."""
         shown = [str(self.pins[name]) if name in self.pins else "" for name in SHOWN]
         fits = "no" if self.conflict else "**yes**"
-        cells = [f"{self.title} {self.version}", self.python, fits, *shown, self.conflict.replace("|", "\\|")]
+        cells = [
+            f"{self.title} {self.version}",
+            self.python,
+            fits,
+            *shown,
+            self.conflict.replace("|", "\\|"),
+        ]
         return f"| {' | '.join(cells)} |"
 
 
@@ -70,7 +80,9 @@ def resolve(requirements: Sequence[str], python: str, *options: str) -> Pins:
     """Return the newest versions that meet all requirements, or raise `Unresolvable`."""
     command = ["uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", *options, "-"]
     command += ["--python-version", python, "--python-platform", PLATFORM]
-    done = subprocess.run(command, input="\n".join(requirements), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, input="\n".join(requirements), capture_output=True, text=True, check=False
+    )
     message = " ".join(done.stderr.split())
     if done.returncode and "No solution found" in message:
         raise Unresolvable(message)
@@ -83,7 +95,9 @@ def resolve(requirements: Sequence[str], python: str, *options: str) -> Pins:
 
 
 def newest(project: str) -> tuple[Version, str]:
-    """Return the newest release of a project, and the first Python of `PYTHONS` that it has it for."""
+    """Return the newest release of a project, and the first Python of `PYTHONS` that it has it
+    for.
+    """
     releases = {}
     for python in PYTHONS:
         try:
@@ -100,7 +114,9 @@ def requirement(asked: Requirement) -> str:
 
 
 def conflict(release: str, python: str, own: Sequence[str]) -> str:
-    """Return LEMA's requirements that a release does not meet even alone, as a sentence; none, if it meets each."""
+    """Return LEMA's requirements that a release does not meet even alone, as a sentence; none,
+    if it meets each.
+    """
     try:
         alone = resolve([release], python)
     except Unresolvable as error:
@@ -109,7 +125,9 @@ def conflict(release: str, python: str, own: Sequence[str]) -> str:
     if not unmet:
         return ""
     taken = [f"{asked.name} {alone[canonicalize_name(asked.name)]}" for asked in unmet]
-    return f"takes {' and '.join(taken)} at most; LEMA needs {' and '.join(map(requirement, unmet))}"
+    return (
+        f"takes {' and '.join(taken)} at most; LEMA needs {' and '.join(map(requirement, unmet))}"
+    )
 
 
 def meets(pins: Pins, asked: Requirement) -> bool:
@@ -121,7 +139,8 @@ def meets(pins: Pins, asked: Requirement) -> bool:
 def ask(project: str, own: Sequence[str]) -> Answer:
     """Resolve LEMA's requirements with the newest release of a project."""
     version, python = newest(project)
-    title, release = PROJECTS[project], f"{project}=={version}"
+    title = PROJECTS[project]
+    release = f"{project}=={version}"
     try:
         return Answer(title, version, python, resolve([*own, release], python))
     except Unresolvable as error:
@@ -130,11 +149,15 @@ def ask(project: str, own: Sequence[str]) -> Answer:
 
 def main() -> int:
     """Print the table, and return 1 where too few fit."""
-    settings = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    settings = tomllib.loads(
+        (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    )
     own = settings["project"]["dependencies"]
     sys.stdout.write(f"{HEAD}\n{RULE}\n")
     fitting = 0
-    with ThreadPoolExecutor(AT_ONCE) as pool:  # a resolver waits for the index nearly all of its time
+    with ThreadPoolExecutor(
+        AT_ONCE
+    ) as pool:  # a resolver waits for the index nearly all of its time
         for answer in pool.map(lambda project: ask(project, own), PROJECTS):
             sys.stdout.write(answer.row() + "\n")
             sys.stdout.flush()

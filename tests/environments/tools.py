@@ -1,7 +1,9 @@
-"""Installs the built wheel by name, as `uv tool`, `pipx` and `uvx` do, and runs what they install: `tox -e tools`.
+"""Installs the built wheel by name, as `uv tool`, `pipx` and `uvx` do, and runs what they install:
+`tox -e tools`.
 
-Nothing is taken from the clone. The torch that the tests run with is the one that pip finds here, which may be a build
-for the CPU on this machine's disk; uv does not look where pip does, so it gets the file.
+Nothing is taken from the clone. The torch that the tests run with is the one that pip finds here,
+which may be a build for the CPU on this machine's disk; uv does not look where pip does, so it gets
+the file.
 """
 
 import os
@@ -23,16 +25,35 @@ def call(*command: str | Path, place: Path) -> None:
     program, *arguments = map(str, command)
     sys.stdout.write(f"+ {Path(program).name} {' '.join(arguments)}\n")
     sys.stdout.flush()
-    ours = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_CONSTRAINT")}
+    ours = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "PIP_CONSTRAINT")
+    }
     tools = {name: str(place / name.lower()) for name in PLACES}
-    subprocess.run([program, *arguments], cwd=place, env=ours | tools | {"HF_HUB_OFFLINE": "1"}, check=True)
+    subprocess.run(
+        [program, *arguments], cwd=place, env=ours | tools | {"HF_HUB_OFFLINE": "1"}, check=True
+    )
 
 
 def files(place: Path) -> tuple[str, list[str]]:
-    """Build the wheel and fetch torch; return LEMA's requirement, and the options of uv and pip for both files."""
+    """Build the wheel and fetch torch; return LEMA's requirement, and the options of uv and pip
+    for both files.
+    """
     (torch,) = TORCH.findall((ROOT / "constraints.txt").read_text(encoding="utf-8"))
     call(sys.executable, "-m", "build", "--wheel", "--outdir", place, ROOT, place=place)
-    call(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", place, torch, place=place)
+    call(
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        place,
+        torch,
+        place=place,
+    )
     pinned = []
     for name in ("lema_lora", "torch"):
         (wheel,) = place.glob(f"{name}-*.whl")
@@ -51,7 +72,16 @@ def commands(requirement: str, options: Sequence[str], place: Path) -> list[list
         [SCRIPTS / "pipx", "install", python, f"--pip-args={' '.join(options)}", requirement],
         [place / "pipx_bin_dir" / "lema", "--version"],
         [place / "pipx_bin_dir" / "lema", "init", "--help"],
-        [SCRIPTS / "uvx", "--quiet", python, *uv_options, "--from", requirement, "lema-lora", "demo"],
+        [
+            SCRIPTS / "uvx",
+            "--quiet",
+            python,
+            *uv_options,
+            "--from",
+            requirement,
+            "lema-lora",
+            "demo",
+        ],
     ]
 
 

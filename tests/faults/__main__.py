@@ -1,4 +1,6 @@
-"""`python -m tests.faults --full` makes every fault there is and prints what came of it as a Markdown table."""
+"""`python -m tests.faults --full` makes every fault there is and prints what came of it as a
+Markdown table.
+"""
 
 import argparse
 import json
@@ -17,7 +19,8 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # Arrow's allocator starts a thread where it is imported, and a process with threads must not be forked.
+    # Arrow's allocator starts a thread where it is imported, and a process with threads must not be
+    # forked.
     os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
     import pickles
 
@@ -27,11 +30,17 @@ def main(arguments: list[str]) -> int:
 
     names = [row.name for row in ROWS]
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
-    parser.add_argument("--full", action="store_true", help="as many cases as the table names; else a few of each")
+    parser.add_argument(
+        "--full", action="store_true", help="as many cases as the table names; else a few of each"
+    )
     parser.add_argument("--only", metavar="NAME", nargs="+", choices=names, help=", ".join(names))
     parser.add_argument("--count", type=int, help="so many cases of each")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print a JSON object of a row and what came of it per line")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print a JSON object of a row and what came of it per line",
+    )
     parser.add_argument("--quiet", action="store_true", help="say nothing of single cases")
     given = parser.parse_args(arguments)
     pickles.watch()
@@ -45,9 +54,17 @@ def main(arguments: list[str]) -> int:
             sys.stdout.flush()
 
     with tempfile.TemporaryDirectory(prefix="lema-faults-") as place:
-        tempfile.tempdir = place  # of all that is made, because a forked process does nothing at its exit
+        tempfile.tempdir = (
+            place  # of all that is made, because a forked process does nothing at its exit
+        )
         for row in [row for row in ROWS if row.name in asked]:
-            count = given.count if given.count is not None else row.full if given.full or not row.short else row.short
+            count = (
+                given.count
+                if given.count is not None
+                else row.full
+                if given.full or not row.short
+                else row.short
+            )
             told(row.name, outcome_of(row, count, given.seed, None if given.quiet else _say))
     if (looked := forked.unpickled()).cases:
         told("pickles", looked)

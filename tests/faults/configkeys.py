@@ -1,7 +1,7 @@
 """Every setting misspelt and of the wrong type, in a file of settings and in one of phases.
 
-Each must be refused by name and line, a misspelt one with the name it is nearest to, before torch is imported. So the
-cases run in a process of their own, which imports nothing but the settings.
+Each must be refused by name and line, a misspelt one with the name it is nearest to, before torch
+is imported. So the cases run in a process of their own, which imports nothing but the settings.
 """
 
 import json
@@ -29,7 +29,12 @@ PHASES = {
     "batch_size": 2,
     "max_length": 16,
     "phases": [
-        {"trains": "full", "tokens": 64, "learning_rate": 1e-3, "mixture": [{"name": "text", "rate": 1.0}]},
+        {
+            "trains": "full",
+            "tokens": 64,
+            "learning_rate": 1e-3,
+            "mixture": [{"name": "text", "rate": 1.0}],
+        },
         {
             "trains": "lora",
             "tokens": 64,
@@ -64,7 +69,8 @@ class Level:
 
 
 def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:
-    """Misspell every setting in three ways, and give each every wrong type: `count` cases, spread over all there are.
+    """Misspell every setting in three ways, and give each every wrong type: `count` cases, spread
+    over all there are.
 
     Args:
         count: of cases; more than there are is all.
@@ -72,7 +78,10 @@ def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) 
         report: is told how long it took.
     """
     started = time.perf_counter()
-    code = f"import sys; sys.path[:0] = {sys.path!r}; from faults import configkeys; configkeys._child({count}, {seed})"
+    code = (
+        f"import sys; sys.path[:0] = {sys.path!r}; from faults import configkeys; "
+        f"configkeys._child({count}, {seed})"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
         return Outcome(*_WORDS, 1, 0, (done.stderr[-2000:],), time.perf_counter() - started)
@@ -81,18 +90,33 @@ def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) 
     if report is not None:
         report(f"{found['settings']} settings; the slowest refusal took {found['slowest']:.3f} s")
     return Outcome(
-        *_WORDS, found["cases"], found["cases"] - len(failures), tuple(failures), time.perf_counter() - started
+        *_WORDS,
+        found["cases"],
+        found["cases"] - len(failures),
+        tuple(failures),
+        time.perf_counter() - started,
     )
 
 
-_WORDS = ("misspelt key, wrong type, every config field", "refused with the nearest name and its line, before torch")
+_WORDS = (
+    "misspelt key, wrong type, every config field",
+    "refused with the nearest name and its line, before torch",
+)
 
 
 def _child(count: int, seed: int) -> None:
     """Run in a process of its own; prints what was found."""
-    random, failures, cases, slowest = Random(seed), [], 0, 0.0
+    random = Random(seed)
+    failures = []
+    cases = 0
+    slowest = 0.0
     levels = list(_levels())
-    every = [(level, *one) for level in levels for setting in level.known for one in _tries(setting, level, random)]
+    every = [
+        (level, *one)
+        for level in levels
+        for setting in level.known
+        for one in _tries(setting, level, random)
+    ]
     with tempfile.TemporaryDirectory() as name:
         file = Path(name) / "settings.yaml"
         for level, key, value, near in every[:: max(1, len(every) // count)]:
@@ -106,7 +130,13 @@ def _child(count: int, seed: int) -> None:
         failures.append(f"the slowest refusal took {slowest:.1f} s")
     heavy = sorted(set(HEAVY) & sys.modules.keys())
     num_settings = sum(len(level.known) for level in levels)
-    found = {"cases": cases, "failures": failures, "heavy": heavy, "slowest": slowest, "settings": num_settings}
+    found = {
+        "cases": cases,
+        "failures": failures,
+        "heavy": heavy,
+        "slowest": slowest,
+        "settings": num_settings,
+    }
     json.dump(found, sys.stdout)
 
 
@@ -126,7 +156,9 @@ def _levels() -> Iterator[Level]:
     from lema.train.phases.phase import FadeConfig, Phase
     from lema.train.phases.plan import PhasePlan
 
-    yield Level("settings", tuple(name for name in LemaConfig.model_fields if name != "model_name_or_path"))
+    yield Level(
+        "settings", tuple(name for name in LemaConfig.model_fields if name != "model_name_or_path")
+    )
     yield Level("settings of backends", tuple(backend_settings()))
     yield Level("plan", tuple(name for name in PhasePlan.model_fields if name != "phases"), ())
     yield Level("phase", tuple(Phase.model_fields), ("phases", 1))
@@ -151,7 +183,9 @@ def _slip(word: str, kind: int, random: Random) -> str:
 
 
 def _refused(file: Path, level: Level, key: str, value: Any, near: str) -> str | None:
-    """What is wrong with how a setting was refused; None: nothing. A misspelt one must lead to `near`."""
+    """What is wrong with how a setting was refused; None: nothing. A misspelt one must lead to
+    `near`.
+    """
     from lema.config import LemaConfig
     from lema.errors import ConfigError
     from lema.train.phases.file import read_phase_file
@@ -165,8 +199,12 @@ def _refused(file: Path, level: Level, key: str, value: Any, near: str) -> str |
     text = json.dumps(document, indent=1).replace("NaN", ".nan")
     file.write_text(text)
     lines = text.splitlines()
-    begins = [number for number, line in enumerate(lines, 1) if line.lstrip().startswith(f'"{key}":')]
-    long = len(json.dumps(value, indent=1).splitlines())  # a fault within the value is said of its own line
+    begins = [
+        number for number, line in enumerate(lines, 1) if line.lstrip().startswith(f'"{key}":')
+    ]
+    long = len(
+        json.dumps(value, indent=1).splitlines()
+    )  # a fault within the value is said of its own line
     read: Callable[[Path], object] = LemaConfig.from_yaml if level.path is None else read_phase_file
     try:
         read(file)
@@ -176,7 +214,9 @@ def _refused(file: Path, level: Level, key: str, value: Any, near: str) -> str |
             return f"not named: {said}"
         if near and (near not in error.how or error.how.count(" or ") > 2):
             return f"the name meant is not offered: {said}"
-        if not any(f"{file}:{line + further}" in said for line in begins for further in range(long)):
+        if not any(
+            f"{file}:{line + further}" in said for line in begins for further in range(long)
+        ):
             return f"the line is not named: {said}"
         return None
     except Exception as error:  # noqa: BLE001

@@ -1,4 +1,6 @@
-"""One file of the newest checkpoint damaged: the one before it is used, that is said, and the end is the same."""
+"""One file of the newest checkpoint damaged: the one before it is used, that is said, and the
+end is the same.
+"""
 
 import random
 import shutil
@@ -12,7 +14,9 @@ from faults.shortrun import ShortRun, short_run
 
 __all__ = ["run"]
 
-FAULT = "a file of the newest checkpoint truncated, zeroed, deleted, swapped, or with one bit flipped"
+FAULT = (
+    "a file of the newest checkpoint truncated, zeroed, deleted, swapped, or with one bit flipped"
+)
 REQUIRED = "detected and said, the checkpoint before it used, the same bytes in the end"
 LIMITS: dict[str, Any] = {"save_total_limit": 3}
 MANIFEST = "manifest.json"
@@ -21,11 +25,15 @@ HALTED = 4  # the step of the newest checkpoint: those of 2 and 3 are before it
 
 def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:
     """Damage `count` checkpoints: each file in turn, in each way in turn."""
-    began, draw, failures = time.monotonic(), random.Random(seed), []
+    began = time.monotonic()
+    draw = random.Random(seed)
+    failures = []
     made = short_run()
     straight = made.straight(**LIMITS)
     before = made.halted(HALTED, **LIMITS)
-    files = sorted(path.name for path in (before / f"checkpoint-{HALTED}").iterdir() if path.is_file())
+    files = sorted(
+        path.name for path in (before / f"checkpoint-{HALTED}").iterdir() if path.is_file()
+    )
     pairs = [(way, file) for way in WAYS for file in files]
     draw.shuffle(pairs)  # a few of them are of all kinds
     for case in range(count):
@@ -35,10 +43,14 @@ def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) 
             failures.append(f"case {case}, {told}: {fault}")
         if report is not None:
             report(f"damage {case + 1}/{count}, {told}{': ' + fault if fault else ''}")
-    return Outcome(FAULT, REQUIRED, count, count - len(failures), tuple(failures), time.monotonic() - began)
+    return Outcome(
+        FAULT, REQUIRED, count, count - len(failures), tuple(failures), time.monotonic() - began
+    )
 
 
-def _case(made: ShortRun, straight: Path, before: Path, way: str, file: str, draw: random.Random) -> tuple[str, str]:
+def _case(
+    made: ShortRun, straight: Path, before: Path, way: str, file: str, draw: random.Random
+) -> tuple[str, str]:
     out = made.copied(before, "cut")
     newest = out / f"checkpoint-{HALTED}"
     intact = (newest / file).read_bytes()
@@ -88,12 +100,24 @@ def _deleted(path: Path, draw: random.Random) -> str:
 
 
 def _swapped(path: Path, draw: random.Random) -> str:
-    """Put another file in its place: the same one of the checkpoint before where that differs, or another of this."""
+    """Put another file in its place: the same one of the checkpoint before where that differs,
+    or another of this.
+    """
     older = path.parents[1] / f"checkpoint-{HALTED - 1}" / path.name
-    others = sorted(other for other in [*path.parent.iterdir(), older] if other.read_bytes() != path.read_bytes())
+    others = sorted(
+        other
+        for other in [*path.parent.iterdir(), older]
+        if other.read_bytes() != path.read_bytes()
+    )
     other = older if older in others and draw.random() < 0.5 else draw.choice(others)
     shutil.copyfile(other, path)
     return f"swapped for {other.parent.name}/{other.name}"
 
 
-WAYS = {"truncated": _truncated, "zeroed": _zeroed, "flipped": _flipped, "deleted": _deleted, "swapped": _swapped}
+WAYS = {
+    "truncated": _truncated,
+    "zeroed": _zeroed,
+    "flipped": _flipped,
+    "deleted": _deleted,
+    "swapped": _swapped,
+}

@@ -1,8 +1,9 @@
-"""Every change that a process makes below a directory, seen before and after it is made; and a disk that is full.
+"""Every change that a process makes below a directory, seen before and after it is made; and a disk
+that is full.
 
-What Python writes is seen at the system call: files are opened unbuffered below the buffers they always have. What
-safetensors writes (a sibling with a name of its own, set to its length, filled, renamed) is done over here in the same
-steps, so that it can end between them.
+What Python writes is seen at the system call: files are opened unbuffered below the buffers they
+always have. What safetensors writes (a sibling with a name of its own, set to its length, filled,
+renamed) is done over here in the same steps, so that it can end between them.
 """
 
 import builtins
@@ -21,7 +22,15 @@ from safetensors import SafetensorError
 
 __all__ = ["DiskSeam", "bytes_below"]
 
-NAMED = ("mkdir", "rmdir", "unlink", "remove", "chmod", "truncate", "utime")  # calls whose first argument is a path
+NAMED = (
+    "mkdir",
+    "rmdir",
+    "unlink",
+    "remove",
+    "chmod",
+    "truncate",
+    "utime",
+)  # calls whose first argument is a path
 MOVES = ("rename", "replace", "link", "symlink")
 BY_NUMBER = ("fsync", "fdatasync", "ftruncate", "fchmod")
 MADE = os.O_WRONLY | os.O_RDWR | os.O_CREAT
@@ -32,9 +41,12 @@ class DiskSeam:
 
     Args:
         root: a directory, with no link in its path.
-        told: called with what is done, where, and in how far: 0 before, 1 after, 0.5 with a write half done.
-        limit: bytes that files below `root` may have in all; a write past them fails as on a full disk. None: any.
-        says_so: whether the file system tells how much is left; else it says that there is plenty, as one with quotas.
+        told: called with what is done, where, and in how far: 0 before, 1 after, 0.5 with a write
+            half done.
+        limit: bytes that files below `root` may have in all; a write past them fails as on a full
+            disk. None: any.
+        says_so: whether the file system tells how much is left; else it says that there is plenty,
+            as one with quotas.
     """
 
     def __init__(
@@ -45,7 +57,10 @@ class DiskSeam:
         limit: int | None = None,
         says_so: bool = False,
     ) -> None:
-        self.root, self._told, self.limit, self._says_so = root.resolve(), told, limit, says_so
+        self.root = root.resolve()
+        self._told = told
+        self.limit = limit
+        self._says_so = says_so
         self.unflushed: set[Path] = set()  # files whose last bytes are not on the disk yet
 
     def install(self, put: Callable[[Any, str, Any], None] = setattr) -> None:
@@ -67,13 +82,19 @@ class DiskSeam:
         put(shutil, "_USE_CP_SENDFILE", False)  # it copies past the files
 
     def below(self, path: Any, directory: int | None = None) -> Path | None:
-        """Return a path (or the file of a descriptor) as seen from the root; None: it is not below it."""
+        """Return a path (or the file of a descriptor) as seen from the root; None: it is not
+        below it.
+        """
         try:
             if isinstance(path, int):
                 found = Path(f"/proc/self/fd/{path}").readlink()
             else:
                 given = Path(os.fsdecode(path))
-                start = Path.cwd() if directory is None else Path(f"/proc/self/fd/{directory}").readlink()
+                start = (
+                    Path.cwd()
+                    if directory is None
+                    else Path(f"/proc/self/fd/{directory}").readlink()
+                )
                 found = given if given.is_absolute() else start / given
                 found = found.parent.resolve() / found.name
         except (OSError, TypeError):
@@ -86,7 +107,8 @@ class DiskSeam:
 
     def filled(self, path: Path, data: Any, write: Callable[[Any], int]) -> int:
         """Write what there is room for, told of before, at half, and after."""
-        size, room = len(data), self.room()
+        size = len(data)
+        room = self.room()
         self._told("write", path, 0)
         if room is not None and size > room:
             if room == 0:
@@ -118,14 +140,17 @@ class DiskSeam:
 
     def _moving(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def made(source: Any, target: Any, *arguments: Any, **options: Any) -> Any:
-            old, new = self.below(source, options.get("src_dir_fd")), self.below(target, options.get("dst_dir_fd"))
+            old = self.below(source, options.get("src_dir_fd"))
+            new = self.below(target, options.get("dst_dir_fd"))
             if new is None:
                 return call(source, target, *arguments, **options)
             self._told(name, new, 0)
             result = call(source, target, *arguments, **options)
             if old is not None and name in ("rename", "replace"):
                 moved = {path for path in self.unflushed if path == old or old in path.parents}
-                self.unflushed = self.unflushed - moved | {new / path.relative_to(old) for path in moved}
+                self.unflushed = self.unflushed - moved | {
+                    new / path.relative_to(old) for path in moved
+                }
             self._told(name, new, 1)
             return result
 
@@ -172,12 +197,16 @@ class DiskSeam:
 
     def _statvfs(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def made(path: Any) -> Any:
-            found, room = call(path), self.room()
+            found = call(path)
+            room = self.room()
             if room is None or not self._says_so:
                 return found
             blocks = room // found.f_frsize
             names = [name for name in dir(found) if name.startswith("f_")]
-            values = {name: getattr(found, name) for name in names} | {"f_bavail": blocks, "f_bfree": blocks}
+            values = {name: getattr(found, name) for name in names} | {
+                "f_bavail": blocks,
+                "f_bfree": blocks,
+            }
             return type("Statvfs", (), values)()
 
         return made
@@ -198,12 +227,17 @@ class DiskSeam:
                 return call(file, mode, buffering, encoding, errors, newline, closefd, opener)
             self._told("open", found, 0)
             raw = _Raw(file, mode.replace("b", "").replace("t", ""), closefd, opener)
-            raw.seam, raw.path = self, found
+            raw.seam = self
+            raw.path = found
             self._told("open", found, 1)
             if buffering == 0:
                 return raw
             buffer = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
-            return buffer if "b" in mode else io.TextIOWrapper(buffer, encoding or "utf-8", errors, newline)
+            return (
+                buffer
+                if "b" in mode
+                else io.TextIOWrapper(buffer, encoding or "utf-8", errors, newline)
+            )
 
         return made
 
@@ -222,7 +256,9 @@ class DiskSeam:
             part.rename(target)
         except OSError as error:
             part.unlink(missing_ok=True)
-            raise SafetensorError(f"Error while serializing: I/O error: {error.strerror} (os error 28)") from error
+            raise SafetensorError(
+                f"Error while serializing: I/O error: {error.strerror} (os error 28)"
+            ) from error
 
 
 class _Raw(io.FileIO):

@@ -1,7 +1,8 @@
-"""A run stopped at each of its twenty steps, with and without dropout, split batches, accumulation, either strategy.
+"""A run stopped at each of its twenty steps, with and without dropout, split batches, accumulation,
+either strategy.
 
-Every other one is stopped in the midst of a pass, which is dropped, and the others in the optimizer's step, which is
-finished first.
+Every other one is stopped in the midst of a pass, which is dropped, and the others in the
+optimizer's step, which is finished first.
 """
 
 import itertools
@@ -19,10 +20,15 @@ from faults.shortrun import ShortRun, checkpoint_steps, last_lines, short_run
 
 __all__ = ["run"]
 
-FAULT = "stopped at each of 20 steps x dropout 0/0.1 x micro-batches 1/4 x accumulation 1/2, streamed or resident"
+FAULT = (
+    "stopped at each of 20 steps x dropout 0/0.1 x micro-batches 1/4 x accumulation 1/2, "
+    "streamed or resident"
+)
 REQUIRED = "exit 75, then bitwise the same loss curve and adapter"
 STEPS = 20
-WAYS = tuple(itertools.product((0.0, 0.1), (None, 1), (1, 2)))  # dropout, rows in a micro-batch, accumulation
+WAYS = tuple(
+    itertools.product((0.0, 0.1), (None, 1), (1, 2))
+)  # dropout, rows in a micro-batch, accumulation
 STOPPED = 75
 
 
@@ -31,19 +37,25 @@ def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) 
     every = [(way, step) for way in range(len(WAYS)) for step in range(1, STEPS + 1)]
     random.Random(seed).shuffle(every)
     chosen = every[:count]
-    began, failures = time.monotonic(), []
+    began = time.monotonic()
+    failures = []
     made = short_run()
     count = len(chosen)
     for number, (way, step) in enumerate(chosen):
         options = _options(way, "streaming" if (way + step) % 2 else "resident")
         fault = _case(made, made.straight(**options), step, options, in_pass=step % 2 == 0)
-        told = f"step {step}, dropout {WAYS[way][0]}, micro-batches of {WAYS[way][1] or 'all'} rows, accumulation "
+        told = (
+            f"step {step}, dropout {WAYS[way][0]}, micro-batches of {WAYS[way][1] or 'all'} "
+            "rows, accumulation "
+        )
         told += f"{WAYS[way][2]}, {options['strategy']}"
         if fault:
             failures.append(f"{told}: {fault}")
         if report is not None:
             report(f"stop {number + 1}/{count}, {told}{': ' + fault if fault else ''}")
-    return Outcome(FAULT, REQUIRED, count, count - len(failures), tuple(failures), time.monotonic() - began)
+    return Outcome(
+        FAULT, REQUIRED, count, count - len(failures), tuple(failures), time.monotonic() - began
+    )
 
 
 def _options(way: int, strategy: str) -> dict[str, Any]:
@@ -59,7 +71,9 @@ def _options(way: int, strategy: str) -> dict[str, Any]:
     }
 
 
-def _case(made: ShortRun, straight: Path, step: int, options: dict[str, Any], *, in_pass: bool) -> str:
+def _case(
+    made: ShortRun, straight: Path, step: int, options: dict[str, Any], *, in_pass: bool
+) -> str:
     made.forget("cut")
     ended = forked.run(lambda: _stopped(made, step, options, in_pass=in_pass), made.log("cut"))
     done = step - 1 if in_pass else step
@@ -68,7 +82,10 @@ def _case(made: ShortRun, straight: Path, step: int, options: dict[str, Any], *,
     if ended.code != STOPPED:
         return f"it ended with {ended.code}: {last_lines(ended.said)}"
     if checkpoint_steps(made.out("cut")) != [done]:
-        return f"stopped after step {done}, and the checkpoints are of {checkpoint_steps(made.out('cut'))}"
+        return (
+            f"stopped after step {done}, and the checkpoints are of "
+            f"{checkpoint_steps(made.out('cut'))}"
+        )
     return made.fault_of("cut", made.child("cut", resume=True, **options), straight)
 
 

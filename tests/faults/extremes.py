@@ -1,7 +1,9 @@
-"""Every setting, and every small file beside a model or an adapter, with values at the ends of what its type can be.
+"""Every setting, and every small file beside a model or an adapter, with values at the ends of what
+its type can be.
 
-A setting is given to the command as a user gives it. What is refused must end with the exit code of its kind, in words
-that name the setting or the file; what is taken goes on to a run of one step, and must end so, too.
+A setting is given to the command as a user gives it. What is refused must end with the exit code of
+its kind, in words that name the setting or the file; what is taken goes on to a run of one step,
+and must end so, too.
 """
 
 import json
@@ -153,10 +155,14 @@ LENGTHS = (
 
 
 def settings(count: int, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:
-    """Give settings, all in turn, extreme values: `count` cases, one in five with two settings at once."""
+    """Give settings, all in turn, extreme values: `count` cases, one in five with two settings
+    at once.
+    """
     from lema.config import LemaConfig
 
-    started, made, known = time.perf_counter(), tiny_model(), list(LemaConfig.defaults())
+    started = time.perf_counter()
+    made = tiny_model()
+    known = list(LemaConfig.defaults())
     order = Random(seed).sample(known, len(known))
 
     def case(number: int) -> str:
@@ -174,21 +180,28 @@ def settings(count: int, seed: int = 0, report: Callable[[str], None] | None = N
 
 def _setting(made: TinyModel, place: Path, pairs: list[str], keys: list[str], draw: Random) -> str:
     os.chdir(place)  # what is named by a relative path is written there
-    config = made.config(place, train_data=str(made.place / draw.choice(("rows.jsonl", "chat.jsonl"))))
+    config = made.config(
+        place, train_data=str(made.place / draw.choice(("rows.jsonl", "chat.jsonl")))
+    )
     given = [word for pair in pairs for word in ("--set", pair)]
     if watch.refused(config, pairs):
         return watch.command("config", "show", config, *given, named=keys)
     if set(keys) & {*LENGTHS} or draw.random() < 0.2:
         return watch.command("data", config, *given)
-    return watch.command(*draw.choice((("train",), ("train",), ("plan", "--profile", "cpu"))), config, *given)
+    return watch.command(
+        *draw.choice((("train",), ("train",), ("plan", "--profile", "cpu"))), config, *given
+    )
 
 
 def files(count: int, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:
     """Mutate small files, all in turn: `count` cases."""
-    started, made, names = time.perf_counter(), tiny_model(), list(FILES)
+    started = time.perf_counter()
+    made = tiny_model()
+    names = list(FILES)
 
     def case(number: int) -> str:
-        draw, name = Random(f"{seed}:{number}"), names[number % len(names)]
+        draw = Random(f"{seed}:{number}")
+        name = names[number % len(names)]
         place = made.fresh()
         os.chdir(place)
         shutil.copytree(made.place / "model", place / "model")
@@ -208,7 +221,8 @@ def files(count: int, seed: int = 0, report: Callable[[str], None] | None = None
     return watch.outcome("small files with extreme values", REQUIRED, count, seen, started)
 
 
-TRAIN, DATA = ("train", "CONFIG"), ("data", "CONFIG")
+TRAIN = ("train", "CONFIG")
+DATA = ("data", "CONFIG")
 GENERATE = ("generate", "-p", "a", "--max-new-tokens", "1", "PLACE/out")
 MERGE = ("merge", "PLACE/out", "PLACE/merged")
 RESUME = ("train", "--resume", "CONFIG")

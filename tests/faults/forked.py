@@ -1,4 +1,6 @@
-"""Processes that cost no imports: forked from one that has made them, and that runs no thread of its own."""
+"""Processes that cost no imports: forked from one that has made them, and that runs no thread of
+its own.
+"""
 
 import contextlib
 import gc
@@ -17,7 +19,18 @@ import pickles
 
 from faults.outcome import Outcome
 
-__all__ = ["CRASHED", "HUNG", "UNPICKLED", "Child", "Ended", "Marks", "fork", "import_noted", "note_imports", "run"]
+__all__ = [
+    "CRASHED",
+    "HUNG",
+    "UNPICKLED",
+    "Child",
+    "Ended",
+    "Marks",
+    "fork",
+    "import_noted",
+    "note_imports",
+    "run",
+]
 __all__ += ["unpickled", "warm"]
 
 CRASHED = 99  # the exit code of a child whose work raised
@@ -28,14 +41,18 @@ PATIENCE = 120.0  # seconds that a child may take, on a machine that does much e
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child ended: its exit code, minus the number of the signal that killed it, or `HUNG`; and what it said."""
+    """How a child ended: its exit code, minus the number of the signal that killed it, or
+    `HUNG`; and what it said.
+    """
 
     code: int
     said: str
 
 
 class Marks:
-    """Numbers that a child writes and its parent reads, at once and whatever becomes of the child."""
+    """Numbers that a child writes and its parent reads, at once and whatever becomes of the
+    child.
+    """
 
     def __init__(self, count: int = 8) -> None:
         self._memory = mmap(-1, 8 * count)  # shared with what is forked
@@ -56,7 +73,9 @@ class Child:
     """A forked process."""
 
     def __init__(self, pid: int, log: Path) -> None:
-        self.pid, self._log, self._status = pid, log, -1
+        self.pid = pid
+        self._log = log
+        self._status = -1
 
     def ended(self) -> bool:
         """Whether it has ended by now."""
@@ -75,7 +94,8 @@ class Child:
 
     def wait(self, patience: float = PATIENCE) -> Ended:
         """Wait for the end; a child that does not come to it is killed."""
-        until, hung = time.monotonic() + patience, False
+        until = time.monotonic() + patience
+        hung = False
         while not self.ended():
             if time.monotonic() > until:
                 hung = True
@@ -93,9 +113,12 @@ _looked: list[str] = []  # of each child that came to its own end: what was foun
 
 
 def unpickled() -> Outcome:
-    """Return what was found of pickles in the children that have come to an end of their own, all being watched."""
+    """Return what was found of pickles in the children that have come to an end of their own,
+    all being watched.
+    """
     failures = tuple(said for said in _looked if said)
-    fault, required = "a file read through pickle in any of these runs, by audit hook", "none"
+    fault = "a file read through pickle in any of these runs, by audit hook"
+    required = "none"
     return Outcome(fault, required, len(_looked), len(_looked) - len(failures), failures)
 
 
@@ -103,7 +126,9 @@ def fork(work: Callable[[], int], log: Path) -> Child:
     """Start `work` in a child whose output goes to `log`; its result is the exit code."""
     sys.stdout.flush()
     sys.stderr.flush()
-    gc.freeze()  # because a collection in the child writes to every object's page, which is then no longer shared
+    # because a collection in the child writes to every object's page, which is then no longer
+    # shared
+    gc.freeze()
     pid = os.fork()
     if pid:
         return Child(pid, log)
@@ -144,14 +169,18 @@ def import_noted(names: Path) -> None:
     """
     for name in names.read_text(encoding="utf-8").split():
         if name not in sys.modules:
-            with contextlib.suppress(ImportError):  # made in the child, or imported under another name
+            with contextlib.suppress(
+                ImportError
+            ):  # made in the child, or imported under another name
                 import_module(name)
     if (threads := len(os.listdir("/proc/self/task"))) > 1:  # noqa: PTH208 - there is no Path for one's own threads
         raise RuntimeError(f"{threads - 1} threads run beside the one that forks")
 
 
 def warm(work: Callable[[], int], log: Path) -> Ended:
-    """Run `work` in a child and import here what it imported; `RuntimeError` as of `import_noted`."""
+    """Run `work` in a child and import here what it imported; `RuntimeError` as of
+    `import_noted`.
+    """
     names = log.with_suffix(".modules")
 
     def noted() -> int:

@@ -1,7 +1,8 @@
 """The disk is full after N bytes of a save, for N from nothing to more than a save takes.
 
-What was saved before stays whole, nothing is left of what did not fit, and with more room the run goes on as if nothing
-had happened. The disk is that of `faults.diskseam`; of every few sizes, one is on a disk that says how full it is.
+What was saved before stays whole, nothing is left of what did not fit, and with more room the run
+goes on as if nothing had happened. The disk is that of `faults.diskseam`; of every few sizes, one
+is on a disk that says how full it is.
 """
 
 import time
@@ -17,7 +18,10 @@ from faults.shortrun import ShortRun, checkpoint_steps, damaged, last_lines, lef
 __all__ = ["FULL", "HALTED", "LIMITS", "REQUIRED", "fault_after", "run"]
 
 FAULT = "the disk is full after N bytes"
-REQUIRED = "exit 6 or 0, what was saved before verifies, nothing left behind, and the run that goes on ends the same"
+REQUIRED = (
+    "exit 6 or 0, what was saved before verifies, nothing left behind, and the run that goes "
+    "on ends the same"
+)
 LIMITS: dict[str, Any] = {"save_total_limit": 2}
 HALTED = 3
 FULL = 6
@@ -26,7 +30,8 @@ SAYING = 5  # every so many sizes, one is on a disk that says how full it is
 
 def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:
     """Fill the disk at `count` sizes."""
-    began, failures = time.monotonic(), []
+    began = time.monotonic()
+    failures = []
     made = short_run()
     straight = made.straight(**LIMITS)
     before = made.halted(HALTED, **LIMITS)
@@ -35,12 +40,17 @@ def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) 
         room = (case * save * 5 // 4) // max(1, count - 1) + seed
         says_so = case % SAYING == SAYING - 1
         fault = _case(made, straight, before, room, says_so)
-        told = f"{room} bytes left, where a save takes {save}{', and the file system says so' if says_so else ''}"
+        told = (
+            f"{room} bytes left, where a save takes "
+            f"{save}{', and the file system says so' if says_so else ''}"
+        )
         if fault:
             failures.append(f"{told}: {fault}")
         if report is not None:
             report(f"full {case + 1}/{count}, {told}{': ' + fault if fault else ''}")
-    return Outcome(FAULT, REQUIRED, count, count - len(failures), tuple(failures), time.monotonic() - began)
+    return Outcome(
+        FAULT, REQUIRED, count, count - len(failures), tuple(failures), time.monotonic() - began
+    )
 
 
 def _case(made: ShortRun, straight: Path, before: Path, room: int, says_so: bool) -> str:
@@ -54,9 +64,14 @@ def _case(made: ShortRun, straight: Path, before: Path, room: int, says_so: bool
 
 
 def fault_after(
-    made: ShortRun, ended: forked.Ended, straight: Path, more_room: Callable[[], None] = lambda: None
+    made: ShortRun,
+    ended: forked.Ended,
+    straight: Path,
+    more_room: Callable[[], None] = lambda: None,
 ) -> str:
-    """Return what is wrong with what a run left that met a full disk, and with the run that goes on with more room."""
+    """Return what is wrong with what a run left that met a full disk, and with the run that goes
+    on with more room.
+    """
     out = made.out("cut")
     if ended.code not in (0, FULL):
         return f"it ended with {ended.code}: {last_lines(ended.said)}"

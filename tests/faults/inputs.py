@@ -1,12 +1,15 @@
-"""Files of models and adapters from strangers, mutated by the thousand: each is refused in words, or changes nothing.
+"""Files of models and adapters from strangers, mutated by the thousand: each is refused in words,
+or changes nothing.
 
-A quarter of the cases each: the header of a safetensors file, the index of shards, `config.json`, and the two files of
-an adapter. What is accepted must be what the unharmed file was: the same tensors, of the same shapes and types, at the
-same places; for a config, a model whose every tensor fits what is stored. What is refused is refused with a `LemaError`
-that names the file. Nothing runs code, computes for 5 seconds, or doubles the memory of the process.
+A quarter of the cases each: the header of a safetensors file, the index of shards, `config.json`,
+and the two files of an adapter. What is accepted must be what the unharmed file was: the same
+tensors, of the same shapes and types, at the same places; for a config, a model whose every tensor
+fits what is stored. What is refused is refused with a `LemaError` that names the file. Nothing runs
+code, computes for 5 seconds, or doubles the memory of the process.
 
-A header that is sound and says something else cannot be told from the original by itself: one that exchanges two
-tensors of the same type and shape, for one. The fingerprint beside an adapter tells, for it knows the bytes.
+A header that is sound and says something else cannot be told from the original by itself: one that
+exchanges two tensors of the same type and shape, for one. The fingerprint beside an adapter tells,
+for it knows the bytes.
 """
 
 import builtins
@@ -27,7 +30,13 @@ from peft import LoraConfig, get_peft_model
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+)
 from transformers.utils import logging
 
 from faults.mutations import mutate, mutate_bytes
@@ -47,9 +56,16 @@ __all__ = ["KINDS", "run"]
 
 SECONDS = 5.0
 RAN = "lema_fault_ran_code"
-CODE = f"import builtins\nbuiltins.{RAN} = True\nfrom transformers import PreTrainedConfig as Evil\n"
+CODE = (
+    f"import builtins\nbuiltins.{RAN} = True\nfrom transformers import PreTrainedConfig as Evil\n"
+)
 SIZES = {"vocab_size": 24, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-LLAMA = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+LLAMA = {
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 KEYS: tuple[tuple[str, Any], ...] = (
     ("auto_map", {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}),
     ("auto_map", {"AutoConfig": "someone/else--evil.Evil"}),
@@ -79,8 +95,13 @@ WORDS = ("F32", "F16", "BF16", "I32", "F8_E4M3", "U8", "BOOL", "llama", "gpt2", 
 class Subject:
     """A model or adapter on disk, one file of which is replaced by what a case makes of it."""
 
-    def __init__(self, name: str, file: Path, open_it: Callable[[], None], header: bool = False) -> None:
-        self.name, self.file, self.open, self.header = name, file, open_it, header
+    def __init__(
+        self, name: str, file: Path, open_it: Callable[[], None], header: bool = False
+    ) -> None:
+        self.name = name
+        self.file = file
+        self.open = open_it
+        self.header = header
         self.original = file.read_bytes()
 
     def case(self, random: Random) -> bytes:
@@ -94,7 +115,11 @@ class Subject:
             whole = mutate_bytes(self.original[: 8 + length], random) + data
             return whole[: random.randrange(len(whole))] if random.random() < 0.3 else whole
         text = mutate(json.loads(self.original[8 : 8 + length]), random, WORDS)
-        claimed = len(text) if random.random() < 0.97 else random.choice((0, len(text) - 1, 2**40, 2**64 - 1))
+        claimed = (
+            len(text)
+            if random.random() < 0.97
+            else random.choice((0, len(text) - 1, 2**40, 2**64 - 1))
+        )
         return claimed.to_bytes(8, "little") + text + data
 
 
@@ -110,7 +135,9 @@ def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) 
         seed: of all that is drawn.
         report: is told how far it is.
     """
-    started, failures, endings = time.perf_counter(), [], Counter[str]()
+    started = time.perf_counter()
+    failures = []
+    endings = Counter[str]()
     with tempfile.TemporaryDirectory() as name, _quiet():
         subjects = [make(Path(name) / kind) for kind, make in KINDS.items()]
         for kind in subjects:  # what is loaded once is not taken for growth
@@ -148,7 +175,9 @@ def _ending(subject: Subject, random: Random) -> str:
         with patience(SECONDS):
             subject.open()
     except LemaError as error:
-        named = str(subject.file.parent) in f"{error.what} {error.where}" or error.where.startswith("lora_")
+        named = str(subject.file.parent) in f"{error.what} {error.where}" or error.where.startswith(
+            "lora_"
+        )
         ending = "refused" if named else f"names no file: {error!r:.300}"
     except WrongAccept as error:
         ending = f"wrong accept: {error}"
@@ -191,7 +220,9 @@ def _llama() -> PreTrainedConfig:
 
 
 def _described(index: GlobalBinaryIndex) -> dict[str, Any]:
-    first = {file: min(one.offset for one in index.values() if one.file == file) for file in index.files}
+    first = {
+        file: min(one.offset for one in index.values() if one.file == file) for file in index.files
+    }
     return {
         name: (one.file.name, one.offset - first[one.file], one.nbytes, one.dtype, one.shape)
         for name, one in index.items()
@@ -214,13 +245,20 @@ def _model_file(directory: Path, name: str, *, header: bool) -> Subject:
         index = GlobalBinaryIndex(directory)
         match_names(skeleton, index)
         if (found := _described(index)) != original:
-            raise WrongAccept(str([one for one in found if found[one] != original.get(one)] or "tensors are missing"))
+            raise WrongAccept(
+                str(
+                    [one for one in found if found[one] != original.get(one)]
+                    or "tensors are missing"
+                )
+            )
 
     return Subject("header" if header else "index", directory / name, open_it, header)
 
 
 def _configs(place: Path) -> list[Subject]:
-    mixture = MixtralConfig(**SIZES, **LLAMA, num_hidden_layers=2, num_local_experts=2, max_position_embeddings=16)
+    mixture = MixtralConfig(
+        **SIZES, **LLAMA, num_hidden_layers=2, num_local_experts=2, max_position_embeddings=16
+    )
     configs = {
         "llama": _llama(),
         "gpt2": GPT2Config(**SIZES, n_embd=8, n_layer=2, n_head=2, n_positions=16),
@@ -241,7 +279,9 @@ def _config(directory: Path) -> Subject:
         stored = {name: one.shape for name, one in names.stored.items()}
         stored |= {name: stored[source] for name, source in names.tied.items()}
         wrong = [
-            name for name, tensor in state.items() if stored.get(name) != tuple(tensor.shape) and name not in names.kept
+            name
+            for name, tensor in state.items()
+            if stored.get(name) != tuple(tensor.shape) and name not in names.unstored_buffers
         ]
         if wrong:
             raise WrongAccept(f"{wrong[0]} does not fit what is stored")
@@ -250,12 +290,16 @@ def _config(directory: Path) -> Subject:
 
 
 def _adapters(place: Path) -> list[Subject]:
-    base, adapter = _write(_llama(), place / "base"), place / "adapter"
+    base = _write(_llama(), place / "base")
+    adapter = place / "adapter"
     torch.manual_seed(1)
     whole = AutoModelForCausalLM.from_pretrained(base)
-    config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=2, lora_alpha=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"
+    )
     get_peft_model(whole, config).save_pretrained(adapter)
-    # Copied: what `load_file` gives is the file itself, mapped into memory, and that is written over.
+    # Copied: what `load_file` gives is the file itself, mapped into memory, and that is written
+    # over.
     original = {name: tensor.clone() for name, tensor in load_file(adapter / WEIGHTS).items()}
     read = read_config(base)
 
@@ -267,7 +311,9 @@ def _adapters(place: Path) -> list[Subject]:
         )
         load_weights(adapted, adapter, find_layers(skeleton)[0])
         found = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-        if found.keys() != original.keys() or not all(torch.equal(found[name], original[name]) for name in original):
+        if found.keys() != original.keys() or not all(
+            torch.equal(found[name], original[name]) for name in original
+        ):
             raise WrongAccept("the adapter's tensors are others")
 
     return [

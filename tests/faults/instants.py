@@ -1,7 +1,8 @@
-"""Kill -9 before and after each single change that one save makes on the disk, and with each write half done.
+"""Kill -9 before and after each single change that one save makes on the disk, and with each write
+half done.
 
-In the second form the power fails: what was written and not flushed to the disk by then is gone as well. In the third
-the save replaces a checkpoint of its name, which was found damaged.
+In the second form the power fails: what was written and not flushed to the disk by then is gone as
+well. In the third the save replaces a checkpoint of its name, which was found damaged.
 """
 
 import os
@@ -30,7 +31,9 @@ FEWEST = 40  # instants of a save; fewer would mean that the seam does not see i
 
 
 def run(count: int = 0, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:
-    """Kill at every instant; with a count, at so many of them, evenly spread from one that the seed draws."""
+    """Kill at every instant; with a count, at so many of them, evenly spread from one that the
+    seed draws.
+    """
     return _swept(FAULT, count, seed, report)
 
 
@@ -45,7 +48,8 @@ def over(count: int = 0, seed: int = 0, report: Callable[[str], None] | None = N
 
 
 def _swept(fault: str, count: int, seed: int, report: Callable[[str], None] | None) -> Outcome:
-    began, failures = time.monotonic(), []
+    began = time.monotonic()
+    failures = []
     made = short_run()
     straight = made.straight(**LIMITS)
     before = made.copied(made.halted(STEP if fault == OVER else STEP - 1, **LIMITS), "before")
@@ -60,9 +64,14 @@ def _swept(fault: str, count: int, seed: int, report: Callable[[str], None] | No
         if wrong:
             failures.append(f"instant {instant} of {len(seen)}, {seen[instant]}: {wrong}")
         if report is not None:
-            report(f"instant {number + 1}/{len(chosen)}, {seen[instant]}{': ' + wrong if wrong else ''}")
+            report(
+                f"instant {number + 1}/{len(chosen)}, "
+                f"{seen[instant]}{': ' + wrong if wrong else ''}"
+            )
     cases = max(len(chosen), len(failures))
-    return Outcome(fault, REQUIRED, cases, cases - len(failures), tuple(failures), time.monotonic() - began)
+    return Outcome(
+        fault, REQUIRED, cases, cases - len(failures), tuple(failures), time.monotonic() - began
+    )
 
 
 def _chosen(total: int, count: int, seed: int) -> Sequence[int]:
@@ -85,14 +94,18 @@ def _instants(made: ShortRun, before: Path) -> list[str]:
 def _case(made: ShortRun, straight: Path, before: Path, instant: int, *, flushed: bool) -> str:
     told = made.place / "lost.txt"
     made.copied(before, "cut")
-    killed = forked.run(lambda: _going_on(made, "cut", told, instant, flushed=flushed), made.log("cut"))
+    killed = forked.run(
+        lambda: _going_on(made, "cut", told, instant, flushed=flushed), made.log("cut")
+    )
     if killed.code != -signal.SIGKILL:
         return f"it was not killed, and ended with {killed.code}: {killed.said[-300:]}"
     if not flushed:
         for name in told.read_text(encoding="utf-8").splitlines():
             if Path(name).is_file() and Path(name).name != LOG:
                 os.truncate(name, 0)
-        if wrong := damaged(made.out("cut")):  # the one before it would be gone on from, and would hide it
+        if wrong := damaged(
+            made.out("cut")
+        ):  # the one before it would be gone on from, and would hide it
             return wrong
     return made.fault_of("cut", made.child("cut", resume=True, **LIMITS), straight)
 
@@ -102,7 +115,8 @@ def _going_on(made: ShortRun, name: str, told: Path, instant: int, *, flushed: b
     from faults.diskseam import DiskSeam
     from lema.train.fit import PlainRun
 
-    watched, seen = False, []
+    watched = False
+    seen = []
     note = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)  # before the seam is there
     write = os.write
 
@@ -110,7 +124,8 @@ def _going_on(made: ShortRun, name: str, told: Path, instant: int, *, flushed: b
         if not watched:
             return
         seen.append(
-            f"{kind} {path.relative_to(seam.root)} {'before' if not done else 'after' if done == 1 else 'half'}"
+            f"{kind} {path.relative_to(seam.root)} "
+            f"{'before' if not done else 'after' if done == 1 else 'half'}"
         )
         if len(seen) - 1 == instant:
             write(note, "\n".join(map(str, seam.unflushed)).encode())

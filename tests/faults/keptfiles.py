@@ -1,6 +1,8 @@
-"""What commands read besides models and rows: settings of other trainers, kept tokens, prompts, preferences, deltas.
+"""What commands read besides models and rows: settings of other trainers, kept tokens, prompts,
+preferences, deltas.
 
-Each case is drawn from the grammar of its kind and opened as a command opens it; it must end as those of `bombs` must.
+Each case is drawn from the grammar of its kind and opened as a command opens it; it must end as
+those of `bombs` must.
 """
 
 import hashlib
@@ -57,19 +59,31 @@ THEIRS: Mapping[str, str] = {
 
 def imported(made: TinyModel, place: Path, draw: Random) -> str:
     """A file of axolotl or TRL with values of any type, and names of its own."""
-    file, given = place / "theirs.yml", {key: THEIRS[key] for key in draw.sample(list(THEIRS), draw.randrange(1, 9))}
+    file = place / "theirs.yml"
+    given = {key: THEIRS[key] for key in draw.sample(list(THEIRS), draw.randrange(1, 9))}
     for _ in range(draw.choice((1, 1, 2, 4))):
-        given[draw.choice((*THEIRS, json.dumps(draw.choice(BAIT)), "a" * 300))] = draw.choice(VALUES)
+        given[draw.choice((*THEIRS, json.dumps(draw.choice(BAIT)), "a" * 300))] = draw.choice(
+            VALUES
+        )
     if draw.random() < 0.3:
-        inner = {key: draw.choice((None, 1, [], {}, *BAIT)) for key in ("path", "type", "field", "field_messages")}
+        inner = {
+            key: draw.choice((None, 1, [], {}, *BAIT))
+            for key in ("path", "type", "field", "field_messages")
+        }
         given["datasets"] = json.dumps(draw.choice(([inner], [inner, 1, None], inner, [[inner]])))
-    file.write_text("".join(f"{key}: {value}\n" for key, value in given.items()), "utf-8", "surrogatepass")
+    file.write_text(
+        "".join(f"{key}: {value}\n" for key, value in given.items()), "utf-8", "surrogatepass"
+    )
     return watch.command("config", "import", file, named=(str(file), *THEIRS), printed=_each_line)
 
 
 def _each_line(said: str) -> str:
     """What is printed is settings, and notes behind `#`."""
-    found = [line for line in said.splitlines() if "not carried over" in line and not line.startswith("#")]
+    found = [
+        line
+        for line in said.splitlines()
+        if "not carried over" in line and not line.startswith("#")
+    ]
     return plain(said) or (f"{found[0]!r} is no note" if found else "")
 
 
@@ -96,7 +110,9 @@ def kept(made: TinyModel, place: Path, draw: Random) -> str:
     """Kept tokens of which a file is harmed, most often told anew in the digest beside it."""
     folder = Path(shutil.copytree(kept_tokens(made), place / "kept"))
     about = next(folder.rglob("about.json"))
-    file = draw.choice([about, *(about.with_name(name) for name in ("rows.bin", "tokens.bin", "skipped.jsonl"))])
+    file = draw.choice(
+        [about, *(about.with_name(name) for name in ("rows.bin", "tokens.bin", "skipped.jsonl"))]
+    )
     whole = json.loads(about.read_bytes())
     if file == about:
         raw = mutate(whole["about"] if draw.random() < 0.8 else whole, draw, BAIT)
@@ -115,7 +131,9 @@ def kept(made: TinyModel, place: Path, draw: Random) -> str:
         digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()
         about.write_text(json.dumps({"about": told, "sha256": digest}), encoding="utf-8")
     tokens.SMALL = 0
-    return watch.command("data", made.config(place, data_cache=str(folder)), named=(str(made.place),), printed=plain)
+    return watch.command(
+        "data", made.config(place, data_cache=str(folder)), named=(str(made.place),), printed=plain
+    )
 
 
 def _digest(raw: bytes) -> bytes:
@@ -125,7 +143,20 @@ def _digest(raw: bytes) -> bytes:
         return b"0"
 
 
-TEXTS: tuple[Any, ...] = ("a b", "", " ", "a\0b", "\ud800", "a" * 3000, "a" * (1 << 20) + "a", *BAIT, None, 1, [], {})
+TEXTS: tuple[Any, ...] = (
+    "a b",
+    "",
+    " ",
+    "a\0b",
+    "\ud800",
+    "a" * 3000,
+    "a" * (1 << 20) + "a",
+    *BAIT,
+    None,
+    1,
+    [],
+    {},
+)
 ROLES = ("user", "assistant", "system", "tool", "", "x" * 300, None, 1)
 
 
@@ -133,37 +164,71 @@ def _said(draw: Random) -> Any:
     """Draw a text, messages, or something that is neither."""
     if draw.random() < 0.5:
         return draw.choice(TEXTS)
-    return [{"role": draw.choice(ROLES), "content": draw.choice(TEXTS)} for _ in range(draw.choice((0, 1, 2, 3)))]
+    return [
+        {"role": draw.choice(ROLES), "content": draw.choice(TEXTS)}
+        for _ in range(draw.choice((0, 1, 2, 3)))
+    ]
 
 
 def preferences(made: TinyModel, place: Path, draw: Random) -> str:
     """Pairs, or rows with a label, with any text, in any number of columns."""
-    rows = [{"prompt": "a", "chosen": "b", "rejected": "c", "completion": "b", "label": True}] * draw.choice((0, 1, 3))
-    bad = {name: _said(draw) for name in ("prompt", "chosen", "rejected", "completion") if draw.random() < 0.8}
+    rows = [
+        {"prompt": "a", "chosen": "b", "rejected": "c", "completion": "b", "label": True}
+    ] * draw.choice((0, 1, 3))
+    bad = {
+        name: _said(draw)
+        for name in ("prompt", "chosen", "rejected", "completion")
+        if draw.random() < 0.8
+    }
     bad |= {"label": draw.choice((True, False, 0, "true", None, [], "x", 2))}
     file = place / "rows.jsonl"
     file.write_text("".join(json.dumps(one) + "\n" for one in [*rows, bad]), encoding="utf-8")
-    given = {"objective": draw.choice(("dpo", "kto", "orpo", "simpo", "ipo")), "train_data": str(file)}
+    given = {
+        "objective": draw.choice(("dpo", "kto", "orpo", "simpo", "ipo")),
+        "train_data": str(file),
+    }
     config = made.config(place, **given, max_length=draw.choice((1, 8, 48)))
     return watch.command("data", config, named=(str(file), str(place)), printed=plain)
 
 
 def prompts(made: TinyModel, place: Path, draw: Random) -> str:
-    """A file of prompts, with a tokenizer that may fail on them, and perhaps results of another run."""
-    file, out = place / draw.choice(("p.jsonl", "p.txt", "p.csv")), place / "done.jsonl"
-    rows = [{draw.choice(("prompt", "messages", "text", "x")): _said(draw)} for _ in range(draw.choice((1, 2)))]
+    """A file of prompts, with a tokenizer that may fail on them, and perhaps results of another
+    run.
+    """
+    file = place / draw.choice(("p.jsonl", "p.txt", "p.csv"))
+    out = place / "done.jsonl"
+    rows = [
+        {draw.choice(("prompt", "messages", "text", "x")): _said(draw)}
+        for _ in range(draw.choice((1, 2)))
+    ]
     file.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
     if draw.random() < 0.5:
-        out.write_bytes(mutate({"index": 0, "completion": "a", "finish_reason": "stop", "prompt": "a"}, draw, BAIT))
+        out.write_bytes(
+            mutate(
+                {"index": 0, "completion": "a", "finish_reason": "stop", "prompt": "a"}, draw, BAIT
+            )
+        )
     if draw.random() < 0.4:
         tokenizer = made.model(place) / "tokenizer.json"
         content = json.loads(tokenizer.read_bytes())
-        pieces = [{"SpecialToken": {"id": "absent", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+        pieces = [
+            {"SpecialToken": {"id": "absent", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ]
         special: dict[str, Any] = {"absent": {"id": "absent", "ids": [2**31], "tokens": ["absent"]}}
         template = {"type": "TemplateProcessing", "single": pieces, "pair": pieces}
         content["post_processor"] = {**template, "special_tokens": draw.choice(({}, special))}
         tokenizer.write_text(json.dumps(content), encoding="utf-8")
-    words = ["generate", made.config(place), "--prompts", file, "--output", out, "--max-new-tokens", "1"]
+    words = [
+        "generate",
+        made.config(place),
+        "--prompts",
+        file,
+        "--output",
+        out,
+        "--max-new-tokens",
+        "1",
+    ]
     return watch.command(*words, named=(str(file), str(out), str(place)), printed=plain)
 
 

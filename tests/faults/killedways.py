@@ -1,7 +1,8 @@
-"""The runs that are killed: plain ones, phases, every objective, and each in two processes that `torchrun` holds.
+"""The runs that are killed: plain ones, phases, every objective, and each in two processes that
+`torchrun` holds.
 
-A process costs no imports, because it is forked; those of `torchrun` are forked by its own agent. One way starts all of
-them anew, as the command line does.
+A process costs no imports, because it is forked; those of `torchrun` are forked by its own agent.
+One way starts all of them anew, as the command line does.
 """
 
 import contextlib
@@ -39,23 +40,38 @@ __all__ = [
 ]
 __all__ += ["is_there", "told_of"]
 
-ROWS, BLOCK = 2, 12
+ROWS = 2
+BLOCK = 12
 VARIABLES = {"GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_ERROR_FILE": os.devnull}
 OF_TIME = ("| train_runtime", "| train_tokens_per_second")  # lines of a card
-SUMMARY = re.compile(r"^(ended at step \d+) after .*?(: mean loss [^,]*),|^(best evaluation: .*)$", re.MULTILINE)
+SUMMARY = re.compile(
+    r"^(ended at step \d+) after .*?(: mean loss [^,]*),|^(best evaluation: .*)$", re.MULTILINE
+)
 STANDSTILL = 900.0  # seconds of a wall clock that a run may take, on a machine that does much else
-CHANGES, DIED = 0, 1  # marks: how many changes of the disk were seen, and whether the process ended itself by a signal
+CHANGES = 0
+# marks: how many changes of the disk were seen, and whether the process ended itself by a signal
+DIED = 1
 
 # Lines of metrics, evaluations and checkpoints fall on steps of their own.
-EPOCHS: Mapping[str, Any] = {"num_train_epochs": 2.0, "max_steps": None, "max_train_samples": 6, "logging_steps": 2}
+EPOCHS: Mapping[str, Any] = {
+    "num_train_epochs": 2.0,
+    "max_steps": None,
+    "max_train_samples": 6,
+    "logging_steps": 2,
+}
 BEST: Mapping[str, Any] = {"load_best_model_at_end": True, "eval_data": "eval.jsonl"}
-STEPWISE: Mapping[str, Any] = {"max_steps": STEPS, "eval_data": "eval.jsonl", "eval_steps": 2, "save_total_limit": 2}
+STEPWISE: Mapping[str, Any] = {
+    "max_steps": STEPS,
+    "eval_data": "eval.jsonl",
+    "eval_steps": 2,
+    "save_total_limit": 2,
+}
 
 
 @dataclass(frozen=True)
 class Way:
-    """A run, and how it is started: phases or a plain one, in how many processes, each of which begins `anew` or is
-    forked."""
+    """A run, and how it is started: phases or a plain one, in how many processes, each of which
+    begins `anew` or is forked."""
 
     name: str
     changes: Mapping[str, Any] = field(default_factory=dict)
@@ -69,14 +85,22 @@ class Way:
 
     @property
     def straight(self) -> str:
-        """The name of the run without a kill that it is compared with; who starts the processes makes no difference."""
+        """The name of the run without a kill that it is compared with; who starts the processes
+        makes no difference.
+        """
         settings = "phases" if self.phases else "-".join(sorted(self.changes))
         return f"straight-{self.changes.get('objective', settings)}-{self.processes}"
 
 
 def _phase(name: str, trains: str, steps: int, rate: float) -> dict[str, Any]:
     mixture = [{"name": "one", "rate": 1.0}]
-    return {"name": name, "trains": trains, "tokens": steps * ROWS * BLOCK, "learning_rate": rate, "mixture": mixture}
+    return {
+        "name": name,
+        "trains": trains,
+        "tokens": steps * ROWS * BLOCK,
+        "learning_rate": rate,
+        "mixture": mixture,
+    }
 
 
 PHASES: Mapping[str, Any] = {
@@ -116,24 +140,32 @@ WAYS: Mapping[str, tuple[Way, ...]] = {
         Way("torchrun, phases", PHASES, 2),
         Way("torchrun by its command", STEPWISE, 2, anew=True),
     ),
-    # Each alone and in two processes by turns, so that few chains have as many objectives as can be.
+    # Each alone and in two processes by turns, so that few chains have as many objectives as can
+    # be.
     "objectives": tuple(
-        _objective(name, (number + turn) % 2 + 1) for turn in (0, 1) for number, name in enumerate(PAIRED)
+        _objective(name, (number + turn) % 2 + 1)
+        for turn in (0, 1)
+        for number, name in enumerate(PAIRED)
     ),
     "plain": (Way("plain", STEPWISE), Way("plain, of epochs", {**EPOCHS, **BEST})),
 }
 
 
 def begun(made: ShortRun, way: Way, name: str, *, resume: bool, at: int = -1) -> Child:
-    """Start the run of that name; the first process kills itself at change number `at` of its disk, unless it is below
-    0. What is seen of its disk is in `made.marks`; nothing, where processes begin anew. One that ends leaves a file of
+    """Start the run of that name; the first process kills itself at change number `at` of its disk,
+    unless it is below
+    0. What is seen of its disk is in `made.marks`; nothing, where processes begin anew. One that
+      ends leaves a file of
     what it has imported, at `imports_of`."""
     given = {key: _placed(made.place, value) for key, value in way.changes.items()}
     file = made.written(name, **given)
     made.marks.clear()
     if way.processes == 1:
         return fork(lambda: _trained(made, file, name, resume, at), made.log(name))
-    return fork(lambda: (_by_command if way.anew else _by_agent)(made, way, file, name, resume, at), made.log(name))
+    return fork(
+        lambda: (_by_command if way.anew else _by_agent)(made, way, file, name, resume, at),
+        made.log(name),
+    )
 
 
 def imports_of(made: ShortRun, name: str) -> Path:
@@ -201,7 +233,9 @@ def _by_command(made: ShortRun, way: Way, file: Path, name: str, resume: bool, a
 
 
 def held_by(child: Child) -> list[psutil.Process]:
-    """Return the processes that train, of `torchrun`'s child in the order in which they were started."""
+    """Return the processes that train, of `torchrun`'s child in the order in which they were
+    started.
+    """
     try:
         return sorted(psutil.Process(child.pid).children(recursive=True), key=lambda one: one.pid)
     except psutil.NoSuchProcess:
@@ -244,13 +278,19 @@ def told_of(out: Path, said: str) -> dict[str, Any]:
         if path.suffix == ".safetensors":
             told[name] = sha256(path.read_bytes()).hexdigest()
         elif path.name == "trainer_state.json":
-            told[name] = [of_record(row) for row in json.loads(path.read_text(encoding="utf-8"))["log_history"]]
+            told[name] = [
+                of_record(row)
+                for row in json.loads(path.read_text(encoding="utf-8"))["log_history"]
+            ]
         elif path.name in ("latest.json", "best.json"):
             told[name] = json.loads(path.read_text(encoding="utf-8"))
         elif path.name == "README.md":
             lines = path.read_text(encoding="utf-8").replace(out.name, "").splitlines()
             told[name] = [line for line in lines if not line.startswith(OF_TIME)]
-        elif path.name not in ("loss.png", ".lock"):  # a picture is drawn where processes begin anew
+        elif path.name not in (
+            "loss.png",
+            ".lock",
+        ):  # a picture is drawn where processes begin anew
             told[name] = "there"
     return told
 
@@ -262,9 +302,12 @@ def difference(told: Mapping[str, Any], straight: Mapping[str, Any]) -> str:
         mine, theirs = (one.get(name, "not there") for one in (told, straight))
         if mine != theirs and isinstance(mine, list) and isinstance(theirs, list):
             missing, more = (
-                [row for row in one if row not in other] for one, other in ((theirs, mine), (mine, theirs))
+                [row for row in one if row not in other]
+                for one, other in ((theirs, mine), (mine, theirs))
             )
-            found.append(f"{name} has {len(mine)} lines for {len(theirs)}, missing {missing}, more {more}")
+            found.append(
+                f"{name} has {len(mine)} lines for {len(theirs)}, missing {missing}, more {more}"
+            )
         elif mine != theirs:
             found.append(f"{name} is {mine}, not {theirs}")
     return "; ".join(found)

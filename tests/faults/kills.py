@@ -1,8 +1,10 @@
-"""kill -9, again and again, of plain runs, phases, all objectives and two processes; each ends as undisturbed.
+"""kill -9, again and again, of plain runs, phases, all objectives and two processes; each ends as
+undisturbed.
 
-A chain is one run, killed up to `LONGEST` times: at a change of its disk, where the process kills itself before it,
-after it or with a write half done, or at any time, where another process kills one of those that train, or all that
-there are. It goes on after each kill, as a user would have it go on, and is compared when it has come to its end.
+A chain is one run, killed up to `LONGEST` times: at a change of its disk, where the process kills
+itself before it, after it or with a write half done, or at any time, where another process kills
+one of those that train, or all that there are. It goes on after each kill, as a user would have it
+go on, and is compared when it has come to its end.
 """
 
 import os
@@ -33,7 +35,9 @@ ALL = 0.4  # of those of two processes, those that kill both and `torchrun` too
 
 @dataclass(frozen=True)
 class Straight:
-    """The run without a kill: what it leaves, its changes of the disk, seconds to the first and from there on."""
+    """The run without a kill: what it leaves, its changes of the disk, seconds to the first and
+    from there on.
+    """
 
     told: dict[str, Any]
     changes: int
@@ -43,9 +47,17 @@ class Straight:
 
 def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:
     """Make `count` kills, as many of each kind of run."""
-    began, draw, failures, lost, done = time.monotonic(), random.Random(seed), list[str](), 0, 0
-    made, known, chains = short_run(), dict[str, Straight](), dict.fromkeys(WAYS, 0)
-    left = {kind: count // len(WAYS) + (number < count % len(WAYS)) for number, kind in enumerate(WAYS)}
+    began = time.monotonic()
+    draw = random.Random(seed)
+    failures = list[str]()
+    lost = 0
+    done = 0
+    made = short_run()
+    known = dict[str, Straight]()
+    chains = dict.fromkeys(WAYS, 0)
+    left = {
+        kind: count // len(WAYS) + (number < count % len(WAYS)) for number, kind in enumerate(WAYS)
+    }
     while kinds := [kind for kind in WAYS if left[kind] > 0]:
         for kind in kinds:
             way = WAYS[kind][chains[kind] % len(WAYS[kind])]
@@ -53,7 +65,11 @@ def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) 
                 known[way.straight] = _straight(made, way)
             length = min(left[kind], draw.randint(1, LONGEST))
             killed, fault = _chain(made, way, known[way.straight], length, draw)
-            left[kind], chains[kind], done = left[kind] - len(killed), chains[kind] + 1, done + len(killed)
+            left[kind], chains[kind], done = (
+                left[kind] - len(killed),
+                chains[kind] + 1,
+                done + len(killed),
+            )
             told = f"{way.name}, chain {chains[kind]}, killed {'; '.join(killed) or 'never'}"
             if fault:
                 lost += max(1, len(killed))
@@ -66,16 +82,22 @@ def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) 
 
 
 def _straight(made: ShortRun, way: Way) -> Straight:
-    out, started, first = made.out(way.straight), time.monotonic(), None
+    out = made.out(way.straight)
+    started = time.monotonic()
+    first = None
     child = begun(made, way, way.straight, resume=False)
     while not child.ended():
         if first is None and _written(out):
             first = time.monotonic()
         time.sleep(LOOK)
-    end, ended, changes = time.monotonic(), child.wait(STANDSTILL), made.marks[killedways.CHANGES]
+    end = time.monotonic()
+    ended = child.wait(STANDSTILL)
+    changes = made.marks[killedways.CHANGES]
     if ended.code:
         raise RuntimeError(f"the run without a kill ended with {ended.code}: {ended.said}")
-    import_noted(killedways.imports_of(made, way.straight))  # which none of the others has to do then
+    import_noted(
+        killedways.imports_of(made, way.straight)
+    )  # which none of the others has to do then
     first = first or end
     return Straight(told_of(out, ended.said), changes, first - started, end - first)
 
@@ -86,14 +108,24 @@ def _written(out: Path) -> tuple[int, ...]:
     if not file.exists():
         return ()
     # Not by `rglob`, because a directory may go while it is looked at.
-    inside = sum(name.startswith("checkpoint-") or name == "model" for _, names, _ in os.walk(out) for name in names)
+    inside = sum(
+        name.startswith("checkpoint-") or name == "model"
+        for _, names, _ in os.walk(out)
+        for name in names
+    )
     return (file.stat().st_size, inside)
 
 
-def _chain(made: ShortRun, way: Way, straight: Straight, length: int, draw: random.Random) -> tuple[list[str], str]:
-    """Kill one run so many times, and let it go on to its end; return when it was killed, and what is wrong."""
+def _chain(
+    made: ShortRun, way: Way, straight: Straight, length: int, draw: random.Random
+) -> tuple[list[str], str]:
+    """Kill one run so many times, and let it go on to its end; return when it was killed, and
+    what is wrong.
+    """
     made.forget(NAME)
-    killed, ended, out = list[str](), None, made.out(NAME)
+    killed = list[str]()
+    ended = None
+    out = made.out(NAME)
     share = 1 if length == 1 else 2 / length  # of a run, what a process lives to do of it at most
     while ended is None and len(killed) < length:
         when, ended = _life(made, way, straight, share, draw)
@@ -104,26 +136,37 @@ def _chain(made: ShortRun, way: Way, straight: Straight, length: int, draw: rand
     return killed, killedways.difference(told_of(out, ended.said), straight.told)
 
 
-def _life(made: ShortRun, way: Way, straight: Straight, share: float, draw: random.Random) -> tuple[str, Ended | None]:
-    """Start a run, or go on with it, and kill it; return when, and how it ended where it came to an end of its own."""
+def _life(
+    made: ShortRun, way: Way, straight: Straight, share: float, draw: random.Random
+) -> tuple[str, Ended | None]:
+    """Start a run, or go on with it, and kill it; return when, and how it ended where it came to
+    an end of its own.
+    """
     resume = is_there(way, made.out(NAME))
     if way.anew or draw.random() >= BY_CHANGE:
-        return _at_any_time(begun(made, way, NAME, resume=resume), made.out(NAME), straight, share, draw)
+        return _at_any_time(
+            begun(made, way, NAME, resume=resume), made.out(NAME), straight, share, draw
+        )
     at = draw.randrange(max(1, int(straight.changes * share)))
     ended = begun(made, way, NAME, resume=resume, at=at).wait(STANDSTILL)
-    return (f"at change {at}", None) if made.marks[killedways.DIED] and ended.code != HUNG else ("", ended)
+    return (
+        (f"at change {at}", None)
+        if made.marks[killedways.DIED] and ended.code != HUNG
+        else ("", ended)
+    )
 
 
 def _at_any_time(
     child: Child, out: Path, straight: Straight, share: float, draw: random.Random
 ) -> tuple[str, Ended | None]:
-    early, found = draw.random() < EARLY, _written(out)
+    early = draw.random() < EARLY
+    found = _written(out)
     delay = draw.uniform(0, straight.before if early else straight.after * share)
     while not early and not child.ended() and _written(out) == found:
         time.sleep(LOOK)
     time.sleep(delay)
     when = f"{delay:.3f} s after {'the start' if early else 'something was written'}"
-    if not (trains := killedways.held_by(child)) or draw.random() < ALL:
+    if not (trains := killedways.hooks_of(child)) or draw.random() < ALL:
         return (when, None) if killedways.end_all(child) else ("", child.wait(STANDSTILL))
     number = draw.randrange(len(trains))
     trains[number].kill()

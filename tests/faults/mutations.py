@@ -1,4 +1,6 @@
-"""Files of JSON made wrong: in the values and names they hold, in how these are nested, and byte by byte."""
+"""Files of JSON made wrong: in the values and names they hold, in how these are nested, and byte
+by byte.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -8,16 +10,62 @@ from typing import Any
 
 __all__ = ["mutate", "mutate_bytes"]
 
-NUMBERS = (0, -1, 1, 2, 3, 7, 64, 255, 4096, 10**6, 2**31 - 1, 2**31, 2**32, 10**12, 2**63 - 1, 2**63, 2**64, 10**40)
+NUMBERS = (
+    0,
+    -1,
+    1,
+    2,
+    3,
+    7,
+    64,
+    255,
+    4096,
+    10**6,
+    2**31 - 1,
+    2**31,
+    2**32,
+    10**12,
+    2**63 - 1,
+    2**63,
+    2**64,
+    10**40,
+)
 NUMBERS += (-(2**31), -(2**63), -(10**30))
 FLOATS = (0.0, -0.0, 0.5, -1.5, 1e-300, 1e308, float("nan"), float("inf"), float("-inf"))
-TEXTS = ("", " ", "\0", "a" * 3000, "é\u2028", "\ud800", "../../etc/passwd", "/dev/zero", "true", "null", "1", "x--y")
-OTHERS: tuple[Any, ...] = (None, True, False, [], {}, [[]], [{}], {"": None}, [1, 2], ["a"], {"a": {"b": 1}})
+TEXTS = (
+    "",
+    " ",
+    "\0",
+    "a" * 3000,
+    "é\u2028",
+    "\ud800",
+    "../../etc/passwd",
+    "/dev/zero",
+    "true",
+    "null",
+    "1",
+    "x--y",
+)
+OTHERS: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    [],
+    {},
+    [[]],
+    [{}],
+    {"": None},
+    [1, 2],
+    ["a"],
+    {"a": {"b": 1}},
+)
 
 Place = tuple[Any, Any]  # what holds a value, and the key or number of it
 
 
-def mutate(document: Any, random: Random, words: Sequence[str] = (), keys: Sequence[tuple[str, Any]] = ()) -> bytes:
+def mutate(
+    document: Any, random: Random, words: Sequence[str] = (), keys: Sequence[tuple[str, Any]] = ()
+) -> bytes:
     """Return the text of a document with one to three things wrong.
 
     Args:
@@ -47,7 +95,11 @@ def mutate_bytes(raw: bytes, random: Random) -> bytes:
     at = random.randrange(len(raw)) if raw else 0
     match random.randrange(6):
         case 0:
-            return raw[:at] + bytes([raw[at] ^ (1 << random.randrange(8))]) + raw[at + 1 :] if raw else raw
+            return (
+                raw[:at] + bytes([raw[at] ^ (1 << random.randrange(8))]) + raw[at + 1 :]
+                if raw
+                else raw
+            )
         case 1:
             return raw[:at]
         case 2:
@@ -63,7 +115,13 @@ def mutate_bytes(raw: bytes, random: Random) -> bytes:
 
 
 def _places(value: Any) -> Iterator[Place]:
-    items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items: Any = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in items:
         yield value, key
         yield from _places(inner)
@@ -136,14 +194,18 @@ def _swap_type(place: Place, random: Random, words: Sequence[str]) -> None:
 
 def _slip(word: str, random: Random) -> str:
     at = random.randrange(len(word) + 1)
-    return random.choice((word[:at] + word[at + 1 :], word[:at] + "x" + word[at:], word.upper(), word + "." + word))
+    return random.choice(
+        (word[:at] + word[at + 1 :], word[:at] + "x" + word[at:], word.upper(), word + "." + word)
+    )
 
 
 def _twice(raw: bytes, random: Random) -> bytes:
     """Give the first name of an object twice."""
     at = raw.find(b'": ', random.randrange(len(raw)))
     start = raw.rfind(b'"', 0, at)
-    return raw if at < 0 or start < 0 else raw[:start] + raw[start : at + 1] + b": 1, " + raw[start:]
+    return (
+        raw if at < 0 or start < 0 else raw[:start] + raw[start : at + 1] + b": 1, " + raw[start:]
+    )
 
 
 CHANGES: tuple[Callable[[Place, Random, Sequence[str]], None], ...] = (

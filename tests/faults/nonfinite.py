@@ -1,4 +1,6 @@
-"""NaN and infinity in the loss, in each layer's output, gradient and weights: no step is taken, the place is named."""
+"""NaN and infinity in the loss, in each layer's output, gradient and weights: no step is taken,
+the place is named.
+"""
 
 import re
 import shutil
@@ -14,7 +16,9 @@ from faults.shortrun import ShortRun, checkpoint_steps, last_lines, short_run
 
 __all__ = ["run"]
 
-FAULT = "NaN or infinity in the loss, each layer's output, each layer's gradient, each layer's weights"
+FAULT = (
+    "NaN or infinity in the loss, each layer's output, each layer's gradient, each layer's weights"
+)
 REQUIRED = "exit 5 before the optimizer's step, the right layer named, nothing non-finite saved"
 NUM_LAYERS = 8
 NON_FINITE = 5
@@ -26,7 +30,8 @@ class Wrong:
     """What goes wrong.
 
     Attributes:
-        what: `"output"` of a layer, `"gradient"` of its output, gradient `"handed down"` by it, `"weights"`, `"loss"`.
+        what: `"output"` of a layer, `"gradient"` of its output, gradient `"handed down"` by it,
+            `"weights"`, `"loss"`.
         layer: which; for the loss, nothing.
         value: what a number becomes.
     """
@@ -37,7 +42,9 @@ class Wrong:
 
 
 def every() -> list[Wrong]:
-    """Return all cases; nothing below the lowest layer asks for the gradient that it would hand down."""
+    """Return all cases; nothing below the lowest layer asks for the gradient that it would hand
+    down.
+    """
     layers = [
         Wrong(what, layer, value)
         for what in ("output", "gradient", "handed down", "weights")
@@ -52,15 +59,21 @@ def run(count: int = 0, seed: int = 0, report: Callable[[str], None] | None = No
     cases = every()
     count = min(count or len(cases), len(cases))
     chosen = [cases[(seed + number * len(cases) // count) % len(cases)] for number in range(count)]
-    began, failures = time.monotonic(), []
+    began = time.monotonic()
+    failures = []
     made = short_run()
     for number, wrong in enumerate(chosen):
-        told = f"{wrong.value} in {wrong.what}{'' if wrong.what == 'loss' else f' of layer {wrong.layer}'}"
+        told = (
+            f"{wrong.value} in "
+            f"{wrong.what}{'' if wrong.what == 'loss' else f' of layer {wrong.layer}'}"
+        )
         if fault := _case(made, wrong):
             failures.append(f"{told}: {fault}")
         if report is not None:
             report(f"non-finite {number + 1}/{count}, {told}{': ' + fault if fault else ''}")
-    return Outcome(FAULT, REQUIRED, count, count - len(failures), tuple(failures), time.monotonic() - began)
+    return Outcome(
+        FAULT, REQUIRED, count, count - len(failures), tuple(failures), time.monotonic() - began
+    )
 
 
 def _case(made: ShortRun, wrong: Wrong) -> str:
@@ -98,7 +111,9 @@ def _spoilt(made: ShortRun, wrong: Wrong) -> int:
         return made.train("cut", model_name_or_path=str(model))
 
     now = [0]
-    accumulate, run_layer, loss_of = LemaTrainer.accumulate, Split.run_layer, StreamedModel.loss
+    accumulate = LemaTrainer.accumulate
+    run_layer = Split.run_layer
+    loss_of = StreamedModel.loss
 
     def counted(self: LemaTrainer, *arguments: Any, **options: Any) -> Any:
         now[0] = self.global_step + 1
@@ -107,7 +122,9 @@ def _spoilt(made: ShortRun, wrong: Wrong) -> int:
     def spoil(tensor: torch.Tensor) -> torch.Tensor:
         return tensor * wrong.value
 
-    def layer(self: Split, index: int, weights: Any, call: Any, hidden: torch.Tensor, **options: Any) -> torch.Tensor:
+    def layer(
+        self: Split, index: int, weights: Any, call: Any, hidden: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
         if now[0] != STEP or index != wrong.layer:
             return run_layer(self, index, weights, call, hidden, **options)
         if wrong.what == "handed down" and torch.is_grad_enabled():
@@ -124,7 +141,9 @@ def _spoilt(made: ShortRun, wrong: Wrong) -> int:
         found = loss_of(self, *arguments, **options)
         return found * wrong.value if now[0] == STEP and wrong.what == "loss" else found
 
-    LemaTrainer.accumulate, Split.run_layer, StreamedModel.loss = counted, layer, loss  # type: ignore[method-assign]
+    LemaTrainer.accumulate = counted
+    Split.run_layer = layer
+    StreamedModel.loss = loss  # type: ignore[method-assign]
     return made.train("cut")
 
 
@@ -133,7 +152,11 @@ def _spoil_weights(model: Path, wrong: Wrong) -> None:
 
     for file in model.glob("*.safetensors"):
         tensors = load_file(file)
-        mine = [name for name in tensors if f"layers.{wrong.layer}." in name and name.endswith("down_proj.weight")]
+        mine = [
+            name
+            for name in tensors
+            if f"layers.{wrong.layer}." in name and name.endswith("down_proj.weight")
+        ]
         for name in mine:
             tensors[name][1, 2] = wrong.value
             save_file(tensors, file, {"format": "pt"})

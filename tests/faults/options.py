@@ -1,7 +1,9 @@
-"""Every verb with every option at its edges: numbers, texts, paths, links and devices, and settings beside them.
+"""Every verb with every option at its edges: numbers, texts, paths, links and devices, and settings
+beside them.
 
-Each case is one command line, drawn from the seed and its number. It must end with the exit code of its kind in a
-sentence, touch nothing outside of its own directory, and leave neither processes nor sockets.
+Each case is one command line, drawn from the seed and its number. It must end with the exit code of
+its kind in a sentence, touch nothing outside of its own directory, and leave neither processes nor
+sockets.
 """
 
 import os
@@ -45,7 +47,17 @@ LINES: Mapping[str, tuple[str, ...]] = {
     "doctor": ("--quick", "--directory", "{empty}"),
     "eval": ("{adapter}", "--data", "{rows}"),
     "generate": ("{adapter}", "--prompt", "a", "--max-new-tokens", "2"),
-    "init": ("{model}", "--device-memory", "1GB", "--data", "{rows}", "--output", "new.yaml", "--profile", "cpu"),
+    "init": (
+        "{model}",
+        "--device-memory",
+        "1GB",
+        "--data",
+        "{rows}",
+        "--output",
+        "new.yaml",
+        "--profile",
+        "cpu",
+    ),
     "merge": ("{adapter}", "merged"),
     "models": ("{model}",),
     "prepare": ("{model}", "prepared"),
@@ -87,7 +99,20 @@ NUMBERS = [
 ]
 NUMBERS += [str(2**64), str(-(2**64)), str(2**63 - 1), "1" * 400]
 LARGE = ["100000", str(2**31 - 1), str(2**31), str(2**32 - 1), str(2**32), "1e9"]
-TEXTS = ["", " ", "a" * 10**6, "a/" * 3000, "\x1b[31mred", "\x07", "\u202egnp", "\udcff", "é", "\n", "a\rb", "\u2028"]
+TEXTS = [
+    "",
+    " ",
+    "a" * 10**6,
+    "a/" * 3000,
+    "\x1b[31mred",
+    "\x07",
+    "\u202egnp",
+    "\udcff",
+    "é",
+    "\n",
+    "a\rb",
+    "\u2028",
+]
 TEXTS += [
     "-",
     "--",
@@ -124,11 +149,28 @@ EDGES = {"number": NUMBERS, "large": LARGE, "text": TEXTS, "place": PLACES}
 # A demo takes half a minute, so its directory is always one that is refused.
 NO_DEMO = ["{file}", "{file}/x", "{device}", "{link}", "{pipe}", "/proc/self/status", "a" * 10**6]
 # Options that say how much is done: what is large takes as long as it says.
-AMOUNTS = {"--steps", "--tokens", "--micro-batches", "--rank", "--max-new-tokens", "--limit", "--batch-size", "--rows"}
+AMOUNTS = {
+    "--steps",
+    "--tokens",
+    "--micro-batches",
+    "--rank",
+    "--max-new-tokens",
+    "--limit",
+    "--batch-size",
+    "--rows",
+}
 WRITTEN = {"--output", "--trace", "--plot"}  # options that name a file to write
-# Directories that may be written into where a user names them: a copy, and one that no link leads to, take their place.
+# Directories that may be written into where a user names them: a copy, and one that no link leads
+# to, take their place.
 NAMED = {"{adapter}": "{run}", "{linked}": "{empty}"}
-OUTPUTS = {"output_dir", "offload_dir", "data_cache"}  # settings that name a place to write to, always one of the case
+# Options that name a directory whose disk is measured, by writing to it: also where others do not
+# write, because it is not empty.
+MEASURED = {"--directory"}
+OUTPUTS = {
+    "output_dir",
+    "offload_dir",
+    "data_cache",
+}  # settings that name a place to write to, always one of the case
 
 
 @cache
@@ -148,8 +190,12 @@ def _commands(command: Any, words: str) -> Iterator[tuple[str, Any]]:
 
 def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:
     """Run `count` command lines, of all verbs in turn."""
-    started, made, names = time.perf_counter(), tiny_model(), list(LINES)
-    sys.dont_write_bytecode = True  # what Python writes beside its modules is not the command's doing
+    started = time.perf_counter()
+    made = tiny_model()
+    names = list(LINES)
+    sys.dont_write_bytecode = (
+        True  # what Python writes beside its modules is not the command's doing
+    )
     _make_kept(made)
 
     def case(number: int) -> str:
@@ -176,8 +222,8 @@ def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) 
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Let commands find nothing of a launcher in the environment in a `with` block: a group of processes has sockets
-    until the process ends."""
+    """Let commands find nothing of a launcher in the environment in a `with` block: a group of
+    processes has sockets until the process ends."""
     told = {name: os.environ.pop(name) for name in LAUNCHED if name in os.environ}
     try:
         yield
@@ -194,7 +240,8 @@ def _make_kept(made: TinyModel) -> None:
 
 def _places(made: TinyModel, place: Path) -> dict[str, str]:
     """Make the files of a case; return them by the names that lines have for them."""
-    kept, work = made.place / "kept", place / "work"
+    kept = made.place / "kept"
+    work = place / "work"
     for name in ("work", "home", "cache", "tmp", "empty"):
         (place / name).mkdir()
     shutil.copytree(made.place / "out", place / "run")
@@ -203,8 +250,14 @@ def _places(made: TinyModel, place: Path) -> dict[str, str]:
     (place / "linked").symlink_to(kept)
     (place / "nowhere").symlink_to(kept / "nothing.txt")
     os.mkfifo(place / "pipe")
-    names = {name: str(place / name) for name in ("run", "file", "link", "linked", "nowhere", "empty", "pipe")}
-    for name, minor in (("device", 3), ("full", 7)):  # as /dev/null and /dev/full; a file where nobody may make one
+    names = {
+        name: str(place / name)
+        for name in ("run", "file", "link", "linked", "nowhere", "empty", "pipe")
+    }
+    for name, minor in (
+        ("device", 3),
+        ("full", 7),
+    ):  # as /dev/null and /dev/full; a file where nobody may make one
         try:
             os.mknod(place / name, 0o666 | stat.S_IFCHR, os.makedev(1, minor))
         except PermissionError:
@@ -218,15 +271,27 @@ def _places(made: TinyModel, place: Path) -> dict[str, str]:
 
 def _line(verb: str, made: TinyModel, place: Path, draw: Random) -> list[str]:
     """Return the words of a case: the line of a verb with one to three changes."""
-    names, line = _places(made, place), list(LINES[verb])
-    options = [one for one in verbs()[verb].params if one.param_type_name == "option" and one.name != "help"]
-    arguments = [at for at, word in enumerate(line) if word[:2] != "--" and (at == 0 or line[at - 1][:2] != "--")]
+    names = _places(made, place)
+    line = list(LINES[verb])
+    options = [
+        one
+        for one in verbs()[verb].params
+        if one.param_type_name == "option" and one.name != "help"
+    ]
+    arguments = [
+        at
+        for at, word in enumerate(line)
+        if word[:2] != "--" and (at == 0 or line[at - 1][:2] != "--")
+    ]
     if verb == "demo":
-        line, arguments = [draw.choice(NO_DEMO)], []
+        line = [draw.choice(NO_DEMO)]
+        arguments = []
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         if arguments and (not options or draw.random() < 0.15):
-            at, value = draw.choice(arguments), _value("", draw)
-            written = at > 0 or verb == "report"  # into a directory that a user names, whatever is there
+            at = draw.choice(arguments)
+            value = _value("", draw)
+            # into a directory that a user names, whatever is there
+            written = at > 0 or verb == "report"
             line[at] = NAMED.get(value, value) if written else value
         elif options:
             _change(line, draw.choice(options), draw)
@@ -247,7 +312,9 @@ def _change(line: list[str], option: Any, draw: Random) -> None:
     elif draw.random() < 0.1:
         line.append(name)  # without a value
     else:
-        line += [name, _value(name, draw)] if draw.random() < 0.8 else [f"{name}={_value(name, draw)}"]
+        line += (
+            [name, _value(name, draw)] if draw.random() < 0.8 else [f"{name}={_value(name, draw)}"]
+        )
 
 
 def _setting(draw: Random) -> str:
@@ -264,11 +331,21 @@ def _setting(draw: Random) -> str:
 def _value(name: str, draw: Random) -> str:
     kinds = ["number", "text", "place"] + ["large"] * (name not in AMOUNTS)
     value = draw.choice(EDGES[draw.choice(kinds)])
-    # A pipe that a user names is waited for, as `lema train <(...)` needs it; nothing is written onto one.
-    # And a file that a command does not read may be what a user wants to have written anew.
+    # A pipe that a user names is waited for, as `lema train <(...)` needs it; nothing is written
+    # onto one. And a file that a command does not read may be what a user wants to have written
+    # anew.
     if value == ("{rows}" if name in WRITTEN else "{pipe}"):
         return "{file}"
-    return NAMED.get(value, value) if name in WRITTEN else value
+    return _of_the_case(name, value)
+
+
+def _of_the_case(option: str, value: str) -> str:
+    """Return the place of the case that is named in the place of another one, if the option says
+    where to write.
+    """
+    if option in MEASURED and value == "{model}":
+        return "{run}"
+    return NAMED.get(value, value) if option in WRITTEN | MEASURED else value
 
 
 def _filled(word: str, names: Mapping[str, str]) -> str:
@@ -289,7 +366,8 @@ def _run(words: list[str], made: TinyModel, place: Path) -> str:
 def _at_home(place: Path) -> Iterator[None]:
     """Have a home, a cache and temporary files in the directory of a case."""
     given = {"HOME": "home", "XDG_CACHE_HOME": "cache", "TMPDIR": "tmp", "MPLCONFIGDIR": "cache"}
-    before, directory = {name: os.environ.get(name) for name in given}, tempfile.tempdir
+    before = {name: os.environ.get(name) for name in given}
+    directory = tempfile.tempdir
     os.environ.update({name: str(place / one) for name, one in given.items()})
     tempfile.tempdir = None
     try:

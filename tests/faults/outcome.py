@@ -1,4 +1,6 @@
-"""What came of one kind of fault: how many cases were tried, how many ended as they must, and what the others did."""
+"""What came of one kind of fault: how many cases were tried, how many ended as they must, and
+what the others did.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,8 @@
-"""Ways out of a model's directory: every one ends in an error, or in nothing, and no file outside is opened.
+"""Ways out of a model's directory: every one ends in an error, or in nothing, and no file outside
+is opened.
 
-Files are watched in two ways. Python tells of each it opens; what the libraries written in other languages read shows
-in the time of the last access of the files planted outside.
+Files are watched in two ways. Python tells of each it opens; what the libraries written in other
+languages read shows in the time of the last access of the files planted outside.
 """
 
 import json
@@ -143,7 +144,9 @@ def template(text: str) -> Plant:
 
 
 def cached(link: str) -> Plant:
-    """Lay the model out as the hub's cache does, with its weights a link to `link`, relative to the snapshot."""
+    """Lay the model out as the hub's cache does, with its weights a link to `link`, relative to
+    the snapshot.
+    """
 
     def plant(model: Path, outside: Path) -> None:
         weights = model / SINGLE_NAME
@@ -296,7 +299,8 @@ def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) 
     if not _hooked:
         sys.addaudithook(_watch)
         _hooked.append(True)
-    started, failures = time.perf_counter(), []
+    started = time.perf_counter()
+    failures = []
     chosen = list(FORMS.items())[:count]
     with tempfile.TemporaryDirectory() as name:
         base = _base(Path(name).resolve() / "base")
@@ -329,7 +333,9 @@ def _ending(base: Path, place: Path, plant: Plant, act: Act, cache: bool) -> str
         shutil.copytree(base, one)
     (place / "models--org--other" / "blobs" / "f00d").write_bytes((base / SINGLE_NAME).read_bytes())
     plant(model, outside)
-    strangers = [file for file in place.rglob("*") if file.is_file() and not file.is_relative_to(model)]
+    strangers = [
+        file for file in place.rglob("*") if file.is_file() and not file.is_relative_to(model)
+    ]
     for file in strangers:
         os.utime(file, (1, file.stat().st_mtime))
     with _quiet():
@@ -344,7 +350,8 @@ def _ending(base: Path, place: Path, plant: Plant, act: Act, cache: bool) -> str
         except Exception as error:  # noqa: BLE001
             return f"{type(error).__name__}: {error}"
         finally:
-            seen, _opened = _opened, None
+            seen = _opened
+            _opened = None
     read = [str(file) for file in strangers if file.stat().st_atime > 1]
     read += [file for file in seen if _leaves(Path(file), place, model)]
     return f"opened {read[0]}" if read else None
@@ -354,7 +361,11 @@ def _leaves(file: Path, place: Path, model: Path) -> bool:
     real = file.resolve()
     if str(real) in ("/dev/zero", "/etc/passwd"):
         return True
-    return real.is_relative_to(place) and not real.is_relative_to(model) and not real.is_relative_to(place / "copy")
+    return (
+        real.is_relative_to(place)
+        and not real.is_relative_to(model)
+        and not real.is_relative_to(place / "copy")
+    )
 
 
 @contextmanager
@@ -379,7 +390,9 @@ def _base(directory: Path) -> Path:
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(directory)
     word_tokenizer().save_pretrained(directory)
-    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")).save_pretrained(directory)
+    get_peft_model(
+        model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    ).save_pretrained(directory)
     for name in ("special_tokens_map.json", "generation_config.json"):
         (directory / name).write_text("{}")
     (directory / "evil.py").write_text("from transformers import LlamaConfig as Evil\n")

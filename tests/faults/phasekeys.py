@@ -1,8 +1,8 @@
 """Settings of phases at the ends of their types, one or several in a file of one to three phases.
 
-The settings and their types are those of the plan's own schema, with what a phase may override, so that a new setting
-is drawn without a word here. What is refused must name a setting; what is taken trains if it is a run of a few steps,
-and is planned otherwise.
+The settings and their types are those of the plan's own schema, with what a phase may override, so
+that a new setting is drawn without a word here. What is refused must name a setting; what is taken
+trains if it is a run of a few steps, and is planned otherwise.
 """
 
 import json
@@ -25,7 +25,22 @@ __all__ = ["run"]
 SHORT = 3000  # tokens of a run that is trained, all phases together
 LONG = "a" * 5000
 WHOLE = (-1, 0, 1, 2, 3, 7, 1000, 2**31, 10**18 - 1, 10**18, 10**18 + 1, 2**63, 2**64, 10**30)
-REAL = (-0.0, 0.0, 5e-324, 1e-300, 0.1, 0.5, 1.0, 2.0, 1e17, 1e300, 1.7e308, math.inf, -math.inf, math.nan)
+REAL = (
+    -0.0,
+    0.0,
+    5e-324,
+    1e-300,
+    0.1,
+    0.5,
+    1.0,
+    2.0,
+    1e17,
+    1e300,
+    1.7e308,
+    math.inf,
+    -math.inf,
+    math.nan,
+)
 TEXTS = (
     "",
     " ",
@@ -43,8 +58,18 @@ TEXTS = (
     "*",
     "%s",
 )
-# What a text may mean where it is read: modules, layers, data sets, lengths, amounts of memory, files.
-TEXTS += ("q_proj", "lm_head", "embed_tokens", "model.layers.0.self_attn.q_proj", "norm", "layers", "weight", "first:1")
+# What a text may mean where it is read: modules, layers, data sets, lengths, amounts of memory,
+# files.
+TEXTS += (
+    "q_proj",
+    "lm_head",
+    "embed_tokens",
+    "model.layers.0.self_attn.q_proj",
+    "norm",
+    "layers",
+    "weight",
+    "first:1",
+)
 TEXTS += (
     "last:2",
     "last:99999999999999999999",
@@ -55,29 +80,62 @@ TEXTS += (
     "chat",
     "gaussian",
 )
-TEXTS += ("gaussian", "64", "0.1k", "9e99B", "9" * 400 + "G", "8GB", "0B", "1e30GB", "loftq", "pissa", "all-linear")
-OTHERS: Sequence[Any] = (None, True, [], {}, [[]], [None], {"": None}, {"a": {"b": [1]}}, "1", 1, 0.5, [1, "a", None])
+TEXTS += (
+    "gaussian",
+    "64",
+    "0.1k",
+    "9e99B",
+    "9" * 400 + "G",
+    "8GB",
+    "0B",
+    "1e30GB",
+    "loftq",
+    "pissa",
+    "all-linear",
+)
+OTHERS: Sequence[Any] = (
+    None,
+    True,
+    [],
+    {},
+    [[]],
+    [None],
+    {"": None},
+    {"a": {"b": [1]}},
+    "1",
+    1,
+    0.5,
+    [1, "a", None],
+)
 
 Place = tuple[str | None, ...]  # keys that lead to a setting; None: the number of a phase
 
 
 def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:
-    """Write `count` files of phases, each of which has one setting, all in turn, and often others at an end."""
+    """Write `count` files of phases, each of which has one setting, all in turn, and often
+    others at an end.
+    """
     started, made, (known, kinds) = time.perf_counter(), tiny_model(), _schema()
 
     def case(number: int) -> str:
         draw = Random(f"{seed}:{number}")
         place = made.fresh()
         os.chdir(place)
-        document, named = _document(made, place, draw), list[str]()
-        for path in [list(known)[number % len(known)], *draw.sample(list(known), draw.choice((0, 0, 0, 1, 1, 2)))]:
+        document = _document(made, place, draw)
+        named = list[str]()
+        for path in [
+            list(known)[number % len(known)],
+            *draw.sample(list(known), draw.choice((0, 0, 0, 1, 1, 2))),
+        ]:
             named.append(_put(document, path, _end(known[path], kinds, draw), draw))
         wrong = _opened(place / "run.yaml", document, [*named, "phases[", f"{place / 'run.yaml'}:"])
         shutil.rmtree(place, ignore_errors=True)
         return wrong and f"seed {seed}, {' '.join(named)}: {wrong}"
 
     seen = watch.watched(count, case, made.place, report, growth=None)
-    return watch.outcome("settings of phases at the ends of their types", REQUIRED, count, seen, started)
+    return watch.outcome(
+        "settings of phases at the ends of their types", REQUIRED, count, seen, started
+    )
 
 
 def _schema() -> tuple[dict[Place, Any], Mapping[str, Any]]:
@@ -86,7 +144,9 @@ def _schema() -> tuple[dict[Place, Any], Mapping[str, Any]]:
     from lema.train.phases.phase import OVERRIDES, Phase
     from lema.train.phases.plan import PhasePlan
 
-    plan, run, phase = PhasePlan.model_json_schema(), LemaConfig.model_json_schema(), Phase.model_json_schema()
+    plan = PhasePlan.model_json_schema()
+    run = LemaConfig.model_json_schema()
+    phase = Phase.model_json_schema()
     kinds = {**run.get("$defs", {}), **plan["$defs"]}
     own = {**phase["properties"], **{name: run["properties"][name] for name in sorted(OVERRIDES)}}
     found = {(name,): schema for name, schema in plan["properties"].items() if name != "phases"}
@@ -94,7 +154,9 @@ def _schema() -> tuple[dict[Place, Any], Mapping[str, Any]]:
     return found, kinds
 
 
-def _places(properties: Mapping[str, Any], kinds: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _places(
+    properties: Mapping[str, Any], kinds: Mapping[str, Any]
+) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield every setting, those within settings too, by its path."""
     for name, schema in properties.items():
         yield (name,), schema
@@ -108,7 +170,10 @@ def _document(made: TinyModel, place: Path, draw: Random) -> dict[str, Any]:
     phases: list[dict[str, Any]] = []
     for index in range(draw.choice((1, 2, 2, 3))):
         name = draw.choice(("text", "chat"))
-        phase: dict[str, Any] = {"trains": draw.choice(("full", "lora", "selection")), "tokens": 192}
+        phase: dict[str, Any] = {
+            "trains": draw.choice(("full", "lora", "selection")),
+            "tokens": 192,
+        }
         phase |= {"learning_rate": 1e-3, "mixture": [{"name": name, "rate": 1.0}]}
         if phase["trains"] == "selection":
             phase["layers"] = draw.choice((["last:1"], [0, "head"], ["embeddings"]))
@@ -119,7 +184,10 @@ def _document(made: TinyModel, place: Path, draw: Random) -> dict[str, Any]:
         phases.append(phase)
     return {
         "model_name_or_path": str(made.place / "model"),
-        "train_data": {"text": str(made.place / "rows.jsonl"), "chat": str(made.place / "chat.jsonl")},
+        "train_data": {
+            "text": str(made.place / "rows.jsonl"),
+            "chat": str(made.place / "chat.jsonl"),
+        },
         "output_dir": str(place / "out"),
         "device": "cpu",
         "batch_size": 2,
@@ -153,27 +221,45 @@ def _end(schema: Mapping[str, Any], kinds: Mapping[str, Any], draw: Random) -> A
     if "$ref" in schema:
         schema = kinds[schema["$ref"].rpartition("/")[2]]
     if "anyOf" in schema:
-        form = draw.choice([one for one in schema["anyOf"] for _ in range(1 if one.get("type") == "null" else 3)])
-        return _end({**{key: one for key, one in schema.items() if key != "anyOf"}, **form}, kinds, draw)
+        form = draw.choice(
+            [one for one in schema["anyOf"] for _ in range(1 if one.get("type") == "null" else 3)]
+        )
+        return _end(
+            {**{key: one for key, one in schema.items() if key != "anyOf"}, **form}, kinds, draw
+        )
     if words := schema.get("enum", [schema["const"]] if "const" in schema else []):
         word = draw.choice(words)
         return draw.choice((word, word, word, str(word).upper(), f"{word}x", ""))
     kind = schema.get("type", "object")
     match draw.choice(kind) if isinstance(kind, list) else kind:
         case "integer":
-            return draw.choice([*WHOLE, *(one + by for one in _bounds(schema) for by in (-1, 0, 1))])
+            return draw.choice(
+                [*WHOLE, *(one + by for one in _bounds(schema) for by in (-1, 0, 1))]
+            )
         case "number":
-            near = [math.nextafter(one, to) for one in _bounds(schema) for to in (-math.inf, one, math.inf)]
+            near = [
+                math.nextafter(one, to)
+                for one in _bounds(schema)
+                for to in (-math.inf, one, math.inf)
+            ]
             return draw.choice([*REAL, *near])
         case "string":
             return draw.choice(TEXTS)
         case "array":
-            items = [_end(schema.get("items", {}), kinds, draw) for _ in range(draw.choice((0, 1, 1, 1, 2, 3)))]
+            items = [
+                _end(schema.get("items", {}), kinds, draw)
+                for _ in range(draw.choice((0, 1, 1, 1, 2, 3)))
+            ]
             return items * draw.choice((1, 1, 1, 1, 2, 300))
         case "object":
-            inside = schema.get("properties") or {draw.choice(TEXTS): schema.get("additionalProperties") or {}}
+            inside = schema.get("properties") or {
+                draw.choice(TEXTS): schema.get("additionalProperties") or {}
+            }
             chosen = draw.sample(list(inside), draw.randrange(len(inside) + 1))
-            return {name: _end(inside[name] if isinstance(inside[name], dict) else {}, kinds, draw) for name in chosen}
+            return {
+                name: _end(inside[name] if isinstance(inside[name], dict) else {}, kinds, draw)
+                for name in chosen
+            }
         case "boolean":
             return draw.random() < 0.5
     return None

@@ -1,6 +1,8 @@
-"""Broken rows and files of data: each ends in an error that names the file, and the line where there is one.
+"""Broken rows and files of data: each ends in an error that names the file, and the line where
+there is one.
 
-What can be wrong with a row is tried on the first line of a file and on the third, as lines of JSON and in a list.
+What can be wrong with a row is tried on the first line of a file and on the third, as lines of JSON
+and in a list.
 """
 
 import csv
@@ -29,7 +31,8 @@ __all__ = ["forms", "run"]
 SECONDS = 20.0  # a million tokens take some
 VOCABULARY = 4
 TEXT = {"text": "a b"}
-USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+USER = {"role": "user", "content": "a"}
+ASSISTANT = {"role": "assistant", "content": "b"}
 CHAT = {"messages": [USER, ASSISTANT]}
 TALK = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
 PAIR = {"prompt": "a", "completion": "b"}
@@ -58,7 +61,12 @@ class Form:
 
 def message(**changes: Any) -> dict[str, Any]:
     """A chat whose answer says something else; a value of None takes a key away."""
-    return {"messages": [USER, {key: one for key, one in (ASSISTANT | changes).items() if one is not None}]}
+    return {
+        "messages": [
+            USER,
+            {key: one for key, one in (ASSISTANT | changes).items() if one is not None},
+        ]
+    }
 
 
 # What the rows before it are, and the broken row.
@@ -74,7 +82,10 @@ ROWS: dict[str, tuple[dict[str, Any], Any]] = {
     "role: missing": (CHAT, message(role=None)),
     "role: null": (CHAT, {"messages": [USER, {"role": None, "content": "b"}]}),
     "role: a number": (CHAT, message(role=1)),
-    "role: a slip": (CHAT, {"messages": [USER, ASSISTANT, message(role="asistant")["messages"][1]]}),
+    "role: a slip": (
+        CHAT,
+        {"messages": [USER, ASSISTANT, message(role="asistant")["messages"][1]]},
+    ),
     "content: missing": (CHAT, message(content=None)),
     "content: null": (CHAT, {"messages": [USER, {"role": "assistant", "content": None}]}),
     "content: a number": (CHAT, message(content=3.5)),
@@ -90,9 +101,18 @@ ROWS: dict[str, tuple[dict[str, Any], Any]] = {
     "messages: the answer first": (CHAT, {"messages": [ASSISTANT, USER]}),
     "messages: tools are a number": (CHAT, CHAT | {"tools": 3}),
     "talk: no speaker": (TALK, {"conversations": [{"value": "a"}, {"from": "gpt", "value": "b"}]}),
-    "talk: nothing said": (TALK, {"conversations": [{"from": "human"}, {"from": "gpt", "value": "b"}]}),
-    "talk: unknown speaker": (TALK, {"conversations": [{"from": "dog", "value": "a"}, *TALK["conversations"]]}),
-    "talk: a number": (TALK, {"conversations": [{"from": "human", "value": 1}, {"from": "gpt", "value": "b"}]}),
+    "talk: nothing said": (
+        TALK,
+        {"conversations": [{"from": "human"}, {"from": "gpt", "value": "b"}]},
+    ),
+    "talk: unknown speaker": (
+        TALK,
+        {"conversations": [{"from": "dog", "value": "a"}, *TALK["conversations"]]},
+    ),
+    "talk: a number": (
+        TALK,
+        {"conversations": [{"from": "human", "value": 1}, {"from": "gpt", "value": "b"}]},
+    ),
     "pair: empty completion": (PAIR, PAIR | {"completion": ""}),
     "pair: null completion": (PAIR, PAIR | {"completion": None}),
     "pair: text and a chat": (PAIR, PAIR | {"completion": [ASSISTANT]}),
@@ -221,14 +241,16 @@ def _parquet(columns: dict[str, Any]) -> bytes:
 
 
 def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:
-    """Read `count` broken files, spread over all there are; there are more than 200, and not more than all are read.
+    """Read `count` broken files, spread over all there are; there are more than 200, and not more
+    than all are read.
 
     Args:
         count: of files.
         seed: which of them comes first.
         report: is told of each failure.
     """
-    started, failures = time.perf_counter(), []
+    started = time.perf_counter()
+    failures = []
     every = list(forms())
     step = max(1, len(every) // count)
     chosen = every if count >= len(every) // 2 else every[seed % step :: step]

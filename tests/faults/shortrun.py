@@ -1,4 +1,6 @@
-"""The run that faults are done to: eight layers, dropout, six steps, and whether it came to the end it must come to."""
+"""The run that faults are done to: eight layers, dropout, six steps, and whether it came to the
+end it must come to.
+"""
 
 import atexit
 import hashlib
@@ -57,7 +59,9 @@ class ShortRun:
         return self.place / f"{name}.log"
 
     def written(self, name: str, **changes: Any) -> Path:
-        """Write the settings of a run, whose output goes to the directory of that name; return the file."""
+        """Write the settings of a run, whose output goes to the directory of that name; return
+        the file.
+        """
         given = {
             "model_name_or_path": str(self.place / "model"),
             "train_data": str(self.place / "rows.jsonl"),
@@ -75,7 +79,9 @@ class ShortRun:
             **changes,
         }
         file = self.place / f"{name}.yaml"
-        lines = [f"{key}: {json.dumps(value)}\n" for key, value in given.items() if value is not None]
+        lines = [
+            f"{key}: {json.dumps(value)}\n" for key, value in given.items() if value is not None
+        ]
         file.write_text("".join(lines), encoding="utf-8")
         return file
 
@@ -110,7 +116,8 @@ class ShortRun:
         return self.out(name)
 
     def halted(self, step: int, **changes: Any) -> Path:
-        """Kill a run, once for the same settings, as soon as the checkpoint of `step` is saved; return its directory.
+        """Kill a run, once for the same settings, as soon as the checkpoint of `step` is saved;
+        return its directory.
 
         Raises:
             RuntimeError: it came to another end.
@@ -134,7 +141,9 @@ class ShortRun:
 
         ended = run(work, self.log(name))
         if ended.code != -signal.SIGKILL:
-            raise RuntimeError(f"the run that was to be killed ended with {ended.code}: {ended.said}")
+            raise RuntimeError(
+                f"the run that was to be killed ended with {ended.code}: {ended.said}"
+            )
         return self.out(name)
 
     def copied(self, halted: Path, name: str) -> Path:
@@ -190,7 +199,9 @@ def _make(place: Path) -> int:
         lines = [json.dumps(row) + "\n" for row in token_rows(count, seed, length=6)]
         (place / file).write_text("".join(lines), encoding="utf-8")
     pairs = [{"prompt": one[:24], "chosen": one[24:], "rejected": one[30:]} for one in SENTENCES]
-    (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs), encoding="utf-8")
+    (place / "pairs.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in pairs), encoding="utf-8"
+    )
     return 0
 
 
@@ -205,7 +216,9 @@ def _ready(made: ShortRun) -> None:
         raise RuntimeError(f"the first run ended with {ended.code}: {ended.said}")
     from transformers import conversion_mapping
 
-    conversion_mapping.get_checkpoint_conversion_mapping("")  # a table that is made once in a process
+    conversion_mapping.get_checkpoint_conversion_mapping(
+        ""
+    )  # a table that is made once in a process
     made.forget("warm")
 
 
@@ -217,7 +230,11 @@ def same_adapter(one: Path, other: Path) -> bool:
 
 def of_record(row: dict[str, Any]) -> dict[str, Any]:
     """Return what a line of metrics says of the run."""
-    return {name: one for name, one in row.items() if name not in OF_THE_PROCESS and not name.startswith(COSTS)}
+    return {
+        name: one
+        for name, one in row.items()
+        if name not in OF_THE_PROCESS and not name.startswith(COSTS)
+    }
 
 
 def record_of(out: Path) -> list[dict[str, Any]]:
@@ -229,7 +246,9 @@ def record_of(out: Path) -> list[dict[str, Any]]:
 def leftovers(out: Path) -> list[str]:
     """Return the names of what a run should have removed."""
     return sorted(
-        str(path.relative_to(out)) for path in out.rglob("*") if path.name.startswith(".") and path.name != LOCK
+        str(path.relative_to(out))
+        for path in out.rglob("*")
+        if path.name.startswith(".") and path.name != LOCK
     )
 
 

@@ -1,4 +1,6 @@
-"""A file system of few bytes (tmpfs, in a namespace of its own): the kernel itself says that it is full."""
+"""A file system of few bytes (tmpfs, in a namespace of its own): the kernel itself says that it
+is full.
+"""
 
 import ctypes
 import os
@@ -21,14 +23,18 @@ PAGE = 4096
 PAGES = 120  # more than two saves and the adapter take
 REFUSED = "this user may not mount"
 AMPLE = 256 << 20
-SAYING = 5  # every so many sizes, the file system says how much is left, and not that there is plenty
+SAYING = (
+    5  # every so many sizes, the file system says how much is left, and not that there is plenty
+)
 
 
 def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:
     """Fill it at `count` sizes; none, and that is said, where this user may not mount one."""
-    began, failures = time.monotonic(), []
+    began = time.monotonic()
+    failures = []
     made = short_run()
-    straight, before = made.straight(**LIMITS), made.halted(HALTED, **LIMITS)
+    straight = made.straight(**LIMITS)
+    before = made.halted(HALTED, **LIMITS)
     told_to = made.place / "smalldisk.txt"
     for case in range(count):
         room = (case * PAGES // max(1, count - 1) + seed) * PAGE
@@ -42,20 +48,26 @@ def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) 
 
         ended = forked.run(work, made.log("mounted"), 4 * forked.PATIENCE)
         if ended.code == forked.CRASHED and REFUSED in ended.said:
-            return Outcome(f"{FAULT} (not done: {REFUSED} one)", REQUIRED, 0, 0, (), time.monotonic() - began)
+            return Outcome(
+                f"{FAULT} (not done: {REFUSED} one)", REQUIRED, 0, 0, (), time.monotonic() - began
+            )
         fault = told_to.read_text(encoding="utf-8")
         told = f"{room} bytes left{', and the file system says so' if says_so else ''}"
         if fault:
             failures.append(f"{told}: {fault}")
         if report is not None:
             report(f"small disk {case + 1}/{count}, {told}{': ' + fault if fault else ''}")
-    return Outcome(FAULT, REQUIRED, count, count - len(failures), tuple(failures), time.monotonic() - began)
+    return Outcome(
+        FAULT, REQUIRED, count, count - len(failures), tuple(failures), time.monotonic() - began
+    )
 
 
 def _case(made: ShortRun, straight: Path, before: Path, room: int, says_so: bool) -> str:
     out = made.out("cut")
     out.mkdir()
-    libc, user, group = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    user = os.getuid()
+    group = os.getgid()
 
     def mount(flags: int, nbytes: int) -> None:
         if libc.mount(b"tmpfs", os.fsencode(out), b"tmpfs", flags, f"size={nbytes}".encode()):
@@ -63,7 +75,11 @@ def _case(made: ShortRun, straight: Path, before: Path, room: int, says_so: bool
 
     if libc.unshare(SPACES):
         raise RuntimeError(f"{REFUSED}: {os.strerror(ctypes.get_errno())}")
-    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"0 {user} 1"),
+        ("gid_map", f"0 {group} 1"),
+    ):
         Path(f"/proc/self/{name}").write_text(text, encoding="ascii")
     mount(0, AMPLE)
     shutil.copytree(before, out, dirs_exist_ok=True)
@@ -75,7 +91,9 @@ def _case(made: ShortRun, straight: Path, before: Path, room: int, says_so: bool
             os.statvfs = _plenty  # as it is with quotas
         return made.train("cut", resume=True, **LIMITS)
 
-    return fault_after(made, forked.run(work, made.log("cut")), straight, lambda: mount(REMOUNT, AMPLE))
+    return fault_after(
+        made, forked.run(work, made.log("cut")), straight, lambda: mount(REMOUNT, AMPLE)
+    )
 
 
 def _plenty(path: object) -> os.statvfs_result:

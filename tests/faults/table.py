@@ -57,7 +57,9 @@ ROWS = (
 )
 
 
-def outcome_of(row: Row, count: int, seed: int, report: Callable[[str], None] | None = None) -> Outcome:
+def outcome_of(
+    row: Row, count: int, seed: int, report: Callable[[str], None] | None = None
+) -> Outcome:
     """Make the faults of a row."""
     run: Callable[..., Outcome] = getattr(import_module(f"faults.{row.module}"), row.function)
     return run(count, seed, report)
@@ -67,13 +69,21 @@ def markdown(outcomes: Sequence[Outcome]) -> str:
     """Return the table, with where and when it was made."""
     lines = ["| fault | cases | passed | required | seconds |", "|---|---:|---:|---|---:|"]
     for one in outcomes:
-        lines.append(f"| {one.fault} | {one.cases:,} | {one.passed:,} | {one.required} | {one.seconds:.0f} |")
+        lines.append(
+            f"| {one.fault} | {one.cases:,} | {one.passed:,} | {one.required} | {one.seconds:.0f} |"
+        )
     lines += ["", *(_counted(one) for one in outcomes if one.codes)]
-    where = f"{platform.machine()}, {platform.system()} {platform.release()}, Python {platform.python_version()}"
+    where = (
+        f"{platform.machine()}, {platform.system()} {platform.release()}, Python "
+        f"{platform.python_version()}"
+    )
     lines += ["", f"{datetime.now(UTC):%d %b %Y}, {where}."]
     return "\n".join(lines)
 
 
 def _counted(one: Outcome) -> str:
     codes = ", ".join(f"{code}: {number:,}" for code, number in sorted(one.codes.items()))
-    return f"- {one.fault}: exit codes {codes}; {one.user / one.cases:.2f} s of the processor for a case."
+    return (
+        f"- {one.fault}: exit codes {codes}; {one.user / one.cases:.2f} s of the processor for "
+        "a case."
+    )

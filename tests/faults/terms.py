@@ -1,4 +1,6 @@
-"""SIGTERM at a random instant of a run, evaluation and save included: no optimizer step that was taken is lost."""
+"""SIGTERM at a random instant of a run, evaluation and save included: no optimizer step that was
+taken is lost.
+"""
 
 import random
 import signal
@@ -24,9 +26,15 @@ TRIES = 20  # to hit a run before it ends
 
 def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:
     """Stop `count` runs."""
-    began, draw, failures = time.monotonic(), random.Random(seed), []
+    began = time.monotonic()
+    draw = random.Random(seed)
+    failures = []
     made = short_run()
-    options: dict[str, Any] = {"eval_data": str(made.place / "eval.jsonl"), "eval_steps": 2, "save_steps": 3}
+    options: dict[str, Any] = {
+        "eval_data": str(made.place / "eval.jsonl"),
+        "eval_steps": 2,
+        "save_steps": 3,
+    }
     started = time.monotonic()
     straight = made.straight(**options)
     whole = time.monotonic() - started
@@ -37,10 +45,19 @@ def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) 
             failures.append(f"case {case}, in {kind}: {fault}")
         if report is not None:
             report(f"SIGTERM {case + 1}/{count}, in {kind}{': ' + fault if fault else ''}")
-    return Outcome(FAULT, REQUIRED, count, count - len(failures), tuple(failures), time.monotonic() - began)
+    return Outcome(
+        FAULT, REQUIRED, count, count - len(failures), tuple(failures), time.monotonic() - began
+    )
 
 
-def _case(made: ShortRun, straight: Path, kind: str, draw: random.Random, whole: float, options: dict[str, Any]) -> str:
+def _case(
+    made: ShortRun,
+    straight: Path,
+    kind: str,
+    draw: random.Random,
+    whole: float,
+    options: dict[str, Any],
+) -> str:
     for _ in range(TRIES):
         made.forget("cut")
         made.marks.clear()

@@ -21,7 +21,9 @@ def told() -> list[tuple[str, str, float]]:
 
 
 @pytest.fixture
-def seam(tmp_path: Path, told: list[tuple[str, str, float]], monkeypatch: pytest.MonkeyPatch) -> DiskSeam:
+def seam(
+    tmp_path: Path, told: list[tuple[str, str, float]], monkeypatch: pytest.MonkeyPatch
+) -> DiskSeam:
     made = DiskSeam(tmp_path, lambda kind, path, done: told.append((kind, path.name, done)))
     made.install(monkeypatch.setattr)
     return made
@@ -36,7 +38,11 @@ def test_every_change_is_told_of_before_and_after(
     assert (tmp_path / "moved" / "file").read_text() == "four"
     shutil.rmtree(tmp_path / "moved")
     whole = [("mkdir", "folder"), ("open", "file"), ("write", "file"), ("rename", "moved")]
-    assert [(kind, name) for kind, name, done in told if done == 1] == [*whole, ("unlink", "file"), ("rmdir", "moved")]
+    assert [(kind, name) for kind, name, done in told if done == 1] == [
+        *whole,
+        ("unlink", "file"),
+        ("rmdir", "moved"),
+    ]
     assert [done for kind, _, done in told if kind == "write"] == [0, 0.5, 1]
     assert all(told[place + 1][2] for place, one in enumerate(told) if one[2] == 0)
 
@@ -48,7 +54,9 @@ def test_what_lies_elsewhere_is_not_looked_at(
     assert told == []
 
 
-def test_bytes_are_unflushed_until_they_are_flushed_also_under_another_name(seam: DiskSeam, tmp_path: Path) -> None:
+def test_bytes_are_unflushed_until_they_are_flushed_also_under_another_name(
+    seam: DiskSeam, tmp_path: Path
+) -> None:
     (tmp_path / "folder").mkdir()
     for name in ("one", "two"):
         with (tmp_path / "folder" / name).open("w") as file:
@@ -95,7 +103,9 @@ def test_tensors_that_do_not_fit_leave_nothing(seam: DiskSeam, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("says_so", [True, False])
-def test_a_disk_may_say_how_much_is_left(says_so: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_may_say_how_much_is_left(
+    says_so: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     DiskSeam(tmp_path, limit=1 << 20, says_so=says_so).install(monkeypatch.setattr)
     found = os.statvfs(tmp_path)
     assert (found.f_bavail * found.f_frsize == 1 << 20) is says_so

@@ -1,7 +1,7 @@
 """Faults done to whole runs, a few of each kind: `python -m tests.faults --full` does all of them.
 
-They are made in a process of their own, whose children cost no imports, and which is itself forked from one that has
-made them; pytest's has threads, and must not be forked.
+They are made in a process of their own, whose children cost no imports, and which is itself forked
+from one that has made them; pytest's has threads, and must not be forked.
 """
 
 import contextlib
@@ -15,7 +15,19 @@ from forked import run_program
 from faults.table import ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
-HERE = ("kills", "moves", "verbs", "instants", "power", "over", "nonfinite", "terms", "everystep", "damage", "fulldisk")
+HERE = (
+    "kills",
+    "moves",
+    "verbs",
+    "instants",
+    "power",
+    "over",
+    "nonfinite",
+    "terms",
+    "everystep",
+    "damage",
+    "fulldisk",
+)
 HERE += ("bombs", "settings", "options", "phases", "smallfiles", "rundirs", "keptfiles")
 DEFAULT = {"kills", "moves", "verbs", "fulldisk", "pickles"}  # rows of a default run
 # Slow ones; the others are exhaustive.
@@ -24,9 +36,15 @@ ELSEWHERE = {"inputs", "paths", "rows", "configkeys"}  # tests/faults/test_fault
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
     """What came of the rows that this session asks for."""
-    here = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
+    here = [
+        item
+        for item in request.session.items
+        if item.path == request.path and isinstance(item, pytest.Function)
+    ]
     asked = {item.callspec.params["name"] for item in here if hasattr(item, "callspec")}
     names = [name for name in HERE if name in asked or asked == {"pickles"}]
     command = ["-m", "faults", "--json", "--quiet", "--only", *names]
@@ -43,7 +61,12 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     "name",
     [
         pytest.param(
-            name, marks=() if name in DEFAULT else pytest.mark.slow if name in SESSION else pytest.mark.exhaustive
+            name,
+            marks=()
+            if name in DEFAULT
+            else pytest.mark.slow
+            if name in SESSION
+            else pytest.mark.exhaustive,
         )
         for name in (*HERE, "pickles")
     ],
@@ -56,4 +79,8 @@ def test_a_fault_ends_as_it_must(name: str, outcomes: dict[str, dict[str, Any]])
 
 def test_every_fault_of_the_table_is_done_here_or_needs_what_not_all_machines_allow() -> None:
     done = {*HERE} | ELSEWHERE
-    assert {row.name for row in ROWS} - done == {row.name for row in ROWS if not row.short} == {"smalldisk"}
+    assert (
+        {row.name for row in ROWS} - done
+        == {row.name for row in ROWS if not row.short}
+        == {"smalldisk"}
+    )

@@ -1,6 +1,8 @@
-"""What comes from outside is checked before it is used: the short forms of the faults in `tests/faults`.
+"""What comes from outside is checked before it is used: the short forms of the faults in
+`tests/faults`.
 
-Each of these tests is itself tested: with a check taken out, the cases that it is there for are seen to fail.
+Each of these tests is itself tested: with a check taken out, the cases that it is there for are
+seen to fail.
 """
 
 import os
@@ -51,7 +53,10 @@ def test_broken_rows_are_named_by_file_and_line() -> None:
 
 
 def test_a_row_that_is_taken_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lema.data.columns._ints", lambda row, column: [int(one) for one in row.values[column] or [0]])
+    monkeypatch.setattr(
+        "lema.data.columns._ints",
+        lambda row, column: [int(one) for one in row.values[column] or [0]],
+    )
     assert any("was taken" in failure for failure in rows.run(90).failures)
 
 

@@ -1,4 +1,6 @@
-"""What watches the cases of `tests/faults` sees each way in which one can go wrong, and goes on behind it."""
+"""What watches the cases of `tests/faults` sees each way in which one can go wrong, and goes on
+behind it.
+"""
 
 import json
 import os

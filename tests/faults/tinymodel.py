@@ -1,4 +1,6 @@
-"""A model of two tiny layers with all its small files, an adapter of it, and the settings of a run of one step."""
+"""A model of two tiny layers with all its small files, an adapter of it, and the settings of a
+run of one step.
+"""
 
 import atexit
 import contextlib
@@ -53,7 +55,9 @@ class TinyModel:
         return Path(shutil.copytree(self.place / "out", place / "adapter"))
 
     def config(self, place: Path, **settings: object) -> Path:
-        """Write the settings of a run of one step for a case; its model is the case's, where it has one."""
+        """Write the settings of a run of one step for a case; its model is the case's, where it
+        has one.
+        """
         model = place / "model"
         given = {
             "model_name_or_path": str(model if model.is_dir() else self.place / "model"),
@@ -69,7 +73,9 @@ class TinyModel:
             **settings,
         }
         file = place / "run.yaml"
-        lines = [f"{key}: {json.dumps(value)}\n" for key, value in given.items() if value is not None]
+        lines = [
+            f"{key}: {json.dumps(value)}\n" for key, value in given.items() if value is not None
+        ]
         file.write_text("".join(lines), encoding="utf-8")
         return file
 
@@ -107,7 +113,10 @@ def _make(made: TinyModel) -> int:
     names = safe_open(made.place / "model" / "model.safetensors", "pt").keys()
     small = {
         "model.safetensors.index.json": {"weight_map": dict.fromkeys(names, "model.safetensors")},
-        "special_tokens_map.json": {"eos_token": "<eos>", "pad_token": {"content": "<eos>", "lstrip": False}},
+        "special_tokens_map.json": {
+            "eos_token": "<eos>",
+            "pad_token": {"content": "<eos>", "lstrip": False},
+        },
     }
     for name, content in small.items():
         (made.place / "model" / name).write_text(json.dumps(content), encoding="utf-8")
@@ -116,4 +125,6 @@ def _make(made: TinyModel) -> int:
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (made.place / "chat.jsonl").write_text(json.dumps({"messages": said}) + "\n", encoding="utf-8")
     with contextlib.redirect_stdout(io.StringIO()):
-        return run(app, ["train", str(made.config(made.fresh(), output_dir=str(made.place / "out")))])
+        return run(
+            app, ["train", str(made.config(made.fresh(), output_dir=str(made.place / "out")))]
+        )

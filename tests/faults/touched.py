@@ -1,7 +1,8 @@
-"""What a command writes, makes, renames and deletes, and what it leaves running, by Python's audit hook and by a look.
+"""What a command writes, makes, renames and deletes, and what it leaves running, by Python's audit
+hook and by a look.
 
-The hook is told before anything is done, also where it fails then. Libraries in C++ and Rust write without it: so the
-files that must stay as they are are compared, too.
+The hook is told before anything is done, also where it fails then. Libraries in C++ and Rust write
+without it: so the files that must stay as they are are compared, too.
 """
 
 import gc
@@ -39,12 +40,15 @@ class Touched:
 
     Args:
         inside: where everything may be written.
-        kept: a directory whose files must stay as they are, apart from what is `inside` and beside it.
+        kept: a directory whose files must stay as they are, apart from what is `inside` and beside
+            it.
         spared: the directory that `inside` is one of.
     """
 
     def __init__(self, inside: Path, kept: Path, spared: Path) -> None:
-        self._inside, self._kept, self._spared = os.path.realpath(inside), kept, spared
+        self._inside = os.path.realpath(inside)
+        self._kept = kept
+        self._spared = spared
         self._found: list[str] = []
 
     @contextmanager
@@ -53,7 +57,8 @@ class Touched:
         if not _hooked:
             _hooked.append(1)
             sys.addaudithook(_hook)
-        before, sockets = listing(self._kept, self._spared), _sockets()
+        before = listing(self._kept, self._spared)
+        sockets = _sockets()
         children = {one.pid for one in psutil.Process().children(recursive=True)}
         _at_work.append(self)
         try:
@@ -65,7 +70,11 @@ class Touched:
         self._found += [f"changed {name}" for name in changed]
         now = psutil.Process().children(recursive=True)
         left = {one.pid: _words(one) for one in now if one.pid not in children}
-        self._found += [f"left process {pid}: {words}" for pid, words in left.items() if str(PROGRAM) not in words]
+        self._found += [
+            f"left process {pid}: {words}"
+            for pid, words in left.items()
+            if str(PROGRAM) not in words
+        ]
         gc.collect()  # because what nobody can reach any more is not left
         self._found += [f"left socket {one}" for one in _sockets() - sockets]
 
@@ -106,7 +115,9 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def listing(directory: Path, spared: Path) -> Mapping[str, tuple[int, ...]]:
-    """Return what tells whether anything below a directory was changed, but for what is below `spared`."""
+    """Return what tells whether anything below a directory was changed, but for what is below
+    `spared`.
+    """
     found = {}
     for place, names, files in os.walk(directory):
         names[:] = [name for name in names if Path(place, name) != spared]
@@ -118,9 +129,17 @@ def listing(directory: Path, spared: Path) -> Mapping[str, tuple[int, ...]]:
     return found
 
 
-def orphans() -> list[str]:
-    """Return the processes that render templates for one that has ended; each command's process keeps one."""
-    return [words for one in psutil.process_iter() if str(PROGRAM) in (words := _words(one)) and one.ppid() == 1]
+def orphans(seconds: float = 10.0) -> list[str]:
+    """Return the processes that render templates for one that has ended, and do not end in so many
+    seconds: each command's process keeps one, which sees that it is alone when it next gets a
+    processor."""
+    left = {
+        one: words
+        for one in psutil.process_iter()
+        if str(PROGRAM) in (words := _words(one)) and one.ppid() == 1
+    }
+    _, alive = psutil.wait_procs(left, timeout=seconds)
+    return [left[one] for one in alive]
 
 
 def _sockets() -> set[str]:

@@ -1,7 +1,9 @@
-"""Cases in forked processes that are watched: none may be killed, take ten seconds or a gibibyte, or end with exit 1.
+"""Cases in forked processes that are watched: none may be killed, take ten seconds or a gibibyte,
+or end with exit 1.
 
-A child does one case after the other, and says which it is at; where it dies or hangs, the next child goes on behind.
-It does some hundred cases, so that what one leaves in memory is not taken for what another one takes.
+A child does one case after the other, and says which it is at; where it dies or hangs, the next
+child goes on behind. It does some hundred cases, so that what one leaves in memory is not taken for
+what another one takes.
 """
 
 import contextlib
@@ -31,13 +33,16 @@ Kind = Callable[[TinyModel, Path, Random], str]
 """Makes a case below a directory, opens it, and returns what is wrong."""
 
 SECONDS = 10.0  # of the processor, for a case
-GROWTH = 1.25 * 2**30  # bytes that a case may take: what a template may have, and what the process had besides
+# bytes that a case may take: what a template may have, and what the process had besides
+GROWTH = 1.25 * 2**30
 DEADLY = 5 << 30  # bytes that a child may ask for beside what it has, so that the machine lives
 STANDSTILL = 300.0  # seconds of a wall clock, on a machine that does much else
 CODES = {0, 2, 3, 4, 5, 6, 75}
 MAX_LINES = 20  # of a message
 EACH = 250  # cases of a child
-AT, ENDED, NUM_CODES = 0, 1, 128  # marks: the case that is done; how many commands ended with each exit code
+AT = 0
+ENDED = 1
+NUM_CODES = 128  # marks: the case that is done; how many commands ended with each exit code
 
 _ended = list[int]()  # codes of the commands of a case
 
@@ -75,17 +80,28 @@ def watched(
         growth: bytes that a case may take; None: as many as it asks for, below what the child has.
         seconds: of the processor that a case may take.
     """
-    marks, failures, start, before = Marks(ENDED + NUM_CODES), list[str](), 0, _user()
+    marks = Marks(ENDED + NUM_CODES)
+    failures = list[str]()
+    start = 0
+    before = _user()
     told = place / "failures"
     while start < count:
         marks[AT], stop = start, min(count, start + EACH)
-        child = forked.fork(lambda: _children(marks, start, stop, case, told, growth, seconds), place / "child.log")  # noqa: B023 - it is called at once
+        child = forked.fork(
+            lambda: _children(marks, start, stop, case, told, growth, seconds),  # noqa: B023 - it is called at once
+            place / "child.log",
+        )
         hung = _followed(child, marks, count, report)
         ended = child.wait()
-        found = told.read_text(encoding="utf-8", errors="replace").splitlines() if told.exists() else []
+        found = (
+            told.read_text(encoding="utf-8", errors="replace").splitlines() if told.exists() else []
+        )
         told.unlink(missing_ok=True)
         if marks[AT] < stop:
-            found.append(f"case {marks[AT]}: {hung or f'the process ended with {ended.code}: {ended.said[-300:]}'}")
+            found.append(
+                f"case {marks[AT]}: "
+                f"{hung or f'the process ended with {ended.code}: {ended.said[-300:]}'}"
+            )
         for failure in found:
             failures.append(failure)
             if report is not None:
@@ -103,10 +119,17 @@ def outcome(fault: str, required: str, count: int, seen: Seen, started: float) -
 
 
 def drawn(
-    fault: str, kinds: Mapping[str, Kind], count: int, seed: int, report: Callable[[str], None] | None, required: str
+    fault: str,
+    kinds: Mapping[str, Kind],
+    count: int,
+    seed: int,
+    report: Callable[[str], None] | None,
+    required: str,
 ) -> Outcome:
     """Open `count` cases, each drawn from the seed and its own number, of all kinds in turn."""
-    started, made, named = time.perf_counter(), tiny_model(), list(kinds.items())
+    started = time.perf_counter()
+    made = tiny_model()
+    named = list(kinds.items())
 
     def case(number: int) -> str:
         name, kind = named[number % len(named)]
@@ -138,7 +161,9 @@ def _children(
         marks[AT] = number
         _ended.clear()
         before = _memory("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the highest it had is what it has
+        Path("/proc/self/clear_refs").write_text(
+            "5", encoding="ascii"
+        )  # the highest it had is what it has
         try:
             with patience(seconds):
                 wrong = case(number)
@@ -157,10 +182,15 @@ def _children(
 
 def _followed(child: Child, marks: Marks, count: int, report: Callable[[str], None] | None) -> str:
     """Wait for a child; return why it had to be killed, if it had to."""
-    at, since, begun, said = -1, 0.0, 0.0, 0
+    at = -1
+    since = 0.0
+    begun = 0.0
+    said = 0
     while not child.ended():
         if marks[AT] != at:
-            at, since, begun = marks[AT], _seconds(child.pid), time.monotonic()
+            at = marks[AT]
+            since = _seconds(child.pid)
+            begun = time.monotonic()
         if report is not None and at - said >= 100:
             said = at
             report(f"{at:,} of {count:,}")
@@ -177,7 +207,12 @@ def _followed(child: Child, marks: Marks, count: int, report: Callable[[str], No
 def _seconds(pid: int) -> float:
     """Seconds of the processor that a process has had."""
     with contextlib.suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        fields = (
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="ascii", errors="replace")
+            .rpartition(")")[2]
+            .split()
+        )
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return 0.0
 
@@ -189,10 +224,13 @@ def _memory(name: str, pid: int | None = None) -> int:
     return int(found[0]) << 10 if found else 0
 
 
-def command(*words: object, named: Sequence[str] = (), printed: Callable[[str], str] = lambda said: "") -> str:
-    """Run a command of `lema`; say what is wrong with how it ended, where one of `named` must be in what is refused,
-    and what `printed` says of all that was printed."""
-    # As Python's own are: what is no character ends a command that prints it, and is escaped in an error.
+def command(
+    *words: object, named: Sequence[str] = (), printed: Callable[[str], str] = lambda said: ""
+) -> str:
+    """Run a command of `lema`; say what is wrong with how it ended, where one of `named` must be in
+    what is refused, and what `printed` says of all that was printed."""
+    # As Python's own are: what is no character ends a command that prints it, and is escaped in an
+    # error.
     out, err = (_Text(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace"))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = exitcodes.run(app, [str(word) for word in words])

@@ -15,7 +15,9 @@ TEMPLATE = (
 
 def word_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
     """Return a tokenizer that knows three words and takes every other for unknown."""
-    words: Any = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2, "</s>": 3}, unk_token="[UNK]"))
+    words: Any = Tokenizer(
+        models.WordLevel({"a": 0, "b": 1, "[UNK]": 2, "</s>": 3}, unk_token="[UNK]")
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", eos_token="</s>")
     tokenizer.chat_template = template

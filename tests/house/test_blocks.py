@@ -1,8 +1,10 @@
-"""Every code block of the README and of docs/: which are run by a test, and what is checked of those that are not.
+"""Every code block of the README and of docs/: which are run by a test, and what is checked of
+those that are not.
 
-A block between `<!-- NAME -->` and `<!-- end -->` is run by the test that names it. All blocks in Python are, except
-those that need a GPU, which compile. For the other blocks, test_docs.py checks the settings, and the tests here check
-that each `lema` command has a verb and options that exist, and that each script exists.
+A block between `<!-- NAME -->` and `<!-- end -->` is run by the test that names it. All blocks in
+Python are, except those that need a GPU, which compile. For the other blocks, test_docs.py checks
+the settings, and the tests here check that each `lema` command has a verb and options that exist,
+and that each script exists.
 """
 
 import re
@@ -46,13 +48,24 @@ def blocks(page: Path) -> list[tuple[str, str, str]]:
 
 def test_every_named_block_is_run_by_the_test_that_is_listed() -> None:
     assert {name for page in PAGES for name, _, _ in blocks(page) if name} == RUN.keys()
-    texts = {name: (ROOT / file).read_text(encoding="utf-8") for name, file in RUN.items() if name != "demo command"}
-    assert not [name for name, text in texts.items() if not re.search(rf"\b{name.split()[0]}\b", text)]
+    texts = {
+        name: (ROOT / file).read_text(encoding="utf-8")
+        for name, file in RUN.items()
+        if name != "demo command"
+    }
+    assert not [
+        name for name, text in texts.items() if not re.search(rf"\b{name.split()[0]}\b", text)
+    ]
 
 
 def test_python_that_is_not_run_needs_a_device_and_compiles() -> None:
-    kept = {page: [text for name, kind, text in blocks(page) if kind == "python" and not name] for page in PAGES}
-    found = {str(page.relative_to(ROOT)).removeprefix("docs/"): texts for page, texts in kept.items()}
+    kept = {
+        page: [text for name, kind, text in blocks(page) if kind == "python" and not name]
+        for page in PAGES
+    }
+    found = {
+        str(page.relative_to(ROOT)).removeprefix("docs/"): texts for page, texts in kept.items()
+    }
     assert {page: len(texts) for page, texts in found.items() if texts} == NEED_A_DEVICE
     for page, texts in found.items():
         for text in texts:
@@ -71,6 +84,9 @@ def test_every_command_has_a_verb_and_options_that_exist(page: Path) -> None:
             if not (called := re.match(r"(?:\S+=\S+ )*(?:\S*/)?lema ([a-z]+)(.*)", command)):
                 continue
             verb = COMMANDS[called[1]]
-            own = {option for parameter in verb.params for option in parameter.opts} | {"--help", "--debug"}
+            own = {option for parameter in verb.params for option in parameter.opts} | {
+                "--help",
+                "--debug",
+            }
             used = {one.partition("=")[0] for one in called[2].split() if one.startswith("--")}
             assert called[1] == "config" or used <= own | settings, command

@@ -1,11 +1,18 @@
-"""What stands for a product of settings in a session of tests has every combination of a few of them."""
+"""What stands for a product of settings in a session of tests has every combination of a few of
+them.
+"""
 
 from itertools import combinations, product
 
 import pytest
 from covering import cases, covering
 
-FACTORS = {"depth": (1, 2, 4), "kept": ("all", "some", "none"), "tied": (False, True), "dropout": (0.0, 0.1)}
+FACTORS = {
+    "depth": (1, 2, 4),
+    "kept": ("all", "some", "none"),
+    "tied": (False, True),
+    "dropout": (0.0, 0.1),
+}
 
 
 @pytest.mark.parametrize("strength", [2, 3])

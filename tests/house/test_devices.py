@@ -1,4 +1,6 @@
-"""The page of devices and `lema backends` say the same of where LEMA has run, of every backend that is installed."""
+"""The page of devices and `lema backends` say the same of where LEMA has run, of every backend
+that is installed.
+"""
 
 import re
 import tomllib
@@ -8,7 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-POINTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["lema.backends"]
+POINTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
+    "lema.backends"
+]
 PAGE = (ROOT / "docs/devices.md").read_text(encoding="utf-8")
 TABLE = dict(re.findall(r"^\| `(?!device`)(\w+)` \|.* \| ([^|]+) \|$", PAGE, re.MULTILINE))
 

@@ -1,4 +1,6 @@
-"""The distribution has a name of its own: no text installs another project's, and who has both is told."""
+"""The distribution has a name of its own: no text installs another project's, and who has both
+is told.
+"""
 
 import os
 import re
@@ -22,16 +24,24 @@ OF_ANOTHER = re.compile(
 
 
 def texts() -> list[Path]:
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     names = [Path(name) for name in listed.stdout.splitlines()]
     if not names:  # not a clone
         names = [one.relative_to(ROOT) for one in ROOT.rglob("*") if one.is_file()]
-        names = [name for name in names if name.parts[0] == ".github" or not name.parts[0].startswith(".")]
+        names = [
+            name
+            for name in names
+            if name.parts[0] == ".github" or not name.parts[0].startswith(".")
+        ]
     places = (ROOT / name for name in names if name.suffix in TEXTS)
     return [place for place in places if place.is_file() and place != Path(__file__)]
 
 
-@pytest.mark.parametrize("command", ["pip install lema", 'pip install "lema[plot]"', "uvx lema demo", "pipx run lema"])
+@pytest.mark.parametrize(
+    "command", ["pip install lema", 'pip install "lema[plot]"', "uvx lema demo", "pipx run lema"]
+)
 def test_a_command_that_installs_the_other_project_is_seen(command: str) -> None:
     assert OF_ANOTHER.search(command)
     assert not OF_ANOTHER.search(command.replace("lema", "lema-lora"))
@@ -40,7 +50,11 @@ def test_a_command_that_installs_the_other_project_is_seen(command: str) -> None
 def test_no_text_installs_another_project() -> None:
     contents = {text: text.read_text(encoding="utf-8", errors="replace") for text in texts()}
     assert len(contents) > 500
-    assert not [f"{text}: {match[0]}" for text, content in contents.items() for match in OF_ANOTHER.finditer(content)]
+    assert not [
+        f"{text}: {match[0]}"
+        for text, content in contents.items()
+        for match in OF_ANOTHER.finditer(content)
+    ]
 
 
 def test_doctor_tells_of_the_other_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +91,12 @@ def test_the_import_warns_where_both_are_in_one_folder(other: bool, tmp_path: Pa
     if other:
         (tmp_path / "lema-0.0.1.dev2.dist-info").mkdir()
     done = subprocess.run(
-        [sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import lema"],
+        [
+            sys.executable,
+            "-S",
+            "-c",
+            f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import lema",
+        ],
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         capture_output=True,
         text=True,

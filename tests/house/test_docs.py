@@ -1,4 +1,6 @@
-"""The pages on how LEMA is built: short enough to be read, and every module, file and chapter they name exists."""
+"""The pages on how LEMA is built: short enough to be read, and every module, file and chapter
+they name exists.
+"""
 
 import importlib
 import re
@@ -20,21 +22,32 @@ SOURCES = sorted(path for files in CODE for path in ROOT.glob(files))
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 MOST_LINES = 120  # of the page on the architecture, and of the README
 MOST_LINES_OF_A_PAGE = 200
-LONG = {"models.md", "commands.md"}  # tables that grow with the types of models and with the commands
+LONG = {
+    "models.md",
+    "commands.md",
+}  # tables that grow with the types of models and with the commands
 # Names with dots that are no modules: groups of entry points, and the repository's own name.
 GROUPS = {"lema.backends", "lema.settings", "lema.doctors", "lema.verbs", "lema.shard_formats"}
-ROOMS = sorted(path.parent for path in ROOT.glob("lema/**/__init__.py") if path.parent.name not in ("lema", "utils"))
+ROOMS = sorted(
+    path.parent
+    for path in ROOT.glob("lema/**/__init__.py")
+    if path.parent.name not in ("lema", "utils")
+)
 
 
 def names_of(page: Path) -> set[str]:
     """The dotted names of LEMA that stand in back quotes on a page."""
     quoted = re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
-    return {name for text in quoted for name in re.findall(r"^lema(?:\.\w+)+$", text.removesuffix("()"))} - GROUPS
+    return {
+        name for text in quoted for name in re.findall(r"^lema(?:\.\w+)+$", text.removesuffix("()"))
+    } - GROUPS
 
 
 def imported_by(page: Path) -> set[str]:
     """The dotted names of LEMA that the examples of a page import."""
-    lines = re.findall(r"^ *from (lema[\w.]*) import ([\w, ]+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    lines = re.findall(
+        r"^ *from (lema[\w.]*) import ([\w, ]+)$", page.read_text(encoding="utf-8"), re.MULTILINE
+    )
     return {f"{module}.{name.split()[0]}" for module, names in lines for name in names.split(",")}
 
 
@@ -67,24 +80,35 @@ def test_every_file_and_page_that_is_named_exists(page: Path) -> None:
     files = re.findall(r"`((?:lema|tests|benchmarks|backends|tools|configs)/[\w/.*-]+)`", text)
     files += [f"backends/{name}" for name in re.findall(r"`(lema_\w+/[\w/.]+)`", text)]
     links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
-    kept = [name for name in files if not name.startswith("benchmarks/results/")]  # git ignores these
+    kept = [
+        name for name in files if not name.startswith("benchmarks/results/")
+    ]  # git ignores these
     missing = [name for name in kept if not [*ROOT.glob(name)]]
     assert not missing + [link for link in links if not (page.parent / link).exists()]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_linked_heading_exists(page: Path) -> None:
-    for target, anchor in re.findall(r"\]\(([\w/.-]*\.md)?#([\w-]+)\)", page.read_text(encoding="utf-8")):
+    for target, anchor in re.findall(
+        r"\]\(([\w/.-]*\.md)?#([\w-]+)\)", page.read_text(encoding="utf-8")
+    ):
         other = page.parent / target if target else page
         headings = re.findall(r"^#+ (.+)$", other.read_text(encoding="utf-8"), re.MULTILINE)
-        assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, anchor
+        assert anchor in {
+            re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings
+        }, anchor
 
 
 def test_the_settings_of_every_example_are_ours() -> None:
     """Files of axolotl and TRL, which some pages show too, are between markers with their names."""
     ours = {*LemaConfig.json_schema()["properties"], "phases"}
     for page in PAGES:
-        text = re.sub(r"<!-- (?:axolotl|trl) yaml -->.*?<!-- end -->", "", page.read_text(encoding="utf-8"), flags=re.S)
+        text = re.sub(
+            r"<!-- (?:axolotl|trl) yaml -->.*?<!-- end -->",
+            "",
+            page.read_text(encoding="utf-8"),
+            flags=re.S,
+        )
         for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL):
             settings = YAML(typ="safe", pure=True).load(block)
             assert settings.keys() <= ours, page.name
@@ -95,7 +119,9 @@ def test_the_settings_of_every_example_are_ours() -> None:
 def test_every_message_that_is_explained_is_one_of_ours() -> None:
     page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     table = page.partition("| message | what to do |")[2].partition("\n\n")[0]
-    quoted = [text for row in table.splitlines() for text in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
+    quoted = [
+        text for row in table.splitlines() for text in re.findall(r"`([^`]+)`", row.split(" | ")[0])
+    ]
     code = "".join(source.read_text(encoding="utf-8") for source in SOURCES)
     assert len(quoted) > 10
     assert not [text for text in quoted for part in text.split("...") if part.strip() not in code]
@@ -104,28 +130,42 @@ def test_every_message_that_is_explained_is_one_of_ours() -> None:
 def test_pages_are_read_in_one_sitting() -> None:
     lines = {page: len(page.read_text(encoding="utf-8").splitlines()) for page in PAGES}
     assert lines[PAGE] <= MOST_LINES and lines[ROOT / "README.md"] <= MOST_LINES
-    assert not [page for page, count in lines.items() if count > MOST_LINES_OF_A_PAGE and page.name not in LONG]
+    assert not [
+        page
+        for page, count in lines.items()
+        if count > MOST_LINES_OF_A_PAGE and page.name not in LONG
+    ]
 
 
 def test_the_first_page_leads_to_every_other() -> None:
     links = re.findall(r"\]\(([\w/-]+\.md)\)", (DOCS / "index.md").read_text(encoding="utf-8"))
     pages = {str(page.relative_to(DOCS)) for page in PAGES if page.is_relative_to(DOCS)}
     assert {*links, "index.md"} == pages and len(links) == len(set(links))
-    nav = re.findall(r"^ +- (?:LEMA: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    nav = re.findall(
+        r"^ +- (?:LEMA: )?([\w/-]+\.md)$",
+        (ROOT / "mkdocs.yml").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
     assert sorted(nav) == sorted(pages)
 
 
 def test_the_python_reference_has_every_public_name() -> None:
-    named = re.findall(r"^::: (lema[\w.]+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    named = re.findall(
+        r"^::: (lema[\w.]+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert not [name for name in named if not resolves(name)]
     rooms = (lema, lema.train, lema.activations)
-    public = {"BackendContract", *(name for room in rooms for name in room.__all__)} - {"__version__"}
+    public = {"BackendContract", *(name for room in rooms for name in room.__all__)} - {
+        "__version__"
+    }
     assert {name.rpartition(".")[2] for name in named} == public
 
 
 def test_the_page_names_every_room_and_every_file_of_a_step() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    _, rooms, steps, _ = re.split(r"^## (?:The rooms|One step|Five invariants).*$", text, flags=re.MULTILINE)
+    _, rooms, steps, _ = re.split(
+        r"^## (?:The rooms|One step|Five invariants).*$", text, flags=re.MULTILINE
+    )
     assert set(re.findall(r"^\| \d \| `(\w+)` \|", rooms, re.MULTILINE)) == {
         room.name for room in ROOMS if room.parent.name == "lema"
     }
@@ -139,4 +179,6 @@ def test_the_page_names_every_room_and_every_file_of_a_step() -> None:
 def test_a_room_begins_with_its_one_sentence_and_names_pages_that_exist(room: Path) -> None:
     said = importlib.import_module(".".join(room.relative_to(ROOT).parts)).__doc__ or ""
     assert said.split("\n")[0].endswith(".")
-    assert not [page for page in re.findall(r"docs/[\w/-]+\.md", said) if not (ROOT / page).exists()]
+    assert not [
+        page for page in re.findall(r"docs/[\w/-]+\.md", said) if not (ROOT / page).exists()
+    ]

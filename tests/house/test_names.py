@@ -7,5 +7,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def test_no_two_test_modules_have_one_name() -> None:
-    bare = [path.name for path in TESTS.rglob("test_*.py") if not (path.parent / "__init__.py").exists()]
+    bare = [
+        path.name for path in TESTS.rglob("test_*.py") if not (path.parent / "__init__.py").exists()
+    ]
     assert [name for name, times in Counter(bare).items() if times > 1] == []

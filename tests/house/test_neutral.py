@@ -1,4 +1,6 @@
-"""The code names no architecture, and the core names no device: what it does holds for those that come next."""
+"""The code names no architecture, and the core names no device: what it does holds for those
+that come next.
+"""
 
 import re
 from pathlib import Path
@@ -18,7 +20,9 @@ def words(text: str) -> str:
 
 
 def architectures_in(text: str) -> set[str]:
-    names = {form for key in CONFIG_MAPPING for form in (key.lower(), key.lower().replace("_", "-"))} - ORDINARY_WORDS
+    names = {
+        form for key in CONFIG_MAPPING for form in (key.lower(), key.lower().replace("_", "-"))
+    } - ORDINARY_WORDS
     alternatives = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
     pattern = re.compile(rf"(?<![a-z0-9])({alternatives})(?![a-z0-9])")
     return {found for form in (text.lower(), words(text)) for found in pattern.findall(form)}
@@ -41,7 +45,9 @@ def test_no_file_names_an_architecture(file: Path) -> None:
         ("clip_grad_norm_(bit, optimize, sample, align)", set()),
     ],
 )
-def test_names_of_architectures_are_found_however_they_are_written(text: str, found: set[str]) -> None:
+def test_names_of_architectures_are_found_however_they_are_written(
+    text: str, found: set[str]
+) -> None:
     assert architectures_in(text) == found
 
 
@@ -58,4 +64,8 @@ def test_the_core_names_no_device() -> None:
 
 def test_there_are_files_to_look_at() -> None:
     names = {file.relative_to(ROOT).as_posix() for file in FILES}
-    assert {"lema/engine/streamed.py", "lema/stream/lease.py", "backends/lema_cpu/backend.py"} <= names
+    assert {
+        "lema/engine/streamed.py",
+        "lema/stream/lease.py",
+        "backends/lema_cpu/backend.py",
+    } <= names

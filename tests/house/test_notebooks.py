@@ -1,29 +1,40 @@
-"""The cells of every notebook run in order in one process, as in a kernel; `tox -e notebooks` runs them in one."""
+"""The cells of every notebook run in order in one process, as in a kernel; `tox -e notebooks`
+runs them in one.
+"""
 
 import json
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
+from projectaddress import address_of
 from triednotebooks import NOTEBOOKS, TINY, code_cells, sources, tried, write_model
 
 # Lines for the shell become calls of this Python's lema.
-SHELL = 'import subprocess, sys\nsubprocess.run([sys.executable, "-m", *f"""{}""".split()], check=True)'
+SHELL = (
+    'import subprocess, sys\nsubprocess.run([sys.executable, "-m", *f"""{}""".split()], check=True)'
+)
 ROOT = Path(__file__).parents[2]
-# The project has no public address yet. This stands for it, here and in the links, until pyproject.toml has one.
-PLACEHOLDER = "https://github.com/OWNER/REPOSITORY"
-SITES = {"colab": "https://colab.research.google.com/github/", "kaggle": "https://www.kaggle.com/kernels/welcome?src="}
-PROOF, *ON_SITES = (next(path for path in NOTEBOOKS if path.stem == name) for name in ("proof", *SITES))
+SITES = {
+    "colab": "https://colab.research.google.com/github/",
+    "kaggle": "https://www.kaggle.com/kernels/welcome?src=",
+}
+PROOF, *ON_SITES = (
+    next(path for path in NOTEBOOKS if path.stem == name) for name in ("proof", *SITES)
+)
 
 
 def run(notebook: Path, place: Path) -> str:
-    """Run the code of a notebook, with its lines for the shell as Python, and return what it prints."""
+    """Run the code of a notebook, with its lines for the shell as Python, and return what it
+    prints.
+    """
     lines = [line for source in sources(tried(notebook)) for line in source.splitlines()]
     code = "\n".join(SHELL.format(line[1:]) if line.startswith("!") else line for line in lines)
-    done = subprocess.run([sys.executable, "-c", code], cwd=place, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=place, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -43,16 +54,21 @@ def test_a_notebook_is_small_and_keeps_no_output(notebook: Path) -> None:
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_only_what_installs_is_left_out_of_a_test(notebook: Path) -> None:
     found = json.loads(notebook.read_text(encoding="utf-8"))
-    installs = ["".join(cell["source"]) for cell in code_cells(found) if "install" in cell["metadata"].get("tags", [])]
+    installs = [
+        "".join(cell["source"])
+        for cell in code_cells(found)
+        if "install" in cell["metadata"].get("tags", [])
+    ]
     assert len(installs) == 1 and "%pip install -q " in installs[0]
-    code = [line for line in installs[0].splitlines() if not line.startswith(("#", "%pip install "))]
+    code = [
+        line for line in installs[0].splitlines() if not line.startswith(("#", "%pip install "))
+    ]
     assert code in ([], ['PACKAGE = "lema-lora"'])
 
 
 @pytest.mark.parametrize("notebook", ON_SITES, ids=lambda path: path.stem)
 def test_a_notebook_opens_at_its_site_by_one_link_to_the_projects_address(notebook: Path) -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    address = project.get("urls", {}).get("Repository", PLACEHOLDER)
+    address = address_of(ROOT)
     links = re.findall(r"\[Open in \w+\]\(([^)]+)\)", notebook.read_text(encoding="utf-8"))
     shown = address.removeprefix("https://github.com/") if notebook.stem == "colab" else address
     assert links == [f"{SITES[notebook.stem]}{shown}/blob/main/notebooks/{notebook.name}"]
@@ -76,6 +92,9 @@ def test_a_model_is_planned_trained_and_asked(tmp_path: Path) -> None:
     write_model(tmp_path)
     printed = run(ON_SITES[0], tmp_path)
     assert "What is streamed?\n    " in printed and "What stays on the device?\n    " in printed
-    metrics = [json.loads(line) for line in (tmp_path / "output/notebook/metrics.jsonl").read_text().splitlines()]
+    metrics = [
+        json.loads(line)
+        for line in (tmp_path / "output/notebook/metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in metrics if line["type"] == "train"][-1] == 2
     assert (tmp_path / "output/notebook/adapter_model.safetensors").is_file()

@@ -1,4 +1,6 @@
-"""Nothing is read through pickle: every test ends with this looked at; here, that a look finds what there is."""
+"""Nothing is read through pickle: every test ends with this looked at; here, that a look finds
+what there is.
+"""
 
 import pickle
 import subprocess
@@ -16,10 +18,14 @@ HERE = str(Path(__file__).resolve().parents[2])
 
 def reader(file: str, function: str = "read") -> CodeType:
     """Compile a function that unpickles, as if it stood in a file of LEMA's."""
-    return compile(f"def {function}(data):\n    import pickle\n    return pickle.loads(data)\n", file, "exec")
+    return compile(
+        f"def {function}(data):\n    import pickle\n    return pickle.loads(data)\n", file, "exec"
+    )
 
 
-@pytest.mark.parametrize("place", ["lema/train/checkpoint/format.py", "backends/lema_cpu/__init__.py"])
+@pytest.mark.parametrize(
+    "place", ["lema/train/checkpoint/format.py", "backends/lema_cpu/__init__.py"]
+)
 def test_what_our_code_looks_up_for_a_pickle_is_found(place: str) -> None:
     names: dict[str, object] = {}
     exec(reader(f"{HERE}/{place}"), names)
@@ -50,16 +56,25 @@ def unpickles() -> None:
 
 
 def test_processes_that_are_forked_look_too(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"collections\.OrderedDict was looked up for a pickle"):
+    with pytest.raises(
+        AssertionError, match=r"collections\.OrderedDict was looked up for a pickle"
+    ):
         run_forked(unpickles, [], 1, tmp_path, 60)
 
 
-STARTED = "import sys; sys.path[:0] = {paths!r}; from test_pickles import unpickles; unpickles(); print('goes on')"
+STARTED = (
+    "import sys; sys.path[:0] = {paths!r}; from test_pickles import unpickles; unpickles(); "
+    "print('goes on')"
+)
 
 
 @pytest.mark.slow
 def test_processes_that_are_started_look_too() -> None:
-    command = [sys.executable, "-c", STARTED.format(paths=[f"{HERE}/tests/house", f"{HERE}/tests/support"])]
+    command = [
+        sys.executable,
+        "-c",
+        STARTED.format(paths=[f"{HERE}/tests/house", f"{HERE}/tests/support"]),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (97, "goes on\n")
     assert "collections.OrderedDict was looked up for a pickle" in done.stderr

@@ -1,9 +1,10 @@
 """Private names of transformers, PEFT, accelerate and TRL are taken in `lema/compat.py` alone.
 
-Such a name may go with any release, and one file says which there are. What is looked for is a name with an underscore
-that is imported, or read from something that is imported. Methods that a subclass of theirs overrides, or that an
-object is asked for, are no imports and stay where the object is. Torch's private names stay where they are used, too:
-they are of tracing and of trees (`torch.utils._pytree`, `torch._subclasses`), and there is no public name of these.
+Such a name may go with any release, and one file says which there are. What is looked for is a name
+with an underscore that is imported, or read from something that is imported. Methods that a
+subclass of theirs overrides, or that an object is asked for, are no imports and stay where the
+object is. Torch's private names stay where they are used, too: they are of tracing and of trees
+(`torch.utils._pytree`, `torch._subclasses`), and there is no public name of these.
 """
 
 import ast
@@ -13,7 +14,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / "lema" / "compat.py"
-FILES = sorted(file for folder in ("lema", "backends", "tools") for file in (ROOT / folder).rglob("*.py"))
+FILES = sorted(
+    file for folder in ("lema", "backends", "tools") for file in (ROOT / folder).rglob("*.py")
+)
 LIBRARIES = {"transformers", "peft", "accelerate", "trl"}
 
 
@@ -28,7 +31,13 @@ def is_library(module: str | None) -> bool:
 def private_names(source: str) -> list[str]:
     """Return the private names that a source takes of the libraries."""
     nodes = list(ast.walk(ast.parse(source)))
-    modules = [name for node in nodes if isinstance(node, ast.Import) for name in node.names if is_library(name.name)]
+    modules = [
+        name
+        for node in nodes
+        if isinstance(node, ast.Import)
+        for name in node.names
+        if is_library(name.name)
+    ]
     froms = [node for node in nodes if isinstance(node, ast.ImportFrom) and is_library(node.module)]
     named = [f"{node.module}.{name.name}" for node in froms for name in node.names]
     named += [name.name for name in modules]
@@ -47,20 +56,30 @@ def owner(node: ast.AST) -> str:
 
 
 def test_no_other_file_takes_a_private_name() -> None:
-    taken = {str(file.relative_to(ROOT)): private_names(file.read_text(encoding="utf-8")) for file in FILES}
+    taken = {
+        str(file.relative_to(ROOT)): private_names(file.read_text(encoding="utf-8"))
+        for file in FILES
+    }
     taken.pop(str(HOME.relative_to(ROOT)))
-    assert not {file: names for file, names in taken.items() if names}, "give them public names in lema/compat.py"
+    assert not {file: names for file, names in taken.items() if names}, (
+        "give them public names in lema/compat.py"
+    )
 
 
 def test_there_are_private_names_to_find() -> None:
-    assert "transformers.modeling_utils._get_dtype" in private_names(HOME.read_text(encoding="utf-8"))
+    assert "transformers.modeling_utils._get_dtype" in private_names(
+        HOME.read_text(encoding="utf-8")
+    )
     assert len(private_names(HOME.read_text(encoding="utf-8"))) >= 10
 
 
 @pytest.mark.parametrize(
     ("source", "found"),
     [
-        ("from transformers.modeling_utils import _get_dtype", ["transformers.modeling_utils._get_dtype"]),
+        (
+            "from transformers.modeling_utils import _get_dtype",
+            ["transformers.modeling_utils._get_dtype"],
+        ),
         ("import peft._private as p", ["peft._private"]),
         ("from peft import LoraModel\nLoraModel._check(None)", ["LoraModel._check"]),
         ("import accelerate\naccelerate.state.State._shared", ["accelerate.state.State._shared"]),

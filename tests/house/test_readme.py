@@ -17,7 +17,10 @@ from lema_tools.demo import run_demo
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PYTHON, TRL = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("python.md", "coming-from-trl.md"))
+PYTHON, TRL = (
+    (ROOT / "docs" / name).read_text(encoding="utf-8")
+    for name in ("python.md", "coming-from-trl.md")
+)
 OPENED = """
 model = LemaModel(LemaConfig("lema-demo/model", output_dir="output/fit", max_steps=1, columns=COLUMNS))
 model.initialize_lora()
@@ -47,10 +50,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_python_examples_run(place: Path) -> None:
-    """All run in one process, because imports take long. The model of the TRL page is in the hub's cache."""
+    """All run in one process, because imports take long. The model of the TRL page is in the
+    hub's cache.
+    """
     write_cache(place / "hub", files_of(place / "lema-demo/model"), name="Qwen/Qwen2.5-0.5B")
     (place / "data").mkdir()
-    rows = (place / "lema-demo/data/chat.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    rows = (
+        (place / "lema-demo/data/chat.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    )
     (place / "data/chats.jsonl").write_text("".join(rows[:8]), encoding="utf-8")
     examples = [block("python example", PYTHON), block("python example"), ROWS + OPENED]
     examples += [block("data example", PYTHON), block("settings example", TRL)]
@@ -95,10 +102,14 @@ def test_every_verb_it_names_is_one_we_have() -> None:
 
 
 def test_ci_runs_its_test_command_verbatim() -> None:
-    """`.ci/run` takes the command out of the README, so here is only that it finds one, and the right one."""
+    """`.ci/run` takes the command out of the README, so here is only that it finds one, and the
+    right one.
+    """
     script = (ROOT / ".ci/run").read_text(encoding="utf-8")
     (extraction,) = re.findall(r"command=\$\((sed .*)\)\n", script)
-    found = subprocess.run(["bash", "-c", extraction], cwd=ROOT, capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        ["bash", "-c", extraction], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert found.stdout == block("test command")
     assert "\n" not in found.stdout.strip()
     assert 'bash -euo pipefail -c "$command"' in script

@@ -1,4 +1,6 @@
-"""Every script in runs/ prints one row of the README's table. These tests use a tiny model on the CPU."""
+"""Every script in runs/ prints one row of the README's table. These tests use a tiny model on
+the CPU.
+"""
 
 import re
 import runpy
@@ -44,7 +46,13 @@ def test_the_tiny_form_for_gpu_owners_prints_a_row(
 
 @pytest.mark.slow
 def test_the_tiny_form_for_the_cpu_prints_a_row(tmp_path: Path) -> None:
-    command = [sys.executable, str(RUNS / "llama_8b_3gb_cpu.py"), "--tiny", "--directory", str(tmp_path)]
+    command = [
+        sys.executable,
+        str(RUNS / "llama_8b_3gb_cpu.py"),
+        "--tiny",
+        "--directory",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     check_row(done.stdout)

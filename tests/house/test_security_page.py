@@ -1,6 +1,7 @@
 """SECURITY.md says of every key of a file that comes with a model or an adapter what it may do.
 
-A new setting of LEMA, or a key of a new version of PEFT or transformers, is in no row until somebody has decided.
+A new setting of LEMA, or a key of a new version of PEFT or transformers, is in no row until
+somebody has decided.
 """
 
 import re
@@ -23,7 +24,8 @@ KEYS: dict[str, Callable[[], Iterable[str]]] = {
     "lema_config.json": lambda: LemaConfig.model_fields,
     "adapter_config.json": lambda: [field.name for field in fields(LoraConfig)],
     "config.json": lambda: (
-        {*vars(PretrainedConfig()), "auto_map", "quantization_config", "configuration_files"} - INNER
+        {*vars(PretrainedConfig()), "auto_map", "quantization_config", "configuration_files"}
+        - INNER
     ),
     "generation_config.json": lambda: vars(GenerationConfig()),
 }
@@ -31,7 +33,9 @@ KEYS: dict[str, Callable[[], Iterable[str]]] = {
 
 def rows_of(file: str) -> dict[str, str]:
     """Every key in the table of a file, with the row after its keys."""
-    (section,) = re.findall(rf"^### `{re.escape(file)}`\n(.*?)(?=^##)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (section,) = re.findall(
+        rf"^### `{re.escape(file)}`\n(.*?)(?=^##)", PAGE.read_text(), re.MULTILINE | re.DOTALL
+    )
     found: dict[str, str] = {}
     for row in (line for line in section.splitlines() if line.startswith("|")):
         keys, rest = row.strip("|").split("|", 1)
@@ -49,7 +53,9 @@ def test_every_key_is_in_one_row_of_its_file(file: str) -> None:
 def test_the_settings_that_act_are_ignored_and_the_others_used() -> None:
     rows = rows_of("lema_config.json")
     assert {key for key, row in rows.items() if "ignored" in row} == ACTING.keys()
-    assert {key for key, row in rows.items() if "ignored" in row and "with a line" not in row} == SILENT
+    assert {
+        key for key, row in rows.items() if "ignored" in row and "with a line" not in row
+    } == SILENT
 
 
 def test_the_options_of_peft_are_used_refused_or_without_use() -> None:

@@ -1,4 +1,6 @@
-"""What is installed is known to the version, what is built is the same twice, and what is written tells no secrets."""
+"""What is installed is known to the version, what is built is the same twice, and what is
+written tells no secrets.
+"""
 
 import os
 import re
@@ -15,7 +17,11 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-SECRETS = {"HF_TOKEN": "hf_9c1dTokenOfNobody", "WANDB_API_KEY": "4be7KeyOfNobody", "LEMA_TEST_PASSWORD": "w0rdOfNobody"}
+SECRETS = {
+    "HF_TOKEN": "hf_9c1dTokenOfNobody",
+    "WANDB_API_KEY": "4be7KeyOfNobody",
+    "LEMA_TEST_PASSWORD": "w0rdOfNobody",
+}
 
 
 def locked() -> dict[str, str]:
@@ -24,9 +30,12 @@ def locked() -> dict[str, str]:
     return {canonicalize_name(name): version for name, version in pairs}
 
 
-@pytest.mark.parametrize("asked", [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["test"]])
+@pytest.mark.parametrize(
+    "asked", [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["test"]]
+)
 def test_every_package_that_is_asked_for_is_locked_within_its_range(asked: str) -> None:
-    requirement, versions = Requirement(asked), locked()
+    requirement = Requirement(asked)
+    versions = locked()
     if requirement.name == "lema-lora":
         assert {"torchao", "bitsandbytes", "compressed-tensors"} <= versions.keys()
     else:
@@ -34,7 +43,9 @@ def test_every_package_that_is_asked_for_is_locked_within_its_range(asked: str) 
 
 
 def test_the_tests_install_by_the_lock() -> None:
-    (section,) = re.findall(r"^\[testenv\]\n(.*?)^\[testenv:", (ROOT / "tox.ini").read_text(), re.DOTALL | re.MULTILINE)
+    (section,) = re.findall(
+        r"^\[testenv\]\n(.*?)^\[testenv:", (ROOT / "tox.ini").read_text(), re.DOTALL | re.MULTILINE
+    )
     assert "    PIP_CONSTRAINT = {tox_root}/constraints.txt\n" in section
 
 
@@ -42,18 +53,25 @@ def test_the_tests_install_by_the_lock() -> None:
 def test_a_wheel_is_the_same_when_it_is_built_again(tmp_path: Path) -> None:
     digests = []
     for number in (1, 2):
-        tree, out = tmp_path / f"tree {number}", tmp_path / f"out {number}"
+        tree = tmp_path / f"tree {number}"
+        out = tmp_path / f"out {number}"
         left_out = shutil.ignore_patterns(".*", "tests", "__pycache__", "output", "build", "dist")
-        shutil.copytree(ROOT, tree, ignore=left_out, copy_function=shutil.copyfile)  # with other times
+        shutil.copytree(
+            ROOT, tree, ignore=left_out, copy_function=shutil.copyfile
+        )  # with other times
         code = "import sys; from hatchling.build import build_wheel; build_wheel(sys.argv[1])"
-        subprocess.run([sys.executable, "-c", code, str(out)], cwd=tree, check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-c", code, str(out)], cwd=tree, check=True, capture_output=True
+        )
         (wheel,) = out.glob("lema_lora-*.whl")
         digests.append(sha256(wheel.read_bytes()).hexdigest())
     assert digests[0] == digests[1]
 
 
 @pytest.mark.slow
-def test_nothing_written_tells_a_secret_and_files_get_the_permissions_of_any_other(tmp_path: Path) -> None:
+def test_nothing_written_tells_a_secret_and_files_get_the_permissions_of_any_other(
+    tmp_path: Path,
+) -> None:
     code = (
         "import os; os.umask(0o077)\n"
         "from pathlib import Path\n"
@@ -61,13 +79,17 @@ def test_nothing_written_tells_a_secret_and_files_get_the_permissions_of_any_oth
         "from lema_tools.demo import run_demo\n"
         "from lema.cli.exitcodes import run\n"
         "run_demo(Path('lema-demo'), max_steps=2)\n"
-        "Path('my.yaml').write_text('model_name_or_path: lema-demo/model\\ndevice: cpu\\noutput_dir: run\\n'"
-        "    'train_data: lema-demo/data/chat.jsonl\\nmax_steps: 2\\nsave_steps: 1\\nreport_to: [tensorboard]\\n')\n"
-        "codes = [run(app, words.split()) for words in ('train my.yaml --trace trace.json', 'config show my.yaml',\n"
+        "Path('my.yaml').write_text('model_name_or_path: lema-demo/model\\ndevice: "
+        "cpu\\noutput_dir: run\\n'"
+        "    'train_data: lema-demo/data/chat.jsonl\\nmax_steps: 2\\nsave_steps: "
+        "1\\nreport_to: [tensorboard]\\n')\n"
+        "codes = [run(app, words.split()) for words in ('train my.yaml --trace "
+        "trace.json', 'config show my.yaml',\n"
         "    'merge run merged', 'prepare lema-demo/model prepared', 'doctor --quick --json')]\n"
         "assert codes == [0] * 5, codes\n"
         "os.umask(0o022)\n"
-        "assert run(app, 'train my.yaml --set output_dir=open/run --set max_steps=1'.split()) == 0\n"
+        "assert run(app, 'train my.yaml --set output_dir=open/run --set "
+        "max_steps=1'.split()) == 0\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -82,7 +104,11 @@ def test_nothing_written_tells_a_secret_and_files_get_the_permissions_of_any_oth
     assert len(written) > 40
     modes = {path.relative_to(tmp_path): path.stat().st_mode & 0o777 for path in written}
     assert [path for path, mode in modes.items() if path.parts[0] != "open" and mode & 0o077] == []
-    ours = {mode for path, mode in modes.items() if path.parts[0] == "open" and path.parts[1] != "model"}
+    ours = {
+        mode for path, mode in modes.items() if path.parts[0] == "open" and path.parts[1] != "model"
+    }
     assert ours == {0o644}  # `transformers` writes the model
     said = [done.stdout.encode(), done.stderr.encode(), *(path.read_bytes() for path in written)]
-    assert not [name for name, secret in SECRETS.items() if any(secret.encode() in one for one in said)]
+    assert not [
+        name for name, secret in SECRETS.items() if any(secret.encode() in one for one in said)
+    ]

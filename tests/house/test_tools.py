@@ -1,4 +1,6 @@
-"""The verbs of `lema_tools` stand on what modules of the core export, the names in their `__all__`, and no others."""
+"""The verbs of `lema_tools` stand on what modules of the core export, the names in their
+`__all__`, and no others.
+"""
 
 import ast
 import importlib
@@ -18,7 +20,11 @@ def test_a_verb_imports_only_what_modules_export(file: Path) -> None:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "lema"
         for name in node.names
     ]
-    own = [(module, name) for module, name in taken if name not in exported(module) or name.startswith("_")]
+    own = [
+        (module, name)
+        for module, name in taken
+        if name not in exported(module) or name.startswith("_")
+    ]
     assert not own, "put these names into the `__all__` of their modules, or do without them"
 
 

@@ -1,5 +1,5 @@
-"""The releases that tests ran with are the same in `lema/compat.py`, `tox.ini`, `constraints.txt`, `pyproject.toml` and
-the page about environments."""
+"""The releases that tests ran with are the same in `lema/compat.py`, `tox.ini`, `constraints.txt`,
+`pyproject.toml` and the page about environments."""
 
 import re
 import tomllib

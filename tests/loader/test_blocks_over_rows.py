@@ -1,4 +1,6 @@
-"""Blocks of bitsandbytes' 4 bits that go on in the next row stand for what their codes say, as they do on a GPU."""
+"""Blocks of bitsandbytes' 4 bits that go on in the next row stand for what their codes say, as
+they do on a GPU.
+"""
 
 from pathlib import Path
 
@@ -22,13 +24,16 @@ def decoded(held: dict[str, Tensor], name: str) -> Tensor:
     """Return what the codes of a weight stand for, one after the other."""
     words = held[name].flatten()
     codes = torch.stack([words >> 4, words & 15], 1).flatten().long()
-    return (held[f"{name}.quant_map"][codes].view(-1, BLOCK) * held[f"{name}.absmax"][:, None]).flatten()
+    return (
+        held[f"{name}.quant_map"][codes].view(-1, BLOCK) * held[f"{name}.absmax"][:, None]
+    ).flatten()
 
 
 def test_every_weight_is_what_its_codes_say(tmp_path: Path) -> None:
     model = write_model(llama(), tmp_path / "model")  # rows of 32 and 48
     by_bitsandbytes(BITSANDBYTES["nf4"])(model)
-    held, names = tensors(model), map_names(meta_model(read_config(model)), GlobalBinaryIndex(model))
+    held = tensors(model)
+    names = map_names(meta_model(read_config(model)), GlobalBinaryIndex(model))
     assert len(names.quantized) == 28
     for name in names.quantized:
         record = names.stored[name]

@@ -1,4 +1,6 @@
-"""Fields of a published `config.json` that change how a model runs do to it what they do under `from_pretrained`."""
+"""Fields of a published `config.json` that change how a model runs do to it what they do under
+`from_pretrained`.
+"""
 
 import json
 from functools import partial
@@ -23,8 +25,15 @@ from everytype import farthest
 from safetensors.torch import load_file, save_file
 from tinyconfig import tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
-from transformers.monkey_patching import clear_patch_mapping, get_patch_mapping, register_patch_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.monkey_patching import (
+    clear_patch_mapping,
+    get_patch_mapping,
+    register_patch_mapping,
+)
 
 from lema import LemaConfig, LemaModel
 from lema.convert.merge import merge_adapter
@@ -36,12 +45,18 @@ from lema.plan.workload import MicroBatch, measure
 from lema.storage import GlobalBinaryIndex
 from lema.storage.modelfiles import load_generation_config
 
-CONFIGS = {"llama": llama, "gpt2": partial(tiny_config, "gpt2"), "gemma3": partial(tiny_config, "gemma3")}
+CONFIGS = {
+    "llama": llama,
+    "gpt2": partial(tiny_config, "gpt2"),
+    "gemma3": partial(tiny_config, "gemma3"),
+}
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("settings", [{"gradient_checkpointing": True}, {"gradient_checkpointing": False}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"gradient_checkpointing": True}, {"gradient_checkpointing": False}], ids=str
+)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_checkpointing_that_a_config_asks_for_changes_no_number(
     kind: str, settings: dict[str, Any], tmp_path: Path
@@ -53,7 +68,9 @@ def test_checkpointing_that_a_config_asks_for_changes_no_number(
     assert farthest_from_whole(model, rows(12, 9), rows(7), **settings) == 0
 
 
-@pytest.mark.parametrize("field", [{"return_dict": False}, {"output_hidden_states": True}, {"output_attentions": True}])
+@pytest.mark.parametrize(
+    "field", [{"return_dict": False}, {"output_hidden_states": True}, {"output_attentions": True}]
+)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_forms_of_output_that_a_config_asks_for_change_no_number(
     kind: str, field: dict[str, Any], tmp_path: Path
@@ -84,7 +101,9 @@ def test_weights_are_in_the_file_that_a_config_names(tmp_path: Path) -> None:
         expected = whole(model, streamed).merge_and_unload().state_dict()
     merged = merge_adapter(tmp_path / "adapter", tmp_path / "merged")
     prepared = prepare(model, tmp_path / "prepared").path
-    assert not any("transformers_weights" in (one / "config.json").read_text() for one in (merged, prepared))
+    assert not any(
+        "transformers_weights" in (one / "config.json").read_text() for one in (merged, prepared)
+    )
     loaded = AutoModelForCausalLM.from_pretrained(merged).state_dict()
     assert all(torch.equal(one, expected[name]) for name, one in loaded.items())
     assert farthest_from_whole(prepared, rows(12)) == 0
@@ -95,7 +114,8 @@ def test_a_file_of_weights_that_is_none_is_refused(named: object, tmp_path: Path
     model = write_model(llama(), tmp_path / "model")
     edit_config(model, transformers_weights=named)
     with pytest.raises(
-        WeightsError, match=r"config.json says that the weights are in .*no safetensors file next to it"
+        WeightsError,
+        match=r"config.json says that the weights are in .*no safetensors file next to it",
     ):
         GlobalBinaryIndex(model)
 
@@ -115,7 +135,10 @@ def test_an_adapter_beside_the_model_is_refused(tmp_path: Path) -> None:
     with opened(model) as streamed:
         streamed.save_pretrained(str(tmp_path / "adapter"))
     (tmp_path / "adapter" / "adapter_config.json").rename(model / "adapter_config.json")
-    for read in (lambda: LemaModel(LemaConfig(str(model), device="cpu")), lambda: prepare(model, tmp_path / "out")):
+    for read in (
+        lambda: LemaModel(LemaConfig(str(model), device="cpu")),
+        lambda: prepare(model, tmp_path / "out"),
+    ):
         with pytest.raises(ModelError, match="there is an adapter beside the model"):
             read()
 
@@ -144,7 +167,10 @@ def test_a_tower_that_a_config_fuses_changes_no_number(tmp_path: Path) -> None:
         assert farthest_from_whole(model, rows(12, 9)) == 0
         with opened(model) as streamed:
             streamed.save_pretrained(str(tmp_path / "adapter"))
-        assert tensors(merge_adapter(tmp_path / "adapter", tmp_path / "merged")).keys() == tensors(model).keys()
+        assert (
+            tensors(merge_adapter(tmp_path / "adapter", tmp_path / "merged")).keys()
+            == tensors(model).keys()
+        )
     finally:
         clear_patch_mapping()
         register_patch_mapping(before[0])
@@ -152,7 +178,9 @@ def test_a_tower_that_a_config_fuses_changes_no_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fusions", [{"nothing": True}, {"patch_embeddings": "yes"}], ids=str)
-def test_fusions_that_transformers_refuses_are_refused(fusions: dict[str, Any], tmp_path: Path) -> None:
+def test_fusions_that_transformers_refuses_are_refused(
+    fusions: dict[str, Any], tmp_path: Path
+) -> None:
     model = write_model(llama(), tmp_path / "model")
     edit_config(model, fusion_config=fusions)
     with pytest.raises(ValueError, match="fusion") as theirs:

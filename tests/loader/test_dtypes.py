@@ -1,4 +1,6 @@
-"""The dtype of a model whose config names none is the one that `from_pretrained` finds in its files."""
+"""The dtype of a model whose config names none is the one that `from_pretrained` finds in its
+files.
+"""
 
 import json
 from collections.abc import Callable
@@ -30,8 +32,12 @@ HEAD: Callable[[str], bool] = lambda name: "lm_head" in name  # noqa: E731
 TOWER: Callable[[str], bool] = lambda name: "vision" in name  # noqa: E731
 
 
-def checkpoint(directory: Path, config: Any, wide: Callable[[str], bool], **parts: str | None) -> Path:
-    """Write a model in bf16, of which some tensors are stored in fp32, and whose config names the dtypes of `parts`."""
+def checkpoint(
+    directory: Path, config: Any, wide: Callable[[str], bool], **parts: str | None
+) -> Path:
+    """Write a model in bf16, of which some tensors are stored in fp32, and whose config names
+    the dtypes of `parts`.
+    """
     model = write_model(config, directory, torch.bfloat16)
     store(model, {name: one.float() if wide(name) else one for name, one in tensors(model).items()})
     written = json.loads((model / "config.json").read_text())
@@ -57,7 +63,11 @@ def test_the_first_floating_tensor_of_the_sorted_names_decides(
     wide: Callable[[str], bool], expected: torch.dtype, tmp_path: Path
 ) -> None:
     model = checkpoint(tmp_path / "model", llama(), wide)
-    assert loaded_dtype(model) == expected == checkpoint_dtype(read_config(model), GlobalBinaryIndex(model))
+    assert (
+        loaded_dtype(model)
+        == expected
+        == checkpoint_dtype(read_config(model), GlobalBinaryIndex(model))
+    )
     streamed = LemaModel(LemaConfig(str(model), device="cpu", save_steps=0))
     assert streamed.skeleton.lm_head.weight.dtype == expected
     streamed.close()
@@ -66,7 +76,9 @@ def test_the_first_floating_tensor_of_the_sorted_names_decides(
 
 @pytest.mark.parametrize("vision", ["float32", "bfloat16", None], ids=str)
 @pytest.mark.parametrize("text", ["float32", "bfloat16", "float16", None], ids=str)
-def test_dtypes_of_parts_are_read_as_they_are(text: str | None, vision: str | None, tmp_path: Path) -> None:
+def test_dtypes_of_parts_are_read_as_they_are(
+    text: str | None, vision: str | None, tmp_path: Path
+) -> None:
     parts = {"text_config": text, "vision_config": vision}
     model = checkpoint(tmp_path / "model", tiny_config("gemma3"), TOWER, **parts)
     assert checkpoint_dtype(read_config(model), GlobalBinaryIndex(model)) == loaded_dtype(model)
@@ -96,15 +108,25 @@ def test_the_quantizer_of_a_checkpoint_has_the_last_word(
     model = blockfp8.write(llama(), tmp_path / "model")
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "update_dtype", lambda *_: torch.float16)
     how = FineGrainedFP8Config(dequantize=True, weight_block_size=blockfp8.BLOCK)
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=asked or "auto", quantization_config=how)
-    assert checkpoint_dtype(read_config(model), GlobalBinaryIndex(model), asked) == loaded.dtype == torch.float16
+    loaded = AutoModelForCausalLM.from_pretrained(
+        model, dtype=asked or "auto", quantization_config=how
+    )
+    assert (
+        checkpoint_dtype(read_config(model), GlobalBinaryIndex(model), asked)
+        == loaded.dtype
+        == torch.float16
+    )
     with opened(model, dtype=asked) as streamed:
         assert streamed.skeleton.config.dtype == torch.float16
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes_4bit", "bitsandbytes_8bit", "torchao", "gptq", "awq", "auto-round"])
+@pytest.mark.parametrize(
+    "method", ["bitsandbytes_4bit", "bitsandbytes_8bit", "torchao", "gptq", "awq", "auto-round"]
+)
 def test_quantizers_that_are_not_asked_keep_every_dtype(method: str) -> None:
-    """Where LEMA expands what is stored itself. AWQ's has a word for its kernels on a GPU, which do not run here."""
+    """Where LEMA expands what is stored itself. AWQ's has a word for its kernels on a GPU, which
+    do not run here.
+    """
     kind = AUTO_QUANTIZER_MAPPING[method]
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert kind.update_dtype(kind.__new__(kind), dtype) == dtype

@@ -1,4 +1,6 @@
-"""Flex attention has no backward on a CPU: a run that needs one is refused in a sentence, and evaluation works."""
+"""Flex attention has no backward on a CPU: a run that needs one is refused in a sentence, and
+evaluation works.
+"""
 
 from pathlib import Path
 
@@ -16,7 +18,10 @@ from lema.plan.workload import MicroBatch, measure
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SAID = "this device cannot compute what the model asks for: FlexAttention does not support backward on CPU"
+SAID = (
+    "this device cannot compute what the model asks for: FlexAttention does not support "
+    "backward on CPU"
+)
 
 
 @pytest.fixture
@@ -42,7 +47,10 @@ def test_training_is_refused_in_a_sentence(model: Path) -> None:
 
 def test_what_a_models_config_says_is_left_to_the_library(model: Path) -> None:
     edit_config(model, attn_implementation=COMPILED)
-    with pytest.warns(UserWarning, match=rf"attn_implementation: {COMPILED}.* is ignored"), opened(model) as streamed:
+    with (
+        pytest.warns(UserWarning, match=rf"attn_implementation: {COMPILED}.* is ignored"),
+        opened(model) as streamed,
+    ):
         assert streamed.skeleton.config._attn_implementation == "sdpa"
 
 
@@ -84,5 +92,9 @@ def test_evaluation_is_that_of_the_whole_model(model: Path) -> None:
         streamed.lora_manager.eval()
         logits: list[torch.Tensor] = []
         streamed.adapter.evaluate([batch], logits)
-        expected = whole(model, streamed, attn_implementation=COMPILED).eval()(input_ids=batch["input_ids"]).logits
+        expected = (
+            whole(model, streamed, attn_implementation=COMPILED)
+            .eval()(input_ids=batch["input_ids"])
+            .logits
+        )
     assert torch.equal(logits[0], expected)

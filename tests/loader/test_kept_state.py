@@ -1,4 +1,6 @@
-"""What modules keep from one call to the next is what the whole model keeps, for rows of any length in any order."""
+"""What modules keep from one call to the next is what the whole model keeps, for rows of any
+length in any order.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from asloaded import ORIGINAL, ROPES, edit_config, farthest_from_whole, llama, opened, roped, rows, write_model
+from asloaded import (
+    ORIGINAL,
+    ROPES,
+    edit_config,
+    farthest_from_whole,
+    llama,
+    opened,
+    roped,
+    rows,
+    write_model,
+)
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -28,11 +40,16 @@ def packed(*lengths: int) -> dict[str, Tensor]:
     (batch,) = rows(sum(lengths))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     # The first token of a text does not follow from the text before.
-    return batch | {"position_ids": positions, "labels": batch["labels"].masked_fill(positions == 0, -100)}
+    return batch | {
+        "position_ids": positions,
+        "labels": batch["labels"].masked_fill(positions == 0, -100),
+    }
 
 
 def alternating() -> Sequence[Sequence[Mapping[str, Tensor]]]:
-    """Return steps of a run: each length alone, then several micro-batches of long and short rows."""
+    """Return steps of a run: each length alone, then several micro-batches of long and short
+    rows.
+    """
     return [rows(length) for length in LENGTHS] + [rows(40, 9, 70, 12, 20), rows(12, 20)]
 
 
@@ -48,17 +65,25 @@ def test_long_and_short_rows_alternate(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_packed_texts_go_by_their_longest(kind: str, tmp_path: Path) -> None:
-    model = write_model(roped(kind, use_cache=False), tmp_path / "model")  # with a cache texts are not told apart
+    model = write_model(
+        roped(kind, use_cache=False), tmp_path / "model"
+    )  # with a cache texts are not told apart
     steps = [[packed(9, 12, 5)], [packed(20, 30)], [packed(9, 9), packed(17, 40)], [packed(12, 4)]]
     assert farthest_from_whole(model, *steps) == 0
 
 
-@pytest.mark.parametrize("settings", [{"gradient_checkpointing": True}, {"loss_chunk_tokens": 4}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"gradient_checkpointing": True}, {"loss_chunk_tokens": 4}], ids=str
+)
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rows_alternate_under_other_settings(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_rows_alternate_under_other_settings(
+    kind: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
     model = write_model(roped(kind), tmp_path / "model")
     # Chunks of the loss round otherwise.
-    assert farthest_from_whole(model, *alternating(), **settings) <= (1e-5 if "loss_chunk_tokens" in settings else 0)
+    assert farthest_from_whole(model, *alternating(), **settings) <= (
+        1e-5 if "loss_chunk_tokens" in settings else 0
+    )
 
 
 OWN = """
@@ -112,7 +137,9 @@ def own_model(directory: Path, code: str) -> Path:
 
 
 @pytest.mark.parametrize("kept", KEEP)
-def test_a_table_that_is_made_by_the_first_call_is_made_of_its_inputs(kept: str, tmp_path: Path) -> None:
+def test_a_table_that_is_made_by_the_first_call_is_made_of_its_inputs(
+    kept: str, tmp_path: Path
+) -> None:
     model = own_model(tmp_path / "model", OWN.replace("KEEP", KEEP[kept]))
     steps = [rows(12), rows(30), rows(9, 20), rows(40, 12)]
     assert farthest_from_whole(model, *steps, trust=True) == 0
@@ -122,11 +149,16 @@ def test_a_table_that_is_made_by_the_first_call_is_made_of_its_inputs(kept: str,
 def test_a_plan_needs_no_positions_and_leaves_no_trace(kind: str, tmp_path: Path) -> None:
     found = {}
     for name in ("default", kind):
-        blueprint = draw_up(LemaConfig(str(write_model(roped(name), tmp_path / name)), device="cpu"))
+        blueprint = draw_up(
+            LemaConfig(str(write_model(roped(name), tmp_path / name)), device="cpu")
+        )
         rotary = blueprint.model.model.rotary_emb
         before = dict(vars(rotary)), {buffer: one.clone() for buffer, one in rotary.named_buffers()}
         # Rows shorter and longer than each threshold, which no table makes any dearer.
-        works = [measure(blueprint.model, blueprint.layers, MicroBatch(1, length), 16).works for length in (8, 80)]
+        works = [
+            measure(blueprint.model, blueprint.layers, MicroBatch(1, length), 16).works
+            for length in (8, 80)
+        ]
         found[name] = works, text_bytes(blueprint.model, blueprint.layers, 60, 20).keys_values
         assert vars(rotary) == before[0]
         assert all(torch.equal(one, before[1][buffer]) for buffer, one in rotary.named_buffers())
@@ -138,15 +170,22 @@ def own_table(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "make", [partial(write_model, roped("dynamic")), own_table], ids=["dynamic", "a table of the model's own code"]
+    "make",
+    [partial(write_model, roped("dynamic")), own_table],
+    ids=["dynamic", "a table of the model's own code"],
 )
-def test_a_run_that_is_resumed_goes_on_with_what_modules_held(make: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_goes_on_with_what_modules_held(
+    make: Callable[[Path], Path], tmp_path: Path
+) -> None:
     model = make(tmp_path / "model")
-    first, later = rows(40)[0]["input_ids"], rows(20)[0]["input_ids"]
+    first = rows(40)[0]["input_ids"]
+    later = rows(20)[0]["input_ids"]
 
     def losses(*, saved: bool, resumed: bool) -> list[float]:
         with opened(model, trust=True) as streamed:
-            trainer = streamed.get_trainer(torch.optim.SGD(streamed.get_trainable_parameters(), lr=0.1))
+            trainer = streamed.get_trainer(
+                torch.optim.SGD(streamed.get_trainable_parameters(), lr=0.1)
+            )
             if resumed:
                 trainer.load_checkpoint(tmp_path / "checkpoint-1")
             else:

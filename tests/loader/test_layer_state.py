@@ -1,4 +1,6 @@
-"""What decoder layers keep from call to call is what those of the whole model keep, or the model is refused by name."""
+"""What decoder layers keep from call to call is what those of the whole model keep, or the model
+is refused by name.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from asloaded import edit_config, farthest_from_whole, llama, opened, roped, rows, step, store, tensors, write_model
+from asloaded import (
+    edit_config,
+    farthest_from_whole,
+    llama,
+    opened,
+    roped,
+    rows,
+    step,
+    store,
+    tensors,
+    write_model,
+)
 from everytype import farthest
 from preferences import batch_of, examples, parts_of
 from torch import Tensor
@@ -48,13 +61,18 @@ class OwnForCausalLM(LlamaForCausalLM):
         WHOLE
         self.post_init()
 """
-# What a layer holds at first, and what each call makes of it; `scale` is what the call computes with.
-MAKE = "self.mean is None and (delattr(self, 'mean'), self.register_buffer('mean', torch.zeros(()), persistent=False))"
+# What a layer holds at first, and what each call makes of it; `scale` is what the call computes
+# with.
+MAKE = (
+    "self.mean is None and (delattr(self, 'mean'), self.register_buffer('mean', "
+    "torch.zeros(()), persistent=False))"
+)
 KEPT = {
     "a counter": ("self.count = 0", "self.count += 1; scale = 1 + self.count / 8"),
     "a mean": (
         "self.mean = None",
-        "now = x.detach().mean(); self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now;"
+        "now = x.detach().mean(); self.mean = now if self.mean is None else 0.9 * "
+        "self.mean + 0.1 * now;"
         " scale = 1 + self.mean",
     ),
     # A buffer that no file has is not there after `from_pretrained`, unless it is made in a call.
@@ -66,10 +84,16 @@ KEPT = {
         "self.mean = None",
         "MAKE; self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(); scale = 1 + self.mean",
     ),
-    "a list": ("self.lengths = []", "self.lengths.append(x.shape[1]); scale = 1 + sum(self.lengths) / 256"),
+    "a list": (
+        "self.lengths = []",
+        "self.lengths.append(x.shape[1]); scale = 1 + sum(self.lengths) / 256",
+    ),
     "a dictionary": (
         "self.seen = {'longest': 0}",
-        "self.seen['longest'] = max(self.seen['longest'], x.shape[1]); scale = 1 + self.seen['longest'] / 64",
+        (
+            "self.seen['longest'] = max(self.seen['longest'], x.shape[1]); scale = 1 + "
+            "self.seen['longest'] / 64"
+        ),
     ),
     "a view of its input": (
         "self.last = None",
@@ -78,24 +102,39 @@ KEPT = {
     "a view of a weight": (
         "self.last = None",
         "scale = 1 + (0 if self.last is None else self.last.mean());"
-        " self.last = self.up_proj.get_base_layer().weight.detach()[:2] if hasattr(self.up_proj, 'get_base_layer')"
+        " self.last = self.up_proj.get_base_layer().weight.detach()[:2] if "
+        "hasattr(self.up_proj, 'get_base_layer')"
         " else self.up_proj.weight.detach()[:2]",
     ),
     "a table that grows": (
         "self.table = None",
-        "self.table = torch.arange(x.shape[1]) / 64 if self.table is None or len(self.table) < x.shape[1] else"
+        "self.table = torch.arange(x.shape[1]) / 64 if self.table is None or "
+        "len(self.table) < x.shape[1] else"
         " self.table; scale = 1 + self.table[-1]",
     ),
 }
 
 
 def keeping(
-    directory: Path, init: str, keep: str, whole: str = "pass", after: str = "pass", *, moe: bool = False
+    directory: Path,
+    init: str,
+    keep: str,
+    whole: str = "pass",
+    after: str = "pass",
+    *,
+    moe: bool = False,
 ) -> Path:
-    """Write a model whose layers keep something from call to call; `moe`: of mixtures of experts."""
+    """Write a model whose layers keep something from call to call; `moe`: of mixtures of
+    experts.
+    """
     sizes = {**llama().to_dict(), "model_type": "mixtral", "num_local_experts": 4}
     model = write_model(MixtralConfig(**sizes) if moe else llama(), directory)
-    code = CODE.replace("INIT", init).replace("KEEP", keep).replace("MAKE", MAKE).replace("WHOLE", whole)
+    code = (
+        CODE.replace("INIT", init)
+        .replace("KEEP", keep)
+        .replace("MAKE", MAKE)
+        .replace("WHOLE", whole)
+    )
     code = code.replace("AFTER", after)
     if moe:  # whose name says how experts are stored
         code = (
@@ -106,7 +145,12 @@ def keeping(
         )
     (model / "own.py").write_text(code)
     classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
-    edit_config(model, model_type="mixtral" if moe else "ownstate", architectures=["OwnForCausalLM"], auto_map=classes)
+    edit_config(
+        model,
+        model_type="mixtral" if moe else "ownstate",
+        architectures=["OwnForCausalLM"],
+        auto_map=classes,
+    )
     return model
 
 
@@ -117,9 +161,13 @@ def steps() -> Sequence[Sequence[Mapping[str, Tensor]]]:
 
 @pytest.mark.parametrize("checkpointing", [True, False], ids=["recomputed", "kept"])
 @pytest.mark.parametrize("kept", KEPT)
-def test_what_a_layer_keeps_is_what_it_keeps_in_the_whole_model(kept: str, checkpointing: bool, tmp_path: Path) -> None:
+def test_what_a_layer_keeps_is_what_it_keeps_in_the_whole_model(
+    kept: str, checkpointing: bool, tmp_path: Path
+) -> None:
     model = keeping(tmp_path / "model", *KEPT[kept])
-    assert farthest_from_whole(model, *steps(), trust=True, gradient_checkpointing=checkpointing) == 0
+    assert (
+        farthest_from_whole(model, *steps(), trust=True, gradient_checkpointing=checkpointing) == 0
+    )
 
 
 def test_a_published_type_that_keeps_states_of_recurrences(tmp_path: Path) -> None:
@@ -132,7 +180,8 @@ def test_a_published_type_that_keeps_states_of_recurrences(tmp_path: Path) -> No
     by_turns(model, [12, 9, 20, 12], [5, 9])
 
 
-COUNTER, MEAN = KEPT["a counter"], KEPT["a mean"]
+COUNTER = KEPT["a counter"]
+MEAN = KEPT["a mean"]
 
 
 def refused(model: Path, **settings: Any) -> ModelError:
@@ -146,11 +195,18 @@ def refused(model: Path, **settings: Any) -> ModelError:
 GLOBAL = "globals().setdefault('LENGTHS', [])"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a module of two layers": (
-        {"init": COUNTER[0], "keep": COUNTER[1], "whole": "self.model.layers[2].mlp = self.model.layers[0].mlp"},
+        {
+            "init": COUNTER[0],
+            "keep": COUNTER[1],
+            "whole": "self.model.layers[2].mlp = self.model.layers[0].mlp",
+        },
         "Keeping.count from call to call, and shares it with model.layers.2",
     ),
     "a list of all layers": (
-        {"init": f"self.lengths = {GLOBAL}", "keep": "self.lengths.append(len(x)); scale = 1 + len(self.lengths) / 64"},
+        {
+            "init": f"self.lengths = {GLOBAL}",
+            "keep": "self.lengths.append(len(x)); scale = 1 + len(self.lengths) / 64",
+        },
         "Keeping.lengths from call to call, and shares it with model.layers.1",
     ),
     "a list that the model has too": (
@@ -171,10 +227,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a first write after other calls": (
         {
-            "init": "self.count = 0; self.register_buffer('last', torch.zeros(()), persistent=False)",
+            "init": (
+                "self.count = 0; self.register_buffer('last', torch.zeros(()), persistent=False)"
+            ),
             "keep": "self.count += 1; self.count == 3 and self.last.fill_(2); scale = 1 + self.last",
         },
-        "Keeping.count, Keeping.last from call to call, and wrote into it for the first time only after other calls",
+        (
+            "Keeping.count, Keeping.last from call to call, and wrote into it for the first "
+            "time only after other calls"
+        ),
     ),
 }
 
@@ -198,8 +259,10 @@ class Group:
 
 
 def test_what_copies_of_a_layer_share_is_no_state_of_it() -> None:
-    group, layer = Group(), torch.nn.Module()
-    layer.group, layer.counts = group, [0]
+    group = Group()
+    layer = torch.nn.Module()
+    layer.group = group
+    layer.counts = [0]
     before = Snapshot(layer.modules())
     group.waiting.append(1)
     assert not before.changed()
@@ -212,20 +275,30 @@ def test_a_stored_buffer_that_a_layer_writes_into_is_refused(tmp_path: Path) -> 
     model = keeping(tmp_path / "model", "self.register_buffer('mean', torch.zeros(()))", keep)
     stored = tensors(model)
     store(model, stored | {f"model.layers.{index}.mlp.mean": torch.ones(()) for index in range(4)})
-    assert "layer 0 writes into its mlp.mean, which is read from its file at each visit" in refused(model).what
+    assert (
+        "layer 0 writes into its mlp.mean, which is read from its file at each visit"
+        in refused(model).what
+    )
 
 
 def test_the_rows_of_a_reference_see_no_state_of_a_layer(tmp_path: Path) -> None:
     model = keeping(tmp_path / "model", *COUNTER)
-    with opened(model, trust=True, objective="dpo") as streamed, pytest.raises(ModelError, match="of a reference"):
+    with (
+        opened(model, trust=True, objective="dpo") as streamed,
+        pytest.raises(ModelError, match="of a reference"),
+    ):
         streamed.adapter.loss(parts_of(batch_of(examples()), 2))
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
-def test_experts_in_groups_change_nothing_in_what_a_layer_keeps(again: bool, tmp_path: Path) -> None:
+def test_experts_in_groups_change_nothing_in_what_a_layer_keeps(
+    again: bool, tmp_path: Path
+) -> None:
     found = []
     for size in (None, 2):
-        with opened(keeping(tmp_path / str(size), *MEAN, moe=True), trust=True, experts_per_slot=size) as streamed:
+        with opened(
+            keeping(tmp_path / str(size), *MEAN, moe=True), trust=True, experts_per_slot=size
+        ) as streamed:
             streamed.adapter.engine.runs_again = again
             found.append([step(streamed, batches) for batches in steps()])
             assert bool(streamed.split.groups) == (size is not None)
@@ -233,25 +306,35 @@ def test_experts_in_groups_change_nothing_in_what_a_layer_keeps(again: bool, tmp
 
 
 def test_what_is_made_of_experts_in_groups_cannot_be_kept(tmp_path: Path) -> None:
-    code = {"init": "self.last = None", "keep": "scale = 1", "after": "self.last = made.detach().mean()"}
+    code = {
+        "init": "self.last = None",
+        "keep": "scale = 1",
+        "after": "self.last = made.detach().mean()",
+    }
     error = refused(keeping(tmp_path / "model", **code, moe=True), experts_per_slot=2)
     assert "which is made of its experts' result" in error.what
 
 
-def test_a_compiled_layer_that_keeps_something_runs_uncompiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_compiled_layer_that_keeps_something_runs_uncompiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("lema.model.compiled.COMPILER", "aot_eager")
     model = keeping(tmp_path / "model", *COUNTER)
     with pytest.warns(UserWarning, match="is not compiled.*: it keeps count from call to call"):
-        assert farthest_from_whole(model, rows(12), rows(12, 12), trust=True, torch_compile=True) == 0
+        assert (
+            farthest_from_whole(model, rows(12), rows(12, 12), trust=True, torch_compile=True) == 0
+        )
     torch.compiler.reset()
 
 
 def outcomes(model: Path, place: str | None) -> list[Tensor]:
-    """Take steps in passes that are attempted again; return losses and gradients. Memory runs out once, in the second
-    step: in a `layer`, in a layer that is `recomputed`, or in the `head`."""
-    found, left = [], [place]
+    """Take steps in passes that are attempted again; return losses and gradients. Memory runs out
+    once, in the second step: in a `layer`, in a layer that is `recomputed`, or in the `head`."""
+    found = []
+    left = [place]
     with opened(model, trust=True, prefetch_depth=3) as streamed:
-        split, parameters = streamed.split, streamed.get_trainable_parameters()
+        split = streamed.split
+        parameters = streamed.get_trainable_parameters()
 
         def short(here: str) -> None:
             if found and left == [here]:
@@ -274,7 +357,8 @@ def outcomes(model: Path, place: str | None) -> list[Tensor]:
             loss.backward()
             return loss.detach()
 
-        split.run_layer, split.head = run_layer, head  # type: ignore[method-assign]
+        split.run_layer = run_layer
+        split.head = head  # type: ignore[method-assign]
         for batches in steps():
             found.append(streamed.adapter.retry.run_pass(attempt, batches, parameters=parameters))
             found += [one.grad for one in parameters if one.grad is not None]
@@ -285,16 +369,26 @@ def outcomes(model: Path, place: str | None) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kept", ["a mean", "a table that grows", "a rotary table"])
-def test_a_pass_that_is_attempted_again_begins_with_what_was_kept(kept: str, tmp_path: Path) -> None:
+def test_a_pass_that_is_attempted_again_begins_with_what_was_kept(
+    kept: str, tmp_path: Path
+) -> None:
     directory = tmp_path / "model"
-    model = write_model(roped("dynamic"), directory) if kept == "a rotary table" else keeping(directory, *KEPT[kept])
+    model = (
+        write_model(roped("dynamic"), directory)
+        if kept == "a rotary table"
+        else keeping(directory, *KEPT[kept])
+    )
     expected = outcomes(model, None)
     for place in ("layer", "recomputed", "head"):
         found = outcomes(model, place)
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), place
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), (
+            place
+        )
 
 
-def test_the_layer_whose_numbers_are_not_finite_is_found_where_it_counts_calls(tmp_path: Path) -> None:
+def test_the_layer_whose_numbers_are_not_finite_is_found_where_it_counts_calls(
+    tmp_path: Path,
+) -> None:
     spoilt = "self.count += 1; scale = float('nan') if self.count == 2 else 1"
     with opened(keeping(tmp_path / "model", COUNTER[0], spoilt), trust=True) as streamed:
         trainer = streamed.get_trainer(torch.optim.SGD(streamed.get_trainable_parameters(), lr=0.1))
@@ -306,11 +400,14 @@ def test_the_layer_whose_numbers_are_not_finite_is_found_where_it_counts_calls(t
 
 @pytest.mark.parametrize("kept", ["a counter", "a mean", "a buffer", "a list"])
 def test_a_run_that_is_resumed_goes_on_with_what_layers_held(kept: str, tmp_path: Path) -> None:
-    model, ids = keeping(tmp_path / "model", *KEPT[kept]), rows(12)[0]["input_ids"]
+    model = keeping(tmp_path / "model", *KEPT[kept])
+    ids = rows(12)[0]["input_ids"]
 
     def losses(*, resumed: bool) -> list[float]:
         with opened(model, trust=True) as streamed:
-            trainer = streamed.get_trainer(torch.optim.SGD(streamed.get_trainable_parameters(), lr=0.1))
+            trainer = streamed.get_trainer(
+                torch.optim.SGD(streamed.get_trainable_parameters(), lr=0.1)
+            )
             if resumed:
                 trainer.load_checkpoint(tmp_path / "checkpoint-1")
             else:
@@ -321,7 +418,9 @@ def test_a_run_that_is_resumed_goes_on_with_what_layers_held(kept: str, tmp_path
     assert losses(resumed=False) == losses(resumed=True)
 
 
-def test_a_model_that_keeps_nothing_is_looked_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_model_that_keeps_nothing_is_looked_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     made = 0
     looks = Snapshot.__init__
 
@@ -334,6 +433,8 @@ def test_a_model_that_keeps_nothing_is_looked_at_once(monkeypatch: pytest.Monkey
         streamed.adapter.loss(rows(12)).backward()
         monkeypatch.setattr(Snapshot, "__init__", counted)
         for batches in steps():
-            streamed.adapter.retry.run_pass(lambda parts: streamed.adapter.loss(parts).backward(), batches)
+            streamed.adapter.retry.run_pass(
+                lambda parts: streamed.adapter.loss(parts).backward(), batches
+            )
         streamed.adapter.evaluate(rows(9, 30))
     assert made == 0

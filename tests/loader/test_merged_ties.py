@@ -1,4 +1,6 @@
-"""Adapters of tied embeddings and heads, merged: two weights where their values part, and the config says which."""
+"""Adapters of tied embeddings and heads, merged: two weights where their values part, and the
+config says which.
+"""
 
 import json
 from pathlib import Path
@@ -19,8 +21,11 @@ from lema.errors import ModelError
 from lema.model.skeleton import auto_class
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-TARGETS, WHOLE, ROWS = "lora_target_modules", "lora_modules_to_save", "lora_trainable_token_indices"
-EMBEDDINGS, HEAD = "embed_tokens", "lm_head"
+TARGETS = "lora_target_modules"
+WHOLE = "lora_modules_to_save"
+ROWS = "lora_trainable_token_indices"
+EMBEDDINGS = "embed_tokens"
+HEAD = "lm_head"
 TIED = {"lora_ensure_weight_tying": True}
 ADAPTERS: dict[str, dict[str, Any]] = {
     "LoRA on the head": {TARGETS: [HEAD]},
@@ -46,7 +51,8 @@ STAY_ONE = {
     "rows of the embeddings",
     "the same rows of both",
 }
-# What PEFT's own merge makes something else of, because it merges both into the one weight, or leaves one out.
+# What PEFT's own merge makes something else of, because it merges both into the one weight, or
+# leaves one out.
 WRONG_BY_PEFT = {
     *("LoRA on the head", "LoRA on the embeddings", "LoRA on both"),
     *("rows of the head", "other rows of each", "LoRA on the head and rows"),
@@ -67,7 +73,9 @@ def named(settings: dict[str, Any], model_type: str) -> dict[str, Any]:
     settings = {**settings, TARGETS: ["q_proj", *settings.get(TARGETS, ())]}
     if model_type != "gpt2":
         return settings
-    renamed: dict[str, Any] = json.loads(json.dumps(settings).replace(EMBEDDINGS, "wte").replace("q_proj", "c_attn"))
+    renamed: dict[str, Any] = json.loads(
+        json.dumps(settings).replace(EMBEDDINGS, "wte").replace("q_proj", "c_attn")
+    )
     return renamed
 
 
@@ -87,7 +95,8 @@ def logits(model: Any) -> Tensor:
 def train(source: Path, adapter: Path, settings: dict[str, Any]) -> Tensor:
     """Save an adapter whose every number training has changed; return the logits at its end."""
     with opened(source, **settings) as model:
-        generator, end = torch.Generator().manual_seed(5), list[Tensor]()
+        generator = torch.Generator().manual_seed(5)
+        end = list[Tensor]()
         with torch.no_grad():
             for parameter in model.lora_manager.parameters():
                 if parameter.requires_grad:
@@ -104,17 +113,18 @@ def train(source: Path, adapter: Path, settings: dict[str, Any]) -> Tensor:
 def test_what_is_merged_is_what_was_trained_and_its_config_says_what_is_one(
     model_type: str, adapter: str, tmp_path: Path
 ) -> None:
-    source, saved, notes = (
-        publish(model_type, tmp_path / "source", tied_config(model_type)),
-        tmp_path / "adapter",
-        list[str](),
-    )
+    source = publish(model_type, tmp_path / "source", tied_config(model_type))
+    saved = tmp_path / "adapter"
+    notes = list[str]()
     expected = train(source, saved, named(ADAPTERS[adapter], model_type))
     config = AutoConfig.from_pretrained(source)
-    text, published = auto_class(config), published_class(config)
+    text = auto_class(config)
+    published = published_class(config)
     by_peft = PeftModel.from_pretrained(text.from_pretrained(source), str(saved))
     assert torch.equal(logits(by_peft), expected)
-    assert torch.allclose(logits(by_peft.merge_and_unload()), expected, atol=1e-4) == (adapter not in WRONG_BY_PEFT)
+    assert torch.allclose(logits(by_peft.merge_and_unload()), expected, atol=1e-4) == (
+        adapter not in WRONG_BY_PEFT
+    )
     merged = merge_adapter(saved, tmp_path / "merged", note=notes.append)
     # PEFT ties the embeddings to a head only where they are called `embed_tokens`.
     one = adapter in STAY_ONE and (model_type, adapter) != ("gpt2", "embeddings whole and tied")
@@ -132,11 +142,17 @@ def test_what_is_merged_is_what_was_trained_and_its_config_says_what_is_one(
     ]
     assert said and set(said) == {one}
     assert bool(notes) == (not one)
-    before, after = tensors(source), tensors(merged)
+    before = tensors(source)
+    after = tensors(merged)
     added = after.keys() - before.keys()
-    assert before.keys() <= after.keys() and [name.endswith("lm_head.weight") for name in added] == [True] * (not one)
+    assert before.keys() <= after.keys() and [
+        name.endswith("lm_head.weight") for name in added
+    ] == [True] * (not one)
     changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
-    assert all(any(end in name for end in ("q_proj", "c_attn", EMBEDDINGS, "wte", HEAD)) for name in changed)
+    assert all(
+        any(end in name for end in ("q_proj", "c_attn", EMBEDDINGS, "wte", HEAD))
+        for name in changed
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,21 +165,31 @@ def test_what_is_merged_is_what_was_trained_and_its_config_says_what_is_one(
 )
 def test_it_trains_as_by_peft(model_type: str, adapter: str, tmp_path: Path) -> None:
     source = publish(model_type, tmp_path / "source", tied_config(model_type))
-    assert farthest_from_whole(source, [batch()], rows(9), **named(ADAPTERS[adapter], model_type)) == 0
+    assert (
+        farthest_from_whole(source, [batch()], rows(9), **named(ADAPTERS[adapter], model_type)) == 0
+    )
 
 
 def test_rows_of_a_module_that_trains_whole_are_refused(tmp_path: Path) -> None:
     """PEFT's own layers do not run so."""
     source = publish("llama", tmp_path / "source", tied_config("llama"))
     settings = {TARGETS: ["q_proj"], WHOLE: [HEAD], ROWS: {EMBEDDINGS: [5]}}
-    with pytest.raises(ModelError, match="lm_head trains whole, and rows of it train"), opened(source, **settings):
+    with (
+        pytest.raises(ModelError, match="lm_head trains whole, and rows of it train"),
+        opened(source, **settings),
+    ):
         pass
 
 
-def test_the_command_says_that_weights_part(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_that_weights_part(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     source = publish("llama", tmp_path / "source", tied_config("llama"))
     for adapter in ("head whole", "rows"):
         train(source, tmp_path / adapter, named(ADAPTERS[adapter], "llama"))
         assert lema("merge", tmp_path / adapter, tmp_path / f"{adapter} merged") == 0
-        said = "lm_head.weight and model.embed_tokens.weight are no longer one" in capfd.readouterr().out
+        said = (
+            "lm_head.weight and model.embed_tokens.weight are no longer one"
+            in capfd.readouterr().out
+        )
         assert said == (adapter == "head whole")

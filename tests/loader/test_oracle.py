@@ -1,8 +1,9 @@
-"""An oracle for checkpoints: whatever `from_pretrained` and PEFT make of a mutated one, LEMA makes too, to the bit.
+"""An oracle for checkpoints: whatever `from_pretrained` and PEFT make of a mutated one, LEMA makes
+too, to the bit.
 
-Every case opens a tiny model by LEMA and by `transformers` with PEFT, and compares the loss and every adapter gradient
-of a step, the generated tokens, and every tensor of the merged model. Both refuse it, or one of them does in a way that
-docs/coverage.md names.
+Every case opens a tiny model by LEMA and by `transformers` with PEFT, and compares the loss and
+every adapter gradient of a step, the generated tokens, and every tensor of the merged model. Both
+refuse it, or one of them does in a way that docs/coverage.md names.
 """
 
 import re
@@ -23,7 +24,9 @@ pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 
 def covering() -> Iterator[tuple[str, Mutation]]:
-    """Yield every mutation once, each of another type than the one before it where several have it."""
+    """Yield every mutation once, each of another type than the one before it where several have
+    it.
+    """
     kinds: dict[str, list[tuple[str, Mutation]]] = {}
     for kind, mutation in EVERY:
         kinds.setdefault(mutation.name, []).append((kind, mutation))
@@ -44,17 +47,23 @@ def check(kind: str, mutation: Mutation, directory: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "mutation"), named(list(covering())[::8]))
-def test_some_mutations_are_what_from_pretrained_makes_of_them(kind: str, mutation: Mutation, tmp_path: Path) -> None:
+def test_some_mutations_are_what_from_pretrained_makes_of_them(
+    kind: str, mutation: Mutation, tmp_path: Path
+) -> None:
     check(kind, mutation, tmp_path)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("kind", "mutation"), named(EVERY))
-def test_every_mutation_is_what_from_pretrained_makes_of_it(kind: str, mutation: Mutation, tmp_path: Path) -> None:
+def test_every_mutation_is_what_from_pretrained_makes_of_it(
+    kind: str, mutation: Mutation, tmp_path: Path
+) -> None:
     check(kind, mutation, tmp_path)
 
 
-def test_the_oracle_sees_weights_that_are_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oracle_sees_weights_that_are_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded = oracle._load
 
     def other(*args: Any, **options: Any) -> Any:
@@ -63,7 +72,9 @@ def test_the_oracle_sees_weights_that_are_others(tmp_path: Path, monkeypatch: py
         return model
 
     monkeypatch.setattr(oracle, "_load", other)
-    monkeypatch.setattr(oracle, "_merged", lambda directory, _: dict(loaded(directory).state_dict()))
+    monkeypatch.setattr(
+        oracle, "_merged", lambda directory, _: dict(loaded(directory).state_dict())
+    )
     found = compare("llama", Mutation("as it is"), tmp_path).differences
     assert {one.partition(":")[0] for one in found} == {"train", "streamed", "merge"}
 

@@ -1,4 +1,6 @@
-"""Rotary embeddings of every kind, in evaluations, texts and trainers' calls, around lengths where they change."""
+"""Rotary embeddings of every kind, in evaluations, texts and trainers' calls, around lengths
+where they change.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +30,11 @@ PROMPTS = [ORIGINAL - 1, 4 * ORIGINAL - 2, 5, ORIGINAL + 1, 4 * ORIGINAL + 1, OR
 
 @pytest.mark.parametrize("kind", ROPES)
 def test_evaluations_and_texts_are_those_of_the_whole_model(kind: str, tmp_path: Path) -> None:
-    by_turns(write_model(roped(kind), tmp_path / "model"), [17, 15, 65, 64], [ORIGINAL - 1, 4 * ORIGINAL - 2, 5])
+    by_turns(
+        write_model(roped(kind), tmp_path / "model"),
+        [17, 15, 65, 64],
+        [ORIGINAL - 1, 4 * ORIGINAL - 2, 5],
+    )
 
 
 @pytest.mark.exhaustive
@@ -51,7 +57,9 @@ def both(kind: str, directory: Path, **settings: Any) -> tuple[Any, Any]:
 
 
 def calls(kind: str, directory: Path, lengths: Sequence[int]) -> None:
-    """Call a streamed model as a trainer does, with gradients and without by turns, and the whole model as well."""
+    """Call a streamed model as a trainer does, with gradients and without by turns, and the
+    whole model as well.
+    """
 
     def call(one: Any) -> Logits:
         seen: Logits = []
@@ -62,8 +70,14 @@ def calls(kind: str, directory: Path, lengths: Sequence[int]) -> None:
             if out.loss.requires_grad:
                 out.loss.backward()
             seen += [out.loss.detach(), out.logits.detach()]
-        gradients = {name: parameter.grad for name, parameter in one.named_parameters() if parameter.requires_grad}
-        return seen + [gradient for _, gradient in sorted(gradients.items()) if gradient is not None]
+        gradients = {
+            name: parameter.grad
+            for name, parameter in one.named_parameters()
+            if parameter.requires_grad
+        }
+        return seen + [
+            gradient for _, gradient in sorted(gradients.items()) if gradient is not None
+        ]
 
     found, expected = map(call, both(kind, directory))
     assert same(found, expected)
@@ -78,9 +92,15 @@ def test_calls_of_a_trainer_are_those_of_the_whole_model(kind: str, tmp_path: Pa
 def test_a_short_row_of_a_wide_batch_goes_by_its_longest(kind: str, tmp_path: Path) -> None:
     found, expected = both(kind, tmp_path / "model", micro_batch_size=1)
     for lengths in ((70, 9, 20), (15, 9, 12), (20, 30, 9)):
-        ids = torch.cat([pad(rows(length)[0]["input_ids"], (0, max(lengths) - length)) for length in lengths])
+        ids = torch.cat(
+            [pad(rows(length)[0]["input_ids"], (0, max(lengths) - length)) for length in lengths]
+        )
         mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-        batch = {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
+        batch = {
+            "input_ids": ids,
+            "attention_mask": mask.long(),
+            "labels": ids.masked_fill(~mask, -100),
+        }
         losses = [float(one(**batch, use_cache=False).loss) for one in (found, expected)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 

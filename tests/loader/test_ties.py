@@ -1,4 +1,6 @@
-"""Weights are one where `from_pretrained` makes them one: what is stored decides, not what the config says alone."""
+"""Weights are one where `from_pretrained` makes them one: what is stored decides, not what the
+config says alone.
+"""
 
 from collections.abc import Callable
 from itertools import product
@@ -8,7 +10,17 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import transformers
-from asloaded import edit_config, farthest_from_whole, llama, opened, rows, store, tensors, whole, write_model
+from asloaded import (
+    edit_config,
+    farthest_from_whole,
+    llama,
+    opened,
+    rows,
+    store,
+    tensors,
+    whole,
+    write_model,
+)
 from tinyconfig import tiny_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -26,14 +38,18 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def head_of_its_own(directory: Path) -> Path:
-    """A head beside embeddings with other values, in a checkpoint whose config says that they are one."""
+    """A head beside embeddings with other values, in a checkpoint whose config says that they
+    are one.
+    """
     model = write_model(llama(), directory)
     edit_config(model, tie_word_embeddings=True)
     return model
 
 
 def published_with_parts(directory: Path) -> Path:
-    """As Mistral-Small-3 is published: the text part says that nothing is tied, and the whole says nothing."""
+    """As Mistral-Small-3 is published: the text part says that nothing is tied, and the whole
+    says nothing.
+    """
     config = tiny_config("mistral3")
     config.tie_word_embeddings = config.text_config.tie_word_embeddings = False
     model = write_model(config, directory)
@@ -54,7 +70,11 @@ def logits_of(directory: Path, ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("settings", "within"),
-    [({}, 0.0), ({"embeddings": "disk"}, 0.0), ({"head": "stream"}, 1e-5)],  # in pieces, sums are in another order
+    [
+        ({}, 0.0),
+        ({"embeddings": "disk"}, 0.0),
+        ({"head": "stream"}, 1e-5),
+    ],  # in pieces, sums are in another order
     ids=["whole", "rows", "pieces"],
 )
 @pytest.mark.parametrize("make", CASES.values(), ids=list(CASES))
@@ -69,7 +89,8 @@ def test_a_head_that_is_stored_is_used_though_the_config_ties_it(
 
 @pytest.mark.parametrize("make", CASES.values(), ids=list(CASES))
 def test_what_is_written_of_it_keeps_its_head(make: Callable[[Path], Path], tmp_path: Path) -> None:
-    model, ids = make(tmp_path / "model"), rows(12)[0]["input_ids"]
+    model = make(tmp_path / "model")
+    ids = rows(12)[0]["input_ids"]
     with opened(model) as streamed:
         streamed.save_pretrained(str(tmp_path / "adapter"))
         expected = whole(model, streamed).merge_and_unload().eval()(input_ids=ids).logits
@@ -83,14 +104,17 @@ def test_what_is_written_of_it_keeps_its_head(make: Callable[[Path], Path], tmp_
 
 
 def test_another_trainers_forward_uses_it(tmp_path: Path) -> None:
-    model, ids = head_of_its_own(tmp_path / "model"), rows(12)[0]["input_ids"]
+    model = head_of_its_own(tmp_path / "model")
+    ids = rows(12)[0]["input_ids"]
     with opened(model) as one:
         one.save_pretrained(str(tmp_path / "adapter"))
         expected = whole(model, one).eval()
     streamed = lema.streamed(str(model), str(tmp_path / "adapter"), device="cpu")
     try:
         with torch.no_grad():
-            assert torch.equal(streamed.eval()(input_ids=ids).logits, expected(input_ids=ids).logits)
+            assert torch.equal(
+                streamed.eval()(input_ids=ids).logits, expected(input_ids=ids).logits
+            )
             options = {"max_new_tokens": 6, "do_sample": False}
             assert torch.equal(streamed.generate(ids, **options), expected.generate(ids, **options))
     finally:
@@ -98,12 +122,16 @@ def test_another_trainers_forward_uses_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_head_with_the_values_of_the_embeddings_is_one_with_them(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_head_with_the_values_of_the_embeddings_is_one_with_them(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     """It may be stored in another type, as long as the model has the same values for both."""
     model = write_model(llama(tie_word_embeddings=True), tmp_path / "model")
     stored = tensors(model)
     stored["model.embed_tokens.weight"] = stored["model.embed_tokens.weight"].to(dtype).float()
-    store(model, stored | {"lm_head.weight": stored["model.embed_tokens.weight"].to(dtype, copy=True)})
+    store(
+        model, stored | {"lm_head.weight": stored["model.embed_tokens.weight"].to(dtype, copy=True)}
+    )
     skeleton = meta_model(read_config(model))
     map_names(skeleton, GlobalBinaryIndex(model))
     loaded = AutoModelForCausalLM.from_pretrained(model)
@@ -135,7 +163,11 @@ class TwoHeads(LlamaForCausalLM):
 
 
 ONE = ("model.embed_tokens.weight", "lm_head.weight", "second_head.weight")
-STORED = [stored for stored in product(("absent", "equal", "other"), repeat=3) if set(stored) != {"absent"}]
+STORED = [
+    stored
+    for stored in product(("absent", "equal", "other"), repeat=3)
+    if set(stored) != {"absent"}
+]
 
 
 def shared(model: nn.Module) -> list[set[str]]:
@@ -147,11 +179,21 @@ def shared(model: nn.Module) -> list[set[str]]:
 
 
 @pytest.mark.parametrize("stored", STORED, ids=", ".join)
-def test_of_three_names_those_are_one_that_transformers_ties(stored: tuple[str, ...], tmp_path: Path) -> None:
+def test_of_three_names_those_are_one_that_transformers_ties(
+    stored: tuple[str, ...], tmp_path: Path
+) -> None:
     model = write_model(llama(tie_word_embeddings=True), tmp_path / "model")
     held = tensors(model)
     values = {"equal": held.pop(ONE[0]), "other": torch.ones(96, 32)}
-    store(model, held | {name: values[how].clone() for name, how in zip(ONE, stored, strict=True) if how != "absent"})
+    store(
+        model,
+        held
+        | {
+            name: values[how].clone()
+            for name, how in zip(ONE, stored, strict=True)
+            if how != "absent"
+        },
+    )
     skeleton = meta_model(read_config(model), kind=TwoHeads)
     index = GlobalBinaryIndex(model)
     records = match_names(skeleton, index)

@@ -16,11 +16,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 GOLDEN = Path(
-    os.environ.get("LEMA_GOLDEN", Path(__file__).parents[3] / "shared/golden/optimum_neuron_tp2_kv1")
+    os.environ.get(
+        "LEMA_GOLDEN", Path(__file__).parents[3] / "shared/golden/optimum_neuron_tp2_kv1"
+    )
 ).absolute()
-golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"the adapter of a real run is not at {GOLDEN} (LEMA_GOLDEN)")
+golden = pytest.mark.skipif(
+    not GOLDEN.is_dir(), reason=f"the adapter of a real run is not at {GOLDEN} (LEMA_GOLDEN)"
+)
 
-LAYERS, HEADS, HIDDEN, INTERMEDIATE, VOCABULARY, RANK = 8, 8, 24, 64, 50, 3
+LAYERS = 8
+HEADS = 8
+HIDDEN = 24
+INTERMEDIATE = 64
+VOCABULARY = 50
+RANK = 3
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 O_PROJ = f"{ATTENTION.format(0)}.o_proj"
 ONE_A = ({"q": "q", "k": "q", "v": "q"}, {"gate": "gate", "up": "gate"})
@@ -45,11 +54,15 @@ def write_model(config: PreTrainedConfig, directory: Path) -> Path:
     return directory
 
 
-def write_adapter(model: Path, directory: Path, targets: list[str] | None = None, **options: Any) -> Path:
+def write_adapter(
+    model: Path, directory: Path, targets: list[str] | None = None, **options: Any
+) -> Path:
     """Save an adapter whose every number is random, B too, and the same model is its base."""
     torch.manual_seed(5)
     base = AutoModelForCausalLM.from_pretrained(model)
-    lora = LoraConfig(r=RANK, lora_alpha=7, target_modules=targets or TARGETS, task_type="CAUSAL_LM", **options)
+    lora = LoraConfig(
+        r=RANK, lora_alpha=7, target_modules=targets or TARGETS, task_type="CAUSAL_LM", **options
+    )
     adapted = get_peft_model(base, lora)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
@@ -60,7 +73,9 @@ def write_adapter(model: Path, directory: Path, targets: list[str] | None = None
 
 
 def with_one_a(adapter: Path) -> dict[str, Tensor]:
-    """The adapter's tensors, after those projections that are to be fused have been given one A, on disk too."""
+    """The adapter's tensors, after those projections that are to be fused have been given one A,
+    on disk too.
+    """
     tensors = load_file(adapter / "adapter_model.safetensors")
     for layer in range(LAYERS):
         for base, same in zip((ATTENTION, MLP), ONE_A, strict=True):
@@ -108,7 +123,9 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[
 def write_foreign_of(adapter: Path, directory: Path) -> Path:
     """Write foreign shards of an adapter with two heads of keys over four ranks."""
     copy = Path(shutil.copytree(adapter, directory / "adapter"))
-    return write_foreign(directory / "run", with_one_a(copy), config_of(copy), Shape(4, HEADS, 2, 2))
+    return write_foreign(
+        directory / "run", with_one_a(copy), config_of(copy), Shape(4, HEADS, 2, 2)
+    )
 
 
 def rank_file(foreign: Path, rank: int) -> Path:

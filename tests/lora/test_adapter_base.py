@@ -1,4 +1,6 @@
-"""An adapter says which model it belongs to and is put on no other; one that PEFT has made can begin a run."""
+"""An adapter says which model it belongs to and is put on no other; one that PEFT has made can
+begin a run.
+"""
 
 import json
 import shutil
@@ -39,13 +41,17 @@ def change(model: Path) -> None:
 
 
 def opened(model: Path, output: Path) -> LemaModel:
-    return LemaModel(LemaConfig(str(model), device="cpu", output_dir=str(output), save_steps=0, lora_rank=2))
+    return LemaModel(
+        LemaConfig(str(model), device="cpu", output_dir=str(output), save_steps=0, lora_rank=2)
+    )
 
 
 def of_peft(model: Path, directory: Path) -> Path:
     """Make an adapter by PEFT alone, whose every number differs from its first value."""
     torch.manual_seed(5)
-    made = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(**OPTIONS, task_type="CAUSAL_LM"))
+    made = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model), LoraConfig(**OPTIONS, task_type="CAUSAL_LM")
+    )
     with torch.no_grad():
         for parameter in trained(made).values():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -101,26 +107,40 @@ def test_a_model_that_has_changed_is_refused_wherever_they_meet(base: Path, tmp_
     merge_adapter(tmp_path / "checkpoint", tmp_path / "merged")
 
 
-def test_an_adapter_of_pefts_begins_a_run_and_comes_back_to_peft(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_pefts_begins_a_run_and_comes_back_to_peft(
+    base: Path, tmp_path: Path
+) -> None:
     foreign = of_peft(base, tmp_path / "foreign")
     with closing(opened(base, tmp_path / "out")) as model:
         model.begin_with_adapter(foreign)
         assert model.lora_manager is not None
-        found = {name: parameter.detach().clone() for name, parameter in trained(model.lora_manager).items()}
-        whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), foreign, is_trainable=True)
+        found = {
+            name: parameter.detach().clone()
+            for name, parameter in trained(model.lora_manager).items()
+        }
+        whole = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(base), foreign, is_trainable=True
+        )
         expected = trained(whole)
-        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+        assert found.keys() == expected.keys() and all(
+            torch.equal(found[name], expected[name]) for name in found
+        )
         logits: list[torch.Tensor] = []
         batch = micro_batches(1)[0]
         model.adapter.loss([batch], logits=logits)
         with torch.no_grad():
-            assert torch.equal(logits[0], whole.train()(input_ids=batch["input_ids"], use_cache=False).logits)
+            assert torch.equal(
+                logits[0], whole.train()(input_ids=batch["input_ids"], use_cache=False).logits
+            )
         model.get_trainer().train_step(batch)
         model.save_pretrained(tmp_path / "back")
         with pytest.raises(ConfigError, match="has an adapter already"):
             model.begin_with_adapter(foreign)
-    back, before = load_file(tmp_path / "back" / WEIGHTS), load_file(foreign / WEIGHTS)
-    assert back.keys() == before.keys() and any(not torch.equal(back[name], before[name]) for name in back)
+    back = load_file(tmp_path / "back" / WEIGHTS)
+    before = load_file(foreign / WEIGHTS)
+    assert back.keys() == before.keys() and any(
+        not torch.equal(back[name], before[name]) for name in back
+    )
     again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "back")
     config = again.peft_config["default"]
     assert (config.r, config.lora_alpha, config.use_rslora) == (3, 7, True)
@@ -141,7 +161,9 @@ def test_it_begins_no_run_on_another_model(base: Path, tmp_path: Path) -> None:
         with pytest.raises(AdapterError, match="not here to be compared"):
             model.begin_with_adapter(foreign)
         config = json.loads((foreign / "adapter_config.json").read_text())
-        (foreign / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": None}))
+        (foreign / "adapter_config.json").write_text(
+            json.dumps(config | {"base_model_name_or_path": None})
+        )
         with pytest.warns(UserWarning, match="does not name"):
             model.begin_with_adapter(foreign)
     with (
@@ -160,9 +182,13 @@ def test_what_is_wrong_with_the_model_that_an_adapter_names_is_said_of_the_file_
     if name == CONFIG_NAME:
         LemaConfig(str(tmp_path / "gone"), device="cpu").save_pretrained(adapter)
     else:
-        (adapter / CONFIG).write_text(json.dumps(content | {"base_model_name_or_path": str(tmp_path / "gone")}))
+        (adapter / CONFIG).write_text(
+            json.dumps(content | {"base_model_name_or_path": str(tmp_path / "gone")})
+        )
     for use in (
-        lambda: LemaModel.from_pretrained(adapter, **({} if name == CONFIG_NAME else {"device": "cpu"})),
+        lambda: LemaModel.from_pretrained(
+            adapter, **({} if name == CONFIG_NAME else {"device": "cpu"})
+        ),
         lambda: merge_adapter(adapter, tmp_path / "merged"),
     ):
         with pytest.raises(WeightsError) as caught:

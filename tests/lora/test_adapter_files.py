@@ -1,4 +1,6 @@
-"""Adapters to and from disk: PEFT's format unchanged, the older format, and nothing that does not fit."""
+"""Adapters to and from disk: PEFT's format unchanged, the older format, and nothing that does
+not fit.
+"""
 
 import io
 import json
@@ -63,7 +65,9 @@ def ids() -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_peft_loads_what_is_saved_and_says_the_same(base: Path, ids: torch.Tensor, tmp_path: Path) -> None:
+def test_peft_loads_what_is_saved_and_says_the_same(
+    base: Path, ids: torch.Tensor, tmp_path: Path
+) -> None:
     with opened(settings(base, tmp_path)) as model:
         model.get_trainer().train_step(ids)
         model.save_pretrained(tmp_path / "adapter")
@@ -75,10 +79,14 @@ def test_peft_loads_what_is_saved_and_says_the_same(base: Path, ids: torch.Tenso
     assert {"adapter_config.json", "adapter_model.safetensors", "lema_config.json"} <= written
     mask = os.umask(0)
     os.umask(mask)
-    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "adapter").iterdir()} == {0o666 & ~mask}
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "adapter").iterdir()} == {
+        0o666 & ~mask
+    }
 
 
-def test_an_adapter_that_peft_saved_is_loaded(base: Path, name: str, ids: torch.Tensor, tmp_path: Path) -> None:
+def test_an_adapter_that_peft_saved_is_loaded(
+    base: Path, name: str, ids: torch.Tensor, tmp_path: Path
+) -> None:
     directory = peft_adapter(base, tmp_path / "adapter", name)
     model = LemaModel.from_pretrained(directory, device="cpu", backend=CpuBackend(poison=True))
     expected = whole_model(base, directory)
@@ -87,7 +95,9 @@ def test_an_adapter_that_peft_saved_is_loaded(base: Path, name: str, ids: torch.
     assert (model.config.lora_rank, model.config.lora_alpha) == (3, 6)
     assert model.config.lora_target_modules == LINEAR[name]
     model.save_pretrained(tmp_path / "copy")
-    assert load_file(tmp_path / "copy" / "adapter_model.safetensors").keys() == adapter_keys(directory)
+    assert load_file(tmp_path / "copy" / "adapter_model.safetensors").keys() == adapter_keys(
+        directory
+    )
     model.close()
 
 
@@ -131,16 +141,22 @@ def old_directory(base: Path, name: str, peft_directory: Path, directory: Path) 
     return directory
 
 
-def test_a_directory_of_the_older_format_is_loaded(base: Path, name: str, ids: torch.Tensor, tmp_path: Path) -> None:
+def test_a_directory_of_the_older_format_is_loaded(
+    base: Path, name: str, ids: torch.Tensor, tmp_path: Path
+) -> None:
     peft_directory = peft_adapter(base, tmp_path / "peft", name)
     directory = old_directory(base, name, peft_directory, tmp_path / "old")
-    with pytest.warns(UserWarning, match="ram_buffer_size, vram_buffer_size, use_lora, max_seq_length"):
+    with pytest.warns(
+        UserWarning, match="ram_buffer_size, vram_buffer_size, use_lora, max_seq_length"
+    ):
         model = LemaModel.from_pretrained(directory, micro_batch_size=1)
     assert model.config.micro_batch_size == 1
     expected = whole_model(base, peft_directory, attn_implementation="eager")
     assert torch.equal(streamed_logits(model, ids), whole_logits(expected, ids))
     model.save_pretrained(tmp_path / "new")
-    saved, given = (load_file(d / "adapter_model.safetensors") for d in (tmp_path / "new", peft_directory))
+    saved, given = (
+        load_file(d / "adapter_model.safetensors") for d in (tmp_path / "new", peft_directory)
+    )
     assert saved.keys() == given.keys()
     assert all(torch.equal(saved[key], given[key]) for key in given)
     LemaModel.from_pretrained(tmp_path / "new").close()  # with nothing left to warn of
@@ -151,19 +167,38 @@ def test_a_directory_of_the_older_format_is_loaded(base: Path, name: str, ids: t
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda old: old.pop("8.self_attn.v_proj.lora_B"), "missing .*layers.7.self_attn.v_proj.lora_B"),
-        (lambda old: old.update({"9.self_attn.v_proj.lora_B": torch.zeros(16, 3)}), "unexpected .*layers.8"),
-        (lambda old: old.update({"1.self_attn.q_proj.lora_A": torch.zeros(5, 32)}), "size mismatch"),
-        (lambda old: old.update({"x.self_attn.q_proj.lora_A": torch.zeros(3, 32)}), "not an adapter of the older"),
+        (
+            lambda old: old.pop("8.self_attn.v_proj.lora_B"),
+            "missing .*layers.7.self_attn.v_proj.lora_B",
+        ),
+        (
+            lambda old: old.update({"9.self_attn.v_proj.lora_B": torch.zeros(16, 3)}),
+            "unexpected .*layers.8",
+        ),
+        (
+            lambda old: old.update({"1.self_attn.q_proj.lora_A": torch.zeros(5, 32)}),
+            "size mismatch",
+        ),
+        (
+            lambda old: old.update({"x.self_attn.q_proj.lora_A": torch.zeros(3, 32)}),
+            "not an adapter of the older",
+        ),
         (lambda old: old.update({"1.self_attn.q_proj.lora_A": 3}), "not an adapter of the older"),
     ],
 )
-def test_an_older_adapter_that_does_not_fit_is_refused(llama: Path, spoil: Any, words: str, tmp_path: Path) -> None:
-    directory = old_directory(llama, "llama", peft_adapter(llama, tmp_path / "peft"), tmp_path / "old")
+def test_an_older_adapter_that_does_not_fit_is_refused(
+    llama: Path, spoil: Any, words: str, tmp_path: Path
+) -> None:
+    directory = old_directory(
+        llama, "llama", peft_adapter(llama, tmp_path / "peft"), tmp_path / "old"
+    )
     old = torch.load(directory / "adapter_model.bin", weights_only=True)
     spoil(old)
     torch.save(old, directory / "adapter_model.bin")
-    with pytest.warns(UserWarning, match="earlier version"), pytest.raises(AdapterError, match=words) as caught:
+    with (
+        pytest.warns(UserWarning, match="earlier version"),
+        pytest.raises(AdapterError, match=words) as caught,
+    ):
         LemaModel.from_pretrained(directory)
     assert caught.value.where == str(directory / "adapter_model.bin")
 
@@ -183,13 +218,16 @@ def test_weights_that_peft_wrote_before_safetensors_are_read(
     model = LemaModel.from_pretrained(adapter, device="cpu")
     assert torch.equal(streamed_logits(model, ids), whole_logits(whole_model(base, adapter), ids))
     model.close()
-    pickled(peft_adapter(base, tmp_path / "other", name), **{"base_model.model.lora_A": torch.zeros(1)})
+    pickled(
+        peft_adapter(base, tmp_path / "other", name), **{"base_model.model.lora_A": torch.zeros(1)}
+    )
     with pytest.raises(AdapterError, match=r"unexpected base_model\.model\.lora_A"):
         LemaModel.from_pretrained(tmp_path / "other", device="cpu")
 
 
 def test_code_in_weights_that_peft_wrote_is_not_run(llama: Path, tmp_path: Path) -> None:
-    adapter, ran = peft_adapter(llama, tmp_path / "adapter"), tmp_path / "ran"
+    adapter = peft_adapter(llama, tmp_path / "adapter")
+    ran = tmp_path / "ran"
     pickled(adapter, evil=Evil(ran))
     with pytest.raises(AdapterError, match="only tensors are loaded from it"):
         LemaModel.from_pretrained(adapter, device="cpu")
@@ -209,19 +247,31 @@ class Evil:
 def test_a_tensor_in_an_older_adapter_that_stands_for_more_than_the_file_has_is_refused(
     llama: Path, tmp_path: Path
 ) -> None:
-    directory = old_directory(llama, "llama", peft_adapter(llama, tmp_path / "peft"), tmp_path / "old")
+    directory = old_directory(
+        llama, "llama", peft_adapter(llama, tmp_path / "peft"), tmp_path / "old"
+    )
     many = torch.zeros(1, dtype=torch.bfloat16).expand(10**9)
     torch.save({"1.self_attn.q_proj.lora_A": many}, directory / "adapter_model.bin")
-    with pytest.warns(UserWarning, match="earlier version"), pytest.raises(AdapterError, match="more numbers than"):
+    with (
+        pytest.warns(UserWarning, match="earlier version"),
+        pytest.raises(AdapterError, match="more numbers than"),
+    ):
         LemaModel.from_pretrained(directory)
 
 
-@pytest.mark.parametrize("write", [lambda thing, file: torch.save(thing, file), lambda thing, file: dump(thing, file)])
+@pytest.mark.parametrize(
+    "write", [lambda thing, file: torch.save(thing, file), lambda thing, file: dump(thing, file)]
+)
 def test_code_in_an_older_adapter_is_not_run(llama: Path, write: Any, tmp_path: Path) -> None:
-    directory = old_directory(llama, "llama", peft_adapter(llama, tmp_path / "peft"), tmp_path / "old")
+    directory = old_directory(
+        llama, "llama", peft_adapter(llama, tmp_path / "peft"), tmp_path / "old"
+    )
     ran = tmp_path / "ran"
     write({"1.self_attn.q_proj.lora_A": Evil(ran)}, directory / "adapter_model.bin")
-    with pytest.warns(UserWarning, match="earlier version"), pytest.raises(AdapterError, match="older format"):
+    with (
+        pytest.warns(UserWarning, match="earlier version"),
+        pytest.raises(AdapterError, match="older format"),
+    ):
         LemaModel.from_pretrained(directory)
     assert not ran.exists()
     with suppress(RuntimeError):  # the bare pickle is not a file of torch's
@@ -239,7 +289,9 @@ def spoilt_archives() -> Iterator[bytes]:
 
 
 def test_whatever_stands_in_an_older_adapter_it_is_refused_by_name(tmp_path: Path) -> None:
-    """Hundreds of files, one byte or many of which are others: no error but the one that names the file."""
+    """Hundreds of files, one byte or many of which are others: no error but the one that names
+    the file.
+    """
     made = []
     for zipped in (True, False):
         saved = io.BytesIO()
@@ -285,9 +337,11 @@ def test_overrides_replace_saved_settings(llama: Path, tmp_path: Path) -> None:
     overrides = {"seed": 7, "strategy": "resident", "lora_dropout": 0.25, "lora_rank": 4}
     again = LemaModel.from_pretrained(tmp_path / "adapter", **overrides)
     assert (again.config.seed, again.config.strategy) == (7, MemoryStrategy.RESIDENT)
-    assert {module.p for key, module in again.skeleton.named_modules() if key.endswith("lora_dropout.default")} == {
-        0.25
-    }
+    assert {
+        module.p
+        for key, module in again.skeleton.named_modules()
+        if key.endswith("lora_dropout.default")
+    } == {0.25}
     again.close()
     with pytest.raises(ConfigError, match="unknown setting 'sede'"):
         LemaModel.from_pretrained(tmp_path / "adapter", sede=7)
@@ -304,14 +358,18 @@ def test_saving_over_an_adapter_replaces_it(llama: Path, ids: torch.Tensor, tmp_
         found = adapter_of(loaded)
     assert found.keys() == trained.keys()
     assert all(torch.equal(found[key], trained[key]) for key in trained)
-    assert [path.name for path in (tmp_path / "adapter").iterdir() if path.name.startswith(".")] == []
+    assert [
+        path.name for path in (tmp_path / "adapter").iterdir() if path.name.startswith(".")
+    ] == []
 
 
 def test_a_directory_without_an_adapter_is_refused(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=r"neither lema_config.json nor adapter_config.json"):
         LemaModel.from_pretrained(tmp_path, device="cpu")
     settings(llama, tmp_path).save_pretrained(tmp_path)
-    with pytest.raises(AdapterError, match=r"neither adapter_model.safetensors nor adapter_model.bin"):
+    with pytest.raises(
+        AdapterError, match=r"neither adapter_model.safetensors nor adapter_model.bin"
+    ):
         LemaModel.from_pretrained(tmp_path)
 
 
@@ -321,7 +379,9 @@ def test_an_adapter_of_another_shape_is_refused(llama: Path, tmp_path: Path) -> 
     tensors = load_file(file)
     gone = "base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight"
     save_file({key: tensor for key, tensor in tensors.items() if key != gone}, file)
-    with pytest.raises(AdapterError, match=r"missing .*layers\.3\.self_attn\.q_proj\.lora_A") as caught:
+    with pytest.raises(
+        AdapterError, match=r"missing .*layers\.3\.self_attn\.q_proj\.lora_A"
+    ) as caught:
         LemaModel.from_pretrained(directory, device="cpu")
     assert caught.value.where == str(file)
     save_file({**tensors, gone: torch.zeros(5, 32)}, file)
@@ -332,7 +392,8 @@ def test_an_adapter_of_another_shape_is_refused(llama: Path, tmp_path: Path) -> 
         LemaModel.from_pretrained(directory, device="cpu")
 
 
-# Settings of an adapter, each with another value that its files do not tell apart from the first by shape alone.
+# Settings of an adapter, each with another value that its files do not tell apart from the first by
+# shape alone.
 OTHERS: dict[str, tuple[Any, Any]] = {
     "lora_rank": (4, 8),
     "lora_alpha": (8, 9),
@@ -351,12 +412,16 @@ OTHERS: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", OTHERS)
-def test_no_setting_of_an_adapter_can_be_overridden_but_its_dropout(llama: Path, name: str, tmp_path: Path) -> None:
+def test_no_setting_of_an_adapter_can_be_overridden_but_its_dropout(
+    llama: Path, name: str, tmp_path: Path
+) -> None:
     value, other = OTHERS[name]
     config = settings(llama, tmp_path, **{"lora_target_modules": ["q_proj", "v_proj"], name: value})
     with opened(config) as model:
         model.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ConfigError, match=re.escape(f"{name} is {other!r}, but the adapter was made with")):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"{name} is {other!r}, but the adapter was made with")
+    ):
         LemaModel.from_pretrained(tmp_path / "adapter", **{name: other})
     again = LemaModel.from_pretrained(tmp_path / "adapter", **{name: value}, lora_dropout=0.5)
     assert again.config == config.model_copy(update={"lora_dropout": 0.5})
@@ -382,7 +447,9 @@ def test_a_run_does_not_go_on_with_another_adapter(llama: Path, name: str, tmp_p
         assert model.get_trainer().load_checkpoint(tmp_path / "saved") == {}
 
 
-def test_what_peft_writes_out_in_full_may_be_asked_for_again_in_short(llama: Path, tmp_path: Path) -> None:
+def test_what_peft_writes_out_in_full_may_be_asked_for_again_in_short(
+    llama: Path, tmp_path: Path
+) -> None:
     with opened(settings(llama, tmp_path, lora_target_modules="all-linear")) as model:
         model.save_pretrained(tmp_path / "adapter")
         adapted = adapter_of(model.skeleton).keys()
@@ -391,7 +458,9 @@ def test_what_peft_writes_out_in_full_may_be_asked_for_again_in_short(llama: Pat
     again.close()
 
 
-def test_an_adapter_saved_by_hand_with_settings_that_clash_is_refused_by_file(llama: Path, tmp_path: Path) -> None:
+def test_an_adapter_saved_by_hand_with_settings_that_clash_is_refused_by_file(
+    llama: Path, tmp_path: Path
+) -> None:
     config = LoraConfig(target_modules=["q_proj"], base_model_name_or_path=str(llama))
     config.layers_pattern = "layers"  # without layers_to_transform; PEFT would not have made it so
     config.rank_pattern = {"q_proj(": 3}
@@ -401,8 +470,12 @@ def test_an_adapter_saved_by_hand_with_settings_that_clash_is_refused_by_file(ll
     assert caught.value.where == str(tmp_path / "adapter_config.json")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"peft_type": "IA3"}', '{"peft_type": "LORA", "r": '])
-def test_an_adapter_config_that_is_none_is_refused_by_file(llama: Path, text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"peft_type": "IA3"}', '{"peft_type": "LORA", "r": ']
+)
+def test_an_adapter_config_that_is_none_is_refused_by_file(
+    llama: Path, text: str, tmp_path: Path
+) -> None:
     (tmp_path / "adapter_config.json").write_text(text)
     with pytest.raises(AdapterError) as caught:
         LemaModel.from_pretrained(tmp_path, device="cpu", model_name_or_path=str(llama))
@@ -411,7 +484,9 @@ def test_an_adapter_config_that_is_none_is_refused_by_file(llama: Path, text: st
 
 @pytest.mark.slow
 def test_an_adapter_of_experts_one_by_one_is_read_as_peft_reads_it(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint("mixtral", tmp_path)  # its experts are one tensor now, as its adapter's will be
+    checkpoint = write_checkpoint(
+        "mixtral", tmp_path
+    )  # its experts are one tensor now, as its adapter's will be
     ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
     generator = torch.Generator().manual_seed(4)
     sizes = {"self_attn.q_proj": (32, 32)}
@@ -424,16 +499,26 @@ def test_an_adapter_of_experts_one_by_one_is_read_as_peft_reads_it(tmp_path: Pat
             key = f"base_model.model.model.layers.{layer}.{name}"
             tensors[f"{key}.lora_A.weight"] = torch.randn(2, size_in, generator=generator) / 10
             tensors[f"{key}.lora_B.weight"] = torch.randn(size_out, 2, generator=generator) / 10
-    config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "w1", "w2", "w3"], task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=2, lora_alpha=4, target_modules=["q_proj", "w1", "w2", "w3"], task_type="CAUSAL_LM"
+    )
     config.base_model_name_or_path = str(checkpoint.streamed)
     config.save_pretrained(str(tmp_path / "old"))
     save_file(tensors, tmp_path / "old" / "adapter_model.safetensors")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The following rank_pattern keys", category=RuntimeWarning)
-        warnings.filterwarnings("ignore", message="The following alpha_pattern keys", category=RuntimeWarning)
+        warnings.filterwarnings(
+            "ignore", message="The following rank_pattern keys", category=RuntimeWarning
+        )
+        warnings.filterwarnings(
+            "ignore", message="The following alpha_pattern keys", category=RuntimeWarning
+        )
         expected = whole_logits(whole_model(checkpoint.published, tmp_path / "old"), ids)
-    model = LemaModel.from_pretrained(tmp_path / "old", device="cpu", backend=CpuBackend(poison=True))
-    torch.testing.assert_close(found := streamed_logits(model, ids), expected)  # not bitwise: `lema.model.experts`
+    model = LemaModel.from_pretrained(
+        tmp_path / "old", device="cpu", backend=CpuBackend(poison=True)
+    )
+    torch.testing.assert_close(
+        found := streamed_logits(model, ids), expected
+    )  # not bitwise: `lema.model.experts`
     model.save_pretrained(tmp_path / "new")
     model.close()
     again = LemaModel.from_pretrained(tmp_path / "new", device="cpu")

@@ -1,4 +1,6 @@
-"""Adapters that train more than LoRA's matrices: what PEFT saved is read, says the same, is saved again and merged."""
+"""Adapters that train more than LoRA's matrices: what PEFT saved is read, says the same, is
+saved again and merged.
+"""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,7 +32,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "the head": {"modules_to_save": ["lm_head"]},
     "the embeddings": {"modules_to_save": ["embeddings"]},
     "both ends": {"modules_to_save": ["embeddings", "lm_head"]},
-    "both ends, kept tied": {"modules_to_save": ["embeddings", "lm_head"], "ensure_weight_tying": True},
+    "both ends, kept tied": {
+        "modules_to_save": ["embeddings", "lm_head"],
+        "ensure_weight_tying": True,
+    },
     "norms": {"modules_to_save": ["norm"]},
     "all biases": {"bias": "all"},
     "biases of what is adapted": {"bias": "lora_only"},
@@ -58,26 +63,42 @@ def unwarned() -> Iterator[None]:
         yield
 
 
-MODELS = {(name, tied): f"{name}, {'tied' if tied else 'untied'}" for name in NAMES for tied in (False, True)}
-# PEFT saves what it ties under the one name only, and of that of the other model it does not know that it is tied.
+MODELS = {
+    (name, tied): f"{name}, {'tied' if tied else 'untied'}"
+    for name in NAMES
+    for tied in (False, True)
+}
+# PEFT saves what it ties under the one name only, and of that of the other model it does not know
+# that it is tied.
 CASES = [
-    (model, kind) for model in MODELS for kind in KINDS if kind != "both ends, kept tied" or model == ("llama", True)
+    (model, kind)
+    for model in MODELS
+    for kind in KINDS
+    if kind != "both ends, kept tied" or model == ("llama", True)
 ]
 
 
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, bool]], Path]:
-    return cache(lambda key: write_model(tmp_path_factory.mktemp("model"), key[0], tie_word_embeddings=key[1]))
+    return cache(
+        lambda key: write_model(
+            tmp_path_factory.mktemp("model"), key[0], tie_word_embeddings=key[1]
+        )
+    )
 
 
 def in_turn(model: tuple[str, bool], kind: str) -> bool:
-    """Whether a session of `tox` has a case: every kind with both architectures, with tied and untied embeddings."""
+    """Whether a session of `tox` has a case: every kind with both architectures, with tied and
+    untied embeddings.
+    """
     place = list(MODELS).index(model)
     return place in ((0, 3), (1, 2))[list(KINDS).index(kind) % 2]
 
 
 @pytest.fixture(
-    params=[pytest.param(case, marks=() if in_turn(*case) else pytest.mark.exhaustive) for case in CASES],
+    params=[
+        pytest.param(case, marks=() if in_turn(*case) else pytest.mark.exhaustive) for case in CASES
+    ],
     ids=lambda case: f"{MODELS[case[0]]}, {case[1]}",
 )
 def case(request: pytest.FixtureRequest) -> tuple[tuple[str, bool], str]:
@@ -97,7 +118,9 @@ def adapter(base: Path, case: tuple[tuple[str, bool], str], tmp_path: Path) -> P
     for key in ("target_modules", "modules_to_save"):
         if key in options:
             options[key] = [NAMES[name].get(word, word) for word in options[key]]
-    return save(base, LoraConfig(r=3, lora_alpha=6, task_type="CAUSAL_LM", **options), tmp_path / "adapter")
+    return save(
+        base, LoraConfig(r=3, lora_alpha=6, task_type="CAUSAL_LM", **options), tmp_path / "adapter"
+    )
 
 
 def save(base: Path, config: LoraConfig, directory: Path) -> Path:
@@ -132,9 +155,12 @@ def test_what_peft_saved_says_the_same_and_is_saved_again(
     assert torch.equal(said, whole_logits(loaded_by_peft(base, adapter), ids))
     model.save_pretrained(tmp_path / "again")
     model.close()
-    saved, given = load_file(tmp_path / "again" / WEIGHTS), load_file(adapter / WEIGHTS)
+    saved = load_file(tmp_path / "again" / WEIGHTS)
+    given = load_file(adapter / WEIGHTS)
     assert all(torch.equal(saved[key], given[key]) for key in saved)
-    assert all("base_layer" in key for key in given.keys() - saved.keys())  # PEFT adds frozen embeddings, to be safe
+    assert all(
+        "base_layer" in key for key in given.keys() - saved.keys()
+    )  # PEFT adds frozen embeddings, to be safe
     assert torch.equal(whole_logits(loaded_by_peft(base, tmp_path / "again"), ids), said)
 
 
@@ -149,12 +175,16 @@ def test_merging_gives_what_peft_gives(
         out = merge_adapter(adapter, tmp_path / "merged")
         merged = AutoModelForCausalLM.from_pretrained(out)
         expected = whole.merge_and_unload()
-    found, wanted = merged.state_dict(), expected.state_dict()
+    found = merged.state_dict()
+    wanted = expected.state_dict()
     assert found.keys() == wanted.keys()
     differing = [key for key in wanted if not torch.equal(found[key], wanted[key])]
     if tied and kind.startswith("LoRA of"):
         # PEFT merges into the one tensor, and so into the other end as well.
-        assert set(differing) <= {"lm_head.weight", f"{merged.base_model_prefix}.{embeddings(merged)}.weight"}
+        assert set(differing) <= {
+            "lm_head.weight",
+            f"{merged.base_model_prefix}.{embeddings(merged)}.weight",
+        }
         assert len(differing) == 1
     else:
         assert differing == []
@@ -163,7 +193,11 @@ def test_merging_gives_what_peft_gives(
 
 
 def embeddings(model: Any) -> str:
-    found = [name for name, part in model.base_model.named_modules() if part is model.get_input_embeddings()]
+    found = [
+        name
+        for name, part in model.base_model.named_modules()
+        if part is model.get_input_embeddings()
+    ]
     return found[0]
 
 

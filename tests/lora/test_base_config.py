@@ -1,4 +1,6 @@
-"""An adapter is put on no model whose config says other numbers than when it was trained, whatever the weights are."""
+"""An adapter is put on no model whose config says other numbers than when it was trained,
+whatever the weights are.
+"""
 
 import json
 import shutil
@@ -32,7 +34,9 @@ def base(tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]) -> Path:
 
 
 def opened(model: Path, output: Path) -> LemaModel:
-    return LemaModel(LemaConfig(str(model), device="cpu", output_dir=str(output), save_steps=0, lora_rank=2))
+    return LemaModel(
+        LemaConfig(str(model), device="cpu", output_dir=str(output), save_steps=0, lora_rank=2)
+    )
 
 
 @pytest.fixture
@@ -78,34 +82,55 @@ def test_a_config_that_was_edited_is_refused_wherever_they_meet(
 
 def test_that_routers_have_a_loss_is_told() -> None:
     about = {"model_type": "mixtral", "router_aux_loss_coef": 0.02}
-    said = [of_numbers(json.dumps(about | {"output_router_logits": value}).encode()) for value in (False, True)]
+    said = [
+        of_numbers(json.dumps(about | {"output_router_logits": value}).encode())
+        for value in (False, True)
+    ]
     assert said[0] is not None and said[1] is not None
     assert differences(said[0], said[1]) == ["output_router_logits is True, and it was False"]
 
 
 def test_what_changes_no_number_may_change(base: Path, checkpoint: Path) -> None:
-    changes = {"transformers_version": "5.0", "use_cache": False, "_name_or_path": "elsewhere", "eos_token_id": [1, 3]}
+    changes = {
+        "transformers_version": "5.0",
+        "use_cache": False,
+        "_name_or_path": "elsewhere",
+        "eos_token_id": [1, 3],
+    }
     set_in(base, **changes, dtype=None, torch_dtype="float32", bos_token_id=7)
     LemaModel.from_pretrained(checkpoint).close()
 
 
-def test_nor_is_what_another_version_writes_otherwise_a_change(base: Path, checkpoint: Path) -> None:
+def test_nor_is_what_another_version_writes_otherwise_a_change(
+    base: Path, checkpoint: Path
+) -> None:
     config = json.loads((base / "config.json").read_text())
     theta = config["rope_parameters"]["rope_theta"]
-    set_in(base, rope_parameters=None, rope_scaling=None, rope_theta=theta, attention_bias=None, mlp_bias=None)
+    set_in(
+        base,
+        rope_parameters=None,
+        rope_scaling=None,
+        rope_theta=theta,
+        attention_bias=None,
+        mlp_bias=None,
+    )
     LemaModel.from_pretrained(checkpoint).close()
     set_in(base, rope_theta=theta * 2)
     with pytest.raises(AdapterError, match=r"rope_parameters\.rope_theta is"):
         LemaModel.from_pretrained(checkpoint)
 
 
-def test_a_prepared_model_is_compared_but_for_how_it_is_stored(base: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_a_prepared_model_is_compared_but_for_how_it_is_stored(
+    base: Path, checkpoint: Path, tmp_path: Path
+) -> None:
     prepare(str(base), tmp_path / "prepared", quantize="int8")
     about = json.loads((checkpoint / BASE_NAME).read_text())["config"]
     now = of_numbers((tmp_path / "prepared" / "config.json").read_bytes())
     assert now is not None and differences(about, now) and not differences(about, now, OF_PREPARED)
     settings_file = checkpoint / "lema_config.json"
-    saved = json.loads(settings_file.read_text()) | {"model_name_or_path": str(tmp_path / "prepared")}
+    saved = json.loads(settings_file.read_text()) | {
+        "model_name_or_path": str(tmp_path / "prepared")
+    }
     settings_file.write_text(json.dumps(saved))
     LemaModel.from_pretrained(checkpoint).close()
     set_in(tmp_path / "prepared", rms_norm_eps=0.1)

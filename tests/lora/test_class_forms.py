@@ -1,4 +1,6 @@
-"""What opens an adapter of a model whose published class sees images: which program, on which class, by which names."""
+"""What opens an adapter of a model whose published class sees images: which program, on which
+class, by which names.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -33,12 +35,17 @@ pytestmark = [
 ]
 types = pytest.mark.parametrize(
     "model_type",
-    [pytest.param(kind, marks=() if kind == "qwen3_5_moe" else pytest.mark.exhaustive) for kind in TWO_CLASSES],
+    [
+        pytest.param(kind, marks=() if kind == "qwen3_5_moe" else pytest.mark.exhaustive)
+        for kind in TWO_CLASSES
+    ],
 )
 
 
 def by_peft(model: Any, directory: Path, **options: Any) -> tuple[Tensor, list[str], list[str]]:
-    """The logits with an adapter that PEFT loads, and the keys that it missed and did not expect."""
+    """The logits with an adapter that PEFT loads, and the keys that it missed and did not
+    expect.
+    """
     adapted = PeftModel(model, PeftConfig.from_pretrained(str(directory)))
     report = adapted.load_adapter(str(directory), "default", **options)
     return logits(adapted), report.missing_keys, report.unexpected_keys
@@ -50,12 +57,18 @@ def by_transformers(model: Any, directory: Path) -> tuple[Tensor, list[str], lis
 
 
 @types
-def test_what_opens_an_adapter_by_the_names_of_each_class_and_of_one(model_type: str, tmp_path: Path) -> None:
+def test_what_opens_an_adapter_by_the_names_of_each_class_and_of_one(
+    model_type: str, tmp_path: Path
+) -> None:
     source = publish(model_type, tmp_path / "source")
     with opened(source, lora_target_parameters=None) as model:
         draw_b(model.lora_manager)
         model.save_pretrained(tmp_path / "both")
-        kept = {name: one.detach().clone() for name, one in model.lora_manager.named_parameters() if one.requires_grad}
+        kept = {
+            name: one.detach().clone()
+            for name, one in model.lora_manager.named_parameters()
+            if one.requires_grad
+        }
     for form in ("published", "text"):
         assert lema("consolidate", tmp_path / "both", tmp_path / form, "--names", form) == 0
     config = AutoConfig.from_pretrained(source)
@@ -63,16 +76,25 @@ def test_what_opens_an_adapter_by_the_names_of_each_class_and_of_one(model_type:
     def fresh(kind: Any) -> Any:
         return kind.from_pretrained(source, dtype=torch.float32).eval()
 
-    text, published = auto_class(config), published_class(config)
+    text = auto_class(config)
+    published = published_class(config)
     expected, missing, unexpected = by_peft(fresh(text), tmp_path / "both")
-    assert not missing and len(unexpected) == len(kept) and not torch.equal(expected, logits(fresh(text)))
+    assert (
+        not missing
+        and len(unexpected) == len(kept)
+        and not torch.equal(expected, logits(fresh(text)))
+    )
     found, missing, unexpected = by_peft(fresh(published), tmp_path / "both")
     assert not missing and len(unexpected) == len(kept) and torch.equal(found, expected)
     ways = {
         "published, PEFT, published": by_peft(fresh(published), tmp_path / "published"),
-        "published, transformers, published": by_transformers(fresh(published), tmp_path / "published"),
+        "published, transformers, published": by_transformers(
+            fresh(published), tmp_path / "published"
+        ),
         **{
-            f"{form}, PEFT with a mapping, text": by_peft(fresh(text), tmp_path / form, key_mapping=KEY_MAPPING)
+            f"{form}, PEFT with a mapping, text": by_peft(
+                fresh(text), tmp_path / form, key_mapping=KEY_MAPPING
+            )
             for form in ("both", "published", "text")
         },
         "text, PEFT, text": by_peft(fresh(text), tmp_path / "text"),
@@ -86,8 +108,12 @@ def test_what_opens_an_adapter_by_the_names_of_each_class_and_of_one(model_type:
         assert torch.equal(found, expected), way
     for form in ("both", "published", "text"):
         again = LemaModel.from_pretrained(tmp_path / form, backend=CpuBackend())
-        read = {name: one for name, one in again.lora_manager.named_parameters() if one.requires_grad}
-        assert read.keys() == kept.keys() and all(torch.equal(read[name], kept[name]) for name in kept)
+        read = {
+            name: one for name, one in again.lora_manager.named_parameters() if one.requires_grad
+        }
+        assert read.keys() == kept.keys() and all(
+            torch.equal(read[name], kept[name]) for name in kept
+        )
         again.close()
 
 
@@ -95,7 +121,9 @@ def test_what_opens_an_adapter_by_the_names_of_each_class_and_of_one(model_type:
 def test_a_file_has_both_names_because_peft_loads_nothing_of_those_of_the_other_class(
     model_type: str, tmp_path: Path
 ) -> None:
-    """Where this fails, PEFT has learnt to translate them, and the names of the published class alone will do."""
+    """Where this fails, PEFT has learnt to translate them, and the names of the published class
+    alone will do.
+    """
     source = publish(model_type, tmp_path / "source")
     with opened(source, lora_target_modules=["o_proj"]) as model:
         draw_b(model.lora_manager)
@@ -108,13 +136,16 @@ def test_a_file_has_both_names_because_peft_loads_nothing_of_those_of_the_other_
         found, missing, unexpected = by_peft(bare, tmp_path / form)
         assert missing and unexpected and torch.equal(found, plain)
     sizes = {
-        form: sum(one.nbytes for one in load_file(tmp_path / form / WEIGHTS).values()) for form in ("both", "published")
+        form: sum(one.nbytes for one in load_file(tmp_path / form / WEIGHTS).values())
+        for form in ("both", "published")
     }
     assert sizes["both"] == 2 * sizes["published"]
 
 
 @pytest.mark.parametrize("model_type", ["llama4", "qwen3_5"])
-def test_an_adapter_with_either_names_is_divided_and_put_together_with_both(model_type: str, tmp_path: Path) -> None:
+def test_an_adapter_with_either_names_is_divided_and_put_together_with_both(
+    model_type: str, tmp_path: Path
+) -> None:
     source = publish(model_type, tmp_path / "source")
     with opened(source, lora_target_modules=["q_proj", "o_proj"]) as model:
         draw_b(model.lora_manager)
@@ -126,14 +157,21 @@ def test_an_adapter_with_either_names_is_divided_and_put_together_with_both(mode
         made = consolidate_adapter(tmp_path / f"{form} shards", tmp_path / f"{form} again")
         assert made.num_tensors == len(expected) // 2
         found = load_file(made.directory / WEIGHTS)
-        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
-        configs = [(directory / CONFIG).read_text() for directory in (made.directory, tmp_path / form)]
+        assert found.keys() == expected.keys() and all(
+            torch.equal(found[name], expected[name]) for name in expected
+        )
+        configs = [
+            (directory / CONFIG).read_text() for directory in (made.directory, tmp_path / form)
+        ]
         assert configs[0].strip() == configs[1].strip()
 
 
 def test_what_goes_with_an_adapter_goes_into_each_form_of_it(tmp_path: Path) -> None:
-    """How its texts are written and end, its tokenizer, and what a preference loss compared with."""
-    source, adapter = publish("qwen3_5", tmp_path / "source"), tmp_path / "both"
+    """How its texts are written and end, its tokenizer, and what a preference loss compared
+    with.
+    """
+    source = publish("qwen3_5", tmp_path / "source")
+    adapter = tmp_path / "both"
     with opened(source, lora_target_modules=["q_proj", "o_proj"]) as model:
         draw_b(model.lora_manager)
         model.save_pretrained(adapter / REFERENCE)
@@ -163,7 +201,9 @@ def test_what_goes_with_an_adapter_goes_into_each_form_of_it(tmp_path: Path) -> 
         ("again", expected),
     ):
         found = load_file(tmp_path / form / REFERENCE / WEIGHTS)
-        assert found.keys() == set(names) and all(torch.equal(found[name], expected[name]) for name in found)
+        assert found.keys() == set(names) and all(
+            torch.equal(found[name], expected[name]) for name in found
+        )
     again = LemaModel.from_pretrained(tmp_path / "again" / REFERENCE, backend=CpuBackend())
     again.close()
 
@@ -171,27 +211,40 @@ def test_what_goes_with_an_adapter_goes_into_each_form_of_it(tmp_path: Path) -> 
 def test_the_plan_counts_what_a_checkpoint_has_under_both_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, room = publish("qwen3_5", tmp_path / "source"), list[int]()
-    monkeypatch.setattr(format, "check_room", lambda _directory, nbytes, _what: room.append(nbytes))
+    source = publish("qwen3_5", tmp_path / "source")
+    room = list[int]()
+    monkeypatch.setattr(
+        format, "check_free_bytes", lambda _directory, nbytes, _what: room.append(nbytes)
+    )
     with opened(source, lora_target_modules=["q_proj", "o_proj"]) as model:
-        trainer, ids = model.get_trainer(), torch.arange(3, 12)[None]
+        trainer = model.get_trainer()
+        ids = torch.arange(3, 12)[None]
         trainer.train_step(ids, labels=ids.clone())
         trainer.save_checkpoint(tmp_path / "checkpoint")
         planned = model.planner.blueprint.checkpoint_bytes
         assert draw_up(model.config).checkpoint_bytes == planned
     files = (tmp_path / "checkpoint").glob("*.safetensors")
     written = sum(tensor.nbytes for file in files for tensor in load_file(file).values())
-    assert planned <= min(written, *room) and max(written, *room) < 1.02 * planned  # with the optimizer's steps
+    assert (
+        planned <= min(written, *room) and max(written, *room) < 1.02 * planned
+    )  # with the optimizer's steps
 
 
-def test_names_that_cannot_be_written_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_names_that_cannot_be_written_are_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     source = publish("qwen3_5", tmp_path / "source")
     with opened(source, lora_target_modules=["q_proj"]) as model:
         model.save_pretrained(tmp_path / "both")
-    adapter, out = tmp_path / "both", tmp_path / "out"
+    adapter = tmp_path / "both"
+    out = tmp_path / "out"
     assert_refused(capfd, 3, ["already whole", "--names"], "consolidate", adapter, out)
-    assert_refused(capfd, 2, ["no form of names called 'mine'"], "consolidate", adapter, out, "--names", "mine")
-    assert_refused(capfd, 3, ["no adapter in PEFT's format"], "consolidate", source, out, "--names", "text")
+    assert_refused(
+        capfd, 2, ["no form of names called 'mine'"], "consolidate", adapter, out, "--names", "mine"
+    )
+    assert_refused(
+        capfd, 3, ["no adapter in PEFT's format"], "consolidate", source, out, "--names", "text"
+    )
     shard_adapter(adapter, tmp_path / "shards", 2)
     for shards in (tmp_path / "shards", tmp_path / "shards" / SHARDS):
         said = ["the adapter is in shards", "without --names"]

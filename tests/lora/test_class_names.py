@@ -1,4 +1,6 @@
-"""Adapters of types whose published class sees images: their names fit that class, and either form is read."""
+"""Adapters of types whose published class sees images: their names fit that class, and either
+form is read.
+"""
 
 import json
 from copy import deepcopy
@@ -32,9 +34,14 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "by default": {},
     "all-linear": {"targets": "all-linear"},
     "an expression": {"targets": r".*layers\.[01]\..*(o_proj|out_proj|down_proj)"},
-    "an expression of whole names": {"targets": r"model\.layers\.[01]\..*(o_proj|out_proj|down_proj)"},
+    "an expression of whole names": {
+        "targets": r"model\.layers\.[01]\..*(o_proj|out_proj|down_proj)"
+    },
     "a layer": {"targets": ["o_proj", "out_proj"], "layers_to_transform": [1]},
-    "ranks of some": {"rank_pattern": {"o_proj": 3}, "alpha_pattern": {r"layers\.1\..*down_proj": 7}},
+    "ranks of some": {
+        "rank_pattern": {"o_proj": 3},
+        "alpha_pattern": {r"layers\.1\..*down_proj": 7},
+    },
     "embeddings and head": {"targets": ["o_proj", "embed_tokens", "lm_head"]},
     "trained whole": {"targets": ["o_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
     "rows": {"targets": ["o_proj"], "trainable_token_indices": {"embed_tokens": [5, 6]}},
@@ -44,7 +51,10 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "target_parameters": ["experts.down_proj"],
         "rank_pattern": {r"model\.layers\.1\..*experts\.down_proj": 3},
     },
-    "experts by the last part of their names": {"targets": ["o_proj"], "target_parameters": ["gate_up_proj"]},
+    "experts by the last part of their names": {
+        "targets": ["o_proj"],
+        "target_parameters": ["gate_up_proj"],
+    },
 }
 OF_EXPERTS = [name for name, settings in ADAPTERS.items() if "target_parameters" in settings]
 pytestmark = [
@@ -52,9 +62,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You have passed exclude_modules"),
     pytest.mark.filterwarnings("ignore:PEFT does not adapt these linear modules"),
     pytest.mark.filterwarnings("ignore:.*does not name the adapter's base model"),
-    pytest.mark.filterwarnings("ignore:Initializing zero-element tensors"),  # where they are read but not drawn
+    pytest.mark.filterwarnings(
+        "ignore:Initializing zero-element tensors"
+    ),  # where they are read but not drawn
     pytest.mark.filterwarnings("ignore:lora_target_modules. no module is named"),
-    pytest.mark.filterwarnings("ignore:The following rank_pattern keys"),  # PEFT looks for these among modules alone
+    pytest.mark.filterwarnings(
+        "ignore:The following rank_pattern keys"
+    ),  # PEFT looks for these among modules alone
 ]
 
 
@@ -64,7 +78,8 @@ def test_every_name_of_the_class_that_trains_is_one_of_the_published_class(model
     model = meta_model(config)
     names = compare_classes(model, config)
     assert class_names(model) is names and type(names.published) is published_class(config)
-    own, there = model.state_dict(), names.published.state_dict()
+    own = model.state_dict()
+    there = names.published.state_dict()
     for name, tensor in own.items():
         assert there[names.in_published(name)].shape == tensor.shape
         assert names.in_own(names.in_published(name)) == names.in_own(name) == name
@@ -86,29 +101,43 @@ def names_by_peft(model: PreTrainedModel, config: LoraConfig) -> dict[str, torch
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     ("model_type", "adapter"),
-    [(kind, name) for kind in TWO_CLASSES for name in ADAPTERS if name not in OF_EXPERTS or kind != "qwen3_5"],
+    [
+        (kind, name)
+        for kind in TWO_CLASSES
+        for name in ADAPTERS
+        if name not in OF_EXPERTS or kind != "qwen3_5"
+    ],
 )
-def test_what_is_written_are_the_tensors_that_peft_has_on_each_class(model_type: str, adapter: str) -> None:
-    """By the config that is written PEFT adapts the same modules of either class, and calls the tensors as they are
-    called; what is read is what was written."""
+def test_what_is_written_are_the_tensors_that_peft_has_on_each_class(
+    model_type: str, adapter: str
+) -> None:
+    """By the config that is written PEFT adapts the same modules of either class, and calls the
+    tensors as they are called; what is read is what was written."""
     config = published_config(model_type)
-    model, text = meta_model(config), meta_model(config)
+    model = meta_model(config)
+    text = meta_model(config)
     names = compare_classes(model, config)
     assert names.published is not None
     settings: dict[str, Any] = {"targets": None} | ADAPTERS[adapter]
     asked = lora_config(model, rank=2, alpha=4, dropout=0.0, **settings)
     adapted = inject_lora_params(model, asked, torch.device("cpu"), seed=None)
-    tensors = {name: torch.randn_like(tensor) for name, tensor in saved_tensors(adapted, None).items()}
+    tensors = {
+        name: torch.randn_like(tensor) for name, tensor in saved_tensors(adapted, None).items()
+    }
     written = config_in_files(model, asked, tensors)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     assert shapes == names_by_peft(text, written)
     published = tensors_in_files(model, tensors, "published")
-    assert {name: tensor.shape for name, tensor in published.items()} == names_by_peft(names.published, written)
+    assert {name: tensor.shape for name, tensor in published.items()} == names_by_peft(
+        names.published, written
+    )
     assert not published.keys() <= tensors.keys()
     assert tensors_in_files(model, tensors).keys() == tensors.keys() | published.keys()
     for form in (tensors, published, tensors | published):
         own = tensors_in_own(model, form, Path("adapter"))
-        assert own.keys() == tensors.keys() and all(torch.equal(own[name], tensors[name]) for name in own)
+        assert own.keys() == tensors.keys() and all(
+            torch.equal(own[name], tensors[name]) for name in own
+        )
         compare_classes(text, config)
         assert names_by_peft(text, config_in_own(text, written, form, Path("adapter"))) == shapes
 
@@ -121,7 +150,9 @@ def test_these_are_all_types_that_have_two_classes() -> None:
         trains = auto_class(config)._model_mapping.get(type(config), None)
         if trains is not None and published_class(config) is not trains:
             found.add(model_type)
-    assert found - {"emu3"} == set(TWO_CLASSES)  # which transformers itself does not read into the class that trains
+    assert found - {"emu3"} == set(
+        TWO_CLASSES
+    )  # which transformers itself does not read into the class that trains
 
 
 def test_a_published_class_with_the_same_names_needs_none() -> None:
@@ -132,11 +163,17 @@ def test_a_published_class_with_the_same_names_needs_none() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5", "llama4"])
-def test_an_adapter_that_peft_made_on_the_published_class_is_read_everywhere(model_type: str, tmp_path: Path) -> None:
+def test_an_adapter_that_peft_made_on_the_published_class_is_read_everywhere(
+    model_type: str, tmp_path: Path
+) -> None:
     source = publish(model_type, tmp_path / "source")
-    whole = published_class(AutoConfig.from_pretrained(source)).from_pretrained(source, dtype=torch.float32)
+    whole = published_class(AutoConfig.from_pretrained(source)).from_pretrained(
+        source, dtype=torch.float32
+    )
     target = r".*language_model.*\.(q_proj|o_proj)"
-    peft_model = get_peft_model(whole, LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=target))
+    peft_model = get_peft_model(
+        whole, LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=target)
+    )
     draw_b(peft_model)
     peft_model.save_pretrained(tmp_path / "adapter")
     expected = logits(peft_model)
@@ -150,24 +187,37 @@ def test_an_adapter_that_peft_made_on_the_published_class_is_read_everywhere(mod
     torch.testing.assert_close(logits(streamed), expected)
     streamed.close()
     merged = merge_adapter(tmp_path / "adapter", tmp_path / "merged")
-    torch.testing.assert_close(logits(type(whole).from_pretrained(merged)), expected, atol=1e-3, rtol=1e-3)
-    again = PeftModel.from_pretrained(type(whole).from_pretrained(source, dtype=torch.float32), tmp_path / "again")
+    torch.testing.assert_close(
+        logits(type(whole).from_pretrained(merged)), expected, atol=1e-3, rtol=1e-3
+    )
+    again = PeftModel.from_pretrained(
+        type(whole).from_pretrained(source, dtype=torch.float32), tmp_path / "again"
+    )
     torch.testing.assert_close(logits(again), expected)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5", "llama4"])
-def test_a_saved_adapter_opens_again_and_its_two_forms_must_agree(model_type: str, tmp_path: Path) -> None:
-    source, saved = publish(model_type, tmp_path / "source"), tmp_path / "adapter"
+def test_a_saved_adapter_opens_again_and_its_two_forms_must_agree(
+    model_type: str, tmp_path: Path
+) -> None:
+    source = publish(model_type, tmp_path / "source")
+    saved = tmp_path / "adapter"
     with opened(source, lora_target_modules=["q_proj", "o_proj"]) as model:
         draw_b(model.lora_manager)
         model.save_pretrained(saved)
         trainer = model.get_trainer()
         trainer.save_checkpoint(tmp_path / "checkpoint")
         trainer.load_checkpoint(tmp_path / "checkpoint")
-        kept = {name: one.detach().clone() for name, one in model.lora_manager.named_parameters() if one.requires_grad}
+        kept = {
+            name: one.detach().clone()
+            for name, one in model.lora_manager.named_parameters()
+            if one.requires_grad
+        }
     model = LemaModel.from_pretrained(saved, backend=CpuBackend())
     found = {name: one for name, one in model.lora_manager.named_parameters() if one.requires_grad}
-    assert found.keys() == kept.keys() and all(torch.equal(one, kept[name]) for name, one in found.items())
+    assert found.keys() == kept.keys() and all(
+        torch.equal(one, kept[name]) for name, one in found.items()
+    )
     model.close()
     assert "language_model" in "".join(load_file(saved / "adapter_model.safetensors"))
     tensors = load_file(saved / "adapter_model.safetensors")
@@ -175,21 +225,38 @@ def test_a_saved_adapter_opens_again_and_its_two_forms_must_agree(model_type: st
     save_file(tensors, saved / "adapter_model.safetensors", metadata={"format": "pt"})
     with pytest.raises(AdapterError, match=r"two tensors for .*, and they differ"):
         LemaModel.from_pretrained(saved, backend=CpuBackend())
-    assert set(json.loads((saved / "adapter_config.json").read_text())["target_modules"]) == {"o_proj", "q_proj"}
+    assert set(json.loads((saved / "adapter_config.json").read_text())["target_modules"]) == {
+        "o_proj",
+        "q_proj",
+    }
 
 
 @pytest.mark.parametrize("model_type", ["laguna", "deepseek_ocr2"])
-def test_an_adapter_is_read_of_types_whose_names_peft_takes_for_those_of_files(model_type: str, tmp_path: Path) -> None:
-    source, saved = publish(model_type, tmp_path / "source"), tmp_path / "adapter"
+def test_an_adapter_is_read_of_types_whose_names_peft_takes_for_those_of_files(
+    model_type: str, tmp_path: Path
+) -> None:
+    source = publish(model_type, tmp_path / "source")
+    saved = tmp_path / "adapter"
     with opened(source) as model:
         draw_b(model.lora_manager)
         model.save_pretrained(saved)
-        kept = {name: one.detach().clone() for name, one in model.lora_manager.named_parameters() if one.requires_grad}
+        kept = {
+            name: one.detach().clone()
+            for name, one in model.lora_manager.named_parameters()
+            if one.requires_grad
+        }
     model = LemaModel.from_pretrained(saved, backend=CpuBackend())
     streamed = lema.streamed(source, saved, device="cpu", device_memory=None)
     streamed.load_adapter(saved, "second")
-    for reader, adapter in ((model.lora_manager, "default"), (streamed, "default"), (streamed, "second")):
+    for reader, adapter in (
+        (model.lora_manager, "default"),
+        (streamed, "default"),
+        (streamed, "second"),
+    ):
         found = dict(reader.named_parameters())
-        assert all(torch.equal(found[name.replace(".default", f".{adapter}")], one) for name, one in kept.items())
+        assert all(
+            torch.equal(found[name.replace(".default", f".{adapter}")], one)
+            for name, one in kept.items()
+        )
     model.close()
     streamed.close()

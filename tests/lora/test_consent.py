@@ -1,4 +1,6 @@
-"""Whose settings act: all of a file that LEMA wrote for this user, and of any other only those that describe."""
+"""Whose settings act: all of a file that LEMA wrote for this user, and of any other only those
+that describe.
+"""
 
 import json
 import os
@@ -116,11 +118,15 @@ def test_every_setting_that_acts_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_a_strangers_setting_does_not_act_and_a_line_says_so(name: str, stranger: Path, model: Path) -> None:
+def test_a_strangers_setting_does_not_act_and_a_line_says_so(
+    name: str, stranger: Path, model: Path
+) -> None:
     given = {one: CHOSEN[one] for one in (WITH.get(name), name) if one is not None}
     file = say(stranger, model, lora_rank=3, learning_rate=0.5, **given)
     config, lines = told(stranger)
-    assert {one: getattr(config, one) for one in given} == {one: LemaConfig.defaults()[one] for one in given}
+    assert {one: getattr(config, one) for one in given} == {
+        one: LemaConfig.defaults()[one] for one in given
+    }
     assert (config.lora_rank, config.learning_rate) == (3, 0.5)  # what describes the adapter stays
     named = [one for one in given if one not in SILENT]
     assert len(lines) == bool(named)
@@ -161,13 +167,19 @@ def test_what_the_user_gives_acts(stranger: Path, model: Path) -> None:
 @pytest.fixture
 def own(model: Path, tmp_path: Path) -> Path:
     """An adapter that LEMA has saved, with settings that act."""
-    given = {"eval_data": "mine.txt", "train_data": "mine.txt", "offload_dir": str(tmp_path / "mine")}
+    given = {
+        "eval_data": "mine.txt",
+        "train_data": "mine.txt",
+        "offload_dir": str(tmp_path / "mine"),
+    }
     with opened(settings(model, tmp_path / "out", **given)) as one:
         one.save_pretrained(tmp_path / "own")
     return tmp_path / "own"
 
 
-def test_a_users_own_settings_act_wherever_they_are_copied(own: Path, cache: Path, tmp_path: Path) -> None:
+def test_a_users_own_settings_act_wherever_they_are_copied(
+    own: Path, cache: Path, tmp_path: Path
+) -> None:
     for directory in (own, shutil.copytree(own, tmp_path / "copied")):
         config, lines = told(directory)
         assert (config.eval_data, config.train_data) == ("mine.txt", "mine.txt")
@@ -195,14 +207,18 @@ def test_a_file_that_was_changed_is_a_strangers(own: Path) -> None:
     assert "--train-data VALUE" in line
 
 
-def test_so_is_what_another_user_noted_in_a_shared_cache(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_is_what_another_user_noted_in_a_shared_cache(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     assert not written_here(own / "lema_config.json")
     config, _ = told(own)
     assert config.eval_data is None
 
 
-def test_a_link_in_the_cache_is_no_note(stranger: Path, model: Path, cache: Path, tmp_path: Path) -> None:
+def test_a_link_in_the_cache_is_no_note(
+    stranger: Path, model: Path, cache: Path, tmp_path: Path
+) -> None:
     file = say(stranger, model, eval_data="theirs.txt")
     cache.mkdir(parents=True)
     (cache / consent._digest(file)).symlink_to(tmp_path)
@@ -231,7 +247,9 @@ def test_what_others_may_have_noted_does_not_count(own: Path, cache: Path) -> No
     assert not written_here(own / "lema_config.json")
 
 
-def test_a_user_without_a_home_has_notes_too(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_has_notes_too(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "expanduser", _no_home)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -263,9 +281,15 @@ def test_processes_may_note_at_once_and_notes_are_bounded(
 def test_eval_reads_and_writes_nothing_that_a_stranger_names(
     stranger: Path, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    text, evil = tmp_path / "text.txt", tmp_path / "evil"
+    text = tmp_path / "text.txt"
+    evil = tmp_path / "evil"
     text.write_text("a b c\n")
-    say(stranger, model, eval_data=f"hub:text?data_files={text}&cache_dir={evil}", offload_dir=str(evil))
+    say(
+        stranger,
+        model,
+        eval_data=f"hub:text?data_files={text}&cache_dir={evil}",
+        offload_dir=str(evil),
+    )
     with pytest.warns(UserWarning, match="ignored are its settings eval_data, offload_dir"):
         assert_refused(capfd, 3, ["there is no evaluation data", "--data FILE"], "eval", stranger)
     assert not evil.exists()
@@ -275,7 +299,9 @@ def test_nothing_of_a_strangers_machine_stops_a_command(
     stranger: Path, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     say(stranger, model, train_data="theirs.txt", **{name: CHOSEN[name] for name in MACHINE})
-    rows = write_rows(tmp_path / "eval.jsonl", [{"text": "the mill turns and the miller grinds the corn"}])
+    rows = write_rows(
+        tmp_path / "eval.jsonl", [{"text": "the mill turns and the miller grinds the corn"}]
+    )
     ignored = f"ignored are its settings train_data, {', '.join(MACHINE)}"
     with pytest.warns(UserWarning, match=ignored):
         assert lema("eval", stranger, "--data", rows) == 0
@@ -283,7 +309,9 @@ def test_nothing_of_a_strangers_machine_stops_a_command(
     with pytest.warns(UserWarning, match=f"ignored are its settings {', '.join(used)}. Give"):
         assert lema("generate", stranger, "--prompt", "the mill", "--max-new-tokens", 1) == 0
     with pytest.warns(UserWarning, match="ignored are its settings train_data, backend_settings"):
-        assert_refused(capfd, 2, ["nowhere"], "eval", stranger, "--data", rows, "--set", "device=nowhere")
+        assert_refused(
+            capfd, 2, ["nowhere"], "eval", stranger, "--data", rows, "--set", "device=nowhere"
+        )
 
 
 def test_a_command_says_nothing_of_settings_that_it_never_reads(
@@ -303,7 +331,9 @@ def test_eval_of_a_users_own_run_goes_on_with_its_own_data(
     model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write = config_writer(model, tmp_path)
-    rows = write_rows(tmp_path / "eval.jsonl", [{"text": "the mill turns and the miller grinds the corn"}])
+    rows = write_rows(
+        tmp_path / "eval.jsonl", [{"text": "the mill turns and the miller grinds the corn"}]
+    )
     assert lema("train", write(eval_data=str(rows), eval_steps=2)) == 0
     capfd.readouterr()
     assert lema("eval", tmp_path / "out") == 0
@@ -321,13 +351,18 @@ def test_eval_of_a_users_own_run_goes_on_with_its_own_data(
 def test_a_run_is_resumed_with_the_settings_of_the_users_file_alone(
     model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    write, evil = config_writer(model, tmp_path), tmp_path / "evil"
+    write = config_writer(model, tmp_path)
+    evil = tmp_path / "evil"
     assert lema("train", write(max_steps=4, save_steps=2)) == 0
     shutil.rmtree(tmp_path / "out" / "checkpoint-4")
     checkpoint = tmp_path / "out" / "checkpoint-2"
     for file in (checkpoint / "lema_config.json", tmp_path / "out" / "lema_config.json"):
         values = json.loads(file.read_text())
-        file.write_text(json.dumps({**values, **{name: CHOSEN[name] for name in CHOSEN}, "offload_dir": str(evil)}))
+        file.write_text(
+            json.dumps(
+                {**values, **{name: CHOSEN[name] for name in CHOSEN}, "offload_dir": str(evil)}
+            )
+        )
     (checkpoint / MANIFEST).unlink()
     write_manifest(checkpoint)
     code = lema("train", write(max_steps=4, save_steps=2), "--resume")
@@ -350,26 +385,40 @@ def test_code_runs_only_of_a_model_that_the_user_names(
 ) -> None:
     write = config_writer(own_code, tmp_path)
     assert lema("train", write(), "--trust-remote-code") == 0
-    out, words = tmp_path / "out", ["-p", "the mill", "--max-new-tokens", 1, "--trust-remote-code"]
+    out = tmp_path / "out"
+    words = ["-p", "the mill", "--max-new-tokens", 1, "--trust-remote-code"]
     assert lema("generate", out, *words) == 0, capfd.readouterr().err
     shutil.rmtree(tmp_path / "cache")  # it is a stranger's by now
     said = ["only of a model that you name", "--model-name-or-path"]
     assert_refused(capfd, 2, said, "generate", out, *words)
-    assert_refused(capfd, 2, [*said, "--base"], "merge", out, tmp_path / "merged", "--trust-remote-code")
+    assert_refused(
+        capfd, 2, [*said, "--base"], "merge", out, tmp_path / "merged", "--trust-remote-code"
+    )
     with pytest.raises(ConfigError, match="only of a model that you name"):
         check_code_is_named(out / "adapter_config.json")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert lema("generate", out, "--model-name-or-path", own_code, *words) == 0
-        assert lema("merge", out, tmp_path / "merged", "--trust-remote-code", "--base", own_code) == 0
+        assert (
+            lema("merge", out, tmp_path / "merged", "--trust-remote-code", "--base", own_code) == 0
+        )
 
 
-def test_an_adapter_is_merged_into_a_base_that_has_moved(model: Path, published: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_merged_into_a_base_that_has_moved(
+    model: Path, published: Path, tmp_path: Path
+) -> None:
     expected = merge_adapter(published, tmp_path / "expected")
     moved = shutil.copytree(model, tmp_path / "moved")
     adapter = shutil.copytree(published, tmp_path / "adapter")
     file = adapter / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(tmp_path / "gone")}))
+    file.write_text(
+        json.dumps(
+            json.loads(file.read_text()) | {"base_model_name_or_path": str(tmp_path / "gone")}
+        )
+    )
     merged = merge_adapter(adapter, tmp_path / "merged", base_dir=moved)
-    contents = [{one.name: one.read_bytes() for one in place.glob("*.safetensors")} for place in (merged, expected)]
+    contents = [
+        {one.name: one.read_bytes() for one in place.glob("*.safetensors")}
+        for place in (merged, expected)
+    ]
     assert contents[0] == contents[1] != {}

@@ -56,9 +56,13 @@ def adapter_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tupl
 @golden
 @pytest.mark.parametrize("kv_layout", ["tile", "interleave"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_the_adapter_of_a_real_run_survives_being_cut_up(tp: int, kv_layout: str, tmp_path: Path) -> None:
+def test_the_adapter_of_a_real_run_survives_being_cut_up(
+    tp: int, kv_layout: str, tmp_path: Path
+) -> None:
     whole = GOLDEN / "consolidated"
-    shard_adapter(whole, tmp_path / "shards", tp, kv_layout=kv_layout, model=str(GOLDEN / "base_model"))
+    shard_adapter(
+        whole, tmp_path / "shards", tp, kv_layout=kv_layout, model=str(GOLDEN / "base_model")
+    )
     consolidate_adapter(tmp_path / "shards", tmp_path / "out")
     assert_same(tmp_path / "out", load_file(whole / "adapter_model.safetensors"))
     assert config_of(tmp_path / "out") == config_of(whole)
@@ -68,12 +72,18 @@ def test_the_adapter_of_a_real_run_survives_being_cut_up(tp: int, kv_layout: str
 @pytest.mark.parametrize("kv_layout", ["tile", "interleave"])
 @pytest.mark.parametrize(("kv_heads", "tp"), [(1, 8), (2, 4), (2, 8), (4, 2), (8, 8)])
 def test_shards_become_the_adapter_again_with_an_a_for_every_projection(
-    kv_heads: int, tp: int, kv_layout: str, adapter_of: Callable[[int], tuple[Path, Path]], tmp_path: Path
+    kv_heads: int,
+    tp: int,
+    kv_layout: str,
+    adapter_of: Callable[[int], tuple[Path, Path]],
+    tmp_path: Path,
 ) -> None:
     _, adapter = adapter_of(kv_heads)
     tensors = load_file(adapter / "adapter_model.safetensors")
     first = ATTENTION.format(0)
-    assert not torch.equal(tensors[f"{first}.q_proj.lora_A.weight"], tensors[f"{first}.k_proj.lora_A.weight"])
+    assert not torch.equal(
+        tensors[f"{first}.q_proj.lora_A.weight"], tensors[f"{first}.k_proj.lora_A.weight"]
+    )
     shard_adapter(adapter, tmp_path / "shards", tp, kv_layout=kv_layout)
     files = sorted(file.name for file in (tmp_path / "shards" / SHARDS).iterdir())
     assert files == sorted([LAYOUTS, *(f"tp_{rank:02}.safetensors" for rank in range(tp))])
@@ -102,7 +112,10 @@ def test_our_shards_hold_what_the_documented_rules_say(
                 for name in "qkv":
                     expected = theirs[f"{attention}.qkv_proj.lora_B.weight_{name}"]
                     assert torch.equal(ours[f"{attention}.{name}_proj.lora_B.weight"], expected)
-                for name in (f"{attention}.o_proj.lora_A.weight", f"{MLP.format(layer)}.down_proj.lora_A.weight"):
+                for name in (
+                    f"{attention}.o_proj.lora_A.weight",
+                    f"{MLP.format(layer)}.down_proj.lora_A.weight",
+                ):
                     assert torch.equal(ours[name], theirs[name])
 
 
@@ -120,7 +133,9 @@ def test_an_adapter_saved_at_one_degree_goes_on_at_another(
 
 
 def test_everything_that_trains_beside_the_matrices_is_kept(tmp_path: Path) -> None:
-    """Biases, magnitudes, whole modules, embeddings; a vocabulary that does not divide evenly; half precision."""
+    """Biases, magnitudes, whole modules, embeddings; a vocabulary that does not divide evenly;
+    half precision.
+    """
     config = model_config(2)
     config.attention_bias = True
     model = write_model(config, tmp_path / "model")
@@ -140,7 +155,9 @@ def test_everything_that_trains_beside_the_matrices_is_kept(tmp_path: Path) -> N
         for name, tensor in load_file(adapter / "adapter_model.safetensors").items()
     }
     for layer in range(LAYERS):
-        tensors[f"{ATTENTION.format(layer)}.q_proj.lora_magnitude_vector"] = torch.randn(HEADS * HEAD_DIM)
+        tensors[f"{ATTENTION.format(layer)}.q_proj.lora_magnitude_vector"] = torch.randn(
+            HEADS * HEAD_DIM
+        )
         tensors[f"{ATTENTION.format(layer)}.o_proj.lora_magnitude_vector"] = torch.randn(HIDDEN)
     save_file(tensors, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
     assert "base_model.model.lm_head.weight" in tensors
@@ -150,10 +167,15 @@ def test_everything_that_trains_beside_the_matrices_is_kept(tmp_path: Path) -> N
     shard_adapter(adapter, tmp_path / "shards", 4)
     held = load_file(tmp_path / "shards" / SHARDS / "tp_03.safetensors")
     assert held["base_model.model.lm_head.weight"].shape == (13, HIDDEN)
-    assert held[f"{ATTENTION.format(0)}.q_proj.lora_magnitude_vector"].shape == (HEADS * HEAD_DIM // 4,)
+    assert held[f"{ATTENTION.format(0)}.q_proj.lora_magnitude_vector"].shape == (
+        HEADS * HEAD_DIM // 4,
+    )
     consolidate_adapter(tmp_path / "shards", tmp_path / "out")
     assert_same(tmp_path / "out", tensors)
-    assert [(tmp_path / "out" / name).read_text() for name in (CONFIG_NAME, BASE_NAME)] == ["{}\n", "{}\n"]
+    assert [(tmp_path / "out" / name).read_text() for name in (CONFIG_NAME, BASE_NAME)] == [
+        "{}\n",
+        "{}\n",
+    ]
 
 
 @settings(max_examples=120, deadline=None, derandomize=True, database=None)
@@ -175,7 +197,8 @@ def test_a_model_that_can_be_divided_is_and_one_that_cannot_says_what_would_do(
         num_key_value_heads=keys,
         head_dim=2,
     )
-    # Replicated as often as it takes: then every rank has whole heads, and queries for each of them.
+    # Replicated as often as it takes: then every rank has whole heads, and queries for each of
+    # them.
     copies = next(m for m in range(1, tp + 1) if tp % m == 0 and keys * m % tp == 0)
     if (queries // keys) % copies or 240 * 7 % tp:
         with pytest.raises(ConfigError, match=r"layers\.0\.") as caught:
@@ -191,21 +214,36 @@ def test_a_model_that_can_be_divided_is_and_one_that_cannot_says_what_would_do(
     }
     widths |= {"gate_proj": (1680, 48), "up_proj": (1680, 48), "down_proj": (48, 1680)}
     for name, (outputs, inputs) in widths.items():
-        owner, after = (ATTENTION if name[0] in "qkvo" else MLP), name in ("o_proj", "down_proj")
-        for leaf, full in (("lora_A.weight", torch.randn(RANK, inputs)), ("lora_B.weight", torch.randn(outputs, RANK))):
+        owner = ATTENTION if name[0] in "qkvo" else MLP
+        after = name in ("o_proj", "down_proj")
+        for leaf, full in (
+            ("lora_A.weight", torch.randn(RANK, inputs)),
+            ("lora_B.weight", torch.randn(outputs, RANK)),
+        ):
             module, found = module_of(f"{owner.format(0)}.{name}.{leaf}")
             assert found == leaf
             layout = layout_of_tensor(leaf, layout_at(module, plan), 2)
             pieces = [shard(full, layout, rank) for rank in range(tp)]
             assert torch.equal(consolidate(pieces, layout), full)
-            times = tp if (leaf == "lora_A.weight") != after else copies if name in ("k_proj", "v_proj") else 1
+            times = (
+                tp
+                if (leaf == "lora_A.weight") != after
+                else copies
+                if name in ("k_proj", "v_proj")
+                else 1
+            )
             assert sum(piece.numel() for piece in pieces) == full.numel() * times
 
 
 OWN_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a rank is missing": (lambda d: (d / "tp_01.safetensors").unlink(), "tp_01.safetensors is missing"),
+    "a rank is missing": (
+        lambda d: (d / "tp_01.safetensors").unlink(),
+        "tp_01.safetensors is missing",
+    ),
     "cut short": (
-        lambda d: (d / "tp_00.safetensors").write_bytes((d / "tp_00.safetensors").read_bytes()[:-1]),
+        lambda d: (d / "tp_00.safetensors").write_bytes(
+            (d / "tp_00.safetensors").read_bytes()[:-1]
+        ),
         "not the file that was saved",
     ),
     "two ranks are exchanged": (
@@ -215,8 +253,14 @@ OWN_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no JSON": (lambda d: (d / LAYOUTS).write_text("["), "cannot be read"),
     "another JSON": (lambda d: (d / LAYOUTS).write_text("[]"), "does not describe shards"),
     "newer": (lambda d: edit_layouts(d, lambda c: c.update(version=2)), "version 2"),
-    "fewer ranks": (lambda d: edit_layouts(d, lambda c: c.update(tp=1)), "does not describe 1 ranks"),
-    "a tensor less": (lambda d: edit_layouts(d, lambda c: c["tensors"].popitem()), "other tensors than layout.json"),
+    "fewer ranks": (
+        lambda d: edit_layouts(d, lambda c: c.update(tp=1)),
+        "does not describe 1 ranks",
+    ),
+    "a tensor less": (
+        lambda d: edit_layouts(d, lambda c: c["tensors"].popitem()),
+        "other tensors than layout.json",
+    ),
     "another shape": (
         lambda d: edit_layouts(d, lambda c: next(iter(c["tensors"].values())).update(shape=[1])),
         "and was [1]",
@@ -263,15 +307,22 @@ def test_the_older_file_of_peft_is_cut_up_as_the_newer(tmp_path: Path) -> None:
 def test_what_no_plan_covers_is_refused_by_name(tmp_path: Path) -> None:
     sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 8, "num_attention_heads": 4}
     sparse = write_model(
-        MixtralConfig(**sizes, num_key_value_heads=2, intermediate_size=32, num_local_experts=2), tmp_path / "sparse"
+        MixtralConfig(**sizes, num_key_value_heads=2, intermediate_size=32, num_local_experts=2),
+        tmp_path / "sparse",
     )
     adapter = write_adapter(sparse, tmp_path / "covered", targets=["q_proj", "o_proj"])
     shard_adapter(adapter, tmp_path / "shards", 2)
-    experts = write_adapter(sparse, tmp_path / "experts", targets=["q_proj"], modules_to_save=["gate"])
-    with pytest.raises(ModelError, match=r"does not define how model\.layers\.0\.mlp\.gate lies") as caught:
+    experts = write_adapter(
+        sparse, tmp_path / "experts", targets=["q_proj"], modules_to_save=["gate"]
+    )
+    with pytest.raises(
+        ModelError, match=r"does not define how model\.layers\.0\.mlp\.gate lies"
+    ) as caught:
         shard_adapter(experts, tmp_path / "out", 2)
     assert "tensor base_model.model.model.layers.0.mlp.gate" in caught.value.where
-    plain = write_model(GPT2Config(vocab_size=32, n_embd=16, n_layer=8, n_head=4), tmp_path / "plain")
+    plain = write_model(
+        GPT2Config(vocab_size=32, n_embd=16, n_layer=8, n_head=4), tmp_path / "plain"
+    )
     without = write_adapter(plain, tmp_path / "without", targets=["c_attn"], fan_in_fan_out=True)
     with pytest.raises(ModelError, match="no tensor-parallel plan"):
         shard_adapter(without, tmp_path / "out", 2)
@@ -291,13 +342,24 @@ def test_the_verbs(
     assert_same(tmp_path / "whole", load_file(adapter / "adapter_model.safetensors"))
     change(foreign, 2, f"{O_PROJ}.lora_B.weight", torch.ones(HIDDEN, RANK))
     assert_refused(
-        capfd, 3, ["rank 2 differs from rank 0", O_PROJ, "--take-first"], "consolidate", foreign, tmp_path / "out"
+        capfd,
+        3,
+        ["rank 2 differs from rank 0", O_PROJ, "--take-first"],
+        "consolidate",
+        foreign,
+        tmp_path / "out",
     )
     assert lema("consolidate", foreign, tmp_path / "out", "--take-first") == 0
-    assert f"replicas differ in {O_PROJ}.lora_B.weight: rank 2 differs from rank 0" in capfd.readouterr().err
+    assert (
+        f"replicas differ in {O_PROJ}.lora_B.weight: rank 2 differs from rank 0"
+        in capfd.readouterr().err
+    )
     (tmp_path / "config").mkdir()
     shutil.copy(model / "config.json", tmp_path / "config")
-    assert lema("shard", adapter, tmp_path / "by config", "--tp", 2, "--model", tmp_path / "config") == 0
+    assert (
+        lema("shard", adapter, tmp_path / "by config", "--tp", 2, "--model", tmp_path / "config")
+        == 0
+    )
     refusals: list[tuple[int, list[str], tuple[Any, ...]]] = [
         (2, ["the directory is not empty"], ("consolidate", foreign, tmp_path / "whole")),
         (3, ["this adapter is already whole"], ("consolidate", adapter, tmp_path / "new")),
@@ -308,7 +370,11 @@ def test_the_verbs(
             ["no config of the base model", "--model"],
             ("shard", adapter, tmp_path / "new", "--tp", 2, "--model", "no/such"),
         ),
-        (2, ["is not an order of replicas"], ("shard", adapter, tmp_path / "new", "--tp", 2, "--kv-layout", "pile")),
+        (
+            2,
+            ["is not an order of replicas"],
+            ("shard", adapter, tmp_path / "new", "--tp", 2, "--kv-layout", "pile"),
+        ),
         (
             2,
             ["these shards record their layout"],
@@ -321,5 +387,12 @@ def test_the_verbs(
     two = tmp_path / "two"
     for name in ("adapter_default", "adapter_other"):
         shutil.copytree(foreign, two / name)
-    assert_refused(capfd, 3, ["2 adapters", "adapter_default, adapter_other"], "consolidate", two, tmp_path / "new")
+    assert_refused(
+        capfd,
+        3,
+        ["2 adapters", "adapter_default, adapter_other"],
+        "consolidate",
+        two,
+        tmp_path / "new",
+    )
     assert not (tmp_path / "new").exists()

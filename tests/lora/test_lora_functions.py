@@ -1,4 +1,6 @@
-"""What is adapted, attached, counted and merged, as functions of a model, over many types of models."""
+"""What is adapted, attached, counted and merged, as functions of a model, over many types of
+models.
+"""
 
 from copy import deepcopy
 from functools import partial
@@ -16,7 +18,8 @@ from lema.lora import count_lora_params, inject_lora_params, merge_lora_params, 
 from lema.lora.attach import lora_config
 from lema.lora.targets import default_targets, linear_modules, router_modules
 
-# Kinds that differ in what their linears are: plain, transposed, fused, biased, tied, experts, states, parallel blocks.
+# Kinds that differ in what their linears are: plain, transposed, fused, biased, tied, experts,
+# states, parallel blocks.
 TYPES = [
     "llama",
     "gpt2",
@@ -52,7 +55,9 @@ def logits(model: torch.nn.Module) -> Tensor:
 
 
 def inject(model: PreTrainedModel, **changes: object) -> PeftModel:
-    return inject_lora_params(model, adapter_of(model, **changes), torch.device("cpu"), seed=3).eval()
+    return inject_lora_params(
+        model, adapter_of(model, **changes), torch.device("cpu"), seed=3
+    ).eval()
 
 
 def bits(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -70,16 +75,22 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.filterwarnings("ignore")  # of types that are announced as old, or as slow without their kernels
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # of types that are announced as old, or as slow without their kernels
 @pytest.mark.parametrize("model_type", TYPES)
 def test_the_four_functions_over_types_of_models(model_type: str) -> None:
     model = made(model_type)
-    before, base, linears = logits(model), bits(model), {"exclude_modules": ["experts"]}
+    before = logits(model)
+    base = bits(model)
+    linears = {"exclude_modules": ["experts"]}
     chosen = param_filter(model, adapter_of(model, **linears))
     wanted = {
         f"{name}.weight"
         for name in set(linear_modules(model)) - router_modules(model)
-        if any(f".{name}".endswith(f".{end}") for end in default_targets(model))  # some, PEFT does not adapt
+        if any(
+            f".{name}".endswith(f".{end}") for end in default_targets(model)
+        )  # some, PEFT does not adapt
     }
     assert set(chosen) == wanted and len(set(chosen)) == len(chosen) > 0
     assert_same(bits(model), base)  # it was only asked
@@ -107,7 +118,9 @@ def test_the_four_functions_over_types_of_models(model_type: str) -> None:
 
     merged = merge_lora_params(model)
     assert_same(bits(model), base)
-    moved = {  # in some types a linear's weight is read and the linear never called, so its adapter stays as it was
+    # in some types a linear's weight is read and the linear never called, so its adapter stays as
+    # it was
+    moved = {
         name.replace("lora_B.default.", "")
         for name, parameter in model.named_parameters()
         if "lora_B" in name and bool(parameter.any())
@@ -160,7 +173,9 @@ def test_experts_and_other_parameters_are_named_and_merged() -> None:
     model = made("mixtral", torch.bfloat16)
     options = {"targets": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
     chosen = param_filter(model, adapter_of(model, **options))
-    assert len(chosen) == 2 * len(model.model.layers) and all(model.get_parameter(name).ndim == 3 for name in chosen)
+    assert len(chosen) == 2 * len(model.model.layers) and all(
+        model.get_parameter(name).ndim == 3 for name in chosen
+    )
     base = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     adapted = inject(model, **options)
     disturb(adapted, 0.02)
@@ -172,7 +187,9 @@ def test_experts_and_other_parameters_are_named_and_merged() -> None:
             wrapper = wrapper.base_layer
         wide = deepcopy(wrapper)
         holder = wide.get_base_layer()
-        holder._parameters[wide.parameter_name] = torch.nn.Parameter(base[name].float(), requires_grad=False)
+        holder._parameters[wide.parameter_name] = torch.nn.Parameter(
+            base[name].float(), requires_grad=False
+        )
         exact = base[name].double() + wide.get_delta_weight("default").double()
         assert torch.equal(merged[name], exact.float().bfloat16())  # rounded once
 

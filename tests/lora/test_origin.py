@@ -1,4 +1,6 @@
-"""An adapter that was trained on a prepared directory names what that was made of, which others can load."""
+"""An adapter that was trained on a prepared directory names what that was made of, which others
+can load.
+"""
 
 import json
 from contextlib import closing
@@ -36,19 +38,26 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def named(directory: Path) -> dict[str, Any]:
     """Return what an adapter says its base is: to PEFT, and to LEMA."""
-    peft, own = (json.loads((directory / f"{name}_config.json").read_text()) for name in ("adapter", "lema"))
-    return {"peft": (peft["base_model_name_or_path"], peft["revision"]), "own": own["model_name_or_path"]}
+    peft, own = (
+        json.loads((directory / f"{name}_config.json").read_text()) for name in ("adapter", "lema")
+    )
+    return {
+        "peft": (peft["base_model_name_or_path"], peft["revision"]),
+        "own": own["model_name_or_path"],
+    }
 
 
 @pytest.mark.parametrize("kind", ["nf4", None])
 def test_an_adapter_names_the_model_that_its_base_was_prepared_from(
     kind: str | None, hub: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    base, out = tmp_path / "base", tmp_path / "out"
+    base = tmp_path / "base"
+    out = tmp_path / "out"
     assert lema("prepare", "org/tiny", base, *(["--quantize", kind] if kind else [])) == 0
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in token_rows(8)))
-    file, config = tmp_path / "run.yaml", settings(base, out, save_steps=2, max_steps=4, eval_split=2)
+    file = tmp_path / "run.yaml"
+    config = settings(base, out, save_steps=2, max_steps=4, eval_split=2)
     written = config.model_dump(exclude_unset=True, mode="json") | {"train_data": str(rows)}
     file.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in written.items()))
     assert lema("train", file, "--set", "max_steps=2") == 0 and lema("train", file, "--resume") == 0
@@ -68,8 +77,11 @@ def test_an_adapter_names_the_model_that_its_base_was_prepared_from(
     assert lema("eval", out, "--data", rows) == 0
     assert lema("generate", out, "--prompt", "the miller", "--max-new-tokens", "2") == 0
     name = "model.layers.0.mlp.up_proj.weight"
-    merged, onto_origin = load_file(tmp_path / "merged" / "model.safetensors"), adapted.merge_and_unload().state_dict()
-    assert torch.allclose(merged[name], onto_origin[name]) is (kind is None)  # that is, onto what it was trained on
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    onto_origin = adapted.merge_and_unload().state_dict()
+    assert torch.allclose(merged[name], onto_origin[name]) is (
+        kind is None
+    )  # that is, onto what it was trained on
     assert GlobalBinaryIndex(tmp_path / "merged").origin is None
 
 
@@ -79,7 +91,9 @@ def test_what_is_prepared_twice_has_the_origin_of_the_first_and_a_path_is_named_
     prepare("org/tiny", tmp_path / "once")
     prepare(tmp_path / "once", tmp_path / "twice", quantize="nf4")
     assert GlobalBinaryIndex(tmp_path / "twice").origin == ("org/tiny", COMMIT)
-    prepare(hub, tmp_path / "snapshot.safetensors")  # the same, by the path of its place in the cache
+    prepare(
+        hub, tmp_path / "snapshot.safetensors"
+    )  # the same, by the path of its place in the cache
     assert GlobalBinaryIndex(tmp_path / "snapshot.safetensors").origin == ("org/tiny", COMMIT)
 
     prepare(tmp_path / "model", tmp_path / "local")
@@ -92,10 +106,13 @@ def test_what_is_prepared_twice_has_the_origin_of_the_first_and_a_path_is_named_
     assert base_of(config, index).fingerprint == base_fingerprint(index)
 
 
-def test_an_adapter_of_the_origin_is_one_to_begin_with_on_what_was_prepared_from_it(hub: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_the_origin_is_one_to_begin_with_on_what_was_prepared_from_it(
+    hub: Path, tmp_path: Path
+) -> None:
     prepare("org/tiny", tmp_path / "base", quantize="nf4")
     model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(hub), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+        AutoModelForCausalLM.from_pretrained(hub),
+        LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"),
     )
     for name in ("org/tiny", "org/other"):
         model.peft_config["default"].base_model_name_or_path = name
@@ -112,7 +129,11 @@ def change(model: Path) -> None:
         with safe_open(file, "pt") as opened:
             about = opened.metadata()
         tensors = load_file(file)
-        save_file({name: one + 1 if one.is_floating_point() else one for name, one in tensors.items()}, file, about)
+        save_file(
+            {name: one + 1 if one.is_floating_point() else one for name, one in tensors.items()},
+            file,
+            about,
+        )
 
 
 def adapter_on(model: Path, directory: Path, begun: Path | None = None) -> Path:
@@ -127,24 +148,33 @@ def adapter_on(model: Path, directory: Path, begun: Path | None = None) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_an_adapter_goes_from_a_model_to_what_was_prepared_from_it_and_back(kind: str, tmp_path: Path) -> None:
+def test_an_adapter_goes_from_a_model_to_what_was_prepared_from_it_and_back(
+    kind: str, tmp_path: Path
+) -> None:
     source, once, twice = (tmp_path / name for name in ("source", "once", "twice"))
     write_model(source, **WIDE)
     prepare(source, once / "model.safetensors")
     (once / "config.json").write_text((source / "config.json").read_text())
     prepare(once, twice, quantize=kind)
     prints = [base_fingerprint(GlobalBinaryIndex(place)) for place in (source, once)]
-    assert GlobalBinaryIndex(once).sources == (prints[0],) and GlobalBinaryIndex(twice).sources == tuple(
-        dict.fromkeys(prints)
-    )
-    mine = {place: adapter_on(place, tmp_path / "adapters" / place.name) for place in (source, once, twice)}
+    assert GlobalBinaryIndex(once).sources == (prints[0],) and GlobalBinaryIndex(
+        twice
+    ).sources == tuple(dict.fromkeys(prints))
+    mine = {
+        place: adapter_on(place, tmp_path / "adapters" / place.name)
+        for place in (source, once, twice)
+    }
     for place in mine:
         for adapter in mine.values():
             again = adapter_on(place, tmp_path / "again" / place.name / adapter.name, begun=adapter)
-            tensors, expected = (load_file(one / "adapter_model.safetensors") for one in (again, adapter))
+            tensors, expected = (
+                load_file(one / "adapter_model.safetensors") for one in (again, adapter)
+            )
             assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     index = GlobalBinaryIndex(twice)
-    with pytest.raises(AdapterError, match="the model has changed"):  # a run goes on with the same numbers
+    with pytest.raises(
+        AdapterError, match="the model has changed"
+    ):  # a run goes on with the same numbers
         check_base(mine[source], index, exact=True)
     change(twice)
     with pytest.raises(AdapterError, match="the model has changed"):

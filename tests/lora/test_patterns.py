@@ -1,4 +1,6 @@
-"""Regular expressions of an adapter from elsewhere: they are matched in a bounded time, or the adapter is refused."""
+"""Regular expressions of an adapter from elsewhere: they are matched in a bounded time, or the
+adapter is refused.
+"""
 
 import json
 import shutil
@@ -14,7 +16,11 @@ from lema.errors import ModelError
 from lema.lora import checks as patterns
 from lema.lora.checks import check_patterns
 
-NAMES = [f"model.layers.{layer}.{name}" for layer in range(8) for name in ("self_attn.q_proj", "mlp.down_proj")]
+NAMES = [
+    f"model.layers.{layer}.{name}"
+    for layer in range(8)
+    for name in ("self_attn.q_proj", "mlp.down_proj")
+]
 ENDLESS = "([a-z_.0-9]+)*!"
 MANY = "(.|.)" * 30 + "!"
 
@@ -33,7 +39,9 @@ MANY = "(.|.)" * 30 + "!"
     ],
     ids=lambda options: " ".join(f"{name}-{len(str(value))}" for name, value in options.items()),
 )
-def test_a_pattern_that_never_ends_is_refused(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pattern_that_never_ends_is_refused(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(patterns, "MAX_SECONDS", 0.2)
     with pytest.raises(ModelError, match=r"takes more than 0\.2 seconds") as caught:
         check_patterns(LoraConfig(**options), NAMES)
@@ -47,10 +55,16 @@ def test_what_is_no_expression_is_named() -> None:
 
 
 def test_ordinary_patterns_are_taken() -> None:
-    names = [f"model.layers.{layer}.mlp.experts.{expert}.up_proj" for layer in range(64) for expert in range(64)]
+    names = [
+        f"model.layers.{layer}.mlp.experts.{expert}.up_proj"
+        for layer in range(64)
+        for expert in range(64)
+    ]
     ordinary = LoraConfig(
         target_modules=r".*\.(?:layers|h)\.\d+\.(?:self_attn|mlp)\..*(?:up|down)_proj",
-        rank_pattern=dict.fromkeys(names, 2),  # as methods write it that find a rank for each module
+        rank_pattern=dict.fromkeys(
+            names, 2
+        ),  # as methods write it that find a rank for each module
         alpha_pattern={r"model\.layers\.\d+\.mlp.*": 4},
     )
     check_patterns(ordinary, names)

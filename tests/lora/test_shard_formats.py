@@ -1,4 +1,6 @@
-"""An adapter is written in the parallel library's shards as that library writes it, or refused in words."""
+"""An adapter is written in the parallel library's shards as that library writes it, or refused
+in words.
+"""
 
 import json
 import shutil
@@ -45,7 +47,9 @@ def adapter_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tupl
 
 
 @pytest.fixture
-def fusible(adapter_of: Callable[[int], tuple[Path, Path]], tmp_path: Path) -> Callable[[int], Path]:
+def fusible(
+    adapter_of: Callable[[int], tuple[Path, Path]], tmp_path: Path
+) -> Callable[[int], Path]:
     """An adapter whose projections share an A where they are to be fused."""
 
     def make(kv_heads: int) -> Path:
@@ -71,17 +75,23 @@ def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @golden
 def test_the_shards_of_a_real_run_are_written_again_as_they_were(tmp_path: Path) -> None:
     consolidate_adapter(GOLDEN, tmp_path / "whole")
-    shard_adapter(tmp_path / "whole", tmp_path / "out", 2, model=str(GOLDEN / "base_model"), format=FORMAT)
+    shard_adapter(
+        tmp_path / "whole", tmp_path / "out", 2, model=str(GOLDEN / "base_model"), format=FORMAT
+    )
     theirs = GOLDEN / "adapter_default"
     files = sorted(file.relative_to(theirs) for file in theirs.rglob("*") if file.is_file())
     assert files == sorted(
-        file.relative_to(tmp_path / "out") for file in (tmp_path / "out").rglob("*") if file.is_file()
+        file.relative_to(tmp_path / "out")
+        for file in (tmp_path / "out").rglob("*")
+        if file.is_file()
     )
     for file in files:
         if file.suffix == ".pt":
             assert_alike(load(tmp_path / "out" / file), load(theirs / file))
         else:
-            assert (tmp_path / "out" / file).read_text().rstrip("\n") == (theirs / file).read_text().rstrip("\n")
+            assert (tmp_path / "out" / file).read_text().rstrip("\n") == (
+                theirs / file
+            ).read_text().rstrip("\n")
 
 
 @pytest.mark.sampled(3)
@@ -100,7 +110,9 @@ def test_every_rank_holds_what_the_documented_rules_say(
         assert_alike(dict(sorted(found.items())), dict(sorted(held.items())))
     content = json.loads((tmp_path / "out/adapter_shards/mp_metadata_pp_rank_0.json").read_text())
     expected = metadata_of(held, shape, range(LAYERS), {"intermediate": INTERMEDIATE})
-    assert {name: content["parameters"][name] for name in expected["parameters"]} == expected["parameters"]
+    assert {name: content["parameters"][name] for name in expected["parameters"]} == expected[
+        "parameters"
+    ]
     specs = [owner for owner in content["model_weight_transformation_specs"] if owner["specs"]]
     assert specs == expected["model_weight_transformation_specs"]
     consolidate_adapter(tmp_path / "out", tmp_path / "whole")
@@ -108,9 +120,13 @@ def test_every_rank_holds_what_the_documented_rules_say(
     assert config_of(tmp_path / "whole") == config_of(adapter)
 
 
-def test_a_vocabulary_that_does_not_divide_evenly_is_padded_and_read_without_padding(tmp_path: Path) -> None:
+def test_a_vocabulary_that_does_not_divide_evenly_is_padded_and_read_without_padding(
+    tmp_path: Path,
+) -> None:
     model = write_model(model_config(4), tmp_path / "model")
-    adapter = write_adapter(model, tmp_path / "adapter", targets=[*TARGETS, "lm_head", "embed_tokens"])
+    adapter = write_adapter(
+        model, tmp_path / "adapter", targets=[*TARGETS, "lm_head", "embed_tokens"]
+    )
     tensors = with_one_a(adapter)
     shard_adapter(adapter, tmp_path / "out", 4, format=FORMAT)
     held = load(rank_file(tmp_path / "out", 3))["base_model.model.lm_head.lora_B.weight"]
@@ -121,7 +137,11 @@ def test_a_vocabulary_that_does_not_divide_evenly_is_padded_and_read_without_pad
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "part of what is fused": ({"targets": ["q_proj", "v_proj"]}, AdapterError, "q_proj, k_proj, v_proj are one module"),
+    "part of what is fused": (
+        {"targets": ["q_proj", "v_proj"]},
+        AdapterError,
+        "q_proj, k_proj, v_proj are one module",
+    ),
     "a module that trains whole": (
         {"modules_to_save": ["lm_head"]},
         AdapterError,
@@ -133,7 +153,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "alpha_pattern names modules that may be",
     ),
     "magnitudes": ({"use_dora": True}, AdapterError, "this format cannot hold such a tensor"),
-    "an A of each projection's": ({}, AdapterError, "have an A each, and in this format they share one"),
+    "an A of each projection's": (
+        {},
+        AdapterError,
+        "have an A each, and in this format they share one",
+    ),
 }
 
 
@@ -148,18 +172,28 @@ def test_what_the_format_has_no_place_for_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_adapter_or_a_model_of_another_kind_is_refused(fusible: Callable[[int], Path], tmp_path: Path) -> None:
+def test_an_adapter_or_a_model_of_another_kind_is_refused(
+    fusible: Callable[[int], Path], tmp_path: Path
+) -> None:
     sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 8, "num_attention_heads": 4}
-    config = MixtralConfig(**sizes, num_key_value_heads=2, intermediate_size=32, num_local_experts=2)
-    sparse = write_adapter(write_model(config, tmp_path / "sparse"), tmp_path / "experts", targets=["q_proj"])
+    config = MixtralConfig(
+        **sizes, num_key_value_heads=2, intermediate_size=32, num_local_experts=2
+    )
+    sparse = write_adapter(
+        write_model(config, tmp_path / "sparse"), tmp_path / "experts", targets=["q_proj"]
+    )
     with pytest.raises(ModelError, match="is no module of the models that this format is for"):
         shard_adapter(sparse, tmp_path / "out", 2, format=FORMAT)
     uneven = AutoModelForCausalLM.from_config(tiny_config("dots3_note_text"))
-    with pytest.raises(ModelError, match="layers have settings of their own: kv_lora_rank, num_attention_heads"):
+    with pytest.raises(
+        ModelError, match="layers have settings of their own: kv_lora_rank, num_attention_heads"
+    ):
         describe({}, {}, uneven, 2, "tile")
     adapter = fusible(2)
     tensors = load_file(adapter / "adapter_model.safetensors")
-    tensors |= {name.replace("layers.0.", "layers.99."): tensor.clone() for name, tensor in tensors.items()}
+    tensors |= {
+        name.replace("layers.0.", "layers.99."): tensor.clone() for name, tensor in tensors.items()
+    }
     save_file(tensors, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
     with pytest.raises(AdapterError, match="has no module for this tensor"):
         shard_adapter(adapter, tmp_path / "out", 2, format=FORMAT)
@@ -174,4 +208,15 @@ def test_the_verb_writes_the_format_that_it_is_given(
     adapter = fusible(4)
     assert lema("shard", adapter, tmp_path / "out", "--tp", 4, "--format", FORMAT) == 0
     assert rank_file(tmp_path / "out", 3).is_file()
-    assert_refused(capfd, 2, ["pile", FORMAT], "shard", adapter, tmp_path / "new", "--tp", 4, "--format", "pile")
+    assert_refused(
+        capfd,
+        2,
+        ["pile", FORMAT],
+        "shard",
+        adapter,
+        tmp_path / "new",
+        "--tp",
+        4,
+        "--format",
+        "pile",
+    )

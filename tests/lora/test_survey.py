@@ -1,4 +1,6 @@
-"""The table of models says what trying says, for every type the library has, and the page of the docs is that table."""
+"""The table of models says what trying says, for every type the library has, and the page of the
+docs is that table.
+"""
 
 import json
 from collections.abc import Iterator
@@ -28,7 +30,8 @@ from lema_tools.survey.attempt import Row, model_types, survey, survey_model, tr
 from lema_tools.survey.table import markdown, show_models
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-# A small one, a hybrid of several kinds of layers, experts, one that does not stream, one with no default config.
+# A small one, a hybrid of several kinds of layers, experts, one that does not stream, one with no
+# default config.
 SAMPLE = ("gpt2", "jamba", "mixtral", "mllama", "dbrx")
 
 
@@ -100,18 +103,24 @@ def test_what_a_model_lost_to_another_library_is_told_apart_from_what_we_lost() 
     model.model.norm.forward = lambda hidden: hidden + hidden.no_such_thing
     row = try_model(model, "llama")
     assert row.streams is None
-    assert row.reason.startswith("unknown until given a config: AttributeError") and "no_such_thing" in row.reason
+    assert (
+        row.reason.startswith("unknown until given a config: AttributeError")
+        and "no_such_thing" in row.reason
+    )
 
 
 def test_layers_that_speak_to_each_other_are_found_out() -> None:
-    """What is found is found by running: the same config with one thing changed no longer streams."""
+    """What is found is found by running: the same config with one thing changed no longer
+    streams.
+    """
     model = meta_model(CONFIG_MAPPING["llama"](num_hidden_layers=4), torch.float32)
 
     def forward(input_ids: torch.Tensor, **_: object) -> object:
         hidden = model.model.embed_tokens(input_ids)
         for layer in model.model.layers:
             hidden = layer(
-                Doubled.apply(hidden), position_embeddings=model.model.rotary_emb(hidden, torch.arange(8)[None])
+                Doubled.apply(hidden),
+                position_embeddings=model.model.rotary_emb(hidden, torch.arange(8)[None]),
             )
         return type("Output", (), {"logits": model.lm_head(hidden)})()
 
@@ -161,14 +170,21 @@ class Plain(nn.Module):
 def test_a_directory_is_tried_with_its_own_config_and_weights(tmp_path: Path) -> None:
     directory = write_model(tmp_path / "model")
     row = survey_model(str(directory))
-    assert (row.model_type, row.streams, row.prepare, row.source) == ("llama", True, False, str(directory))
+    assert (row.model_type, row.streams, row.prepare, row.source) == (
+        "llama",
+        True,
+        False,
+        str(directory),
+    )
     assert row.targets == survey("llama").targets
 
 
 def test_weights_that_must_be_converted_are_told(tmp_path: Path) -> None:
     checkpoint = write_checkpoint("mixtral", tmp_path)
     assert survey_model(str(checkpoint.published)).prepare is True
-    assert survey_model(str(checkpoint.streamed)).prepare is True  # a directory has the published names again
+    assert (
+        survey_model(str(checkpoint.streamed)).prepare is True
+    )  # a directory has the published names again
 
 
 def test_weights_that_do_not_fit_are_told(tmp_path: Path) -> None:
@@ -213,29 +229,48 @@ def test_away_from_a_terminal_there_are_columns_and_a_row_comes_when_it_is_known
 
 
 def test_on_a_terminal_there_is_a_table_and_a_sum(capfd: pytest.CaptureFixture[str]) -> None:
-    rows = [Row("one", True, ("q",)), Row("two", False, (), "its [layers] meet"), Row("six", None, (), "why")]
+    rows = [
+        Row("one", True, ("q",)),
+        Row("two", False, (), "its [layers] meet"),
+        Row("six", None, (), "why"),
+    ]
     show_models(rows, Console(force_terminal=True, width=100, no_color=True))
     out = capfd.readouterr().out
     assert "its [layers] meet" in out and "\t" not in out
     assert "3 in all: 1 stream, 1 do not, 1 unknown." in out
 
 
-def test_the_command_prints_the_same_as_json(sampled: dict[str, Row], capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_same_as_json(
+    sampled: dict[str, Row], capfd: pytest.CaptureFixture[str]
+) -> None:
     assert lema("models", "gpt2", "mllama", "--json") == 0
-    found = [Row(**row | {"targets": tuple(row["targets"])}) for row in json.loads(capfd.readouterr().out)]
+    found = [
+        Row(**row | {"targets": tuple(row["targets"])})
+        for row in json.loads(capfd.readouterr().out)
+    ]
     assert found == [sampled["gpt2"], sampled["mllama"]]
 
 
 @pytest.mark.parametrize("name", ["lama", "gpt-2"])
-def test_a_misspelt_type_is_told_before_anything_is_tried(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert_refused(capfd, 2, ["neither a type of model nor a directory", "did you mean"], "models", "gpt2", name)
+def test_a_misspelt_type_is_told_before_anything_is_tried(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert_refused(
+        capfd,
+        2,
+        ["neither a type of model nor a directory", "did you mean"],
+        "models",
+        "gpt2",
+        name,
+    )
     assert capfd.readouterr().out == ""
 
 
 def test_trying_leaves_the_process_as_it_was(sampled: dict[str, Row]) -> None:
     from transformers.utils import logging
 
-    level, generator = logging.get_verbosity(), torch.get_rng_state()
+    level = logging.get_verbosity()
+    generator = torch.get_rng_state()
     row = survey("mllama")
     assert row == sampled["mllama"]
     assert logging.get_verbosity() == level
@@ -254,7 +289,9 @@ def test_the_page_has_every_type_once() -> None:
 
 @made_with("transformers", "peft")
 def test_the_page_says_what_the_command_says(sampled: dict[str, Row]) -> None:
-    assert rows_of(markdown(sampled.values())) == {name: rows_of(PAGE.read_text())[name] for name in SAMPLE}
+    assert rows_of(markdown(sampled.values())) == {
+        name: rows_of(PAGE.read_text())[name] for name in SAMPLE
+    }
 
 
 @pytest.mark.exhaustive

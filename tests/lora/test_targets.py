@@ -1,4 +1,6 @@
-"""What is adapted by default: every linear of the layers, no router, nothing outside, by names PEFT reads as we do."""
+"""What is adapted by default: every linear of the layers, no router, nothing outside, by names
+PEFT reads as we do.
+"""
 
 import warnings
 from collections.abc import Iterator
@@ -75,7 +77,9 @@ def default_adapter(model: PreTrainedModel, **settings: Any) -> LoraConfig:
 
 
 def adapted(model: PreTrainedModel) -> set[str]:
-    """Attach PEFT's modules as the defaults say, and name those that were adapted, but for weights of experts."""
+    """Attach PEFT's modules as the defaults say, and name those that were adapted, but for
+    weights of experts.
+    """
     with unwarned():
         inject_lora_params(model, default_adapter(model), torch.device("cpu"), seed=None)
     found = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
@@ -85,7 +89,14 @@ def adapted(model: PreTrainedModel) -> set[str]:
 def test_names_stay_as_short_as_they_can_be() -> None:
     assert default_targets(skeleton("llama")) == LLAMA
     assert default_targets(skeleton("gpt2")) == ["c_attn", "c_fc", "c_proj"]
-    assert default_targets(skeleton("ctrl")) == ["Wk", "Wq", "Wv", "dense", "ffn.0", "ffn.2"]  # not "0" and "2"
+    assert default_targets(skeleton("ctrl")) == [
+        "Wk",
+        "Wq",
+        "Wv",
+        "dense",
+        "ffn.0",
+        "ffn.2",
+    ]  # not "0" and "2"
 
 
 def test_a_name_that_the_head_has_too_is_told_from_it() -> None:
@@ -100,17 +111,31 @@ def test_a_name_that_the_head_has_too_is_told_from_it() -> None:
 def test_routers_are_left_out(model_type: str) -> None:
     model = skeleton(model_type)
     if model_type == "hunyuan_v1_moe" and not is_constrained("transformers"):
-        recorded = [part.can_record_outputs for part in model.modules() if isinstance(part, PreTrainedModel)]
+        recorded = [
+            part.can_record_outputs for part in model.modules() if isinstance(part, PreTrainedModel)
+        ]
         if not any("router_logits" in outputs for outputs in recorded):
-            pytest.skip(f"transformers {installed('transformers')} does not record the router of this type")
+            pytest.skip(
+                f"transformers {installed('transformers')} does not record the router of this type"
+            )
     routers = router_modules(model)
-    found = [name for name, module in model.named_modules() if name in routers and isinstance(module, nn.Linear)]
+    found = [
+        name
+        for name, module in model.named_modules()
+        if name in routers and isinstance(module, nn.Linear)
+    ]
     assert {name.rpartition(".")[2] for name in found} == ROUTERS[model_type]
     assert not adapted(model) & routers
 
 
 def test_a_block_that_hands_on_its_routers_logits_is_no_router() -> None:
-    config = DogeConfig(num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2, is_moe=True)
+    config = DogeConfig(
+        num_hidden_layers=2,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=2,
+        is_moe=True,
+    )
     model = meta_model(config, torch.float32)
     routers = {name for name in linear_modules(model) if name in router_modules(model)}
     assert {name.rpartition(".")[2] for name in routers} == {"router_gate"}
@@ -129,7 +154,13 @@ class Mixture(nn.Module):
 
 
 def test_a_router_of_anyone_elses_stands_beside_its_experts() -> None:
-    config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
     config.num_local_experts = 4
     model = meta_model(config, torch.float32)
     for layer in model.model.layers:
@@ -146,7 +177,12 @@ def test_a_router_may_be_named(tmp_path: Path) -> None:
         directory = write_model(tiny_config("jetmoe"), tmp_path / "model")
         model = LemaModel(
             LemaConfig(
-                str(directory), device="cpu", seed=SEED, lora_rank=2, lora_alpha=4, lora_target_modules=["router.layer"]
+                str(directory),
+                device="cpu",
+                seed=SEED,
+                lora_rank=2,
+                lora_alpha=4,
+                lora_target_modules=["router.layer"],
             ),
             backend=CpuBackend(poison=True),
         )
@@ -154,7 +190,9 @@ def test_a_router_may_be_named(tmp_path: Path) -> None:
         base = AutoModelForCausalLM.from_pretrained(directory)
         base.config.use_cache = False
         torch.manual_seed(SEED)
-        config = LoraConfig(r=2, lora_alpha=4, target_modules=["router.layer"], task_type="CAUSAL_LM")
+        config = LoraConfig(
+            r=2, lora_alpha=4, target_modules=["router.layer"], task_type="CAUSAL_LM"
+        )
         whole = get_peft_model(base, config).train()
     model.lora_manager.train()
     draw_b(whole)
@@ -170,7 +208,9 @@ def test_what_only_looks_like_a_linear_is_not_adapted() -> None:
     assert grouped
     assert all(isinstance(model.get_submodule(name), nn.Linear) for name in grouped)
     assert not adapted(model) & set(grouped)
-    assert "query_key_value" in default_targets(skeleton("falcon"))  # a subclass that is one all the same
+    assert "query_key_value" in default_targets(
+        skeleton("falcon")
+    )  # a subclass that is one all the same
 
 
 @pytest.mark.parametrize("model_type", LEFT_OUT)
@@ -178,7 +218,9 @@ def test_linears_that_peft_does_not_adapt_are_told_of(model_type: str) -> None:
     model = skeleton(model_type)
     with pytest.warns(UserWarning, match="PEFT does not adapt these linear modules") as caught:
         warn_of_left_out(model, default_adapter(model))
-    names = {name.rpartition(".")[2] for name in str(caught[0].message).partition(": ")[2].split(", ")}
+    names = {
+        name.rpartition(".")[2] for name in str(caught[0].message).partition(": ")[2].split(", ")
+    }
     assert names == LEFT_OUT[model_type]
     assert names == {name.rpartition(".")[2] for name in linear_modules(model)} - {
         name.rpartition(".")[2] for name in adapted(model)
@@ -191,7 +233,8 @@ def test_where_peft_adapts_everything_nothing_is_told() -> None:
 
 
 def test_experts_are_adapted_by_default_unless_something_hinders_it() -> None:
-    model, both = skeleton("mixtral"), ["experts.down_proj", "experts.gate_up_proj"]
+    model = skeleton("mixtral")
+    both = ["experts.down_proj", "experts.gate_up_proj"]
     assert default_adapter(model).target_parameters == both
     assert default_adapter(model, lora_layers_to_transform=[1]).target_parameters == [
         f"layers.1.mlp.{end}" for end in both
@@ -199,12 +242,20 @@ def test_experts_are_adapted_by_default_unless_something_hinders_it() -> None:
     assert default_adapter(model, lora_target_parameters=both[:1]).target_parameters == both[:1]
     for name, value in HINDERED.items():
         assert default_adapter(model, **{name: value}).target_parameters is None, name
-    for settings in ({}, {"lora_layers_to_transform": [1]}):  # among two processes, along the model's plan
+    for settings in (
+        {},
+        {"lora_layers_to_transform": [1]},
+    ):  # among two processes, along the model's plan
         wanted = default_adapter(model, **settings).target_parameters
         assert configured_lora(model, LemaConfig("-", **settings), 2).target_parameters == wanted
-    divided = configured_lora(model := skeleton("gpt_oss"), LemaConfig("-"), 2)  # whose plan does not cut them
+    divided = configured_lora(
+        model := skeleton("gpt_oss"), LemaConfig("-"), 2
+    )  # whose plan does not cut them
     assert default_adapter(model).target_parameters and divided.target_parameters is None
-    with pytest.warns(UserWarning, match="not adapted by default, or not with these settings.*: experts.down_proj, "):
+    with pytest.warns(
+        UserWarning,
+        match="not adapted by default, or not with these settings.*: experts.down_proj, ",
+    ):
         warn_of_left_out(model, divided)
     warn_of_left_out(model, divided, experts=False)
 

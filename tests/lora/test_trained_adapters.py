@@ -1,4 +1,6 @@
-"""Adapters that train more than LoRA's matrices: on disk, in checkpoints, in the memory budget, and what is refused."""
+"""Adapters that train more than LoRA's matrices: on disk, in checkpoints, in the memory budget,
+and what is refused.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +38,9 @@ IDS = micro_batches(1)[0]["input_ids"]
 
 def opened(directory: Path, **overrides: Any) -> LemaModel:
     with unwarned():
-        return LemaModel.from_pretrained(directory, backend=CpuBackend(poison=True), device="cpu", **overrides)
+        return LemaModel.from_pretrained(
+            directory, backend=CpuBackend(poison=True), device="cpu", **overrides
+        )
 
 
 def test_the_settings_say_what_the_options_of_peft_say(checkpoint_of: CheckpointOf) -> None:
@@ -51,7 +55,11 @@ def test_the_settings_say_what_the_options_of_peft_say(checkpoint_of: Checkpoint
         "lora_trainable_token_indices": [5, 3],
         "seed": SEED,
     }
-    options = {name.removeprefix("lora_"): value for name, value in settings.items() if name not in LORA_S_OWN}
+    options = {
+        name.removeprefix("lora_"): value
+        for name, value in settings.items()
+        if name not in LORA_S_OWN
+    }
     with bare_model(checkpoint, settings) as model, unwarned():
         model.initialize_lora()
         assert_begins_as(model, whole_model(checkpoint, **options))
@@ -68,7 +76,8 @@ def test_what_is_saved_loads_in_peft_and_here(
     checkpoint = checkpoint_of(name, tied=tied)
     with streamed_model(checkpoint, **options_of("everything", name, checkpoint)) as model:
         disturb(model.lora_manager)
-        values, said = trained(model.lora_manager), streamed_logits(model, IDS)
+        values = trained(model.lora_manager)
+        said = streamed_logits(model, IDS)
         model.save_pretrained(tmp_path)
     with unwarned():
         base = AutoModelForCausalLM.from_pretrained(checkpoint.published)
@@ -94,7 +103,8 @@ RESUMED = {
 def test_a_run_that_is_resumed_ends_as_one_that_was_not(
     checkpoint_of: CheckpointOf, tmp_path: Path, way: str, tied: bool
 ) -> None:
-    checkpoint, batches = checkpoint_of("llama", tied=tied), micro_batches(4)
+    checkpoint = checkpoint_of("llama", tied=tied)
+    batches = micro_batches(4)
     options = options_of(way, "llama", checkpoint)
     settings = {"learning_rate": 1e-2, "output_dir": tmp_path, "weight_decay": 0.1}
 
@@ -123,12 +133,16 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not(
     assert all(torch.equal(parameter, expected[name]) for name, parameter in found.items())
 
 
-def test_a_file_that_lacks_a_saved_module_is_refused(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
+def test_a_file_that_lacks_a_saved_module_is_refused(
+    checkpoint_of: CheckpointOf, tmp_path: Path
+) -> None:
     checkpoint = checkpoint_of("llama")
     with streamed_model(checkpoint) as model:
         model.save_pretrained(tmp_path)
     settings = tmp_path / "adapter_config.json"
-    settings.write_text(settings.read_text().replace('"modules_to_save": null', '"modules_to_save": ["lm_head"]'))
+    settings.write_text(
+        settings.read_text().replace('"modules_to_save": null', '"modules_to_save": ["lm_head"]')
+    )
     with pytest.raises(AdapterError, match="lm_head"):
         opened(tmp_path)
 
@@ -140,7 +154,8 @@ def test_magnitudes_cost_one_read_of_each_adapted_weight(
     checkpoint_of: CheckpointOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layer after layer, never two of them at once."""
-    checkpoint, reads = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    reads = []
     read = StoredTensors.read
 
     def note(stored: StoredTensors, names: Any) -> Any:
@@ -148,17 +163,23 @@ def test_magnitudes_cost_one_read_of_each_adapted_weight(
         return read(stored, names)
 
     monkeypatch.setattr(StoredTensors, "read", note)
-    with streamed_model(checkpoint, use_dora=True, target_modules=["q_proj", "down_proj", "lm_head"]):
+    with streamed_model(
+        checkpoint, use_dora=True, target_modules=["q_proj", "down_proj", "lm_head"]
+    ):
         pass
     assert [names for names in reads if names] == [
-        [f"model.layers.{layer}.mlp.down_proj.weight", f"model.layers.{layer}.self_attn.q_proj.weight"]
+        [
+            f"model.layers.{layer}.mlp.down_proj.weight",
+            f"model.layers.{layer}.self_attn.q_proj.weight",
+        ]
         for layer in range(NUM_LAYERS)
     ]
 
 
 def test_what_trains_outside_the_layers_is_in_the_budget(checkpoint_of: CheckpointOf) -> None:
     """Value, gradient, two moments, and one gradient on its way, of the largest."""
-    checkpoint, options = checkpoint_of("llama"), {"modules_to_save": ["embed_tokens", "lm_head"]}
+    checkpoint = checkpoint_of("llama")
+    options = {"modules_to_save": ["embed_tokens", "lm_head"]}
     with streamed_model(checkpoint, **options) as model:
         parameters = model.get_trainable_parameters()
         largest = model.skeleton.get_output_embeddings().weight.nbytes
@@ -177,15 +198,22 @@ def test_what_trains_outside_the_layers_is_in_the_budget(checkpoint_of: Checkpoi
         ({"modules_to_save": ["layers.3"]}, "model.layers.3 contains whole decoder layers"),
         ({"modules_to_save": ["model"]}, "model contains whole decoder layers"),
         ({"modules_to_save": ["lp"]}, "mlp trains whole, but a part of it is adapted"),
-        ({"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, "cannot be tied to each other"),
+        (
+            {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+            "cannot be tied to each other",
+        ),
         ({"trainable_token_indices": [1, 10**6]}, "token 1000000 is to train, and there are"),
-        ({"trainable_token_indices": {"embed_tokens": [10**6]}}, "token 1000000 is to train, and there are"),
+        (
+            {"trainable_token_indices": {"embed_tokens": [10**6]}},
+            "token 1000000 is to train, and there are",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused_and_the_model_left_as_it_was(
     checkpoint_of: CheckpointOf, options: dict[str, Any], words: str
 ) -> None:
-    checkpoint, batches = checkpoint_of("llama", tied="ensure_weight_tying" in options), micro_batches(1)
+    checkpoint = checkpoint_of("llama", tied="ensure_weight_tying" in options)
+    batches = micro_batches(1)
     with streamed_model(checkpoint) as model:
         expected = model.adapter.loss(batches)
         names = [name for name, _ in model.skeleton.named_parameters()]
@@ -202,7 +230,9 @@ def test_what_cannot_be_trained_is_refused_and_the_model_left_as_it_was(
 
 def test_float16_weights_that_train_are_refused(checkpoint_of: CheckpointOf) -> None:
     """A gradient scaler cannot unscale gradients in float16."""
-    with streamed_model(checkpoint_of("llama"), {"dtype": "float16"}, modules_to_save=["lm_head"]) as model:
+    with streamed_model(
+        checkpoint_of("llama"), {"dtype": "float16"}, modules_to_save=["lm_head"]
+    ) as model:
         trainer = model.get_trainer()
         with pytest.raises(ConfigError, match="float16") as caught:
             trainer.accumulate(micro_batches(1))

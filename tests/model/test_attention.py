@@ -1,4 +1,6 @@
-"""What attention is given: no mask where none is needed, so that fast kernels run, and where one is, one of flags."""
+"""What attention is given: no mask where none is needed, so that fast kernels run, and where one
+is, one of flags.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +27,9 @@ def prelude(model: LemaModel, batch: dict[str, Tensor]) -> Prelude:
 
 
 def masks(found: Prelude) -> list[Tensor]:
-    return [one for call in found.calls for one in tensors_in(call.own) if one.dim() >= 4]
+    return [
+        one for call in found.calls for one in tensors_in(call.captured_values) if one.dim() >= 4
+    ]
 
 
 @pytest.mark.sampled(1)
@@ -44,7 +48,9 @@ def test_rows_of_one_length_are_attended_to_without_a_mask(
     batch = micro_batches(1, lengths=SHORT)[0]
     if given:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-    with streamed_model(checkpoint_of(name), attn_implementation="sdpa", gradient_checkpointing=True) as model:
+    with streamed_model(
+        checkpoint_of(name), attn_implementation="sdpa", gradient_checkpointing=True
+    ) as model:
         labels = batch.pop("labels")
         assert not masks(prelude(model, batch))
         monkeypatch.setattr(functional, "scaled_dot_product_attention", recorded)
@@ -54,7 +60,9 @@ def test_rows_of_one_length_are_attended_to_without_a_mask(
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
-def test_padded_rows_have_one_mask_of_flags_for_all_layers(checkpoint_of: CheckpointOf, name: str) -> None:
+def test_padded_rows_have_one_mask_of_flags_for_all_layers(
+    checkpoint_of: CheckpointOf, name: str
+) -> None:
     batch = micro_batches(1, padding=True)[0]
     rows, length = batch["input_ids"].shape
     del batch["labels"]
@@ -66,7 +74,9 @@ def test_padded_rows_have_one_mask_of_flags_for_all_layers(checkpoint_of: Checkp
     assert found[0].untyped_storage().nbytes() == rows * length**2
 
 
-def test_an_attention_whose_package_is_missing_is_refused_in_one_error(checkpoint_of: CheckpointOf) -> None:
+def test_an_attention_whose_package_is_missing_is_refused_in_one_error(
+    checkpoint_of: CheckpointOf,
+) -> None:
     from transformers.utils import is_flash_attn_2_available
 
     if is_flash_attn_2_available():
@@ -75,4 +85,6 @@ def test_an_attention_whose_package_is_missing_is_refused_in_one_error(checkpoin
     with pytest.raises(ModelError) as caught, streamed_model(checkpoint_of("llama"), **wanted):
         pass
     assert "package for FlashAttention2 doesn't seem to be installed" in caught.value.what
-    assert caught.value.how.startswith("attn_implementation is 'flash_attention_2': install its packages")
+    assert caught.value.how.startswith(
+        "attn_implementation is 'flash_attention_2': install its packages"
+    )

@@ -1,4 +1,6 @@
-"""What layers hand on beside the hidden state waits, moves, is counted and is differentiated as the hidden state is."""
+"""What layers hand on beside the hidden state waits, moves, is counted and is differentiated as
+the hidden state is.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,12 @@ from lema.plan.workload import MicroBatch, measure
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# One that returns more, one whose model stacks what layers return, one that writes keys and values into a mapping.
+# One that returns more, one whose model stacks what layers return, one that writes keys and values
+# into a mapping.
 TYPES = ["zaya", "inkling2_text", "gemma3n_text"]
-WIDTH, ROUTER, PADDED = 32, 24, 64  # of zaya: its hidden state, what its routers hand on; elements
+WIDTH = 32
+ROUTER = 24
+PADDED = 64  # of zaya: its hidden state, what its routers hand on; elements
 
 
 def zaya_boundaries(tokens: int) -> list[int]:
@@ -52,7 +57,9 @@ def test_every_byte_of_it_is_counted(tier: str, tmp_path: Path) -> None:
     found = compare("zaya", tmp_path, boundary_activations=tier, offload_dir=str(tmp_path))
     assert found.worst == 0
     batches = [zaya_boundaries(batch["input_ids"].numel()) for batch in micro_batches()]
-    assert found.bytes_offloaded == sum(sum(each[:-1]) for each in batches)  # the top layer is not recomputed
+    assert found.bytes_offloaded == sum(
+        sum(each[:-1]) for each in batches
+    )  # the top layer is not recomputed
 
 
 def test_the_plan_knows_its_bytes(tmp_path: Path) -> None:
@@ -71,9 +78,13 @@ def test_keys_that_layers_share_have_the_whole_models_gradients(tmp_path: Path) 
 
 
 def test_values_go_on_bit_for_bit_and_their_gradients_as_they_lay() -> None:
-    """Of two dtypes, and one that is not contiguous; indices wait. Sums over other strides would round otherwise."""
-    hidden, keys = torch.randn(2, 3, 4), torch.randn(2, 5, 3, dtype=torch.bfloat16).transpose(1, 2)
-    chosen, shared = torch.tensor([1, 0]), dict[str, Any]()
+    """Of two dtypes, and one that is not contiguous; indices wait. Sums over other strides would
+    round otherwise.
+    """
+    hidden = torch.randn(2, 3, 4)
+    keys = torch.randn(2, 5, 3, dtype=torch.bfloat16).transpose(1, 2)
+    chosen = torch.tensor([1, 0])
+    shared = dict[str, Any]()
     made = [hidden.requires_grad_(), keys.requires_grad_()]
     seen: list[tuple[int, ...]] = []
     hidden.register_hook(lambda gradient: seen.append(gradient.stride()))

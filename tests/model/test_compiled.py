@@ -1,7 +1,9 @@
-"""Compiled layers: one graph for all that are alike, the same numbers, and nothing left uncompiled unsaid.
+"""Compiled layers: one graph for all that are alike, the same numbers, and nothing left uncompiled
+unsaid.
 
-The compiler here is the one that runs the traced graphs with torch's own kernels: what it makes is bitwise what runs
-without it, so every difference is a fault of ours. The compiler that makes kernels of its own is run once, as `slow`.
+The compiler here is the one that runs the traced graphs with torch's own kernels: what it makes is
+bitwise what runs without it, so every difference is a fault of ours. The compiler that makes
+kernels of its own is run once, as `slow`.
 """
 
 import warnings
@@ -43,7 +45,9 @@ def _own_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def step_of_both(checkpoint: Checkpoint, batches: Any, **settings: Any) -> LemaModel:
-    """Take a step compiled and one that is not, and hold them to be bitwise one; return the compiled model, closed."""
+    """Take a step compiled and one that is not, and hold them to be bitwise one; return the
+    compiled model, closed.
+    """
     outcomes = []
     for compiled in (False, True):
         with streamed_model(checkpoint, torch_compile=compiled, **settings) as model:
@@ -57,10 +61,16 @@ def step_of_both(checkpoint: Checkpoint, batches: Any, **settings: Any) -> LemaM
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_one_graph_serves_every_layer_bitwise(checkpoint_of: CheckpointOf, recompute: bool, dtype: str) -> None:
+def test_one_graph_serves_every_layer_bitwise(
+    checkpoint_of: CheckpointOf, recompute: bool, dtype: str
+) -> None:
     batches = micro_batches(3, lengths=ALIKE)
     model = step_of_both(
-        checkpoint_of("llama"), batches, gradient_checkpointing=recompute, dtype=dtype, prefetch_depth=1
+        checkpoint_of("llama"),
+        batches,
+        gradient_checkpointing=recompute,
+        dtype=dtype,
+        prefetch_depth=1,
     )
     assert len(model.split.compiled.kinds) == 12
     assert model.split.compiled.compilations == 1
@@ -68,9 +78,12 @@ def test_one_graph_serves_every_layer_bitwise(checkpoint_of: CheckpointOf, recom
 
 @pytest.mark.exhaustive
 def test_evaluation_takes_one_graph_more(checkpoint_of: CheckpointOf) -> None:
-    batches, values = micro_batches(2, lengths=ALIKE), []
+    batches = micro_batches(2, lengths=ALIKE)
+    values = []
     for compiled in (False, True):
-        with streamed_model(checkpoint_of("llama"), torch_compile=compiled, gradient_checkpointing=True) as model:
+        with streamed_model(
+            checkpoint_of("llama"), torch_compile=compiled, gradient_checkpointing=True
+        ) as model:
             draw_b(model.lora_manager)
             streamed_step(model, batches)
             model.skeleton.eval()
@@ -82,8 +95,12 @@ def test_evaluation_takes_one_graph_more(checkpoint_of: CheckpointOf) -> None:
 @pytest.mark.slow
 @pytest.mark.covered(1)
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-def test_lengths_that_vary_take_one_graph_more(checkpoint_of: CheckpointOf, recompute: bool) -> None:
-    """The graph for every length is made at the second; the first length may be run by either from then on."""
+def test_lengths_that_vary_take_one_graph_more(
+    checkpoint_of: CheckpointOf, recompute: bool
+) -> None:
+    """The graph for every length is made at the second; the first length may be run by either
+    from then on.
+    """
     batches = micro_batches(3, lengths=UNLIKE)
     model = step_of_both(checkpoint_of("llama"), batches, gradient_checkpointing=recompute)
     assert model.split.compiled.compilations == 2
@@ -92,11 +109,15 @@ def test_lengths_that_vary_take_one_graph_more(checkpoint_of: CheckpointOf, reco
 @pytest.mark.exhaustive  # inductor takes half a minute for both
 def test_two_kinds_of_layers_take_two_graphs(checkpoint_of: CheckpointOf) -> None:
     batches = micro_batches(2, lengths=ALIKE)
-    with streamed_model(checkpoint_of("gemma2"), torch_compile=True, attn_implementation="eager") as model:
+    with streamed_model(
+        checkpoint_of("gemma2"), torch_compile=True, attn_implementation="eager"
+    ) as model:
         streamed_step(model, batches)
         assert model.split.compiled.kinds == (0, 1) * 6  # every other layer attends to a window
         assert model.split.compiled.compilations == 2
-    step_of_both(checkpoint_of("gemma2"), batches, gradient_checkpointing=True, attn_implementation="eager")
+    step_of_both(
+        checkpoint_of("gemma2"), batches, gradient_checkpointing=True, attn_implementation="eager"
+    )
 
 
 @pytest.mark.slow
@@ -105,7 +126,10 @@ def test_a_kind_that_does_not_compile_leaves_the_others_alone(tmp_path: Path) ->
     batches = micro_batches(2, lengths=ALIKE)
     with said("model.layers.0 is not compiled, like the 5 of its kind: RuntimeError: view size"):
         model = step_of_both(
-            hybrid(tmp_path), batches, gradient_checkpointing=True, lora_target_modules=["o_proj", "out_proj"]
+            hybrid(tmp_path),
+            batches,
+            gradient_checkpointing=True,
+            lora_target_modules=["o_proj", "out_proj"],
         )
     assert model.split.compiled.kinds == (0, 0, 0, 1) * 2
     assert [model.split.compiles(layer) for layer in range(8)] == [False, False, False, True] * 2
@@ -114,15 +138,23 @@ def test_a_kind_that_does_not_compile_leaves_the_others_alone(tmp_path: Path) ->
 @pytest.mark.exhaustive
 def test_some_layers_kept_and_some_recomputed(checkpoint_of: CheckpointOf) -> None:
     batches = micro_batches(3, padding=True, lengths=UNLIKE)
-    step_of_both(checkpoint_of("qwen3"), batches, gradient_checkpointing=True, spent={"saved": frozenset({2, 5})})
+    step_of_both(
+        checkpoint_of("qwen3"),
+        batches,
+        gradient_checkpointing=True,
+        spent={"saved": frozenset({2, 5})},
+    )
 
 
 @pytest.mark.slow
 def test_a_layer_that_computes_with_its_number_is_not_taken_for_another() -> None:
     layers = [Numbered(number) for number in range(12)]
-    compiled, state = CompiledLayers(layers, "stack", CpuBackend()), torch.ones(1, 2, 2)
+    compiled = CompiledLayers(layers, "stack", CpuBackend())
+    state = torch.ones(1, 2, 2)
     assert set(compiled.kinds) == {0}
-    with said("stack.8 is not compiled: torch.compile failed on it"):  # it makes eight graphs of one function
+    with said(
+        "stack.8 is not compiled: torch.compile failed on it"
+    ):  # it makes eight graphs of one function
         found = [compiled.call(index, {}, (state,), {}) for index in range(12)]
     assert compiled.compilations == 8
     assert all(torch.equal(one, layer(state)) for one, layer in zip(found, layers, strict=True))
@@ -140,9 +172,16 @@ def test_gradients_reach_the_layer_that_was_called() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-def test_layers_that_draw_are_left_as_they_are(checkpoint_of: CheckpointOf, recompute: bool) -> None:
+def test_layers_that_draw_are_left_as_they_are(
+    checkpoint_of: CheckpointOf, recompute: bool
+) -> None:
     with said("model.layers.0 is not compiled, like the 11 of its kind: it draws random numbers"):
-        step_of_both(checkpoint_of("llama"), micro_batches(2), lora_dropout=0.1, gradient_checkpointing=recompute)
+        step_of_both(
+            checkpoint_of("llama"),
+            micro_batches(2),
+            lora_dropout=0.1,
+            gradient_checkpointing=recompute,
+        )
 
 
 @pytest.mark.slow
@@ -157,14 +196,21 @@ def test_an_error_of_the_compiler_is_said_and_nothing_else_changes(
 
 @pytest.mark.slow
 def test_a_layer_with_a_hook_is_left_as_it_is(checkpoint_of: CheckpointOf) -> None:
-    outcomes, calls = [], []
+    outcomes = []
+    calls = []
     for compiled in (False, True):
-        with streamed_model(checkpoint_of("llama"), torch_compile=compiled, gradient_checkpointing=True) as model:
+        with streamed_model(
+            checkpoint_of("llama"), torch_compile=compiled, gradient_checkpointing=True
+        ) as model:
             draw_b(model.lora_manager)
             model.skeleton.model.layers[3].mlp.register_forward_hook(
                 lambda *_, compiled=compiled: calls.append(compiled)
             )
-            with said("model.layers.3 is not compiled: a module in it has a hook") if compiled else nullcontext():
+            with (
+                said("model.layers.3 is not compiled: a module in it has a hook")
+                if compiled
+                else nullcontext()
+            ):
                 outcomes.append(streamed_step(model, micro_batches(1)))
     assert_same(outcomes[1], outcomes[0])
     assert calls.count(True) == calls.count(False) > 0
@@ -180,7 +226,9 @@ def test_kernels_of_its_own_stay_near(
     monkeypatch.setattr("lema.model.compiled.COMPILER", "inductor")
     outcomes = []
     for compiled in (False, True):
-        with streamed_model(checkpoint_of("llama"), torch_compile=compiled, gradient_checkpointing=recompute) as model:
+        with streamed_model(
+            checkpoint_of("llama"), torch_compile=compiled, gradient_checkpointing=recompute
+        ) as model:
             draw_b(model.lora_manager)
             outcomes += [streamed_step(model, micro_batches(3, padding=True))]
     assert torch.allclose(outcomes[1].loss, outcomes[0].loss, rtol=1e-5)
@@ -191,7 +239,8 @@ def test_kernels_of_its_own_stay_near(
 class Numbered(nn.Module):
     def __init__(self, number: int, **more: Any) -> None:
         super().__init__()
-        self.number, self.name = number, f"stack.{number}.inner"
+        self.number = number
+        self.name = f"stack.{number}.inner"
         self.inner = nn.Linear(2, 2)
         self.settings = {"eps": 1e-6}
         vars(self).update(more)
@@ -213,7 +262,9 @@ class Numbered(nn.Module):
         ([{"name": one} for one in ("stack.0.inner", "stack.1.inner", "stack.1.inner")], (0, 0, 1)),
     ],
 )
-def test_layers_are_alike_but_for_how_they_are_called(more: list[dict[str, Any]], kinds: tuple[int, ...]) -> None:
+def test_layers_are_alike_but_for_how_they_are_called(
+    more: list[dict[str, Any]], kinds: tuple[int, ...]
+) -> None:
     layers = [Numbered(number, **one) for number, one in enumerate(more)]
     if len(layers) == 2:
         for layer in layers:

@@ -31,7 +31,9 @@ print(json.dumps({"gradient": gradient, "graphs": compiled.compilations, **found
 
 
 def started(cache: Path) -> dict[str, Any]:
-    """Run compiled layers in a process of its own, with a cache directory of a user; return what it counted."""
+    """Run compiled layers in a process of its own, with a cache directory of a user; return what
+    it counted.
+    """
     environment = {name: value for name, value in os.environ.items() if name != CACHE}
     environment |= {"XDG_CACHE_HOME": str(cache), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     environment["PYTHONPATH"] = ":".join(sys.path)
@@ -44,7 +46,8 @@ def started(cache: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
-    first, second = started(tmp_path), started(tmp_path)
+    first = started(tmp_path)
+    second = started(tmp_path)
     assert first["graphs"] == second["graphs"] == 1 and first["gradient"] == second["gradient"] > 0
     assert first["fxgraph_cache_miss"] > 0
     assert second["fxgraph_cache_miss"] == 0 < second["fxgraph_cache_hit"]

@@ -1,4 +1,6 @@
-"""Integers of compressed-tensors with zero points, by channel, or in groups of inputs that are not neighbours."""
+"""Integers of compressed-tensors with zero points, by channel, or in groups of inputs that are
+not neighbours.
+"""
 
 import json
 from pathlib import Path
@@ -25,13 +27,16 @@ OTHERS = [name for name, form in FORMS.items() if not form.ordered]
 
 
 def names_of(directory: Path) -> NameMap:
-    return map_names(meta_model(read_config(directory), torch.float32), GlobalBinaryIndex(directory))
+    return map_names(
+        meta_model(read_config(directory), torch.float32), GlobalBinaryIndex(directory)
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_are_what_the_codes_stand_for(form: str, tmp_path: Path) -> None:
     checkpoint = write_compressed(FORMS[form], tmp_path, num_layers=1)
-    names, whole = names_of(checkpoint.streamed), load_file(checkpoint.published / FILE)
+    names = names_of(checkpoint.streamed)
+    whole = load_file(checkpoint.published / FILE)
     assert len(names.quantized) == LINEARS
     assert not names.unused
     for name, weight in whole.items():
@@ -42,14 +47,16 @@ def test_weights_are_what_the_codes_stand_for(form: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("form", OTHERS)
 def test_they_are_what_transformers_loads(form: str, tmp_path: Path) -> None:
     checkpoint = write_compressed(FORMS[form], tmp_path, num_layers=1)
-    whole, loaded = load_file(checkpoint.published / FILE), dequantized(checkpoint.streamed).state_dict()
+    whole = load_file(checkpoint.published / FILE)
+    loaded = dequantized(checkpoint.streamed).state_dict()
     assert all(torch.equal(loaded[name], weight) for name, weight in whole.items())
 
 
 @pytest.mark.parametrize("form", ["int4, groups", "int8, channels", "int4, numbered groups"])
 def test_a_step_is_that_of_the_whole_model(form: str, tmp_path: Path) -> None:
     checkpoint = write_compressed(FORMS[form], tmp_path, NUM_LAYERS)
-    whole, batches = whole_model(checkpoint), micro_batches(3, padding=True)
+    whole = whole_model(checkpoint)
+    batches = micro_batches(3, padding=True)
     draw_b(whole)
     with streamed_model(checkpoint, dtype="float32") as model:
         draw_b(model.lora_manager)
@@ -66,17 +73,30 @@ def test_it_is_prepared_as_what_it_expands_to(form: str, tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("form", ["int4, groups", "int4, numbered groups", "int4, channels, symmetric"])
-def test_experts_that_are_stored_one_by_one_are_expanded_and_merged(form: str, tmp_path: Path) -> None:
-    """transformers does not expand zero points of experts; the weights are those of the codes all the same."""
+@pytest.mark.parametrize(
+    "form", ["int4, groups", "int4, numbered groups", "int4, channels, symmetric"]
+)
+def test_experts_that_are_stored_one_by_one_are_expanded_and_merged(
+    form: str, tmp_path: Path
+) -> None:
+    """transformers does not expand zero points of experts; the weights are those of the codes
+    all the same.
+    """
     directory = write_published(tiny_config("qwen3_moe"), "bf16", tmp_path / "published")
-    stored, plain = dict[str, Tensor](), dict[str, Tensor]()
+    stored = dict[str, Tensor]()
+    plain = dict[str, Tensor]()
     for name, weight in load_file(directory / FILE).items():
-        made, plain[name] = compressed(name, weight, FORMS[form]) if "proj.weight" in name else ({name: weight}, weight)
+        made, plain[name] = (
+            compressed(name, weight, FORMS[form])
+            if "proj.weight" in name
+            else ({name: weight}, weight)
+        )
         stored |= made
     save_file(plain, directory / FILE, {"format": "pt"})
     expected = dequantized(directory).state_dict()
-    save_file({name: one.contiguous() for name, one in stored.items()}, directory / FILE, {"format": "pt"})
+    save_file(
+        {name: one.contiguous() for name, one in stored.items()}, directory / FILE, {"format": "pt"}
+    )
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"] = FORMS[form].quantization_config
     (directory / "config.json").write_text(json.dumps(config))
@@ -93,7 +113,9 @@ def test_a_part_that_is_missing_is_named(part: str, tmp_path: Path) -> None:
     stored = load_file(small / FILE)
     del stored[f"model.layers.0.mlp.up_proj.weight_{part}"]
     save_file(stored, small / FILE, {"format": "pt"})
-    with pytest.raises(WeightsError, match=rf"up_proj.weight: .*(weight_{part} is missing|has no scales|'weight)"):
+    with pytest.raises(
+        WeightsError, match=rf"up_proj.weight: .*(weight_{part} is missing|has no scales|'weight)"
+    ):
         names_of(small)
 
 
@@ -112,7 +134,9 @@ def test_codes_of_another_width_are_refused(tmp_path: Path) -> None:
     config = json.loads(file.read_text())
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 8
     file.write_text(json.dumps(config))
-    with pytest.raises(WeightsError, match=r"weight_packed is \[64, 8\], which is not \[64, 64\] with 8 bits"):
+    with pytest.raises(
+        WeightsError, match=r"weight_packed is \[64, 8\], which is not \[64, 64\] with 8 bits"
+    ):
         names_of(small)
 
 
@@ -120,7 +144,9 @@ def test_inputs_that_would_have_to_be_rotated_are_refused(tmp_path: Path) -> Non
     small = write_compressed(FORMS["int4, groups"], tmp_path, num_layers=1).streamed
     file = small / "config.json"
     config = json.loads(file.read_text())
-    config["quantization_config"]["transform_config"] = {"config_groups": {"u": {"type": "hadamard"}}}
+    config["quantization_config"]["transform_config"] = {
+        "config_groups": {"u": {"type": "hadamard"}}
+    }
     file.write_text(json.dumps(config))
     with pytest.raises(ModelError, match=r"its inputs rotated \(transform_config\)"):
         names_of(small)

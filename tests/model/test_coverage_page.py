@@ -1,10 +1,20 @@
-"""docs/coverage.md is what its command prints, and names at least 50 checkpoints, nearly all of which stream."""
+"""docs/coverage.md is what its command prints, and names at least 50 checkpoints, nearly all of
+which stream.
+"""
 
 from pathlib import Path
 
 import pytest
 import torch
-from coveragepage import CHECKPOINTS, DIFFERENCES, Checkpoint, differences, page, parameters_of, try_checkpoint
+from coveragepage import (
+    CHECKPOINTS,
+    DIFFERENCES,
+    Checkpoint,
+    differences,
+    page,
+    parameters_of,
+    try_checkpoint,
+)
 from libraryversions import made_with
 from publishedforms import FORMS
 
@@ -34,8 +44,12 @@ def test_every_published_count_is_of_a_checkpoint_with_sizes() -> None:
 
 
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize("checkpoint", [one for one in CHECKPOINTS if one.name in PARAMETERS], ids=lambda one: one.name)
-def test_the_sizes_of_a_checkpoint_give_its_published_number_of_parameters(checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize(
+    "checkpoint", [one for one in CHECKPOINTS if one.name in PARAMETERS], ids=lambda one: one.name
+)
+def test_the_sizes_of_a_checkpoint_give_its_published_number_of_parameters(
+    checkpoint: Checkpoint,
+) -> None:
     counted = parameters_of(meta_model(config_of(checkpoint), torch.bfloat16))
     assert counted == pytest.approx(PARAMETERS[checkpoint.name], rel=NEAR)
 

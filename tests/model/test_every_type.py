@@ -1,7 +1,8 @@
-"""Every type of causal or image-text model of `transformers`: streamed, its numbers are those of the whole model.
+"""Every type of causal or image-text model of `transformers`: streamed, its numbers are those of
+the whole model.
 
-Logits, loss and the gradient of every adapter of every linear are bitwise equal, in fp32 and under autocast of bf16.
-What cannot be streamed is refused with one sentence, and listed here with it.
+Logits, loss and the gradient of every adapter of every linear are bitwise equal, in fp32 and under
+autocast of bf16. What cannot be streamed is refused with one sentence, and listed here with it.
 """
 
 import re
@@ -32,8 +33,12 @@ pytestmark = [
 
 @pytest.mark.covered(24)
 @pytest.mark.parametrize("model_type", STREAMED)
-def test_a_step_in_every_way_is_that_of_the_whole_model_given_the_labels(model_type: str, tmp_path: Path) -> None:
-    """In fp32: rows as they are, padded, several packed into one, and two micro-batches of different lengths."""
+def test_a_step_in_every_way_is_that_of_the_whole_model_given_the_labels(
+    model_type: str, tmp_path: Path
+) -> None:
+    """In fp32: rows as they are, padded, several packed into one, and two micro-batches of
+    different lengths.
+    """
     found = compare_ways(model_type, tmp_path, torch.float32)
     assert "two micro-batches" in found
     assert_equal(model_type, found)
@@ -47,7 +52,9 @@ def test_under_autocast_of_bf16_as_well(model_type: str, tmp_path: Path) -> None
 
 def assert_equal(model_type: str, found: dict[str, float]) -> None:
     least = {"float": 1e-6, "two": 1e-6, "bfloa": 2e-2} if model_type in CLOSE else {}
-    assert not {way: apart for way, apart in found.items() if apart > least.get(way.split()[0][:5], 0)}
+    assert not {
+        way: apart for way, apart in found.items() if apart > least.get(way.split()[0][:5], 0)
+    }
     assert len(found) == ("two micro-batches" in found) + 3 - len(UNTAKEN.get(model_type, ()))
 
 
@@ -56,7 +63,9 @@ def test_the_list_of_what_is_not_equal_is_short() -> None:
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
-def test_what_cannot_be_streamed_is_refused_with_a_sentence(model_type: str, tmp_path: Path) -> None:
+def test_what_cannot_be_streamed_is_refused_with_a_sentence(
+    model_type: str, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match=re.escape(REFUSED[model_type])):
         compare(model_type, tmp_path)
 

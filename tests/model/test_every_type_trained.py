@@ -1,4 +1,5 @@
-"""In every type that streams, what PEFT trains beside LoRA's matrices has the gradients of the whole model, bitwise.
+"""In every type that streams, what PEFT trains beside LoRA's matrices has the gradients of the
+whole model, bitwise.
 
 All at once: embeddings and head whole, all biases, DoRA on every linear.
 """
@@ -27,10 +28,21 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 @pytest.mark.covered(8)
 @pytest.mark.parametrize("model_type", STREAMED)
 def test_a_streamed_step_is_that_of_the_whole_model(model_type: str, tmp_path: Path) -> None:
-    published, batches = write_model(tiny_config(model_type), tmp_path / "published"), micro_batches()
-    settings = {"lora_rank": 2, "lora_alpha": 4, "lora_bias": "all", "lora_use_dora": True, "seed": SEED}
-    settings |= {"device_memory": None}  # a plan of a recurrence that transformers unrolls takes longer than the step
-    model = LemaModel(LemaConfig(str(published), device="cpu", **settings), backend=CpuBackend(poison=True))
+    published = write_model(tiny_config(model_type), tmp_path / "published")
+    batches = micro_batches()
+    settings = {
+        "lora_rank": 2,
+        "lora_alpha": 4,
+        "lora_bias": "all",
+        "lora_use_dora": True,
+        "seed": SEED,
+    }
+    settings |= {
+        "device_memory": None
+    }  # a plan of a recurrence that transformers unrolls takes longer than the step
+    model = LemaModel(
+        LemaConfig(str(published), device="cpu", **settings), backend=CpuBackend(poison=True)
+    )
     model.config.lora_modules_to_save = ends_of(model.skeleton)
     with unwarned():
         model.initialize_lora()
@@ -45,7 +57,11 @@ def test_a_streamed_step_is_that_of_the_whole_model(model_type: str, tmp_path: P
     adapter = deepcopy(model.lora_manager.peft_config["default"])
     model.close()
 
-    base = aligned(auto_class(AutoConfig.from_pretrained(published)).from_pretrained(published, dtype=torch.float32))
+    base = aligned(
+        auto_class(AutoConfig.from_pretrained(published)).from_pretrained(
+            published, dtype=torch.float32
+        )
+    )
     base.config.use_cache = False
     torch.manual_seed(SEED)
     with unwarned():
@@ -56,11 +72,17 @@ def test_a_streamed_step_is_that_of_the_whole_model(model_type: str, tmp_path: P
     expected, _ = whole_loss(whole, batches, shifted=shifted)
     gradients = {name: parameter.grad for name, parameter in trained(whole).items()}
     assert found.keys() == gradients.keys()
-    ends = [name for name, gradient in gradients.items() if "modules_to_save" in name and gradient is not None]
+    ends = [
+        name
+        for name, gradient in gradients.items()
+        if "modules_to_save" in name and gradient is not None
+    ]
     assert ends, "neither the embeddings nor the head have a gradient"
     differences = {name: difference(found[name], gradient) for name, gradient in gradients.items()}
     worst = max(difference(loss.detach(), expected), *differences.values())
-    assert worst < 1e-6 if model_type in CLOSE else worst == 0, max(differences.items(), key=lambda item: item[1])
+    assert worst < 1e-6 if model_type in CLOSE else worst == 0, max(
+        differences.items(), key=lambda item: item[1]
+    )
 
 
 def ends_of(model: nn.Module) -> list[str]:

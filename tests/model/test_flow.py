@@ -21,14 +21,16 @@ def test_logits_that_differ_in_the_last_place_of_their_dtype_are_alike(dtype: to
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_logit_that_is_another_number_is_not_alike(dtype: torch.dtype) -> None:
-    found, expected = _logits(dtype), _logits(dtype)
+    found = _logits(dtype)
+    expected = _logits(dtype)
     found[1, 3, 50] += 0.25
     assert not alike(found, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_masked_logit_does_not_excuse_the_others(dtype: torch.dtype) -> None:
-    found, expected = _logits(dtype), _logits(dtype)
+    found = _logits(dtype)
+    expected = _logits(dtype)
     found[..., 0] = expected[..., 0] = -torch.inf
     assert alike(found, expected)
     found[1, 3, 50] += 0.25

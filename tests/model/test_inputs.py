@@ -1,4 +1,6 @@
-"""Tensors on their way to the device: a buffer is used again only for a later step, and memory is locked rarely."""
+"""Tensors on their way to the device: a buffer is used again only for a later step, and memory
+is locked rarely.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,12 @@ class Watched(CpuBackend):
 
 class WatchedSlots:
     def __init__(self, backend: Watched, slots: DeviceSlots) -> None:
-        self.backend, self.slots = backend, slots
+        self.backend = backend
+        self.slots = slots
 
     def upload(self, source: Tensor, layout: SlotLayout | None = None) -> Upload:
-        upload, began = self.slots.upload(source, layout), self.backend.step
+        upload = self.slots.upload(source, layout)
+        began = self.backend.step
         upload.drained = lambda: self.backend.waits.append(self.backend.step - began)  # type: ignore[method-assign]
         return upload
 
@@ -45,7 +49,7 @@ def take_steps(inputs: Inputs, backend: Watched, sizes: list[list[int]]) -> None
         backend.step = step
         inputs.expect(len(rows))
         for count in rows:
-            (placed,) = inputs.place([{"rows": torch.arange(count)}])
+            (placed,) = inputs.to_device([{"rows": torch.arange(count)}])
             assert torch.equal(placed["rows"], torch.arange(count))
 
 

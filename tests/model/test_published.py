@@ -1,4 +1,6 @@
-"""Every form models are published in is read: each kind of operation `transformers` has, and layouts of the past."""
+"""Every form models are published in is read: each kind of operation `transformers` has, and
+layouts of the past.
+"""
 
 import re
 from collections.abc import Callable
@@ -43,30 +45,49 @@ from lema.errors import WeightsError
 from lema.storage import GlobalBinaryIndex
 from lema.storage.index import SINGLE_NAME
 
-SIZES = {"vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4}
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
 
 
 def llama(**changes: object) -> LlamaConfig:
-    return LlamaConfig(**(SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": False} | changes))
+    return LlamaConfig(
+        **(SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": False} | changes)
+    )
 
 
 def mixtral() -> MixtralConfig:
-    return MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=5, tie_word_embeddings=False)
+    return MixtralConfig(
+        **SIZES, num_key_value_heads=2, num_local_experts=5, tie_word_embeddings=False
+    )
 
 
 GATE_UP = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
 QKV = [f"self_attn.{name}_proj.weight" for name in "qkv"]
 
-# What is published -> what is in memory; one of each kind that transformers' table has, on a model that all can build.
+# What is published -> what is in memory; one of each kind that transformers' table has, on a model
+# that all can build.
 TRANSFORMS: dict[str, tuple[WeightTransform, str]] = {
     "Concatenate": (
         WeightConverter(
-            ["embed_tokens.first.weight", "embed_tokens.second.weight"], "embed_tokens.weight", [Concatenate()]
+            ["embed_tokens.first.weight", "embed_tokens.second.weight"],
+            "embed_tokens.weight",
+            [Concatenate()],
         ),
         "model.embed_tokens.second.weight",
     ),
-    "Chunk": (WeightConverter("mlp.both.weight", GATE_UP, [Chunk(dim=0)]), "model.layers.2.mlp.both.weight"),
-    "Split": (WeightConverter("qkv_proj.weight", QKV, [Split(dim=0)]), "model.layers.2.qkv_proj.weight"),
+    "Chunk": (
+        WeightConverter("mlp.both.weight", GATE_UP, [Chunk(dim=0)]),
+        "model.layers.2.mlp.both.weight",
+    ),
+    "Split": (
+        WeightConverter("qkv_proj.weight", QKV, [Split(dim=0)]),
+        "model.layers.2.qkv_proj.weight",
+    ),
     "Interleave": (
         WeightConverter("mlp.w13.weight", GATE_UP, [Interleave(dim=0), Chunk(dim=0)]),
         "model.layers.0.mlp.w13.weight",
@@ -81,12 +102,16 @@ TRANSFORMS: dict[str, tuple[WeightTransform, str]] = {
     ),
     "Chunk and PermuteForRope": (
         WeightConverter(
-            "in_proj.weight", QKV, [Chunk(dim=0), PermuteForRope(permute_layer_names=["q_proj", "k_proj"])]
+            "in_proj.weight",
+            QKV,
+            [Chunk(dim=0), PermuteForRope(permute_layer_names=["q_proj", "k_proj"])],
         ),
         "model.layers.1.in_proj.weight",
     ),
     "ErnieFuseAndSplitTextVisionExperts": (
-        WeightConverter(["mlp.rows.*.left", "mlp.rows.*.right"], GATE_UP, [ErnieFuseAndSplitTextVisionExperts()]),
+        WeightConverter(
+            ["mlp.rows.*.left", "mlp.rows.*.right"], GATE_UP, [ErnieFuseAndSplitTextVisionExperts()]
+        ),
         "model.layers.2.mlp.rows.47.right",
     ),
     "WeightRenaming": (WeightRenaming("ln_1", "input_layernorm"), "model.layers.0.ln_1.weight"),
@@ -98,7 +123,9 @@ TRANSFORMS: dict[str, tuple[WeightTransform, str]] = {
         "model.layers.2.norm1.weight",
     ),
     "Inkling2IndexOffsetWeightRename": (
-        Inkling2IndexOffsetWeightRename(r"norms.(\d+).weight", r"layers.\1.input_layernorm.weight", offset=-1),
+        Inkling2IndexOffsetWeightRename(
+            r"norms.(\d+).weight", r"layers.\1.input_layernorm.weight", offset=-1
+        ),
         "model.norms.3.weight",
     ),
 }
@@ -121,7 +148,9 @@ def published_as(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def tell(transform: WeightTransform, model: str = "LlamaForCausalLM") -> None:
         get_checkpoint_conversion_mapping("legacy")  # fills the table
-        monkeypatch.setitem(conversion_mapping._checkpoint_conversion_mapping_cache, model, [transform])
+        monkeypatch.setitem(
+            conversion_mapping._checkpoint_conversion_mapping_cache, model, [transform]
+        )
 
     return tell
 
@@ -155,10 +184,17 @@ def test_the_table_of_transformers_has_no_kind_that_is_not_tried_here() -> None:
 def test_a_tensor_is_turned_over_only_where_its_shape_says_so(
     tmp_path: Path, published_as: Callable[..., None], turned: tuple[int, ...]
 ) -> None:
-    published_as(WeightConverter("down_proj.weight", "down_proj.weight", [Transpose(0, 1, check_dims=True)]))
+    published_as(
+        WeightConverter("down_proj.weight", "down_proj.weight", [Transpose(0, 1, check_dims=True)])
+    )
     source = published(llama(), tmp_path / "model")
     names = {f"model.layers.{layer}.mlp.down_proj.weight" for layer in turned}
-    edit(source, lambda tensors: {name: t.t().contiguous() if name in names else t for name, t in tensors.items()})
+    edit(
+        source,
+        lambda tensors: {
+            name: t.t().contiguous() if name in names else t for name, t in tensors.items()
+        },
+    )
     assert_prepared_as_loaded(source, tmp_path / "out")
 
 
@@ -168,7 +204,9 @@ def edit(directory: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor
 
 
 def renamed(pattern: str, replacement: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    return lambda tensors: {re.sub(pattern, replacement, name): tensor for name, tensor in tensors.items()}
+    return lambda tensors: {
+        re.sub(pattern, replacement, name): tensor for name, tensor in tensors.items()
+    }
 
 
 def assert_prepared_as_loaded(source: Path, out: Path) -> None:
@@ -180,13 +218,20 @@ def assert_prepared_as_loaded(source: Path, out: Path) -> None:
 def test_experts_stored_one_by_one(tmp_path: Path) -> None:
     done = roundtrip(mixtral(), tmp_path)
     assert done.operations == {"MergeModulelist", "Concatenate"}
-    assert "model.layers.0.block_sparse_moe.experts.4.w2.weight" in GlobalBinaryIndex(done.published)
+    assert "model.layers.0.block_sparse_moe.experts.4.w2.weight" in GlobalBinaryIndex(
+        done.published
+    )
     assert done.prepared.notes() == [
-        "6 tensors rearranged: model.layers.*.mlp.experts.gate_up_proj (3), model.layers.*.mlp.experts.down_proj (3)"
+        (
+            "6 tensors rearranged: model.layers.*.mlp.experts.gate_up_proj (3), "
+            "model.layers.*.mlp.experts.down_proj (3)"
+        )
     ]
 
 
-def test_a_prefix_of_the_whole_of_which_the_model_is_a_part(tmp_path: Path, published_as: Callable[..., None]) -> None:
+def test_a_prefix_of_the_whole_of_which_the_model_is_a_part(
+    tmp_path: Path, published_as: Callable[..., None]
+) -> None:
     published_as(PrefixChange(prefix_to_remove="language_model", model_prefix="model"))
     source = published(llama(), tmp_path / "model")
     edit(source, renamed(r"^model\.", "model.language_model."))
@@ -196,11 +241,17 @@ def test_a_prefix_of_the_whole_of_which_the_model_is_a_part(tmp_path: Path, publ
 
 def in_pairs(name: str) -> str:
     """Name a tensor as checkpoints do that count attention and MLP of a layer as two layers."""
-    name = re.sub(r"layers\.(\d+)\.self_attn", lambda found: f"layers.{2 * int(found[1])}.mixer", name)
-    return re.sub(r"layers\.(\d+)\.mlp", lambda found: f"layers.{2 * int(found[1]) + 1}.mixer", name)
+    name = re.sub(
+        r"layers\.(\d+)\.self_attn", lambda found: f"layers.{2 * int(found[1])}.mixer", name
+    )
+    return re.sub(
+        r"layers\.(\d+)\.mlp", lambda found: f"layers.{2 * int(found[1]) + 1}.mixer", name
+    )
 
 
-def test_layers_stored_as_a_pair_of_layers_each(tmp_path: Path, published_as: Callable[..., None]) -> None:
+def test_layers_stored_as_a_pair_of_layers_each(
+    tmp_path: Path, published_as: Callable[..., None]
+) -> None:
     published_as(LayerPairCollapse())
     source = published(llama(), tmp_path / "model")
     edit(source, lambda tensors: {in_pairs(name): tensor for name, tensor in tensors.items()})
@@ -215,7 +266,9 @@ def test_layers_stored_as_a_pair_of_layers_each(tmp_path: Path, published_as: Ca
         ("inkling2_loop_text", "Inkling2LoopMergeMessageQueries"),
     ],
 )
-def test_conversions_that_one_type_of_model_has(tmp_path: Path, model_type: str, operation: str) -> None:
+def test_conversions_that_one_type_of_model_has(
+    tmp_path: Path, model_type: str, operation: str
+) -> None:
     assert operation in roundtrip(tiny_config(model_type), tmp_path).operations
 
 
@@ -223,10 +276,15 @@ def test_conversions_that_one_type_of_model_has(tmp_path: Path, model_type: str,
 def test_quantised_experts_that_the_table_dequantises(
     tmp_path: Path, published_as: Callable[..., None], form: str
 ) -> None:
-    parts = [f"mlp.experts.w2_weight{part}" for part in ("", "_scale", "_amax", "_outer_scale_denominator")]
+    parts = [
+        f"mlp.experts.w2_weight{part}"
+        for part in ("", "_scale", "_amax", "_outer_scale_denominator")
+    ]
     given = WeightConverter(parts, "mlp.experts.down_proj", [Inkling2LoopDequantizeExperts()])
     published_as(given, "mixtral")
-    config = MixtralConfig(**SIZES | {"intermediate_size": 64}, num_key_value_heads=2, num_local_experts=5)
+    config = MixtralConfig(
+        **SIZES | {"intermediate_size": 64}, num_key_value_heads=2, num_local_experts=5
+    )
     source = published(config, tmp_path / "model", torch.bfloat16)
     made = torch.Generator().manual_seed(0)
 
@@ -235,23 +293,50 @@ def test_quantised_experts_that_the_table_dequantises(
             return {name: weight}
         experts, rows, columns = weight.shape
         if form == "MXFP8":
-            scale = torch.randint(120, 130, (experts, rows, columns // 32), generator=made, dtype=torch.uint8)
+            scale = torch.randint(
+                120, 130, (experts, rows, columns // 32), generator=made, dtype=torch.uint8
+            )
             return {name: weight.to(torch.float8_e4m3fn), f"{name}_scale": scale}
-        codes = torch.randint(0, 256, (experts, rows, columns // 2), generator=made, dtype=torch.uint8)
+        codes = torch.randint(
+            0, 256, (experts, rows, columns // 2), generator=made, dtype=torch.uint8
+        )
         scale = torch.rand(experts, rows, columns // 16, generator=made).to(torch.float8_e4m3fn)
-        amax, denominator = torch.rand(experts, generator=made), torch.tensor(2688.0)
-        more = {"_scale": scale, "_amax": amax, "_outer_scale_denominator": denominator.expand(experts).contiguous()}
+        amax = torch.rand(experts, generator=made)
+        denominator = torch.tensor(2688.0)
+        more = {
+            "_scale": scale,
+            "_amax": amax,
+            "_outer_scale_denominator": denominator.expand(experts).contiguous(),
+        }
         return {name: codes, **{name + part: tensor for part, tensor in more.items()}}
 
-    edit(source, lambda tensors: {k: v for name, one in tensors.items() for k, v in quantized(name, one).items()})
+    edit(
+        source,
+        lambda tensors: {
+            k: v for name, one in tensors.items() for k, v in quantized(name, one).items()
+        },
+    )
     assert f"model.layers.2.{parts[0]}_scale" in GlobalBinaryIndex(source)
     assert_prepared_as_loaded(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "bloom", "gptj", "opt", "llama", "gpt_neox", "mpt"])
-def test_a_base_model_saved_without_the_prefix_it_has_in_the_whole(tmp_path: Path, model_type: str) -> None:
-    sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 16, "intermediate_size": 24}
-    more = {"vocab_size": 48, "tie_word_embeddings": True, "rotary_dim": 4, "ffn_dim": 24, "word_embed_proj_dim": 16}
+def test_a_base_model_saved_without_the_prefix_it_has_in_the_whole(
+    tmp_path: Path, model_type: str
+) -> None:
+    sizes = {
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+    }
+    more = {
+        "vocab_size": 48,
+        "tie_word_embeddings": True,
+        "rotary_dim": 4,
+        "ffn_dim": 24,
+        "word_embed_proj_dim": 16,
+    }
     source = published(AutoConfig.for_model(model_type, **sizes, **more), tmp_path / "model")
     prefix = from_pretrained(source).base_model_prefix
     edit(source, renamed(rf"^{prefix}\.", ""))
@@ -269,9 +354,13 @@ def test_norms_named_as_they_were_in_the_first_models(tmp_path: Path) -> None:
 
 
 def with_extra_layer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As models with a layer that predicts several tokens are published: one layer more than the model has."""
+    """As models with a layer that predicts several tokens are published: one layer more than the
+    model has.
+    """
     last = {name: tensor for name, tensor in tensors.items() if ".layers.2." in name}
-    return tensors | {name.replace(".layers.2.", ".layers.3."): tensor + 1 for name, tensor in last.items()}
+    return tensors | {
+        name.replace(".layers.2.", ".layers.3."): tensor + 1 for name, tensor in last.items()
+    }
 
 
 @pytest.mark.parametrize("config", [llama, mixtral])
@@ -282,9 +371,16 @@ def test_a_layer_more_than_the_model_has_is_left_out_of_one_file_and_named(
     edit(source, with_extra_layer)
     prepared = prepare(source, tmp_path / "one.safetensors")
     assert_same(load_file(prepared.weights), from_pretrained(source).state_dict())
-    (note,) = [note for note in prepared.notes() if "left out, because the model does not have them" in note]
+    (note,) = [
+        note
+        for note in prepared.notes()
+        if "left out, because the model does not have them" in note
+    ]
     extra = [name for name in GlobalBinaryIndex(source) if ".layers.3." in name]
-    assert note.startswith(f"{len(extra)} tensors left out") and "model.layers.*.input_layernorm.weight" in note
+    assert (
+        note.startswith(f"{len(extra)} tensors left out")
+        and "model.layers.*.input_layernorm.weight" in note
+    )
     with pytest.warns(UserWarning, match=f"{len(extra)} tensors on disk are not used") as caught:
         prepare_monolithic_safetensors(source, tmp_path / "again.safetensors")
     assert caught[0].filename == __file__
@@ -295,7 +391,9 @@ def test_a_layer_that_transformers_knows_of_is_left_out_of_one_file_without_a_wa
 ) -> None:
     source = published(mixtral(), tmp_path / "model")
     edit(source, with_extra_layer)
-    monkeypatch.setattr(MixtralForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.3.*"])
+    monkeypatch.setattr(
+        MixtralForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.3.*"]
+    )
     prepare(source, tmp_path / "out.safetensors")
     prepared = prepare(source, tmp_path / "again.safetensors")
     assert_same(load_file(prepared.weights), from_pretrained(source).state_dict())
@@ -313,8 +411,12 @@ def test_a_layer_that_transformers_knows_of_stays_in_a_directory_and_another_doe
     edit(source, with_extra_layer)
     dropped = prepare(source, tmp_path / "dropped")
     assert shapes_of(dropped.path) == original
-    assert [note.split(":")[0] for note in dropped.notes()] == ["22 tensors left out, because no class reads them"]
-    monkeypatch.setattr(MixtralForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.3.*"])
+    assert [note.split(":")[0] for note in dropped.notes()] == [
+        "22 tensors left out, because no class reads them"
+    ]
+    monkeypatch.setattr(
+        MixtralForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.3.*"]
+    )
     assert shapes_of(prepare(source, tmp_path / "out").path) == shapes_of(source) != original
 
 
@@ -324,6 +426,8 @@ def shapes_of(directory: Path) -> dict[str, tuple[int, ...]]:
 
 def test_a_base_model_without_its_head_is_refused(tmp_path: Path) -> None:
     source = published(llama(), tmp_path / "model")
-    edit(source, lambda tensors: {name: t for name, t in tensors.items() if name != "lm_head.weight"})
+    edit(
+        source, lambda tensors: {name: t for name, t in tensors.items() if name != "lm_head.weight"}
+    )
     with pytest.raises(WeightsError, match=r"1 missing:\n  - lm_head\.weight"):
         prepare(source, tmp_path / "out")

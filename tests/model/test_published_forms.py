@@ -1,4 +1,6 @@
-"""Weights as they are published train as they are: bitwise PEFT on the weights that transformers makes of them."""
+"""Weights as they are published train as they are: bitwise PEFT on the weights that transformers
+makes of them.
+"""
 
 import json
 from pathlib import Path
@@ -23,7 +25,9 @@ from lema_cpu import CpuBackend
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SEED, RATE, STEPS = 3, 0.1, 2
+SEED = 3
+RATE = 0.1
+STEPS = 2
 
 # A model type for each published form.
 TYPES = {
@@ -58,7 +62,9 @@ def test_two_steps_are_those_of_the_whole_model(form: str, tmp_path: Path) -> No
     model.initialize_lora()
     model.lora_manager.train()
     draw_b(model.lora_manager)
-    whole = get_peft_model(dequantized(published), model.lora_manager.peft_config["default"]).train()
+    whole = get_peft_model(
+        dequantized(published), model.lora_manager.peft_config["default"]
+    ).train()
     with torch.no_grad():
         for name, parameter in trained(whole).items():
             parameter.copy_(trained(model.lora_manager)[name])
@@ -69,7 +75,9 @@ def test_two_steps_are_those_of_the_whole_model(form: str, tmp_path: Path) -> No
         tokens = sum(int((targets_of(batch["labels"]) != -100).sum()) for batch in micro_batches())
         for batch in micro_batches():
             logits = whole(input_ids=batch["input_ids"], use_cache=False).logits.float()
-            summed = cross_entropy(logits.flatten(0, 1), targets_of(batch["labels"]).flatten(), reduction="sum")
+            summed = cross_entropy(
+                logits.flatten(0, 1), targets_of(batch["labels"]).flatten(), reduction="sum"
+            )
             (summed / tokens).backward()
             expected = expected + summed.detach() / tokens
         assert torch.equal(found.detach(), expected)
@@ -111,18 +119,29 @@ def test_int8_of_bitsandbytes_is_what_the_library_expands(tmp_path: Path) -> Non
 
     functional = pytest.importorskip("bitsandbytes.functional")
     published = write_published(tiny_config("qwen3"), "bf16", tmp_path)
-    weights, expected = load_file(published / "model.safetensors"), dict[str, torch.Tensor]()
+    weights = load_file(published / "model.safetensors")
+    expected = dict[str, torch.Tensor]()
     for name in [one for one in weights if one.endswith("proj.weight")]:
         codes, scales, _ = functional.int8_vectorwise_quant(weights[name].half())
         expected[name] = functional.int8_vectorwise_dequant(codes, scales).to(torch.bfloat16)
         owner = name.removesuffix("weight")
-        weights |= {name: codes, f"{owner}SCB": scales, f"{owner}weight_format": torch.tensor(0, dtype=torch.uint8)}
+        weights |= {
+            name: codes,
+            f"{owner}SCB": scales,
+            f"{owner}weight_format": torch.tensor(0, dtype=torch.uint8),
+        }
     save_file(weights, published / "model.safetensors", {"format": "pt"})
-    index, model = GlobalBinaryIndex(published), meta_model(read_config(published), torch.bfloat16)
+    index = GlobalBinaryIndex(published)
+    model = meta_model(read_config(published), torch.bfloat16)
     names = map_names(model, index)
     assert set(names.quantized) == expected.keys() and not names.unused
-    assert all(torch.equal(read_tensor(names.stored[name], torch.bfloat16), one) for name, one in expected.items())
+    assert all(
+        torch.equal(read_tensor(names.stored[name], torch.bfloat16), one)
+        for name, one in expected.items()
+    )
     weights |= {name: one + 1 for name, one in weights.items() if name.endswith("weight_format")}
     save_file(weights, published / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match="the parameter is stored in tiles, as bitsandbytes does for older devices"):
+    with pytest.raises(
+        ModelError, match="the parameter is stored in tiles, as bitsandbytes does for older devices"
+    ):
         map_names(model, GlobalBinaryIndex(published))

@@ -1,4 +1,6 @@
-"""Weights published as fp8 in blocks: used as `transformers` dequantises them, refused by name where they are odd."""
+"""Weights published as fp8 in blocks: used as `transformers` dequantises them, refused by name
+where they are odd.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,7 +46,12 @@ def mixtral(**changes: Any) -> MixtralConfig:
 
 
 def deepseek(rope: int = 16) -> DeepseekV3Config:
-    attention = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": rope, "qk_nope_head_dim": 16}
+    attention = {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": 16,
+    }
     experts = {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
@@ -52,7 +59,12 @@ def deepseek(rope: int = 16) -> DeepseekV3Config:
         "topk_group": 1,
         "first_k_dense_replace": 1,
     }
-    sizes = SIZES | {"num_key_value_heads": 4, "num_hidden_layers": 3, "v_head_dim": 16, "moe_intermediate_size": 16}
+    sizes = SIZES | {
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 3,
+        "v_head_dim": 16,
+        "moe_intermediate_size": 16,
+    }
     return DeepseekV3Config(**sizes, **attention, **experts)
 
 
@@ -62,15 +74,24 @@ def mapped(directory: Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, An
 
 @pytest.mark.parametrize("pieces", [1 << 20, 256], ids=["whole", "cut"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("config", [llama(), mixtral(), deepseek()], ids=lambda config: config.model_type)
+@pytest.mark.parametrize(
+    "config", [llama(), mixtral(), deepseek()], ids=lambda config: config.model_type
+)
 def test_every_weight_is_what_transformers_dequantises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: PreTrainedConfig, dtype: torch.dtype, pieces: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    pieces: int,
 ) -> None:
     monkeypatch.setattr(records, "PIECE_ON_HOST", pieces)
     directory = blockfp8.write(config, tmp_path, dtype)
-    found, expected = mapped(directory, dtype), blockfp8.dequantized(directory, dtype).state_dict()
+    found = mapped(directory, dtype)
+    expected = blockfp8.dequantized(directory, dtype).state_dict()
     assert found.keys() == expected.keys()
-    quantized = {name: record for name, record in found.items() if isinstance(record, QuantizedRecord)}
+    quantized = {
+        name: record for name, record in found.items() if isinstance(record, QuantizedRecord)
+    }
     assert len(quantized) >= 6 * config.num_hidden_layers
     assert any(step.units > 1 for record in quantized.values() for step in record.about[PLAN].steps)
     wanted = target_dtypes(meta_model(read_config(directory), dtype))  # that of a router is fp32
@@ -79,7 +100,8 @@ def test_every_weight_is_what_transformers_dequantises(
 
 
 def test_a_last_block_that_is_not_full_keeps_its_scale(tmp_path: Path) -> None:
-    # DeepSeek-V3's kv_a_proj_with_mqa has 576 rows, of blocks of 128; transformers 5.23 divides the rows evenly.
+    # DeepSeek-V3's kv_a_proj_with_mqa has 576 rows, of blocks of 128; transformers 5.23 divides the
+    # rows evenly.
     directory = blockfp8.write(deepseek(rope=8), tmp_path)
     stored: dict[str, Tensor] = {}
     blockfp8.edit(directory, stored.update)
@@ -90,12 +112,18 @@ def test_a_last_block_that_is_not_full_keeps_its_scale(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [llama(), mixtral()], ids=lambda config: config.model_type)
-def test_a_step_is_that_of_peft_on_the_dequantised_model(tmp_path: Path, config: PreTrainedConfig) -> None:
+def test_a_step_is_that_of_peft_on_the_dequantised_model(
+    tmp_path: Path, config: PreTrainedConfig
+) -> None:
     directory = blockfp8.write(config, tmp_path / "published", torch.float32)
     whole = blockfp8.write_whole(directory, tmp_path / "whole", torch.float32)
-    checkpoint = Checkpoint(replace(ARCHITECTURES[config.model_type], config=lambda: config), whole, directory)
+    checkpoint = Checkpoint(
+        replace(ARCHITECTURES[config.model_type], config=lambda: config), whole, directory
+    )
     generator = torch.Generator().manual_seed(1)
-    batches = [{"input_ids": torch.randint(3, 48, (2, length), generator=generator)} for length in (9, 12)]
+    batches = [
+        {"input_ids": torch.randint(3, 48, (2, length), generator=generator)} for length in (9, 12)
+    ]
     batches = [batch | {"labels": batch["input_ids"]} for batch in batches]
     peft = whole_model(checkpoint, dtype=torch.float32)
     draw_b(peft)
@@ -130,16 +158,32 @@ Q_PROJ = "model.layers.2.self_attn.q_proj.weight"
     ("change", "message"),
     [
         (without(f"{Q_PROJ}_scale_inv"), rf"{Q_PROJ}: .*{Q_PROJ} has no scales"),
-        (without(Q_PROJ), rf"{Q_PROJ}: \[32, 32\] in the model, \[2, 2\] from 1 tensors .*{Q_PROJ}_scale_inv"),
-        (without(f"{EXPERTS}.1.w1.weight_scale_inv"), "layers.1.mlp.experts.gate_up_proj: .*w1.*number 1 is missing"),
+        (
+            without(Q_PROJ),
+            rf"{Q_PROJ}: \[32, 32\] in the model, \[2, 2\] from 1 tensors .*{Q_PROJ}_scale_inv",
+        ),
+        (
+            without(f"{EXPERTS}.1.w1.weight_scale_inv"),
+            "layers.1.mlp.experts.gate_up_proj: .*w1.*number 1 is missing",
+        ),
         (
             without(f"{EXPERTS}.2.w3.weight", f"{EXPERTS}.2.w3.weight_scale_inv"),
             "gate_up_proj: .*w3.*number 2 is missing",
         ),
-        (as_it_was, r"w1.weight_scale_inv is \[6, 4\], and blocks of \[16, 16\] have \[3, 2\] scales"),
+        (
+            as_it_was,
+            r"w1.weight_scale_inv is \[6, 4\], and blocks of \[16, 16\] have \[3, 2\] scales",
+        ),
         (of_nothing, r"input_layernorm.weight: .*there are scales without a quantised weight"),
     ],
-    ids=["no scales", "no weight", "an expert without", "an expert less", "other blocks", "scales of nothing"],
+    ids=[
+        "no scales",
+        "no weight",
+        "an expert without",
+        "an expert less",
+        "other blocks",
+        "scales of nothing",
+    ],
 )
 def test_what_is_odd_is_refused_by_name(
     tmp_path: Path, change: Callable[[dict[str, Tensor]], None], message: str

@@ -1,5 +1,5 @@
-"""What releases of the libraries do differently, asked by feature: what is written out here is what they have, and what
-an installed one lacks is refused by its name."""
+"""What releases of the libraries do differently, asked by feature: what is written out here is what
+they have, and what an installed one lacks is refused by its name."""
 
 from copy import deepcopy
 from importlib.metadata import version
@@ -24,7 +24,9 @@ from lema.model.quantizers.packed import PackedQuantizer
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_factors_of_experts_are_those_of_what_peft_adds(monkeypatch: pytest.MonkeyPatch, is_transposed: bool) -> None:
+def test_factors_of_experts_are_those_of_what_peft_adds(
+    monkeypatch: pytest.MonkeyPatch, is_transposed: bool
+) -> None:
     monkeypatch.delattr(ParamWrapper, "get_delta_factors", raising=False)
     experts = torch.nn.Module()
     experts.weight = torch.nn.Parameter(torch.randn(3, 4, 5))
@@ -35,11 +37,17 @@ def test_factors_of_experts_are_those_of_what_peft_adds(monkeypatch: pytest.Monk
     torch.nn.init.normal_(wrapper.lora_B["default"].weight)
     left, right = compat.delta_factors(wrapper, "default")
     assert (left.shape, right.shape) == ((3, 4, 2), (3, 2, 5))
-    assert torch.allclose(left @ right * wrapper.scaling["default"], wrapper.get_delta_weight("default"), atol=1e-6)
+    assert torch.allclose(
+        left @ right * wrapper.scaling["default"], wrapper.get_delta_weight("default"), atol=1e-6
+    )
 
 
-def test_conversions_of_packed_weights_are_those_that_transformers_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written out for releases that make none is compared with what later ones make; all are read alike."""
+def test_conversions_of_packed_weights_are_those_that_transformers_makes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is written out for releases that make none is compared with what later ones make; all
+    are read alike.
+    """
 
     class Packed(PackedQuantizer):
         pass
@@ -49,7 +57,9 @@ def test_conversions_of_packed_weights_are_those_that_transformers_makes(monkeyp
     mapping = get_model_conversion_mapping(model)
 
     def patterns(conversions: list[Any]) -> list[Any]:
-        told = [({*one.source_patterns}, one.target_patterns, one.scope_prefix) for one in conversions]
+        told = [
+            ({*one.source_patterns}, one.target_patterns, one.scope_prefix) for one in conversions
+        ]
         ops = [[type(op).__name__ for op in getattr(one, "operations", ())] for one in conversions]
         return [(*one, names) for one, names in zip(told, ops, strict=True)]
 
@@ -66,7 +76,9 @@ def test_conversions_of_packed_weights_are_those_that_transformers_makes(monkeyp
 
 
 def test_a_method_is_expanded_where_its_config_can_ask_for_it() -> None:
-    assert {name: compat.expands(name) for name in ("fp8", "mxfp4", "hqq", "bitnet", "no-such-method")} == {
+    assert {
+        name: compat.expands(name) for name in ("fp8", "mxfp4", "hqq", "bitnet", "no-such-method")
+    } == {
         "fp8": True,
         "mxfp4": True,
         "hqq": False,
@@ -76,7 +88,9 @@ def test_a_method_is_expanded_where_its_config_can_ask_for_it() -> None:
 
 
 def test_only_the_linears_of_the_name_that_is_recorded_are_routers() -> None:
-    """Some releases record the logits of a router by the class `Linear` and the name of the module."""
+    """Some releases record the logits of a router by the class `Linear` and the name of the
+    module.
+    """
     model = meta_model(tiny_config("jamba"))
     routers = router_modules(model)
     assert routers and all(name.rpartition(".")[2] == "router" for name in routers)
@@ -86,10 +100,19 @@ def test_only_the_linears_of_the_name_that_is_recorded_are_routers() -> None:
 
 
 def test_what_was_not_tested_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {"transformers": "5.24.3", "peft": "0.99.1", "accelerate": "1.15.0", "torch": "2.99.0+cpu"}
+    known = {
+        "transformers": "5.24.3",
+        "peft": "0.99.1",
+        "accelerate": "1.15.0",
+        "torch": "2.99.0+cpu",
+    }
     monkeypatch.setattr(compat, "version", known.__getitem__)
     told = compat.untested()
-    assert told.startswith("peft 0.99.1 (tests ran with 0.20") and "torch 2.99.0+cpu" in told and "\n" not in told
+    assert (
+        told.startswith("peft 0.99.1 (tests ran with 0.20")
+        and "torch 2.99.0+cpu" in told
+        and "\n" not in told
+    )
     assert "transformers" not in told and "accelerate" not in told
 
 
@@ -100,4 +123,6 @@ def test_a_type_that_the_installed_transformers_lacks_is_refused_with_the_releas
     with pytest.raises(ModelError) as refused:
         read_config(tmp_path)
     assert "type_of_tomorrow" in str(refused.value)
-    assert f"{version('transformers')} is installed, and LEMA is tested up to 5.24" in str(refused.value)
+    assert f"{version('transformers')} is installed, and LEMA is tested up to 5.24" in str(
+        refused.value
+    )

@@ -1,4 +1,6 @@
-"""Embeddings that are not loaded: bitwise the same steps, with the rows of the tokens that are there."""
+"""Embeddings that are not loaded: bitwise the same steps, with the rows of the tokens that are
+there.
+"""
 
 import json
 import struct
@@ -40,8 +42,11 @@ def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
 @pytest.mark.parametrize(("poison", "place"), [(True, "host"), (False, "disk")])
-def test_a_step_is_that_of_the_whole_model(checkpoint_of: CheckpointOf, name: str, poison: bool, place: str) -> None:
-    checkpoint, batches = checkpoint_of(name), micro_batches(3, padding=True)
+def test_a_step_is_that_of_the_whole_model(
+    checkpoint_of: CheckpointOf, name: str, poison: bool, place: str
+) -> None:
+    checkpoint = checkpoint_of(name)
+    batches = micro_batches(3, padding=True)
     whole = whole_model(checkpoint)
     draw_b(whole)
     settings = {"embeddings": place, "gradient_checkpointing": True}
@@ -58,14 +63,20 @@ def test_a_step_is_that_of_the_whole_model(checkpoint_of: CheckpointOf, name: st
         assert torch.equal(model.adapter.evaluate(batches)[0], found)
 
 
-def test_a_step_of_a_small_model_is_that_of_the_whole_one(tmp_path: Path, of_any_size: None) -> None:
+def test_a_step_of_a_small_model_is_that_of_the_whole_one(
+    tmp_path: Path, of_any_size: None
+) -> None:
     found = compare("llama", tmp_path)
     assert found.worst == 0
 
 
 @pytest.mark.parametrize("kind", ["gemma4_text", "llama4_text", "inkling_text", "opt"])
-def test_tables_of_other_kinds_are_looked_up_too(tmp_path: Path, of_any_size: None, kind: str) -> None:
-    """Rows that are scaled or normed, a table for all layers, one to whose device ids are sent; positions are whole."""
+def test_tables_of_other_kinds_are_looked_up_too(
+    tmp_path: Path, of_any_size: None, kind: str
+) -> None:
+    """Rows that are scaled or normed, a table for all layers, one to whose device ids are sent;
+    positions are whole.
+    """
     config = tiny_config(kind)
     config.tie_word_embeddings = kind == "gemma4_text"  # then only the other table is looked up
     assert compare(config, tmp_path).worst == 0
@@ -81,13 +92,26 @@ def test_tables_of_other_kinds_are_looked_up_too(tmp_path: Path, of_any_size: No
 def ngrams() -> PreTrainedConfig:
     """Two layers have a table of n-grams of their own, each published in four shards."""
     small = tiny_config("qwen4_exp_text").to_dict()
-    table = {"ple_layer_ids": [1, 3], "ngram_vocab_size_base": 50, "heads_per_ngram": 2, "split_ngram_parts": 4}
+    table = {
+        "ple_layer_ids": [1, 3],
+        "ngram_vocab_size_base": 50,
+        "heads_per_ngram": 2,
+        "split_ngram_parts": 4,
+    }
     return Qwen4ExpTextConfig(
-        **{**small, **table, "ple_embed_dim": 32, "make_ngram_vocab_size_divisible_by": 8, "eos_token_id": 2}
+        **{
+            **small,
+            **table,
+            "ple_embed_dim": 32,
+            "make_ngram_vocab_size_divisible_by": 8,
+            "eos_token_id": 2,
+        }
     )
 
 
-def test_tables_in_layers_and_in_shards_are_no_part_of_their_layers(tmp_path: Path, of_any_size: None) -> None:
+def test_tables_in_layers_and_in_shards_are_no_part_of_their_layers(
+    tmp_path: Path, of_any_size: None
+) -> None:
     assert compare(ngrams(), tmp_path).worst == 0
     tables = [f"model.layers.{layer}.ple.ple_embedding.ngram_embedding.weight" for layer in (0, 2)]
     with opened_type(tmp_path / "published") as model:
@@ -101,7 +125,10 @@ def test_tables_in_layers_and_in_shards_are_no_part_of_their_layers(tmp_path: Pa
     with closing(LemaModel(config)) as whole:
         weights = whole._stored.read(tables)
         assert torch.equal(found, weights[tables[1]][ids])
-        spared = sum(one.nbytes for one in weights.values()) + whole.skeleton.get_input_embeddings().weight.nbytes
+        spared = (
+            sum(one.nbytes for one in weights.values())
+            + whole.skeleton.get_input_embeddings().weight.nbytes
+        )
     blueprint = draw_up(config.model_copy(update={"embeddings": "auto"}))
     assert blueprint.tables.nbytes == spared
     assert any("rows from disk" in note for note in blueprint.tables.notes)
@@ -110,7 +137,10 @@ def test_tables_in_layers_and_in_shards_are_no_part_of_their_layers(tmp_path: Pa
 def test_a_layer_with_such_a_table_is_not_compiled(tmp_path: Path, of_any_size: None) -> None:
     with opened_type(write_type(ngrams(), tmp_path / "model")) as model:
         layers = CompiledLayers(list(model.split.layers), model.split.layers_name, model.backend)
-        with pytest.warns(UserWarning, match="layers.2 is not compiled: the rows of an embedding in it are read one"):
+        with pytest.warns(
+            UserWarning,
+            match="layers.2 is not compiled: the rows of an embedding in it are read one",
+        ):
             assert not layers.compiles(2)
         assert layers.compiles(1)
 
@@ -135,11 +165,14 @@ def whole_table(directory: Path) -> torch.Tensor:
 
 
 def test_a_large_table_takes_no_memory(tmp_path: Path) -> None:
-    """Half a GiB, in a file that has no blocks on disk: nothing of that size is made when the model is used."""
+    """Half a GiB, in a file that has no blocks on disk: nothing of that size is made when the
+    model is used.
+    """
     config = tiny_config("gemma4_text")
     directory = write_type(config, tmp_path / "model")
     (file,) = directory.glob("*.safetensors")
-    tensors, name = load_file(file), "model.embed_tokens_per_layer.weight"
+    tensors = load_file(file)
+    name = "model.embed_tokens_per_layer.weight"
     width = tensors.pop(name).shape[1]
     rows = (512 << 20) // (4 * width)
     save_file(tensors, file, metadata={"format": "pt"})
@@ -151,7 +184,9 @@ def test_a_large_table_takes_no_memory(tmp_path: Path) -> None:
     file.rename(directory / "rest.safetensors")
     files = dict.fromkeys(tensors, "rest.safetensors") | {name: "table.safetensors"}
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    changed = json.loads((directory / "config.json").read_text()) | {"vocab_size_per_layer_input": rows}
+    changed = json.loads((directory / "config.json").read_text()) | {
+        "vocab_size_per_layer_input": rows
+    }
     (directory / "config.json").write_text(json.dumps(changed))
     batches = [dict.fromkeys(("input_ids", "labels"), one["input_ids"]) for one in micro_batches(2)]
     with Largest() as made, opened_type(directory) as model:
@@ -169,13 +204,19 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for one in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(one, torch.Tensor) and one.device.type == "cpu" and not isinstance(one, FakeTensor):
+            if (
+                isinstance(one, torch.Tensor)
+                and one.device.type == "cpu"
+                and not isinstance(one, FakeTensor)
+            ):
                 self.nbytes = max(self.nbytes, one.untyped_storage().nbytes())
         return result
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_a_row_that_is_not_finite_is_refused_when_it_is_read(tmp_path: Path, of_any_size: None, checked: bool) -> None:
+def test_a_row_that_is_not_finite_is_refused_when_it_is_read(
+    tmp_path: Path, of_any_size: None, checked: bool
+) -> None:
     directory = write_model(tmp_path / "model")
     for file in directory.glob("*.safetensors"):
         if "model.embed_tokens.weight" in (tensors := load_file(file)):
@@ -201,8 +242,11 @@ def test_a_row_that_is_not_finite_is_refused_when_it_is_read(tmp_path: Path, of_
     ],
     ids=str,
 )
-def test_what_trains_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
-    directory, tokens = write_model(tmp_path / "model"), batch(1)
+def test_what_trains_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    directory = write_model(tmp_path / "model")
+    tokens = batch(1)
     found = []
     for least in (1 << 30, 0):
         monkeypatch.setattr(row_tables, "LEAST_BYTES", least)
@@ -210,11 +254,21 @@ def test_what_trains_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
         with opened(config) as model:
             assert not model.split.tables.names
             model.adapter.loss([tokens]).backward()
-            found.append({name: one.grad for name, one in model.lora_manager.named_parameters() if one.requires_grad})
-            assert abs(draw_up(config).outside_bytes - model.outside_bytes) <= 4096  # a page, of another allocation
+            found.append(
+                {
+                    name: one.grad
+                    for name, one in model.lora_manager.named_parameters()
+                    if one.requires_grad
+                }
+            )
+            assert (
+                abs(draw_up(config).outside_bytes - model.outside_bytes) <= 4096
+            )  # a page, of another allocation
             assert model.generate("the miller", max_new_tokens=2)
     assert found[0].keys() == found[1].keys()
-    assert all(torch.equal(one, found[1][name]) for name, one in found[0].items() if one is not None)
+    assert all(
+        torch.equal(one, found[1][name]) for name, one in found[0].items() if one is not None
+    )
 
 
 def test_weights_that_train_themselves_are_whole(tmp_path: Path, of_any_size: None) -> None:
@@ -224,13 +278,19 @@ def test_weights_that_train_themselves_are_whole(tmp_path: Path, of_any_size: No
         model.keep_whole(lambda name: "layers" not in name)
         embeddings = model.skeleton.get_input_embeddings()
         assert torch.equal(embeddings.weight, whole_table(directory))
-        assert torch.equal(embeddings(torch.tensor([[3, 1]])), whole_table(directory)[torch.tensor([[3, 1]])])
+        assert torch.equal(
+            embeddings(torch.tensor([[3, 1]])), whole_table(directory)[torch.tensor([[3, 1]])]
+        )
         planned = draw_up(config, chosen=lambda _: lambda name: "layers" not in name)
         assert abs(planned.outside_bytes - model.outside_bytes) <= 4096
 
 
-def test_tied_to_the_head_it_is_whole_and_the_plan_says_why(tmp_path: Path, of_any_size: None) -> None:
-    blueprint = draw_up(settings(write_model(tmp_path / "model", tie_word_embeddings=True), tmp_path))
+def test_tied_to_the_head_it_is_whole_and_the_plan_says_why(
+    tmp_path: Path, of_any_size: None
+) -> None:
+    blueprint = draw_up(
+        settings(write_model(tmp_path / "model", tie_word_embeddings=True), tmp_path)
+    )
     assert not blueprint.tables.names
     assert any("also the head's weight" in note for note in blueprint.tables.notes)
 
@@ -255,7 +315,9 @@ def test_the_device_holds_that_much_less_and_the_plan_says_so(tmp_path: Path, pl
 
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_the_host_asks_no_device_for_tokens(tmp_path: Path, place: str) -> None:
-    """What a micro-batch's tokens are is known on the host; those that only fill a place are not looked up at all."""
+    """What a micro-batch's tokens are is known on the host; those that only fill a place are not
+    looked up at all.
+    """
     looked_up: list[int] = []
     with opened(settings(write_model(tmp_path / "model"), tmp_path, embeddings=place)) as model:
         (table,) = model.split.tables._tables.values()
@@ -282,7 +344,9 @@ def test_the_host_asks_no_device_for_tokens(tmp_path: Path, place: str) -> None:
     ],
     ids=str,
 )
-def test_where_they_cannot_it_is_said(tmp_path: Path, model: dict[str, Any], changes: dict[str, Any], why: str) -> None:
+def test_where_they_cannot_it_is_said(
+    tmp_path: Path, model: dict[str, Any], changes: dict[str, Any], why: str
+) -> None:
     directory = write_model(tmp_path / "model", **model)
     with pytest.raises(ConfigError, match=why) as caught:
         LemaModel(settings(directory, tmp_path, embeddings="host", **changes)).initialize_lora()

@@ -1,11 +1,13 @@
-"""Tensors of a model are where its weights are: no buffer, and none in another attribute, is left in host memory."""
+"""Tensors of a model are where its weights are: no buffer, and none in another attribute, is
+left in host memory.
+"""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lema.model.outer_weights import buffer_bytes, settle_tensors, tensors_elsewhere
+from lema.model.outer_weights import buffer_bytes, move_tensors, tensors_elsewhere
 
 META = torch.device("meta")  # what is moved there has no values afterwards
 OTHER = torch.device("lazy")  # a device that holds nothing of what these tests make
@@ -59,9 +61,16 @@ def test_all_that_has_values_is_named() -> None:
 def test_all_of_it_moves_and_what_is_one_stays_one() -> None:
     model = Model()
     tables = model.inner.tables
-    settle_tensors(model, META)
+    move_tensors(model, META)
     inner = model.inner
-    held = [inner.inv_freq, inner.weight, inner.slopes, tables[0], tables[1][0], inner.by_name["sin"]]
+    held = [
+        inner.inv_freq,
+        inner.weight,
+        inner.slopes,
+        tables[0],
+        tables[1][0],
+        inner.by_name["sin"],
+    ]
     assert all(one.is_meta for one in [*held, inner.by_name["pair"].first])
     assert inner.original_inv_freq is inner.inv_freq and model.same is inner.slopes
     assert (tables[1][1], inner.by_name["pair"].second) == ("cos", 7) and inner.tables is tables
@@ -71,10 +80,12 @@ def test_all_of_it_moves_and_what_is_one_stays_one() -> None:
 def test_what_is_there_is_the_same_object() -> None:
     model = Model()
     before = {name: id(one) for name, one in tensors_elsewhere(model, OTHER).items()}
-    settle_tensors(model, torch.device("cpu"))
+    move_tensors(model, torch.device("cpu"))
     assert {name: id(one) for name, one in tensors_elsewhere(model, OTHER).items()} == before
 
 
 def test_the_bytes_of_a_plan_are_those_of_buffers_and_attributes() -> None:
-    nbytes = 4 * (4 + 2 + 1 + 2 + 5 + 1)  # inv_freq once, slopes once, and what is in lists and dicts
+    nbytes = 4 * (
+        4 + 2 + 1 + 2 + 5 + 1
+    )  # inv_freq once, slopes once, and what is in lists and dicts
     assert buffer_bytes(Model()) == nbytes

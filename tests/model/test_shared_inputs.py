@@ -1,4 +1,6 @@
-"""`arithmetic: fast`: PEFT's numbers but for rounding, with one product for what reads one input."""
+"""`arithmetic: fast`: PEFT's numbers but for rounding, with one product for what reads one
+input.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -34,7 +36,8 @@ from lema.model.capture import replaced
 from lema.model.shared_inputs import Product, SharedInputs, multiply_together
 from lema_cpu import CpuBackend
 
-LAYERS, RANK = 8, 2  # that of `opened`
+LAYERS = 8
+RANK = 2  # that of `opened`
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -64,17 +67,32 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "phi3": Phi3Config(**SIZES),  # queries, keys and values are one linear
     "gemma2": Gemma2Config(**SIZES, head_dim=16, query_pre_attn_scalar=16, sliding_window=5),
 }
-SHARED = {"llama": [3, 2], "qwen3": [3, 2], "gpt2": [], "phi3": [], "gemma2": [3, 2]}  # linears of one input
-FAST = {"arithmetic": "fast", "attn_implementation": "sdpa"}  # because what else fast attends by is no linear
+SHARED = {
+    "llama": [3, 2],
+    "qwen3": [3, 2],
+    "gpt2": [],
+    "phi3": [],
+    "gemma2": [3, 2],
+}  # linears of one input
+FAST = {
+    "arithmetic": "fast",
+    "attn_implementation": "sdpa",
+}  # because what else fast attends by is no linear
 
 
 def gradients_of(directory: Path, products: int = 0, **settings: Any) -> dict[str, Tensor]:
-    """Return every adapter gradient of a streamed step of two micro-batches, where some layers keep `products`."""
+    """Return every adapter gradient of a streamed step of two micro-batches, where some layers
+    keep `products`.
+    """
     with opened(directory, **settings) as model:
         model.adapter.products = frozenset(range(products))
         draw_b(model.lora_manager)
         model.adapter.loss(micro_batches()).backward()
-        return {name: one.grad for name, one in trained(model.lora_manager).items() if one.grad is not None}
+        return {
+            name: one.grad
+            for name, one in trained(model.lora_manager).items()
+            if one.grad is not None
+        }
 
 
 def together(layers: nn.ModuleList) -> list[SharedInputs]:
@@ -99,17 +117,22 @@ def together(layers: nn.ModuleList) -> list[SharedInputs]:
 def test_a_step_is_pefts_but_for_rounding(kind: str, recompute: bool, tmp_path: Path) -> None:
     found = compare(CONFIGS[kind], tmp_path, gradient_checkpointing=recompute, arithmetic="fast")
     assert max(found.logits, found.loss) <= 1e-6 and found.worst <= 5e-6 and not found.idle_layers
-    assert found.worst > 0 or not SHARED[kind]  # each by itself may round as PEFT's do, where the scaling is 2
+    assert (
+        found.worst > 0 or not SHARED[kind]
+    )  # each by itself may round as PEFT's do, where the scaling is 2
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_in_float64_nothing_is_left_of_the_difference(kind: str) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=torch.float64)
-    config = LoraConfig(r=3, lora_alpha=5, target_modules="all-linear", fan_in_fan_out=kind == "gpt2")
+    config = LoraConfig(
+        r=3, lora_alpha=5, target_modules="all-linear", fan_in_fan_out=kind == "gpt2"
+    )
     peft = get_peft_model(model, config, autocast_adapter_dtype=False).train()
     draw_b(peft)
-    ids, found = micro_batches()[0]["input_ids"], []
+    ids = micro_batches()[0]["input_ids"]
+    found = []
     for way in (lambda _: None, together):
         layers = model.transformer.h if kind == "gpt2" else model.model.layers
         sharing = way(layers)
@@ -117,13 +140,17 @@ def test_in_float64_nothing_is_left_of_the_difference(kind: str) -> None:
         found.append([loss, *torch.autograd.grad(loss, [*trained(peft).values()])])
     assert all(difference(one, other) < 1e-12 for one, other in zip(*found, strict=True))
     assert any(difference(one, other) for one, other in zip(*found, strict=True))
-    groups = [sorted({len(group) for group in shared._groups.values()} - {1}, reverse=True) for shared in sharing]
+    groups = [
+        sorted({len(group) for group in shared._groups.values()} - {1}, reverse=True)
+        for shared in sharing
+    ]
     assert groups == [SHARED[kind]] * LAYERS
 
 
 def test_a_graph_that_is_recomputed_and_one_that_is_kept_are_bitwise_one(tmp_path: Path) -> None:
     """The recomputation leaves the same product out as PEFT's, of every layer but the top one."""
-    skipped, directory = Counter[Any](), write_model(CONFIGS["llama"], tmp_path)
+    skipped = Counter[Any]()
+    directory = write_model(CONFIGS["llama"], tmp_path)
     unformed = Product.unformed
 
     def count(self: Product, given: Tensor) -> Tensor | None:
@@ -136,7 +163,9 @@ def test_a_graph_that_is_recomputed_and_one_that_is_kept_are_bitwise_one(tmp_pat
         one = gradients_of(directory, **FAST)
     other = gradients_of(directory, gradient_checkpointing=False, **FAST)
     kept = gradients_of(directory, LAYERS, **FAST)
-    assert all(torch.equal(one[name], gradients[name]) for gradients in (other, kept) for name in one)
+    assert all(
+        torch.equal(one[name], gradients[name]) for gradients in (other, kept) for name in one
+    )
     assert len(skipped) == LAYERS - 1 and set(skipped.values()) == {len(micro_batches())}
 
 
@@ -153,7 +182,9 @@ def test_in_bf16_it_is_no_farther_from_the_truth_than_peft(tmp_path: Path) -> No
 
 
 class Products(TorchDispatchMode):
-    """Counts products of two matrices by what they make, and sums and products of wide tensors' elements."""
+    """Counts products of two matrices by what they make, and sums and products of wide tensors'
+    elements.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,12 +196,16 @@ class Products(TorchDispatchMode):
         name = func.__name__.partition(".")[0]
         if name in ("mm", "addmm", "addmm_"):
             self.products[tuple(made.shape)] += 1
-        self.elementwise += name in ("mul", "add", "add_") and made.dim() > 0 and made.shape[-1] > 3 * RANK
+        self.elementwise += (
+            name in ("mul", "add", "add_") and made.dim() > 0 and made.shape[-1] > 3 * RANK
+        )
         return made
 
 
 def counted(directory: Path, **settings: Any) -> Products:
-    """Count what one micro-batch computes in a step whose graphs are kept, after one in which layers were tried."""
+    """Count what one micro-batch computes in a step whose graphs are kept, after one in which
+    layers were tried.
+    """
     batches = micro_batches()[:1]
     with opened(directory, gradient_checkpointing=False, **settings) as model:
         draw_b(model.lora_manager)
@@ -181,24 +216,34 @@ def counted(directory: Path, **settings: Any) -> Products:
 
 
 def test_linears_of_one_input_share_the_product_with_their_a(tmp_path: Path) -> None:
-    directory, tokens = write_model(CONFIGS["llama"], tmp_path), micro_batches()[0]["input_ids"].numel()
-    exact, fast = counted(directory), counted(directory, **FAST)
+    directory = write_model(CONFIGS["llama"], tmp_path)
+    tokens = micro_batches()[0]["input_ids"].numel()
+    exact = counted(directory)
+    fast = counted(directory, **FAST)
     # Forward x A', and backward dy B for each linear; without sharing it is 7 each.
     assert exact.products[tokens, RANK] == LAYERS * (7 + 7)
     assert fast.products[tokens, RANK] == LAYERS * (2 + 7)
     assert fast.products[tokens, 3 * RANK] == fast.products[tokens, 2 * RANK] == LAYERS
     # Of A: one each of those groups, in place of 3 and 2.
     assert fast.products[3 * RANK, 32] == fast.products[2 * RANK, 32] == LAYERS
-    # A scaling and an addition of each linear in the forward; in the backward its scaling and two sums of gradients.
+    # A scaling and an addition of each linear in the forward; in the backward its scaling and two
+    # sums of gradients.
     assert exact.elementwise - fast.elementwise >= LAYERS * 7 * 4
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"lora_use_dora": True}, {"lora_dropout": 0.1}, {"lora_lora_bias": True}, {"lora_bias": "lora_only"}],
+    [
+        {"lora_use_dora": True},
+        {"lora_dropout": 0.1},
+        {"lora_lora_bias": True},
+        {"lora_bias": "lora_only"},
+    ],
     ids=lambda options: next(iter(options)),
 )
-def test_options_that_it_does_not_cover_are_computed_as_peft_does(options: dict[str, Any], tmp_path: Path) -> None:
+def test_options_that_it_does_not_cover_are_computed_as_peft_does(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     directory = write_model(CONFIGS["llama"], tmp_path)
     torch.manual_seed(0)
     exact = gradients_of(directory, **options)
@@ -208,7 +253,8 @@ def test_options_that_it_does_not_cover_are_computed_as_peft_does(options: dict[
 
 
 def test_what_is_saved_is_pefts(tmp_path: Path) -> None:
-    directory, ids = write_model(CONFIGS["llama"], tmp_path / "base"), micro_batches()[0]["input_ids"]
+    directory = write_model(CONFIGS["llama"], tmp_path / "base")
+    ids = micro_batches()[0]["input_ids"]
     with opened(directory, **FAST) as model:
         draw_b(model.lora_manager)
         said = streamed_logits(model, ids)
@@ -218,15 +264,21 @@ def test_what_is_saved_is_pefts(tmp_path: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(directory).eval()
     assert torch.equal(bare, whole_logits(base, ids))
     whole = PeftModel.from_pretrained(base, tmp_path / "adapter")
-    assert difference(said, whole_logits(whole, ids)) <= 1e-6  # 0 on processors that round both orders alike
+    assert (
+        difference(said, whole_logits(whole, ids)) <= 1e-6
+    )  # 0 on processors that round both orders alike
 
 
 def test_a_streamed_model_computes_fast_and_two_adapters_at_once_as_peft(tmp_path: Path) -> None:
-    directory, ids = write_model(CONFIGS["llama"], tmp_path), micro_batches()[0]["input_ids"]
-    found, other = {}, LoraConfig(r=RANK, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
+    directory = write_model(CONFIGS["llama"], tmp_path)
+    ids = micro_batches()[0]["input_ids"]
+    found = {}
+    other = LoraConfig(r=RANK, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
     for arithmetic in ("exact", "fast"):
         lora = LoraConfig(r=RANK, lora_alpha=4, target_modules="all-linear")
-        model = lema.streamed(directory, lora, device="cpu", device_memory=None, arithmetic=arithmetic)
+        model = lema.streamed(
+            directory, lora, device="cpu", device_memory=None, arithmetic=arithmetic
+        )
         try:
             draw_b(model.train())
             model(input_ids=ids, labels=ids).loss.backward()
@@ -235,7 +287,11 @@ def test_a_streamed_model_computes_fast_and_two_adapters_at_once_as_peft(tmp_pat
             torch.manual_seed(0)
             model.add_adapter("other", other)
             model.base_model.set_adapter(["default", "other"])
-            several = [part for part in model.modules() if isinstance(part, Linear) and len(part.lora_A) == 2]
+            several = [
+                part
+                for part in model.modules()
+                if isinstance(part, Linear) and len(part.lora_A) == 2
+            ]
             assert len(several) == 2 * LAYERS
             found[arithmetic] = one, model(input_ids=ids, labels=ids).loss.detach()
         finally:
@@ -248,22 +304,29 @@ def test_attention_shares_beside_experts_whose_way_depends_on_values(tmp_path: P
     config = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, head_dim=16)
     with opened(write_model(config, tmp_path), **FAST) as model:
         model.adapter.loss(micro_batches()).backward()
-        groups = [{len(group) for group in shared._groups.values()} for shared in model.split._sharing.values()]
+        groups = [
+            {len(group) for group in shared._groups.values()}
+            for shared in model.split._sharing.values()
+        ]
     assert len(groups) == LAYERS and all(3 in sizes for sizes in groups)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "widest"),
-    # Parallel blocks share attention's input with the MLP's. Linears of a class of its own, as falcon's, are PEFT's.
+    # Parallel blocks share attention's input with the MLP's. Linears of a class of its own, as
+    # falcon's, are PEFT's.
     [("gptj", 4), ("cohere", 5), ("olmo2", 3), ("jamba", 3), ("falcon", 0)],
 )
 def test_no_architecture_is_named(
     model_type: str, widest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sums, forward = [0], shared_inputs._Sums.forward
+    sums = [0]
+    forward = shared_inputs._Sums.forward
 
-    def counted_forward(ctx: Any, given: Tensor, dtype: torch.dtype, factors: Any, *tensors: Any) -> Any:
+    def counted_forward(
+        ctx: Any, given: Tensor, dtype: torch.dtype, factors: Any, *tensors: Any
+    ) -> Any:
         sums.append(len(factors))
         return forward(ctx, given, dtype, factors, *tensors)
 
@@ -293,15 +356,19 @@ class Layer(nn.Module):
 
 @pytest.mark.parametrize("which", ["input", "output"])
 def test_what_a_model_writes_into_is_seen(which: str) -> None:
-    """An input that has changed is another input, and an output may be written into as PEFT's may."""
+    """An input that has changed is another input, and an output may be written into as PEFT's
+    may.
+    """
 
     def between(state: Tensor, made: Tensor) -> None:
         with torch.no_grad():  # of the input, of which the graph has a copy
             _ = state.mul_(2.0) if which == "input" else None
         _ = made.mul_(3.0) if which == "output" else None
 
-    layer, given = Layer(between), torch.randn(4, 6)
-    expected, shared = layer(given), SharedInputs()
+    layer = Layer(between)
+    given = torch.randn(4, 6)
+    expected = layer(given)
+    shared = SharedInputs()
     multiply_together(layer)
     for _ in range(2):
         with shared.used(layer, {}, (given,), {}):
@@ -311,13 +378,17 @@ def test_what_a_model_writes_into_is_seen(which: str) -> None:
 
 
 def test_a_wider_input_is_cast_once_and_its_gradient_is_as_wide() -> None:
-    """As where norms leave fp32 under autocast of bf16: the casts are PEFT's, and so is each dtype."""
-    layer, found = Layer(lambda *_: None), []
+    """As where norms leave fp32 under autocast of bf16: the casts are PEFT's, and so is each
+    dtype.
+    """
+    layer = Layer(lambda *_: None)
+    found = []
     for linear in (layer.one, layer.two):
         linear.base_layer.bfloat16()
     for way in (lambda _: None, multiply_together):
         way(layer)
-        given, shared = torch.linspace(-1, 1, 48).view(2, 4, 6).requires_grad_(), SharedInputs()
+        given = torch.linspace(-1, 1, 48).view(2, 4, 6).requires_grad_()
+        shared = SharedInputs()
         with torch.autocast("cpu", torch.bfloat16), shared.used(layer, {}, (given,), {}):
             made = layer(given)
         made.float().square().sum().backward()
@@ -329,9 +400,12 @@ def test_a_wider_input_is_cast_once_and_its_gradient_is_as_wide() -> None:
 
 
 def test_seeing_what_shares_an_input_draws_nothing(tmp_path: Path) -> None:
-    """The same dropouts fall as with PEFT's own linears, though the first run of each layer is tried before."""
+    """The same dropouts fall as with PEFT's own linears, though the first run of each layer is
+    tried before.
+    """
     config = GPT2Config(**{**CONFIGS["gpt2"].to_dict(), "attn_pdrop": 0.1, "resid_pdrop": 0.1})
-    directory, found = write_model(config, tmp_path), []
+    directory = write_model(config, tmp_path)
+    found = []
     for arithmetic in ("exact", "fast"):
         with opened(directory, arithmetic=arithmetic) as model:
             torch.manual_seed(0)
@@ -347,7 +421,10 @@ class Two(SingleProcess):
 
 def test_where_it_would_not_be_true_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        ConfigError, match="torch_compile compiles the code that arithmetic: fast replaces; leave one of them out"
+        ConfigError,
+        match=(
+            "torch_compile compiles the code that arithmetic: fast replaces; leave one of them out"
+        ),
     ):
         LemaConfig("model", arithmetic="fast", torch_compile=True)
     model = AutoModelForCausalLM.from_config(CONFIGS["llama"])

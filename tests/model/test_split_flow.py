@@ -1,4 +1,6 @@
-"""A model is split only where that is exact: all that comes out of layers is followed to later ones and the head."""
+"""A model is split only where that is exact: all that comes out of layers is followed to later
+ones and the head.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +30,9 @@ class Doubled(torch.autograd.Function):
 
 
 Walk = Callable[["Toy", Tensor], Tensor]
-WIDTH, WORDS, DEPTH = 8, 20, 4
+WIDTH = 8
+WORDS = 20
+DEPTH = 4
 
 
 class ToyConfig(PreTrainedConfig):
@@ -37,11 +41,14 @@ class ToyConfig(PreTrainedConfig):
 
 
 class Layer(GradientCheckpointingLayer):
-    """Chooses one channel to add, or takes the choice of the layer below; writes where it is told to."""
+    """Chooses one channel to add, or takes the choice of the layer below; writes where it is
+    told to.
+    """
 
     def __init__(self, index: int) -> None:
         super().__init__()
-        self.index, self.linear = index, nn.Linear(WIDTH, WIDTH)
+        self.index = index
+        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, hidden: Tensor, chosen: Tensor | None = None, shared: Any = None) -> Any:
         hidden = hidden + torch.tanh(self.linear(hidden))
@@ -224,7 +231,9 @@ def test_layer_by_layer_gives_the_models_own_logits(walk: Walk) -> None:
 
 @pytest.mark.parametrize("capped", [False, True])
 def test_a_vocabulary_as_large_as_the_hidden_state_is_no_obstacle(capped: bool) -> None:
-    """The last layer's output has the shape of logits, and so have the products before they are capped."""
+    """The last layer's output has the shape of logits, and so have the products before they are
+    capped.
+    """
     torch.manual_seed(0)
     model = Toy(plain)
     head = nn.Linear(WIDTH, WIDTH)

@@ -1,4 +1,6 @@
-"""A model's own plan as layouts: what its modules compute on their shards adds up to what they compute whole."""
+"""A model's own plan as layouts: what its modules compute on their shards adds up to what they
+compute whole.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,11 @@ def blocks(model: nn.Module, layouts: dict[str, Layout]) -> list[str]:
                 found.append(layout.kind != "replicated" and layout.dim == dim)
         return any(found)
 
-    return [name for name, module in model.named_modules() if has(module, name, 0) and has(module, name, 1)]
+    return [
+        name
+        for name, module in model.named_modules()
+        if has(module, name, 0) and has(module, name, 1)
+    ]
 
 
 def of_rank(block: nn.Module, name: str, layouts: dict[str, Layout], rank: int) -> nn.Module:
@@ -52,7 +58,11 @@ def of_rank(block: nn.Module, name: str, layouts: dict[str, Layout], rank: int) 
             layout = layout_at(f"{name}.{child}", layouts)
             module.weight = nn.Parameter(shard(module.weight.data, layout, rank))
             if module.bias is not None:
-                along = shard(module.bias.data, layout, rank) if layout.dim == 0 else module.bias.data * (rank == 0)
+                along = (
+                    shard(module.bias.data, layout, rank)
+                    if layout.dim == 0
+                    else module.bias.data * (rank == 0)
+                )
                 module.bias = nn.Parameter(along)
     if hasattr(local, "num_key_value_groups"):
         after = next(x for x in layouts.values() if x.kind == "query")
@@ -64,7 +74,8 @@ def first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-# Grouped heads; norms of heads; biases; projections fused by heads; a gate within the queries; compressed keys.
+# Grouped heads; norms of heads; biases; projections fused by heads; a gate within the queries;
+# compressed keys.
 TYPES = [
     "cohere",
     "deepseek_v2",
@@ -88,11 +99,16 @@ TYPES = [
 def test_shards_compute_what_the_model_does(model_type: str, tp: int, kv_layout: str) -> None:
     model = whole_model(tiny_config(model_type))
     layouts = layouts_of(model, tp, kv_layout)  # type: ignore[arg-type]
-    names, seen = blocks(model, layouts), {}
+    names = blocks(model, layouts)
+    seen = {}
 
     def record(name: str) -> Any:
         def keep(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            seen[name] = args, kwargs, first(output).clone()  # some models go on to change it in place
+            seen[name] = (
+                args,
+                kwargs,
+                first(output).clone(),
+            )  # some models go on to change it in place
 
         return keep
 
@@ -103,8 +119,13 @@ def test_shards_compute_what_the_model_does(model_type: str, tp: int, kv_layout:
         for name in names:
             model.get_submodule(name)._forward_hooks.clear()
             args, kwargs, whole = seen[name]
-            parts = [of_rank(model.get_submodule(name), name, layouts, r)(*args, **kwargs) for r in range(tp)]
-            torch.testing.assert_close(sum(first(part) for part in parts), whole, rtol=1e-4, atol=1e-4)
+            parts = [
+                of_rank(model.get_submodule(name), name, layouts, r)(*args, **kwargs)
+                for r in range(tp)
+            ]
+            torch.testing.assert_close(
+                sum(first(part) for part in parts), whole, rtol=1e-4, atol=1e-4
+            )
     assert names
 
 
@@ -135,7 +156,12 @@ def test_what_the_layouts_are() -> None:
         f"{layer}.mlp.down_proj": row(4),
         "lm_head": column(4, 50),
     }
-    assert layouts_of(meta_model(small()), 4, kv_multiplier=4)[f"{layer}.self_attn.k_proj"].kv_multiplier == 4
+    assert (
+        layouts_of(meta_model(small()), 4, kv_multiplier=4)[
+            f"{layer}.self_attn.k_proj"
+        ].kv_multiplier
+        == 4
+    )
 
 
 def test_a_module_is_found_by_its_name_or_its_pattern_or_refused() -> None:
@@ -160,11 +186,24 @@ def test_layers_that_are_not_alike_keep_their_names() -> None:
 @pytest.mark.parametrize(
     ("sizes", "tp", "said"),
     [
-        ({}, 3, "model.layers.0.self_attn.q_proj: 8 query heads and 2 of keys and values replicated 3 times"),
-        ({"intermediate_size": 63}, 2, "model.layers.0.mlp.gate_proj: an axis of 63 cannot be divided evenly"),
+        (
+            {},
+            3,
+            (
+                "model.layers.0.self_attn.q_proj: 8 query heads and 2 of keys and values "
+                "replicated 3 times"
+            ),
+        ),
+        (
+            {"intermediate_size": 63},
+            2,
+            "model.layers.0.mlp.gate_proj: an axis of 63 cannot be divided evenly",
+        ),
     ],
 )
-def test_a_module_that_cannot_be_divided_is_named(sizes: dict[str, int], tp: int, said: str) -> None:
+def test_a_module_that_cannot_be_divided_is_named(
+    sizes: dict[str, int], tp: int, said: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         layouts_of(meta_model(small(**sizes)), tp)
     assert said in caught.value.what

@@ -54,20 +54,36 @@ def test_a_model_of_text_has_no_tower(model_type: str) -> None:
 
 def test_what_images_reach_is_neither_read_nor_planned_for(published: Path) -> None:
     model = LemaModel(settings(published), backend=CpuBackend(poison=True))
-    tower = sum(parameter.numel() for parameter in model.skeleton.get_submodule(TOWER).parameters()) * 4
-    outside = [(name, one) for name, one in model.skeleton.named_parameters() if "language_model.layers" not in name]
+    tower = (
+        sum(parameter.numel() for parameter in model.skeleton.get_submodule(TOWER).parameters()) * 4
+    )
+    outside = [
+        (name, one)
+        for name, one in model.skeleton.named_parameters()
+        if "language_model.layers" not in name
+    ]
     assert find_towers(model.skeleton) == [TOWER]
-    assert all(one.is_meta or one.stride() == (0,) * one.ndim for name, one in outside if is_in(name, [TOWER]))
+    assert all(
+        one.is_meta or one.stride() == (0,) * one.ndim
+        for name, one in outside
+        if is_in(name, [TOWER])
+    )
     assert not any(one.is_meta for name, one in outside if not is_in(name, [TOWER]))
     whole = sum(record.nbytes for record in model.records.values())
-    layers = sum(record.nbytes for name, record in model.records.items() if "language_model.layers" in name)
+    layers = sum(
+        record.nbytes for name, record in model.records.items() if "language_model.layers" in name
+    )
     assert model.outside_bytes <= whole - layers - tower + 3 * PAGE
     assert draw_up(settings(published)).outside_bytes == model.outside_bytes
     model.close()
 
 
 def test_a_checkpoint_without_towers_is_complete(published: Path, tmp_path: Path) -> None:
-    weights = {name: one for name, one in load_file(published / "model.safetensors").items() if TOWER not in name}
+    weights = {
+        name: one
+        for name, one in load_file(published / "model.safetensors").items()
+        if TOWER not in name
+    }
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text((published / "config.json").read_text())
     with warnings.catch_warnings():
@@ -78,12 +94,15 @@ def test_a_checkpoint_without_towers_is_complete(published: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("targets", "excluded"), [(["q_proj", "qkv"], None), ("all-linear", ["v_proj"]), (r".*(qkv|q_proj)", r".*\.0\..*")]
+    ("targets", "excluded"),
+    [(["q_proj", "qkv"], None), ("all-linear", ["v_proj"]), (r".*(qkv|q_proj)", r".*\.0\..*")],
 )
 def test_named_targets_are_those_of_the_text(
     published: Path, tmp_path: Path, targets: list[str] | str, excluded: list[str] | str | None
 ) -> None:
-    """PEFT would adapt linears of those names in the tower too; what is saved says that it must not."""
+    """PEFT would adapt linears of those names in the tower too; what is saved says that it must
+    not.
+    """
     config = settings(published, lora_target_modules=targets, lora_exclude_modules=excluded)
     model = LemaModel(config, backend=CpuBackend(poison=True))
     model.initialize_lora()
@@ -97,7 +116,10 @@ def test_named_targets_are_those_of_the_text(
     gradients = {name: parameter.grad for name, parameter in names.items()}
     model.save_pretrained(tmp_path / "adapter")
     model.close()
-    assert "visual" in json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["exclude_modules"]
+    assert (
+        "visual"
+        in json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["exclude_modules"]
+    )
     LemaModel.from_pretrained(tmp_path / "adapter", backend=CpuBackend()).close()
 
     base = aligned(AutoModelForImageTextToText.from_pretrained(published, dtype=torch.float32))
@@ -128,7 +150,9 @@ def test_a_prepared_copy_keeps_the_towers_and_trains_alike(published: Path, tmp_
 
 def test_all_weights_train_but_those_that_text_does_not_reach(published: Path) -> None:
     skeleton = meta_model(read_config(published))
-    chosen = chosen_by(Phase(trains="full", tokens=1, mixture={"text": 1.0}, learning_rate=1e-3), skeleton)
+    chosen = chosen_by(
+        Phase(trains="full", tokens=1, mixture={"text": 1.0}, learning_rate=1e-3), skeleton
+    )
     assert {name for name, _ in skeleton.named_parameters() if not chosen(name)} == {
         name for name, _ in skeleton.named_parameters() if is_in(name, [TOWER])
     }

@@ -1,7 +1,8 @@
-"""Steps of divided, streamed models, the same whatever the number of processes; run alone, it is the reference.
+"""Steps of divided, streamed models, the same whatever the number of processes; run alone, it is
+the reference.
 
-`main` runs on every rank: all cases one after the other; what each found is compared with what one process has written
-into a directory, and the first rank writes how far off it is.
+`main` runs on every rank: all cases one after the other; what each found is compared with what one
+process has written into a directory, and the first rank writes how far off it is.
 """
 
 import json
@@ -32,7 +33,10 @@ from lema.plan.step import demand_of, step_shape
 from lema.plan.workload import measure
 from lema.train.steps import no_event
 
-LAYERS, ROWS, LENGTH, STEPS = 8, 4, 16, 3
+LAYERS = 8
+ROWS = 4
+LENGTH = 16
+STEPS = 3
 SHAPE: dict[str, Any] = {
     "vocab_size": 67,  # which neither 2 nor 4 divide
     "hidden_size": 32,
@@ -47,12 +51,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"num_key_value_heads": 8}),
     "llama, 2 kv": ("llama", {"num_key_value_heads": 2}),
     "qwen3, 2 kv": ("qwen3", {"num_key_value_heads": 2, "head_dim": 8}),
-    "mistral, 1 kv": ("mistral", {"num_key_value_heads": 1, "sliding_window": 8, "tie_word_embeddings": True}),
+    "mistral, 1 kv": (
+        "mistral",
+        {"num_key_value_heads": 1, "sliding_window": 8, "tie_word_embeddings": True},
+    ),
     "mixtral, 2 kv": ("mixtral", {"num_key_value_heads": 2, "num_local_experts": 4}),
     "experts stored one by one": ("qwen3_moe", {"num_key_value_heads": 2, "head_dim": 8} | EXPERTS),
     "int8": ("llama", {"num_key_value_heads": 2}),
     "nf4": ("llama", {"num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 128}),
-    "wide": ("llama", {"hidden_size": 128, "intermediate_size": 352, "max_position_embeddings": 128}),
+    "wide": (
+        "llama",
+        {"hidden_size": 128, "intermediate_size": 352, "max_position_embeddings": 128},
+    ),
 }
 
 
@@ -69,7 +79,9 @@ class Case(NamedTuple):
 
 
 def cases(size: int) -> Iterator[Case]:
-    """Some of the ways; every model with and without sequence parallelism, in memory: `test_neuron_ranks`."""
+    """Some of the ways; every model with and without sequence parallelism, in memory:
+    `test_neuron_ranks`.
+    """
     if size == 2:
         yield Case("llama, 2 kv", False, {"strategy": "resident", "max_grad_norm": None})
         yield Case("llama", True)
@@ -96,7 +108,9 @@ def write_models(directory: Path) -> None:
     for name, (kind, changes) in MODELS.items():
         torch.manual_seed(3)
         config = AutoConfig.for_model(kind, **{**SHAPE, **changes})
-        AutoModelForCausalLM.from_config(config).save_pretrained(stored := directory / "stored" / name)
+        AutoModelForCausalLM.from_config(config).save_pretrained(
+            stored := directory / "stored" / name
+        )
         if name.startswith("experts stored"):
             (directory / "stored" / name).rename(directory / name)
             continue
@@ -126,7 +140,10 @@ def config_of(directory: Path, case: Case, **options: Any) -> LemaConfig:
 class Numbers:
     """What stands for a tokenizer: texts are numbers of tokens."""
 
-    name_or_path, pad_token_id, bos_token_id, eos_token_id = "numbers", 0, None, None
+    name_or_path = "numbers"
+    pad_token_id = 0
+    bos_token_id = None
+    eos_token_id = None
 
     def __call__(self, text: str, **_: bool) -> dict[str, list[int]]:
         return {"input_ids": [int(word) for word in text.split()]}
@@ -139,17 +156,22 @@ def said(model: LemaModel, **options: Any) -> Tensor:
     """The tokens that follow two prompts."""
     model.__dict__["tokenizer"] = Numbers()
     texts = model.generate(["5 9 33 17", "40 2"], max_new_tokens=6, **options)
-    rows = [[int(word) for word in text.split()] for text in texts]  # a text that has ended is shorter
+    rows = [
+        [int(word) for word in text.split()] for text in texts
+    ]  # a text that has ended is shorter
     return torch.tensor([row + [0] * (6 - len(row)) for row in rows])
 
 
-def train(config: LemaConfig, saved: Path | None = None) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Take some steps; return what was found, whole, and how many bytes this process has read: of layers in the last
-    step, and outside of layers."""
+def train(
+    config: LemaConfig, saved: Path | None = None
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Take some steps; return what was found, whole, and how many bytes this process has read: of
+    layers in the last step, and outside of layers."""
     found: dict[str, Tensor] = {}
     torch.manual_seed(9)  # for dropout
     with closing(LemaModel(config)) as model:
-        parallel, replicas = model.backend.parallel, model.backend.replicas
+        parallel = model.backend.parallel
+        replicas = model.backend.replicas
         model.initialize_lora()
         assert model.lora_manager is not None
         outside = model._reader.bytes_read
@@ -168,10 +190,14 @@ def train(config: LemaConfig, saved: Path | None = None) -> tuple[dict[str, Tens
                 if event == "on_pre_optimizer_step":
                     for name, one in model.lora_manager.named_parameters():  # type: ignore[union-attr]
                         if one.grad is not None:
-                            gradients[name] = whole_tensor(parallel, one.grad, layout_of(one)).clone()
+                            gradients[name] = whole_tensor(
+                                parallel, one.grad, layout_of(one)
+                            ).clone()
 
             before = model.adapter.counters.bytes_read
-            result = trainer.accumulate(split_batch(rows, 2), on_event=note if step == 0 else no_event)
+            result = trainer.accumulate(
+                split_batch(rows, 2), on_event=note if step == 0 else no_event
+            )
             losses.append(result.loss)
             found |= {f"gradient {name}": one for name, one in gradients.items()}
         read = model.adapter.counters.bytes_read - before
@@ -179,7 +205,9 @@ def train(config: LemaConfig, saved: Path | None = None) -> tuple[dict[str, Tens
         found["norm"] = torch.tensor(result.grad_norm or 0.0)
         for name, one in model.lora_manager.named_parameters():
             if one.requires_grad:
-                found[f"after {name}"] = whole_tensor(parallel, one.detach(), layout_of(one)).clone()
+                found[f"after {name}"] = whole_tensor(
+                    parallel, one.detach(), layout_of(one)
+                ).clone()
         if not config.sequence_parallel:
             found["tokens"] = said(model)
         if saved is not None:
@@ -198,23 +226,31 @@ def reference(directory: Path, names: Collection[str]) -> dict[str, dict[str, in
         if str(case) not in names or (file := directory / f"{case}.safetensors").exists():
             continue
         alone = {"sequence_parallel": False, "device": "cpu", "tensor_parallel_size": None}
-        found, read[str(case)] = train(config_of(directory, case, **alone), directory / f"saved {case}")
+        found, read[str(case)] = train(
+            config_of(directory, case, **alone), directory / f"saved {case}"
+        )
         save_file({name: one.contiguous() for name, one in found.items()}, file)
     return read
 
 
 def furthest(found: dict[str, Tensor], wanted: dict[str, Tensor], kind: str) -> float:
-    """The largest difference of one kind of tensors: relative to the largest number in each, or, of adapters after some
-    steps, of norms: AdamW makes steps of one length of gradients that are next to nothing, and of their rounding."""
+    """The largest difference of one kind of tensors: relative to the largest number in each, or, of
+    adapters after some steps, of norms: AdamW makes steps of one length of gradients that are next
+    to nothing, and of their rounding."""
     names = [name for name in found if name.startswith(kind)]
-    assert names and set(names) == {name for name in wanted if name.startswith(kind)}, f"{kind}: other tensors"
+    assert names and set(names) == {name for name in wanted if name.startswith(kind)}, (
+        f"{kind}: other tensors"
+    )
     order = 2.0 if kind == "after" else float("inf")
 
     def size(one: Tensor) -> Tensor:
         length: Tensor = torch.linalg.vector_norm(one.double(), order)
         return length
 
-    return max(float(size(found[name] - wanted[name]) / size(wanted[name]).clamp_min(1e-6)) for name in names)
+    return max(
+        float(size(found[name] - wanted[name]) / size(wanted[name]).clamp_min(1e-6))
+        for name in names
+    )
 
 
 def compared(directory: Path, case: Case, size: int) -> dict[str, Any]:
@@ -247,12 +283,20 @@ def compared(directory: Path, case: Case, size: int) -> dict[str, Any]:
 
 
 def looked_at(directory: Path, sequence_parallel: bool) -> dict[str, Any]:
-    """Of a run whose settings leave memory to the backend: what is read, what a plan told, what text it makes."""
+    """Of a run whose settings leave memory to the backend: what is read, what a plan told, what
+    text it makes.
+    """
     torch.distributed.barrier()
     size = torch.distributed.get_world_size()
-    settings: dict[str, Any] = {"device": "neuron", "neuron_runtime": "emulated", "tensor_parallel_size": size}
+    settings: dict[str, Any] = {
+        "device": "neuron",
+        "neuron_runtime": "emulated",
+        "tensor_parallel_size": size,
+    }
     settings |= {"max_length": 96, "batch_size": 6, "micro_batch_size": 2, "loss_chunk_tokens": 64}
-    config = config_of(directory, Case("wide", sequence_parallel), **settings, sequence_parallel=sequence_parallel)
+    config = config_of(
+        directory, Case("wide", sequence_parallel), **settings, sequence_parallel=sequence_parallel
+    )
     ids = torch.randint(1, SHAPE["vocab_size"], (2, 96), generator=torch.Generator().manual_seed(1))
     micro = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
     read: list[int] = []
@@ -266,11 +310,14 @@ def looked_at(directory: Path, sequence_parallel: bool) -> dict[str, Any]:
             before = model.adapter.counters.bytes_read
             wire.clear()
             with Tally(model.backend.parallel) as tally:
-                tally.leave_out([*model.skeleton.parameters(), *model.skeleton.buffers(), *micro.values()])
+                tally.leave_out(
+                    [*model.skeleton.parameters(), *model.skeleton.buffers(), *micro.values()]
+                )
                 ring = [buffer.memory for buffer in model.memory._ring.buffers]
                 tally.leave_out([*model.memory._resident.values(), *ring])
                 model.adapter.loss([micro] * 3).backward()
-            exchanged, sent = tally.exchanged, list(wire)
+            exchanged = tally.exchanged
+            sent = list(wire)
             read.append(model.adapter.counters.bytes_read - before)
         refused = ""
         if sequence_parallel:
@@ -298,9 +345,13 @@ def looked_at(directory: Path, sequence_parallel: bool) -> dict[str, Any]:
 
 @contextmanager
 def sends() -> Iterator[list[int]]:
-    """The bytes that a ring of the processes sends for each collective that `torch.distributed` is asked for."""
+    """The bytes that a ring of the processes sends for each collective that `torch.distributed`
+    is asked for.
+    """
     dist: Any = torch.distributed
-    size, found, kept = dist.get_world_size(), list[int](), (dist.all_reduce, dist.all_gather)
+    size = dist.get_world_size()
+    found = list[int]()
+    kept = (dist.all_reduce, dist.all_gather)
 
     def all_reduce(tensor: Tensor, **options: Any) -> Any:
         found.append(2 * tensor.nbytes * (size - 1) // size)
@@ -310,7 +361,8 @@ def sends() -> Iterator[list[int]]:
         found.append(tensor.nbytes * (size - 1))
         return kept[1](every, tensor, **options)
 
-    dist.all_reduce, dist.all_gather = all_reduce, all_gather
+    dist.all_reduce = all_reduce
+    dist.all_gather = all_gather
     try:
         yield found
     finally:
@@ -318,16 +370,19 @@ def sends() -> Iterator[list[int]]:
 
 
 def told_by_a_plan(config: LemaConfig) -> tuple[int, Exchange]:
-    """What a step of one process makes on its device, by a plan, and what it exchanges; there is no optimizer,
-    gradients alone are made."""
+    """What a step of one process makes on its device, by a plan, and what it exchanges; there is no
+    optimizer, gradients alone are made."""
     blueprint = draw_up(config, parallel=planned_parallel(config))
     shape = step_shape(config, 128, parts=blueprint.parallel.size)
-    micro, chunk = shape.micro_batch, config.loss_chunk_tokens
+    micro = shape.micro_batch
+    chunk = config.loss_chunk_tokens
     work = measure(blueprint.model, blueprint.layers, micro, chunk, parallel=blueprint.parallel)
     (forward, again, backward), times = work.works[0].exchanges, shape.num_micro_batches
     assert len(work.works) == 1
     exchanged = work.entered.plus(work.head.exchange).plus(forward, LAYERS).plus(again, LAYERS - 1)
-    exchanged = exchanged.plus(backward, LAYERS).plus(lowest_input(blueprint.parallel, config, micro.tokens), -1)
+    exchanged = exchanged.plus(backward, LAYERS).plus(
+        lowest_input(blueprint.parallel, config, micro.tokens), -1
+    )
     demand = demand_of(
         blueprint.layers,
         work,
@@ -338,15 +393,25 @@ def told_by_a_plan(config: LemaConfig) -> tuple[int, Exchange]:
         lowest=blueprint.lowest_adapted,
         shared=True,
     )
-    told = sum(device_parts(demand, Allocation(3)).values()) - device_parts(demand, Allocation(3))["slots"]
+    told = (
+        sum(device_parts(demand, Allocation(3)).values())
+        - device_parts(demand, Allocation(3))["slots"]
+    )
     return told, Exchange().plus(exchanged, int(times))
 
 
 def lowest_input(parallel: Parallel, config: LemaConfig, tokens: int) -> Exchange:
-    """The sum of the gradient of what the lowest layer is given: nothing below trains, so it is not formed. A plan
-    counts every layer as one of those above."""
+    """The sum of the gradient of what the lowest layer is given: nothing below trains, so it is not
+    formed. A plan counts every layer as one of those above."""
     hidden = MODELS["wide"][1]["hidden_size"] * 4
-    return Exchange(1, (1 if config.sequence_parallel else 2) * tokens * hidden * (parallel.size - 1) // parallel.size)
+    return Exchange(
+        1,
+        (1 if config.sequence_parallel else 2)
+        * tokens
+        * hidden
+        * (parallel.size - 1)
+        // parallel.size,
+    )
 
 
 def main(directory: Path, names: Collection[str]) -> None:
@@ -356,9 +421,13 @@ def main(directory: Path, names: Collection[str]) -> None:
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
     size = dist.get_world_size()
-    works: dict[str, Callable[[], Any]] = {str(case): partial(compared, directory, case, size) for case in cases(size)}
+    works: dict[str, Callable[[], Any]] = {
+        str(case): partial(compared, directory, case, size) for case in cases(size)
+    }
     if size == 2:
-        works |= {f"looked at {shared}": partial(looked_at, directory, shared) for shared in (False, True)}
+        works |= {
+            f"looked at {shared}": partial(looked_at, directory, shared) for shared in (False, True)
+        }
     for name, work in ((name, work) for name, work in works.items() if name in names):
         try:
             measured: Any = work()

@@ -1,4 +1,6 @@
-"""Cases for several ranks: each parallel layer, with an adapter, against the whole layer in one process."""
+"""Cases for several ranks: each parallel layer, with an adapter, against the whole layer in one
+process.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,14 +24,12 @@ from lema_neuron.peft.base import kind_of
 from lema_neuron.peft.lora import NEURON_LORA_MODULES
 from lema_neuron.shares import Part
 
-BATCH, SEQUENCE, HIDDEN, WIDTH, RANK, ALPHA = (
-    2,
-    8,
-    16,
-    24,
-    3,
-    12,
-)  # the adapter's rank divides by no number of processes
+BATCH = 2
+SEQUENCE = 8
+HIDDEN = 16
+WIDTH = 24
+RANK = 3
+ALPHA = 12  # the adapter's rank divides by no number of processes
 IDS = 30
 
 Case = Callable[[Comm], dict[str, float]]
@@ -48,14 +48,20 @@ def far(mine: Tensor, whole: Tensor) -> float:
 
 
 def adapted(layer: nn.Module, comm: Comm, r: int = RANK, *, base_too: bool = True) -> nn.Module:
-    """The layer with an adapter of which both factors are given; the base layer trains too, if it is ours."""
+    """The layer with an adapter of which both factors are given; the base layer trains too, if
+    it is ours.
+    """
     config = LoraConfig(r=r, lora_alpha=ALPHA, init_lora_weights=False)
-    wrapped: Any = NEURON_LORA_MODULES[kind_of(layer)](layer, "default", r=r, lora_alpha=ALPHA, config=config)
+    wrapped: Any = NEURON_LORA_MODULES[kind_of(layer)](
+        layer, "default", r=r, lora_alpha=ALPHA, config=config
+    )
     mark(wrapped, comm)
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
             if base_too or not name.startswith("base_layer"):
-                parameter.copy_(part_of(parameter).shard(whole_of(name, parameter, comm), comm.rank))
+                parameter.copy_(
+                    part_of(parameter).shard(whole_of(name, parameter, comm), comm.rank)
+                )
     wrapped.requires_grad_(base_too)
     return wrapped
 
@@ -66,7 +72,9 @@ def whole_of(name: str, parameter: nn.Parameter, comm: Comm) -> Tensor:
 
 
 def compared(wrapped: nn.Module, comm: Comm, wanted: dict[str, Tensor]) -> dict[str, float]:
-    """How far each parameter's reduced gradient is from that of one process; copies are compared bit for bit."""
+    """How far each parameter's reduced gradient is from that of one process; copies are compared
+    bit for bit.
+    """
     reduce_gradients(wrapped.parameters())
     found = merged(wrapped)
     for name, parameter in wrapped.named_parameters():
@@ -83,7 +91,9 @@ def merged(wrapped: Any) -> dict[str, float]:
     moved = max(far(one.detach(), before[name]) for name, one in base.named_parameters())
     assert moved > 0.1
     wrapped.unmerge()
-    return {"unmerged": max(far(one.detach(), before[name]) for name, one in base.named_parameters())}
+    return {
+        "unmerged": max(far(one.detach(), before[name]) for name, one in base.named_parameters())
+    }
 
 
 def after_merging(wrapped: Any, x: Tensor, output: Any) -> dict[str, float]:
@@ -107,7 +117,9 @@ def leaf(name: str, *shape: int) -> Tensor:
     return numbers(name, *shape).requires_grad_()
 
 
-def column(comm: Comm, sequence: bool, gather: bool, stride: int, boundary: bool = False) -> dict[str, float]:
+def column(
+    comm: Comm, sequence: bool, gather: bool, stride: int, boundary: bool = False
+) -> dict[str, float]:
     dim = 1 if stride == 1 else 0  # of the sequence; the first where nothing is said
     layer = ColumnParallelLinear(
         HIDDEN,
@@ -124,13 +136,17 @@ def column(comm: Comm, sequence: bool, gather: bool, stride: int, boundary: bool
     x = tokens(full.detach(), comm, sequence, dim)
     output = wrapped(x)
     same = after_merging(wrapped, x, output)
-    weight, bias = leaf("base_layer.weight", WIDTH, HIDDEN), leaf("base_layer.bias", WIDTH)
-    first, second = leaf("lora_A.default.weight", RANK, HIDDEN), leaf("lora_B.default.weight", WIDTH, RANK)
+    weight = leaf("base_layer.weight", WIDTH, HIDDEN)
+    bias = leaf("base_layer.bias", WIDTH)
+    first = leaf("lora_A.default.weight", RANK, HIDDEN)
+    second = leaf("lora_B.default.weight", WIDTH, RANK)
     wanted = linear(full, weight, bias) + linear(linear(full, first), second) * (ALPHA / RANK)
     toward = numbers("toward", *wanted.shape)
     wanted.backward(toward)
     layout = wrapped.parts() and Part(layer.layout)
-    output.backward(toward if gather else layout.shard(toward.movedim(-1, 0), comm.rank).movedim(0, -1))
+    output.backward(
+        toward if gather else layout.shard(toward.movedim(-1, 0), comm.rank).movedim(0, -1)
+    )
     found = {"output": far(output.detach(), wanted.detach())} if gather else {}
     if not gather:
         mine = layout.shard(wanted.detach().movedim(-1, 0), comm.rank).movedim(0, -1)
@@ -155,19 +171,31 @@ def row(comm: Comm, sequence: bool, parallel: bool, stride: int = 1) -> dict[str
     )
     wrapped: Any = adapted(layer, comm)
     full = numbers("x", BATCH, SEQUENCE, WIDTH).requires_grad_()
-    cut = Part(layer.layout).shard(full.detach().transpose(0, 2).transpose(0, 1), comm.rank)  # [sequence, width, batch]
-    x = (cut.transpose(0, 1).transpose(0, 2) if parallel else full.detach()).clone().requires_grad_()
+    cut = Part(layer.layout).shard(
+        full.detach().transpose(0, 2).transpose(0, 1), comm.rank
+    )  # [sequence, width, batch]
+    x = (
+        (cut.transpose(0, 1).transpose(0, 2) if parallel else full.detach())
+        .clone()
+        .requires_grad_()
+    )
     output = wrapped(x)
     same = after_merging(wrapped, x, output)
-    weight, bias = leaf("base_layer.weight", HIDDEN, WIDTH), leaf("base_layer.bias", HIDDEN)
-    first, second = leaf("lora_A.default.weight", RANK, WIDTH), leaf("lora_B.default.weight", HIDDEN, RANK)
+    weight = leaf("base_layer.weight", HIDDEN, WIDTH)
+    bias = leaf("base_layer.bias", HIDDEN)
+    first = leaf("lora_A.default.weight", RANK, WIDTH)
+    second = leaf("lora_B.default.weight", HIDDEN, RANK)
     wanted = linear(full, weight, bias) + linear(linear(full, first), second) * (ALPHA / RANK)
     toward = numbers("toward", *wanted.shape)
     wanted.backward(toward)
     output.backward(toward.chunk(comm.size, 1)[comm.rank] if sequence else toward)
     found = {"output": far(gathered(output, comm, sequence, 1).detach(), wanted.detach())}
     mine = full.grad.transpose(0, 2).transpose(0, 1)
-    mine = Part(layer.layout).shard(mine, comm.rank).transpose(0, 1).transpose(0, 2) if parallel else full.grad
+    mine = (
+        Part(layer.layout).shard(mine, comm.rank).transpose(0, 1).transpose(0, 2)
+        if parallel
+        else full.grad
+    )
     found["input"] = far(x.grad, mine)
     expected = {"base_layer.weight": weight.grad, "base_layer.bias": bias.grad}
     expected |= {"lora_A.default.weight": first.grad, "lora_B.default.weight": second.grad}
@@ -190,7 +218,8 @@ def vectors(comm: Comm, sequence: bool, across: bool, dim: int | None) -> dict[s
     output = wrapped(ids)
     same = after_merging(wrapped, ids, output)
     weight = leaf("base_layer.weight", IDS, HIDDEN)
-    first, second = leaf("lora_embedding_A.default", RANK, IDS), leaf("lora_embedding_B.default", HIDDEN, RANK)
+    first = leaf("lora_embedding_A.default", RANK, IDS)
+    second = leaf("lora_embedding_B.default", HIDDEN, RANK)
     wanted = embedding(ids, weight, 2) + embedding(ids, first.T, 2) @ second.T * (ALPHA / RANK)
     wanted = wanted if dim or not sequence else wanted.transpose(0, 1)
     toward = numbers("toward", *wanted.shape)
@@ -202,8 +231,12 @@ def vectors(comm: Comm, sequence: bool, across: bool, dim: int | None) -> dict[s
     return found | same | compared(wrapped, comm, expected)
 
 
-def grouped(comm: Comm, sequence: bool, copies: int, kv_layout: str, gather: bool = False) -> dict[str, float]:
-    """Query, key and value: a rank's share of keys is used by its queries only, so the loss is theirs in the whole."""
+def grouped(
+    comm: Comm, sequence: bool, copies: int, kv_layout: str, gather: bool = False
+) -> dict[str, float]:
+    """Query, key and value: a rank's share of keys is used by its queries only, so the loss is
+    theirs in the whole.
+    """
     sizes = [WIDTH, WIDTH // 2]
     layer = GQAQKVColumnParallelLinear(
         HIDDEN,
@@ -220,7 +253,8 @@ def grouped(comm: Comm, sequence: bool, copies: int, kv_layout: str, gather: boo
     x = tokens(full.detach(), comm, sequence, 1)
     output = wrapped(x)
     same = after_merging(wrapped, x, output)
-    leaves, wanted = {}, []
+    leaves = {}
+    wanted = []
     for number, one in enumerate(PROJECTIONS):
         size = sizes[min(number, 1)]
         shapes = {
@@ -232,11 +266,15 @@ def grouped(comm: Comm, sequence: bool, copies: int, kv_layout: str, gather: boo
         made = [leaf(name, *shape) for name, shape in shapes.items()]
         leaves |= dict(zip(shapes, made, strict=True))
         weight, bias, first, second = made
-        wanted.append(linear(full, weight, bias) + linear(linear(full, first), second) * (ALPHA / RANK))
+        wanted.append(
+            linear(full, weight, bias) + linear(linear(full, first), second) * (ALPHA / RANK)
+        )
     layouts = grouped_layouts(comm, copies, kv_layout)
     found = {}
     if gather:
-        toward = [numbers(one, *whole.shape) for one, whole in zip(PROJECTIONS, wanted, strict=True)]
+        toward = [
+            numbers(one, *whole.shape) for one, whole in zip(PROJECTIONS, wanted, strict=True)
+        ]
         torch.autograd.backward(wanted, toward)
         torch.autograd.backward(output, toward)
         for one, mine, whole in zip(PROJECTIONS, output, wanted, strict=True):
@@ -263,17 +301,24 @@ def scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def foreign(comm: Comm) -> dict[str, float]:
-    """Layers that are not ours, known by their names and attributes: what they return with an adapter, and merged."""
+    """Layers that are not ours, known by their names and attributes: what they return with an
+    adapter, and merged.
+    """
     copies = min(comm.size, 2)
-    x, ids, rank = numbers("x", BATCH, SEQUENCE, WIDTH), torch.arange(12).view(2, 6) * 5 % 32, comm.rank
-    square, table = numbers("square", WIDTH, WIDTH), numbers("table", 32, HIDDEN)
+    x = numbers("x", BATCH, SEQUENCE, WIDTH)
+    ids = torch.arange(12).view(2, 6) * 5 % 32
+    rank = comm.rank
+    square = numbers("square", WIDTH, WIDTH)
+    table = numbers("table", 32, HIDDEN)
     kv = numbers("kv", WIDTH // 2, WIDTH)
     bases: dict[str, nn.Module] = {
         "column": neurondoubles.ColumnParallelLinear(square, comm),
         "row": neurondoubles.RowParallelLinear(square, comm),
         "embedding": neurondoubles.ParallelEmbedding(table, comm),
         "grouped": neurondoubles.GQAQKVColumnParallelLinear([square, kv, kv], comm, copies=copies),
-        "fused": neurondoubles.GQAQKVColumnParallelLinear([square, kv, kv], comm, copies=copies, fused=True),
+        "fused": neurondoubles.GQAQKVColumnParallelLinear(
+            [square, kv, kv], comm, copies=copies, fused=True
+        ),
     }
     found: dict[str, float] = {}
     for kind, base in bases.items():
@@ -281,9 +326,13 @@ def foreign(comm: Comm) -> dict[str, float]:
         wrapped: Any = adapted(base, comm, base_too=False)
         given = ids if kind == "embedding" else x.chunk(comm.size, -1)[rank] if kind == "row" else x
         output = wrapped(given)
-        found |= {f"{kind} {name}": far for name, far in after_merging(wrapped, given, output).items()}
+        found |= {
+            f"{kind} {name}": far for name, far in after_merging(wrapped, given, output).items()
+        }
         factors = {
-            name: whole_of(name, one, comm) for name, one in wrapped.named_parameters() if not name.startswith("base")
+            name: whole_of(name, one, comm)
+            for name, one in wrapped.named_parameters()
+            if not name.startswith("base")
         }
         scale = ALPHA / RANK
         if kind == "embedding":
@@ -292,13 +341,22 @@ def foreign(comm: Comm) -> dict[str, float]:
         elif kind in ("column", "row"):
             first, second = factors.values()
             wanted = linear(x, square) + linear(linear(x, first), second) * scale
-            found[kind] = far(output.detach(), wanted if kind == "row" else wanted.chunk(comm.size, -1)[rank])
+            found[kind] = far(
+                output.detach(), wanted if kind == "row" else wanted.chunk(comm.size, -1)[rank]
+            )
         else:
             layouts = grouped_layouts(comm, copies, "tile")
-            for one, layout, weight, mine in zip(PROJECTIONS, layouts, (square, kv, kv), output, strict=True):
-                first, second = factors[f"lora_A.default.{one}.weight"], factors[f"lora_B.default.{one}.weight"]
+            for one, layout, weight, mine in zip(
+                PROJECTIONS, layouts, (square, kv, kv), output, strict=True
+            ):
+                first = factors[f"lora_A.default.{one}.weight"]
+                second = factors[f"lora_B.default.{one}.weight"]
                 added = linear(linear(x, first), Part(layout).shard(second, rank)) * scale
-                held = weight.chunk(comm.size)[rank] if one == "q" else weight.repeat(copies, 1).chunk(comm.size)[rank]
+                held = (
+                    weight.chunk(comm.size)[rank]
+                    if one == "q"
+                    else weight.repeat(copies, 1).chunk(comm.size)[rank]
+                )
                 found[f"{kind} {one}"] = far(mine.detach(), linear(x, held) + added)
     return found
 
@@ -309,7 +367,9 @@ def layer_cases(ranks: int) -> dict[str, Case]:
     for sequence in (False, True):
         sp = "sequence" if sequence else "tokens"
         for stride in (1, 2):
-            cases[f"column-{sp}-stride{stride}"] = lambda comm, s=sequence, t=stride: column(comm, s, False, t)
+            cases[f"column-{sp}-stride{stride}"] = lambda comm, s=sequence, t=stride: column(
+                comm, s, False, t
+            )
         for parallel in (True, False):
             name = f"row-{sp}-{'cut' if parallel else 'whole'}"
             cases[name] = lambda comm, s=sequence, p=parallel: row(comm, s, p)

@@ -1,4 +1,6 @@
-"""Cases for several ranks: tiny models, parallelized and adapted, against transformers and PEFT in one process."""
+"""Cases for several ranks: tiny models, parallelized and adapted, against transformers and PEFT
+in one process.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -27,7 +29,8 @@ from lema_neuron.comm import Comm, Solo
 from lema_neuron.gradients import global_norm, part_of, parts, reduce_gradients
 from lema_neuron.parallelize import parallelize
 
-LAYERS, IDS = 8, 96
+LAYERS = 8
+IDS = 96
 SIZES = {
     "vocab_size": IDS,
     "hidden_size": 32,
@@ -42,17 +45,26 @@ CONFIGS: dict[str, Callable[..., PreTrainedConfig]] = {
     "llama": lambda **given: LlamaConfig(attention_bias=True, mlp_bias=True, **SIZES, **given),
     "qwen3": lambda **given: Qwen3Config(head_dim=8, **SIZES, **given),
     "mistral": lambda **given: MistralConfig(sliding_window=5, **SIZES, **given),
-    "mixtral": lambda **given: MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **SIZES, **given),
+    "mixtral": lambda **given: MixtralConfig(
+        num_local_experts=4, num_experts_per_tok=2, **SIZES, **given
+    ),
     "phi3": lambda **given: Phi3Config(**SIZES, **given),
 }
 
 
-AXES = {"name": ("llama", "qwen3", "mistral", "mixtral"), "heads": ("equal", "fewer"), "sp": ("tokens", "sequence")}
-# With others a gradient is so small beside its terms that single precision alone, in one process, is off by 1e-5.
+AXES = {
+    "name": ("llama", "qwen3", "mistral", "mixtral"),
+    "heads": ("equal", "fewer"),
+    "sp": ("tokens", "sequence"),
+}
+# With others a gradient is so small beside its terms that single precision alone, in one process,
+# is off by 1e-5.
 SEEDS = {"mixtral": 6}
 
 
-def whole_model(name: str, kv_heads: int, dtype: torch.dtype = torch.float32, layers: int = LAYERS) -> Any:
+def whole_model(
+    name: str, kv_heads: int, dtype: torch.dtype = torch.float32, layers: int = LAYERS
+) -> Any:
     """The same on every rank."""
     torch.manual_seed(SEEDS.get(name, 1))
     config = CONFIGS[name](num_key_value_heads=kv_heads, num_hidden_layers=layers)
@@ -74,9 +86,15 @@ def batch() -> dict[str, Tensor]:
 
 @cache
 def in_one_process(
-    name: str, kv_heads: int, dropout: float = 0.0, dtype: torch.dtype = torch.float32, dora: bool = False
+    name: str,
+    kv_heads: int,
+    dropout: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    dora: bool = False,
 ) -> tuple[dict[str, Tensor], Any]:
-    """The adapter, and what transformers and PEFT compute with it: loss, logits, and its gradients."""
+    """The adapter, and what transformers and PEFT compute with it: loss, logits, and its
+    gradients.
+    """
     alone = get_peft_model(whole_model(name, kv_heads, dtype), lora(name, dropout, dora))
     trained = {path: one for path, one in alone.named_parameters() if one.requires_grad}
     with torch.no_grad():
@@ -118,7 +136,9 @@ def model_case(
     known = parts(over, comm)
     for path, one in trained.items():
         part: Any = known[path]
-        found[path] = far(part.consolidate(one.grad, comm), wanted[path])  # copies are compared bit for bit
+        found[path] = far(
+            part.consolidate(one.grad, comm), wanted[path]
+        )  # copies are compared bit for bit
     norm = torch.stack([wanted[path].norm() for path in adapter]).norm()
     mine = global_norm(trained.values(), comm)
     found["norm"] = far(mine, norm.float())
@@ -128,37 +148,60 @@ def model_case(
 
 
 def left_out(ranks: int) -> set[str]:
-    """The cases of `AXES` that a session leaves out: it has every pair over 2 ranks, and a few others over 4."""
+    """The cases of `AXES` that a session leaves out: it has every pair over 2 ranks, and a few
+    others over 4.
+    """
     pairs = {"-".join(case.values()) for case in covering(AXES, 2)}
-    others = [name for case in product_cases(AXES) if (name := "-".join(case.values())) not in pairs]
+    others = [
+        name for case in product_cases(AXES) if (name := "-".join(case.values())) not in pairs
+    ]
     return pairs.union(others) - set(others[::4]) if ranks == 4 else set(others)
 
 
 def model_cases(ranks: int) -> dict[str, Callable[[Comm], dict[str, float]]]:
-    """The cases, by name; of the key/value heads there are as many as query heads, or fewer than ranks."""
+    """The cases, by name; of the key/value heads there are as many as query heads, or fewer than
+    ranks.
+    """
     few = ranks // 2
-    cases: dict[str, Callable[[Comm], dict[str, float]]] = {"draw": drawn, "unreduced": unreduced, "saved": saved}
+    cases: dict[str, Callable[[Comm], dict[str, float]]] = {
+        "draw": drawn,
+        "unreduced": unreduced,
+        "saved": saved,
+    }
     cases["magnitudes-saved"] = lambda comm: saved(comm, dora=True)
     for case in product_cases(AXES):
         name, heads, sp = case.values()
         given = (name, 8 if heads == "equal" else few, sp == "sequence")
         cases["-".join(case.values())] = lambda comm, given=given: model_case(comm, *given)
-    cases["llama-fewer-interleave"] = lambda comm: model_case(comm, "llama", few, False, "interleave")
-    cases["llama-fewer-in-double"] = lambda comm: model_case(comm, "llama", few, True, dtype=torch.float64)
+    cases["llama-fewer-interleave"] = lambda comm: model_case(
+        comm, "llama", few, False, "interleave"
+    )
+    cases["llama-fewer-in-double"] = lambda comm: model_case(
+        comm, "llama", few, True, dtype=torch.float64
+    )
     cases["llama-dropout-tokens"] = lambda comm: model_case(comm, "llama", 4, False, dropout=0.3)
     cases["llama-dropout-sequence"] = lambda comm: model_case(comm, "llama", 4, True, dropout=0.3)
-    for heads, sequence, dropout in ((few, True, 0.0), (8, False, 0.0), (few, False, 0.3), (8, True, 0.3)):
+    for heads, sequence, dropout in (
+        (few, True, 0.0),
+        (8, False, 0.0),
+        (few, False, 0.3),
+        (8, True, 0.3),
+    ):
         case_of = f"magnitudes-{'fewer' if heads == few else 'equal'}-{'sequence' if sequence else 'tokens'}"
         given = (heads, sequence, "tile", dropout)
         cases[f"{case_of}{'-dropout' if dropout else ''}"] = lambda comm, given=given: model_case(
             comm, "llama", *given, dora=True
         )
     cases["phi3-gathered"] = lambda comm: model_case(comm, "phi3", 4, True)
-    cases["mixtral-whole-experts"] = lambda comm: model_case(comm, "mixtral", 4, True, whole=("mlp.experts",))
+    cases["mixtral-whole-experts"] = lambda comm: model_case(
+        comm, "mixtral", 4, True, replicated=("mlp.experts",)
+    )
     return cases
 
 
-def over_ranks(comm: Comm, sequence: bool = False, seed: int | None = None, dora: bool = False) -> Any:
+def over_ranks(
+    comm: Comm, sequence: bool = False, seed: int | None = None, dora: bool = False
+) -> Any:
     model = whole_model("llama", 2)
     parallelize(model, comm, sequence_parallel=sequence)
     return parallel.get_peft_model(model, lora("llama", dora=dora), seed=seed)
@@ -166,7 +209,8 @@ def over_ranks(comm: Comm, sequence: bool = False, seed: int | None = None, dora
 
 def drawn(comm: Comm) -> dict[str, float]:
     """Initial values are those of one process; without a seed, those of the first rank's."""
-    alone, mine = over_ranks(Solo(), seed=7).adapter_state(), over_ranks(comm, seed=7).adapter_state()
+    alone = over_ranks(Solo(), seed=7).adapter_state()
+    mine = over_ranks(comm, seed=7).adapter_state()
     assert mine.keys() == alone.keys()
     found = {path: float((mine[path] - one).abs().max()) for path, one in alone.items()}
     assert any(one.any() for one in alone.values())
@@ -174,11 +218,15 @@ def drawn(comm: Comm) -> dict[str, float]:
     unseeded = over_ranks(comm).adapter_state()  # raises where copies differ
     torch.manual_seed(100)
     again = over_ranks(Solo()).adapter_state()
-    return found | {f"unseeded {path}": float((unseeded[path] - one).abs().max()) for path, one in again.items()}
+    return found | {
+        f"unseeded {path}": float((unseeded[path] - one).abs().max()) for path, one in again.items()
+    }
 
 
 def unreduced(comm: Comm) -> dict[str, float]:
-    """What the reduction is for: under sequence parallelism without it, whole factors' gradients are others."""
+    """What the reduction is for: under sequence parallelism without it, whole factors' gradients
+    are others.
+    """
     adapter, wanted = in_one_process("llama", 2)
     over = over_ranks(comm, sequence=True)
     over.load_adapter_state(adapter)
@@ -196,7 +244,11 @@ def saved(comm: Comm, dora: bool = False) -> dict[str, float]:
     adapter, wanted = in_one_process("llama", 2, dora=dora)
     over = over_ranks(comm, sequence=True, dora=dora)
     begun = {name: one for name, one in over.adapter_state().items() if "magnitude" in name}
-    fresh = get_peft_model(whole_model("llama", 2), lora("llama", dora=dora)).state_dict() if dora else {}
+    fresh = (
+        get_peft_model(whole_model("llama", 2), lora("llama", dora=dora)).state_dict()
+        if dora
+        else {}
+    )
     first = {f"begins as PEFT's: {name}": far(one, fresh[name]) for name, one in begun.items()}
     assert bool(first) == dora
     over.load_adapter_state(adapter)

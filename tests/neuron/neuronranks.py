@@ -1,4 +1,6 @@
-"""Runs on every rank: the cases one after the other; the first rank writes what each measured to a file."""
+"""Runs on every rank: the cases one after the other; the first rank writes what each measured to
+a file.
+"""
 
 import json
 import traceback

@@ -1,6 +1,7 @@
 """Preference losses of a divided model whose reference is the adapter that training began with.
 
-`main` runs on every rank, and the first writes what they found; run alone on the CPU, `steps` is what it is held to.
+`main` runs on every rank, and the first writes what they found; run alone on the CPU, `steps` is
+what it is held to.
 """
 
 from contextlib import closing
@@ -28,9 +29,13 @@ def write_model(directory: Path) -> None:
     torch.manual_seed(3)
     kind, changes = MODELS["llama, 2 kv"]
     vocabulary = {"vocab_size": 97}  # which two processes do not divide evenly
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SHAPE, **changes, **vocabulary}))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **{**SHAPE, **changes, **vocabulary})
+    )
     model.save_pretrained(directory / "model")
-    with closing(LemaModel(LemaConfig(str(directory / "model"), device="cpu", lora_rank=4))) as opened:
+    with closing(
+        LemaModel(LemaConfig(str(directory / "model"), device="cpu", lora_rank=4))
+    ) as opened:
         opened.initialize_lora()
         with torch.no_grad():
             for one in opened.get_trainable_parameters():
@@ -38,27 +43,42 @@ def write_model(directory: Path) -> None:
         opened.save_pretrained(directory / "adapter")
 
 
-def steps(directory: Path, objective: str, saved: Path | None = None, **settings: Any) -> dict[str, Tensor]:
-    """Take some steps from the adapter on; return losses, the first step's gradients and the adapter, whole.
+def steps(
+    directory: Path, objective: str, saved: Path | None = None, **settings: Any
+) -> dict[str, Tensor]:
+    """Take some steps from the adapter on; return losses, the first step's gradients and the
+    adapter, whole.
 
-    `saved`: where to leave a checkpoint before the last step, which is taken by a model that goes on from it.
+    `saved`: where to leave a checkpoint before the last step, which is taken by a model that goes
+    on from it.
     """
-    given: dict[str, Any] = {"adapter_name_or_path": str(directory / "adapter"), "objective": objective}
-    given |= {"output_dir": str(directory / "out"), "learning_rate": 1e-2, "gradient_checkpointing": True}
+    given: dict[str, Any] = {
+        "adapter_name_or_path": str(directory / "adapter"),
+        "objective": objective,
+    }
+    given |= {
+        "output_dir": str(directory / "out"),
+        "learning_rate": 1e-2,
+        "gradient_checkpointing": True,
+    }
     given |= {"max_grad_norm": 0.5, "save_steps": 0, "adam_epsilon": 1e-3}
     config = LemaConfig(str(directory / "model"), **given | settings)
     rows = parts_of(batch_of(examples(labelled=objective == "kto")), 4, 4)
-    found, losses = dict[str, Tensor](), list[float]()
+    found = dict[str, Tensor]()
+    losses = list[float]()
     for step in range(STEPS):
         with closing(LemaModel(config)) as model:
             model.initialize_lora()
-            parallel, trainer = model.backend.parallel, model.get_trainer()
+            parallel = model.backend.parallel
+            trainer = model.get_trainer()
 
             def note(event: str, model: LemaModel = model, parallel: Any = parallel) -> None:
                 if event == "on_pre_optimizer_step":
                     for name, one in model.lora_manager.named_parameters():
                         if one.grad is not None:
-                            found[f"gradient {name}"] = whole_tensor(parallel, one.grad, layout_of(one)).clone()
+                            found[f"gradient {name}"] = whole_tensor(
+                                parallel, one.grad, layout_of(one)
+                            ).clone()
 
             if step:
                 assert saved is not None
@@ -68,7 +88,9 @@ def steps(directory: Path, objective: str, saved: Path | None = None, **settings
                 trainer.save_checkpoint(saved)
             for name, one in model.lora_manager.named_parameters():
                 if one.requires_grad:
-                    found[f"after {name}"] = whole_tensor(parallel, one.detach(), layout_of(one)).clone()
+                    found[f"after {name}"] = whole_tensor(
+                        parallel, one.detach(), layout_of(one)
+                    ).clone()
     return found | {"losses": torch.tensor(losses)}
 
 
@@ -77,9 +99,16 @@ def main(directory: Path) -> None:
     torch.distributed.init_process_group("gloo")
     for objective in OBJECTIVES:
         for sequence in SEQUENCE:
-            shared = {"device": "neuron", "neuron_runtime": "emulated", "sequence_parallel": sequence}
+            shared = {
+                "device": "neuron",
+                "neuron_runtime": "emulated",
+                "sequence_parallel": sequence,
+            }
             name = f"{objective} {sequence}"
             found = steps(directory, objective, directory / f"saved {name}", **shared)
             if torch.distributed.get_rank() == 0:
-                save_file({key: one.contiguous() for key, one in found.items()}, directory / f"{name}.safetensors")
+                save_file(
+                    {key: one.contiguous() for key, one in found.items()},
+                    directory / f"{name}.safetensors",
+                )
     torch.distributed.destroy_process_group()

@@ -16,7 +16,9 @@ def found() -> dict[str, Finding]:
     return {finding.name: finding for finding in doctor()}
 
 
-@pytest.mark.parametrize(("name", "version"), [("torch-neuronx", "1.0"), ("neuronx-distributed", "0.1")])
+@pytest.mark.parametrize(
+    ("name", "version"), [("torch-neuronx", "1.0"), ("neuronx-distributed", "0.1")]
+)
 def test_the_stand_ins_of_the_public_index_are_recognised_and_not_imported(
     name: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -34,7 +36,14 @@ def test_the_real_package_is_no_stand_in(tmp_path: Path, monkeypatch: pytest.Mon
     import torch
 
     version = ".".join(torch.__version__.split(".")[:2]) + ".3.0"
-    with installed(tmp_path, monkeypatch, "torch-neuronx", {}, {"torch_neuronx": "answer = 42"}, version=version):
+    with installed(
+        tmp_path,
+        monkeypatch,
+        "torch-neuronx",
+        {},
+        {"torch_neuronx": "answer = 42"},
+        version=version,
+    ):
         told = found()
     assert told["torch-neuronx"].level is Level.OK
     assert not {"torch-neuronx build", "torch-neuronx and torch"} & set(told)
@@ -51,7 +60,9 @@ def test_the_real_package_is_no_stand_in(tmp_path: Path, monkeypatch: pytest.Mon
         ("2.9.0", None, False),
     ],
 )
-def test_a_package_built_for_another_torch_is_warned_of(version: str | None, torch: str | None, warned: bool) -> None:
+def test_a_package_built_for_another_torch_is_warned_of(
+    version: str | None, torch: str | None, warned: bool
+) -> None:
     told = list(built_for("torch-neuronx", version, torch))
     assert bool(told) is warned
     for finding in told:
@@ -60,7 +71,9 @@ def test_a_package_built_for_another_torch_is_warned_of(version: str | None, tor
         assert ".".join(version.split(".")[:2]) in finding.how
 
 
-def test_the_kind_that_is_no_longer_maintained_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kind_that_is_no_longer_maintained_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with installed(tmp_path, monkeypatch, "torch-neuronx", {}, {}, version="2.9.0.2.13.1"):
         told = found()
     assert told["torch-neuronx and torch"].level is Level.NOTE
@@ -84,7 +97,10 @@ def test_devices_are_counted(tmp_path: Path) -> None:
 
 
 def test_variables_that_change_results_are_warned_of() -> None:
-    told = {finding.name: finding.level for finding in environment({"XLA_USE_BF16": "1", "NEURON_CC_FLAGS": "-O1"})}
+    told = {
+        finding.name: finding.level
+        for finding in environment({"XLA_USE_BF16": "1", "NEURON_CC_FLAGS": "-O1"})
+    }
     assert told == {"XLA_USE_BF16": Level.WARNING, "NEURON_CC_FLAGS": Level.OK}
     assert not list(environment({"XLA_USE_BF16": "0"}))
 

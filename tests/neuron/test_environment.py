@@ -10,9 +10,16 @@ from lema_neuron.environment import set_variables, variables
 GIVEN: list[dict[str, str]] = [
     {},
     {"NEURON_CC_FLAGS": ""},
-    {"NEURON_CC_FLAGS": "-O1 --cache_dir='/my cache'", "MALLOC_ARENA_MAX": "8", "PJRT_DEVICE": "CPU"},
+    {
+        "NEURON_CC_FLAGS": "-O1 --cache_dir='/my cache'",
+        "MALLOC_ARENA_MAX": "8",
+        "PJRT_DEVICE": "CPU",
+    },
     {"NEURON_CC_FLAGS": "--model-type unet-inference"},
-    {"NEURON_CC_FLAGS": "--model-type=generic --auto-cast matmult --retry-failed-compilation", "HOME": "/home"},
+    {
+        "NEURON_CC_FLAGS": "--model-type=generic --auto-cast matmult --retry-failed-compilation",
+        "HOME": "/home",
+    },
     {"NEURON_CC_FLAGS": "--retry_failed_compilation -O2"},
     {"NEURON_CC_FLAGS": "--internal='not closed"},
 ]
@@ -26,7 +33,9 @@ def test_nothing_that_is_set_is_lost_or_changed(given: dict[str, str], runtime: 
     assert given == before
     for name, value in found.items():
         if name in given:
-            assert name == "NEURON_CC_FLAGS" and value.startswith(given[name]) and value != given[name]
+            assert (
+                name == "NEURON_CC_FLAGS" and value.startswith(given[name]) and value != given[name]
+            )
     after = {**given, **found}
     assert variables(after, runtime) == {}  # type: ignore[arg-type]
     assert runtime != "emulated" or not found
@@ -39,7 +48,9 @@ def test_what_is_missing_is_appended() -> None:
         "NEURON_CC_FLAGS": "--auto-cast=none --model-type=transformer --retry_failed_compilation",
     }
     assert "NEURON_CC_FLAGS" not in variables({}, "native")
-    flags = [shlex.split(variables(given, "xla").get("NEURON_CC_FLAGS", "")) for given in GIVEN[2:6]]
+    flags = [
+        shlex.split(variables(given, "xla").get("NEURON_CC_FLAGS", "")) for given in GIVEN[2:6]
+    ]
     assert flags[0] == [
         "-O1",
         "--cache_dir=/my cache",
@@ -47,9 +58,19 @@ def test_what_is_missing_is_appended() -> None:
         "--model-type=transformer",
         "--retry_failed_compilation",
     ]
-    assert flags[1] == ["--model-type", "unet-inference", "--auto-cast=none", "--retry_failed_compilation"]
+    assert flags[1] == [
+        "--model-type",
+        "unet-inference",
+        "--auto-cast=none",
+        "--retry_failed_compilation",
+    ]
     assert flags[2] == []
-    assert flags[3] == ["--retry_failed_compilation", "-O2", "--auto-cast=none", "--model-type=transformer"]
+    assert flags[3] == [
+        "--retry_failed_compilation",
+        "-O2",
+        "--auto-cast=none",
+        "--model-type=transformer",
+    ]
 
 
 def test_they_are_set_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

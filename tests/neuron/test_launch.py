@@ -1,4 +1,6 @@
-"""The configs for Trainium, by the commands in their headers, with processes on the CPU in the place of NeuronCores."""
+"""The configs for Trainium, by the commands in their headers, with processes on the CPU in the
+place of NeuronCores.
+"""
 
 import re
 import shlex
@@ -20,12 +22,25 @@ from lema.train.metrics import read_metrics
 from lema_tools.demo.run import write_files
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("neuron_*.yaml"))
-FEW = ("max_steps=3", "batch_size=4", "eval_split=4", "learning_rate=1e-2", "warmup_ratio=0", "adam_epsilon=1e-2")
+FEW = (
+    "max_steps=3",
+    "batch_size=4",
+    "eval_split=4",
+    "learning_rate=1e-2",
+    "warmup_ratio=0",
+    "adam_epsilon=1e-2",
+)
 OTHERWISE = {  # the third runs as it stands, in half precision
     "neuron_trn1_2xlarge": ("dtype=float32",),
-    "neuron_trn1_32xlarge": ("dtype=float32", "pad_to_multiple_of=null"),  # sequences of any length are shared
+    "neuron_trn1_32xlarge": (
+        "dtype=float32",
+        "pad_to_multiple_of=null",
+    ),  # sequences of any length are shared
 }
-FORKED = ("neuron_trn1_32xlarge", "neuron_trn2")  # torchrun starts what is left; these find what it would have set
+FORKED = (
+    "neuron_trn1_32xlarge",
+    "neuron_trn2",
+)  # torchrun starts what is left; these find what it would have set
 ALONE = ("device=cpu", "tensor_parallel_size=1", "sequence_parallel=false")
 
 
@@ -44,7 +59,12 @@ def emulated(config: Path) -> tuple[int, list[str]]:
     commands = [shlex.split(line) for line in lines if line.startswith("torchrun ")]
     assert len(commands) == 2
     for words in commands:
-        assert words[1] == "--nproc_per_node" and words[3:7] == ["-m", "lema", "train", f"configs/{config.name}"]
+        assert words[1] == "--nproc_per_node" and words[3:7] == [
+            "-m",
+            "lema",
+            "train",
+            f"configs/{config.name}",
+        ]
     real, found = commands
     assert len(real) == 7 and found[7:9] == ["--set", "neuron_runtime=emulated"]
     return int(found[2]), ["-m", "lema", "train", str(config), *found[7:]]
@@ -57,7 +77,9 @@ def options(*settings: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.covered(1)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_the_command_without_a_device_trains_what_one_process_trains(config: Path, place: Path) -> None:
+def test_the_command_without_a_device_trains_what_one_process_trains(
+    config: Path, place: Path
+) -> None:
     count, arguments = emulated(config)
     exact = OTHERWISE.get(config.stem, ())
     arguments += options(*FEW, *exact, "output_dir=shared")
@@ -79,7 +101,9 @@ def test_the_command_without_a_device_trains_what_one_process_trains(config: Pat
             for name in ("shared", "alone")
         )
         assert alone and shared == pytest.approx(alone, rel=1e-4), key
-    one, other = (load_file(place / name / "adapter_model.safetensors") for name in ("alone", "shared"))
+    one, other = (
+        load_file(place / name / "adapter_model.safetensors") for name in ("alone", "shared")
+    )
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert float((tensor - other[name]).abs().max() / tensor.abs().max()) < 1e-4, name
@@ -92,10 +116,14 @@ def test_when_one_process_is_killed_all_end(place: Path) -> None:
     steps = options("max_steps=100000", "batch_size=4", "dtype=float32", "output_dir=shared")
     metrics = place / "shared" / "metrics.jsonl"
     with started_processes([*arguments, *steps], count) as started:
-        while not (metrics.is_file() and metrics.read_text().count("\n") > 1):  # the test's own limit ends this
+        while not (
+            metrics.is_file() and metrics.read_text().count("\n") > 1
+        ):  # the test's own limit ends this
             assert started.poll() is None, started.communicate()[1][-3000:]
             time.sleep(0.1)
-        workers = [one for one in psutil.Process(started.pid).children(recursive=True) if one.is_running()]
+        workers = [
+            one for one in psutil.Process(started.pid).children(recursive=True) if one.is_running()
+        ]
         (last,) = [one for one in workers if one.environ().get("RANK") == "1"]
         last.send_signal(signal.SIGKILL)
         _, errors = started.communicate(timeout=60)

@@ -33,8 +33,16 @@ def test_every_collective_names_all_groups_and_pins_no_layout() -> None:
     comm.reduce_scatter(x, -2)
     comm.broadcast(x, 1)
     comm.barrier()
-    assert [name for name, _ in xm.calls] == ["all_reduce", "all_gather", "reduce_scatter", "all_reduce", "rendezvous"]
-    assert all(given["groups"] == TENSOR and given["pin_layout"] is False for _, given in xm.calls[:-1])
+    assert [name for name, _ in xm.calls] == [
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "all_reduce",
+        "rendezvous",
+    ]
+    assert all(
+        given["groups"] == TENSOR and given["pin_layout"] is False for _, given in xm.calls[:-1]
+    )
     assert [given.get("dim") for _, given in xm.calls[1:3]] == [1, 0]
     assert torch.equal(x, torch.ones(8, 4))  # out of place
 
@@ -65,7 +73,9 @@ def test_a_rank_in_no_group_and_a_length_that_cannot_be_cut_are_refused() -> Non
     ],
     ids=["copy", "gather-partial", "gather-whole", "reduce-scatter"],
 )
-def test_what_goes_one_way_forward_comes_back_another(mapping: object, there: list[str], back: list[str]) -> None:
+def test_what_goes_one_way_forward_comes_back_another(
+    mapping: object, there: list[str], back: list[str]
+) -> None:
     xm = RecordedXm()
     x = torch.ones(8, 2, requires_grad=True)
     y = mapping(x, XlaComm(TENSOR, xm, 1))  # type: ignore[operator]
@@ -76,7 +86,9 @@ def test_what_goes_one_way_forward_comes_back_another(mapping: object, there: li
 
 
 def run_a_step(ordinal: int, sequence: bool) -> list[tuple[str, dict[str, object]]]:
-    """A forward and backward pass of one rank of eight, its reductions and its norm; what it asked of `xm`."""
+    """A forward and backward pass of one rank of eight, its reductions and its norm; what it
+    asked of `xm`.
+    """
     xm = RecordedXm()
     tensor = XlaComm(TENSOR, xm, ordinal)
     model = whole_model("llama", 2, layers=LAYERS)
@@ -97,24 +109,31 @@ def test_all_ranks_ask_for_the_same_in_the_same_order(sequence: bool) -> None:
     assert run_a_step(6, sequence) == first
     after = [given["groups"] for name, given in first[first.index(("gradients", {})) + 1 :]]
     sharing = [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert sorted(map(str, after)) == sorted(map(str, [TENSOR, sharing, TENSOR]))  # factors, keys, the norm
+    assert sorted(map(str, after)) == sorted(
+        map(str, [TENSOR, sharing, TENSOR])
+    )  # factors, keys, the norm
     assert after[-1] == TENSOR  # the norm is that of gradients that are reduced
     during = [name for name, given in first[: first.index(("gradients", {}))]]
     assert set(during) == ({"all_gather", "reduce_scatter"} if sequence else {"all_reduce"})
     ends = 2  # of a block; and two rows of it, the weight's and the adapter's
     assert len(during) == (LAYERS * 2 * 2 * (1 + ends) if sequence else LAYERS * 2 * (1 + ends) - 1)
-    # the embeddings are frozen: no gradient is summed where the first block begins; the last layer gathers all tokens
+    # the embeddings are frozen: no gradient is summed where the first block begins; the last layer
+    # gathers all tokens
 
 
 def test_copies_of_a_layer_lie_over_the_same_processes() -> None:
     comm = XlaComm(TENSOR, RecordedXm(), 0)
-    layer = GQAQKVColumnParallelLinear(8, [16, 8], gather_output=False, tensor_model_parallel_group=comm)
+    layer = GQAQKVColumnParallelLinear(
+        8, [16, 8], gather_output=False, tensor_model_parallel_group=comm
+    )
     assert copy.deepcopy(layer).comm is comm
     assert Solo().split([(0,)]).size == 1
 
 
 def test_nothing_of_the_device_is_imported_where_a_module_begins() -> None:
-    """Its packages are imported in functions only; there are none on this machine, so that a test would not show it."""
+    """Its packages are imported in functions only; there are none on this machine, so that a
+    test would not show it.
+    """
     kit = {"torch_xla", "neuronx_distributed", "torch_neuronx", "optimum"}
     files = sorted(Path(lema_neuron.__file__).parent.rglob("*.py"))
     assert len(files) > 15

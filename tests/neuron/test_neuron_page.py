@@ -29,11 +29,24 @@ def test_files_and_links_are_there() -> None:
 def test_settings_and_verbs_are_ours() -> None:
     known = {*LemaConfig.model_fields, *backend_settings()}
     given = [re.match(r"(\w+)(: .+)?$", one) for one in CODE]
-    named = {one.group(1) for one in given if one and (one.group(2) or "_" in one.group(1)) and one.group(1).islower()}
-    assert {"tensor_parallel_size", "sequence_parallel", "pad_to_multiple_of", "neuron_runtime"} <= named
+    named = {
+        one.group(1)
+        for one in given
+        if one and (one.group(2) or "_" in one.group(1)) and one.group(1).islower()
+    }
+    assert {
+        "tensor_parallel_size",
+        "sequence_parallel",
+        "pad_to_multiple_of",
+        "neuron_runtime",
+    } <= named
     assert named - {"torch_xla", "tokens_per_second"} <= known
     assert {*RUNTIME.choices, *KV_LAYOUT.choices} <= {word for one in CODE for word in one.split()}
-    verbs = set(re.findall(r"\blema ([a-z]+)\b", " ".join(CODE + re.findall(r"^lema .*", PAGE, re.MULTILINE))))
+    verbs = set(
+        re.findall(
+            r"\blema ([a-z]+)\b", " ".join(CODE + re.findall(r"^lema .*", PAGE, re.MULTILINE))
+        )
+    )
     assert {"train", "doctor", "shard", "consolidate"} <= verbs
     assert verbs <= set(get_command(app).commands)  # type: ignore[attr-defined] # a group has commands
 

@@ -1,4 +1,6 @@
-"""Adapters over parallel layers: what is refused by its name, what is taken from meta, what a plan must cover."""
+"""Adapters over parallel layers: what is refused by its name, what is taken from meta, what a
+plan must cover.
+"""
 
 from typing import Any
 
@@ -14,7 +16,12 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from lema.errors import ConfigError, DataError, ModelError
 from lema_neuron.comm import Solo, XlaComm
 from lema_neuron.gradients import mark, part_of, reduce_gradients
-from lema_neuron.layers import ColumnParallelLinear, GQAQKVColumnParallelLinear, ParallelEmbedding, RowParallelLinear
+from lema_neuron.layers import (
+    ColumnParallelLinear,
+    GQAQKVColumnParallelLinear,
+    ParallelEmbedding,
+    RowParallelLinear,
+)
 from lema_neuron.parallelize import parallelize
 from lema_neuron.peft import NeuronLoraLayer, ParallelLinear, get_peft_model
 from lema_neuron.peft.lora import NEURON_LORA_MODULES
@@ -28,7 +35,9 @@ def one_of_four(rank: int = 0) -> XlaComm:
 
 
 def column(**given: Any) -> ColumnParallelLinear:
-    return ColumnParallelLinear(8, 16, gather_output=False, tensor_model_parallel_group=Solo(), **given)
+    return ColumnParallelLinear(
+        8, 16, gather_output=False, tensor_model_parallel_group=Solo(), **given
+    )
 
 
 @pytest.mark.parametrize(
@@ -38,13 +47,23 @@ def column(**given: Any) -> ColumnParallelLinear:
         ("target_parameters", {"target_parameters": ["q_proj.weight"]}),
         ("layer_replication", {"layer_replication": [(0, 2)]}),
         ("trainable_token_indices", {"trainable_token_indices": [1]}),
-        *(("init_lora_weights", {"init_lora_weights": how}) for how in ("pissa", "pissa_niter_4", "olora", "corda")),
-        *(("init_lora_weights", {"init_lora_weights": how}) for how in ("eva", "loftq", "orthogonal", "mica")),
+        *(
+            ("init_lora_weights", {"init_lora_weights": how})
+            for how in ("pissa", "pissa_niter_4", "olora", "corda")
+        ),
+        *(
+            ("init_lora_weights", {"init_lora_weights": how})
+            for how in ("eva", "loftq", "orthogonal", "mica")
+        ),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else value,
 )
 def test_what_is_not_exact_is_refused_by_its_name(name: str, given: dict[str, Any]) -> None:
-    if given.get("init_lora_weights") in ("eva", "loftq", "corda"):  # whose own settings PEFT asks for first
+    if given.get("init_lora_weights") in (
+        "eva",
+        "loftq",
+        "corda",
+    ):  # whose own settings PEFT asks for first
         config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
         config.init_lora_weights = given["init_lora_weights"]
     else:
@@ -59,12 +78,21 @@ def test_what_is_not_exact_is_refused_by_its_name(name: str, given: dict[str, An
 
 
 def test_magnitudes_are_refused_where_they_do_not_lie_as_the_outputs_do() -> None:
-    config, comm = LoraConfig(r=2, use_dora=True, target_modules=["q_proj"]), one_of_four()
+    config = LoraConfig(r=2, use_dora=True, target_modules=["q_proj"])
+    comm = one_of_four()
     gathered = ColumnParallelLinear(8, 16, gather_output=True, tensor_model_parallel_group=comm)
     refused: list[tuple[Any, Any, str]] = [
         (ParallelLinear, gathered, "every rank gets whole"),
-        (NEURON_LORA_MODULES["embedding"], ParallelEmbedding(32, 8, tensor_model_parallel_group=comm), "embeddings"),
-        (NEURON_LORA_MODULES["grouped"], GQAQKVColumnParallelLinear(8, [16, 8], tensor_model_parallel_group=comm), "q"),
+        (
+            NEURON_LORA_MODULES["embedding"],
+            ParallelEmbedding(32, 8, tensor_model_parallel_group=comm),
+            "embeddings",
+        ),
+        (
+            NEURON_LORA_MODULES["grouped"],
+            GQAQKVColumnParallelLinear(8, [16, 8], tensor_model_parallel_group=comm),
+            "q",
+        ),
     ]
     for adapted, layer, why in refused:
         with pytest.raises(ConfigError, match=why) as raised:
@@ -76,13 +104,18 @@ def test_other_adapters_mixed_batches_and_inexact_sums_of_adapters_are_refused()
     model = whole_model("llama", 2, layers=1)
     parallelize(model, Solo())
     with pytest.raises(ConfigError, match="IA3Config"):
-        get_peft_model(model, IA3Config(target_modules=["q_proj"], feedforward_modules=[], task_type="CAUSAL_LM"))
+        get_peft_model(
+            model,
+            IA3Config(target_modules=["q_proj"], feedforward_modules=[], task_type="CAUSAL_LM"),
+        )
     config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     with pytest.raises(ConfigError, match="mixed"):
         get_peft_model(model, config, mixed=True)
     over: Any = get_peft_model(model, config)
     with pytest.raises(ConfigError, match="several adapters"):
-        over.base_model.model.model.layers[0].self_attn.q_proj(torch.ones(1, 2, 32), adapter_names=["default"])
+        over.base_model.model.model.layers[0].self_attn.q_proj(
+            torch.ones(1, 2, 32), adapter_names=["default"]
+        )
     with pytest.raises(ConfigError, match="'svd' is not exact"):
         over.add_weighted_adapter(["default"], [1.0], "sum")
     over.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
@@ -94,7 +127,10 @@ def test_other_adapters_mixed_batches_and_inexact_sums_of_adapters_are_refused()
 
 @pytest.mark.parametrize(
     ("targets", "where"),
-    [("all-linear", "target_modules: model.layers.0.mlp.experts"), (["q_proj", "w1", "w3"], "target_parameters")],
+    [
+        ("all-linear", "target_modules: model.layers.0.mlp.experts"),
+        (["q_proj", "w1", "w3"], "target_parameters"),
+    ],
     ids=["all", "by-old-names"],  # which PEFT turns into target_parameters
 )
 def test_adapters_of_experts_are_refused(targets: Any, where: str) -> None:
@@ -113,33 +149,49 @@ def test_what_layers_do_not_take_is_refused() -> None:
         (lambda: column(rank_ordering=[0]), "rank_ordering"),
         (lambda: ColumnParallelLinear(8, 16, sequence_parallel_enabled=True), "gather_output"),
         (lambda: ColumnParallelLinear(8, 18, tensor_model_parallel_group=comm), "18"),
-        (lambda: RowParallelLinear(8, 16, reduce_output=False, sequence_parallel_enabled=True), "reduced"),
+        (
+            lambda: RowParallelLinear(8, 16, reduce_output=False, sequence_parallel_enabled=True),
+            "reduced",
+        ),
         (lambda: ParallelEmbedding(30, 8, tensor_model_parallel_group=comm), "30 ids"),
         (lambda: ParallelEmbedding(32, 8, max_norm=2.0), "max_norm"),
         (lambda: GQAQKVColumnParallelLinear(8, [16, 8], fuse_qkv=True), "fuse_qkv"),
-        (lambda: GQAQKVColumnParallelLinear(8, [16, 8], kv_size_multiplier=3, tensor_model_parallel_group=comm), "3"),
+        (
+            lambda: GQAQKVColumnParallelLinear(
+                8, [16, 8], kv_size_multiplier=3, tensor_model_parallel_group=comm
+            ),
+            "3",
+        ),
     ):
         with pytest.raises(ConfigError, match=named):
             make()
 
 
 def test_layers_draw_their_weights_whole() -> None:
-    layer = RowParallelLinear(16, 8, input_is_parallel=True, tensor_model_parallel_group=one_of_four(2))
+    layer = RowParallelLinear(
+        16, 8, input_is_parallel=True, tensor_model_parallel_group=one_of_four(2)
+    )
     assert layer.weight.shape == (8, 4)
     torch.manual_seed(3)
     shards = []
     for rank in range(4):
         torch.manual_seed(3)
-        shards.append(ColumnParallelLinear(8, 16, tensor_model_parallel_group=one_of_four(rank)).weight)
+        shards.append(
+            ColumnParallelLinear(8, 16, tensor_model_parallel_group=one_of_four(rank)).weight
+        )
     torch.manual_seed(3)
-    assert torch.equal(torch.cat(shards), nn.Linear(8, 16).weight)  # drawn whole, and as nn.Linear draws it
+    assert torch.equal(
+        torch.cat(shards), nn.Linear(8, 16).weight
+    )  # drawn whole, and as nn.Linear draws it
 
 
 def test_a_foreign_layer_with_copies_must_say_where_they_lie() -> None:
     weights = [torch.ones(16, 8), torch.ones(8, 8), torch.ones(8, 8)]
     layer: Any = Foreign(weights, one_of_four(), copies=2)
     with pytest.raises(ModelError, match="which ranks hold copies"):
-        get_peft_model(nn.ModuleDict({"qkv_proj": layer}), LoraConfig(r=2, target_modules=["qkv_proj"]), seed=1)
+        get_peft_model(
+            nn.ModuleDict({"qkv_proj": layer}), LoraConfig(r=2, target_modules=["qkv_proj"]), seed=1
+        )
     with pytest.raises(ModelError, match="Conv1d"):
         ParallelLinear(nn.Conv1d(2, 2, 1), "default", r=2)
 
@@ -154,7 +206,10 @@ def test_a_plan_must_cover_every_linear() -> None:
         parallelize(model, one_of_four())
     assert raised.value.where == "model.layers.0.mlp.extra"
     model = whole_model("llama", 2, layers=1)
-    model.config.base_model_tp_plan = {**model.config.base_model_tp_plan, "layers.*.mlp.up_proj": "sideways"}
+    model.config.base_model_tp_plan = {
+        **model.config.base_model_tp_plan,
+        "layers.*.mlp.up_proj": "sideways",
+    }
     model._tp_plan = {**model.tp_plan, "model.layers.*.mlp.up_proj": "sideways"}
     with pytest.raises(ModelError, match="sideways"):
         parallelize(model, one_of_four())
@@ -164,7 +219,9 @@ def test_a_plan_must_cover_every_linear() -> None:
 
 def test_a_model_on_meta_gets_this_ranks_shapes_and_heads() -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(CONFIGS["qwen3"](num_key_value_heads=2, num_hidden_layers=1))
+        model = AutoModelForCausalLM.from_config(
+            CONFIGS["qwen3"](num_key_value_heads=2, num_hidden_layers=1)
+        )
     parallelize(model, one_of_four(), sequence_parallel=True)
     layer = model.model.layers[0]
     shapes = {name: tuple(one.shape) for name, one in layer.named_parameters() if "proj" in name}
@@ -180,15 +237,24 @@ def test_a_model_on_meta_gets_this_ranks_shapes_and_heads() -> None:
     assert layer.self_attn.num_key_value_groups == 2
     assert all(one.is_meta for one in layer.parameters())
     over = get_peft_model(
-        model, LoraConfig(r=3, target_modules=["q_proj", "k_proj"], task_type="CAUSAL_LM"), low_cpu_mem_usage=True
+        model,
+        LoraConfig(r=3, target_modules=["q_proj", "k_proj"], task_type="CAUSAL_LM"),
+        low_cpu_mem_usage=True,
     )
     assert all(one.is_meta for name, one in over.named_parameters() if "lora" in name)
-    found = {name.split("self_attn.")[1]: part_of(one) for name, one in over.named_parameters() if "lora" in name}
+    found = {
+        name.split("self_attn.")[1]: part_of(one)
+        for name, one in over.named_parameters()
+        if "lora" in name
+    }
     assert {name: (part.tp_grad, part.layout is None) for name, part in found.items()} == {
         "q_proj.lora_A.default.weight": ("sum", True),
         "q_proj.lora_B.default.weight": ("none", False),
         "k_proj.lora_A.default.weight": ("sum", True),
-        "k_proj.lora_B.default.weight": ("sum", False),  # over the two ranks that hold the same head
+        "k_proj.lora_B.default.weight": (
+            "sum",
+            False,
+        ),  # over the two ranks that hold the same head
     }
 
 

@@ -1,4 +1,6 @@
-"""A plan for processes that hold the model together: each one's part, told by one process that is alone."""
+"""A plan for processes that hold the model together: each one's part, told by one process that
+is alone.
+"""
 
 import json
 import math
@@ -37,7 +39,9 @@ WIDE = {**SHAPE, "hidden_size": 512, "intermediate_size": 1408, "num_key_value_h
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_hollow(tmp_path_factory.mktemp("hollow") / "model", LlamaConfig(**WIDE), torch.bfloat16)
+    return write_hollow(
+        tmp_path_factory.mktemp("hollow") / "model", LlamaConfig(**WIDE), torch.bfloat16
+    )
 
 
 def planned(base: Path, **settings: Any) -> tuple[dict[str, int], Allocation, Blueprint]:
@@ -56,17 +60,25 @@ def weights(parts: dict[str, int]) -> int:
 @pytest.mark.slow
 def test_a_core_holds_its_part_of_the_layers_and_of_the_words(base: Path) -> None:
     (one, _, whole), (four, _, part) = planned(base), planned(base, tensor_parallel_size=4)
-    hidden, inner, kv = 512, 1408, 2 * 64
-    cut = 2 * 8 * (2 * hidden * hidden + 3 * hidden * inner)  # bytes of what each of four has a quarter of
+    hidden = 512
+    inner = 1408
+    kv = 2 * 64
+    # bytes of what each of four has a quarter of
+    cut = 2 * 8 * (2 * hidden * hidden + 3 * hidden * inner)
     keys = 2 * 8 * 2 * kv * hidden  # and of what has two heads: half, in one copy of two
     norms = weights(one) - cut - keys
     assert 0 < norms < 0.01 * cut
     assert weights(four) == pytest.approx(cut / 4 + keys / 2 + norms, rel=0.02)
-    words, norm, pages = 2 * hidden * 2, 2 * hidden, 6 * 4096  # bytes of a word in embeddings and head; two of a tensor
+    words = 2 * hidden * 2
+    norm = 2 * hidden
+    pages = 6 * 4096  # bytes of a word in embeddings and head; two of a tensor
     assert 0 <= one["outside"] - (SHAPE["vocab_size"] * words + norm) < pages
     assert 0 <= four["outside"] - (-(-SHAPE["vocab_size"] // 4) * words + norm) < pages
     assert four["adapters"] < 0.7 * one["adapters"]
-    assert (part.adapter_parameters, part.stored_bytes) == (whole.adapter_parameters, whole.stored_bytes)
+    assert (part.adapter_parameters, part.stored_bytes) == (
+        whole.adapter_parameters,
+        whole.stored_bytes,
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,8 +95,11 @@ def test_a_core_holds_its_part_of_the_layers_and_of_the_words(base: Path) -> Non
 def test_what_trains_is_adapted_or_asked_for_is_whole_on_every_core(
     base: Path, settings: dict[str, Any], embeddings: int, head: int, why: str
 ) -> None:
-    blueprint = draw_up(LemaConfig(str(base), device="neuron", **settings), parallel=Division(StandIn(0, 4)))
-    words, pages = 512 * 2, 3 * 4096
+    blueprint = draw_up(
+        LemaConfig(str(base), device="neuron", **settings), parallel=Division(StandIn(0, 4))
+    )
+    words = 512 * 2
+    pages = 3 * 4096
     assert 0 <= blueprint.outside_bytes - ((embeddings + head) * words + words) < pages
     assert why in "".join(blueprint.head.notes) and bool(why) == bool(blueprint.head.notes)
     ends = blueprint.model.get_input_embeddings(), blueprint.model.get_output_embeddings()
@@ -93,7 +108,9 @@ def test_what_trains_is_adapted_or_asked_for_is_whole_on_every_core(
 
 @pytest.mark.slow
 def test_what_waits_between_layers_is_divided_where_tokens_are(base: Path) -> None:
-    whole, shared = (planned(base, tensor_parallel_size=4, sequence_parallel=one)[0] for one in (False, True))
+    whole, shared = (
+        planned(base, tensor_parallel_size=4, sequence_parallel=one)[0] for one in (False, True)
+    )
     assert shared["boundaries"] <= whole["boundaries"] / 3.9
     assert weights(shared) == weights(whole)
 
@@ -111,43 +128,78 @@ def test_layers_stay_on_the_device_unasked_as_far_as_its_memory_goes(base: Path)
 def test_what_a_layer_its_words_and_its_gradients_exchange_is_what_rings_send(
     base: Path, size: int, sequence: bool
 ) -> None:
-    settings: dict[str, Any] = {"max_length": 64, "batch_size": 4, "lora_rank": 4, "gradient_checkpointing": True}
+    settings: dict[str, Any] = {
+        "max_length": 64,
+        "batch_size": 4,
+        "lora_rank": 4,
+        "gradient_checkpointing": True,
+    }
     settings |= {"tensor_parallel_size": size, "sequence_parallel": sequence}
-    config = LemaConfig(str(base), device="neuron", lora_target_modules=["q_proj", "down_proj"], **settings)
+    config = LemaConfig(
+        str(base), device="neuron", lora_target_modules=["q_proj", "down_proj"], **settings
+    )
     planner = planner_of(config, profile("trn1"))
-    work, tokens, hidden = planner.workload, 4 * 64, 512
+    work = planner.workload
+    tokens = 4 * 64
+    hidden = 512
     assert work is not None and planner.timings is not None
     state = tokens * hidden
-    # A ring of T processes sends of n bytes (T - 1) / T n to scatter a sum, as many to gather, and both in a sum.
-    # Layers are in bfloat16. Of a block, the output is summed in fp32; of down_proj's adapter, what A makes.
+    # A ring of T processes sends of n bytes (T - 1) / T n to scatter a sum, as many to gather, and
+    # both in a sum. Layers are in bfloat16. Of a block, the output is summed in fp32; of
+    # down_proj's adapter, what A makes.
     ring = (size - 1) / size
-    ends, entries, inner = 2 * state * 4, 2 * state * 2, tokens * 4 * 4
+    ends = 2 * state * 4
+    entries = 2 * state * 2
+    inner = tokens * 4 * 4
     forward, again, backward = work.works[0].exchanges
     if sequence:
         assert forward == again == backward == Exchange(5, int(ring * (ends + entries + inner)))
     else:
         assert forward == again == Exchange(3, int(2 * ring * (ends + inner)))
         assert backward == Exchange(2, int(2 * ring * entries))
-    words, statistics = int(2 * ring * state * 2), (size - 1) * tokens * 3 * 4
+    words = int(2 * ring * state * 2)
+    statistics = (size - 1) * tokens * 3 * 4
     assert work.entered == Exchange(1, words)
-    assert work.head.exchange == Exchange(2 + sequence, words + statistics + int(ring * state * 2) * sequence)
-    factors = 4 * hidden * (1 + sequence)  # A of q_proj, [4, hidden]; B of down_proj has seen its tokens alone
+    assert work.head.exchange == Exchange(
+        2 + sequence, words + statistics + int(ring * state * 2) * sequence
+    )
+    # A of q_proj, [4, hidden]; B of down_proj has seen its tokens alone
+    factors = 4 * hidden * (1 + sequence)
     assert work.works[0].reduced == Exchange(1, int(2 * ring * factors * 4))
     # In the seconds each collective counts.
-    machine = planner.site.machine
-    silent = by_arithmetic(work, planner.blueprint.layers, replace(machine, exchange=math.inf, latency=0.0), 2)
-    waits = [each.nbytes / machine.exchange + each.count * machine.latency for each in (forward, again, backward)]
+    machine = planner.machine_state.machine
+    silent = by_arithmetic(
+        work, planner.blueprint.layers, replace(machine, exchange=math.inf, latency=0.0), 2
+    )
+    waits = [
+        each.nbytes / machine.exchange + each.count * machine.latency
+        for each in (forward, again, backward)
+    ]
     (alone,), (layer,) = silent.layers, planner.timings.layers
-    found = layer.forward - alone.forward, layer.recompute - alone.recompute, layer.backward - alone.backward
+    found = (
+        layer.forward - alone.forward,
+        layer.recompute - alone.recompute,
+        layer.backward - alone.backward,
+    )
     assert found == pytest.approx(waits) and min(waits) > 1e-4
-    assert planner.timings.head - silent.head == pytest.approx(machine.exchanging(work.head.exchange))
+    assert planner.timings.head - silent.head == pytest.approx(
+        machine.exchanging(work.head.exchange)
+    )
     assert planner.timings.prelude == machine.exchanging(work.entered) > silent.prelude == 0
-    assert planner.timings.optimizer == pytest.approx(machine.latency + 8 * (2 * ring * factors * 4) / machine.exchange)
+    assert planner.timings.optimizer == pytest.approx(
+        machine.latency + 8 * (2 * ring * factors * 4) / machine.exchange
+    )
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tokens", "sequence"])
-def test_a_layer_that_is_another_than_those_below_is_planned_where_it_is_the_last(base: Path, sequence: bool) -> None:
-    settings = {"tensor_parallel_size": 2, "sequence_parallel": sequence, "lora_layers_to_transform": [7]}
+def test_a_layer_that_is_another_than_those_below_is_planned_where_it_is_the_last(
+    base: Path, sequence: bool
+) -> None:
+    settings = {
+        "tensor_parallel_size": 2,
+        "sequence_parallel": sequence,
+        "lora_layers_to_transform": [7],
+    }
     config = LemaConfig(str(base), device="neuron", max_length=16, batch_size=2, **settings)
     assert planner_of(config, profile("trn1")).workload.kinds == (0,) * 7 + (1,)  # type: ignore[union-attr]
 
@@ -165,16 +217,27 @@ LAYERS = Demand(tuple(LayerCost(GB, GB, GB) for _ in range(20)), outside_bytes=G
         (0.2, {}, 0),  # not even streaming fits: it is tried all the same
     ],
 )
-def test_unasked_only_so_much_of_the_device_is_filled(kept: float, changes: dict[str, Any], stay: int) -> None:
+def test_unasked_only_so_much_of_the_device_is_filled(
+    kept: float, changes: dict[str, Any], stay: int
+) -> None:
     config = LemaConfig("model", device="cpu", gradient_checkpointing=True, **changes)
-    found = allocated(config, LAYERS, Speeds(1.0, 10.0), 16 * GB, 64 * GB, 64 * GB, kept=kept)
-    assert (len(found.residents), found.slots, found.saved, found.boundaries) == (stay, 3, frozenset(), "device")
+    found = allocated(
+        config, LAYERS, Speeds(1.0, 10.0), 16 * GB, 64 * GB, 64 * GB, resident_fraction=kept
+    )
+    assert (len(found.residents), found.slots, found.saved, found.boundaries) == (
+        stay,
+        3,
+        frozenset(),
+        "device",
+    )
 
 
 def test_where_the_device_is_the_host_its_processes_share_what_is_free() -> None:
     config = LemaConfig("model", device="cpu", gradient_checkpointing=True)
     shared = Demand(LAYERS.layers, outside_bytes=GB, shared=True, processes=2)
-    found = allocated(config, shared, Speeds(1.0), 64 * GB, 64 * GB, 32 * GB, kept=0.75)
+    found = allocated(
+        config, shared, Speeds(1.0), 64 * GB, 64 * GB, 32 * GB, resident_fraction=0.75
+    )
     assert len(found.residents) == 8
 
 
@@ -203,13 +266,16 @@ class Beside:
     """A backend as one of several processes that hold the model together sees it."""
 
     def __init__(self, backend: Any, size: int) -> None:
-        self._backend, self.parallel = backend, StandIn(0, size)
+        self._backend = backend
+        self.parallel = StandIn(0, size)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
 
-def test_a_number_of_processes_that_does_not_divide_the_model_is_refused_by_the_plan(base: Path) -> None:
+def test_a_number_of_processes_that_does_not_divide_the_model_is_refused_by_the_plan(
+    base: Path,
+) -> None:
     with pytest.raises(ConfigError, match="q_proj"):
         planned(base, tensor_parallel_size=3)
     with pytest.raises(ConfigError, match="whole layers"):
@@ -221,8 +287,18 @@ def test_this_machine_is_measured_for_one_of_several_processes(
     base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.yaml"
-    settings = {"device": "neuron", "neuron_runtime": "emulated", "tensor_parallel_size": 2, "sequence_parallel": True}
-    settings |= {"model_name_or_path": str(base), "max_length": 32, "pad_to_multiple_of": 16, "batch_size": 2}
+    settings = {
+        "device": "neuron",
+        "neuron_runtime": "emulated",
+        "tensor_parallel_size": 2,
+        "sequence_parallel": True,
+    }
+    settings |= {
+        "model_name_or_path": str(base),
+        "max_length": 32,
+        "pad_to_multiple_of": 16,
+        "batch_size": 2,
+    }
     file.write_text(json.dumps(settings))
     assert run(app, ["plan", str(file), "--json"]) == 0
     plan = json.loads(capfd.readouterr().out)
@@ -231,7 +307,8 @@ def test_this_machine_is_measured_for_one_of_several_processes(
 
 
 def test_collectives_of_a_plan_have_the_shapes_of_the_groups() -> None:
-    alone, one = StandIn(1, 4), torch.arange(24.0).view(2, 12)
+    alone = StandIn(1, 4)
+    one = torch.arange(24.0).view(2, 12)
     assert torch.equal(alone.all_reduce(one), one) and alone.all_reduce(one) is not one
     assert alone.all_gather(one, 1).shape == (2, 48)
     assert torch.equal(alone.reduce_scatter(one, 1), one[:, 3:6])
@@ -243,7 +320,8 @@ def test_collectives_of_a_plan_have_the_shapes_of_the_groups() -> None:
 class Deaf:
     """A group in which nobody answers."""
 
-    rank, size = 0, 2
+    rank = 0
+    size = 2
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"{name} reached the others")

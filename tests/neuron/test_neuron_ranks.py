@@ -1,6 +1,8 @@
-"""Layers and models over 2 and 4 ranks compute what one process computes, and so do their gradients.
+"""Layers and models over 2 and 4 ranks compute what one process computes, and so do their
+gradients.
 
-The cases are in `neuronlayers.py` and `neuronmodels.py`; they run in one launch for each number of ranks.
+The cases are in `neuronlayers.py` and `neuronmodels.py`; they run in one launch for each number of
+ranks.
 """
 
 from collections.abc import Callable
@@ -31,16 +33,24 @@ NAMES = [
 @pytest.mark.slow
 @pytest.mark.whole  # they run together, in a few processes
 @pytest.mark.parametrize(("count", "name"), NAMES)
-def test_ranks_compute_what_one_process_computes(ranks: Callable[[int], Any], count: int, name: str) -> None:
+def test_ranks_compute_what_one_process_computes(
+    ranks: Callable[[int], Any], count: int, name: str
+) -> None:
     for rank, measured in enumerate(ranks(count)[name]):
         assert isinstance(measured, dict), measured
         assert measured
-        far = {what: value for what, value in measured.items() if not value <= EXACT.get(name, TOLERANCE)}
+        far = {
+            what: value
+            for what, value in measured.items()
+            if not value <= EXACT.get(name, TOLERANCE)
+        }
         assert not far, f"rank {rank}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
-def test_without_the_reduction_whole_factors_get_other_gradients(ranks: Callable[[int], Any], count: int) -> None:
+def test_without_the_reduction_whole_factors_get_other_gradients(
+    ranks: Callable[[int], Any], count: int
+) -> None:
     for measured in ranks(count)["unreduced"]:
         assert measured["wrong"] > 0.01

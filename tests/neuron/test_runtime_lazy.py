@@ -1,4 +1,6 @@
-"""The lazy runtime: one transfer for each upload, a cut where a lease ends, the same groups on every rank."""
+"""The lazy runtime: one transfer for each upload, a cut where a lease ends, the same groups on
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from lema import LemaModel
 from lema.backend import Backend, BackendOptions
 from lema.backend.torchrun import Joined
 from lema.errors import BackendUnavailable, ConfigError
-from lema.stream.placement import PAGE, ByteRun, LayerBytes, Placed, extent, in_slot, views
-from lema.stream.slotlayout import whole
+from lema.stream.placement import PAGE, ByteRun, LayerBytes, SlotTensor, extent, in_slot, views
+from lema.stream.slotlayout import identity_layout
 from lema.testing import BackendContract
 from lema_neuron.compiles import Compiles
 from lema_neuron.probe import Found, choose_runtime
@@ -45,7 +47,9 @@ def opened() -> neuron.NeuronBackend:
 
 
 class TestContract(BackendContract):
-    """All that is promised of a backend, to the last bit: what is lazy about it is that graphs are cut."""
+    """All that is promised of a backend, to the last bit: what is lazy about it is that graphs
+    are cut.
+    """
 
     @pytest.fixture(autouse=True)
     def fake(self, xla: FakeXla) -> None:
@@ -56,29 +60,41 @@ class TestContract(BackendContract):
         return opened()
 
     def model_config(self) -> PreTrainedConfig:
-        sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+        sizes: dict[str, Any] = {
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_attention_heads": 4,
+        }
         return LlamaConfig(**sizes, num_key_value_heads=2, num_hidden_layers=8)
 
 
 @pytest.mark.slow
 def test_a_graph_is_cut_where_a_lease_ends_and_nowhere_else(xla: FakeXla, tmp_path: Path) -> None:
     llama = write_model(tmp_path / "model")
-    config = settings(llama, tmp_path / "out", prefetch_depth=1, gradient_checkpointing=True, save_steps=0)
+    config = settings(
+        llama, tmp_path / "out", prefetch_depth=1, gradient_checkpointing=True, save_steps=0
+    )
     model = LemaModel(config, backend=opened())
     model.initialize_lora()
     trainer = model.get_trainer()
     for _ in range(2):
-        before, xla.log[:] = model.memory.counters, []
+        before = model.memory.counters
+        xla.log[:] = []
         trainer.train_step(batch(1))
         after = model.memory.counters
-        leases, layers = after.leases - before.leases, model.split.num_layers
+        leases = after.leases - before.leases
+        layers = model.split.num_layers
         assert leases == 2 * layers - 1  # the top layer's lease is held while it turns
-        # Where a lease begins and where it ends, where the micro-batches' tensors come, and where the step ends.
+        # Where a lease begins and where it ends, where the micro-batches' tensors come, and where
+        # the step ends.
         assert xla.log.count("sync") == 2 * leases + 2
         uploaded = xla.log.count("upload") - 1  # the micro-batches' tensors, in one
         assert uploaded <= leases  # one transfer each, but for layers that were still there
         runs = "".join(word[0] for word in xla.log).split("s")
-        assert all(run.count("u") <= 3 for run in runs), "layers were uploaded in pieces, or leases not cut"
+        assert all(run.count("u") <= 3 for run in runs), (
+            "layers were uploaded in pieces, or leases not cut"
+        )
     found = adapter_of(model.skeleton)
     model.close()
     plain = LemaModel(config)
@@ -86,7 +102,9 @@ def test_a_graph_is_cut_where_a_lease_ends_and_nowhere_else(xla: FakeXla, tmp_pa
     trainer = plain.get_trainer()
     for _ in range(2):
         trainer.train_step(batch(1))
-    assert all(torch.equal(found[name], value) for name, value in adapter_of(plain.skeleton).items())
+    assert all(
+        torch.equal(found[name], value) for name, value in adapter_of(plain.skeleton).items()
+    )
     plain.close()
 
 
@@ -104,12 +122,16 @@ def test_every_rank_names_the_same_groups_of_all_ranks(monkeypatch: pytest.Monke
         comm.all_reduce(torch.ones(2))
         comm.all_gather(torch.ones(4), 0)
         comm.reduce_scatter(torch.ones(4), 0)
-        lazy.RUNTIME.replicas(joined(8, 4)).sum(torch.ones(2))  # gradients: over those with the same part only
+        lazy.RUNTIME.replicas(joined(8, 4)).sum(
+            torch.ones(2)
+        )  # gradients: over those with the same part only
         assert [given["groups"] for _, given in fake.xm.calls] == [TENSOR, TENSOR, TENSOR, DATA]
         assert all(given["pin_layout"] is False for _, given in fake.xm.calls)
 
 
-def test_a_sum_over_replicas_is_in_place_and_one_process_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sum_over_replicas_is_in_place_and_one_process_needs_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fake = FakeXla(monkeypatch)
     monkeypatch.setattr(lazy, "_num_processes", lambda: 2)
     tensor = torch.ones(3)
@@ -124,7 +146,11 @@ def test_a_sum_over_replicas_is_in_place_and_one_process_needs_none(monkeypatch:
 
 @pytest.mark.parametrize(
     ("known", "adds_up", "words"),
-    [(1, True, "process 1 of 1"), (4, False, "sum of the numbers from 1 to 4 is 2.0"), (4, True, None)],
+    [
+        (1, True, "process 1 of 1"),
+        (4, False, "sum of the numbers from 1 to 4 is 2.0"),
+        (4, True, None),
+    ],
 )
 def test_a_runtime_that_does_not_reach_the_others_is_refused(
     known: int, adds_up: bool, words: str | None, monkeypatch: pytest.MonkeyPatch
@@ -141,7 +167,9 @@ def test_a_runtime_that_does_not_reach_the_others_is_refused(
         lazy.RUNTIME.open(BackendOptions())
 
 
-def test_what_is_prepared_is_added_to_what_the_user_has_set(xla: FakeXla, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_prepared_is_added_to_what_the_user_has_set(
+    xla: FakeXla, monkeypatch: pytest.MonkeyPatch
+) -> None:
     os.environ["NEURON_CC_FLAGS"] = "--model-type=other -O1"
     os.environ["PJRT_DEVICE"] = "CPU"
     lazy.RUNTIME.prepare()
@@ -197,34 +225,53 @@ def test_graphs_compiled_after_the_first_steps_are_warned_of() -> None:
     assert compiles.of_steps == [6, 1, 0, 3]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.uint8]
+)
 def test_bits_under_another_dtype_have_its_shape(dtype: torch.dtype) -> None:
-    def operation(given: Tensor, *, to: torch.dtype, before: list[int] | None, after: list[int] | None) -> Tensor:
+    def operation(
+        given: Tensor, *, to: torch.dtype, before: list[int] | None, after: list[int] | None
+    ) -> Tensor:
         """As the compiler has it: a last dimension goes where elements are joined."""
         made = (given if before is None else given.reshape(before)).view(to)
-        return made.squeeze(-1) if before is not None else made if after is None else made.reshape(after)
+        return (
+            made.squeeze(-1)
+            if before is not None
+            else made
+            if after is None
+            else made.reshape(after)
+        )
 
     view = viewer(operation, {one: one for one in (dtype, torch.uint8)})
     given = torch.randint(0, 2, (3, 16), dtype=torch.uint8)
     assert torch.equal(view(given, dtype), given.view(dtype))
     assert torch.equal(view(given.view(dtype), torch.uint8), given)
-    assert change_of_sizes([2, 8], 1, 4) == ([2, 2, 4], None) and change_of_sizes([2, 8], 4, 2) == (None, [2, 16])
+    assert change_of_sizes([2, 8], 1, 4) == ([2, 2, 4], None) and change_of_sizes([2, 8], 4, 2) == (
+        None,
+        [2, 16],
+    )
 
 
 def test_layers_that_begin_anywhere_in_a_page_look_the_same_once_moved() -> None:
     def layer(start: int) -> LayerBytes:
         shape = torch.Size((2, 4))
-        tensors = tuple(Placed(name, start + at, torch.float32, shape) for name, at in (("a", 0), ("b", 32)))
+        tensors = tuple(
+            SlotTensor(name, start + at, torch.float32, shape) for name, at in (("a", 0), ("b", 32))
+        )
         return LayerBytes(tensors, (ByteRun(Path("weights"), start, 64, start),), (), PAGE)
 
     slot = torch.arange(PAGE // 4, dtype=torch.float32).view(torch.uint8)
-    first, second = layer(128), layer(512)
+    first = layer(128)
+    second = layer(512)
     assert extent(first) == (128, 192) and extent(second) == (512, 576)
-    from_first, from_second = (in_slot(one, whole(*extent(one))) for one in (first, second))
+    from_first, from_second = (
+        in_slot(one, identity_layout(*extent(one))) for one in (first, second)
+    )
     assert from_first.tensors == from_second.tensors
     for one in (first, second):
         begin, end = extent(one)
-        found, expected = views(slot[begin:end], in_slot(one, whole(begin, end))), views(slot, one)
+        found = views(slot[begin:end], in_slot(one, identity_layout(begin, end)))
+        expected = views(slot, one)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
@@ -232,7 +279,11 @@ def test_the_cpu_stands_for_the_device_where_the_user_says_so() -> None:
     found = Found({"torch": "2.9.0", "torch-neuronx": None, "torch-xla": "2.9.0"}, 0)
     told = Found(found.versions, 0, on_cpu=True)
     assert choose_runtime("xla", told) == "xla"
-    for asked, one in (("xla", found), ("auto", told), ("xla", Found({"torch-xla": None}, 0, on_cpu=True))):
+    for asked, one in (
+        ("xla", found),
+        ("auto", told),
+        ("xla", Found({"torch-xla": None}, 0, on_cpu=True)),
+    ):
         with pytest.raises(BackendUnavailable):
             choose_runtime(asked, one)
 
@@ -240,8 +291,10 @@ def test_the_cpu_stands_for_the_device_where_the_user_says_so() -> None:
 @pytest.mark.slow
 def test_nothing_of_it_is_imported_unasked() -> None:
     code = (
-        "import sys, lema, lema_neuron.backend, lema_neuron.runtimes.lazy, lema_neuron.runtimes.native;"
-        "print([name for name in sys.modules if name.startswith(('torch_xla', 'torch_neuronx', 'neuronx'))])"
+        "import sys, lema, lema_neuron.backend, lema_neuron.runtimes.lazy, "
+        "lema_neuron.runtimes.native;"
+        "print([name for name in sys.modules if name.startswith(('torch_xla', "
+        "'torch_neuronx', 'neuronx'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,4 +1,6 @@
-"""The native runtime, on stand-ins for torch's streams and for `torch.neuron`: order of calls, and of copies."""
+"""The native runtime, on stand-ins for torch's streams and for `torch.neuron`: order of calls,
+and of copies.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ class FakeNeuron:
         return 0
 
     def __getattr__(self, name: str) -> Any:
-        answers = {"memory_allocated": 3, "max_memory_allocated": 5, "mem_get_info": (4, 9), "get_rng_state": "state"}
+        answers = {
+            "memory_allocated": 3,
+            "max_memory_allocated": 5,
+            "mem_get_info": (4, 9),
+            "get_rng_state": "state",
+        }
 
         def call(*given: Any) -> Any:
             self.log.append((name, *given))
@@ -47,7 +54,8 @@ class TestCopies(CopyPromises):
 
     @pytest.fixture(autouse=True)
     def device(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        self.torch, self.log = FakeTorch(monkeypatch), list[Any]()
+        self.torch = FakeTorch(monkeypatch)
+        self.log = list[Any]()
         monkeypatch.setattr(nativedevice, "KIND", "cpu")
         monkeypatch.setattr(torch, "neuron", FakeNeuron(self.log), raising=False)
         monkeypatch.setattr(neuron, "choose_runtime", lambda asked, found: "native")
@@ -79,7 +87,8 @@ def test_processes_are_joined_before_the_device_is_touched(monkeypatch: pytest.M
     monkeypatch.setattr(neuron, "join_in_parts", join)
     backend = neuron.NeuronBackend()
     assert log == ["cpu:gloo,neuron:neuron", "touched"]
-    device, log[:] = backend.device, []
+    device = backend.device
+    log[:] = []
     told = backend.memory()
     assert (told.used, told.peak, told.total, told.shared) == (3, 5, 9, False)
     assert backend.rng_state() == "state"

@@ -1,4 +1,6 @@
-"""Embeddings and a head divided over the vocabulary: losses and gradients are those of the whole ones."""
+"""Embeddings and a head divided over the vocabulary: losses and gradients are those of the whole
+ones.
+"""
 
 from typing import Any
 
@@ -13,7 +15,9 @@ from lema_neuron.gradients import parts
 from lema_neuron.shares import Part
 from lema_neuron.vocabulary import divide_words, words_of
 
-IDS, HIDDEN, TOKENS = 37, 16, 24  # words that neither 2 nor 4 ranks divide evenly
+IDS = 37
+HIDDEN = 16
+TOKENS = 24  # words that neither 2 nor 4 ranks divide evenly
 EXACT = 1e-6  # relative, of what is summed over the vocabulary in another order
 ranks = pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 tied_or_not = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -72,7 +76,7 @@ def whole_gradient(model: nn.Module, name: str, comm: Comm) -> Tensor:
     """The gradient of all ranks' rows."""
     part: Any = parts(model, comm)[name]
     gradient: Any = model.get_parameter(name).grad
-    missing = words_of(model.get_submodule(name.rpartition(".")[0])).each - len(gradient)  # type: ignore[union-attr]
+    missing = words_of(model.get_submodule(name.rpartition(".")[0])).words_per_rank - len(gradient)  # type: ignore[union-attr]
     padded = torch.cat([gradient, gradient.new_zeros(missing, *gradient.shape[1:])])
     assert isinstance(part, Part)
     return part.consolidate(padded, comm)
@@ -89,7 +93,8 @@ def test_the_loss_of_divided_words_and_its_gradients_are_those_of_whole_ones(
     count: int, tied: bool, options: dict[str, Any]
 ) -> None:
     ids, targets = rows()
-    weights = torch.linspace(0.5, 2.0, TOKENS) if options["reduction"] == "none" else 1.0  # as DFT weighs tokens
+    # as DFT weighs tokens
+    weights = torch.linspace(0.5, 2.0, TOKENS) if options["reduction"] == "none" else 1.0
     whole = Ends(tied, bias=not tied)
     wanted = cross_entropy(whole(ids).view(-1, IDS), targets.view(-1), **options)
     (wanted * weights).sum().backward()
@@ -114,7 +119,9 @@ def test_the_loss_of_divided_words_and_its_gradients_are_those_of_whole_ones(
 
 
 @ranks
-def test_vectors_of_words_and_their_gradients_are_bitwise_those_of_the_whole_table(count: int) -> None:
+def test_vectors_of_words_and_their_gradients_are_bitwise_those_of_the_whole_table(
+    count: int,
+) -> None:
     ids, _ = rows()
     whole = Ends(tied=False)
     wanted = whole.embed(ids)
@@ -137,7 +144,9 @@ def test_logits_are_whole_where_nobody_asks_for_parts(count: int) -> None:
     ids, _ = rows()
     whole = Ends(tied=False, bias=True)
     wanted = whole(ids)
-    hidden = torch.randn(2, 3, HIDDEN, requires_grad=True, generator=torch.Generator().manual_seed(2))
+    hidden = torch.randn(
+        2, 3, HIDDEN, requires_grad=True, generator=torch.Generator().manual_seed(2)
+    )
     toward = torch.randn(2, 3, IDS, generator=torch.Generator().manual_seed(4))
     (gradient,) = torch.autograd.grad(whole.head(hidden), hidden, toward)
 
@@ -173,14 +182,19 @@ def test_of_a_token_three_numbers_are_exchanged_and_not_its_logits() -> None:
 
 def test_halves_have_a_loss_in_single_precision() -> None:
     ids, targets = rows()
-    wanted = cross_entropy(Ends(True, dtype=torch.bfloat16)(ids).float().view(-1, IDS), targets.view(-1))
+    wanted = cross_entropy(
+        Ends(True, dtype=torch.bfloat16)(ids).float().view(-1, IDS), targets.view(-1)
+    )
 
     def one(comm: Threads) -> Tensor:
         model: Any = divided(comm, Ends(True, dtype=torch.bfloat16))
         words: Any = words_of(model.head)
         hidden = model.hidden(ids)
         with words.left_apart():
-            loss: Tensor = words.cross_entropy(model.logits(hidden), targets, reduction="sum") / (targets != -100).sum()
+            loss: Tensor = (
+                words.cross_entropy(model.logits(hidden), targets, reduction="sum")
+                / (targets != -100).sum()
+            )
         loss.backward()
         assert model.head.weight.grad.dtype == torch.bfloat16
         return loss.detach()

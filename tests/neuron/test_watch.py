@@ -1,4 +1,6 @@
-"""A rank that waits for others in vain says so, shows where it stands, and ends; one that does not is left alone."""
+"""A rank that waits for others in vain says so, shows where it stands, and ends; one that does
+not is left alone.
+"""
 
 import subprocess
 import sys
@@ -14,7 +16,9 @@ from lema.errors import LemaError
 from lema_neuron.comm import Solo
 from lema_neuron.watch import Watch
 
-SOON, SOONER, NEVER = timedelta(milliseconds=30), timedelta(milliseconds=20), timedelta(hours=1)
+SOON = timedelta(milliseconds=30)
+SOONER = timedelta(milliseconds=20)
+NEVER = timedelta(hours=1)
 
 
 class Stuck(Solo):
@@ -29,7 +33,8 @@ class Stuck(Solo):
 
 
 def test_a_collective_that_takes_too_long_is_named_and_others_are_not() -> None:
-    told, gone = [], threading.Event()
+    told = []
+    gone = threading.Event()
 
     def over(what: str) -> None:
         told.append(what)
@@ -43,18 +48,24 @@ def test_a_collective_that_takes_too_long_is_named_and_others_are_not() -> None:
     watch.step_ended()
     gone.clear()
     comm.split([[0]]).all_reduce(torch.ones(2))
-    assert told[1:] == ["rank 0 of 1: all_reduce after 0:00:00.020000"], "the parts of a group are watched, less long"
+    assert told[1:] == ["rank 0 of 1: all_reduce after 0:00:00.020000"], (
+        "the parts of a group are watched, less long"
+    )
     watch.close()
     assert not any(one.name == "watch over other ranks" for one in threading.enumerate())
 
 
 def test_patience_that_shortens_counts_at_once() -> None:
-    """The thread that looks on sleeps for as long as it may; it must not sleep that long after the first step."""
+    """The thread that looks on sleeps for as long as it may; it must not sleep that long after
+    the first step.
+    """
     told = threading.Event()
     watch = Watch(NEVER, SOON, lambda _: told.set())
     comm = watch.around(Stuck(told))
     comm.barrier()
-    (looks_on,) = [one.ident for one in threading.enumerate() if one.name == "watch over other ranks"]
+    (looks_on,) = [
+        one.ident for one in threading.enumerate() if one.name == "watch over other ranks"
+    ]
     while sys._current_frames()[looks_on or 0].f_code.co_name != "wait":
         pass  # it has begun to sleep, for an hour
     watch.step_ended()
@@ -82,7 +93,9 @@ def test_a_rank_that_has_ended_is_told_in_a_sentence() -> None:
         raise RuntimeError("Connection closed by peer")
 
     def late() -> None:
-        raise RuntimeError("unbound_buffer.cc:78] Timed out waiting 300000ms for recv operation to complete")
+        raise RuntimeError(
+            "unbound_buffer.cc:78] Timed out waiting 300000ms for recv operation to complete"
+        )
 
     def full() -> None:
         raise RuntimeError("device: out of memory")
@@ -123,7 +136,9 @@ os._exit(0)
 @pytest.mark.slow
 def test_hosts_wait_for_each_other_as_long_as_was_said(tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text(LATE)
-    done = run_program([str(tmp_path / "late.py"), str(tmp_path / "told")], 2, tmp_path, timeout=100)
+    done = run_program(
+        [str(tmp_path / "late.py"), str(tmp_path / "told")], 2, tmp_path, timeout=100
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "did not answer in time" in (tmp_path / "told").read_text()
 
@@ -151,7 +166,12 @@ Watch(timedelta(milliseconds=200)).around(Stuck()).all_reduce(torch.ones(2))
 
 
 def test_the_process_ends_with_the_stacks_of_all_threads() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, timeout=60
+    )
     assert done.returncode == 1
-    assert "error: other ranks did not answer: rank 0 of 1: all_reduce after 0:00:00.200000" in done.stderr
+    assert (
+        "error: other ranks did not answer: rank 0 of 1: all_reduce after 0:00:00.200000"
+        in done.stderr
+    )
     assert "in nobody_answers" in done.stderr, "the stack of the thread that waits"

@@ -1,4 +1,6 @@
-"""A group whose ranks are threads of this process: for what a few tensors show, without starting processes."""
+"""A group whose ranks are threads of this process: for what a few tensors show, without starting
+processes.
+"""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +16,15 @@ PATIENCE = 30.0  # seconds, for a rank that failed alone
 
 
 class Threads:
-    """One rank's view of the group; what the ranks hand each other lies in a list that they share."""
+    """One rank's view of the group; what the ranks hand each other lies in a list that they
+    share.
+    """
 
     def __init__(self, rank: int, size: int, between: list[Any], barrier: Barrier) -> None:
-        self.rank, self.size, self._between, self._barrier = rank, size, between, barrier
+        self.rank = rank
+        self.size = size
+        self._between = between
+        self._barrier = barrier
         self.sent = 0  # elements that this rank has handed to the others
 
     def _exchanged(self, tensor: Tensor) -> list[Tensor]:
@@ -49,7 +56,8 @@ class Threads:
 
 def on_ranks(count: int, work: Callable[[Threads], Any]) -> list[Any]:
     """Return what `work` finds on each of so many ranks."""
-    between, barrier = [None] * count, Barrier(count)
+    between = [None] * count
+    barrier = Barrier(count)
 
     def one(rank: int) -> Any:
         try:

@@ -1,4 +1,6 @@
-"""Stand-ins for `torch_xla`: a device that is the CPU, and keeps the order of what is asked of it."""
+"""Stand-ins for `torch_xla`: a device that is the CPU, and keeps the order of what is asked of
+it.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,21 @@ class FakeXla:
     Attributes:
         log: what was asked for, in order: "upload", "sync", "wait".
         compiled: how many graphs were.
-        drawn: states of the CPU's generator, by the seed that stands for each, so that what the CPU draws counts; None:
-            the seed is one that was set.
+        drawn: states of the CPU's generator, by the seed that stands for each, so that what the CPU
+            draws counts; None: the seed is one that was set.
         adds_up: whether collectives do what they say; else nothing, and no word.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int = 0, size: int = 1) -> None:
         self.log: list[str] = []
-        self.compiled, self.seed, self.adds_up = 0, SEED, True
-        self.memory: Callable[[], dict[str, int]] = lambda: {"bytes_used": 3, "bytes_limit": 9, "peak_bytes_used": 5}
+        self.compiled = 0
+        self.seed = SEED
+        self.adds_up = True
+        self.memory: Callable[[], dict[str, int]] = lambda: {
+            "bytes_used": 3,
+            "bytes_limit": 9,
+            "peak_bytes_used": 5,
+        }
         self.xm: Any = RecordedXm()
         self.drawn: dict[int, Tensor] | None = None
         self.xm.get_rng_state = self._get_seed
@@ -46,12 +54,18 @@ class FakeXla:
         self.xm.wait_device_ops = lambda: self.log.append("wait")
         self.xm.get_memory_info = lambda device: self.memory()
         reduce = self.xm.all_reduce
-        self.xm.all_reduce = lambda kind, value, **named: self._reduced(reduce(kind, value, **named), value, size)
+        self.xm.all_reduce = lambda kind, value, **named: self._reduced(
+            reduce(kind, value, **named), value, size
+        )
         modules = {
             "torch_xla": SimpleNamespace(device=lambda: torch.device("cpu"), sync=self._sync),
             "torch_xla.core.xla_model": self.xm,
-            "torch_xla.debug.metrics": SimpleNamespace(counter_value=lambda name: self.compiled or None),
-            "torch_xla.runtime": SimpleNamespace(world_size=lambda: size, global_ordinal=lambda: rank),
+            "torch_xla.debug.metrics": SimpleNamespace(
+                counter_value=lambda name: self.compiled or None
+            ),
+            "torch_xla.runtime": SimpleNamespace(
+                world_size=lambda: size, global_ordinal=lambda: rank
+            ),
             "torch_xla.distributed.xla_backend": SimpleNamespace(),
         }
         for name, module in modules.items():
@@ -59,7 +73,9 @@ class FakeXla:
         monkeypatch.setattr(lazybits, "register", lambda: self.log.append("bits"))
         upload = lazydevice.LazySlots.upload
 
-        def logged(slots: lazydevice.LazySlots, source: Tensor, layout: SlotLayout | None = None) -> Upload:
+        def logged(
+            slots: lazydevice.LazySlots, source: Tensor, layout: SlotLayout | None = None
+        ) -> Upload:
             self.log.append("upload")
             return upload(slots, source, layout)
 
@@ -79,9 +95,17 @@ class FakeXla:
     def _set_seed(self, seed: int, device: str) -> None:
         assert 0 <= seed < 1 << 64
         self.seed = seed
-        if self.drawn is not None and seed in self.drawn:  # else torch was seeded, and the CPU with it
+        if (
+            self.drawn is not None and seed in self.drawn
+        ):  # else torch was seeded, and the CPU with it
             torch.set_rng_state(self.drawn[seed])
 
     def _reduced(self, total: Tensor, value: Tensor, size: int) -> Tensor:
         numbers = size * (size + 1) / 2  # of a start at which each process gives its rank, from 1
-        return torch.full_like(value, numbers) if self.adds_up and value.numel() == 1 else value if size > 1 else total
+        return (
+            torch.full_like(value, numbers)
+            if self.adds_up and value.numel() == 1
+            else value
+            if size > 1
+            else total
+        )

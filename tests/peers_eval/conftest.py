@@ -1,4 +1,6 @@
-"""lm-evaluation-harness is installed in an environment of its own (`tox -e eval`); elsewhere nothing is collected."""
+"""lm-evaluation-harness is installed in an environment of its own (`tox -e eval`); elsewhere
+nothing is collected.
+"""
 
 from importlib.util import find_spec
 

@@ -1,7 +1,9 @@
-"""liger-kernel is in an environment of its own (`tox -e kernels`); elsewhere there is nothing to collect here.
+"""liger-kernel is in an environment of its own (`tox -e kernels`); elsewhere there is nothing to
+collect here.
 
-Its kernels run on the CPU, by Triton's interpreter (`TRITON_INTERPRET=1`). That has neither the functions of a device's
-library, nor scalar arguments with the dtype that a compiled kernel gives them, so both are put in here.
+Its kernels run on the CPU, by Triton's interpreter (`TRITON_INTERPRET=1`). That has neither the
+functions of a device's library, nor scalar arguments with the dtype that a compiled kernel gives
+them, so both are put in here.
 """
 
 import os
@@ -21,9 +23,14 @@ if find_spec("liger_kernel") and os.environ.get("TRITON_INTERPRET") == "1":
 
     def with_dtype(value):
         if isinstance(value, float):
-            return tl.tensor(interpreter.TensorHandle(np.array([value], dtype=np.float32), tl.float32), tl.float32)
+            return tl.tensor(
+                interpreter.TensorHandle(np.array([value], dtype=np.float32), tl.float32),
+                tl.float32,
+            )
         return converted(value)
 
     interpreter._implicit_cvt = with_dtype
-    rms_norm.rsqrt = lambda one: tl.rsqrt(one)  # looked up at the call, because the interpreter replaces it then
+    rms_norm.rsqrt = lambda one: tl.rsqrt(
+        one
+    )  # looked up at the call, because the interpreter replaces it then
     geglu.tanh = lambda one: 2 * tl.sigmoid(2 * one) - 1

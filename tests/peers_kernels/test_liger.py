@@ -1,4 +1,6 @@
-"""Steps of LEMA with the kernels of `liger-kernel` itself, against PEFT, on the CPU by Triton's interpreter."""
+"""Steps of LEMA with the kernels of `liger-kernel` itself, against PEFT, on the CPU by Triton's
+interpreter.
+"""
 
 import sys
 from pathlib import Path
@@ -13,7 +15,14 @@ from parity import draw_b, trained
 from peft import get_peft_model
 from tinyconfig import tiny_config
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, Gemma3TextConfig, Glm4Config, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import (
+    AutoConfig,
+    Gemma3TextConfig,
+    Glm4Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
 
 from lema.engine.head.loss import targets_of
 from lema.model.skeleton import auto_class
@@ -44,7 +53,10 @@ DEEP: dict[str, tuple[PreTrainedConfig, str]] = {
 KNOWN = [kind for kind in MODEL_TYPE_TO_APPLY_LIGER_FN if kind in STREAMED]
 # Of these liger-kernel 0.8.5 needs names that this transformers does not have.
 UNFIT = {"glm4v_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
-ROUGH = {"qwen3_5_moe", "qwen3_5_moe_text"}  # their gradients in fp32 are themselves further from those in fp64
+ROUGH = {
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+}  # their gradients in fp32 are themselves further from those in fp64
 NOTHING = {"nemotron"}  # it has neither an RMS norm nor a gated MLP
 FAST = {"arithmetic": "fast"}
 
@@ -52,7 +64,8 @@ FAST = {"arithmetic": "fast"}
 class Fusing(CpuBackend):
     """The CPU, with the kernels of the CUDA backend."""
 
-    fuse, attention = CudaBackend.fuse, None
+    fuse = CudaBackend.fuse
+    attention = None
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +118,8 @@ def test_exact_in_the_same_process_is_bitwise_pefts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KNOWN)
 def test_every_type_that_liger_knows(kind: str, tmp_path: Path) -> None:
     with opened(write_model(tiny_config(kind), tmp_path / "said"), **FAST) as model:
-        said, modules = model.fused, [*model.skeleton.modules()]
+        said = model.fused
+        modules = [*model.skeleton.modules()]
         fused = [one for one in modules if isinstance(vars(one).get("forward"), liger.Fused)]
     assert said is not None and ("fuses nothing" in said) is not bool(fused)
     assert ("does not fit" in said) is (kind in UNFIT)
@@ -114,18 +128,25 @@ def test_every_type_that_liger_knows(kind: str, tmp_path: Path) -> None:
     if fused:
         found = compare(kind, tmp_path / "compared", **FAST)
         assert max(found.logits, found.loss) <= 2e-6 and not found.idle_layers
-        assert found.worst <= 2e-5 or (kind in ROUGH and found.worst <= 1.5 * own_rounding(kind, tmp_path / "own"))
+        assert found.worst <= 2e-5 or (
+            kind in ROUGH and found.worst <= 1.5 * own_rounding(kind, tmp_path / "own")
+        )
 
 
 def own_rounding(kind: str, directory: Path) -> float:
-    """Return how far the gradients of PEFT's own step in fp32 are from those in fp64, as `compare` measures it."""
-    published, made = write_model(tiny_config(kind), directory), list[dict[str, Any]]()
+    """Return how far the gradients of PEFT's own step in fp32 are from those in fp64, as
+    `compare` measures it.
+    """
+    published = write_model(tiny_config(kind), directory)
+    made = list[dict[str, Any]]()
     with opened(published) as model:
         adapter = model.lora_manager.peft_config["default"]
     for dtype in (torch.float32, torch.float64):
         # One expert after the other, because grouped products have no fp64.
         options = {"dtype": dtype, "experts_implementation": "eager"}
-        base = auto_class(AutoConfig.from_pretrained(published)).from_pretrained(published, **options)
+        base = auto_class(AutoConfig.from_pretrained(published)).from_pretrained(
+            published, **options
+        )
         torch.manual_seed(SEED)
         whole = get_peft_model(base, adapter).train()
         draw_b(whole)
@@ -136,7 +157,9 @@ def own_rounding(kind: str, directory: Path) -> float:
                     parameter.copy_(made[0][name].detach())
         for batch in micro_batches():
             logits = whole(input_ids=batch["input_ids"], use_cache=False).logits
-            cross_entropy(logits.flatten(0, 1), targets_of(batch["labels"]).flatten(), reduction="sum").backward()
+            cross_entropy(
+                logits.flatten(0, 1), targets_of(batch["labels"]).flatten(), reduction="sum"
+            ).backward()
         made.append(trained(whole))
     single, double = made
     return max(difference(single[name].grad.double(), one.grad) for name, one in double.items())

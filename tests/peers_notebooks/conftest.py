@@ -1,4 +1,6 @@
-"""nbclient has an environment of its own (`tox -e notebooks`); elsewhere there is nothing to collect here."""
+"""nbclient has an environment of its own (`tox -e notebooks`); elsewhere there is nothing to
+collect here.
+"""
 
 from importlib.util import find_spec
 

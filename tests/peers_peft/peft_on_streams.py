@@ -1,7 +1,8 @@
 """A plugin for pytest that runs tests of PEFT's on streamed models, and on small models made here.
 
-PEFT's tests name models of the hub. Each is made from a configuration of its type instead. What they attach an adapter
-to is saved, and opened by `lema.streamed`. `LEMA_PEERS_PEFT=whole` leaves the models whole.
+PEFT's tests name models of the hub. Each is made from a configuration of its type instead. What
+they attach an adapter to is saved, and opened by `lema.streamed`. `LEMA_PEERS_PEFT=whole` leaves
+the models whole.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ TYPES = {
     "mistral": "mistral",
 }
 VOCABULARY = 128  # more than the tokens that a test names
-get_peft_model, from_pretrained = peft.get_peft_model, PeftModel.from_pretrained
+get_peft_model = peft.get_peft_model
+from_pretrained = PeftModel.from_pretrained
 load = AutoModelForCausalLM.from_pretrained
 
 
@@ -62,7 +64,9 @@ def made(model_id: str) -> str:
 
 def load_here(model_id: str, *args: Any, **kwargs: Any) -> PreTrainedModel:
     """Load a model as `from_pretrained` does, but no other than those made here."""
-    found: PreTrainedModel = load(model_id if Path(model_id).is_dir() else made(model_id), *args, **kwargs)
+    found: PreTrainedModel = load(
+        model_id if Path(model_id).is_dir() else made(model_id), *args, **kwargs
+    )
     return found
 
 
@@ -71,22 +75,30 @@ def streamed(model: PreTrainedModel, adapter: Any) -> Any:
     place = tempfile.mkdtemp(prefix="streamed-")
     model.save_pretrained(place)
     seed = int(torch.randint(2**31, (1,)))  # by what the test has seeded
-    with pytest.MonkeyPatch.context() as patch:  # because LEMA attaches adapters by PEFT's own functions
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # because LEMA attaches adapters by PEFT's own functions
         patch.setattr(peft, "get_peft_model", get_peft_model)
         patch.setattr(PeftModel, "from_pretrained", from_pretrained)
         return lema.streamed(place, adapter, device="cpu", dtype=model.dtype, seed=seed)
 
 
 def attach(model: Any, config: Any, adapter_name: str = "default", **kwargs: Any) -> Any:
-    """Stand for `get_peft_model`. An adapter of another name is added to a streamed model, and the first deleted."""
+    """Stand for `get_peft_model`. An adapter of another name is added to a streamed model, and
+    the first deleted.
+    """
     if not isinstance(model, PreTrainedModel) or not isinstance(config, LoraConfig):
         return get_peft_model(model, config, adapter_name, **kwargs)
     config.base_model_name_or_path = None
     if adapter_name == "default":
         found = streamed(model, config)
-        config.target_modules = found.peft_config[adapter_name].target_modules  # as PEFT fills them in
+        config.target_modules = found.peft_config[
+            adapter_name
+        ].target_modules  # as PEFT fills them in
     else:
-        found = streamed(model, replace(config, bias="none"))  # because two adapters with biases are refused
+        found = streamed(
+            model, replace(config, bias="none")
+        )  # because two adapters with biases are refused
         found.add_adapter(adapter_name, config)
         found.set_adapter(adapter_name)
         found.delete_adapter("default")
@@ -117,7 +129,9 @@ def is_of_lora(item: Any) -> bool:
     """Whether a test is of LoRA: by its parameters, or else by its code."""
     source = inspect.getsource(item.function)
     method = getattr(getattr(item, "callspec", None), "params", {}).get("config_cls")
-    return method is LoraConfig if method is not None else bool(re.search(r"\bLoraConfig\b", source))
+    return (
+        method is LoraConfig if method is not None else bool(re.search(r"\bLoraConfig\b", source))
+    )
 
 
 def limit_of(name: str) -> tuple[str, str] | None:
@@ -127,7 +141,11 @@ def limit_of(name: str) -> tuple[str, str] | None:
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     """Keep the tests of LoRA that need nothing but a model."""
-    kept = [one for one in items if is_of_lora(one) and not any(re.search(name, one.name) for name in NOT_HERE)]
+    kept = [
+        one
+        for one in items
+        if is_of_lora(one) and not any(re.search(name, one.name) for name in NOT_HERE)
+    ]
     config.hook.pytest_deselected(items=[one for one in items if one not in kept])
     items[:] = kept
 

@@ -1,6 +1,7 @@
 """PEFT's own LoRA tests on streamed models: `tox -e peers-peft -- [arguments of pytest]`.
 
-The tests are read from the source distribution of the installed version, and stay in a temporary directory.
+The tests are read from the source distribution of the installed version, and stay in a temporary
+directory.
 """
 
 import subprocess
@@ -16,8 +17,16 @@ HERE = Path(__file__).resolve().parent
 
 def unpacked(place: Path) -> Path:
     """Download PEFT's sources and return the directory of its tests, made a package."""
-    wanted = ["--no-binary", "peft", "--no-deps", "--no-build-isolation", f"peft=={version('peft')}"]
-    subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--dest", place, *wanted], check=True)
+    wanted = [
+        "--no-binary",
+        "peft",
+        "--no-deps",
+        "--no-build-isolation",
+        f"peft=={version('peft')}",
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "pip", "download", "--quiet", "--dest", place, *wanted], check=True
+    )
     with tarfile.open(next(place.glob("peft-*.tar.gz"))) as archive:
         archive.extractall(place, filter="data")
     tests = next(place.glob("peft-*/tests"))
@@ -36,8 +45,20 @@ def main() -> int:
             HERE.parents[1] / "backends",
             HERE.parents[1] / "tools",
         ]
-        start = f"import sys, pytest; sys.path[:0] = {[*map(str, paths)]!r}; sys.exit(pytest.main(sys.argv[1:]))"
-        options = ["-p", "peft_on_streams", "-p", "no:cacheprovider", "--rootdir", tests.parent, "-c", "/dev/null"]
+        start = (
+            f"import sys, pytest; sys.path[:0] = {[*map(str, paths)]!r}; "
+            "sys.exit(pytest.main(sys.argv[1:]))"
+        )
+        options = [
+            "-p",
+            "peft_on_streams",
+            "-p",
+            "no:cacheprovider",
+            "--rootdir",
+            tests.parent,
+            "-c",
+            "/dev/null",
+        ]
         own = list(sys.argv[1:])
         return subprocess.run(
             [sys.executable, "-c", start, *options, *(tests / name for name in FILES), *own]

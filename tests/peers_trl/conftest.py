@@ -1,4 +1,6 @@
-"""TRL is installed in an environment of its own (`tox -e trl`); elsewhere there is nothing to collect here."""
+"""TRL is installed in an environment of its own (`tox -e trl`); elsewhere there is nothing to
+collect here.
+"""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,6 @@
-"""A stand-in for a vLLM server, as far as TRL's asynchronous GRPO asks: adapters are handed over as PEFT's files."""
+"""A stand-in for a vLLM server, as far as TRL's asynchronous GRPO asks: adapters are handed over
+as PEFT's files.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class _Server(HTTPServer):
     """Has the whole model, and the adapters that it was told of."""
 
     def __init__(self, base: Path) -> None:
-        self.base, self.model, self.told = base, None, []  # `told`: every path that was asked for
+        self.base = base
+        self.model = None
+        self.told = []  # `told`: every path that was asked for
         super().__init__(("127.0.0.1", 0), _Answers)
 
     @property
@@ -44,7 +48,9 @@ class _Server(HTTPServer):
         return {}
 
     @torch.no_grad()
-    def complete(self, model: str, prompt: list[int], n: int, max_tokens: int, seed: int) -> dict[str, Any]:
+    def complete(
+        self, model: str, prompt: list[int], n: int, max_tokens: int, seed: int
+    ) -> dict[str, Any]:
         """Sample `n` completions; a token comes with its log-probability."""
         self.model.set_adapter(model)
         self.model.eval()
@@ -62,7 +68,12 @@ class _Server(HTTPServer):
                 return_dict_in_generate=True,
             )
         tokens = made.sequences[:, len(prompt) :]
-        logps = torch.stack(made.logits, dim=1).log_softmax(-1).gather(2, tokens.unsqueeze(2)).squeeze(2)
+        logps = (
+            torch.stack(made.logits, dim=1)
+            .log_softmax(-1)
+            .gather(2, tokens.unsqueeze(2))
+            .squeeze(2)
+        )
         ends = [[*row, 2].index(2) + 1 for row in tokens.tolist()]  # 2 ends a text
         return {
             "choices": [
@@ -109,7 +120,9 @@ def asked(url: str, **what: Any) -> Any:
 def generation_server(base: Path) -> Iterator[_Server]:
     """Run a server of a model's directory while the block runs."""
     with _Server(base) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread = threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        )
         thread.start()
         try:
             yield server

@@ -1,4 +1,6 @@
-"""TRL's trainers, and transformers' own, train a streamed model to the same bits as the whole one with PEFT."""
+"""TRL's trainers, and transformers' own, train a streamed model to the same bits as the whole
+one with PEFT.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_twenty_steps_are_those_of_the_whole_model_to_the_last_bit(kind: str, directory: Path, tmp_path: Path) -> None:
+def test_twenty_steps_are_those_of_the_whole_model_to_the_last_bit(
+    kind: str, directory: Path, tmp_path: Path
+) -> None:
     losses, weights = outcome(trainer_of(kind, whole_model(directory), tmp_path))
     model = streamed_model(directory)
     found_losses, found = outcome(trainer_of(kind, model, tmp_path))
@@ -50,7 +54,11 @@ def test_twenty_steps_are_those_of_the_whole_model_to_the_last_bit(kind: str, di
     assert len(set(losses)) > 10
     assert found.keys() == weights.keys()
     assert all(torch.equal(one, weights[name]) for name, one in found.items())
-    assert all(one.is_meta for name, one in model.named_parameters() if ".layers." in name and "lora_" not in name)
+    assert all(
+        one.is_meta
+        for name, one in model.named_parameters()
+        if ".layers." in name and "lora_" not in name
+    )
     model.close()
 
 
@@ -70,8 +78,18 @@ class StreamingKTO(StreamingMixin, RecordedKTO):
     pass
 
 
-STREAMING = {"trainer": StreamingTrainer, "sft": StreamingSFT, "dpo": StreamingDPO, "kto": StreamingKTO}
-ONCE_UP = {"trainer": 0, "sft": 0, "dpo": 1, "kto": 3}  # forwards without a backward: references, and KL's completions
+STREAMING = {
+    "trainer": StreamingTrainer,
+    "sft": StreamingSFT,
+    "dpo": StreamingDPO,
+    "kto": StreamingKTO,
+}
+ONCE_UP = {
+    "trainer": 0,
+    "sft": 0,
+    "dpo": 1,
+    "kto": 3,
+}  # forwards without a backward: references, and KL's completions
 
 
 @pytest.mark.parametrize("kind", STREAMING)
@@ -79,12 +97,18 @@ def test_accumulation_is_one_pass_of_the_same_bits(kind: str, llama: Path, tmp_p
     accumulated = {"gradient_accumulation_steps": 4, "max_steps": 5, "max_grad_norm": 0.1}
     losses, weights = outcome(trainer_of(kind, whole_model(llama), tmp_path, **accumulated))
     model = streamed_model(llama)
-    found_losses, found = outcome(trainer_of(kind, model, tmp_path, trainer=STREAMING[kind], **accumulated))
+    found_losses, found = outcome(
+        trainer_of(kind, model, tmp_path, trainer=STREAMING[kind], **accumulated)
+    )
     assert found_losses == losses
     assert all(torch.equal(one, weights[name]) for name, one in found.items())
-    counters, slots = model.opened.memory.counters, model.opened.memory.num_slots
-    assert counters.leases == 5 * NUM_LAYERS * (2 + ONCE_UP[kind]) + 1  # and one to learn what a layer returns
-    # Around a turn the slots keep their layers: at the top before the backward, at the bottom after it.
+    counters = model.opened.memory.counters
+    slots = model.opened.memory.num_slots
+    assert (
+        counters.leases == 5 * NUM_LAYERS * (2 + ONCE_UP[kind]) + 1
+    )  # and one to learn what a layer returns
+    # Around a turn the slots keep their layers: at the top before the backward, at the bottom after
+    # it.
     steady = 2 * (NUM_LAYERS - slots) + ONCE_UP[kind] * NUM_LAYERS
     assert counters.layers_read == 5 * steady + slots
     model.close()

@@ -16,6 +16,7 @@ from trlruns import (
     adapters,
     lora,
     outcome,
+    recomputing,
     save,
     streamed_model,
     text,
@@ -48,7 +49,9 @@ def model(directory: Path) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["trainer", "sft"])
-def test_a_run_is_resumed_from_the_trainers_own_checkpoint(kind: str, directory: Path, tmp_path: Path) -> None:
+def test_a_run_is_resumed_from_the_trainers_own_checkpoint(
+    kind: str, directory: Path, tmp_path: Path
+) -> None:
     saving = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8}
     whole = streamed_model(directory)
     losses, weights = outcome(trainer_of(kind, whole, tmp_path / "whole", **saving))
@@ -64,7 +67,9 @@ def test_a_run_is_resumed_from_the_trainers_own_checkpoint(kind: str, directory:
     again.close()
 
 
-def test_the_best_checkpoint_is_loaded_and_evaluations_are_the_whole_models(directory: Path, tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_loaded_and_evaluations_are_the_whole_models(
+    directory: Path, tmp_path: Path
+) -> None:
     found = []
     for model in (whole_model(directory), streamed_model(directory)):
         arguments = {
@@ -88,7 +93,9 @@ def test_the_best_checkpoint_is_loaded_and_evaluations_are_the_whole_models(dire
     assert all(torch.equal(one, weights[name]) for name, one in others.items())
 
 
-def test_reference_log_probabilities_are_computed_beforehand(directory: Path, tmp_path: Path) -> None:
+def test_reference_log_probabilities_are_computed_beforehand(
+    directory: Path, tmp_path: Path
+) -> None:
     arguments = {"precompute_ref_log_probs": True, "max_steps": 4}
     losses, _ = outcome(trainer_of("dpo", whole_model(directory), tmp_path, **arguments))
     model = streamed_model(directory)
@@ -96,7 +103,9 @@ def test_reference_log_probabilities_are_computed_beforehand(directory: Path, tm
     model.close()
 
 
-def test_models_with_other_layers_do_not_share_them(directory: Path, model: Any, tmp_path: Path) -> None:
+def test_models_with_other_layers_do_not_share_them(
+    directory: Path, model: Any, tmp_path: Path
+) -> None:
     from trl.trainer.utils import hash_module
 
     changed = AutoModelForCausalLM.from_pretrained(directory)
@@ -115,10 +124,12 @@ def test_what_a_trainer_saves_is_peft_s(directory: Path, model: Any, tmp_path: P
     trainer = trainer_of("sft", model, tmp_path, max_steps=3)
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
-    assert json.loads((tmp_path / "saved" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
-        directory
+    assert json.loads((tmp_path / "saved" / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == str(directory)
+    loaded = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(directory), tmp_path / "saved"
     )
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(directory), tmp_path / "saved")
     assert all(torch.equal(one, adapters(model)[name]) for name, one in adapters(loaded).items())
     again = lema.streamed(directory, tmp_path / "saved", device="cpu")
     assert all(torch.equal(one, adapters(model)[name]) for name, one in adapters(again).items())
@@ -129,7 +140,9 @@ def test_what_a_trainer_saves_is_peft_s(directory: Path, model: Any, tmp_path: P
 def test_accumulation_warns_once_and_is_right(directory: Path, model: Any, tmp_path: Path) -> None:
     accumulated = {"gradient_accumulation_steps": 2, "max_steps": 4}
     losses, weights = outcome(trainer_of("sft", whole_model(directory), tmp_path, **accumulated))
-    with pytest.warns(UserWarning, match=r"each batch streams [\d.]+ kB of weights once more") as warned:
+    with pytest.warns(
+        UserWarning, match=r"each batch streams [\d.]+ kB of weights once more"
+    ) as warned:
         found_losses, found = outcome(trainer_of("sft", model, tmp_path, **accumulated))
     assert len([one for one in warned if "streams" in str(one.message)]) == 1
     assert found_losses == losses
@@ -141,7 +154,7 @@ def test_accumulation_warns_once_and_is_right(directory: Path, model: Any, tmp_p
     [
         ("sft", {"packing": True, "max_length": 32}, {}),
         ("sft", {"loss_type": "dft"}, {}),
-        ("sft", {"activation_checkpointing": False}, {"lora_dropout": 0.1}),
+        ("sft", recomputing(False), {"lora_dropout": 0.1}),
         ("sft", {"bf16": True}, {}),
         ("sft", {"neftune_noise_alpha": 5.0}, {}),
         ("dpo", {"loss_type": ["ipo"], "padding_free": True}, {}),
@@ -155,7 +168,9 @@ def test_ways_to_train_are_the_whole_models(
     kind: str, arguments: dict[str, Any], options: dict[str, Any], directory: Path, tmp_path: Path
 ) -> None:
     arguments = {"max_steps": 3, **arguments}
-    losses, weights = outcome(trainer_of(kind, whole_model(directory, **options), tmp_path, **arguments))
+    losses, weights = outcome(
+        trainer_of(kind, whole_model(directory, **options), tmp_path, **arguments)
+    )
     model = streamed_model(directory, **options)
     found_losses, found = outcome(trainer_of(kind, model, tmp_path, **arguments))
     assert found_losses == losses
@@ -195,7 +210,8 @@ def test_the_mixin_opens_a_model_by_its_name(directory: Path, model: Any, tmp_pa
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_the_loss_of_routers_is_the_whole_models(kind: str, tmp_path: Path) -> None:
     """TRL asks mixtures of experts for it unless it is told not to."""
-    directory, options = save("qwen3_moe", tmp_path / "model"), {"router_aux_loss_coef": 0.5}
+    directory = save("qwen3_moe", tmp_path / "model")
+    options = {"router_aux_loss_coef": 0.5}
     losses, weights = outcome(trainer_of(kind, whole_model(directory), tmp_path, **options))
     without, _ = outcome(trainer_of(kind, whole_model(directory), tmp_path))
     assert losses != without
@@ -206,8 +222,11 @@ def test_the_loss_of_routers_is_the_whole_models(kind: str, tmp_path: Path) -> N
     model.close()
 
 
-def test_the_loss_of_routers_of_a_wide_batch_is_that_of_its_rows_and_joined_batches_have_none(tmp_path: Path) -> None:
-    directory, options = save("qwen3_moe", tmp_path / "model"), {"router_aux_loss_coef": 0.5}
+def test_the_loss_of_routers_of_a_wide_batch_is_that_of_its_rows_and_joined_batches_have_none(
+    tmp_path: Path,
+) -> None:
+    directory = save("qwen3_moe", tmp_path / "model")
+    options = {"router_aux_loss_coef": 0.5}
     losses, weights = outcome(trainer_of("sft", whole_model(directory), tmp_path, **options))
     model = streamed_model(directory, {"micro_batch_size": 1})
     found_losses, found = outcome(trainer_of("sft", model, tmp_path, **options))
@@ -215,14 +234,24 @@ def test_the_loss_of_routers_of_a_wide_batch_is_that_of_its_rows_and_joined_batc
     assert all(torch.allclose(one, weights[name], atol=1e-4) for name, one in found.items())
     model.close()
     model = streamed_model(directory)
-    with pytest.raises(ConfigError, match=r"does not support the loss of routers(.|\n)*router_aux_loss_coef to 0\.0"):
-        trainer_of("sft", model, tmp_path, trainer=StreamingSFT, gradient_accumulation_steps=2, **options).train()
+    with pytest.raises(
+        ConfigError,
+        match=r"does not support the loss of routers(.|\n)*router_aux_loss_coef to 0\.0",
+    ):
+        trainer_of(
+            "sft", model, tmp_path, trainer=StreamingSFT, gradient_accumulation_steps=2, **options
+        ).train()
     model.close()
 
 
-def test_generation_in_a_trainer_reads_each_layer_once_per_token(directory: Path, model: Any) -> None:
+def test_generation_in_a_trainer_reads_each_layer_once_per_token(
+    directory: Path, model: Any
+) -> None:
     prompts = tokenizer()(
-        [text(number, 4 + number % 3) for number in range(5)], padding=True, padding_side="left", return_tensors="pt"
+        [text(number, 4 + number % 3) for number in range(5)],
+        padding=True,
+        padding_side="left",
+        return_tensors="pt",
     )
     prompts.pop("token_type_ids", None)
     whole = whole_model(directory).eval()

@@ -1,4 +1,6 @@
-"""GRPO by TRL: the streamed model makes completions itself, or a server does that is handed the adapter alone."""
+"""GRPO by TRL: the streamed model makes completions itself, or a server does that is handed the
+adapter alone.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from generationserver import asked, generation_server
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing, vllm_client
+from trl.experimental.async_grpo import (
+    AsyncGRPOConfig,
+    AsyncGRPOTrainer,
+    async_grpo_trainer,
+    packing,
+    vllm_client,
+)
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from trl.generation.vllm_generation import VLLMGeneration
 from trlruns import (
@@ -27,6 +35,7 @@ from trlruns import (
     Recorded,
     lora,
     outcome,
+    recomputing,
     save,
     streamed_model,
     text,
@@ -39,12 +48,19 @@ from lema import StreamingMixin
 from lema.errors import ConfigError
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_(en|dis)able` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:`gradient_checkpointing_(en|dis)able` is deprecated:FutureWarning"
+    ),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:You are using 'rollout_func'"),
 ]
 PROMPTS = [{"prompt": text(number, 4 + number % 3)} for number in range(12)]
-SAMPLED = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 5, "max_steps": 4}
+SAMPLED = {
+    "per_device_train_batch_size": 4,
+    "num_generations": 4,
+    "max_completion_length": 5,
+    "max_steps": 4,
+}
 MADE: list[Any] = []  # the tokens of every completion that was rewarded
 
 
@@ -88,7 +104,9 @@ def run(
 ) -> tuple[list[float], dict[str, Tensor], list[Any]]:
     """Train; return losses, adapter and completions."""
     MADE.clear()
-    losses, weights = outcome(trainer_of(kind, model, directory, trainer=trainer, **{**SAMPLED, **arguments}))
+    losses, weights = outcome(
+        trainer_of(kind, model, directory, trainer=trainer, **{**SAMPLED, **arguments})
+    )
     return losses, weights, list(MADE)
 
 
@@ -102,13 +120,24 @@ def same(found: Any, expected: Any) -> None:
     assert any(one.abs().sum() > 0 for name, one in expected[1].items() if "lora_B" in name)
 
 
-# Without more, completions are made for each optimizer step; in the others one batch of them serves several.
-REUSED = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 2, "beta": 0.1}
+# Without more, completions are made for each optimizer step; in the others one batch of them serves
+# several.
+REUSED = {
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+    "num_iterations": 2,
+    "beta": 0.1,
+}
 
 
 @pytest.mark.parametrize(
     ("kind", "shape", "arguments"),
-    [("grpo", "llama", {}), ("grpo", "llama", REUSED), ("grpo", "gemma3", {"beta": 0.1}), ("rloo", "llama", {})],
+    [
+        ("grpo", "llama", {}),
+        ("grpo", "llama", REUSED),
+        ("grpo", "gemma3", {"beta": 0.1}),
+        ("rloo", "llama", {}),
+    ],
     ids=["llama", "llama_reused_with_reference", "gemma3_with_reference", "rloo"],
 )
 @pytest.mark.filterwarnings("ignore:gradients are accumulated over several batches")
@@ -124,9 +153,16 @@ def test_a_streamed_model_makes_the_completions_losses_and_adapters_of_the_whole
 
 
 @pytest.mark.filterwarnings("ignore:gradients are accumulated over several batches")
-def test_the_mixin_joins_batches_whose_completions_are_made_in_the_step(llama: Path, tmp_path: Path) -> None:
+def test_the_mixin_joins_batches_whose_completions_are_made_in_the_step(
+    llama: Path, tmp_path: Path
+) -> None:
     # Completions are made for two batches at once, twice in an optimizer step.
-    accumulated = {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "max_steps": 2, "beta": 0.1}
+    accumulated = {
+        "gradient_accumulation_steps": 4,
+        "steps_per_generation": 2,
+        "max_steps": 2,
+        "beta": 0.1,
+    }
     expected = run(whole_model(llama), tmp_path, **accumulated)
     leases = []
     for trainer in (RecordedGRPO, StreamingGRPO):
@@ -141,21 +177,26 @@ def test_the_mixin_joins_batches_whose_completions_are_made_in_the_step(llama: P
 def test_merged_weights_for_a_server_are_refused(llama: Path) -> None:
     model = streamed_model(llama)
     server: Any = object.__new__(VLLMGeneration)  # its own __init__ needs vLLM
-    server.model, server._dist = model, SimpleNamespace(gather_params=nullcontext)
+    server.model = model
+    server._dist = SimpleNamespace(gather_params=nullcontext)
     with pytest.raises(
-        ConfigError, match=r"(?s)merging an adapter into weights that are in files.*the adapter's files"
+        ConfigError,
+        match=r"(?s)merging an adapter into weights that are in files.*the adapter's files",
     ):
         next(iter(server._iter_named_params()))
     model.close()
 
 
-def test_a_server_makes_the_completions_of_adapters_that_it_is_handed(llama: Path, tmp_path: Path) -> None:
+def test_a_server_makes_the_completions_of_adapters_that_it_is_handed(
+    llama: Path, tmp_path: Path
+) -> None:
     found = []
     for model in (whole_model(llama), streamed_model(llama)):
         with generation_server(llama) as server:
 
             def rollout(prompts: list[str], trainer: Any, url: str = server.url) -> dict[str, Any]:
-                name, step = f"policy-{trainer.state.global_step}", trainer.state.global_step
+                name = f"policy-{trainer.state.global_step}"
+                step = trainer.state.global_step
                 place = tmp_path / type(trainer.model).__name__ / name
                 trainer.accelerator.unwrap_model(trainer.model).save_pretrained(place)
                 asked(f"{url}/v1/load_lora_adapter", lora_name=name, lora_path=str(place))
@@ -163,7 +204,9 @@ def test_a_server_makes_the_completions_of_adapters_that_it_is_handed(llama: Pat
                 for number, prompt in enumerate(prompts):
                     ids = trainer.processing_class(prompt)["input_ids"]
                     more = {"n": 1, "max_tokens": 5, "seed": 100 * step + number}
-                    (one,) = asked(f"{url}/v1/completions", model=name, prompt=ids, **more)["choices"]
+                    (one,) = asked(f"{url}/v1/completions", model=name, prompt=ids, **more)[
+                        "choices"
+                    ]
                     made["prompt_ids"].append(ids)
                     made["completion_ids"].append(one["token_ids"])
                     made["logprobs"].append(one["logprobs"]["token_logprobs"])
@@ -179,12 +222,16 @@ def test_a_server_makes_the_completions_of_adapters_that_it_is_handed(llama: Pat
 
 
 class Worker:
-    """Has a server complete a prompt whenever the policy moves, and two at first, because one batch is read ahead."""
+    """Has a server complete a prompt whenever the policy moves, and two at first, because one
+    batch is read ahead.
+    """
 
     def __init__(self, url: str) -> None:
         self.rollout_buffer: Any = queue.Queue()
         self.metrics_queue: Any = queue.Queue()
-        self._url, self._version, self._groups = url, 0, 0
+        self._url = url
+        self._version = 0
+        self._groups = 0
 
     def start(self) -> None:
         self._complete()
@@ -203,17 +250,26 @@ class Worker:
 
     def _complete(self) -> None:
         ids = tokenizer()(PROMPTS[self._groups]["prompt"])["input_ids"]
-        asking = {"model": f"trl-policy-v{self._version}", "n": 4, "max_tokens": 5, "seed": self._groups}
+        asking = {
+            "model": f"trl-policy-v{self._version}",
+            "n": 4,
+            "max_tokens": 5,
+            "seed": self._groups,
+        }
         choices = asked(f"{self._url}/v1/completions", prompt=ids, **asking)["choices"]
         made = [one["token_ids"] for one in choices]
-        rewards = np.array(low_words(tokenizer().batch_decode(made, skip_special_tokens=True), made))
+        rewards = np.array(
+            low_words(tokenizer().batch_decode(made, skip_special_tokens=True), made)
+        )
         for choice, of, reward in zip(choices, made, rewards, strict=True):
             sample = RolloutSample(
                 prompt=[],
                 completion=[],
                 input_ids=np.array([*ids, *of]),
                 completion_mask=np.array([0] * len(ids) + [1] * len(of)),
-                old_log_probs=np.array([0.0] * len(ids) + choice["logprobs"]["token_logprobs"], dtype=np.float32),
+                old_log_probs=np.array(
+                    [0.0] * len(ids) + choice["logprobs"]["token_logprobs"], dtype=np.float32
+                ),
                 advantage=float((reward - rewards.mean()) / (rewards.std() + 1e-4)),
                 model_version=self._version,
                 group_id=self._groups,
@@ -227,26 +283,34 @@ class RecordedAsync(Recorded, AsyncGRPOTrainer):
     pass
 
 
-def attended(query: Tensor, key: Tensor, value: Tensor, q: Tensor, k: Tensor, *_: int, **options: Any) -> Tensor:
-    """What FlashAttention 3 computes for segments of queries that end where their keys end, in plain torch."""
+def attended(
+    query: Tensor, key: Tensor, value: Tensor, q: Tensor, k: Tensor, *_: int, **options: Any
+) -> Tensor:
+    """What FlashAttention 3 computes for segments of queries that end where their keys end, in
+    plain torch.
+    """
     made = []
     for (at, end), (low, high) in zip(pairwise(q.tolist()), pairwise(k.tolist()), strict=True):
         states = [one.transpose(0, 1) for one in (query[at:end], key[low:high], value[low:high])]
         seen = torch.ones(end - at, high - low, dtype=torch.bool).tril(high - low - (end - at))
         scale = options["softmax_scale"]
-        made.append(scaled_dot_product_attention(*states, attn_mask=seen, scale=scale, enable_gqa=True))
+        made.append(
+            scaled_dot_product_attention(*states, attn_mask=seen, scale=scale, enable_gqa=True)
+        )
     return torch.cat([one.transpose(0, 1) for one in made])
 
 
 def test_trls_asynchronous_trainer_hands_the_adapter_alone_to_a_server(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # TRL asks by `requests`, whose functions these are; nothing else here needs it. FlashAttention needs a GPU, and so
-    # does the number of operations per second that a device is told to have.
+    # TRL asks by `requests`, whose functions these are; nothing else here needs it. FlashAttention
+    # needs a GPU, and so does the number of operations per second that a device is told to have.
     monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
     monkeypatch.setattr(vllm_client, "is_requests_available", lambda: True)
     monkeypatch.setattr(vllm_client, "requests", httpx2, raising=False)
-    monkeypatch.setattr(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=attended))
+    monkeypatch.setattr(
+        packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=attended)
+    )
 
     def trained(name: str) -> Any:
         MADE.clear()
@@ -254,7 +318,6 @@ def test_trls_asynchronous_trainer_hands_the_adapter_alone_to_a_server(
             arguments = AsyncGRPOConfig(
                 str(tmp_path / name),
                 max_steps=4,
-                activation_checkpointing=True,
                 per_device_train_batch_size=4,
                 token_budget=-1,
                 max_staleness=1,
@@ -265,6 +328,7 @@ def test_trls_asynchronous_trainer_hands_the_adapter_alone_to_a_server(
                 use_cpu=True,
                 bf16=False,
                 disable_tqdm=True,
+                **recomputing(True),
             )
             trainer = RecordedAsync(
                 str(llama),
@@ -281,13 +345,20 @@ def test_trls_asynchronous_trainer_hands_the_adapter_alone_to_a_server(
         return *found, list(MADE)
 
     expected = trained("whole")
-    # As docs/trainers.md has it: TRL opens the model by its name, so what it calls for that returns the streamed one.
+    # As docs/trainers.md has it: TRL opens the model by its name, so what it calls for that returns
+    # the streamed one.
     model = streamed_model(llama).train()
     model(torch.ones(1, 8, dtype=torch.long))
     packing.register_tree_attention()
     model.set_attn_implementation(packing.TREE_ATTENTION)
-    monkeypatch.setattr(async_grpo_trainer, "create_model_from_path", lambda *_, **__: model.get_base_model())
+    monkeypatch.setattr(
+        async_grpo_trainer, "create_model_from_path", lambda *_, **__: model.get_base_model()
+    )
     monkeypatch.setattr(async_grpo_trainer, "get_peft_model", lambda *_: model)
     same(trained("streamed"), expected)
-    assert all(one.is_meta for name, one in model.named_parameters() if ".layers." in name and "lora_" not in name)
+    assert all(
+        one.is_meta
+        for name, one in model.named_parameters()
+        if ".layers." in name and "lora_" not in name
+    )
     model.close()

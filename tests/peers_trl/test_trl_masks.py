@@ -1,8 +1,9 @@
-"""What is learnt of a chat, and what TRL's `assistant_only_loss` learns of it, for every chat template TRL comes with.
+"""What is learnt of a chat, and what TRL's `assistant_only_loss` learns of it, for every chat
+template TRL comes with.
 
-Under the template that TRL trains with, tokens and masks are equal. Under the model's own template, which TRL replaces,
-all that is learnt here is learnt there where the text is the same; TRL learns besides what a generation prompt gives
-and what follows the end of a turn.
+Under the template that TRL trains with, tokens and masks are equal. Under the model's own template,
+which TRL replaces, all that is learnt here is learnt there where the text is the same; TRL learns
+besides what a generation prompt gives and what follows the end of a turn.
 """
 
 import json
@@ -30,7 +31,9 @@ from lema.train.batch import as_rows
 
 TEMPLATES = {
     file.stem: file
-    for file in sorted(Path(trl.chat_template_utils.__file__).with_name("chat_templates").glob("*.jinja"))
+    for file in sorted(
+        Path(trl.chat_template_utils.__file__).with_name("chat_templates").glob("*.jinja")
+    )
     if not file.stem.endswith("_training")
 }
 BAR = "\N{FULLWIDTH VERTICAL LINE}"
@@ -40,8 +43,14 @@ TOKENS = re.compile(
 )
 
 SYSTEM = {"role": "system", "content": "Be brief."}
-FIRST = [{"role": "user", "content": "What is the river?"}, {"role": "assistant", "content": "Long."}]
-SECOND = [{"role": "user", "content": "And the mill?"}, {"role": "assistant", "content": "Old, the mill is old."}]
+FIRST = [
+    {"role": "user", "content": "What is the river?"},
+    {"role": "assistant", "content": "Long."},
+]
+SECOND = [
+    {"role": "user", "content": "And the mill?"},
+    {"role": "assistant", "content": "Old, the mill is old."},
+]
 THOUGHT = [SECOND[0], SECOND[1] | {"reasoning_content": "Wheels turn."}]
 FUNCTION = {"name": "weather", "arguments": {"city": "Paris", "n": 3}}
 CALL = {
@@ -50,8 +59,15 @@ CALL = {
     "tool_calls": [{"type": "function", "id": "abcdefghi", "function": FUNCTION}],
 }
 OUTPUT = {"role": "tool", "content": "sunny", "name": "weather", "tool_call_id": "abcdefghi"}
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "description": "where"}}, "required": ["city"]}
-TOOL = {"type": "function", "function": {"name": "weather", "description": "How it is.", "parameters": SCHEMA}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "description": "where"}},
+    "required": ["city"],
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": "How it is.", "parameters": SCHEMA},
+}
 CHATS: dict[str, tuple[list[dict[str, Any]], Any]] = {
     "one turn": (FIRST, None),
     "turns": ([*FIRST, *SECOND], None),
@@ -66,9 +82,12 @@ def tokenizer(template: str) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    alphabet, specials = pre_tokenizers.ByteLevel.alphabet(), ["<s>", "</s>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    specials = ["<s>", "</s>"]
     options = {"special_tokens": specials, "initial_alphabet": alphabet, "show_progress": False}
-    bpe.train_from_iterator(["the river and the mill"], trainers.BpeTrainer(vocab_size=300, **options))
+    bpe.train_from_iterator(
+        ["the river and the mill"], trainers.BpeTrainer(vocab_size=300, **options)
+    )
     made = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
     made.add_special_tokens({"additional_special_tokens": sorted(set(TOKENS.findall(template)))})
     made.chat_template = template
@@ -83,7 +102,9 @@ def ours(made: Any, messages: Any, tools: Any, template: str | None) -> tuple[li
     return ids, [int(label != -100) for label in labels]
 
 
-def theirs(made: Any, messages: Any, tools: Any, template: str) -> tuple[list[int], list[int]] | None:
+def theirs(
+    made: Any, messages: Any, tools: Any, template: str
+) -> tuple[list[int], list[int]] | None:
     """The same of TRL's way; None: the template does not take the chat."""
     own_words = [message["content"] for message in messages if message.get("content")]
     try:
@@ -91,8 +112,12 @@ def theirs(made: Any, messages: Any, tools: Any, template: str) -> tuple[list[in
         encoded = made.apply_chat_template(messages, tools=tools, **how)
     except (TemplateError, TypeError, ValueError):
         return None
-    if own_words and own_words[-1] not in made.decode(encoded["input_ids"]):  # a template of images with text
-        blocks = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
+    if own_words and own_words[-1] not in made.decode(
+        encoded["input_ids"]
+    ):  # a template of images with text
+        blocks = [
+            {**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages
+        ]
         encoded = made.apply_chat_template(blocks, tools=tools, **how)
     return encoded["input_ids"], encoded["assistant_masks"]
 
@@ -121,22 +146,39 @@ def test_masks_are_those_of_trl(name: str, chat: str) -> None:
         check_own(made, messages, tools, expected)
 
 
-# What becomes of words in parts under the templates that TRL trains with, where it is not what becomes of words.
+# What becomes of words in parts under the templates that TRL trains with, where it is not what
+# becomes of words.
 PARTS = {
     "the words are left out": {"qwen3", "qwen3_instruct_2507"},
     "the list is written as Python or JSON writes it": {
         *("cohere2", "gemma", "lfm2", "lfm2_v2", "llama3"),
         *("nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra"),
     },
-    "the template fails": {"cohere", "deepseek_r1_distill", "deepseekv3", "gptoss", "phi3", "phi3_5", "qwen2_5"},
+    "the template fails": {
+        "cohere",
+        "deepseek_r1_distill",
+        "deepseekv3",
+        "gptoss",
+        "phi3",
+        "phi3_5",
+        "qwen2_5",
+    },
 }
-# Beside these: a blank after the words of the system, a tool's output as Python writes it, a newline before a call.
-PARTS_IN_PLACES = {("diffusion_gemma", "system"), ("glm4moe", "tools"), ("qwen3_vl", "tools"), ("qwen3_vl", "a call")}
+# Beside these: a blank after the words of the system, a tool's output as Python writes it, a
+# newline before a call.
+PARTS_IN_PLACES = {
+    ("diffusion_gemma", "system"),
+    ("glm4moe", "tools"),
+    ("qwen3_vl", "tools"),
+    ("qwen3_vl", "a call"),
+}
 
 
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_words_in_parts_are_learnt_as_words_and_where_trl_differs_is_known(name: str, chat: str) -> None:
+def test_words_in_parts_are_learnt_as_words_and_where_trl_differs_is_known(
+    name: str, chat: str
+) -> None:
     (messages, tools), own = CHATS[chat], TEMPLATES[name].read_text()
     parts = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
     made = tokenizer(own)
@@ -156,8 +198,12 @@ def test_words_in_parts_are_learnt_as_words_and_where_trl_differs_is_known(name:
     try:
         encoded = made.apply_chat_template(parts, tools=tools, **how)
     except (TemplateError, TypeError):
-        raw = chat == "system" and name in PARTS["the list is written as Python or JSON writes it"] | {"qwen3"}
-        assert expected is None or raw or name in {*PARTS["the template fails"], "qwen3_instruct_2507"}
+        raw = chat == "system" and name in PARTS[
+            "the list is written as Python or JSON writes it"
+        ] | {"qwen3"}
+        assert (
+            expected is None or raw or name in {*PARTS["the template fails"], "qwen3_instruct_2507"}
+        )
         return
     if expected is None or (encoded["input_ids"], encoded["assistant_masks"]) == expected:
         assert expected is None or name not in set().union(*PARTS.values())
@@ -173,11 +219,16 @@ def test_words_in_parts_are_learnt_as_words_and_where_trl_differs_is_known(name:
 def check_own(made: Any, messages: Any, tools: Any, expected: tuple[list[int], list[int]]) -> None:
     ids, learnt = ours(made, messages, tools, None)
     if ids != expected[0]:
-        assert "<think>" in made.decode(expected[0])  # TRL shows the thoughts of earlier turns, empty ones too
+        assert "<think>" in made.decode(
+            expected[0]
+        )  # TRL shows the thoughts of earlier turns, empty ones too
         return
     asked = [message["role"] for message in messages].index("assistant")
-    prompt = made.apply_chat_template(messages[:asked], tools=tools, tokenize=False, add_generation_prompt=True)
-    extra, stretch = [], []
+    prompt = made.apply_chat_template(
+        messages[:asked], tools=tools, tokenize=False, add_generation_prompt=True
+    )
+    extra = []
+    stretch = []
     for token, here, there in zip([*ids, 0], [*learnt, 0], [*expected[1], 0], strict=True):
         assert there or not here or made.decode([token]) == "<|tool_response>"
         if there and not here:
@@ -186,7 +237,11 @@ def check_own(made: Any, messages: Any, tools: Any, expected: tuple[list[int], l
             extra.append(made.decode(stretch))
             stretch = []
     for text in extra:
-        assert not text.replace("</s>", "").strip() or text in prompt or text == f"<{BAR}tool▁outputs▁end{BAR}>", text
+        assert (
+            not text.replace("</s>", "").strip()
+            or text in prompt
+            or text == f"<{BAR}tool▁outputs▁end{BAR}>"
+        ), text
 
 
 def test_a_dataset_of_the_library_is_read_as_a_list_of_rows() -> None:
@@ -194,7 +249,10 @@ def test_a_dataset_of_the_library_is_read_as_a_list_of_rows() -> None:
     from datasets import Dataset
 
     template = TEMPLATES["qwen3"].read_text()
-    rows = [{"messages": CHATS["tools"][0]}, {"messages": [FIRST[0], FIRST[1] | {"train": False}, *SECOND]}]
+    rows = [
+        {"messages": CHATS["tools"][0]},
+        {"messages": [FIRST[0], FIRST[1] | {"train": False}, *SECOND]},
+    ]
     files = SimpleNamespace(config=LlamaConfig(), tokenizer=tokenizer(template))
     said: list[str] = []
     config = LemaConfig("model", device="cpu")
@@ -203,12 +261,18 @@ def test_a_dataset_of_the_library_is_read_as_a_list_of_rows() -> None:
     assert [row["labels"] for row in found] == [row["labels"] for row in expected]
     assert as_rows(found, config, None, said.append) is found
     assert said[0].startswith("data: 2 rows")
-    streamed = as_rows(Dataset.from_list(rows).to_iterable_dataset(), config, cast(ModelFiles, files), said.append)
+    streamed = as_rows(
+        Dataset.from_list(rows).to_iterable_dataset(), config, cast(ModelFiles, files), said.append
+    )
     assert streamed.fingerprint() == found.fingerprint() == expected.fingerprint()
 
 
-def test_the_library_keeps_a_directory_as_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A data set that is named as one of the hub is read from the Arrow files in the library's cache."""
+def test_the_library_keeps_a_directory_as_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A data set that is named as one of the hub is read from the Arrow files in the library's
+    cache.
+    """
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -221,22 +285,34 @@ def test_the_library_keeps_a_directory_as_files(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_library_streams_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokens of a stream are those of the data set's files; none of these is kept, and a changed one is read."""
+    """The tokens of a stream are those of the data set's files; none of these is kept, and a
+    changed one is read.
+    """
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "rivers").mkdir()
     for part in range(2):
         rows = [{"text": f"the river {part} {n}"} for n in range(700)]
-        (tmp_path / f"rivers/train-{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / f"rivers/train-{part}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     source = {"path": str(tmp_path / "rivers"), "streaming": True}
     config = LemaConfig(
-        "model", train_data=cast(Any, source), max_train_samples=1000, data_cache=str(tmp_path / "kept")
+        "model",
+        train_data=cast(Any, source),
+        max_train_samples=1000,
+        data_cache=str(tmp_path / "kept"),
     )
-    files = SimpleNamespace(config=LlamaConfig(), tokenizer=tokenizer(TEMPLATES["qwen3"].read_text()))
+    files = SimpleNamespace(
+        config=LlamaConfig(), tokenizer=tokenizer(TEMPLATES["qwen3"].read_text())
+    )
     read = partial(read_data, config, cast(ModelFiles, files), config.train_data)
-    streamed, again = read(), read()
-    assert not list(tmp_path.rglob("*.arrow")) and len(list((tmp_path / "kept").glob("*/tokens"))) == 1
+    streamed = read()
+    again = read()
+    assert (
+        not list(tmp_path.rglob("*.arrow")) and len(list((tmp_path / "kept").glob("*/tokens"))) == 1
+    )
     whole = as_rows(f"hub:{tmp_path / 'rivers'}", config, cast(ModelFiles, files), lambda _: None)
     assert streamed.fingerprint() == again.fingerprint() == whole.select(range(1000)).fingerprint()
     (tmp_path / "rivers/train-0.jsonl").write_text('{"text": "the only one"}\n')

@@ -1,4 +1,6 @@
-"""`lema train` with a preference objective against TRL's trainer of it on the whole model, in fp32, step by step."""
+"""`lema train` with a preference objective against TRL's trainer of it on the whole model, in
+fp32, step by step.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
-STEPS, PAIRS = 4, 4
-EPSILON = (
-    1e-3  # of AdamW, which divides each gradient by its size: by default that magnifies rounding where it is small
-)
+STEPS = 4
+PAIRS = 4
+# of AdamW, which divides each gradient by its size: by default that magnifies rounding where it is
+# small
+EPSILON = 1e-3
 WORDS = ("the", "miller", "of", "mill", "grinds", "corn", "by", "river", "and", "sells", "it")
 NAMES = (
     "rewards/chosen",
@@ -44,7 +47,9 @@ OF_LOGITS = ("logits/chosen", "logits/rejected")
 
 
 def text(start: int, count: int) -> str:
-    return " ".join(WORDS[(7 * start + 3 * number + start // 3) % len(WORDS)] for number in range(count))
+    return " ".join(
+        WORDS[(7 * start + 3 * number + start // 3) % len(WORDS)] for number in range(count)
+    )
 
 
 def pairs() -> list[dict[str, str]]:
@@ -61,7 +66,11 @@ def pairs() -> list[dict[str, str]]:
 
 def labelled() -> list[dict[str, Any]]:
     return [
-        {"prompt": text(at, 4 + at % 3), "completion": " " + text(at + 1, 5 + at % 4), "label": at % 3 != 1}
+        {
+            "prompt": text(at, 4 + at % 3),
+            "completion": " " + text(at + 1, 5 + at % 4),
+            "label": at % 3 != 1,
+        }
         for at in range(16)
     ]
 
@@ -99,7 +108,13 @@ CASES: dict[str, tuple[Any, Any, Any, dict[str, Any], dict[str, Any]]] = {
         CPOConfig,
         pairs,
         {"objective": "simpo", "beta": 2.0, "simpo_gamma": 0.7, "label_smoothing": 0.1},
-        {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.7, "label_smoothing": 0.1, "cpo_alpha": 0.0},
+        {
+            "loss_type": "simpo",
+            "beta": 2.0,
+            "simpo_gamma": 0.7,
+            "label_smoothing": 0.1,
+            "cpo_alpha": 0.0,
+        },
     ),
     "simpo-cpo": (
         CPOTrainer,
@@ -133,7 +148,9 @@ CASES: dict[str, tuple[Any, Any, Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def of_trl(case: str, model: Path, adapter: dict[str, torch.Tensor], directory: Path, **more: Any) -> Any:
+def of_trl(
+    case: str, model: Path, adapter: dict[str, torch.Tensor], directory: Path, **more: Any
+) -> Any:
     """Train with TRL, from an adapter with these values; return the trainer."""
     make, config, rows, _, options = CASES[case]
     arguments = config(
@@ -169,7 +186,9 @@ def of_trl(case: str, model: Path, adapter: dict[str, torch.Tensor], directory: 
         train_dataset=data,
         eval_dataset=data.select(range(2 * PAIRS)),
         processing_class=words,
-        peft_config=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
+        peft_config=LoraConfig(
+            r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"
+        ),
     )
     found = {
         name.removeprefix("base_model.model."): one
@@ -186,15 +205,29 @@ def of_trl(case: str, model: Path, adapter: dict[str, torch.Tensor], directory: 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("case", CASES)
-def test_losses_metrics_and_adapters_are_those_of_trl(case: str, accumulation: int, tmp_path: Path) -> None:
+def test_losses_metrics_and_adapters_are_those_of_trl(
+    case: str, accumulation: int, tmp_path: Path
+) -> None:
     if accumulation > 1 and case not in ("dpo-sigmoid", "kto", "orpo"):
         pytest.skip("accumulation is the same for all")
     _, _, rows, options, _ = CASES[case]
-    model, data, held = write_model(tmp_path / "model"), tmp_path / "rows.jsonl", tmp_path / "held.jsonl"
+    model = write_model(tmp_path / "model")
+    data = tmp_path / "rows.jsonl"
+    held = tmp_path / "held.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows()))
     held.write_text("".join(json.dumps(row) + "\n" for row in rows()[: 2 * PAIRS]))
-    options = options | {"batch_size": PAIRS, "micro_batch_size": 3, "shuffle": False, "max_steps": STEPS}
-    options |= {"adam_epsilon": EPSILON, "train_data": str(data), "eval_data": str(held), "eval_steps": STEPS}
+    options = options | {
+        "batch_size": PAIRS,
+        "micro_batch_size": 3,
+        "shuffle": False,
+        "max_steps": STEPS,
+    }
+    options |= {
+        "adam_epsilon": EPSILON,
+        "train_data": str(data),
+        "eval_data": str(held),
+        "eval_steps": STEPS,
+    }
     config = settings(model, tmp_path / "out", gradient_accumulation_steps=accumulation, **options)
     with opened(config) as streamed:
         first = adapter_of(streamed.skeleton)
@@ -205,10 +238,13 @@ def test_losses_metrics_and_adapters_are_those_of_trl(case: str, accumulation: i
     logged = [row for row in trained.state.log_history if "loss" in row]
     steps = [row for row in lines if "loss" in row]
     assert len(steps) == len(logged) == STEPS
-    # Of rewards of KTO's rows, TRL takes the mean of the means of batches, which have different numbers of them.
+    # Of rewards of KTO's rows, TRL takes the mean of the means of batches, which have different
+    # numbers of them.
     several = "kto" in case and accumulation > 1
     names = ["loss", "kl", "rewards/margins"] if several else ["loss", "kl", "nll_loss", *NAMES]
-    if not several and case.startswith(("dpo", "ipo", "kto")):  # ORPO's and CPO's are of other tokens
+    if not several and case.startswith(
+        ("dpo", "ipo", "kto")
+    ):  # ORPO's and CPO's are of other tokens
         names += OF_LOGITS
         assert any(name in row for row in logged for name in OF_LOGITS)
     for ours, theirs in zip(steps, logged, strict=True):
@@ -219,8 +255,12 @@ def test_losses_metrics_and_adapters_are_those_of_trl(case: str, accumulation: i
     if case != "dft" and "kto" not in case:  # of these, TRL takes means of the means of batches
         assert_close(next(row for row in lines if "eval_loss" in row), measured, names)
     theirs = adapter_of(trained.model)
-    apart = math.sqrt(sum(float((last[name] - one).double().square().sum()) for name, one in theirs.items()))
-    moved = math.sqrt(sum(float((first[name] - one).double().square().sum()) for name, one in theirs.items()))
+    apart = math.sqrt(
+        sum(float((last[name] - one).double().square().sum()) for name, one in theirs.items())
+    )
+    moved = math.sqrt(
+        sum(float((first[name] - one).double().square().sum()) for name, one in theirs.items())
+    )
     assert apart < 1e-5 * moved
 
 
@@ -229,6 +269,8 @@ def assert_close(ours: dict[str, Any], theirs: dict[str, Any], names: list[str])
     wrong = {}
     for name in names:
         least = 2e-5 if "/" in name or name == "kl" else 3e-6
-        if name not in ours or not math.isclose(ours[name], theirs[name], rel_tol=3e-6, abs_tol=least):
+        if name not in ours or not math.isclose(
+            ours[name], theirs[name], rel_tol=3e-6, abs_tol=least
+        ):
             wrong[name] = ours.get(name), theirs[name]
     assert not wrong

@@ -1,4 +1,6 @@
-"""The examples of docs/trainers.md run as they stand, with a tiny model in the hub's cache under the real id."""
+"""The examples of docs/trainers.md run as they stand, with a tiny model in the hub's cache under
+the real id.
+"""
 
 import re
 from functools import partial
@@ -15,7 +17,9 @@ PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text(encoding="
 MODEL = "Qwen/Qwen3-32B"  # of every example
 ROWS = 8  # the prompts of a batch of GRPO
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "UserWarning")]
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "UserWarning")
+]
 
 
 def block(name: str) -> str:
@@ -40,7 +44,10 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     [
         ("sft example", {"dataset": SFT_ROWS}),
         ("reward example", {"preferences": DPO_ROWS}),
-        ("grpo example", {"prompts": [{"prompt": row["prompt"]} for row in DPO_ROWS], "reward": reward}),
+        (
+            "grpo example",
+            {"prompts": [{"prompt": row["prompt"]} for row in DPO_ROWS], "reward": reward},
+        ),
         ("mixin example", {"dataset": SFT_ROWS}),
     ],
 )
@@ -50,7 +57,10 @@ def test_an_example_trains(
     """The page's later examples use what the first one imports."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
-    given = {key: Dataset.from_list(rows[:ROWS]) if isinstance(rows, list) else rows for key, rows in names.items()}
+    given = {
+        key: Dataset.from_list(rows[:ROWS]) if isinstance(rows, list) else rows
+        for key, rows in names.items()
+    }
     imports = block("sft example").partition("\n\n")[0]
     short = {"GRPOConfig": {"max_completion_length": 4}}
     for one in ("SFTConfig", "RewardConfig", "GRPOConfig"):  # by default they ask for bf16 on a GPU

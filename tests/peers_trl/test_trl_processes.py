@@ -1,4 +1,6 @@
-"""Two processes of trainers that wrap the model in DistributedDataParallel: streamed, and whole with PEFT."""
+"""Two processes of trainers that wrap the model in DistributedDataParallel: streamed, and whole
+with PEFT.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -6,13 +8,22 @@ from typing import Any
 import pytest
 import torch
 from processes import run_processes
-from trlruns import save
+from trlruns import recomputing, save
 
 # What each kind of trainer is given: its arguments, and how the model is opened.
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "trainer": ({"gradient_accumulation_steps": 2}, {}),
-    "sft": ({"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "evaluated": 6}, {}),
-    "dpo": ({"activation_checkpointing": False}, {"gradient_checkpointing": False}),
+    "sft": (
+        {
+            "save_strategy": "steps",
+            "save_steps": 2,
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "evaluated": 6,
+        },
+        {},
+    ),
+    "dpo": (recomputing(False), {"gradient_checkpointing": False}),
     "kto": ({}, {}),
     "grpo": ({"num_generations": 4, "max_completion_length": 4, "beta": 0.1}, {}),
 }
@@ -81,7 +92,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of the two processes has found."""
     place = save("llama", tmp_path_factory.mktemp("processes"))
     (place / "work.py").write_text(WORK)
-    here = {"PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[1]}:{Path(__file__).parents[2]}"}
+    here = {
+        "PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[1]}:{Path(__file__).parents[2]}"
+    }
     done = run_processes([str(place / "work.py"), str(place)], 2, timeout=500, env=here)
     assert done.returncode == 0, done.stderr[-12000:]
     return [torch.load(place / f"found-{rank}.pt") for rank in range(2)]
@@ -94,13 +107,18 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_two_processes_are_two_processes_with_the_whole_model(found: list[dict[str, Any]], kind: str) -> None:
+def test_two_processes_are_two_processes_with_the_whole_model(
+    found: list[dict[str, Any]], kind: str
+) -> None:
     for one in found:
-        whole, streamed = one[f"{kind} whole"], one[f"{kind} streamed"]
+        whole = one[f"{kind} whole"]
+        streamed = one[f"{kind} streamed"]
         assert whole[:2] == streamed[:2]
         assert len(whole[1]) == (2 if kind == "sft" else 0)
         assert_equal(whole[2], streamed[2])
-    assert found[0][f"{kind} streamed"][0] != found[1][f"{kind} streamed"][0]  # each has rows of its own
+    assert (
+        found[0][f"{kind} streamed"][0] != found[1][f"{kind} streamed"][0]
+    )  # each has rows of its own
     assert_equal(found[0][f"{kind} streamed"][2], found[1][f"{kind} streamed"][2])
 
 
@@ -111,7 +129,8 @@ def test_two_processes_go_on_from_their_checkpoint(found: list[dict[str, Any]]) 
 
 def test_gradients_of_micro_batches_are_sent_once(found: list[dict[str, Any]]) -> None:
     for one in found:
-        whole, streamed = one["wide whole"], one["wide streamed"]
+        whole = one["wide whole"]
+        streamed = one["wide streamed"]
         assert whole.keys() == streamed.keys()
         for name, gradient in whole.items():
             assert float((gradient - streamed[name]).norm()) <= 1e-5 * float(gradient.norm()), name

@@ -42,8 +42,20 @@ def test_losses_are_those_of_the_cpu(tmp_path: Path, kind: str) -> None:
     """In a process of its own, because a device that torch knows is known for the rest of it."""
     seconddevice.built_or_skipped()
     here = Path(__file__).parent
-    paths = [str(here), str(here.parent), str(here.parent / "support"), os.environ.get("PYTHONPATH", "")]
+    paths = [
+        str(here),
+        str(here.parent),
+        str(here.parent / "support"),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    command = [sys.executable, "-c", PROGRAM, str(save("llama", tmp_path / "model")), kind, str(tmp_path)]
+    command = [
+        sys.executable,
+        "-c",
+        PROGRAM,
+        str(save("llama", tmp_path / "model")),
+        kind,
+        str(tmp_path),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "equal" in done.stdout, done.stderr[-3000:]

@@ -1,4 +1,6 @@
-"""TRL's trainers with the mixin in front: `activation_offloading` works without an accelerator, to the last bit."""
+"""TRL's trainers with the mixin in front: `activation_offloading` works without an accelerator,
+to the last bit.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,14 @@ from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trlruns import recomputing
 
 from lema.activations import ActivationOffloadingMixin
 
 # TRL calls what transformers renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_(en|dis)able` is deprecated:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`gradient_checkpointing_(en|dis)able` is deprecated:FutureWarning"
+)
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 WORDS = [f"w{number}" for number in range(60)]
@@ -38,7 +43,11 @@ def text(start: int, count: int) -> str:
 
 SFT_ROWS = [{"text": text(number, 20 + number % 5)} for number in range(12)]
 DPO_ROWS = [
-    {"prompt": text(number, 8), "chosen": " " + text(number + 1, 9), "rejected": " " + text(number + 2, 11)}
+    {
+        "prompt": text(number, 8),
+        "chosen": " " + text(number + 1, 9),
+        "rejected": " " + text(number + 2, 11),
+    }
     for number in range(12)
 ]
 KINDS: dict[str, tuple[Any, Any, list[dict[str, str]]]] = {
@@ -52,7 +61,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=made,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
     )
 
 
@@ -60,9 +73,16 @@ def trainer_of(kind: str, directory: Path, mode: Any, checkpointing: bool = Fals
     """Return a trainer of a tiny model with adapters; `mode` stands in its arguments."""
     trainer, settings, rows = KINDS[kind]
     torch.manual_seed(1)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(SPECIAL + WORDS), num_key_value_heads=2, **sizes, **tokens))
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(SPECIAL + WORDS), num_key_value_heads=2, **sizes, **tokens)
+    )
     arguments = settings(
         output_dir=str(directory),
         max_steps=STEPS,
@@ -74,8 +94,8 @@ def trainer_of(kind: str, directory: Path, mode: Any, checkpointing: bool = Fals
         use_cpu=True,
         bf16=False,
         disable_tqdm=True,
-        activation_checkpointing=checkpointing,
         activation_offloading=mode,
+        **recomputing(checkpointing),
     )
     return trainer(
         model=model,
@@ -90,13 +110,17 @@ def outcome(trainer: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert len(losses) == STEPS
-    return losses, {name: one.detach() for name, one in trainer.model.named_parameters() if one.requires_grad}
+    return losses, {
+        name: one.detach() for name, one in trainer.model.named_parameters() if one.requires_grad
+    }
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("mode", [True, "disk", "hidden_states"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_is_the_same_to_the_last_bit(kind: str, mode: Any, checkpointing: bool, tmp_path: Path) -> None:
+def test_a_run_is_the_same_to_the_last_bit(
+    kind: str, mode: Any, checkpointing: bool, tmp_path: Path
+) -> None:
     losses, weights = outcome(trainer_of(kind, tmp_path, False, checkpointing))
     trainer = trainer_of(kind, tmp_path, mode, checkpointing)
     assert trainer.args.activation_offloading == mode

@@ -1,4 +1,6 @@
-"""Runs of TRL's trainers, and transformers' own, on a whole model with PEFT and on a streamed one."""
+"""Runs of TRL's trainers, and transformers' own, on a whole model with PEFT and on a streamed
+one.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,12 @@ SIZES: dict[str, Any] = {
 SHAPES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "qwen3_moe": Qwen3MoeConfig(
-        **SIZES, head_dim=8, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1
+        **SIZES,
+        head_dim=8,
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
     ),
     "gemma3": Gemma3TextConfig(**SIZES, head_dim=8, query_pre_attn_scalar=8, sliding_window=6),
 }
@@ -55,11 +62,19 @@ def text(start: int, count: int) -> str:
 
 SFT_ROWS = [{"text": text(number, 14 + number % 5)} for number in range(48)]
 DPO_ROWS = [
-    {"prompt": text(number, 6), "chosen": " " + text(number + 1, 7), "rejected": " " + text(number + 2, 9)}
+    {
+        "prompt": text(number, 6),
+        "chosen": " " + text(number + 1, 7),
+        "rejected": " " + text(number + 2, 9),
+    }
     for number in range(48)
 ]
 KTO_ROWS = [
-    {"prompt": text(number, 6), "completion": " " + text(number + 1, 5 + number % 4), "label": number % 3 != 0}
+    {
+        "prompt": text(number, 6),
+        "completion": " " + text(number + 1, 5 + number % 4),
+        "label": number % 3 != 0,
+    }
     for number in range(48)
 ]
 
@@ -69,7 +84,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=made,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
     )
 
 
@@ -85,10 +104,14 @@ class Recorded:
 class RecordedTrainer(Recorded, Trainer):
     """`transformers`' own, given rows of text as TRL's are."""
 
-    def __init__(self, model: Any, args: Any, train_dataset: Dataset, processing_class: Any, **options: Any) -> None:
+    def __init__(
+        self, model: Any, args: Any, train_dataset: Dataset, processing_class: Any, **options: Any
+    ) -> None:
         rows = train_dataset.map(lambda row: processing_class(row["text"]), remove_columns=["text"])
         collator = DataCollatorForLanguageModeling(processing_class, mlm=False)
-        super().__init__(model=model, args=args, train_dataset=rows, data_collator=collator, **options)
+        super().__init__(
+            model=model, args=args, train_dataset=rows, data_collator=collator, **options
+        )
 
 
 class RecordedSFT(Recorded, SFTTrainer):
@@ -138,8 +161,23 @@ def streamed_model(directory: Path, settings: dict[str, Any] | None = None, **op
     return lema.streamed(directory, lora(**options), device="cpu", seed=SEED, **(settings or {}))
 
 
+def recomputing(wanted: bool) -> dict[str, bool]:
+    """Return the argument by which a backward computes layers again, or not, with the name that the
+    installed release of transformers has for it."""
+    name = "activation_checkpointing"
+    return {
+        name if name in TrainingArguments.__dataclass_fields__ else "gradient_checkpointing": wanted
+    }
+
+
 def trainer_of(
-    kind: str, model: Any, directory: Path, *, trainer: Any = None, evaluated: int = 0, **arguments: Any
+    kind: str,
+    model: Any,
+    directory: Path,
+    *,
+    trainer: Any = None,
+    evaluated: int = 0,
+    **arguments: Any,
 ) -> Any:
     """Return a trainer of a model that has its adapters, which it evaluates on so many rows."""
     known, settings, rows = KINDS[kind]
@@ -151,7 +189,7 @@ def trainer_of(
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": [],
-        "activation_checkpointing": True,
+        **recomputing(True),
         "use_cpu": True,
         "bf16": False,
         "disable_tqdm": True,
@@ -162,15 +200,21 @@ def trainer_of(
     data = {"train_dataset": Dataset.from_list(rows)}
     if evaluated:
         data["eval_dataset"] = Dataset.from_list(rows[:evaluated])
-    return (trainer or known)(model=model, args=settings(**chosen), processing_class=tokenizer(), **data)
+    return (trainer or known)(
+        model=model, args=settings(**chosen), processing_class=tokenizer(), **data
+    )
 
 
 def adapters(model: Any, name: str = "default") -> dict[str, torch.Tensor]:
-    return {key: one.detach().clone() for key, one in model.named_parameters() if f".{name}." in key}
+    return {
+        key: one.detach().clone() for key, one in model.named_parameters() if f".{name}." in key
+    }
 
 
 def outcome(trainer: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train; return every loss and the adapter."""
     trainer.train()
-    assert len(trainer.losses) == trainer.state.global_step * trainer.args.gradient_accumulation_steps
+    assert (
+        len(trainer.losses) == trainer.state.global_step * trainer.args.gradient_accumulation_steps
+    )
     return trainer.losses, adapters(trainer.model)

@@ -1,4 +1,6 @@
-"""torch_xla is installed in an environment of its own (`tox -e xla`); elsewhere there is nothing to collect here."""
+"""torch_xla is installed in an environment of its own (`tox -e xla`); elsewhere there is nothing
+to collect here.
+"""
 
 from importlib.util import find_spec
 

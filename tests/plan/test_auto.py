@@ -1,4 +1,6 @@
-"""What the settings leave open is planned to fit, on any machine, and changes no number of a step."""
+"""What the settings leave open is planned to fit, on any machine, and changes no number of a
+step.
+"""
 
 from contextlib import closing
 from dataclasses import replace
@@ -26,7 +28,8 @@ from lema.plan.planner import Planner, planner_of
 from lema.plan.workload import layer_work
 from lema.stream.stream import LayerStream
 
-ROWS, LENGTH = 8, 64
+ROWS = 8
+LENGTH = 64
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +40,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def two_lines(model: Path, **changes: Any) -> LemaConfig:
     """A run of which little is said."""
-    return LemaConfig(str(model), device="cpu", **{"batch_size": ROWS, "max_length": LENGTH, **changes})
+    return LemaConfig(
+        str(model), device="cpu", **{"batch_size": ROWS, "max_length": LENGTH, **changes}
+    )
 
 
 def on(model: Path, device_memory: int, **changes: Any) -> Planner:
     """Plan on a machine with a device of so many bytes."""
-    return planner_of(two_lines(model, **changes), replace(profile("t4"), device_memory=device_memory))
+    return planner_of(
+        two_lines(model, **changes), replace(profile("t4"), device_memory=device_memory)
+    )
 
 
 def taken(planner: Planner) -> tuple[int, Allocation]:
@@ -50,7 +57,9 @@ def taken(planner: Planner) -> tuple[int, Allocation]:
     return sum(needs.device.values()), needs.allocation
 
 
-def test_the_less_memory_there_is_the_more_is_recomputed_and_then_fewer_rows_at_once(model: Path) -> None:
+def test_the_less_memory_there_is_the_more_is_recomputed_and_then_fewer_rows_at_once(
+    model: Path,
+) -> None:
     ample, all_kept = taken(on(model, 10**9))
     assert (all_kept.recompute, all_kept.saved_on) == (False, "device")
     for part in (0.5, 0.25):
@@ -70,9 +79,12 @@ def test_layers_in_host_memory_take_of_what_is_free_where_the_device_computes_th
 ) -> None:
     machine = replace(profile("t4"), speeds=Speeds(1e6))
     assert machine.shared
-    rest, weights = 30_000_000, 8 * 800_000
+    rest = 30_000_000
+    weights = 8 * 800_000
     for free in (rest, rest + weights):
-        planner = planner_of(two_lines(model, **settings), replace(machine, device_memory=free, host_memory=free))
+        planner = planner_of(
+            two_lines(model, **settings), replace(machine, device_memory=free, host_memory=free)
+        )
         needs = planner.needs()
         assert sum(needs.device.values()) + sum(needs.host.values()) <= free
         assert needs.host["cached"] > weights / 2
@@ -87,7 +99,9 @@ def test_what_is_set_is_not_chosen(model: Path) -> None:
         on(model, 26_000_000, gradient_checkpointing=False, micro_batch_size=ROWS).needs()
 
 
-def test_no_layer_is_looked_at_twice_with_the_same_rows(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_layer_is_looked_at_twice_with_the_same_rows(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looked: list[tuple[int, ...]] = []
 
     def look(split: Any, index: int, stored: Any, call: Any, states: Any, trained: Any) -> Any:
@@ -106,30 +120,47 @@ def test_auto_may_be_written_where_none_means_it(model: Path) -> None:
 
 
 # Many words, so that it is logits that memory runs out of. A step of the run is 512 tokens.
-WORDS = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 8, "num_attention_heads": 4}
+WORDS = {
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+}
 
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = LlamaConfig(**WORDS, num_key_value_heads=2, vocab_size=8192, max_position_embeddings=2048)
+    config = LlamaConfig(
+        **WORDS, num_key_value_heads=2, vocab_size=8192, max_position_embeddings=2048
+    )
     return write_hollow(tmp_path_factory.mktemp("words") / "model", config)
 
 
 def test_rows_are_computed_together_where_fewer_logits_make_room(words: Path) -> None:
-    """Micro-batches of fewer rows would fit as well, and hand each layer to the device more often."""
-    chosen, by_hand = on(words, 30_000_000), on(words, 30_000_000, micro_batch_size=ROWS // 4)
+    """Micro-batches of fewer rows would fit as well, and hand each layer to the device more
+    often.
+    """
+    chosen = on(words, 30_000_000)
+    by_hand = on(words, 30_000_000, micro_batch_size=ROWS // 4)
     assert (chosen.shape.micro_batch.rows, chosen.config.loss_chunk_tokens) == (ROWS, 64)
-    taken, otherwise = chosen.needs().seconds, by_hand.needs().seconds
+    taken = chosen.needs().seconds
+    otherwise = by_hand.needs().seconds
     assert taken is not None and otherwise is not None and taken < 0.3 * otherwise
 
 
 def test_fewer_logits_make_room_for_what_makes_a_step_faster(words: Path) -> None:
-    """All of them fit, and there are no fewer rows that compute as fast: 512 tokens are all that a step has."""
-    machine, settings = replace(profile("t4"), device_memory=68_000_000, launch=0.0), {"activation_offloading": False}
-    by_hand = planner_of(two_lines(words, micro_batch_size=ROWS, loss_chunk_tokens=1024, **settings), machine)
+    """All of them fit, and there are no fewer rows that compute as fast: 512 tokens are all that
+    a step has.
+    """
+    machine = replace(profile("t4"), device_memory=68_000_000, launch=0.0)
+    settings = {"activation_offloading": False}
+    by_hand = planner_of(
+        two_lines(words, micro_batch_size=ROWS, loss_chunk_tokens=1024, **settings), machine
+    )
     chosen = planner_of(two_lines(words, **settings), machine)
     assert (chosen.shape.micro_batch.rows, chosen.config.loss_chunk_tokens) == (ROWS, 256)
-    taken, otherwise = chosen.needs().seconds, by_hand.needs().seconds
+    taken = chosen.needs().seconds
+    otherwise = by_hand.needs().seconds
     assert taken is not None and otherwise is not None and taken < 0.95 * otherwise
 
 
@@ -179,8 +210,12 @@ def test_a_run_recomputes_what_memory_asks_for_and_its_numbers_stay(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     everything, _, kept = step(two_lines(model))
-    assert not everything.recompute and not everything.residents  # the system's cache holds the files
-    monkeypatch.setattr("lema.plan.machine.memory_available", lambda: 24_000_000)  # 50 MB would keep everything
+    assert (
+        not everything.recompute and not everything.residents
+    )  # the system's cache holds the files
+    monkeypatch.setattr(
+        "lema.plan.machine.memory_available", lambda: 24_000_000
+    )  # 50 MB would keep everything
     tight, config, outcome = step(two_lines(model))
     assert tight.recompute and len(tight.saved) < 7 and config.micro_batch_size is None
     assert_same(outcome, kept)
@@ -196,7 +231,9 @@ def test_a_run_that_does_not_fit_ends_before_layers_or_data_are_read(
     monkeypatch.setattr(LayerStream, "__init__", opened)
     write = config_writer(model, tmp_path)
     config = write(train_data=str(tmp_path / "nowhere.jsonl"), gradient_checkpointing="auto")
-    assert_refused(capfd, 4, ["device memory", "at least"], "train", config, "--device-memory", "100KB")
+    assert_refused(
+        capfd, 4, ["device memory", "at least"], "train", config, "--device-memory", "100KB"
+    )
     monkeypatch.setattr("lema.plan.machine.memory_available", lambda: 1_000_000)
     assert_refused(capfd, 4, ["free device memory", "at least"], "train", config)
 
@@ -212,7 +249,18 @@ def test_training_begins_with_a_sentence_of_its_plan_or_all_of_it(
     assert lema("train", config, *changes) == 0
     (verdict,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("plan: ")]
     assert "of 12.0 MB of device memory" in verdict and "limited by " in verdict
-    assert lema("train", config, "--verbose", "--device-memory", "12MB", "--output-dir", tmp_path / "third") == 0
+    assert (
+        lema(
+            "train",
+            config,
+            "--verbose",
+            "--device-memory",
+            "12MB",
+            "--output-dir",
+            tmp_path / "third",
+        )
+        == 0
+    )
     out = capfd.readouterr().out
     assert "layers not recomputed" in out and "plan: " not in out
 
@@ -221,18 +269,31 @@ def test_a_run_goes_on_with_the_rows_at_once_that_it_began_with(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = config_writer(model, tmp_path)
-    begun = write(save_steps=1, max_steps=1, gradient_checkpointing="auto", loss_chunk_tokens=32, batch_size=8)
+    begun = write(
+        save_steps=1, max_steps=1, gradient_checkpointing="auto", loss_chunk_tokens=32, batch_size=8
+    )
     assert lema("train", begun, "--micro-batch-size", "2") == 0
     seen = []
     chosen = LemaModel.initialize_lora
-    monkeypatch.setattr(LemaModel, "initialize_lora", lambda self: (seen.append(self.config), chosen(self))[1])
-    assert lema("train", write(save_steps=1, max_steps=2, gradient_checkpointing="auto", batch_size=8), "--resume") == 0
+    monkeypatch.setattr(
+        LemaModel, "initialize_lora", lambda self: (seen.append(self.config), chosen(self))[1]
+    )
+    assert (
+        lema(
+            "train",
+            write(save_steps=1, max_steps=2, gradient_checkpointing="auto", batch_size=8),
+            "--resume",
+        )
+        == 0
+    )
     assert (seen[0].micro_batch_size, seen[0].loss_chunk_tokens) == (2, 32)
 
 
 @pytest.mark.filterwarnings("ignore:.*tensors on disk are not used")  # towers
 @pytest.mark.parametrize("model_type", ["dots3_note", "gemma4_text"])
-def test_memory_is_chosen_for_a_model_whose_layers_have_settings_of_their_own(model_type: str, tmp_path: Path) -> None:
+def test_memory_is_chosen_for_a_model_whose_layers_have_settings_of_their_own(
+    model_type: str, tmp_path: Path
+) -> None:
     config = two_lines(publish(model_type, tmp_path / "model"), max_length=16)
     with closing(LemaModel(config)) as opened:
         opened.initialize_lora()

@@ -1,4 +1,6 @@
-"""The benchmark of `auto` treats its arms alike: the same steps of each, in turns, the first of a turn not counted."""
+"""The benchmark of `auto` treats its arms alike: the same steps of each, in turns, the first of
+a turn not counted.
+"""
 
 import statistics
 from argparse import Namespace
@@ -29,7 +31,9 @@ def test_arms_go_in_turns_and_none_is_always_first(auto: ModuleType) -> None:
     assert len({tuple(order) for order in rounds}) == len(arms)
 
 
-def test_the_first_step_of_a_turn_is_not_counted(auto: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_step_of_a_turn_is_not_counted(
+    auto: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = SimpleNamespace(now=0.0, taken=0)
 
     def step() -> None:
@@ -46,11 +50,15 @@ def test_all_that_are_compared_take_the_same_steps_after_the_grid_is_narrowed(
     auto: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The times of the grid choose who is compared and count for nothing else."""
-    asked, turns, made = Namespace(arms=6, finalists=2, rounds=3, steps=4), list[str](), dict[str, Any]()
+    asked = Namespace(arms=6, finalists=2, rounds=3, steps=4)
+    turns = list[str]()
+    made = dict[str, Any]()
 
     class Pipe:
         def __init__(self, name: str) -> None:
-            self.name, self.count, self.turns = name, 0, 0
+            self.name = name
+            self.count = 0
+            self.turns = 0
 
         def send(self, count: int) -> None:
             self.count = count
@@ -59,14 +67,22 @@ def test_all_that_are_compared_take_the_same_steps_after_the_grid_is_narrowed(
             turns.append(self.name)
             self.turns += 1
             # Who did best in the grid does worse afterwards.
-            seconds = 9.0 if len(self.name) > 10 and self.turns > 1 else 5.0 if "auto" in self.name else len(made)
+            seconds = (
+                9.0
+                if len(self.name) > 10 and self.turns > 1
+                else 5.0
+                if "auto" in self.name
+                else len(made)
+            )
             return [seconds] * self.count, [seconds] * self.count
 
     def opened(name: str, _model: str, settings: dict[str, Any], _learnt: Any) -> Any:
         if settings.get("prefetch_depth") == 4:
             return None
         process = SimpleNamespace(join=lambda: None)
-        made[name] = auto.Arm(name, process, Pipe(name), name.removesuffix(" again"), 1.0, auto.Learnt())
+        made[name] = auto.Arm(
+            name, process, Pipe(name), name.removesuffix(" again"), 1.0, auto.Learnt()
+        )
         return made[name]
 
     monkeypatch.setattr(auto, "opened", opened)
@@ -82,5 +98,7 @@ def test_all_that_are_compared_take_the_same_steps_after_the_grid_is_narrowed(
 
 def test_a_part_of_the_grid_has_every_value_of_every_setting(auto: ModuleType) -> None:
     some = list(auto.configurations(6))
-    assert {name: {one[name] for one in some} for name in auto.GRID} == {name: {*v} for name, v in auto.GRID.items()}
+    assert {name: {one[name] for one in some} for name in auto.GRID} == {
+        name: {*v} for name, v in auto.GRID.items()
+    }
     assert len({tuple(one.items()) for one in auto.configurations(36)}) == 36

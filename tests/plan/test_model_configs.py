@@ -1,4 +1,6 @@
-"""The files in configs/models are what the plan chooses for the checkpoints' configs, and the page lists them."""
+"""The files in configs/models are what the plan chooses for the checkpoints' configs, and the
+page lists them.
+"""
 
 from pathlib import Path
 
@@ -44,7 +46,9 @@ def test_the_files_of_a_checkpoint_are_what_its_plan_chooses(checkpoint: Checkpo
 def test_thirty_checkpoints_have_files_and_the_page_is_made_of_them() -> None:
     found = {one.name: written(one) for one in MODELS}
     assert sum(bool(files) for files in found.values()) >= 30
-    assert {folder.name for folder in CONFIGS.iterdir()} == {name for name, files in found.items() if files}
+    assert {folder.name for folder in CONFIGS.iterdir()} == {
+        name for name, files in found.items() if files
+    }
     assert PAGE.read_text(encoding="utf-8").splitlines() == "\n".join(page()).rstrip().splitlines()
 
 
@@ -52,7 +56,9 @@ def test_thirty_checkpoints_have_files_and_the_page_is_made_of_them() -> None:
 def test_every_file_is_one_of_settings(checkpoint: Checkpoint) -> None:
     for size in written(checkpoint):
         config = LemaConfig.from_yaml(CONFIGS / checkpoint.name / f"{size}GB.yaml")
-        assert config.device_memory == f"{size}GB" and config.model_name_or_path == checkpoint.hub_id
+        assert (
+            config.device_memory == f"{size}GB" and config.model_name_or_path == checkpoint.hub_id
+        )
         assert named(checkpoint.hub_id) == checkpoint
 
 
@@ -70,7 +76,10 @@ def test_headers_without_weights_are_those_of_the_published_form(form: str, tmp_
     hollow.mkdir()
     write_headers(hollow / "model.safetensors", layout_of(config, form))
     kinds = [
-        {name: (record.dtype, tuple(record.shape)) for name, record in GlobalBinaryIndex(one).items()}
+        {
+            name: (record.dtype, tuple(record.shape))
+            for name, record in GlobalBinaryIndex(one).items()
+        }
         for one in (directory, hollow)
     ]
     assert kinds[1] == kinds[0]

@@ -1,4 +1,6 @@
-"""A plan counts the device memory that is taken beside tensors as a backend tells it, or none where it tells none."""
+"""A plan counts the device memory that is taken beside tensors as a backend tells it, or none
+where it tells none.
+"""
 
 from pathlib import Path
 
@@ -11,7 +13,8 @@ from lema.plan.cost import Allocation, Demand, LayerCost, Overhead, device_parts
 from lema.plan.plan import plan_with
 from lema_cpu import CpuBackend
 
-WORKSPACES, BLOCK = 70_000, 4096
+WORKSPACES = 70_000
+BLOCK = 4096
 
 
 class Taking(CpuBackend):
@@ -41,7 +44,9 @@ def planned(llama: Path, place: Path, backend: CpuBackend, limit: int | None) ->
 
 
 def test_libraries_and_rounding_are_a_part_of_the_plan(llama: Path, tmp_path: Path) -> None:
-    plain, taking = (planned(llama, tmp_path, backend, 10**6) for backend in (CpuBackend(), Taking()))
+    plain, taking = (
+        planned(llama, tmp_path, backend, 10**6) for backend in (CpuBackend(), Taking())
+    )
     assert plain["workspaces"] == 0
     assert taking["workspaces"] > WORKSPACES
     without = (planned(llama, tmp_path, backend, None) for backend in (CpuBackend(), Taking()))
@@ -64,4 +69,6 @@ def test_each_tensor_of_more_than_a_block_is_rounded_up_and_each_other_part_by_a
     parts = device_parts(demand, Allocation(2, residents=frozenset({0, 2})))
     slots = 2 * (384 - 260)
     residents = 256 - 250  # the other is less than a block, and shares one
-    assert parts["workspaces"] == 7 + slots + residents + 4 * 128  # outside, working, boundaries, saved
+    assert (
+        parts["workspaces"] == 7 + slots + residents + 4 * 128
+    )  # outside, working, boundaries, saved

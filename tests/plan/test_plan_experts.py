@@ -1,4 +1,5 @@
-"""What a step of a mixture of experts needs is told from shapes alone: it is what a real step takes.
+"""What a step of a mixture of experts needs is told from shapes alone: it is what a real step
+takes.
 
 PYTHONPATH=tests/support python tests/plan/test_plan_experts.py     # prints what is told and what is taken
 """
@@ -30,7 +31,9 @@ from lema.plan.machine import profile
 from lema.plan.planner import planner_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-ROWS, LENGTH, TIMES = 2, 128, 3
+ROWS = 2
+LENGTH = 128
+TIMES = 3
 SIZES: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 128,
@@ -43,10 +46,20 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 4096,
 }
 FEW = {"num_experts_per_tok": 3, "intermediate_size": 256}
-LATENT = {"kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32}
+LATENT = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}
 CONFIGS: dict[str, PreTrainedConfig] = {
-    "qwen3_moe": Qwen3MoeConfig(**SIZES, **FEW, head_dim=32, num_experts=12, moe_intermediate_size=96),
-    "mixtral": MixtralConfig(**SIZES, num_local_experts=8, num_experts_per_tok=2, intermediate_size=192),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES, **FEW, head_dim=32, num_experts=12, moe_intermediate_size=96
+    ),
+    "mixtral": MixtralConfig(
+        **SIZES, num_local_experts=8, num_experts_per_tok=2, intermediate_size=192
+    ),
     "deepseek_v3": DeepseekV3Config(
         **SIZES | {"num_key_value_heads": 4},
         **FEW,
@@ -59,10 +72,21 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         first_k_dense_replace=1,
     ),
     "glm4_moe": Glm4MoeConfig(
-        **SIZES, **FEW, head_dim=32, n_routed_experts=12, n_group=1, topk_group=1, moe_intermediate_size=96
+        **SIZES,
+        **FEW,
+        head_dim=32,
+        n_routed_experts=12,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=96,
     ),
     "gpt_oss": GptOssConfig(
-        **SIZES, head_dim=32, num_local_experts=8, num_experts_per_tok=3, intermediate_size=96, rope_scaling=None
+        **SIZES,
+        head_dim=32,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        intermediate_size=96,
+        rope_scaling=None,
     ),
 }
 
@@ -70,14 +94,18 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 @pytest.mark.parametrize(
     ("kind", "experts"),
     [
-        pytest.param(kind, experts, marks=[] if experts and kind in ("mixtral", "glm4_moe") else pytest.mark.slow)
+        pytest.param(
+            kind,
+            experts,
+            marks=[] if experts and kind in ("mixtral", "glm4_moe") else pytest.mark.slow,
+        )
         for kind in CONFIGS
         for experts in (None, 3)
     ],
 )
 def test_a_real_step_takes_what_was_told(kind: str, experts: int | None, tmp_path: Path) -> None:
-    """Bytes of tensors alive at once in a real step on the CPU, adapters on experts: within 10% of those told, where as
-    many tokens as can be are given to one group, which is what is told of."""
+    """Bytes of tensors alive at once in a real step on the CPU, adapters on experts: within 10% of
+    those told, where as many tokens as can be are given to one group, which is what is told of."""
     told, real = measured(CONFIGS[kind], tmp_path, experts)
     assert 0.97 * real <= told <= 1.1 * real
 
@@ -86,14 +114,33 @@ def to_the_first(module: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
     """Give every token to the first experts; a group of them is given one for each of its rows."""
     hidden, chosen, *others = given
     count = chosen.shape[-1]
-    return hidden, torch.arange(count).expand_as(chosen).contiguous() if count > 1 else chosen, *others
+    return (
+        hidden,
+        torch.arange(count).expand_as(chosen).contiguous() if count > 1 else chosen,
+        *others,
+    )
 
 
-def measured(config: PreTrainedConfig, directory: Path, experts: int | None, *, worst: bool = True) -> tuple[int, int]:
-    """Return the bytes that are told of a step of three micro-batches beside slots, and those that it takes."""
-    settings: dict[str, Any] = {"batch_size": ROWS * TIMES, "micro_batch_size": ROWS, "max_length": LENGTH}
-    changes = {"gradient_checkpointing": True, "loss_chunk_tokens": 64, "experts_per_slot": experts, "lora_rank": 4}
-    given = LemaConfig(str(write_model(config, directory)), device="cpu", device_memory=None, **settings, **changes)
+def measured(
+    config: PreTrainedConfig, directory: Path, experts: int | None, *, worst: bool = True
+) -> tuple[int, int]:
+    """Return the bytes that are told of a step of three micro-batches beside slots, and those
+    that it takes.
+    """
+    settings: dict[str, Any] = {
+        "batch_size": ROWS * TIMES,
+        "micro_batch_size": ROWS,
+        "max_length": LENGTH,
+    }
+    changes = {
+        "gradient_checkpointing": True,
+        "loss_chunk_tokens": 64,
+        "experts_per_slot": experts,
+        "lora_rank": 4,
+    }
+    given = LemaConfig(
+        str(write_model(config, directory)), device="cpu", device_memory=None, **settings, **changes
+    )
     planner = planner_of(given, profile("cpu"))
     needs = planner.needs()
     assert needs.allocation.experts == (experts or 0)
@@ -117,11 +164,20 @@ def measured(config: PreTrainedConfig, directory: Path, experts: int | None, *, 
 def test_layers_in_groups_have_seconds_where_this_machine_is_planned_for(tmp_path: Path) -> None:
     """Estimated, and said to be: more for more tokens, and no layer is run for them."""
     directory = write_model(CONFIGS["qwen3_moe"], tmp_path)
-    settings: dict[str, Any] = {"gradient_checkpointing": True, "experts_per_slot": 3, "micro_batch_size": 1}
+    settings: dict[str, Any] = {
+        "gradient_checkpointing": True,
+        "experts_per_slot": 3,
+        "micro_batch_size": 1,
+    }
     found = list[float]()
     for length in (16, 4096):
         config = LemaConfig(
-            str(directory), device="cpu", device_memory=None, batch_size=1, max_length=length, **settings
+            str(directory),
+            device="cpu",
+            device_memory=None,
+            batch_size=1,
+            max_length=length,
+            **settings,
         )
         plan, planner = make_plan(config)
         assert plan.measured and planner.timings is not None

@@ -1,4 +1,6 @@
-"""The simulator: the real schedule in virtual time keeps its promises and moves the bytes of the formula."""
+"""The simulator: the real schedule in virtual time keeps its promises and moves the bytes of the
+formula.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +38,9 @@ from lema.stream.ring import LayerRing
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-LENGTHS = st.just(0.0) | st.floats(1e-3, 5)  # seconds: far shorter ones are lost in the difference of two times
+LENGTHS = st.just(0.0) | st.floats(
+    1e-3, 5
+)  # seconds: far shorter ones are lost in the difference of two times
 LAYERS = st.builds(
     LayerCost,
     slot_bytes=st.integers(1, 500),
@@ -48,14 +52,17 @@ LAYERS = st.builds(
     recompute=LENGTHS,
     backward=LENGTHS,
 )
-SPEEDS = st.builds(Speeds, disk=st.floats(1, 500), link=st.one_of(st.floats(1, 500), st.just(float("inf"))))
+SPEEDS = st.builds(
+    Speeds, disk=st.floats(1, 500), link=st.one_of(st.floats(1, 500), st.just(float("inf")))
+)
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[Demand, Allocation, Speeds]:
     layers = tuple(draw(st.lists(LAYERS, min_size=1, max_size=9)))
     indices = st.sets(st.integers(0, len(layers) - 1))
-    speeds, lowest = draw(SPEEDS), draw(st.integers(0, len(layers) - 1))
+    speeds = draw(SPEEDS)
+    lowest = draw(st.integers(0, len(layers) - 1))
     demand = Demand(
         tuple(LayerCost(**{**vars(layer), "upload_bytes": layer.slot_bytes}) for layer in layers),
         lowest=lowest,
@@ -63,8 +70,8 @@ def steps(draw: st.DrawFn) -> tuple[Demand, Allocation, Speeds]:
         expanded_bytes=draw(st.integers(0, 300)),
         boundary_bytes=draw(st.integers(0, 300)),
         micro_boundary_bytes=20,
-        turn=draw(LENGTHS),
-        rest=draw(LENGTHS),
+        head_seconds=draw(LENGTHS),
+        outside_seconds=draw(LENGTHS),
         shared=speeds.link == float("inf"),
     )
     residents = frozenset(draw(indices))
@@ -72,21 +79,33 @@ def steps(draw: st.DrawFn) -> tuple[Demand, Allocation, Speeds]:
     saved = frozenset(draw(indices)) & set(demand.visited_twice)
     slots = draw(st.integers(2, 5))
     saved_on: Any = draw(st.sampled_from(["device", "host", "disk"]))
-    return demand, Allocation(slots, residents, frozenset(draw(indices)) - residents, tier, saved, saved_on), speeds
+    return (
+        demand,
+        Allocation(slots, residents, frozenset(draw(indices)) - residents, tier, saved, saved_on),
+        speeds,
+    )
 
 
 @pytest.mark.slow
 @settings(max_examples=300)
 @given(steps())
-def test_any_schedule_keeps_its_promises_and_takes_as_long_as_it_must(step: tuple[Demand, Allocation, Speeds]) -> None:
-    """No buffer is used before it is filled or refilled in use (`ScheduleError`), and every step ends."""
+def test_any_schedule_keeps_its_promises_and_takes_as_long_as_it_must(
+    step: tuple[Demand, Allocation, Speeds],
+) -> None:
+    """No buffer is used before it is filled or refilled in use (`ScheduleError`), and every step
+    ends.
+    """
     demand, allocation, speeds = step
     found = simulate(demand, allocation, speeds)
     bound = max(found.compute, found.link, found.disk)
     assert found.seconds >= bound - 1e-6 * bound
-    computed = sum(phase.compute for phase in phases(demand, allocation, speeds)) + demand.rest
+    computed = (
+        sum(phase.compute for phase in phases(demand, allocation, speeds)) + demand.outside_seconds
+    )
     assert found.compute == pytest.approx(computed, rel=1e-6, abs=1e-6)
-    left = demand.boundary_bytes * len(demand.layers) + sum(saved_elsewhere(demand, allocation).values())
+    left = demand.boundary_bytes * len(demand.layers) + sum(
+        saved_elsewhere(demand, allocation).values()
+    )
     busy = found.compute + found.link + found.disk + left / speeds.link
     assert found.seconds <= busy * (1 + 1e-6)  # at worst one thing after the other
     stalls = found.stall_disk + found.stall_upload + found.stall_boundaries
@@ -97,19 +116,30 @@ def test_any_schedule_keeps_its_promises_and_takes_as_long_as_it_must(step: tupl
 @given(steps())
 def test_bytes_are_those_of_the_formula(step: tuple[Demand, Allocation, Speeds]) -> None:
     demand, allocation, speeds = step
-    found, count = simulate(demand, allocation, speeds), len(demand.layers)
+    found = simulate(demand, allocation, speeds)
+    count = len(demand.layers)
     held = allocation.residents | allocation.host_cached
-    read = [index for way in fetches((0,) * count, allocation.slots, held, demand.lowest)[1:] for index in way]
+    read = [
+        index
+        for way in fetches((0,) * count, allocation.slots, held, demand.lowest)[1:]
+        for index in way
+    ]
     expected = sum(demand.layers[index].read_bytes for index in read)
     assert found.bytes_read == expected if demand.lowest == 0 else found.bytes_read <= expected
     if not demand.shared:
         uploaded = [
             index
-            for way in fetches((0,) * count, allocation.slots, allocation.residents, demand.lowest)[1:]
+            for way in fetches((0,) * count, allocation.slots, allocation.residents, demand.lowest)[
+                1:
+            ]
             for index in way
         ]
         expected = sum(demand.layers[index].slot_bytes for index in uploaded)
-        assert found.bytes_uploaded == expected if demand.lowest == 0 else found.bytes_uploaded <= expected
+        assert (
+            found.bytes_uploaded == expected
+            if demand.lowest == 0
+            else found.bytes_uploaded <= expected
+        )
 
 
 @settings(max_examples=25)
@@ -118,28 +148,41 @@ def test_so_are_they_where_experts_are_leased_in_groups(
     step: tuple[Demand, Allocation, Speeds], data: st.DataObject
 ) -> None:
     demand, allocation, speeds = step
-    counts = data.draw(st.lists(st.integers(0, 4), min_size=len(demand.layers), max_size=len(demand.layers)))
+    counts = data.draw(
+        st.lists(st.integers(0, 4), min_size=len(demand.layers), max_size=len(demand.layers))
+    )
     layers = tuple(
-        replace(layer, slot_bytes=(1 + count) * PAGE, read_bytes=(1 + count) * PAGE, groups=(PAGE,) * count)
+        replace(
+            layer,
+            slot_bytes=(1 + count) * PAGE,
+            read_bytes=(1 + count) * PAGE,
+            groups=(PAGE,) * count,
+        )
         for layer, count in zip(demand.layers, counts, strict=True)
     )
     demand = replace(demand, layers=layers, lowest=0, pieces=0)
     allocation = replace(allocation, slots=max(2, allocation.slots), saved=frozenset())
-    found, held = simulate(demand, allocation, speeds), allocation.residents | allocation.host_cached
+    found = simulate(demand, allocation, speeds)
+    held = allocation.residents | allocation.host_cached
     _, up, down = fetches(demand.groups, allocation.slots, held, 0)
     assert found.bytes_read == demand.total("read_bytes", up + down) == PAGE * len(up + down)
 
 
 @settings(max_examples=100)
 @given(steps())
-def test_the_peaks_are_those_the_solver_counts_with(step: tuple[Demand, Allocation, Speeds]) -> None:
+def test_the_peaks_are_those_the_solver_counts_with(
+    step: tuple[Demand, Allocation, Speeds],
+) -> None:
     demand, allocation, speeds = step
     found = simulate(demand, allocation, speeds)
-    on_device, in_host = device_parts(demand, allocation), host_parts(demand, allocation)
+    on_device = device_parts(demand, allocation)
+    in_host = host_parts(demand, allocation)
     if demand.shared:  # there is one memory, and the ring is the slots
         in_host["residents"] = on_device["residents"]
     assert found.device_peak == sum(on_device.values())
-    assert found.host_peak <= sum(in_host.values()) + 2 * max(layer.slot_bytes for layer in demand.layers)
+    assert found.host_peak <= sum(in_host.values()) + 2 * max(
+        layer.slot_bytes for layer in demand.layers
+    )
 
 
 SHAPES = {"8B": (32, 218e6, 4096), "70B": (80, 856e6, 8192), "405B": (126, 3188e6, 16384)}
@@ -152,7 +195,7 @@ def step_of(size: str, machine: Machine, tokens: float) -> Demand:
     nbytes = int(2 * parameters) // 4096 * 4096
     return Demand(
         (LayerCost(nbytes, nbytes, nbytes, 0, once, once, once),) * layers,
-        turn=4 * hidden * VOCABULARY * tokens / machine.half,
+        head_seconds=4 * hidden * VOCABULARY * tokens / machine.half,
         shared=machine.shared,
     )
 
@@ -182,7 +225,9 @@ def test_streaming_is_hidden_from_one_and_a_half_times_the_break_even_on(
 
 @pytest.mark.parametrize("machine", PROFILES.values(), ids=PROFILES)
 def test_below_the_break_even_the_stall_is_named(machine: Machine) -> None:
-    demand = step_of("8B", machine, 0.2 * break_even(machine, min(machine.speeds.disk, machine.speeds.link)))
+    demand = step_of(
+        "8B", machine, 0.2 * break_even(machine, min(machine.speeds.disk, machine.speeds.link))
+    )
     found = simulate(demand, Allocation(3), machine.speeds)
     assert found.bottleneck == "disk"
     assert found.stall_disk > 0.3 * found.seconds
@@ -190,7 +235,9 @@ def test_below_the_break_even_the_stall_is_named(machine: Machine) -> None:
 
 
 def test_boundaries_that_come_too_late_are_waited_for() -> None:
-    demand = Demand((LayerCost(1, 1, 1, 0, 1.0, 1.0, 1.0),) * 6, boundary_bytes=500, micro_boundary_bytes=5)
+    demand = Demand(
+        (LayerCost(1, 1, 1, 0, 1.0, 1.0, 1.0),) * 6, boundary_bytes=500, micro_boundary_bytes=5
+    )
     near = simulate(demand, Allocation(3), Speeds(1e9, 100.0))
     away = simulate(demand, Allocation(3, boundaries="host"), Speeds(1e9, 100.0))
     assert near.stall_boundaries == 0 and away.stall_boundaries > 5
@@ -219,7 +266,8 @@ def test_a_buffer_used_before_it_is_filled_is_seen() -> None:
 def test_a_buffer_refilled_while_it_is_copied_is_seen() -> None:
     clock = Clock()
     device = VirtualDevice(clock, Speeds(1.0, 1.0))
-    reader, buffer = VirtualReader(device), device.host_buffer(10)
+    reader = VirtualReader(device)
+    buffer = device.host_buffer(10)
     reader.submit(two_layers()[0], buffer).wait()
     upload = device.device_slots(10, 1).upload(buffer)
     with pytest.raises(ScheduleError, match="refilled"):
@@ -230,7 +278,8 @@ def test_a_buffer_refilled_while_it_is_copied_is_seen() -> None:
 def test_a_buffer_refilled_on_lease_is_seen_where_it_is_the_slot() -> None:
     clock = Clock()
     device = VirtualDevice(clock, Speeds(1.0))
-    reader, buffer = VirtualReader(device), device.host_buffer(10)
+    reader = VirtualReader(device)
+    buffer = device.host_buffer(10)
     reader.submit(two_layers()[0], buffer).wait()
     upload = device.device_slots(10, 1).upload(buffer)
     upload.wait()
@@ -270,10 +319,14 @@ def test_no_order_of_leases_breaks_a_promise(
     speeds: Speeds,
     length: float,
 ) -> None:
-    """Announced, jumped about in: what is computed has its own weights, or `ScheduleError` says otherwise."""
+    """Announced, jumped about in: what is computed has its own weights, or `ScheduleError` says
+    otherwise.
+    """
     clock = Clock()
     device = VirtualDevice(clock, speeds)
-    layers = layers_like(Demand(tuple(LayerCost(10 * size, 10 * size, 10 * size) for size in range(1, 7))))
+    layers = layers_like(
+        Demand(tuple(LayerCost(10 * size, 10 * size, 10 * size) for size in range(1, 7)))
+    )
     stream = LayerStream(
         layers,
         device,
@@ -289,7 +342,9 @@ def test_no_order_of_leases_breaks_a_promise(
             with stream.lease(layer) as lease:
                 device.compute(length, lease.slot, layers[layer])
     counters = stream.counters
-    on_disk = [layer for order in orders for layer in (*order, *stray) if layer not in residents | cached]
+    on_disk = [
+        layer for order in orders for layer in (*order, *stray) if layer not in residents | cached
+    ]
     assert counters.layers_read >= len(set(on_disk))
     assert counters.layers_kept <= len(on_disk)
     device.synchronize()
@@ -304,11 +359,15 @@ def test_a_simulation_has_no_bytes() -> None:
 
 @contextmanager
 def events_recorded() -> Iterator[list[tuple[str, int]]]:
-    """Record which layers are leased, those on lease already excepted, and which are read into the ring."""
-    found, lease, read = list[tuple[str, int]](), LayerStream.lease, LayerRing._read
+    """Record which layers are leased, those on lease already excepted, and which are read into
+    the ring.
+    """
+    found = list[tuple[str, int]]()
+    lease = LayerStream.lease
+    read = LayerRing._read
 
     def record_lease(self: LayerStream, layer: int) -> Any:
-        if layer not in self._held:
+        if layer not in self._open_leases:
             found.append(("lease", layer))
         return lease(self, layer)
 
@@ -335,16 +394,22 @@ def events_recorded() -> Iterator[list[tuple[str, int]]]:
     ],
     ids=str,
 )
-def test_the_engine_leases_and_reads_what_the_simulator_does(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_the_engine_leases_and_reads_what_the_simulator_does(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     """Layer by layer, over some steps of a real run: what is simulated is what runs."""
     model = LemaModel(run_settings(write_model(tmp_path / "model"), tmp_path, **changes))
     model.initialize_lora()
-    trainer, memory = model.get_trainer(), model.memory
+    trainer = model.get_trainer()
+    memory = model.memory
     ids = torch.randint(1, 290, (2, 16))
     with events_recorded() as real:
         for _ in range(STEPS):
             trainer.accumulate([{"input_ids": ids, "labels": ids}] * 2, more=True)
-    sizes = [LayerCost(layer.nbytes, layer.read_bytes, layer.nbytes, 0, 0, 1, 1, 1) for layer in memory.layers]
+    sizes = [
+        LayerCost(layer.nbytes, layer.read_bytes, layer.nbytes, 0, 0, 1, 1, 1)
+        for layer in memory.layers
+    ]
     demand = Demand(tuple(sizes), lowest=model.adapter.lowest_trained, shared=True)
     allocation = Allocation(memory.num_slots, memory.residents, memory.host_cached)
     with events_recorded() as simulated:

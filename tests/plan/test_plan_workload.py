@@ -1,4 +1,6 @@
-"""What a step needs is told from shapes alone: it is what a real step takes, and no byte of a weight is read for it."""
+"""What a step needs is told from shapes alone: it is what a real step takes, and no byte of a
+weight is read for it.
+"""
 
 from contextlib import closing
 from dataclasses import replace
@@ -26,7 +28,7 @@ from lema.plan import Allocation
 from lema.plan.blueprint import Blueprint, draw_up
 from lema.plan.cost import STAGED, device_parts
 from lema.plan.meter import Tally, without_values
-from lema.plan.planner import planner_of, settled, site_of
+from lema.plan.planner import fitted_planner, machine_state_of, planner_of
 from lema.plan.step import StepShape, demand_of, step_shape
 from lema.plan.workload import MicroBatch, Workload, _Chunks, _Leases, fake_weights, learn, measure
 from lema.stream.reader import LayerReader
@@ -43,13 +45,19 @@ def work_of(blueprint: Blueprint, rows: int = 1, length: int = 64) -> Workload:
     return measure(blueprint.model, blueprint.layers, MicroBatch(rows, length), 64)
 
 
-def hollow(tmp_path: Path, config: Any, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Blueprint:
+def hollow(
+    tmp_path: Path, config: Any, dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> Blueprint:
     directory = write_hollow(tmp_path / "model", config, dtype)
     return draw_up(LemaConfig(str(directory), device="cpu", **changes))
 
 
 STEPS: dict[str, tuple[Any, ...]] = {
-    "model": (*((name, False) for name in WIDE), ("llama", True), ("mistral", True)),  # packed or not
+    "model": (
+        *((name, False) for name in WIDE),
+        ("llama", True),
+        ("mistral", True),
+    ),  # packed or not
     "dtype": (torch.float32, torch.bfloat16),
     "recompute": (True, False),
 }
@@ -68,8 +76,8 @@ PAIRS = covering(STEPS, 2)
 def test_a_real_step_takes_what_was_told(
     tmp_path: Path, name: str, packing: bool, dtype: torch.dtype, recompute: bool
 ) -> None:
-    """Bytes of tensors alive at once in a real step on the CPU: within 10% of those told, and not 3% more. Operations:
-    those told, of which what is recomputed is a part.
+    """Bytes of tensors alive at once in a real step on the CPU: within 10% of those told, and not
+    3% more. Operations: those told, of which what is recomputed is a part.
     """
     config = settings(
         write_model(tmp_path / "model", name, dtype=dtype, **WIDE[name]),
@@ -84,14 +92,17 @@ def test_a_real_step_takes_what_was_told(
     real, flops = peak_and_flops_of_a_step(config)
     blueprint = draw_up(config)
     shape = step_shape(config, 128)
-    workload = measure(blueprint.model, blueprint.layers, shape.micro_batch, config.loss_chunk_tokens)
+    workload = measure(
+        blueprint.model, blueprint.layers, shape.micro_batch, config.loss_chunk_tokens
+    )
     demand = demand_of(
         blueprint.layers,
         workload,
         None,
         shape,
         outside_bytes=0,
-        adapter_bytes=blueprint.adapter_bytes // 4,  # there is no optimizer: gradients alone are made in the step
+        adapter_bytes=blueprint.adapter_bytes
+        // 4,  # there is no optimizer: gradients alone are made in the step
         lowest=blueprint.lowest_adapted,
         shared=True,
     )
@@ -99,11 +110,14 @@ def test_a_real_step_takes_what_was_told(
     parts = device_parts(demand, Allocation(3, saved=saved))
     told = sum(size for part, size in parts.items() if part not in ("slots", "residents"))
     assert 0.97 * real <= told <= 1.1 * real
-    work, again = workload.of(0), len(demand.visited_twice) * recompute
+    work = workload.of(0)
+    again = len(demand.visited_twice) * recompute
     layers = len(blueprint.layers) * (work.forward + work.backward) + again * work.recompute
     expected = 3 * (layers + workload.head.flops)
     assert 0.98 * expected <= flops <= expected  # nothing below the lowest layer wants a gradient
-    assert work.recompute < 0.9 * work.forward  # the last matrix product reaches nothing that is wanted
+    assert (
+        work.recompute < 0.9 * work.forward
+    )  # the last matrix product reaches nothing that is wanted
 
 
 def peak_and_flops_of_a_step(config: LemaConfig) -> tuple[int, int]:
@@ -113,7 +127,9 @@ def peak_and_flops_of_a_step(config: LemaConfig) -> tuple[int, int]:
     ids = torch.randint(1, 290, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[:, -1] = 0
-    seen = {"position_ids": torch.arange(LENGTH).remainder(20).expand(2, -1)} if config.packing else {}
+    seen = (
+        {"position_ids": torch.arange(LENGTH).remainder(20).expand(2, -1)} if config.packing else {}
+    )
     batch = {"input_ids": ids, "labels": ids, **(seen or {"attention_mask": mask})}
     tally = second_step(model, [batch] * 3)
     model.close()
@@ -123,24 +139,46 @@ def peak_and_flops_of_a_step(config: LemaConfig) -> tuple[int, int]:
 @pytest.mark.slow
 def test_operations_are_those_of_the_matrices_and_of_attention(tmp_path: Path) -> None:
     config = large_config("8B")
-    blueprint = hollow(tmp_path, config, lora_target_modules=["q_proj"], lora_rank=1, gradient_checkpointing=True)
+    blueprint = hollow(
+        tmp_path, config, lora_target_modules=["q_proj"], lora_rank=1, gradient_checkpointing=True
+    )
     work = work_of(blueprint, rows=2, length=256).of(0)
-    tokens, matrices = 512, sum(tensor.shape.numel() for tensor in blueprint.layers[0].tensors if len(tensor.shape) > 1)
-    attention = 4 * 256 * config.hidden_size  # scores, and values weighted by them; no mask makes it less
+    tokens = 512
+    matrices = sum(
+        tensor.shape.numel() for tensor in blueprint.layers[0].tensors if len(tensor.shape) > 1
+    )
+    # scores, and values weighted by them; no mask makes it less
+    attention = 4 * 256 * config.hidden_size
     assert work.forward == pytest.approx(2 * tokens * matrices + tokens * attention, rel=0.001)
-    assert work.backward == pytest.approx(2 * tokens * matrices + 2.5 * tokens * attention, rel=0.001)
-    assert work_of(blueprint, rows=2, length=256).head.flops == 4 * tokens * config.hidden_size * config.vocab_size
+    assert work.backward == pytest.approx(
+        2 * tokens * matrices + 2.5 * tokens * attention, rel=0.001
+    )
+    assert (
+        work_of(blueprint, rows=2, length=256).head.flops
+        == 4 * tokens * config.hidden_size * config.vocab_size
+    )
 
 
 @pytest.mark.slow
 def test_of_experts_only_those_that_are_active_count(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = MixtralConfig(**sizes, num_key_value_heads=4, vocab_size=96, num_local_experts=8, num_experts_per_tok=2)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = MixtralConfig(
+        **sizes, num_key_value_heads=4, vocab_size=96, num_local_experts=8, num_experts_per_tok=2
+    )
     for dtype in (torch.bfloat16, torch.float32):
         directory = write_hollow(tmp_path / str(dtype), config, dtype)
-        blueprint = draw_up(LemaConfig(str(directory), device="cpu", lora_target_modules=["q_proj"], lora_rank=1))
-        work, tokens = work_of(blueprint, length=32).of(0), 32
-        expert, attention = 3 * 64 * 128, 4 * 64 * 64
+        blueprint = draw_up(
+            LemaConfig(str(directory), device="cpu", lora_target_modules=["q_proj"], lora_rank=1)
+        )
+        work = work_of(blueprint, length=32).of(0)
+        tokens = 32
+        expert = 3 * 64 * 128
+        attention = 4 * 64 * 64
         expected = 2 * tokens * (2 * expert + attention + 8 * 64) + tokens * 4 * 32 * 64
         assert work.forward == pytest.approx(expected, rel=0.02)
         stacked = 8 * expert * dtype.itemsize  # a view of the weights is no memory
@@ -149,7 +187,9 @@ def test_of_experts_only_those_that_are_active_count(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["8B", "70B", "405B"])
-def test_large_models_are_told_from_headers(tmp_path: Path, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_models_are_told_from_headers(
+    tmp_path: Path, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def read(*_: Any, **__: Any) -> None:
         raise AssertionError("weights were read")
 
@@ -158,7 +198,9 @@ def test_large_models_are_told_from_headers(tmp_path: Path, size: str, monkeypat
     before = bytes_read_by_this_process()
     work = work_of(draw_up(LemaConfig(str(tmp_path / "model"), device="cpu")), length=1024)
     assert bytes_read_by_this_process() - before < 10e6 < blueprint.stored_bytes / 1000
-    assert blueprint.stored_bytes == pytest.approx({"8B": 16.1e9, "70B": 141e9, "405B": 812e9}[size], rel=0.01)
+    assert blueprint.stored_bytes == pytest.approx(
+        {"8B": 16.1e9, "70B": 141e9, "405B": 812e9}[size], rel=0.01
+    )
     hidden = large_config(size).hidden_size
     assert work.kinds == (0,) * large_config(size).num_hidden_layers
     assert work.hidden_bytes == 1024 * hidden * 2
@@ -189,7 +231,9 @@ def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_step_is_cut_as_the_settings_say(tmp_path: Path) -> None:
-    config = LemaConfig("m", batch_size=6, micro_batch_size=2, gradient_accumulation_steps=4, max_length=100)
+    config = LemaConfig(
+        "m", batch_size=6, micro_batch_size=2, gradient_accumulation_steps=4, max_length=100
+    )
     shape = step_shape(config, 128)
     assert shape == StepShape(MicroBatch(2, 100), 24)
     assert (shape.tokens, shape.num_micro_batches) == (2400, 12)
@@ -199,7 +243,9 @@ def test_a_step_is_cut_as_the_settings_say(tmp_path: Path) -> None:
         step_shape(LemaConfig("m", max_length=65), 64)
 
 
-def test_what_depends_on_values_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_depends_on_values_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blueprint = draw_up(settings(write_model(tmp_path / "model"), tmp_path))
     layer = blueprint.model.get_decoder().layers[0]
     forward = type(layer.mlp).forward
@@ -217,7 +263,7 @@ def test_what_depends_on_values_is_refused_by_name(tmp_path: Path, monkeypatch: 
 
 def allocation_of(model: LemaModel, shape: StepShape | None = None) -> Allocation:
     planner = model.opened if shape is None else replace(model.opened, shape=shape)
-    return settled(planner, trains=shape is not None).needs().allocation
+    return fitted_planner(planner, trains=shape is not None).needs().allocation
 
 
 def test_without_limits_an_allocation_is_what_streaming_needs(tmp_path: Path) -> None:
@@ -232,12 +278,16 @@ def test_what_the_control_group_leaves_is_the_limit_of_plan_and_training(
 ) -> None:
     config = settings(write_model(tmp_path / "model"), tmp_path, strategy="resident")
     monkeypatch.setattr("lema.backend.hostmemory.memory_left", lambda: 4096)
-    assert site_of(config).host_available == 4096
+    assert machine_state_of(config).host_available == 4096
     with closing(LemaModel(config)) as model:
         model.initialize_lora()
-        with pytest.raises(MemoryLimitError, match=r"bytes of host memory are needed .* 0 are allowed") as training:
+        with pytest.raises(
+            MemoryLimitError, match=r"bytes of host memory are needed .* 0 are allowed"
+        ) as training:
             allocation_of(model)
-    with pytest.raises(MemoryLimitError, match=r"bytes of host memory are needed .* 0 are allowed") as plan:
+    with pytest.raises(
+        MemoryLimitError, match=r"bytes of host memory are needed .* 0 are allowed"
+    ) as plan:
         planner_of(config).needs()
     for caught in (training, plan):
         assert str(caught.value.where).startswith("memory available on this machine, 4.1 kB, less ")
@@ -269,7 +319,9 @@ def test_activations_count_towards_the_limit_where_the_step_is_given(tmp_path: P
 )
 def test_a_run_spends_memory_as_its_plan_said(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Where bytes decide; where speeds do, both measure, and what is measured varies."""
-    config = settings(write_model(tmp_path / "model"), tmp_path, batch_size=1, max_length=16, **changes)
+    config = settings(
+        write_model(tmp_path / "model"), tmp_path, batch_size=1, max_length=16, **changes
+    )
     planner = planner_of(config)
     planned = planner.allocation(planner.demand())
     model = LemaModel(config)
@@ -287,13 +339,24 @@ def test_boundaries_take_as_many_buffers_as_the_engine_gives_them() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_stored_quantised_is_counted_small_where_it_waits_and_large_once(tmp_path: Path) -> None:
-    plain = write_model(tmp_path / "model", dtype=torch.bfloat16, hidden_size=128, intermediate_size=256)
+def test_what_is_stored_quantised_is_counted_small_where_it_waits_and_large_once(
+    tmp_path: Path,
+) -> None:
+    plain = write_model(
+        tmp_path / "model", dtype=torch.bfloat16, hidden_size=128, intermediate_size=256
+    )
     prepare(plain, tmp_path / "int8", quantize="int8")
-    whole, small = (planner_of(settings(path, tmp_path, max_length=16)) for path in (plain, tmp_path / "int8"))
-    before, after = whole.demand(), small.demand()
+    whole, small = (
+        planner_of(settings(path, tmp_path, max_length=16)) for path in (plain, tmp_path / "int8")
+    )
+    before = whole.demand()
+    after = small.demand()
     assert before.expanded_bytes == 0 and all(layer.expand == 0 for layer in before.layers)
-    assert after.expanded_bytes == small.blueprint.layers[0].expanded_bytes > after.layers[0].slot_bytes
+    assert (
+        after.expanded_bytes
+        == small.blueprint.layers[0].expanded_bytes
+        > after.layers[0].slot_bytes
+    )
     assert after.layers[0].read_bytes < 0.7 * before.layers[0].read_bytes
     assert all(layer.expand > 0 for layer in after.layers)
     assert after.working_bytes == pytest.approx(before.working_bytes, rel=0.05)
@@ -301,19 +364,35 @@ def test_what_is_stored_quantised_is_counted_small_where_it_waits_and_large_once
     assert step.device_peak == sum(device_parts(after, Allocation(3)).values())
 
 
-def test_three_pieces_of_the_head_tell_what_all_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_pieces_of_the_head_tell_what_all_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cut, "LEAST_BYTES", 0)
-    sizes = {"hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 3000}
-    drawn = hollow(tmp_path, LlamaConfig(num_hidden_layers=8, **sizes), torch.float32, head="stream", lora_rank=4)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "vocab_size": 3000,
+    }
+    drawn = hollow(
+        tmp_path,
+        LlamaConfig(num_hidden_layers=8, **sizes),
+        torch.float32,
+        head="stream",
+        lora_rank=4,
+    )
     told = measure(drawn.model, drawn.layers, MicroBatch(2, 12), 8, head=drawn.head).pieces
     split = Split(drawn.model, load("cpu"))
     with without_values(drawn.model):
         learn(split, drawn.layers)
-        pieced, hidden = drawn.head.pieced(split, load("cpu"), drawn.layers), torch.empty(2, 12, 32)
+        pieced = drawn.head.pieced(split, load("cpu"), drawn.layers)
+        hidden = torch.empty(2, 12, 32)
         assert pieced is not None and len(pieced.spans) > 4
         weights = dict(enumerate(map(fake_weights, drawn.head.pieces(drawn.layers)), 8))
         chunks: Any = _Chunks((2, 12), 8)
         with Tally() as tally:
-            tally.leave_out([hidden, *drawn.model.parameters(), *drawn.model.buffers(), *tensors_in(weights)])
+            tally.leave_out(
+                [hidden, *drawn.model.parameters(), *drawn.model.buffers(), *tensors_in(weights)]
+            )
             piece_passes(pieced, _Leases(weights).lease, chunks, [hidden], differentiate=True)
     assert told is not None and tally.peak == told.working_bytes

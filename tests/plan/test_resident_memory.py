@@ -1,4 +1,6 @@
-"""`strategy: resident` on a device that computes in host memory: layers that fill all of it leave the run no room."""
+"""`strategy: resident` on a device that computes in host memory: layers that fill all of it
+leave the run no room.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,19 @@ BESIDE = 30 + 20 + 10  # of what trains, of a micro-batch, of an expanded layer
 
 
 def spent(available: int, **settings: Any) -> Allocation:
-    config = LemaConfig(str(Path("model")), device="cpu", **{"strategy": "resident", "device_memory": None, **settings})
-    demand = Demand((LAYER,) * 5, adapter_bytes=30, working_bytes=20, expanded_bytes=10, outside_bytes=7, shared=True)
+    config = LemaConfig(
+        str(Path("model")),
+        device="cpu",
+        **{"strategy": "resident", "device_memory": None, **settings},
+    )
+    demand = Demand(
+        (LAYER,) * 5,
+        adapter_bytes=30,
+        working_bytes=20,
+        expanded_bytes=10,
+        outside_bytes=7,
+        shared=True,
+    )
     return allocated(config, demand, Speeds(1.0), 10_000, 10_000, available)
 
 

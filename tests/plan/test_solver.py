@@ -1,4 +1,6 @@
-"""The solver: within both limits, never slower with more memory, and nothing taken that helps nobody."""
+"""The solver: within both limits, never slower with more memory, and nothing taken that helps
+nobody.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -10,7 +12,16 @@ from hypothesis import strategies as st
 from lema.errors import MemoryLimitError
 from lema.plan import Allocation
 from lema.plan.budget import MARGIN, scattered, solve, spread
-from lema.plan.cost import Demand, LayerCost, Overhead, Speeds, device_parts, host_parts, phases, seconds
+from lema.plan.cost import (
+    Demand,
+    LayerCost,
+    Overhead,
+    Speeds,
+    device_parts,
+    host_parts,
+    phases,
+    seconds,
+)
 
 LAYERS = st.builds(
     LayerCost,
@@ -42,13 +53,17 @@ def demands(draw: st.DrawFn) -> Demand:
         expanded_bytes=draw(BYTES),
         boundary_bytes=draw(BYTES),
         micro_boundary_bytes=draw(BYTES),
-        turn=draw(st.floats(0, 9)),
+        head_seconds=draw(st.floats(0, 9)),
         shared=draw(st.booleans()),
-        overhead=draw(st.builds(Overhead, workspaces=BYTES, block=st.sampled_from([1, 1, 16, 128]))),
+        overhead=draw(
+            st.builds(Overhead, workspaces=BYTES, block=st.sampled_from([1, 1, 16, 128]))
+        ),
     )
 
 
-SPEEDS = st.builds(Speeds, disk=st.floats(1, 1000), link=st.one_of(st.floats(1, 1000), st.just(float("inf"))))
+SPEEDS = st.builds(
+    Speeds, disk=st.floats(1, 1000), link=st.one_of(st.floats(1, 1000), st.just(float("inf")))
+)
 LIMITS = st.one_of(st.none(), st.integers(0, 9000))
 OPTIONS = st.fixed_dictionaries(
     {
@@ -60,13 +75,20 @@ OPTIONS = st.fixed_dictionaries(
 
 
 def within(demand: Demand, allocation: Allocation, device: int | None, host: int | None) -> bool:
-    on_device, in_host = (sum(parts(demand, allocation).values()) for parts in (device_parts, host_parts))
+    on_device, in_host = (
+        sum(parts(demand, allocation).values()) for parts in (device_parts, host_parts)
+    )
     return (device is None or on_device <= device) and (host is None or in_host <= host)
 
 
 @given(demands(), SPEEDS, st.integers(2, 4), LIMITS, LIMITS, OPTIONS)
 def test_both_limits_hold(
-    demand: Demand, speeds: Speeds, slots: int, device: int | None, host: int | None, options: dict[str, object]
+    demand: Demand,
+    speeds: Speeds,
+    slots: int,
+    device: int | None,
+    host: int | None,
+    options: dict[str, object],
 ) -> None:
     try:
         found = solve(demand, speeds, slots, device_limit=device, host_limit=host, **options)  # type: ignore[arg-type]
@@ -103,7 +125,13 @@ def test_more_memory_is_never_predicted_to_be_slower(
     assert best(device + more_device, host + more_host) <= less
 
 
-@given(demands(), SPEEDS, st.integers(2, 4), st.integers(0, 9000), st.sampled_from(["device", "host", None]))
+@given(
+    demands(),
+    SPEEDS,
+    st.integers(2, 4),
+    st.integers(0, 9000),
+    st.sampled_from(["device", "host", None]),
+)
 def test_activations_are_kept_only_where_computing_takes_the_time(
     demand: Demand, speeds: Speeds, slots: int, room: int, tier: Any
 ) -> None:
@@ -120,8 +148,11 @@ def test_activations_are_kept_only_where_computing_takes_the_time(
 
 
 @given(demands(), st.integers(2, 4), st.sampled_from(["device", "host", "disk"]))
-def test_the_input_of_a_layer_whose_activations_are_kept_stays_with_them(demand: Demand, slots: int, tier: Any) -> None:
-    none, every = frozenset[int](), frozenset(demand.visited_twice)
+def test_the_input_of_a_layer_whose_activations_are_kept_stays_with_them(
+    demand: Demand, slots: int, tier: Any
+) -> None:
+    none = frozenset[int]()
+    every = frozenset(demand.visited_twice)
     away, kept = (Allocation(slots, boundaries=tier, saved=saved) for saved in (none, every))
     activations = sum(demand.layers[index].saved_bytes for index in every)
     inputs = len(every) * demand.boundary_bytes
@@ -132,19 +163,27 @@ def test_the_input_of_a_layer_whose_activations_are_kept_stays_with_them(demand:
 
 
 @given(demands(), SPEEDS, st.integers(2, 4), st.sampled_from(["host", "disk"]))
-def test_what_waits_elsewhere_is_counted_there(demand: Demand, speeds: Speeds, slots: int, tier: Any) -> None:
-    here, away = (solve(demand, speeds, slots, recompute=False, saved_on=place) for place in ("device", tier))
+def test_what_waits_elsewhere_is_counted_there(
+    demand: Demand, speeds: Speeds, slots: int, tier: Any
+) -> None:
+    here, away = (
+        solve(demand, speeds, slots, recompute=False, saved_on=place) for place in ("device", tier)
+    )
     assert (here.saved_on, away.saved_on) == ("device", tier)
     assert here.saved == away.saved == set(demand.visited_twice)
     total = sum(demand.layers[index].saved_bytes + demand.boundary_bytes for index in away.saved)
     assert host_parts(demand, here)["saved"] == 0
-    assert host_parts(demand, away)["saved"] == total  # of these few bytes all pass through memory at once
+    assert (
+        host_parts(demand, away)["saved"] == total
+    )  # of these few bytes all pass through memory at once
     passing = max((demand.layers[index].micro_saved_bytes for index in away.saved), default=0)
     assert device_parts(demand, away)["saved"] <= passing + demand.micro_boundary_bytes
     assert device_parts(demand, away)["boundaries"] == 0
     for one, other in zip(phases(demand, here, speeds), phases(demand, away, speeds), strict=True):
         assert one.compute == other.compute
-        assert other.disk - one.disk == pytest.approx(total / speeds.disk * (tier == "disk"), abs=1e-6)
+        assert other.disk - one.disk == pytest.approx(
+            total / speeds.disk * (tier == "disk"), abs=1e-6
+        )
     down = [phases(demand, one, speeds)[1].link for one in (here, away)]
     assert down[1] - down[0] == pytest.approx(total / speeds.link, abs=1e-6)
 
@@ -174,7 +213,9 @@ def test_without_limits_no_more_is_taken_than_streaming_needs(
 
 
 @given(demands(), SPEEDS, st.integers(2, 4), st.integers(0, 9000))
-def test_a_refused_limit_says_what_is_enough(demand: Demand, speeds: Speeds, slots: int, limit: int) -> None:
+def test_a_refused_limit_says_what_is_enough(
+    demand: Demand, speeds: Speeds, slots: int, limit: int
+) -> None:
     try:
         solve(demand, speeds, slots, device_limit=limit)
     except MemoryLimitError as error:
@@ -195,7 +236,8 @@ def equal_layers(count: int = 12, **changes: float) -> Demand:
 
 
 def test_memory_goes_to_residents_until_the_link_keeps_up_and_then_to_activations() -> None:
-    demand, slow = equal_layers(), Speeds(disk=1e9, link=50.0)  # a layer takes two seconds to upload, one to compute
+    demand = equal_layers()
+    slow = Speeds(disk=1e9, link=50.0)  # a layer takes two seconds to upload, one to compute
     bare = sum(device_parts(demand, Allocation(3)).values())
     taken = [solve(demand, slow, 3, device_limit=bare + extra) for extra in range(0, 2000, 50)]
     for one in taken:
@@ -208,12 +250,17 @@ def test_memory_goes_to_residents_until_the_link_keeps_up_and_then_to_activation
 
 
 def test_products_are_kept_before_activations_if_they_save_more_seconds_for_their_bytes() -> None:
-    fast, cheap, dear = Speeds(disk=1e9, link=1e9), {"product_bytes": 20}, {"product_bytes": 45}
+    fast = Speeds(disk=1e9, link=1e9)
+    cheap = {"product_bytes": 20}
+    dear = {"product_bytes": 45}
     for sizes, order in ((cheap, ("products", "saved")), (dear, ("saved", "products"))):
         demand = equal_layers(**sizes, without_products=0.2)
-        bare, seen = sum(device_parts(demand, Allocation(3)).values()), list[Allocation]()
+        bare = sum(device_parts(demand, Allocation(3)).values())
+        seen = list[Allocation]()
         for extra in range(0, 700, 5):
-            seen.append(solve(demand, fast, 3, device_limit=bare + extra, stay=False, boundaries="device"))
+            seen.append(
+                solve(demand, fast, 3, device_limit=bare + extra, stay=False, boundaries="device")
+            )
             assert sum(device_parts(demand, seen[-1]).values()) <= bare + extra
             assert not seen[-1].saved & seen[-1].products
         times = [seconds(demand, one, fast) for one in seen]
@@ -221,12 +268,15 @@ def test_products_are_kept_before_activations_if_they_save_more_seconds_for_thei
         first = next(one for one in seen if one.saved or one.products)
         assert len(getattr(first, order[0])) == 1 and not getattr(first, order[1])
         assert seen[-1].saved == set(demand.visited_twice) and not seen[-1].products
-    only_graphs = solve(equal_layers(**cheap), fast, 3, device_limit=bare + 100, stay=False, products=False)
+    only_graphs = solve(
+        equal_layers(**cheap), fast, 3, device_limit=bare + 100, stay=False, products=False
+    )
     assert only_graphs.saved and not only_graphs.products
 
 
 def test_boundaries_leave_the_device_when_there_is_no_room_for_them() -> None:
-    demand, fast = equal_layers(recompute=0.0), Speeds(disk=1e9, link=1e9)
+    demand = equal_layers(recompute=0.0)
+    fast = Speeds(disk=1e9, link=1e9)
     kept = sum(device_parts(demand, Allocation(3)).values())
     assert solve(demand, fast, 3, device_limit=kept).boundaries == "device"
     assert solve(demand, fast, 3, device_limit=kept - 1).boundaries == "host"
@@ -235,13 +285,19 @@ def test_boundaries_leave_the_device_when_there_is_no_room_for_them() -> None:
 
 
 def test_host_memory_holds_layers_as_long_as_reading_is_what_takes_the_time() -> None:
-    demand, cold = equal_layers(), Speeds(disk=50.0, link=1e9)
+    demand = equal_layers()
+    cold = Speeds(disk=50.0, link=1e9)
     ring = sum(host_parts(demand, Allocation(3)).values())
-    found = [solve(demand, cold, 3, host_limit=ring + 100 * count, host_cache="fill") for count in range(14)]
+    found = [
+        solve(demand, cold, 3, host_limit=ring + 100 * count, host_cache="fill")
+        for count in range(14)
+    ]
     sizes = [len(one.host_cached) for one in found]
     assert sizes == sorted(sizes) and sizes[1] == 1
     assert sizes[-1] < 12  # the rest are read while others compute
-    enough = replace(demand, layers=tuple(replace(layer, forward=9.0, backward=9.0) for layer in demand.layers))
+    enough = replace(
+        demand, layers=tuple(replace(layer, forward=9.0, backward=9.0) for layer in demand.layers)
+    )
     assert not solve(enough, cold, 3, host_limit=10_000, host_cache="fill").host_cached
 
 

@@ -38,6 +38,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     file = os.environ.get("SECOND_DEVICE_TABLE")
     if file is None or hasattr(session.config, "workerinput"):
         return
-    versions = [f"{package} {version(package).partition('+')[0]}" for package in ("transformers", "peft", "torch")]
-    table = {"date": f"{date.today()}", "versions": ", ".join(versions), "distances": dict(sorted(DISTANCES.items()))}
+    versions = [
+        f"{package} {version(package).partition('+')[0]}"
+        for package in ("transformers", "peft", "torch")
+    ]
+    table = {
+        "date": f"{date.today()}",
+        "versions": ", ".join(versions),
+        "distances": dict(sorted(DISTANCES.items())),
+    }
     Path(file).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")

@@ -1,8 +1,9 @@
-"""Stops of runs on the second device at random times: `python tests/seconddevice/randomstops.py --count 100`.
+"""Stops of runs on the second device at random times: `python tests/seconddevice/randomstops.py
+--count 100`.
 
-Of each it is counted how many layers were visited between the signal and its handler: at most one may have been begun.
-The newest checkpoint must be that of the last step which was taken, and the run that goes on from there must end with
-the bytes of a run that nobody stopped.
+Of each it is counted how many layers were visited between the signal and its handler: at most one
+may have been begun. The newest checkpoint must be that of the last step which was taken, and the
+run that goes on from there must end with the bytes of a run that nobody stopped.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
-    sys.path[:0] = [str(TESTS), str(TESTS / "support"), str(TESTS.parent), str(TESTS.parent / "backends")]
+    sys.path[:0] = [
+        str(TESTS),
+        str(TESTS / "support"),
+        str(TESTS.parent),
+        str(TESTS.parent / "backends"),
+    ]
 
 import pytest  # noqa: E402
 import seconddevice  # noqa: E402 - once the path has it
@@ -62,13 +68,21 @@ class Seen:
     @property
     def visits_between(self) -> int | None:
         """How many visits began between the two; None: the run ended before the signal."""
-        return None if self.sent_at is None or self.handled_at is None else self.handled_at - self.sent_at
+        return (
+            None
+            if self.sent_at is None or self.handled_at is None
+            else self.handled_at - self.sent_at
+        )
 
 
 @contextmanager
 def counted(seen: Seen) -> Iterator[None]:
-    """Count visits of layers and steps of the optimizer, and note when the handler of a stop is called."""
-    leased, note, step = Engine.leased, StopOnSignal._note, LemaTrainer._step_or_drop
+    """Count visits of layers and steps of the optimizer, and note when the handler of a stop is
+    called.
+    """
+    leased = Engine.leased
+    note = StopOnSignal._note
+    step = LemaTrainer._step_or_drop
 
     @contextmanager
     def counting(engine: Engine, layer: int, way: Any) -> Iterator[Any]:
@@ -98,12 +112,16 @@ def counted(seen: Seen) -> Iterator[None]:
         yield
 
 
-def trained(config: LemaConfig, stop: StopOnSignal | None = None, *, resume: bool = False) -> dict[str, Any]:
+def trained(
+    config: LemaConfig, stop: StopOnSignal | None = None, *, resume: bool = False
+) -> dict[str, Any]:
     """Run to the end, or raise `Stopped`; return the adapter."""
     model = LemaModel(config)
     try:
         model.initialize_lora()
-        model.get_trainer().fit(token_rows(30), resume=resume, stop=None if stop is None else stop.why)
+        model.get_trainer().fit(
+            token_rows(30), resume=resume, stop=None if stop is None else stop.why
+        )
         return adapter_of(model.skeleton)
     finally:
         model.close()
@@ -118,7 +136,8 @@ class Stops:
     """
 
     def __init__(self, place: Path, way: dict[str, Any]) -> None:
-        self._place, self._way = place, {"device": "second", "max_steps": STEPS, **way}
+        self._place = place
+        self._way = {"device": "second", "max_steps": STEPS, **way}
         if not (place / "model").exists():
             write_model(place / "model")
         self._number = 0
@@ -132,25 +151,29 @@ class Stops:
         return settings(self._place / "model", self._place / name, **self._way)
 
     def stopped(self, number: signal.Signals, draw: random.Random) -> tuple[str, Seen]:
-        """Stop a run by a signal at a time that `draw` chooses; return what is wrong with it, or nothing, and what was
-        seen. A run that ends before the signal is made again."""
+        """Stop a run by a signal at a time that `draw` chooses; return what is wrong with it, or
+        nothing, and what was seen. A run that ends before the signal is made again."""
         seen, kept, config = self._attempt(number, draw)
         while kept is None:
             seen, kept, config = self._attempt(number, draw)
         return self._fault(config, seen, kept), seen
 
-    def _attempt(self, number: signal.Signals, draw: random.Random) -> tuple[Seen, int | None, LemaConfig]:
-        """Return what was seen, the step of the checkpoint that the run stopped with (None: it came to its end), and
-        its settings."""
+    def _attempt(
+        self, number: signal.Signals, draw: random.Random
+    ) -> tuple[Seen, int | None, LemaConfig]:
+        """Return what was seen, the step of the checkpoint that the run stopped with (None: it came
+        to its end), and its settings."""
         self._number += 1
         config = self._config(f"cut-{self._number}")
 
         def send() -> None:
-            seen.sent_at, seen.sent_in = seen.visits, seen.under_way
+            seen.sent_at = seen.visits
+            seen.sent_in = seen.under_way
             os.kill(os.getpid(), number)
 
         timer = threading.Timer(draw.uniform(0.0, self._seconds), send)
-        seen, kept = Seen(timer.start), None
+        seen = Seen(timer.start)
+        kept = None
         with counted(seen), StopOnSignal() as stop:
             try:
                 trained(config, stop)
@@ -177,7 +200,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     seconddevice.install()
-    draw, failures, places, most = random.Random(given.seed), 0, Counter[str](), 0
+    draw = random.Random(given.seed)
+    failures = 0
+    places = Counter[str]()
+    most = 0
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lema-stops-") as directory:
         for index, way in enumerate(WAYS):
@@ -194,7 +220,8 @@ def main(arguments: list[str]) -> int:
                 sys.stderr.write(f"{number.name} {seen.sent_in}, {way}: {said}\n")
     where = ", ".join(f"{count} {place}" for place, count in sorted(places.items()))
     sys.stdout.write(
-        f"{given.count - failures} of {given.count} stops as they must be ({where}); at most {most} layers begun "
+        f"{given.count - failures} of {given.count} stops as they must be ({where}); at "
+        f"most {most} layers begun "
         f"between a signal and its handler; {time.monotonic() - began:.0f} s\n"
     )
     return int(bool(failures))

@@ -1,4 +1,6 @@
-"""With `deterministic: true` runs on a device are bitwise equal, also if operations add in an order of their own."""
+"""With `deterministic: true` runs on a device are bitwise equal, also if operations add in an
+order of their own.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +23,9 @@ ROWS = token_rows(22)
 
 
 class Gathered(torch.autograd.Function):
-    """Three terms of a hidden state, added in the order in which they arrive, unless torch asks for one order."""
+    """Three terms of a hidden state, added in the order in which they arrive, unless torch asks
+    for one order.
+    """
 
     @staticmethod
     def forward(_: Any, state: Tensor) -> Tensor:
@@ -46,7 +50,9 @@ def gathered(model: LemaModel) -> Iterator[None]:
         changed: Tensor = Gathered.apply(output)  # type: ignore[no-untyped-call]
         return changed
 
-    hooks = [layer.get_submodule("mlp").register_forward_hook(change) for layer in model.split.layers]
+    hooks = [
+        layer.get_submodule("mlp").register_forward_hook(change) for layer in model.split.layers
+    ]
     try:
         yield
     finally:
@@ -54,9 +60,18 @@ def gathered(model: LemaModel) -> Iterator[None]:
             hook.remove()
 
 
-def trained(directory: Path, out: Path, *, deterministic: bool, stop_after: int | None = None) -> dict[str, Tensor]:
-    """Return the adapter after three steps; with `stop_after`, of a run that was stopped and resumed."""
-    way: dict[str, Any] = {"device": "second", "max_steps": 3, "lora_dropout": 0.1, "micro_batch_size": 2}
+def trained(
+    directory: Path, out: Path, *, deterministic: bool, stop_after: int | None = None
+) -> dict[str, Tensor]:
+    """Return the adapter after three steps; with `stop_after`, of a run that was stopped and
+    resumed.
+    """
+    way: dict[str, Any] = {
+        "device": "second",
+        "max_steps": 3,
+        "lora_dropout": 0.1,
+        "micro_batch_size": 2,
+    }
     config = settings(directory, out, **way, deterministic=deterministic)
     for resumed in (False, True)[stop_after is None :]:
         model = LemaModel(config)
@@ -82,13 +97,17 @@ def llama(tmp_path: Path) -> Path:
 
 
 def test_two_runs_are_equal_and_a_resumed_one_is_too(llama: Path, tmp_path: Path) -> None:
-    first, second = (trained(llama, tmp_path / name, deterministic=True) for name in ("first", "second"))
+    first, second = (
+        trained(llama, tmp_path / name, deterministic=True) for name in ("first", "second")
+    )
     assert same(first, second)
     assert same(first, trained(llama, tmp_path / "resumed", deterministic=True, stop_after=1))
 
 
 def test_without_it_they_are_equal_to_rounding_only(llama: Path, tmp_path: Path) -> None:
-    first, second = (trained(llama, tmp_path / name, deterministic=False) for name in ("first", "second"))
+    first, second = (
+        trained(llama, tmp_path / name, deterministic=False) for name in ("first", "second")
+    )
     assert not same(first, second), "the operation is deterministic, and proves nothing"
     for name, one in first.items():
         torch.testing.assert_close(one, second[name], rtol=1e-2, atol=1e-3)

@@ -1,4 +1,6 @@
-"""The second device is as strict as an accelerator: late, apart from the host, and no larger than it says."""
+"""The second device is as strict as an accelerator: late, apart from the host, and no larger
+than it says.
+"""
 
 import gc
 import threading
@@ -12,7 +14,9 @@ DEVICE = "second"
 
 
 def copied_late(source: Tensor) -> tuple[Tensor, torch.Event]:
-    """Queue a copy to the device on a stream of its own; return where it goes, and when it is done."""
+    """Queue a copy to the device on a stream of its own; return where it goes, and when it is
+    done.
+    """
     target = torch.zeros(source.shape, dtype=source.dtype, device=DEVICE)
     stream = torch.Stream(device=DEVICE)
     stream.wait_event(torch.accelerator.current_stream().record_event())
@@ -39,7 +43,10 @@ def test_memory_is_freed_for_real_and_counted(second: SecondDevice) -> None:
 
 
 def test_beyond_its_limit_it_raises_torchs_own_error(second: SecondDevice) -> None:
-    with second.limited(second.used + 1000), pytest.raises(torch.OutOfMemoryError, match="40000 bytes"):
+    with (
+        second.limited(second.used + 1000),
+        pytest.raises(torch.OutOfMemoryError, match="40000 bytes"),
+    ):
         torch.empty(10_000, device=DEVICE)
 
 
@@ -84,7 +91,9 @@ def test_a_copy_reads_its_source_when_it_runs(second: SecondDevice) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_reading_without_a_wait_is_refused_whenever_streams_run(second: SecondDevice, seed: int) -> None:
+def test_reading_without_a_wait_is_refused_whenever_streams_run(
+    second: SecondDevice, seed: int
+) -> None:
     source = pinned(1, 2, 3)
     with second.course(seed):
         target, done = copied_late(source)
@@ -118,7 +127,8 @@ def test_memory_that_is_freed_under_a_copy_is_told() -> None:
 
 
 def test_waits_of_the_host_are_counted(second: SecondDevice) -> None:
-    source, target = pinned(1, 2), torch.zeros(2, device=DEVICE)
+    source = pinned(1, 2)
+    target = torch.zeros(2, device=DEVICE)
     second.forget_waits()
     target.copy_(source, non_blocking=True)
     assert second.host_waits == 0

@@ -1,7 +1,8 @@
-"""Copies wait for what they depend on, on torch's own streams: take away one wait, and some course goes wrong.
+"""Copies wait for what they depend on, on torch's own streams: take away one wait, and some course
+goes wrong.
 
-The code under test is that of the backends. The mutants are those which the tests without a device have, and one of
-each kind for each queue.
+The code under test is that of the backends. The mutants are those which the tests without a device
+have, and one of each kind for each queue.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ FAULTS = {
     f"{queue} {fault}": (queue, fault)
     for fault in ("waits for nothing", "happens early")
     for queue in ("compute", "uploads", "returns", "downloads", "gathers")
-} | {f"{queue} in another stream": (queue, "another stream") for queue in ("uploads", "returns", "downloads")}
+} | {
+    f"{queue} in another stream": (queue, "another stream")
+    for queue in ("uploads", "returns", "downloads")
+}
 
 
 def code_under_test(changed: str = "", old: str = "", new: str = "") -> SimpleNamespace:
@@ -66,7 +70,9 @@ def code_under_test(changed: str = "", old: str = "", new: str = "") -> SimpleNa
         copy = ModuleType(module.__name__)
         sys.modules["_of_a_mutant"] = copy
         exec(compile(source, str(module.__file__), "exec"), copy.__dict__)
-        classes |= {key: value for key, value in vars(copy).items() if key in NAMES and key not in classes}
+        classes |= {
+            key: value for key, value in vars(copy).items() if key in NAMES and key not in classes
+        }
         if name == "torchstreams":
             classes["queues"] = copy._Queues
     return SimpleNamespace(**classes)
@@ -81,7 +87,10 @@ def with_fault(queue: str, fault: str) -> SimpleNamespace:
         queues = true_queues(device)
         if queue == "compute":
             one = Faulty(queues.compute, fault, queues.uploads)
-            kinds = {name: getattr(queues, name) for name in ("uploads", "returns", "downloads", "gathers")}
+            kinds = {
+                name: getattr(queues, name)
+                for name in ("uploads", "returns", "downloads", "gathers")
+            }
             return SimpleNamespace(compute=one, **kinds)
         other = queues.downloads if queue != "downloads" else queues.uploads
         setattr(queues, queue, Faulty(getattr(queues, queue), fault, other))
@@ -107,7 +116,11 @@ def clean(second: SecondDevice) -> Iterator[None]:
 
 
 def goes_wrong(
-    second: SecondDevice, code: SimpleNamespace, *, order_checked: bool = True, courses: int = COURSES
+    second: SecondDevice,
+    code: SimpleNamespace,
+    *,
+    order_checked: bool = True,
+    courses: int = COURSES,
 ) -> bool:
     """Return whether one of the courses reads a wrong byte, or is refused by the device."""
     with clean(second):
@@ -130,15 +143,23 @@ def test_every_byte_is_read_when_it_is_there(second: SecondDevice, late: bool) -
 
 
 @pytest.mark.parametrize("mutant", TEXTS)
-def test_without_any_one_of_its_waits_some_course_goes_wrong(second: SecondDevice, mutant: str) -> None:
+def test_without_any_one_of_its_waits_some_course_goes_wrong(
+    second: SecondDevice, mutant: str
+) -> None:
     assert goes_wrong(second, code_under_test(*TEXTS[mutant]))
-    assert not goes_wrong(second, code_under_test(), courses=4), "what went wrong was left by another course"
+    assert not goes_wrong(second, code_under_test(), courses=4), (
+        "what went wrong was left by another course"
+    )
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_without_any_promise_of_a_queue_some_course_goes_wrong(second: SecondDevice, fault: str) -> None:
+def test_without_any_promise_of_a_queue_some_course_goes_wrong(
+    second: SecondDevice, fault: str
+) -> None:
     assert goes_wrong(second, with_fault(*FAULTS[fault]))
-    assert not goes_wrong(second, code_under_test(), courses=4), "what went wrong was left by another course"
+    assert not goes_wrong(second, code_under_test(), courses=4), (
+        "what went wrong was left by another course"
+    )
 
 
 # Where something is late, and not early, the wrong numbers show without any check of the order.

@@ -1,7 +1,8 @@
-"""Nothing of a model stays in host memory on a device with memory of its own, and the host waits for nothing in a step.
+"""Nothing of a model stays in host memory on a device with memory of its own, and the host waits
+for nothing in a step.
 
-A step of two micro-batches costs the host as many waits as one of six: those that the step itself needs, for what it
-reports.
+A step of two micro-batches costs the host as many waits as one of six: those that the step itself
+needs, for what it reports.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,17 @@ from lema.model.outer_weights import tensors_elsewhere
 pytestmark = pytest.mark.filterwarnings("ignore")  # of types that are announced as old
 
 CheckpointOf = Callable[..., Checkpoint]
-CHOSEN = ["codegen", "gpt_neo", "gptj", "falcon_h1", "gemma3", "llama", "bart", "deepseek_v3", "llava"]
+CHOSEN = [
+    "codegen",
+    "gpt_neo",
+    "gptj",
+    "falcon_h1",
+    "gemma3",
+    "llama",
+    "bart",
+    "deepseek_v3",
+    "llava",
+]
 
 
 def left_behind(model_type: str, directory: Path) -> set[str]:
@@ -49,7 +60,9 @@ def test_of_no_other_type_either(model_type: str, tmp_path: Path) -> None:
 def waits_of_a_step(second: SecondDevice, model: LemaModel, number: int) -> dict[str, int]:
     """Return how often the host waits in a step of so many micro-batches, by what for."""
     batches = micro_batches(number, lengths=(12, 9, 14, 7, 12, 9))
-    for _ in range(3):  # the first learns the model's parts, the second takes the buffers that are used again
+    for _ in range(
+        3
+    ):  # the first learns the model's parts, the second takes the buffers that are used again
         second.forget_waits()
         model.adapter.loss(batches).backward()
         model.lora_manager.zero_grad(set_to_none=True)
@@ -78,9 +91,12 @@ def test_the_waits_of_a_step_do_not_grow_with_its_micro_batches(
     assert sum(many.values()) == sum(few.values()), (few, many)
 
 
-# Of a kind each: a mask that begins as ones, a question after a token, ids of images that are replaced.
+# Of a kind each: a mask that begins as ones, a question after a token, ids of images that are
+# replaced.
 @pytest.mark.parametrize("model_type", ["bart", "gpt2", "gemma3"])
-def test_nor_do_those_of_models_that_ask_for_values(second: SecondDevice, model_type: str, tmp_path: Path) -> None:
+def test_nor_do_those_of_models_that_ask_for_values(
+    second: SecondDevice, model_type: str, tmp_path: Path
+) -> None:
     published = write_model(tiny_config(model_type), tmp_path / "published")
     with opened(published, "second") as model:
         few, many = (waits_of_a_step(second, model, number) for number in (2, 6))
@@ -101,15 +117,20 @@ def test_rows_of_embeddings_lock_no_memory_anew(
         counts = []
         for order in (batches, batches, batches[::-1]):
             model.backend.synchronize()
-            before, had = second.host_synchronizations, len(buffers)
+            before = second.host_synchronizations
+            had = len(buffers)
             model.adapter.loss(order).backward()
             counts.append((second.host_synchronizations - before, len(buffers) - had))
     assert [waits for waits, _ in counts[1:]] == [0, 0], counts
     assert counts[1][1] <= 1 and counts[2][1] == 0, counts
 
 
-def test_hidden_states_come_and_go_in_buffers_of_the_backend(checkpoint_of: CheckpointOf, second: SecondDevice) -> None:
-    """They are the same as on the device, and the host waits as often, however many layers there are."""
+def test_hidden_states_come_and_go_in_buffers_of_the_backend(
+    checkpoint_of: CheckpointOf, second: SecondDevice
+) -> None:
+    """They are the same as on the device, and the host waits as often, however many layers there
+    are.
+    """
     batches = micro_batches(4)
     model = checkpoint_of("llama").streamed
     taken = []
@@ -131,7 +152,9 @@ def test_hidden_states_come_and_go_in_buffers_of_the_backend(checkpoint_of: Chec
 def test_every_weight_on_lease_begins_at_a_multiple_of_sixteen(
     second: SecondDevice, tmp_path: Path, model_type: str, unified: bool
 ) -> None:
-    """With a memory of its own, and in host memory, where fused experts would be refused by their kernel."""
+    """With a memory of its own, and in host memory, where fused experts would be refused by
+    their kernel.
+    """
     published = write_model(tiny_config(model_type), tmp_path / "published")
     backend = SecondBackend(unified=unified)
     with opened(published, "second", backend, lora_target_parameters=[]) as model:
@@ -144,9 +167,13 @@ def test_every_weight_on_lease_begins_at_a_multiple_of_sixteen(
 
 
 def test_the_host_is_answered_from_what_it_knows(second: SecondDevice) -> None:
-    """What forwards make of known tensors is known too; what is changed in place, or was never known, is asked for."""
-    copies, mask = HostCopies(), torch.ones(2, 5, dtype=torch.long)
-    placed, unknown = mask.to("second"), torch.zeros(3, dtype=torch.bool, device="second")
+    """What forwards make of known tensors is known too; what is changed in place, or was never
+    known, is asked for.
+    """
+    copies = HostCopies()
+    mask = torch.ones(2, 5, dtype=torch.long)
+    placed = mask.to("second")
+    unknown = torch.zeros(3, dtype=torch.bool, device="second")
     copies.note(placed, mask)
     second.forget_waits()
     with copies.answering():

@@ -1,4 +1,6 @@
-"""Every way to spend memory, and every way to train, gives the CPU's numbers on a device with memory of its own."""
+"""Every way to spend memory, and every way to train, gives the CPU's numbers on a device with
+memory of its own.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +47,17 @@ MEMORY: dict[str, dict[str, Any]] = {
     "embeddings in host memory": {"embeddings": "host"},
     "embeddings on the disk": {"embeddings": "disk"},
     "the head is leased": {"head": "stream"},
-    "the head and embeddings are leased": {"head": "stream", "embeddings": "host", "boundary_activations": "host"},
+    "the head and embeddings are leased": {
+        "head": "stream",
+        "embeddings": "host",
+        "boundary_activations": "host",
+    },
     "activations are kept": {"gradient_checkpointing": False},
     "activations are offloaded": {"gradient_checkpointing": False, "activation_offloading": True},
-    "activations are offloaded to the disk": {"gradient_checkpointing": False, "activation_offloading": "disk"},
+    "activations are offloaded to the disk": {
+        "gradient_checkpointing": False,
+        "activation_offloading": "disk",
+    },
     "memory that is not locked": {"page_locked": False},
     "loss in pieces": {"loss_chunk_tokens": 7},
     "dora": {"lora_use_dora": True},
@@ -115,14 +124,25 @@ def test_compressed_integers_are_expanded_there(tmp_path: Path, form: str) -> No
 
 
 def test_fast_arithmetic_is_the_cpus_to_rounding(checkpoint_of: CheckpointOf) -> None:
-    on_device, on_cpu = on_both(checkpoint_of("llama").streamed, micro_batches(2), arithmetic="fast")
+    on_device, on_cpu = on_both(
+        checkpoint_of("llama").streamed, micro_batches(2), arithmetic="fast"
+    )
     assert on_device.distance(on_cpu) < 1e-5
 
 
-def test_a_preference_loss_compares_with_the_adapter_of_the_start(checkpoint_of: CheckpointOf) -> None:
+def test_a_preference_loss_compares_with_the_adapter_of_the_start(
+    checkpoint_of: CheckpointOf,
+) -> None:
     batch = batch_of(examples())
-    settings = {"objective": "dpo", "reference": "adapter", "lora_use_dora": True, "lora_modules_to_save": ["lm_head"]}
-    on_device, on_cpu = on_both(checkpoint_of("llama").streamed, parts_of(batch, 3, 5), steps=2, **settings)
+    settings = {
+        "objective": "dpo",
+        "reference": "adapter",
+        "lora_use_dora": True,
+        "lora_modules_to_save": ["lm_head"],
+    }
+    on_device, on_cpu = on_both(
+        checkpoint_of("llama").streamed, parts_of(batch, 3, 5), steps=2, **settings
+    )
     assert on_device.distance(on_cpu) < WITHIN * 10
     assert abs(float(on_cpu.loss) - math.log(2)) > 1e-4  # what trains was moved since
 
@@ -132,13 +152,17 @@ def test_dropout_is_drawn_again_in_the_backward(checkpoint_of: CheckpointOf) -> 
     model = checkpoint_of("llama", dropout=0.1).streamed
     taken = []
     for recomputed in (True, False):
-        with opened(model, "second", lora_dropout=0.1, gradient_checkpointing=recomputed) as streamed:
+        with opened(
+            model, "second", lora_dropout=0.1, gradient_checkpointing=recomputed
+        ) as streamed:
             taken.append(take(streamed, micro_batches(2)))
     assert taken[0].distance(taken[1]) < WITHIN
 
 
 def test_all_weights_train(checkpoint_of: CheckpointOf) -> None:
-    config = fulltraining.config_of(checkpoint_of("llama"), adam_epsilon=1.0, learning_rate=1.0)  # a smooth update
+    config = fulltraining.config_of(
+        checkpoint_of("llama"), adam_epsilon=1.0, learning_rate=1.0
+    )  # a smooth update
     with sdpa_kernel(SDPBackend.MATH):
         ends = [
             fulltraining.streamed(config, fulltraining.everything, 2, backend, steps=3)
@@ -153,20 +177,29 @@ def test_weights_then_adapters_train_in_phases(checkpoint_of: CheckpointOf, tmp_
     ends = []
     for device in ("second", "cpu"):
         directory = tmp_path / device
-        settings: dict[str, Any] = {"device": device, "gradient_checkpointing": True, "output_dir": str(directory)}
-        config = LemaConfig(str(checkpoint_of("llama").streamed), save_steps=0, adam_epsilon=1.0, **settings)
+        settings: dict[str, Any] = {
+            "device": device,
+            "gradient_checkpointing": True,
+            "output_dir": str(directory),
+        }
+        config = LemaConfig(
+            str(checkpoint_of("llama").streamed), save_steps=0, adam_epsilon=1.0, **settings
+        )
         with sdpa_kernel(SDPBackend.MATH):
             run_phases(config, two(), SOURCES)
         ends.append(weights_of(directory))
     assert ends[0].keys() == ends[1].keys() and ends[1]
-    assert all(torch.allclose(ends[0][name], one, rtol=1e-4, atol=1e-6) for name, one in ends[1].items())
+    assert all(
+        torch.allclose(ends[0][name], one, rtol=1e-4, atol=1e-6) for name, one in ends[1].items()
+    )
 
 
 @pytest.mark.parametrize("objective", ["sft", "dpo"])
 def test_a_run_of_lema_train_is_the_cpus(llama: Path, tmp_path: Path, objective: str) -> None:
     """Data, evaluation, a checkpoint and the reference's rows among them."""
     rows: list[dict[str, Any]] = [
-        {"prompt": "the miller of", "chosen": f" mill {n}", "rejected": " corn" * (1 + n % 3)} for n in range(8)
+        {"prompt": "the miller of", "chosen": f" mill {n}", "rejected": " corn" * (1 + n % 3)}
+        for n in range(8)
     ]
     if objective == "sft":
         rows = [{"text": row["prompt"] + row["chosen"]} for row in rows]
@@ -212,7 +245,8 @@ def test_memory_runs_out_at_the_devices_limit_and_the_step_is_taken_all_the_same
     checkpoint_of: CheckpointOf, second: SecondDevice
 ) -> None:
     """With smaller micro-batches, as on a real device."""
-    model, batches = checkpoint_of("llama").streamed, micro_batches(2)
+    model = checkpoint_of("llama").streamed
+    batches = micro_batches(2)
     with sdpa_kernel(SDPBackend.MATH):
         with opened(model, "cpu") as streamed:
             expected = take(streamed, batches)
@@ -222,7 +256,10 @@ def test_memory_runs_out_at_the_devices_limit_and_the_step_is_taken_all_the_same
             before = second.used
             take(streamed, batches)
             needed = second.peak - before
-            with second.limited(before + needed * 3 // 4), pytest.warns(UserWarning, match="device memory ran out"):
+            with (
+                second.limited(before + needed * 3 // 4),
+                pytest.warns(UserWarning, match="device memory ran out"),
+            ):
                 step = take_with_retries(streamed, batches)
     assert step.distance(expected) < WITHIN
 
@@ -234,6 +271,8 @@ def take_with_retries(model: LemaModel, batches: Any) -> Step:
     parameters = [p for p in model.lora_manager.parameters() if p.requires_grad]
     tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
     loss = trainer.update.accumulate(parameters, batches, tokens)
-    trained = {name: one for name, one in model.lora_manager.named_parameters() if one.requires_grad}
+    trained = {
+        name: one for name, one in model.lora_manager.named_parameters() if one.requires_grad
+    }
     gradients = {name: one.grad.cpu() for name, one in trained.items() if one.grad is not None}
     return Step(loss.cpu(), gradients)

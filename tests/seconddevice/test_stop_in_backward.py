@@ -1,4 +1,6 @@
-"""A stop in a backward on a device, whose autograd has a thread of its own, is seen before the next layer."""
+"""A stop in a backward on a device, whose autograd has a thread of its own, is seen before the
+next layer.
+"""
 
 import os
 import random
@@ -27,7 +29,12 @@ from lema.train.full.training import FullTraining
 from lema.train.stop import StopOnSignal
 
 CheckpointOf = Callable[..., Checkpoint]
-RUN: dict[str, Any] = {"device": "second", "max_steps": 3, "lora_dropout": 0.1, "micro_batch_size": 2}
+RUN: dict[str, Any] = {
+    "device": "second",
+    "max_steps": 3,
+    "lora_dropout": 0.1,
+    "micro_batch_size": 2,
+}
 ROWS = token_rows(22)
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 
@@ -47,9 +54,11 @@ class Streaming(StreamingMixin, Trainer):
 
 
 @contextmanager
-def killed_in_backward(model: StreamedModel, layer: int, number: signal.Signals, which: int = 1) -> Iterator[list[int]]:
-    """Send this process a signal when a layer has been differentiated for the `which`th time; note the layers that
-    follow it."""
+def killed_in_backward(
+    model: StreamedModel, layer: int, number: signal.Signals, which: int = 1
+) -> Iterator[list[int]]:
+    """Send this process a signal when a layer has been differentiated for the `which`th time; note
+    the layers that follow it."""
     after: list[int] = []
     left = which
     differentiated = type(model.engine).leased
@@ -82,9 +91,12 @@ def killed_in_backward(model: StreamedModel, layer: int, number: signal.Signals,
 def test_a_run_is_stopped_before_the_next_layer_and_goes_on_bitwise(
     tmp_path: Path, layer: int, number: signal.Signals, kept: bool
 ) -> None:
-    directory, adapters = write_model(tmp_path / "model"), []
+    directory = write_model(tmp_path / "model")
+    adapters = []
     for cut in (False, True):
-        config = settings(directory, tmp_path / str(cut), **RUN, gradient_checkpointing=not kept, save_steps=1)
+        config = settings(
+            directory, tmp_path / str(cut), **RUN, gradient_checkpointing=not kept, save_steps=1
+        )
         for resumed in range(1 + cut):
             model = LemaModel(config)
             model.initialize_lora()
@@ -105,14 +117,17 @@ def test_a_run_is_stopped_before_the_next_layer_and_goes_on_bitwise(
 
 
 def test_a_signal_at_any_time_is_seen_before_the_layer_after_next(tmp_path: Path) -> None:
-    draw, stops = random.Random(5), Stops(tmp_path, WAYS[3])
+    draw = random.Random(5)
+    stops = Stops(tmp_path, WAYS[3])
     for number in (signal.SIGTERM, signal.SIGINT):
         fault, _ = stops.stopped(number, draw)
         assert fault == ""
 
 
 def test_training_of_weights_is_stopped_before_the_next_layer(checkpoint_of: CheckpointOf) -> None:
-    config = config_of(checkpoint_of("llama"), device="second", gradient_checkpointing=True, max_grad_norm=1.0)
+    config = config_of(
+        checkpoint_of("llama"), device="second", gradient_checkpointing=True, max_grad_norm=1.0
+    )
     model = LemaModel(config)
     model.skeleton.train()
     training = FullTraining(model.adapter, config, everything)
@@ -135,12 +150,19 @@ def test_a_trainer_with_the_mixin_is_interrupted_before_the_next_layer(
     adapters = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     model = lema.streamed(checkpoint_of("llama").streamed, adapters, device="second")
     options: dict[str, Any] = {"max_steps": 1, "per_device_train_batch_size": 1, "report_to": []}
-    quiet: dict[str, Any] = {"disable_tqdm": True, "save_strategy": "no", "gradient_accumulation_steps": accumulated}
+    quiet: dict[str, Any] = {
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "gradient_accumulation_steps": accumulated,
+    }
     rows: Sequence[dict[str, Any]] = [{"input_ids": [*range(3, 9)], "labels": [*range(3, 9)]}] * 2
     arguments = Arguments(str(tmp_path), **options, **quiet)
     monkeypatch.setitem(PartialState._shared_state, "device", arguments.device)
     trainer = Streaming(model, args=arguments, train_dataset=rows)
-    with killed_in_backward(model.opened.adapter, 4, signal.SIGINT) as after, pytest.raises(KeyboardInterrupt):
+    with (
+        killed_in_backward(model.opened.adapter, 4, signal.SIGINT) as after,
+        pytest.raises(KeyboardInterrupt),
+    ):
         trainer.train()
     assert after == []
     model.close()

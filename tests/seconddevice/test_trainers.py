@@ -1,4 +1,6 @@
-"""`lema.streamed` on the second device in `transformers`' Trainer: the losses are those of the CPU."""
+"""`lema.streamed` on the second device in `transformers`' Trainer: the losses are those of the
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ import lema
 from lema import StreamingMixin
 
 CheckpointOf = Callable[..., Checkpoint]
-pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning", "ignore:gradients are accumulated")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*pin_memory.*:UserWarning", "ignore:gradients are accumulated"
+)
 
 
 class Recorded(Trainer):
@@ -39,18 +43,23 @@ class Streaming(StreamingMixin, Recorded):
 def rows() -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(3)
     drawn = [torch.randint(3, VOCABULARY, (10,), generator=generator) for _ in range(24)]
-    return [{"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)} for ids in drawn]
+    return [
+        {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+        for ids in drawn
+    ]
 
 
 @pytest.mark.parametrize("trainer", [Recorded, Streaming])
 def test_a_trainer_trains_it_as_on_the_cpu(
     checkpoint_of: CheckpointOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer: Any
 ) -> None:
-    """With accumulation, clipping, evaluation and a checkpoint; the optimizer's update is smooth, so that it does not
-    turn rounding into signs."""
+    """With accumulation, clipping, evaluation and a checkpoint; the optimizer's update is smooth,
+    so that it does not turn rounding into signs."""
     losses = []
     for device in ("second", "cpu"):
-        monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", device)  # the trainer's device, where it would find others itself
+        monkeypatch.setenv(
+            "ACCELERATE_TORCH_DEVICE", device
+        )  # the trainer's device, where it would find others itself
         AcceleratorState._reset_state(reset_partial_state=True)
         arguments = TrainingArguments(
             str(tmp_path / device),
@@ -66,12 +75,17 @@ def test_a_trainer_trains_it_as_on_the_cpu(
             disable_tqdm=True,
         )
         config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-        with closing(lema.streamed(checkpoint_of("llama").streamed, config, device=device)) as model:
+        with closing(
+            lema.streamed(checkpoint_of("llama").streamed, config, device=device)
+        ) as model:
             run = trainer(model, arguments, train_dataset=rows(), eval_dataset=rows()[:4])
             with sdpa_kernel(SDPBackend.MATH):
                 run.train()
         evaluated = [row["eval_loss"] for row in run.state.log_history if "eval_loss" in row]
         losses.append([*run.losses, *evaluated])
-        assert len(evaluated) == 2 and (tmp_path / device / "checkpoint-4" / "adapter_model.safetensors").exists()
+        assert (
+            len(evaluated) == 2
+            and (tmp_path / device / "checkpoint-4" / "adapter_model.safetensors").exists()
+        )
     AcceleratorState._reset_state(reset_partial_state=True)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -1,7 +1,7 @@
 """Models of every type take the step on a device with memory of its own that they take on the CPU.
 
-A run of all tests tries one type for each trait; `tox -e seconddevice` tries all, and its table is a column of
-docs/models.md.
+A run of all tests tries one type for each trait; `tox -e seconddevice` tries all, and its table is
+a column of docs/models.md.
 """
 
 from collections.abc import Callable
@@ -72,7 +72,9 @@ def test_a_step_is_the_cpus(model_type: str, tmp_path: Path, record_property: Re
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("model_type", OTHERS)
-def test_a_step_of_every_other_type_is_the_cpus(model_type: str, tmp_path: Path, record_property: Record) -> None:
+def test_a_step_of_every_other_type_is_the_cpus(
+    model_type: str, tmp_path: Path, record_property: Record
+) -> None:
     assert_near(model_type, tmp_path, record_property)
 
 

@@ -33,7 +33,10 @@ MEMORY: dict[str, dict[str, Any]] = {
     "embeddings on the disk": {"embeddings": "disk"},
     "the head is leased": {"head": "stream"},
     "activations are kept": {"gradient_checkpointing": False},
-    "activations are offloaded to the disk": {"gradient_checkpointing": False, "activation_offloading": "disk"},
+    "activations are offloaded to the disk": {
+        "gradient_checkpointing": False,
+        "activation_offloading": "disk",
+    },
     "memory as the plan has it": {"device_memory": "auto"},
 }
 
@@ -44,19 +47,24 @@ def _no_driver(second: SecondDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.second, "cudart")
 
 
-def test_torch_is_asked_whether_the_device_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_asked_whether_the_device_has_memory_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with closing(AcceleratorBackend("second")) as backend:
         assert not backend.memory().shared
     for name in ("is_integrated", "integrated"):
         properties = SimpleNamespace(**{name: True})
-        monkeypatch.setattr(torch.second, "get_device_properties", lambda _, is_=properties: is_, raising=False)
+        monkeypatch.setattr(
+            torch.second, "get_device_properties", lambda _, is_=properties: is_, raising=False
+        )
         with closing(AcceleratorBackend("second")) as backend:
             assert backend.memory().shared
 
 
 def test_a_host_buffer_is_the_slot(second: SecondDevice) -> None:
     with closing(SecondBackend(unified=True)) as backend:
-        used, buffer = second.used, backend.host_buffer(NBYTES)
+        used = second.used
+        buffer = backend.host_buffer(NBYTES)
         assert not buffer.is_pinned()
         buffer.fill_(3)
         upload = backend.device_slots(NBYTES, 1).upload(buffer[4096:])
@@ -75,7 +83,9 @@ def test_memory_that_the_device_does_not_reach_is_copied() -> None:
         assert slot.data_ptr() != source.data_ptr() and bool((slot == 5).all())
 
 
-def test_where_torch_does_not_take_host_memory_it_is_locked_and_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_torch_does_not_take_host_memory_it_is_locked_and_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
         raise RuntimeError("the pointer is not of this device")
 
@@ -102,7 +112,9 @@ def test_a_step_is_the_cpus_and_copies_no_weights(
 
     monkeypatch.setattr(_Queue, "copy", counted)
     settings = {"offload_dir": str(tmp_path), **MEMORY[name]}
-    model, batches, taken = checkpoint_of("llama").streamed, micro_batches(4, padding=True), []
+    model = checkpoint_of("llama").streamed
+    batches = micro_batches(4, padding=True)
+    taken = []
     with second.course(seed), sdpa_kernel(SDPBackend.MATH):
         for backend in (SecondBackend(unified=True), None):
             with opened(model, "second" if backend else "cpu", backend, **settings) as streamed:
@@ -113,8 +125,12 @@ def test_a_step_is_the_cpus_and_copies_no_weights(
 
 
 def test_all_weights_train(checkpoint_of: CheckpointOf) -> None:
-    """Masters are in host memory; weights outside the layers, and gradients, are tensors of the device there."""
-    config = fulltraining.config_of(checkpoint_of("llama"), adam_epsilon=1.0, learning_rate=1.0)  # a smooth update
+    """Masters are in host memory; weights outside the layers, and gradients, are tensors of the
+    device there.
+    """
+    config = fulltraining.config_of(
+        checkpoint_of("llama"), adam_epsilon=1.0, learning_rate=1.0
+    )  # a smooth update
     with sdpa_kernel(SDPBackend.MATH):
         ends = [
             fulltraining.streamed(config, fulltraining.everything, 2, backend, steps=3)
@@ -123,5 +139,9 @@ def test_all_weights_train(checkpoint_of: CheckpointOf) -> None:
     assert torch.allclose(torch.stack(ends[0][0]).cpu(), torch.stack(ends[1][0]), rtol=1e-5)
     for name, weight in ends[1][1].items():
         assert (
-            float(torch.linalg.vector_norm(ends[0][1][name].cpu() - weight) / torch.linalg.vector_norm(weight)) < 1e-5
+            float(
+                torch.linalg.vector_norm(ends[0][1][name].cpu() - weight)
+                / torch.linalg.vector_norm(weight)
+            )
+            < 1e-5
         )

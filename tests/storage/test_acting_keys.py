@@ -1,4 +1,6 @@
-"""Keys of a model's small files that would fetch code, start compilers or open other files: ignored, or refused."""
+"""Keys of a model's small files that would fetch code, start compilers or open other files:
+ignored, or refused.
+"""
 
 import json
 import warnings
@@ -39,10 +41,16 @@ def warned(call: Any) -> tuple[Any, list[str]]:
 
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
-@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"])
-def test_attention_that_may_run_other_code_is_ignored_with_a_line(key: str, name: str, model: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"]
+)
+def test_attention_that_may_run_other_code_is_ignored_with_a_line(
+    key: str, name: str, model: Path
+) -> None:
     file = change(model / "config.json", **{key: name})
-    assert AutoConfig.from_pretrained(model)._attn_implementation == name  # as transformers would have it
+    assert (
+        AutoConfig.from_pretrained(model)._attn_implementation == name
+    )  # as transformers would have it
     config, (line,) = warned(lambda: read_config(model))
     assert config._attn_implementation is None
     assert str(file) in line
@@ -61,7 +69,11 @@ def test_experts_that_fetch_kernels_are_ignored_with_a_line(name: str, model: Pa
 
 @pytest.mark.parametrize(
     ("key", "name"),
-    [("attn_implementation", "eager"), ("attn_implementation", "sdpa"), ("experts_implementation", "eager")],
+    [
+        ("attn_implementation", "eager"),
+        ("attn_implementation", "sdpa"),
+        ("experts_implementation", "eager"),
+    ],
 )
 def test_what_torch_has_is_taken(key: str, name: str, model: Path) -> None:
     change(model / "config.json", **{key: name})
@@ -71,7 +83,12 @@ def test_what_torch_has_is_taken(key: str, name: str, model: Path) -> None:
 
 
 def test_parts_of_a_model_are_looked_at_too(tmp_path: Path) -> None:
-    inner = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    inner = {
+        "model_type": "llama",
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+    }
     chosen = {"attn_implementation": {"text_config": "flash_attention_2"}}
     written = {"model_type": "llava", "text_config": inner, **chosen}
     (tmp_path / "config.json").write_text(json.dumps(written))
@@ -80,7 +97,9 @@ def test_parts_of_a_model_are_looked_at_too(tmp_path: Path) -> None:
     assert "flash_attention_2" in line
 
 
-def test_the_users_own_attention_is_computed_whatever_the_config_says(model: Path, tmp_path: Path) -> None:
+def test_the_users_own_attention_is_computed_whatever_the_config_says(
+    model: Path, tmp_path: Path
+) -> None:
     change(model / "config.json", attn_implementation="flash_attention_2")
     given = settings(model, tmp_path / "out", attn_implementation="eager")
     opened, _ = warned(lambda: LemaModel(given))
@@ -92,20 +111,36 @@ def test_the_users_own_attention_is_computed_whatever_the_config_says(model: Pat
     ("changes", "place"),
     [
         ({"use_pretrained_backbone": True}, "use_pretrained_backbone"),
-        ({"vision_config": {"use_pretrained_backbone": True}}, "vision_config.use_pretrained_backbone"),
         (
-            {"vision_config": {"model_type": "timm_wrapper", "architecture": "hf-hub:someone/model"}},
+            {"vision_config": {"use_pretrained_backbone": True}},
+            "vision_config.use_pretrained_backbone",
+        ),
+        (
+            {
+                "vision_config": {
+                    "model_type": "timm_wrapper",
+                    "architecture": "hf-hub:someone/model",
+                }
+            },
             "vision_config.architecture",
         ),
         (
-            {"parts": [{"model_type": "timm_wrapper", "model_args": {"checkpoint_path": "/somewhere"}}]},
+            {
+                "parts": [
+                    {"model_type": "timm_wrapper", "model_args": {"checkpoint_path": "/somewhere"}}
+                ]
+            },
             "parts[0].model_args.checkpoint_path",
         ),
     ],
 )
-def test_a_config_that_loads_parts_from_elsewhere_is_refused(changes: dict[str, Any], place: str, model: Path) -> None:
+def test_a_config_that_loads_parts_from_elsewhere_is_refused(
+    changes: dict[str, Any], place: str, model: Path
+) -> None:
     file = change(model / "config.json", **changes)
-    with pytest.raises(ModelError, match="load files or repositories that LEMA does not check") as caught:
+    with pytest.raises(
+        ModelError, match="load files or repositories that LEMA does not check"
+    ) as caught:
         read_config(model)
     assert caught.value.where == f"{file}: {place}"
 
@@ -114,7 +149,13 @@ def test_a_config_that_loads_parts_from_elsewhere_is_refused(changes: dict[str, 
     "changes",
     [
         {"use_pretrained_backbone": False},
-        {"vision_config": {"model_type": "timm_wrapper", "architecture": "mobilenetv5", "model_args": {"depth": 2}}},
+        {
+            "vision_config": {
+                "model_type": "timm_wrapper",
+                "architecture": "mobilenetv5",
+                "model_args": {"depth": 2},
+            }
+        },
     ],
 )
 def test_one_that_only_describes_its_parts_is_taken(changes: dict[str, Any], model: Path) -> None:
@@ -133,7 +174,9 @@ def test_one_that_only_describes_its_parts_is_taken(changes: dict[str, Any], mod
     ],
 )
 @pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
-def test_how_generation_is_computed_is_no_matter_of_a_file(name: str, key: str, value: Any, model: Path) -> None:
+def test_how_generation_is_computed_is_no_matter_of_a_file(
+    name: str, key: str, value: Any, model: Path
+) -> None:
     (model / "generation_config.json").unlink(missing_ok=True)
     file = change(model / name, **{key: value, "top_k": 7})
     if (name, key) == ("config.json", "compile_config"):
@@ -165,8 +208,13 @@ def test_no_arguments_of_a_tokenizers_class_come_from_a_file(model: Path) -> Non
 
 
 @pytest.mark.parametrize("key", ["tokenizer_file", "vocab_file", "merges_file", "vocab"])
-def test_no_file_of_a_tokenizer_is_taken_from_elsewhere(key: str, model: Path, tmp_path: Path) -> None:
+def test_no_file_of_a_tokenizer_is_taken_from_elsewhere(
+    key: str, model: Path, tmp_path: Path
+) -> None:
     other = tmp_path / "other.json"
     other.write_text("not read")
     change(model / "tokenizer_config.json", **{key: str(other)})
-    assert load_tokenizer(model, trusted=False, how="")("the mill")["input_ids"] == tokenizer()("the mill")["input_ids"]
+    assert (
+        load_tokenizer(model, trusted=False, how="")("the mill")["input_ids"]
+        == tokenizer()("the mill")["input_ids"]
+    )

@@ -1,4 +1,6 @@
-"""A directory is there whole or not at all: after a kill at any moment, on a bad disk, beside another process."""
+"""A directory is there whole or not at all: after a kill at any moment, on a bad disk, beside
+another process.
+"""
 
 import os
 import signal
@@ -15,7 +17,8 @@ from lema.storage import atomic as module
 from lema.storage.atomic import appearing, commit, discard, sweep
 from lema.storage.manifest import MANIFEST, check_manifest, write_manifest
 
-# A process that kills itself before its n-th change to the disk; without one it prints how many it has made.
+# A process that kills itself before its n-th change to the disk; without one it prints how many it
+# has made.
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -40,7 +43,9 @@ print(count)
 
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, "-c", *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", *arguments], capture_output=True, text=True, timeout=60
+    )
 
 
 def filled(word: str, *names: str) -> Callable[[Path], None]:
@@ -68,7 +73,8 @@ def test_it_is_whole_with_a_manifest_and_nothing_beside_it(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("mask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700), (0o002, 0o664, 0o775)]
+    ("mask", "file", "folder"),
+    [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700), (0o002, 0o664, 0o775)],
 )
 def test_files_have_the_permissions_that_the_umask_gives_any_other(
     mask: int, file: int, folder: int, tmp_path: Path
@@ -83,9 +89,16 @@ def test_files_have_the_permissions_that_the_umask_gives_any_other(
         commit(tmp_path / "one", fill)
     finally:
         os.umask(before)
-    found = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "one").rglob("*") if path.is_file()}
+    found = {
+        path.name: path.stat().st_mode & 0o777
+        for path in (tmp_path / "one").rglob("*")
+        if path.is_file()
+    }
     assert found == {"private": file, MANIFEST: file}
-    assert ((tmp_path / "one").stat().st_mode & 0o777, (tmp_path / "one/below").stat().st_mode & 0o777) == (folder,) * 2
+    assert (
+        (tmp_path / "one").stat().st_mode & 0o777,
+        (tmp_path / "one/below").stat().st_mode & 0o777,
+    ) == (folder,) * 2
     assert (tmp_path / "one/below/private").stat().st_mode & 0o777 == file
 
 
@@ -94,7 +107,8 @@ def test_every_file_and_directory_is_flushed_before_the_name_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    fsync, rename = os.fsync, os.rename
+    fsync = os.fsync
+    rename = os.rename
 
     def flushed(descriptor: int) -> None:
         events.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
@@ -115,7 +129,10 @@ def test_every_file_and_directory_is_flushed_before_the_name_is_given(
     commit(tmp_path / "one", fill)
     named = events.index("-> one")
     before = [name.rpartition(".")[2] for name in events[:named]]
-    assert {"a", "b", "below", "c", "json", "part"} <= set(before) and before[-2:] == ["json", "part"]
+    assert {"a", "b", "below", "c", "json", "part"} <= set(before) and before[-2:] == [
+        "json",
+        "part",
+    ]
     assert events[named + 1 :] == [tmp_path.name]
 
 
@@ -135,7 +152,9 @@ def test_what_fails_leaves_what_was_there_and_nothing_else(replaces: bool, tmp_p
         assert words(tmp_path / "one") == {"old"}
 
 
-def test_what_does_not_read_back_never_gets_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_read_back_never_gets_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commit(tmp_path / "one", filled("old"))
 
     def on_a_bad_disk(directory: Path) -> None:
@@ -151,7 +170,9 @@ def test_what_does_not_read_back_never_gets_the_name(tmp_path: Path, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["replace", "discard"])
-def test_a_kill_at_any_moment_leaves_a_whole_directory_after_a_sweep(what: str, tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_leaves_a_whole_directory_after_a_sweep(
+    what: str, tmp_path: Path
+) -> None:
     """A discarded one is there whole, or gone; a replaced one is there whole, old or new."""
     directory = tmp_path / "count" / "checkpoint-7"
     commit(directory, filled("old"))
@@ -161,7 +182,9 @@ def test_a_kill_at_any_moment_leaves_a_whole_directory_after_a_sweep(what: str, 
     for last in range(1, changes + 1):
         place = tmp_path / f"{last}"
         commit(place / "checkpoint-7", filled("old"))
-        assert run(KILLED, str(place / "checkpoint-7"), str(last), what).returncode == -signal.SIGKILL
+        assert (
+            run(KILLED, str(place / "checkpoint-7"), str(last), what).returncode == -signal.SIGKILL
+        )
         there = (place / "checkpoint-7").exists()
         if there:
             words(place / "checkpoint-7")  # whole, even before anything is swept
@@ -183,7 +206,10 @@ def saving(directory: Path) -> Iterator[None]:
         "commit(Path(sys.argv[1]), fill)"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", slow, str(directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", slow, str(directory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as other:
         assert other.stdout is not None and other.stdout.readline() == "begun\n"
         try:
@@ -207,10 +233,16 @@ def test_a_sweep_touches_only_what_it_is_about(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     (tmp_path / ".checkpoint-5.0123abcd.part").write_text("a file")
     (tmp_path / ".checkpoint-6.0123abcd.part").symlink_to(tmp_path / "checkpoint-4")
-    for kind in ("part", "gone", "old"):  # as the version before this one called them, with a process's number
+    for kind in (
+        "part",
+        "gone",
+        "old",
+    ):  # as the version before this one called them, with a process's number
         (tmp_path / f".checkpoint-4.1234.{kind}").mkdir()
     sweep(tmp_path)
-    assert names(tmp_path) == sorted([*mine, ".checkpoint-5.0123abcd.part", ".checkpoint-6.0123abcd.part"])
+    assert names(tmp_path) == sorted(
+        [*mine, ".checkpoint-5.0123abcd.part", ".checkpoint-6.0123abcd.part"]
+    )
     sweep(tmp_path / "nowhere")
 
 
@@ -226,7 +258,9 @@ def test_discarding_what_is_not_there_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_model_appears_in_the_directory_that_a_commit_fills(tmp_path: Path) -> None:
-    """A phase of all weights ends so: both know how to appear whole, and the one does not wait for the other."""
+    """A phase of all weights ends so: both know how to appear whole, and the one does not wait
+    for the other.
+    """
 
     def fill(part: Path) -> None:
         with appearing(part) as inner:

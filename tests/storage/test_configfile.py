@@ -1,4 +1,6 @@
-"""A `config.json` from a stranger: numbers no model has, ways to other files and to code are refused by name."""
+"""A `config.json` from a stranger: numbers no model has, ways to other files and to code are
+refused by name.
+"""
 
 import json
 from pathlib import Path
@@ -58,13 +60,17 @@ def change(directory: Path, **changes: Any) -> Path:
         ({"vocab_size": "many"}, "cannot"),
     ],
 )
-def test_what_no_model_says_is_refused_with_the_file(model: Path, changes: dict[str, Any], message: str) -> None:
+def test_what_no_model_says_is_refused_with_the_file(
+    model: Path, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ModelError, match=message) as caught:
         read_config(change(model, **changes))
     assert caught.value.where.startswith(str(model / "config.json"))
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"a": 1, "a": 2}', b'{"a": ' + b"[" * 10_000, b"\xff{}"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"a": 1, "a": 2}', b'{"a": ' + b"[" * 10_000, b"\xff{}"]
+)
 def test_what_is_no_config_is_refused_with_the_file(model: Path, content: bytes) -> None:
     (model / "config.json").write_bytes(content)
     with pytest.raises(ModelError, match=r"config\.json is damaged") as caught:
@@ -85,7 +91,10 @@ def test_a_config_may_not_be_endless(model: Path) -> None:
 
 
 def test_a_depth_that_models_may_have_is_built(model: Path) -> None:
-    assert read_config(change(model, num_hidden_layers=MAX_LAYERS, layer_types=None)).num_hidden_layers == MAX_LAYERS
+    assert (
+        read_config(change(model, num_hidden_layers=MAX_LAYERS, layer_types=None)).num_hidden_layers
+        == MAX_LAYERS
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,17 +111,24 @@ def test_sizes_that_no_memory_has_are_refused_before_they_are_made(
 ) -> None:
     with pytest.raises(ModelError, match=message) as caught:
         meta_model(read_config(change(model, **changes)))
-    assert caught.value.where.startswith(str(model / "config.json")) or "cannot read" in caught.value.what
+    assert (
+        caught.value.where.startswith(str(model / "config.json"))
+        or "cannot read" in caught.value.what
+    )
 
 
-def test_more_tensors_than_any_model_has_are_not_made(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_tensors_than_any_model_has_are_not_made(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lema.model.skeleton.MAX_TENSORS", 20)
     assert meta_model(read_config(change(model, num_hidden_layers=1)))
     with pytest.raises(ModelError, match="asks for more than 20 tensors"):
         meta_model(read_config(change(model, num_hidden_layers=9, layer_types=None)))
 
 
-def test_files_beside_the_weights_are_checked_before_they_are_read(model: Path, tmp_path: Path) -> None:
+def test_files_beside_the_weights_are_checked_before_they_are_read(
+    model: Path, tmp_path: Path
+) -> None:
     for name, content in {"tokenizer.json": "{", "generation_config.json": "[]"}.items():
         (model / name).write_text(content)
     with pytest.raises(DataError, match="no tokenizer that can be loaded"):
@@ -125,16 +141,26 @@ def test_files_beside_the_weights_are_checked_before_they_are_read(model: Path, 
         check_companions(model)
 
 
-def test_a_tokenizer_that_makes_text_without_end_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+def test_a_tokenizer_that_makes_text_without_end_is_refused_before_it_is_loaded(
+    tmp_path: Path,
+) -> None:
     """Each of six rules makes ten characters of one: a kilobyte would be a gigabyte."""
     tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
-    honest: list[Any] = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁"), normalizers.Replace("\n", "<0x0A>")]
+    honest: list[Any] = [
+        normalizers.Prepend("▁"),
+        normalizers.Replace(" ", "▁"),
+        normalizers.Replace("\n", "<0x0A>"),
+    ]
     file = tmp_path / "tokenizer.json"
     tokenizer.normalizer = normalizers.Sequence(honest)
     tokenizer.save(str(file))
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
     assert load_tokenizer(tmp_path, trusted=False, how="-")("a a").input_ids
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("a", 10 * "a") for _ in range(6)])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Replace("a", 10 * "a") for _ in range(6)]
+    )
     tokenizer.save(str(file))
     with pytest.raises(DataError, match="1,000 times as much text") as caught:
         load_tokenizer(tmp_path, trusted=False, how="-")
@@ -144,7 +170,8 @@ def test_a_tokenizer_that_makes_text_without_end_is_refused_before_it_is_loaded(
 def test_a_template_of_a_million_characters_is_refused_wherever_it_lies(tmp_path: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    about, template = {"tokenizer_class": "PreTrainedTokenizerFast"}, "{{ messages }}" + "x" * MAX_TEMPLATE_BYTES
+    about = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    template = "{{ messages }}" + "x" * MAX_TEMPLATE_BYTES
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(about | {"chat_template": template}))
     with pytest.raises(DataError, match="the chat template has 1,048,590 characters"):
         load_tokenizer(tmp_path, trusted=False, how="-")
@@ -152,7 +179,9 @@ def test_a_template_of_a_million_characters_is_refused_wherever_it_lies(tmp_path
     for place in (tmp_path, tmp_path / "additional_chat_templates"):
         place.mkdir(exist_ok=True)
         (place / "chat_template.jinja").write_text(template)
-        with pytest.raises(DataError, match=r"chat_template\.jinja is larger than the 1,048,576 bytes"):
+        with pytest.raises(
+            DataError, match=r"chat_template\.jinja is larger than the 1,048,576 bytes"
+        ):
             load_tokenizer(tmp_path, trusted=False, how="-")
         (place / "chat_template.jinja").unlink()
     (tmp_path / "elsewhere.jinja").write_text(template)

@@ -1,4 +1,6 @@
-"""Every byte given ends at its place in the file, in whole blocks, behind the caller's back, and no failure is lost."""
+"""Every byte given ends at its place in the file, in whole blocks, behind the caller's back, and
+no failure is lost.
+"""
 
 import errno
 import os
@@ -27,7 +29,8 @@ def content(size: int) -> bytes:
 
 def write(path: Path, size: int, spans: "list[tuple[int, int]]") -> None:
     """Write `content(size)` to `path`, each span of it in turn."""
-    data, descriptor = content(size), os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    data = content(size)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     blocks = BlockFile(descriptor, path, size)
     try:
         for begin, end in spans:
@@ -45,7 +48,9 @@ def write(path: Path, size: int, spans: "list[tuple[int, int]]") -> None:
 def test_spans_of_any_length_in_any_order_end_at_their_places(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    cuts = data.draw(st.lists(st.integers(1, 9 * BLOCK), min_size=1, max_size=8, unique=True).map(sorted))
+    cuts = data.draw(
+        st.lists(st.integers(1, 9 * BLOCK), min_size=1, max_size=8, unique=True).map(sorted)
+    )
     spans = data.draw(st.permutations(list(zip([0, *cuts[:-1]], cuts, strict=True))))
     path = tmp_path_factory.mktemp("blocks") / "file"
     write(path, cuts[-1], spans)
@@ -55,7 +60,8 @@ def test_spans_of_any_length_in_any_order_end_at_their_places(
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """Descriptor, offset and length of every write."""
-    real, seen = os.pwrite, list[tuple[int, int, int]]()
+    real = os.pwrite
+    seen = list[tuple[int, int, int]]()
 
     def watched(descriptor: int, view: memoryview, offset: int) -> int:
         seen.append((descriptor, offset, len(view)))
@@ -65,18 +71,30 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     return seen
 
 
-def test_only_whole_blocks_are_written_and_each_once(tmp_path: Path, writes: list[tuple[int, int, int]]) -> None:
+def test_only_whole_blocks_are_written_and_each_once(
+    tmp_path: Path, writes: list[tuple[int, int, int]]
+) -> None:
     size = 2 * CHUNK + 100
     write(tmp_path / "file", size, [(5000, size), (0, 10), (10, 5000)])
-    assert {offset % BLOCK for _, offset, _ in writes} == {length % BLOCK for *_, length in writes} == {0}
-    blocks = [start for _, offset, length in writes for start in range(offset, offset + length, BLOCK)]
+    assert (
+        {offset % BLOCK for _, offset, _ in writes}
+        == {length % BLOCK for *_, length in writes}
+        == {0}
+    )
+    blocks = [
+        start for _, offset, length in writes for start in range(offset, offset + length, BLOCK)
+    ]
     assert sorted(blocks) == list(range(0, size, BLOCK))
     assert (tmp_path / "file").stat().st_size == size
 
 
 def refuse_direct_writes(monkeypatch: pytest.MonkeyPatch, opened: bool) -> None:
-    """Make direct writes fail as they do where a file system has none: when opening, or only when writing."""
-    real_open, real_write, direct = os.open, os.pwrite, set[int]()
+    """Make direct writes fail as they do where a file system has none: when opening, or only
+    when writing.
+    """
+    real_open = os.open
+    real_write = os.pwrite
+    direct = set[int]()
 
     def open_plain(path: Any, flags: int, *rest: Any) -> int:
         if not flags & os.O_DIRECT:
@@ -107,7 +125,9 @@ def test_where_there_are_no_direct_writes_the_file_is_the_same(
 
 def test_a_short_write_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwrite
-    monkeypatch.setattr(blockfile.os, "pwrite", lambda fd, view, offset: real(fd, view[:BLOCK], offset))
+    monkeypatch.setattr(
+        blockfile.os, "pwrite", lambda fd, view, offset: real(fd, view[:BLOCK], offset)
+    )
     write(tmp_path / "file", 4 * CHUNK, [(0, 4 * CHUNK)])
     assert (tmp_path / "file").read_bytes() == content(4 * CHUNK)
 
@@ -116,7 +136,8 @@ def test_a_short_write_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_write_that_fails_is_raised_while_more_is_given_or_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: int
 ) -> None:
-    real, calls = os.pwrite, iter(range(1000))
+    real = os.pwrite
+    calls = iter(range(1000))
 
     def failing(*arguments: Any) -> int:
         if next(calls) >= when:
@@ -128,7 +149,9 @@ def test_a_write_that_fails_is_raised_while_more_is_given_or_at_the_end(
         write(tmp_path / "file", 20 * CHUNK, [(0, 20 * CHUNK)])
 
 
-def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_does_not_grow_with_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real: Callable[[int], memoryview] = blockfile._pages
     made: list[int] = []
 

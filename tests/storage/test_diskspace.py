@@ -1,4 +1,6 @@
-"""Room is looked for before anything is written; what fails for want of it says so, whoever it comes from."""
+"""Room is looked for before anything is written; what fails for want of it says so, whoever it
+comes from.
+"""
 
 import errno
 import os
@@ -11,11 +13,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from lema.errors import DiskError, DiskFull
-from lema.storage.diskspace import MARGIN, check_room, free_bytes, is_full, not_written
+from lema.storage.diskspace import MARGIN, check_free_bytes, free_bytes, is_full, not_written
 
 
 def disk_of(monkeypatch: pytest.MonkeyPatch, free: int, blocks: int = 100) -> list[Path]:
-    """Let every disk have so many bytes free for a user, and more for the system; return where it was asked."""
+    """Let every disk have so many bytes free for a user, and more for the system; return where
+    it was asked.
+    """
     asked: list[Path] = []
 
     def statvfs(place: Path) -> SimpleNamespace:
@@ -37,21 +41,26 @@ def test_what_a_user_may_still_write_is_asked_of_the_disk_that_will_have_it(
     assert free_bytes(tmp_path / "not" / "yet") == 7 and asked == [tmp_path]
 
 
-def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_found_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk_of(monkeypatch, 64_000_000 + 1_000_000 + MARGIN - 1)
     with pytest.raises(
-        DiskFull, match=r"too full for two checkpoints: 66,048,576 bytes are needed, and 66,048,575 are"
+        DiskFull,
+        match=r"too full for two checkpoints: 66,048,576 bytes are needed, and 66,048,575 are",
     ) as caught:
-        check_room(tmp_path / "out", 64_000_000, "two checkpoints")
+        check_free_bytes(tmp_path / "out", 64_000_000, "two checkpoints")
     assert caught.value.where == str(tmp_path / "out") and caught.value.exit_code == 6
     disk_of(monkeypatch, 64_000_000 + 1_000_000 + MARGIN)
-    check_room(tmp_path / "out", 64_000_000, "two checkpoints")
+    check_free_bytes(tmp_path / "out", 64_000_000, "two checkpoints")
 
 
-def test_a_file_system_that_does_not_say_is_taken_to_have_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_does_not_say_is_taken_to_have_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk_of(monkeypatch, 0, blocks=0)
     assert free_bytes(tmp_path) is None
-    check_room(tmp_path, 1 << 60, "it")
+    check_free_bytes(tmp_path, 1 << 60, "it")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
@@ -67,8 +76,12 @@ def test_want_of_room_is_told_from_other_failures(tmp_path: Path) -> None:
 
 
 def test_safetensors_says_it_in_words(tmp_path: Path) -> None:
-    """The words are the library's own: of a file in a directory that is not there it names the number likewise."""
+    """The words are the library's own: of a file in a directory that is not there it names the
+    number likewise.
+    """
     with pytest.raises(SafetensorError, match=r"\(os error 2\)") as caught:
         save_file({"one": torch.zeros(1)}, tmp_path / "nowhere" / "file")
     assert not is_full(caught.value)
-    assert is_full(SafetensorError(str(caught.value).replace("(os error 2)", f"(os error {errno.ENOSPC})")))
+    assert is_full(
+        SafetensorError(str(caught.value).replace("(os error 2)", f"(os error {errno.ENOSPC})"))
+    )

@@ -1,4 +1,6 @@
-"""What the user calls a model is sought on disk first; a hub id is found in the cache, fetched, or refused clearly."""
+"""What the user calls a model is sought on disk first; a hub id is found in the cache, fetched,
+or refused clearly.
+"""
 
 import hashlib
 import json
@@ -37,13 +39,21 @@ WANTED = {"config.json", "model.safetensors", "tokenizer.json", "vocab.txt", "ch
 
 
 def resolve(name: str, cache: Path, *, environment: dict[str, str], **options: Any) -> Any:
-    """Resolve in a fresh process: huggingface_hub reads its environment once, when it is imported."""
+    """Resolve in a fresh process: huggingface_hub reads its environment once, when it is
+    imported.
+    """
     code = (
-        "import sys, json\nfrom lema.errors import LemaError\nfrom lema.storage.hub import resolve_model\n"
+        "import sys, json\nfrom lema.errors import LemaError\nfrom lema.storage.hub import "
+        "resolve_model\n"
         "try: print(json.dumps(str(resolve_model(sys.argv[1], **json.loads(sys.argv[2])))))\n"
-        "except LemaError as e: print(json.dumps({'class': type(e).__name__, 'what': e.what, 'how': e.how}))\n"
+        "except LemaError as e: print(json.dumps({'class': type(e).__name__, 'what': "
+        "e.what, 'how': e.how}))\n"
     )
-    settings = {"HF_HUB_CACHE": str(cache), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1"}
+    settings = {
+        "HF_HUB_CACHE": str(cache),
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_DISABLE_XET": "1",
+    }
     kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     done = subprocess.run(
         [sys.executable, "-c", code, name, json.dumps(options)],
@@ -59,7 +69,9 @@ def resolve(name: str, cache: Path, *, environment: dict[str, str], **options: A
 
 @pytest.fixture
 def hub() -> Iterator[tuple[str, list[str], dict[str, str]]]:
-    """A hub on this machine: its address, the paths asked of it, and the error it shall answer with."""
+    """A hub on this machine: its address, the paths asked of it, and the error it shall answer
+    with.
+    """
     asked: list[str] = []
     failure: dict[str, str] = {}
 
@@ -77,14 +89,21 @@ def hub() -> Iterator[tuple[str, list[str], dict[str, str]]]:
                 self.send_header("X-Error-Message", failure["code"])
             elif path.startswith("/api/models/org/tiny/tree/"):
                 tree = [
-                    {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                    {
+                        "type": "file",
+                        "path": name,
+                        "size": len(data),
+                        "oid": hashlib.sha1(data).hexdigest(),
+                    }
                     for name, data in PUBLISHED.items()
                 ]
                 content = json.dumps(tree).encode()
                 self.send_response(200)
             elif path.startswith("/api/models/org/tiny"):
                 siblings = [{"rfilename": name} for name in PUBLISHED]
-                content = json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": siblings}).encode()
+                content = json.dumps(
+                    {"id": "org/tiny", "sha": COMMIT, "siblings": siblings}
+                ).encode()
                 self.send_response(200)
             else:
                 content = PUBLISHED[path.partition(f"/resolve/{COMMIT}/")[2]]
@@ -108,7 +127,9 @@ def hub() -> Iterator[tuple[str, list[str], dict[str, str]]]:
     server.server_close()
 
 
-def test_what_exists_on_disk_is_never_sent_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_exists_on_disk_is_never_sent_to_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "org" / "tiny").mkdir(parents=True)
@@ -120,7 +141,9 @@ def test_what_exists_on_disk_is_never_sent_to_the_hub(tmp_path: Path, monkeypatc
     assert resolve_model(file) == resolve_model(str(file)) == file.parent
 
 
-@pytest.mark.parametrize("name", ["./gone", "../gone", "/gone/model", "~/gone", "gone.safetensors", Path("org/gone")])
+@pytest.mark.parametrize(
+    "name", ["./gone", "../gone", "/gone/model", "~/gone", "gone.safetensors", Path("org/gone")]
+)
 def test_what_is_spelt_like_a_path_is_never_sent_to_the_hub(name: str | Path) -> None:
     loaded = "huggingface_hub" in sys.modules
     with pytest.raises(WeightsError, match="does not exist"):
@@ -150,14 +173,19 @@ def test_offline_without_the_model_in_the_cache_says_so(tmp_path: Path) -> None:
 
 
 def test_a_hub_that_cannot_be_reached_says_so(tmp_path: Path) -> None:
-    answer = resolve("org/other", tmp_path / "cache", environment={"HF_ENDPOINT": "http://127.0.0.1:9"})
+    answer = resolve(
+        "org/other", tmp_path / "cache", environment={"HF_ENDPOINT": "http://127.0.0.1:9"}
+    )
     assert answer["class"] == "WeightsError" and "cannot be reached" in answer["what"]
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "what is this", "-x"])
 def test_what_is_neither_a_path_nor_an_id_is_refused(tmp_path: Path, name: str) -> None:
     answer = resolve(name, tmp_path / "cache", environment=OFFLINE)
-    assert answer["class"] == "WeightsError" and "neither an existing directory nor a hub id" in answer["what"]
+    assert (
+        answer["class"] == "WeightsError"
+        and "neither an existing directory nor a hub id" in answer["what"]
+    )
 
 
 def test_a_model_published_only_as_pickle_is_refused_with_the_way_out(tmp_path: Path) -> None:
@@ -166,11 +194,15 @@ def test_a_model_published_only_as_pickle_is_refused_with_the_way_out(tmp_path: 
     assert "no .safetensors weights" in answer["what"] and "save_pretrained" in answer["how"]
 
 
-def test_only_weights_and_small_files_are_fetched(tmp_path: Path, hub: tuple[str, list[str], dict[str, str]]) -> None:
+def test_only_weights_and_small_files_are_fetched(
+    tmp_path: Path, hub: tuple[str, list[str], dict[str, str]]
+) -> None:
     endpoint, asked, _ = hub
     found = Path(resolve("org/tiny", tmp_path / "cache", environment={"HF_ENDPOINT": endpoint}))
     assert {str(path.relative_to(found)) for path in found.rglob("*") if path.is_file()} == WANTED
-    assert {path.partition(f"/resolve/{COMMIT}/")[2] for path in asked if "/resolve/" in path} == WANTED
+    assert {
+        path.partition(f"/resolve/{COMMIT}/")[2] for path in asked if "/resolve/" in path
+    } == WANTED
     assert (found / "model.safetensors").read_bytes() == WEIGHTS
     assert list(GlobalBinaryIndex(found)) == ["t"]
 
@@ -205,7 +237,9 @@ def test_code_is_fetched_with_a_commit_when_it_is_trusted(
         revision=COMMIT,
         trust_remote_code=True,
     )
-    assert {path.partition(f"/resolve/{COMMIT}/")[2] for path in asked if "/resolve/" in path} == WANTED | {CODE}
+    assert {
+        path.partition(f"/resolve/{COMMIT}/")[2] for path in asked if "/resolve/" in path
+    } == WANTED | {CODE}
     assert (Path(found) / CODE).read_bytes() == PUBLISHED[CODE]
 
 
@@ -233,5 +267,8 @@ def test_what_must_not_be_downloaded_is_looked_for_in_the_cache_only(
     answer = resolve("org/tiny", tmp_path / "cache", environment=online, download=False)
     assert "nor in the hub cache" in answer["what"] and "hf download org/tiny" in answer["how"]
     snapshot = write_cache(tmp_path / "cache", {"model.safetensors": WEIGHTS})
-    assert Path(resolve("org/tiny", tmp_path / "cache", environment=online, download=False)) == snapshot
+    assert (
+        Path(resolve("org/tiny", tmp_path / "cache", environment=online, download=False))
+        == snapshot
+    )
     assert asked == []

@@ -1,4 +1,6 @@
-"""The index agrees with what the safetensors library wrote, and refuses every file that is not sound."""
+"""The index agrees with what the safetensors library wrote, and refuses every file that is not
+sound.
+"""
 
 import json
 import os
@@ -36,10 +38,17 @@ def write_raw(file: Path, header: Any, data: bytes = b"\0" * 8) -> Path:
 
 def write_sharded(directory: Path, weight_map: Any = None) -> Path:
     names = list(TENSORS)
-    save_file({name: TENSORS[name] for name in names[:2]}, directory / "model-00001-of-00002.safetensors")
-    save_file({name: TENSORS[name] for name in names[2:]}, directory / "model-00002-of-00002.safetensors")
+    save_file(
+        {name: TENSORS[name] for name in names[:2]}, directory / "model-00001-of-00002.safetensors"
+    )
+    save_file(
+        {name: TENSORS[name] for name in names[2:]}, directory / "model-00002-of-00002.safetensors"
+    )
     if weight_map is None:
-        weight_map = {name: f"model-0000{1 if i < 2 else 2}-of-00002.safetensors" for i, name in enumerate(names)}
+        weight_map = {
+            name: f"model-0000{1 if i < 2 else 2}-of-00002.safetensors"
+            for i, name in enumerate(names)
+        }
     (directory / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return directory
 
@@ -58,7 +67,9 @@ def test_every_tensor_is_where_the_library_put_it(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / SINGLE_NAME, metadata={"format": "pt"})
     for path in (tmp_path, tmp_path / SINGLE_NAME, str(tmp_path)):
         check_bytes(index := GlobalBinaryIndex(path))
-        assert index.root == tmp_path and index.metadata == {tmp_path / SINGLE_NAME: {"format": "pt"}}
+        assert index.root == tmp_path and index.metadata == {
+            tmp_path / SINGLE_NAME: {"format": "pt"}
+        }
         assert not index.in_memory_names
 
 
@@ -66,12 +77,16 @@ def test_a_sharded_model_is_one_index_over_all_files(tmp_path: Path) -> None:
     write_sharded(tmp_path)
     for path in (tmp_path, tmp_path / INDEX_NAME):
         check_bytes(index := GlobalBinaryIndex(path))
-        assert [file.name for file in index.files] == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+        assert [file.name for file in index.files] == [
+            f"model-0000{n}-of-00002.safetensors" for n in (1, 2)
+        ]
 
 
 def test_records_are_in_the_order_of_their_bytes(tmp_path: Path) -> None:
     header = {"z": entry(offsets=(0, 8)), "a": entry(offsets=(8, 16))}
-    index = GlobalBinaryIndex(write_raw(tmp_path / SINGLE_NAME, dict(reversed(header.items())), b"\0" * 16))
+    index = GlobalBinaryIndex(
+        write_raw(tmp_path / SINGLE_NAME, dict(reversed(header.items())), b"\0" * 16)
+    )
     assert list(index) == ["z", "a"]
 
 
@@ -104,15 +119,23 @@ HEADERS = {
     "offsets reversed": ({"t": entry(offsets=[8, 0])}, "not \\[begin, end\\]"),
     "three offsets": ({"t": entry(offsets=[0, 4, 8])}, "not \\[begin, end\\]"),
     "shape and bytes disagree": ({"t": entry(shape=[3])}, "needs 12 bytes but its offsets give 8"),
-    "past the end": ({"t": entry(shape=[4], offsets=[0, 16])}, "truncated: tensor 't' ends 8 bytes past"),
+    "past the end": (
+        {"t": entry(shape=[4], offsets=[0, 16])},
+        "truncated: tensor 't' ends 8 bytes past",
+    ),
     "overlap": ({"t": entry(), "u": entry(offsets=[0, 8])}, "'u' overlaps"),
     "gap": ({"t": entry(shape=[1], offsets=[4, 8])}, "'t' leaves a gap"),
-    "bytes of no tensor": ({"t": entry(shape=[1], offsets=[0, 4])}, "4 bytes at its end belong to no tensor"),
+    "bytes of no tensor": (
+        {"t": entry(shape=[1], offsets=[0, 4])},
+        "4 bytes at its end belong to no tensor",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", HEADERS)
-def test_an_unsound_header_is_refused_with_the_file_and_the_tensor(tmp_path: Path, case: str) -> None:
+def test_an_unsound_header_is_refused_with_the_file_and_the_tensor(
+    tmp_path: Path, case: str
+) -> None:
     header, message = HEADERS[case]
     file = write_raw(tmp_path / SINGLE_NAME, header)
     with pytest.raises(WeightsError, match=message) as caught:
@@ -153,7 +176,15 @@ def test_a_pickle_named_safetensors_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "target",
-    ["../outside.safetensors", "ABSOLUTE", "sub/x.safetensors", "..\\x.safetensors", "x.bin", 7, "\0.safetensors"],
+    [
+        "../outside.safetensors",
+        "ABSOLUTE",
+        "sub/x.safetensors",
+        "..\\x.safetensors",
+        "x.bin",
+        7,
+        "\0.safetensors",
+    ],
 )
 def test_a_weight_map_names_only_files_beside_it(tmp_path: Path, target: Any) -> None:
     model = tmp_path / "model"
@@ -169,14 +200,17 @@ def test_a_weight_map_names_only_files_beside_it(tmp_path: Path, target: Any) ->
 
 @pytest.mark.parametrize("through", ["shard", "single", "index"])
 def test_a_link_out_of_the_directory_is_refused(tmp_path: Path, through: str) -> None:
-    model, secret = tmp_path / "model", tmp_path / "secret"
+    model = tmp_path / "model"
+    secret = tmp_path / "secret"
     model.mkdir()
     secret.mkdir()
     write_sharded(secret)
     save_file(TENSORS, secret / SINGLE_NAME)
     if through == "shard":
         (model / "x.safetensors").symlink_to(secret / SINGLE_NAME)
-        (model / INDEX_NAME).write_text(json.dumps({"weight_map": dict.fromkeys(TENSORS, "x.safetensors")}))
+        (model / INDEX_NAME).write_text(
+            json.dumps({"weight_map": dict.fromkeys(TENSORS, "x.safetensors")})
+        )
     else:
         name = SINGLE_NAME if through == "single" else INDEX_NAME
         (model / name).symlink_to(secret / name)
@@ -199,7 +233,9 @@ def link_snapshot(tmp_path: Path, blobs: Path, *, via: Path | None = None) -> Pa
 
 
 def test_a_hub_snapshot_may_link_into_the_blobs_of_its_own_repository(tmp_path: Path) -> None:
-    check_bytes(GlobalBinaryIndex(link_snapshot(tmp_path, tmp_path / "models--org--tiny" / "blobs")))
+    check_bytes(
+        GlobalBinaryIndex(link_snapshot(tmp_path, tmp_path / "models--org--tiny" / "blobs"))
+    )
 
 
 def test_a_hub_snapshot_may_not_link_into_another_repository(tmp_path: Path) -> None:
@@ -208,7 +244,9 @@ def test_a_hub_snapshot_may_not_link_into_another_repository(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("marked", [True, False])
-def test_the_blob_store_shared_by_a_hub_cache_counts_only_if_marked(tmp_path: Path, marked: bool) -> None:
+def test_the_blob_store_shared_by_a_hub_cache_counts_only_if_marked(
+    tmp_path: Path, marked: bool
+) -> None:
     via = tmp_path / "models--org--tiny" / "blobs" / "etag"
     snapshot = link_snapshot(tmp_path, tmp_path / "blobs" / "f0", via=via)
     if marked:
@@ -226,7 +264,10 @@ def test_the_blob_store_shared_by_a_hub_cache_counts_only_if_marked(tmp_path: Pa
         ("[]", "not an object"),
         ("{}", "no weight_map"),
         ('{"weight_map": {}}', "no weight_map"),
-        ('{"weight_map": {"a": "gone.safetensors", "b": "lost.safetensors"}}', r"2 files .* gone\.\w+, lost\.\w+"),
+        (
+            '{"weight_map": {"a": "gone.safetensors", "b": "lost.safetensors"}}',
+            r"2 files .* gone\.\w+, lost\.\w+",
+        ),
     ],
 )
 def test_a_broken_index_is_refused(tmp_path: Path, index: str, message: str) -> None:
@@ -237,7 +278,10 @@ def test_a_broken_index_is_refused(tmp_path: Path, index: str, message: str) -> 
 
 def test_all_broken_promises_of_an_index_are_named(tmp_path: Path) -> None:
     first = "model-00001-of-00002.safetensors"
-    write_sharded(tmp_path, dict.fromkeys(TENSORS, first) | {"ghost": first, "e": "model-00002-of-00002.safetensors"})
+    write_sharded(
+        tmp_path,
+        dict.fromkeys(TENSORS, first) | {"ghost": first, "e": "model-00002-of-00002.safetensors"},
+    )
     with pytest.raises(WeightsError, match="3 tensors are not in the file") as caught:
         GlobalBinaryIndex(tmp_path)
     assert all(f"{name} (in {first})" in caught.value.what for name in ("c", "d", "ghost"))
@@ -245,7 +289,10 @@ def test_all_broken_promises_of_an_index_are_named(tmp_path: Path) -> None:
 
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     write_sharded(tmp_path)
-    save_file({"a": TENSORS["a"], "c": TENSORS["c"], "d": TENSORS["d"], "e": TENSORS["e"]}, tmp_path / "x.safetensors")
+    save_file(
+        {"a": TENSORS["a"], "c": TENSORS["c"], "d": TENSORS["d"], "e": TENSORS["e"]},
+        tmp_path / "x.safetensors",
+    )
     (tmp_path / INDEX_NAME).write_text(
         json.dumps({"weight_map": {"b": "model-00001-of-00002.safetensors", "c": "x.safetensors"}})
     )
@@ -287,5 +334,8 @@ def test_a_file_that_may_not_be_read_is_an_error_with_its_name(tmp_path: Path, n
 
 
 def test_reading_an_index_needs_no_torch() -> None:
-    code = "import sys, lema.storage.index, lema.storage.hub, lema.storage.tensorfile; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, lema.storage.index, lema.storage.hub, lema.storage.tensorfile; "
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

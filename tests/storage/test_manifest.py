@@ -25,7 +25,8 @@ def test_names_size_and_hash_of_every_file(written: Path) -> None:
     said = json.loads((written / MANIFEST).read_text())
     assert said["algorithm"] == "sha256"
     assert sorted(said["files"]) == ["a.safetensors", "below/b.json", "state.json"]
-    empty = "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"  # printf '{}' | sha256sum
+    # printf '{}' | sha256sum
+    empty = "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
     assert said["files"]["state.json"] == {"size": 2, "sha256": empty}
     check_manifest(written)
 
@@ -64,7 +65,9 @@ def test_two_files_of_one_size_that_have_changed_places_are_found(written: Path)
 
 
 def test_a_flipped_bit_anywhere_in_the_manifest_is_found(written: Path) -> None:
-    """In JSON as it is written there is none that makes no difference, but in the last end of line."""
+    """In JSON as it is written there is none that makes no difference, but in the last end of
+    line.
+    """
     file = written / MANIFEST
     sound = file.read_bytes()
     for place in range(len(sound) - 1):
@@ -77,7 +80,14 @@ def test_a_flipped_bit_anywhere_in_the_manifest_is_found(written: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "{}", '{"algorithm": "sha256", "files": {}}', '{"algorithm": "md5", "files": {"state.json": 1}}', "\0"],
+    [
+        "",
+        "[]",
+        "{}",
+        '{"algorithm": "sha256", "files": {}}',
+        '{"algorithm": "md5", "files": {"state.json": 1}}',
+        "\0",
+    ],
 )
 def test_what_is_no_manifest_is_refused(written: Path, content: str) -> None:
     (written / MANIFEST).write_text(content)
@@ -92,7 +102,9 @@ def test_a_directory_without_a_manifest_was_never_finished(written: Path) -> Non
         check_manifest(written)
 
 
-@pytest.mark.parametrize("name", ["../out.json", "/etc/hostname", "a//b", "", "below/../../out.json", "a\0b"])
+@pytest.mark.parametrize(
+    "name", ["../out.json", "/etc/hostname", "a//b", "", "below/../../out.json", "a\0b"]
+)
 def test_a_manifest_names_nothing_outside(written: Path, name: str) -> None:
     said = json.loads((written / MANIFEST).read_text())
     said["files"][name] = said["files"]["state.json"]
@@ -106,5 +118,7 @@ def test_a_note_of_the_users_may_lie_there_but_no_further_tensors(written: Path)
     (written / "notes.txt").write_text("good one")
     check_manifest(written)
     (written / "full-00009.safetensors").write_bytes(b"")
-    with pytest.raises(AdapterError, match="there is a file with tensors that does not belong to the checkpoint"):
+    with pytest.raises(
+        AdapterError, match="there is a file with tensors that does not belong to the checkpoint"
+    ):
         check_manifest(written)

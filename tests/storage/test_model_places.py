@@ -1,4 +1,6 @@
-"""A model opens from wherever it lives, is the same model from there, and nothing of it is sought on a network."""
+"""A model opens from wherever it lives, is the same model from there, and nothing of it is
+sought on a network.
+"""
 
 import os
 import shutil
@@ -46,14 +48,18 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def step(name: str | Path, out: Path, **changes: object) -> Tensor:
-    """The gradients of one step of the model called `name`, which is saved and tokenizes as well."""
+    """The gradients of one step of the model called `name`, which is saved and tokenizes as
+    well.
+    """
     config = settings(Path(name), out, **changes)
     config.model_name_or_path = str(name)
     with opened(config) as model:
         assert model.tokenizer("the miller")["input_ids"]
         ids = torch.tensor([row["input_ids"] for row in token_rows(1)])
         model.adapter.loss([{"input_ids": ids, "labels": ids}]).backward()
-        gradients = torch.cat([parameter.grad.flatten() for parameter in model.get_trainable_parameters()])
+        gradients = torch.cat(
+            [parameter.grad.flatten() for parameter in model.get_trainable_parameters()]
+        )
         model.save_pretrained(out)
     with_adapter = LemaModel.from_pretrained(out)
     with_adapter.close()
@@ -150,7 +156,11 @@ PLACES = (
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 def test_a_model_streams_from_where_it_lives(
-    place: Callable[[Path, Path, Path], str], model: Path, single: Path, expected: Tensor, tmp_path: Path
+    place: Callable[[Path, Path, Path], str],
+    model: Path,
+    single: Path,
+    expected: Tensor,
+    tmp_path: Path,
 ) -> None:
     assert torch.equal(step(place(model, single, tmp_path), tmp_path / "out"), expected)
 
@@ -161,7 +171,8 @@ def test_a_revision_chooses_the_snapshot(model: Path, expected: Tensor, tmp_path
     write_cache(tmp_path / "cache", files_of(model), commit=COMMIT, ref="main")
     write_cache(tmp_path / "cache", files_of(other), commit=OTHER, ref="v2")
     found = {
-        revision: step("org/tiny", tmp_path / f"{revision}", revision=revision) for revision in (None, "main", COMMIT)
+        revision: step("org/tiny", tmp_path / f"{revision}", revision=revision)
+        for revision in (None, "main", COMMIT)
     }
     assert all(torch.equal(gradients, expected) for gradients in found.values())
     later = step("org/tiny", tmp_path / "v2", revision="v2")
@@ -184,9 +195,13 @@ def test_a_saved_adapter_remembers_the_revision_of_its_model(model: Path, tmp_pa
     assert '"tie_word_embeddings": true' in (tmp_path / "merged" / "config.json").read_text()
 
 
-def test_prepare_takes_a_revision(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_prepare_takes_a_revision(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     write_cache(tmp_path / "cache", files_of(model), commit=OTHER, ref="v2")
-    assert_refused(capfd, 3, ["org/tiny", "not in the hub cache"], "prepare", "org/tiny", tmp_path / "no")
+    assert_refused(
+        capfd, 3, ["org/tiny", "not in the hub cache"], "prepare", "org/tiny", tmp_path / "no"
+    )
     assert not (tmp_path / "no").exists()
     assert lema("prepare", "org/tiny", tmp_path / "made", "--revision", "v2") == 0
     assert (tmp_path / "made" / "model.safetensors").stat().st_size > 100_000
@@ -195,7 +210,9 @@ def test_prepare_takes_a_revision(model: Path, tmp_path: Path, capfd: pytest.Cap
 def test_a_shard_that_was_not_fetched_is_named(model: Path, tmp_path: Path) -> None:
     files = files_of(model)
     gone = next(name for name in files if name.endswith(".safetensors"))
-    write_cache(tmp_path / "cache", {name: content for name, content in files.items() if name != gone})
+    write_cache(
+        tmp_path / "cache", {name: content for name, content in files.items() if name != gone}
+    )
     with pytest.raises(WeightsError, match=gone.replace(".", r"\.")):
         LemaModel(settings(Path("org/tiny"), tmp_path / "out"))
 

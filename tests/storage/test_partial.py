@@ -28,7 +28,9 @@ def names(directory: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("death", ["SIGKILL", "SIGTERM"])
-def test_a_killed_run_leaves_no_half_file_and_the_next_run_sweeps_its_remains(tmp_path: Path, death: str) -> None:
+def test_a_killed_run_leaves_no_half_file_and_the_next_run_sweeps_its_remains(
+    tmp_path: Path, death: str
+) -> None:
     file = tmp_path / "model.safetensors"
     done = subprocess.run([sys.executable, "-c", KILLED, file, death], check=False)
     assert done.returncode == -getattr(signal, death)
@@ -51,7 +53,11 @@ def test_a_run_under_way_keeps_its_file(tmp_path: Path) -> None:
 
 
 def test_what_is_not_of_this_place_is_not_touched(tmp_path: Path) -> None:
-    others = [".model.safetensors.partial", ".model.safetensors.0123456.partial", ".other.0123abcd.partial"]
+    others = [
+        ".model.safetensors.partial",
+        ".model.safetensors.0123456.partial",
+        ".other.0123abcd.partial",
+    ]
     for name in others:
         (tmp_path / name).write_text("mine")
     (tmp_path / ".model.safetensors.00000000.partial").mkdir()
@@ -69,8 +75,11 @@ def test_a_name_with_special_characters_is_no_pattern(tmp_path: Path) -> None:
     assert names(tmp_path) == {".aXb.0123abcd.partial", ours.name}
 
 
-def test_a_file_swept_before_it_was_locked_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, swept = partial.lock, list[Path]()
+def test_a_file_swept_before_it_was_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = partial.lock
+    swept = list[Path]()
 
     def sweep_first(descriptor: int, **how: bool) -> bool | None:
         if not swept:
@@ -84,7 +93,9 @@ def test_a_file_swept_before_it_was_locked_is_made_again(tmp_path: Path, monkeyp
     assert ours.exists() and ours not in swept
 
 
-def test_where_nothing_can_be_locked_nothing_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_can_be_locked_nothing_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / ".file.0123abcd.partial").write_text("perhaps another's")
 
     def no_locks(descriptor: int, operation: int) -> None:

@@ -1,4 +1,6 @@
-"""Codes of bitsandbytes' four bits are codes, whatever type a checkpoint gives them (`bnb_4bit_quant_storage`)."""
+"""Codes of bitsandbytes' four bits are codes, whatever type a checkpoint gives them
+(`bnb_4bit_quant_storage`).
+"""
 
 from pathlib import Path
 
@@ -19,11 +21,22 @@ from lema.storage.quantized.formats import cut_rows
 from lema.storage.quantized.records import QuantizedRecord, fold
 
 WEIGHTS = "model.safetensors"
-STORAGES = ("uint8", "int8", "float16", "bfloat16", "float32", "float64")  # those that transformers allows
+STORAGES = (
+    "uint8",
+    "int8",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+)  # those that transformers allows
 
 
-def quantise(weight: Tensor, storage: torch.dtype, nested: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the stored tensors of a weight by the ends of their names, and what the library makes of them."""
+def quantise(
+    weight: Tensor, storage: torch.dtype, nested: bool
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the stored tensors of a weight by the ends of their names, and what the library
+    makes of them.
+    """
     packed, state = functional.quantize_4bit(
         weight, quant_type="nf4", quant_storage=storage, compress_statistics=nested
     )
@@ -32,9 +45,10 @@ def quantise(weight: Tensor, storage: torch.dtype, nested: bool) -> tuple[dict[s
 
 
 def written(directory: Path, storage: str, nested: bool) -> Checkpoint:
-    """Write a model in four bits, and as what the library expands it to. One row of each weight is all codes of the
-    largest number, which are bits of NaN in each floating type."""
-    whole, streamed = published(directory / "whole"), published(directory / "streamed")
+    """Write a model in four bits, and as what the library expands it to. One row of each weight is
+    all codes of the largest number, which are bits of NaN in each floating type."""
+    whole = published(directory / "whole")
+    streamed = published(directory / "streamed")
     stored: dict[str, Tensor] = {}
     for file in sorted(whole.glob("*.safetensors")):
         expanded = load_file(file)
@@ -61,7 +75,8 @@ def test_all_storages_of_transformers_are_among_those_tested() -> None:
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_step_is_that_of_the_weights_of_the_library(storage: str, tmp_path: Path) -> None:
     checkpoint = written(tmp_path, storage, nested=storage in ("bfloat16", "float32", "uint8"))
-    whole, batches = whole_model(checkpoint), micro_batches(2)
+    whole = whole_model(checkpoint)
+    batches = micro_batches(2)
     draw_b(whole)
     with streamed_model(checkpoint) as model:
         assert sum(len(layer.expansions) for layer in model.memory.layers) == LINEARS * NUM_LAYERS
@@ -74,7 +89,10 @@ def test_a_scale_that_is_nan_is_still_refused(tmp_path: Path) -> None:
     stored = load_file(checkpoint.streamed / WEIGHTS)
     stored["model.layers.3.mlp.up_proj.weight.absmax"][1] = torch.nan
     save_file(stored, checkpoint.streamed / WEIGHTS, {"format": "pt"})
-    with pytest.raises(NonFiniteError, match=r"up_proj.weight \(absmax\)"), streamed_model(checkpoint) as model:
+    with (
+        pytest.raises(NonFiniteError, match=r"up_proj.weight \(absmax\)"),
+        streamed_model(checkpoint) as model,
+    ):
         streamed_step(model, micro_batches(1))
 
 
@@ -82,7 +100,9 @@ def test_a_scale_that_is_nan_is_still_refused(tmp_path: Path) -> None:
 def test_rows_are_cut_by_codes(storage: str, tmp_path: Path) -> None:
     """As groups of experts, which are rows of one stored matrix."""
     parts, expected = quantise(torch.randn(6, 128), getattr(torch, storage), nested=True)
-    save_file({f"w{end}": part for end, part in parts.items()}, tmp_path / WEIGHTS, {"format": "pt"})
+    save_file(
+        {f"w{end}": part for end, part in parts.items()}, tmp_path / WEIGHTS, {"format": "pt"}
+    )
     (record,) = fold(GlobalBinaryIndex(tmp_path)).values()
     assert isinstance(record, QuantizedRecord)
     assert torch.equal(read_tensor(record, torch.float32), expected)

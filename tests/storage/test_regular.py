@@ -1,4 +1,6 @@
-"""What is opened by name: regular files of bounded size to read, and nothing that is read or is no file to write."""
+"""What is opened by name: regular files of bounded size to read, and nothing that is read or is
+no file to write.
+"""
 
 import os
 from collections.abc import Callable
@@ -8,7 +10,7 @@ import pytest
 
 from lema.errors import ConfigError, DataError, WeightsError
 from lema.storage.atomic import replace_file
-from lema.storage.regular import append, check_apart, open_regular, read_regular
+from lema.storage.regular import append, check_separate, open_regular, read_regular
 
 
 def pipe(place: Path) -> None:
@@ -61,7 +63,9 @@ def test_nothing_is_written_through_or_over_what_is_no_regular_file(
 ) -> None:
     make(tmp_path / "out.json")
     before = (tmp_path / "out.json").lstat()
-    with pytest.raises(ConfigError, match=r"out\.json is a (pipe|link|directory), and nothing is written"):
+    with pytest.raises(
+        ConfigError, match=r"out\.json is a (pipe|link|directory), and nothing is written"
+    ):
         write(tmp_path / "out.json", b"{}")
     assert (tmp_path / "out.json").lstat() == before
     if make is link:
@@ -76,13 +80,25 @@ def test_a_target_is_known_by_what_it_is(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "model2").symlink_to(model)
     os.link(model / "weights", tmp_path / "hard")
     monkeypatch.chdir(model)
-    targets = ["linked", "hard", "model", "model2", "model/weights", "model2/weights", "model/../linked"]
+    targets = [
+        "linked",
+        "hard",
+        "model",
+        "model2",
+        "model/weights",
+        "model2/weights",
+        "model/../linked",
+    ]
     for target in [*(tmp_path / name for name in targets), Path("weights"), Path()]:
         with pytest.raises(ConfigError, match="would write over what it reads"):
-            check_apart(target, [model])
-    for target in (model / "new", tmp_path / "model2" / "deep" / "new", tmp_path / "linked" / ".." / "model" / "new"):
+            check_separate(target, [model])
+    for target in (
+        model / "new",
+        tmp_path / "model2" / "deep" / "new",
+        tmp_path / "linked" / ".." / "model" / "new",
+    ):
         with pytest.raises(ConfigError, match="would write into a directory that it reads"):
-            check_apart(target, [model])
-    check_apart(model / "new", [model], below=False)
+            check_separate(target, [model])
+    check_separate(model / "new", [model], below=False)
     for target in (tmp_path / "other", tmp_path):
-        check_apart(target, [model])
+        check_separate(target, [model])

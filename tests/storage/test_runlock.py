@@ -25,7 +25,10 @@ HOLD = (
 def held(directory: Path) -> Iterator["subprocess.Popen[str]"]:
     """Have another process hold the lock of a directory."""
     with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD, str(directory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         try:
@@ -68,8 +71,11 @@ def test_a_run_that_ends_well_leaves_no_lock_and_the_next_one_may_begin(tmp_path
 def test_a_lock_that_was_taken_away_with_its_file_is_taken_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the opening of a file and its locking the run before may end, and take the file with it."""
-    flock, files = fcntl.flock, []
+    """Between the opening of a file and its locking the run before may end, and take the file
+    with it.
+    """
+    flock = fcntl.flock
+    files = []
 
     def late(descriptor: int, how: int) -> None:
         if not files:
@@ -93,7 +99,9 @@ def test_an_error_in_the_run_gives_the_lock_back(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_file_system_without_locks_is_said_and_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_said_and_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def none(descriptor: int, how: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 

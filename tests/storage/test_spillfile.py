@@ -1,4 +1,6 @@
-"""The file without a name: what is read is what was written, nothing is left of it, and no failure is hidden."""
+"""The file without a name: what is read is what was written, nothing is left of it, and no
+failure is hidden.
+"""
 
 import errno
 import fcntl
@@ -15,7 +17,7 @@ import pytest
 import torch
 
 from lema.activations.boundaries import NUM_BUFFERS
-from lema.activations.kept import BoundaryArena
+from lema.activations.stepstore import BoundaryArena
 from lema.errors import DiskError, ReadError
 from lema.storage.directio import BLOCK
 from lema.storage.spillfile import OffloadFile, whole_blocks
@@ -85,12 +87,15 @@ def test_what_must_go_through_the_page_cache_does_not_stay_in_it(
 ) -> None:
     calls: list[tuple[object, ...]] = []
     real = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append(("fsync",)) or real(descriptor))
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: calls.append(("fsync",)) or real(descriptor)
+    )
     monkeypatch.setattr(os, "posix_fadvise", lambda _, *advice: calls.append(advice), raising=False)
     if refused:
         refuse_direct(monkeypatch)
     else:  # the flag is taken, but transfers are refused
-        write, refusals = os.pwrite, iter([OSError(errno.EINVAL, "refused")])
+        write = os.pwrite
+        refusals = iter([OSError(errno.EINVAL, "refused")])
 
         def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
             for refusal in refusals:
@@ -117,7 +122,9 @@ def test_the_space_is_asked_for_before_anything_is_written(tmp_path: Path) -> No
     file.close()
 
 
-def test_an_arena_on_a_disk_that_is_too_small_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arena_on_a_disk_that_is_too_small_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = os.statvfs
 
     def nearly_full(place: str) -> os.statvfs_result:
@@ -136,7 +143,9 @@ def test_an_arena_on_a_disk_that_is_too_small_says_what_to_do(tmp_path: Path, mo
 
 def test_a_place_where_no_file_can_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a directory")
-    with pytest.raises(DiskError, match="no file can be made for boundary activations: File exists") as caught:
+    with pytest.raises(
+        DiskError, match="no file can be made for boundary activations: File exists"
+    ) as caught:
         offload(tmp_path / "file")
     assert caught.value.where == str(tmp_path / "file")
 
@@ -154,19 +163,25 @@ def failing(number: int, real: Callable[..., int]) -> Callable[..., int]:
     return fail
 
 
-@pytest.mark.parametrize("number", [0, 1, 7, 16])  # the last three are still in memory when they are wanted
+@pytest.mark.parametrize(
+    "number", [0, 1, 7, 16]
+)  # the last three are still in memory when they are wanted
 def test_a_write_that_fails_is_raised_in_the_training_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     monkeypatch.setattr(os, "pwrite", failing(number, os.pwrite))
-    arena, state = BoundaryArena(CpuBackend(poison=True), "disk", tmp_path), torch.randn(1, 8, 4)
-    step, done = arena.step([state], range(20)), []
-    with pytest.raises(DiskError, match="writing failed for boundary activations: No space left") as caught:
+    arena = BoundaryArena(CpuBackend(poison=True), "disk", tmp_path)
+    state = torch.randn(1, 8, 4)
+    step = arena.step([state], range(20))
+    done = []
+    with pytest.raises(
+        DiskError, match="writing failed for boundary activations: No space left"
+    ) as caught:
         for layer in range(20):
             step.keep(layer, 0, state)
             done.append(layer)
         for layer in reversed(range(20)):
-            with step.kept(layer, 0):
+            with step.fetch(layer, 0):
                 done.append(layer)
     assert caught.value.where == str(tmp_path)
     assert number - 1 <= len(done) <= number + NUM_BUFFERS
@@ -175,7 +190,7 @@ def test_a_write_that_fails_is_raised_in_the_training_thread(
     for layer in range(20):
         step.keep(layer, 0, state + layer)
     for layer in reversed(range(20)):
-        with step.kept(layer, 0) as kept:
+        with step.fetch(layer, 0) as kept:
             assert torch.equal(kept, state + layer)
     arena.close()
 
@@ -185,13 +200,16 @@ def test_a_read_that_fails_is_raised_in_the_training_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     monkeypatch.setattr(os, "preadv", failing(number, os.preadv))
-    arena, state = BoundaryArena(CpuBackend(poison=True), "disk", tmp_path), torch.randn(1, 8, 4)
+    arena = BoundaryArena(CpuBackend(poison=True), "disk", tmp_path)
+    state = torch.randn(1, 8, 4)
     step = arena.step([state], range(9))
-    with pytest.raises(ReadError, match="reading failed for boundary activations"):  # at the turn already, if seen
+    with pytest.raises(
+        ReadError, match="reading failed for boundary activations"
+    ):  # at the turn already, if seen
         for layer in range(9):
             step.keep(layer, 0, state)
         for layer in reversed(range(9)):
-            with step.kept(layer, 0):
+            with step.fetch(layer, 0):
                 pass
     arena.close()
 
@@ -209,7 +227,8 @@ def test_a_file_that_is_dropped_gives_its_space_back(tmp_path: Path) -> None:
 
 def test_a_killed_process_leaves_nothing_behind(tmp_path: Path) -> None:
     code = (
-        "import os, mmap, signal, sys\nfrom pathlib import Path\nfrom lema.storage.spillfile import OffloadFile\n"
+        "import os, mmap, signal, sys\nfrom pathlib import Path\nfrom "
+        "lema.storage.spillfile import OffloadFile\n"
         "file = OffloadFile(Path(sys.argv[1]), 'x', 'y')\n"
         "file.write(memoryview(mmap.mmap(-1, 4096)), 0).result()\n"
         "os.kill(os.getpid(), signal.SIGKILL)"

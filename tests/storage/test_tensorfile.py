@@ -13,7 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from lema.errors import DiskError, ReadError
 from lema.storage import GlobalBinaryIndex
-from lema.storage.tensorfile import ALIGNMENT, PIECE_BYTES, TensorSpec, read_into, read_pieces, tensor_file
+from lema.storage.tensorfile import (
+    ALIGNMENT,
+    PIECE_BYTES,
+    TensorSpec,
+    read_into,
+    read_pieces,
+    tensor_file,
+)
 
 TENSORS = {
     "z.weight": torch.randn(7, 3),
@@ -82,7 +89,9 @@ def test_permissions_are_those_of_any_other_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "writes", [["a.bias", "a.bias"], ["unknown"], ["z.weight"]], ids=["twice", "not announced", "not all"]
+    "writes",
+    [["a.bias", "a.bias"], ["unknown"], ["z.weight"]],
+    ids=["twice", "not announced", "not all"],
 )
 def test_a_file_that_is_not_as_announced_never_appears(tmp_path: Path, writes: list[str]) -> None:
     with pytest.raises(AssertionError), tensor_file(tmp_path / "model.safetensors", SPECS) as out:
@@ -91,7 +100,9 @@ def test_a_file_that_is_not_as_announced_never_appears(tmp_path: Path, writes: l
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("wrong", [content("a.bias")[:-1], content("a.bias") + b"x", b""], ids=["few", "many", "none"])
+@pytest.mark.parametrize(
+    "wrong", [content("a.bias")[:-1], content("a.bias") + b"x", b""], ids=["few", "many", "none"]
+)
 def test_too_few_or_too_many_bytes_for_a_tensor_never_appear(tmp_path: Path, wrong: bytes) -> None:
     with pytest.raises(AssertionError), tensor_file(tmp_path / "model.safetensors", SPECS) as out:
         out.write("a.bias", [wrong])
@@ -130,7 +141,11 @@ def test_a_full_disk_is_said_so_and_leaves_the_old_file(
     monkeypatch.setattr(os, call, full)
     with pytest.raises(DiskError, match="disk is full") as caught:
         write_all(file)
-    assert caught.value.where == str(file) and "space" in caught.value.how and caught.value.exit_code == 6
+    assert (
+        caught.value.where == str(file)
+        and "space" in caught.value.how
+        and caught.value.exit_code == 6
+    )
     assert file.read_bytes() == b"old" and list(tmp_path.iterdir()) == [file]
 
 
@@ -161,13 +176,19 @@ except DiskError as error:
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     def in_small_disk(command: str) -> "subprocess.CompletedProcess[str]":
         mount = f'mount -t tmpfs -o size=256k none "{tmp_path}" && {command}'
-        return subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True, text=True, check=False)
+        return subprocess.run(
+            ["unshare", "-rm", "sh", "-c", mount], capture_output=True, text=True, check=False
+        )
 
     if sys.platform != "linux" or in_small_disk("true").returncode:
-        pytest.skip("mounting a small disk is not allowed here; the fake full disk above was tested")
+        pytest.skip(
+            "mounting a small disk is not allowed here; the fake full disk above was tested"
+        )
     (tmp_path.parent / "full.py").write_text(FULL_DISK)
     done = in_small_disk(f'"{sys.executable}" "{tmp_path.parent / "full.py"}" "{tmp_path}"')
-    assert done.stdout == "the disk is full: model.safetensors could not be written []\n", done.stderr
+    assert done.stdout == "the disk is full: model.safetensors could not be written []\n", (
+        done.stderr
+    )
 
 
 def test_a_directory_that_is_not_there_is_an_error_with_its_name(tmp_path: Path) -> None:
@@ -181,7 +202,8 @@ def test_pieces_are_the_bytes_of_the_tensor_and_bounded(tmp_path: Path) -> None:
     save_file({"before": torch.ones(3), "t": tensor}, tmp_path / "model.safetensors")
     record = GlobalBinaryIndex(tmp_path)["t"]
     tracemalloc.start()
-    sizes, same = [], True
+    sizes = []
+    same = True
     for piece in read_pieces(record):
         start = sum(sizes)
         same &= piece == tensor[start : start + len(piece)].numpy().data

@@ -1,4 +1,6 @@
-"""In the slot of a device that copies every weight begins at an aligned address, wherever its file has it."""
+"""In the slot of a device that copies every weight begins at an aligned address, wherever its
+file has it.
+"""
 
 from pathlib import Path
 
@@ -11,16 +13,19 @@ from torch import Tensor
 
 from lema.storage.header import TensorRecord
 from lema.stream import LayerStream
-from lema.stream.placement import place
+from lema.stream.placement import lay_out_tensors
 from lema.stream.slotlayout import SLOT_ALIGNMENT, VECTOR, Packed, lay_out, part_of
 from lema_cpu import CpuBackend
 
-TENSORS = st.lists(st.tuples(st.integers(0, 9000), st.integers(0, 20000), st.booleans()), max_size=20)
+TENSORS = st.lists(
+    st.tuples(st.integers(0, 9000), st.integers(0, 20000), st.booleans()), max_size=20
+)
 
 
 def packed_of(tensors: list[tuple[int, int, bool]]) -> list[Packed]:
     """Tensors one after the other, with gaps."""
-    packed, end = [], 0
+    packed = []
+    end = 0
     for gap, nbytes, part in tensors:
         packed.append(Packed(end + gap, nbytes, VECTOR if part else SLOT_ALIGNMENT))
         end += gap + nbytes
@@ -28,7 +33,9 @@ def packed_of(tensors: list[tuple[int, int, bool]]) -> list[Packed]:
 
 
 @given(TENSORS)
-def test_every_tensor_is_copied_whole_to_an_aligned_place_of_its_own(tensors: list[tuple[int, int, bool]]) -> None:
+def test_every_tensor_is_copied_whole_to_an_aligned_place_of_its_own(
+    tensors: list[tuple[int, int, bool]],
+) -> None:
     packed = packed_of(tensors)
     layout = lay_out(packed)
     source = torch.arange(sum(gap + nbytes for gap, nbytes, _ in tensors), dtype=torch.int32)
@@ -40,11 +47,16 @@ def test_every_tensor_is_copied_whole_to_an_aligned_place_of_its_own(tensors: li
         if tensor.nbytes:
             (start,) = (slot == tensor.start).nonzero().flatten().tolist()
             assert start % tensor.alignment == 0
-            assert torch.equal(slot[start : start + tensor.nbytes], source[tensor.start : tensor.start + tensor.nbytes])
+            assert torch.equal(
+                slot[start : start + tensor.nbytes],
+                source[tensor.start : tensor.start + tensor.nbytes],
+            )
 
 
 @given(TENSORS, st.integers(1, 5))
-def test_the_parts_of_processes_are_the_slot(tensors: list[tuple[int, int, bool]], size: int) -> None:
+def test_the_parts_of_processes_are_the_slot(
+    tensors: list[tuple[int, int, bool]], size: int
+) -> None:
     layout = lay_out(packed_of(tensors))
     each = -(-layout.nbytes // size)
     moved = [part_of(layout, rank * each, (rank + 1) * each) for rank in range(size)]
@@ -62,23 +74,28 @@ def test_the_parts_of_processes_are_the_slot(tensors: list[tuple[int, int, bool]
 
 
 def layer_at(directory: Path, lead: int, odd: bool) -> tuple[Stored, int]:
-    """A layer whose tensors begin `lead` bytes into their file; the second has an odd number of bytes, or not."""
+    """A layer whose tensors begin `lead` bytes into their file; the second has an odd number of
+    bytes, or not.
+    """
     contents: dict[str, Tensor] = {
         "weight": torch.randn(96, 64),
         "scale": torch.arange(7 if odd else 64, dtype=torch.uint8),
         "experts": torch.randn(4, 32, 32).bfloat16(),
     }
-    file, data = directory / "layer.bin", bytearray(lead)
+    file = directory / "layer.bin"
+    data = bytearray(lead)
     records = {}
     names = {torch.float32: "F32", torch.uint8: "U8", torch.bfloat16: "BF16"}
     for name, tensor in contents.items():
         data += bytes(len(data) % tensor.dtype.itemsize)
         raw = raw_bytes(tensor)
-        stored = TensorRecord(name, file, len(data), len(raw), names[tensor.dtype], tuple(tensor.shape))
+        stored = TensorRecord(
+            name, file, len(data), len(raw), names[tensor.dtype], tuple(tensor.shape)
+        )
         records[name] = stored, tensor.dtype
         data += raw
     file.write_bytes(data)
-    return Stored(file, [place(records)], [contents]), len(data)
+    return Stored(file, [lay_out_tensors(records)], [contents]), len(data)
 
 
 @pytest.mark.parametrize("lead", [0, 8, 24, 256, 4000])
@@ -93,7 +110,9 @@ def test_leased_weights_begin_at_multiples_of_sixteen(
         assert same(lease.weights, stored.contents[0])
         assert all(weight.data_ptr() % VECTOR == 0 for weight in lease.weights.values())
         base = lease.slot.data_ptr()
-        assert all((weight.data_ptr() - base) % SLOT_ALIGNMENT == 0 for weight in lease.weights.values())
+        assert all(
+            (weight.data_ptr() - base) % SLOT_ALIGNMENT == 0 for weight in lease.weights.values()
+        )
     assert stream.counters.bytes_read == stored.layers[0].read_bytes
     stream.close()
 
@@ -103,7 +122,9 @@ def test_a_layer_that_is_aligned_within_itself_is_one_copy(tmp_path: Path) -> No
     records = {}
     for number in range(3):
         records[str(number)] = (
-            TensorRecord(str(number), tmp_path / "file", 1000 + 8 + 512 * number, 512, "U8", (512,)),
+            TensorRecord(
+                str(number), tmp_path / "file", 1000 + 8 + 512 * number, 512, "U8", (512,)
+            ),
             torch.uint8,
         )
-    assert place(records).upload_bytes == 3 * 512
+    assert lay_out_tensors(records).upload_bytes == 3 * 512

@@ -1,4 +1,6 @@
-"""A read that fails stops training at the next lease, with its cause; nothing is lost, and the stream works again."""
+"""A read that fails stops training at the next lease, with its cause; nothing is lost, and the
+stream works again.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -33,9 +35,15 @@ def reader(request: pytest.FixtureRequest) -> RecordingReader:
 @pytest.fixture
 def stream(stored: Stored, reader: RecordingReader) -> Iterator[LayerStream]:
     """The file is open: one lease has been, and the layer that stays has been read."""
-    stream = LayerStream(stored.layers, CpuBackend(poison=True), prefetch_depth=2, residents={RESIDENT}, reader=reader)
+    stream = LayerStream(
+        stored.layers,
+        CpuBackend(poison=True),
+        prefetch_depth=2,
+        residents={RESIDENT},
+        reader=reader,
+    )
     with stream.lease(0):
-        stream.arrive()
+        stream.load_residents()
     yield stream
     stream.close()
 
@@ -66,7 +74,9 @@ def assert_works(stream: LayerStream, stored: Stored) -> None:
         assert all(same(lease.weights, stored.contents[lease.layer]) for lease in held)
 
 
-@pytest.mark.parametrize("asked", [0, 1, 4, RESIDENT], ids=["its turn", "another", "out of order", "resident"])
+@pytest.mark.parametrize(
+    "asked", [0, 1, 4, RESIDENT], ids=["its turn", "another", "out of order", "resident"]
+)
 def test_a_failed_prefetch_surfaces_at_the_next_lease_whichever_it_is(
     stored: Stored, stream: LayerStream, reader: RecordingReader, asked: int
 ) -> None:
@@ -83,7 +93,9 @@ def test_a_failed_prefetch_surfaces_at_the_next_lease_whichever_it_is(
     assert_works(stream, stored)
 
 
-def test_a_lease_that_is_held_is_not_disturbed(stored: Stored, stream: LayerStream, reader: RecordingReader) -> None:
+def test_a_lease_that_is_held_is_not_disturbed(
+    stored: Stored, stream: LayerStream, reader: RecordingReader
+) -> None:
     damage = Damage(stored, 2)
     with stream.lease(0) as held:
         stream.announce([1, 2, 3])
@@ -98,7 +110,9 @@ def test_a_lease_that_is_held_is_not_disturbed(stored: Stored, stream: LayerStre
     assert_works(stream, stored)
 
 
-def test_a_lease_that_waits_for_the_failing_read_raises_it(stored: Stored, stream: LayerStream) -> None:
+def test_a_lease_that_waits_for_the_failing_read_raises_it(
+    stored: Stored, stream: LayerStream
+) -> None:
     """Nobody announced the layer, so the training thread itself is waiting when the read fails."""
     damage = Damage(stored, 3)
     with pytest.raises(ReadError, match="bytes early"), stream.lease(3):
@@ -109,7 +123,9 @@ def test_a_lease_that_waits_for_the_failing_read_raises_it(stored: Stored, strea
     assert_works(stream, stored)
 
 
-def test_a_failure_in_the_training_thread_forgets_what_was_announced_too(stored: Stored, tmp_path: Path) -> None:
+def test_a_failure_in_the_training_thread_forgets_what_was_announced_too(
+    stored: Stored, tmp_path: Path
+) -> None:
     layers = list(stored.layers)
     layers[1] = without_a_file(layers[1], tmp_path / "gone.bin")
     reader = SteppedReader(0)
@@ -150,7 +166,9 @@ class OwnMemory(CpuBackend):
 
 
 @pytest.mark.parametrize("option", ["residents", "host_cached"])
-def test_what_is_read_at_the_start_fails_at_the_start(stored: Stored, tmp_path: Path, option: str) -> None:
+def test_what_is_read_at_the_start_fails_at_the_start(
+    stored: Stored, tmp_path: Path, option: str
+) -> None:
     layers = list(stored.layers)
     layers[3] = without_a_file(layers[3], tmp_path / "gone.bin")
     options = {option: {3}}
@@ -173,7 +191,7 @@ def test_a_layer_that_stays_and_cannot_be_read_fails_when_it_is_leased_and_other
             pass
         assert caught.value.where == str(tmp_path / "gone.bin")
     with pytest.raises(ReadError):
-        stream.arrive()
+        stream.load_residents()
     stream.close()
 
 
@@ -202,7 +220,8 @@ class LostSlots:
 
 class LostUpload:
     def __init__(self, upload: Upload) -> None:
-        self.wait, self.release = upload.wait, upload.release
+        self.wait = upload.wait
+        self.release = upload.release
 
     def drained(self) -> None:
         raise RuntimeError("the device is gone")

@@ -1,5 +1,5 @@
-"""What a slot keeps: layers left at a turn come back without a read or an upload, and a step costs what the formula
-says; a view held after its lease is caught all the same."""
+"""What a slot keeps: layers left at a turn come back without a read or an upload, and a step costs
+what the formula says; a view held after its lease is caught all the same."""
 
 from pathlib import Path
 
@@ -27,7 +27,9 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
 
 
 def follow(stream: LayerStream, stored: Stored, order: tuple[int, ...]) -> StreamCounters:
-    """Lease the layers of an order that is announced, or will be found to be another; return the counters."""
+    """Lease the layers of an order that is announced, or will be found to be another; return the
+    counters.
+    """
     for layer in order:
         with stream.lease(layer) as lease:
             assert same(lease.weights, stored.contents[layer])
@@ -56,7 +58,8 @@ def test_a_step_costs_what_the_formula_says(
     data: st.DataObject,
 ) -> None:
     some = st.one_of(st.just(set[int]()), st.sets(st.integers(0, num_layers - 1)))
-    residents, cached = data.draw(some), data.draw(some)
+    residents = data.draw(some)
+    cached = data.draw(some)
     lowest = data.draw(st.one_of(st.just(0), st.integers(0, num_layers - 1)))
     stream = LayerStream(
         stored.layers[:num_layers],
@@ -80,8 +83,10 @@ def test_a_step_costs_what_the_formula_says(
             stream.announce(order)
         if before is not None:
             leases = sum(layer not in residents | cached for layer in order)
-            read, kept = after.layers_read - before.layers_read, after.layers_kept - before.layers_kept
-            # A step announced late may find what would have been given up, had its first layers been read ahead.
+            read = after.layers_read - before.layers_read
+            kept = after.layers_kept - before.layers_kept
+            # A step announced late may find what would have been given up, had its first layers
+            # been read ahead.
             assert read == reads if ahead or lowest == 0 else read <= reads
             assert read + kept == leases
             if lowest == 0:
@@ -150,7 +155,9 @@ def test_any_order_announced_whole_costs_what_reuse_leaves(
     counters = follow(stream, stored, tuple(order))
     read = fetched(order, depth + 1, residents | cached)
     assert counters.layers_read == len(read)
-    assert counters.layers_kept == sum(layer not in residents | cached for layer in order) - len(read)
+    assert counters.layers_kept == sum(layer not in residents | cached for layer in order) - len(
+        read
+    )
     stream.close()
 
 
@@ -194,7 +201,9 @@ def test_what_is_whole_is_kept_when_the_order_is_forgotten(stored: Stored) -> No
 
 
 def test_the_lowest_layers_stay_when_nothing_is_announced(stored: Stored) -> None:
-    """A step that is announced only when it begins finds the bottom of the model where the last one left it."""
+    """A step that is announced only when it begins finds the bottom of the model where the last
+    one left it.
+    """
     stream = LayerStream(stored.layers, CpuBackend(), prefetch_depth=2)
     stream.announce(training_order(MOST))
     before = follow(stream, stored, training_order(MOST)).layers_read
@@ -215,7 +224,9 @@ def test_released_weights_are_gone_though_the_slot_keeps_the_layer(stored: Store
     with stream.lease(1) as second:
         assert stream.counters.layers_read == 1
         assert same(second.weights, stored.contents[1])
-        assert all(bool(tensor.isnan().all()) for tensor in held.values())  # nor does the next lease bring them back
+        assert all(
+            bool(tensor.isnan().all()) for tensor in held.values()
+        )  # nor does the next lease bring them back
     stream.close()
 
 
@@ -233,7 +244,9 @@ def test_a_layer_cached_in_host_memory_is_leased_where_it_lies(stored: Stored) -
 
 
 def test_a_second_lease_of_a_kept_layer_holds_off_the_refill_too(tmp_path: Path) -> None:
-    """The device computes as late as it may: what was queued under the second lease still sees the layer."""
+    """The device computes as late as it may: what was queued under the second lease still sees
+    the layer.
+    """
     stored = write_layers(tmp_path, 3)
     backend = LateBackend()
     stream = LayerStream(stored.layers, backend, prefetch_depth=0)
@@ -249,11 +262,15 @@ def test_a_second_lease_of_a_kept_layer_holds_off_the_refill_too(tmp_path: Path)
     stream.close()
 
 
-def test_of_two_empty_slots_the_one_computed_with_longest_ago_is_refilled_first(stored: Stored) -> None:
+def test_of_two_empty_slots_the_one_computed_with_longest_ago_is_refilled_first(
+    stored: Stored,
+) -> None:
     stream = LayerStream(stored.layers, CpuBackend(poison=True), prefetch_depth=2)
     follow(stream, stored, (0, 1, 2, 1))
     before = {slot.layer: slot for slot in stream._ring.slots}
-    stream.announce([5, 6])  # they are read at once into the buffers of 2 and 1, whose slots become empty
+    stream.announce(
+        [5, 6]
+    )  # they are read at once into the buffers of 2 and 1, whose slots become empty
     follow(stream, stored, (5, 6))
     after = {slot.layer: slot for slot in stream._ring.slots}
     assert after[5] is before[2]

@@ -1,4 +1,6 @@
-"""Leases: whatever is announced, nested, cancelled or read late, a lease holds its layer and nothing is lost."""
+"""Leases: whatever is announced, nested, cancelled or read late, a lease holds its layer and
+nothing is lost.
+"""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,10 +36,14 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
 
 
 class Caller:
-    """Training code: leases layers, nested or not, and looks at the weights when they come and before they go."""
+    """Training code: leases layers, nested or not, and looks at the weights when they come and
+    before they go.
+    """
 
     def __init__(self, stored: Stored, stream: LayerStream, reader: SteppedReader) -> None:
-        self.stored, self.stream, self.reader = stored, stream, reader
+        self.stored = stored
+        self.stream = stream
+        self.reader = reader
         self.ahead: list[int] = []
 
     def announce(self, order: list[int]) -> None:
@@ -85,7 +91,13 @@ class Caller:
     poison=st.booleans(),
 )
 def test_a_lease_holds_its_layer_whatever_went_before(
-    stored: Stored, course: list[Any], seed: int, depth: int, residents: set[int], host_cached: set[int], poison: bool
+    stored: Stored,
+    course: list[Any],
+    seed: int,
+    depth: int,
+    residents: set[int],
+    host_cached: set[int],
+    poison: bool,
 ) -> None:
     reader = SteppedReader(seed)
     stream = LayerStream(
@@ -96,7 +108,8 @@ def test_a_lease_holds_its_layer_whatever_went_before(
         host_cached=host_cached,
         reader=reader,
     )
-    caller, stay = Caller(stored, stream, reader), [stored.layers[layer] for layer in residents]
+    caller = Caller(stored, stream, reader)
+    stay = [stored.layers[layer] for layer in residents]
 
     def ahead() -> list[Any]:
         return [ticket for ticket in reader.pending if ticket.layer not in stay]
@@ -114,13 +127,17 @@ def test_a_lease_holds_its_layer_whatever_went_before(
 
 
 @pytest.mark.parametrize("poison", [False, True])
-@pytest.mark.parametrize("host_cached", [set(), {1, 4}, set(range(NUM_LAYERS))], ids=["none", "two", "all"])
+@pytest.mark.parametrize(
+    "host_cached", [set(), {1, 4}, set(range(NUM_LAYERS))], ids=["none", "two", "all"]
+)
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_real_threads_bring_every_layer_of_many_passes(
     stored: Stored, depth: int, host_cached: set[int], poison: bool
 ) -> None:
     backend = CpuBackend(poison=poison)
-    stream = LayerStream(stored.layers, backend, prefetch_depth=depth, residents={2}, host_cached=host_cached)
+    stream = LayerStream(
+        stored.layers, backend, prefetch_depth=depth, residents={2}, host_cached=host_cached
+    )
     order = training_order(NUM_LAYERS) * 8
     stream.announce(order)
     for layer in order:
@@ -137,7 +154,9 @@ def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_nothing_is_read_into_a_slot_on_lease(stored: Stored, depth: int) -> None:
-    """On this device the host buffer is the slot, so a read under way shows where it would refill."""
+    """On this device the host buffer is the slot, so a read under way shows where it would
+    refill.
+    """
     reader = RecordingReader()
     stream = LayerStream(stored.layers, CpuBackend(), prefetch_depth=depth, reader=reader)
     order = training_order(NUM_LAYERS) * 2
@@ -175,7 +194,9 @@ def test_reading_is_as_far_ahead_as_the_prefetch_depth(stored: Stored) -> None:
             with stream.lease(layer):
                 begun = [stored.layers.index(read) for read, _, _ in reader.tickets]
                 assert begun == list(range(min(NUM_LAYERS, layer + depth + 1)))
-            assert len(reader.tickets) == min(NUM_LAYERS, layer + depth + 2)  # the slot is not left idle
+            assert len(reader.tickets) == min(
+                NUM_LAYERS, layer + depth + 2
+            )  # the slot is not left idle
         stream.close()
 
 
@@ -268,15 +289,27 @@ def test_no_host_buffer_is_refilled_before_the_device_has_copied_it(
     residents: set[int],
     host_cached: set[int],
 ) -> None:
-    """The device copies at the last moment, so a buffer overwritten early gives another layer's numbers."""
-    backend, reader = LateBackend(), SteppedReader(seed)
+    """The device copies at the last moment, so a buffer overwritten early gives another layer's
+    numbers.
+    """
+    backend = LateBackend()
+    reader = SteppedReader(seed)
     stream = LayerStream(
-        stored.layers, backend, prefetch_depth=depth, residents=residents, host_cached=host_cached, reader=reader
+        stored.layers,
+        backend,
+        prefetch_depth=depth,
+        residents=residents,
+        host_cached=host_cached,
+        reader=reader,
     )
     computed: list[tuple[int, dict[str, torch.Tensor]]] = []
 
     def compute(layer: int, weights: dict[str, torch.Tensor]) -> None:
-        backend.compute(lambda: computed.append((layer, {name: value.clone() for name, value in weights.items()})))
+        backend.compute(
+            lambda: computed.append(
+                (layer, {name: value.clone() for name, value in weights.items()})
+            )
+        )
 
     leased = []
     for order in orders:
@@ -293,7 +326,8 @@ def test_no_host_buffer_is_refilled_before_the_device_has_copied_it(
 
 def test_a_read_cancelled_before_it_began_does_not_free_its_buffer(stored: Stored) -> None:
     """Its buffer still feeds a copy under way: whoever gets it next must wait for that copy."""
-    backend, reader = LateBackend(), SteppedReader(0)
+    backend = LateBackend()
+    reader = SteppedReader(0)
     stream = LayerStream(stored.layers, backend, prefetch_depth=1, reader=reader)
     results = []
     with stream.lease(0) as first:
@@ -312,21 +346,27 @@ def test_a_read_cancelled_before_it_began_does_not_free_its_buffer(stored: Store
 
 
 class HeldReader(LayerReader):
-    """Reads nothing of a layer before its turn comes, by the place of the layer in the order of reading."""
+    """Reads nothing of a layer before its turn comes, by the place of the layer in the order of
+    reading.
+    """
 
     def __init__(self, count: int) -> None:
         super().__init__(threads=count)
         self.turns = [Event() for _ in range(count)]
         self.submitted = 0
 
-    def submit(self, layer: LayerBytes, buffer: torch.Tensor, before: Any = None, *, name: str = "weights") -> Ticket:
+    def submit(
+        self, layer: LayerBytes, buffer: torch.Tensor, before: Any = None, *, name: str = "weights"
+    ) -> Ticket:
         assert before is None
         turn = self.turns[self.submitted]
         self.submitted += 1
         return super().submit(layer, buffer, turn.wait, name=name)
 
 
-def test_layers_that_stay_on_the_device_are_read_while_those_before_them_compute(stored: Stored) -> None:
+def test_layers_that_stay_on_the_device_are_read_while_those_before_them_compute(
+    stored: Stored,
+) -> None:
     reader = HeldReader(NUM_LAYERS)
     stream = LayerStream(stored.layers, CpuBackend(), residents=range(NUM_LAYERS), reader=reader)
     assert reader.submitted == NUM_LAYERS and stream.counters.bytes_read == 0
@@ -334,7 +374,9 @@ def test_layers_that_stay_on_the_device_are_read_while_those_before_them_compute
         reader.turns[layer].set()
         with stream.lease(layer) as lease:
             assert same(lease.weights, stored.contents[layer])
-            assert stream.counters.bytes_read == sum(one.read_bytes for one in stored.layers[: layer + 1])
+            assert stream.counters.bytes_read == sum(
+                one.read_bytes for one in stored.layers[: layer + 1]
+            )
     for _ in range(2):
         for layer in range(NUM_LAYERS):
             with stream.lease(layer) as lease:
@@ -343,11 +385,15 @@ def test_layers_that_stay_on_the_device_are_read_while_those_before_them_compute
     stream.close()
 
 
-def test_a_stream_that_is_left_reads_no_more_layers_that_stay_and_its_reader_goes_on(stored: Stored) -> None:
+def test_a_stream_that_is_left_reads_no_more_layers_that_stay_and_its_reader_goes_on(
+    stored: Stored,
+) -> None:
     reader = RecordingReader(threads=1)
     stream = LayerStream(stored.layers, CpuBackend(), residents=range(NUM_LAYERS), reader=reader)
     stream.leave()
-    assert len(reader.tickets) == NUM_LAYERS and all(ticket.done() for _, _, ticket in reader.tickets)
+    assert len(reader.tickets) == NUM_LAYERS and all(
+        ticket.done() for _, _, ticket in reader.tickets
+    )
     read = reader.bytes_read
     again = LayerStream(stored.layers, CpuBackend(), prefetch_depth=0, reader=reader)
     with again.lease(2) as lease:
@@ -361,12 +407,18 @@ def test_a_stream_that_is_left_reads_no_more_layers_that_stay_and_its_reader_goe
 
 @pytest.mark.parametrize("residents", [(), (0,), (5,), (1, 3, 5), tuple(range(NUM_LAYERS))])
 @pytest.mark.parametrize(("lowest", "passes"), [(0, 1), (0, 3), (3, 1), (3, 3)])
-def test_counters_say_what_passes_cost(stored: Stored, residents: tuple[int, ...], lowest: int, passes: int) -> None:
+def test_counters_say_what_passes_cost(
+    stored: Stored, residents: tuple[int, ...], lowest: int, passes: int
+) -> None:
     stream = LayerStream(stored.layers, CpuBackend(), prefetch_depth=2, residents=residents)
     kept = sum(stored.layers[layer].read_bytes for layer in residents)
-    stream.arrive()
+    stream.load_residents()
     assert stream.counters.bytes_read == kept
-    assert (stream.counters.layers_read, stream.counters.leases, stream.counters.bytes_uploaded) == (0, 0, 0)
+    assert (
+        stream.counters.layers_read,
+        stream.counters.leases,
+        stream.counters.bytes_uploaded,
+    ) == (0, 0, 0)
     order = training_order(NUM_LAYERS, lowest)
     stream.announce(order * passes)
     for layer in order * passes:
@@ -379,14 +431,19 @@ def test_counters_say_what_passes_cost(stored: Stored, residents: tuple[int, ...
     assert counters.layers_kept == passes * len(streamed) - len(read)
     assert counters.bytes_read == kept + sum(stored.layers[layer].read_bytes for layer in read)
     uploaded = sum(stored.layers[layer].nbytes for layer in read)
-    # Where reads come late, so do uploads, and a slot may by then have kept what it would have given up.
-    assert counters.bytes_uploaded == uploaded if lowest == 0 else counters.bytes_uploaded <= uploaded
+    # Where reads come late, so do uploads, and a slot may by then have kept what it would have
+    # given up.
+    assert (
+        counters.bytes_uploaded == uploaded if lowest == 0 else counters.bytes_uploaded <= uploaded
+    )
     assert counters.leases == passes * len(order)
     assert counters.seconds_blocked_disk >= 0 and counters.seconds_blocked_upload >= 0
     stream.close()
 
 
-def test_the_time_a_read_waits_for_a_buffer_that_is_computed_with_is_counted(stored: Stored) -> None:
+def test_the_time_a_read_waits_for_a_buffer_that_is_computed_with_is_counted(
+    stored: Stored,
+) -> None:
     now = 0.0
     stream = LayerStream(stored.layers, CpuBackend(), prefetch_depth=1, clock=lambda: now)
     stream.announce(range(4))  # for layer 2 there is no buffer
@@ -401,8 +458,12 @@ def test_the_time_a_read_waits_for_a_buffer_that_is_computed_with_is_counted(sto
     stream.close()
 
 
-def test_layers_in_host_memory_are_read_once_and_uploaded_where_their_slot_was_refilled(stored: Stored) -> None:
-    stream = LayerStream(stored.layers, CpuBackend(poison=True), residents={1}, host_cached=range(NUM_LAYERS))
+def test_layers_in_host_memory_are_read_once_and_uploaded_where_their_slot_was_refilled(
+    stored: Stored,
+) -> None:
+    stream = LayerStream(
+        stored.layers, CpuBackend(poison=True), residents={1}, host_cached=range(NUM_LAYERS)
+    )
     every = sum(layer.read_bytes for layer in stored.layers)
     order = training_order(NUM_LAYERS)
     for passes in (1, 2):
@@ -413,7 +474,9 @@ def test_layers_in_host_memory_are_read_once_and_uploaded_where_their_slot_was_r
         counters = stream.counters
         assert (counters.layers_read, counters.bytes_read) == (0, every)
         uploaded = fetched(order * passes, stream.num_slots, {1})
-        assert counters.bytes_uploaded == sum(stored.layers[layer].upload_bytes for layer in uploaded)
+        assert counters.bytes_uploaded == sum(
+            stored.layers[layer].upload_bytes for layer in uploaded
+        )
         assert counters.layers_kept == 0
     stream.close()
 

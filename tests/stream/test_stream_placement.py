@@ -1,4 +1,6 @@
-"""Wherever its tensors lie, a layer read into a slot is those tensors: any offset, any dtype, several files."""
+"""Wherever its tensors lie, a layer read into a slot is those tensors: any offset, any dtype,
+several files.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from stream_fakes import raw_bytes
 from torch import Tensor
 
 from lema.storage.header import TensorRecord
-from lema.stream.placement import DTYPES, PAGE, LayerBytes, place, views
+from lema.stream.placement import DTYPES, PAGE, LayerBytes, lay_out_tensors, views
 from lema.stream.reader import SEGMENT, LayerReader
 from lema_cpu import CpuBackend
 
@@ -29,7 +31,9 @@ GAPS = st.sampled_from([0, 0, 0, 0, 1, 2, 3, 4, 8, 52, 4095, 4096, 5000])
 
 @dataclass(frozen=True)
 class Wanted:
-    """One tensor of a layout: its file, the bytes skipped before it, its dtype on disk and in the model."""
+    """One tensor of a layout: its file, the bytes skipped before it, its dtype on disk and in
+    the model.
+    """
 
     file: int
     gap: int
@@ -56,16 +60,23 @@ Tensors = dict[str, tuple[TensorRecord, torch.dtype]]
 
 
 def lay_out(directory: Path, layout: list[Wanted]) -> tuple[Tensors, dict[str, Tensor]]:
-    """Write the files of a layout; return where its tensors are, and what they are as the model wants them."""
+    """Write the files of a layout; return where its tensors are, and what they are as the model
+    wants them.
+    """
     files = [bytearray() for _ in range(3)]
     tensors: Tensors = {}
     expected: dict[str, Tensor] = {}
     for number, want in enumerate(layout):
-        name, data, content = f"t{number}", files[want.file], values(want, number)
+        name = f"t{number}"
+        data = files[want.file]
+        content = values(want, number)
         data += b"\xa5" * want.gap
         raw = raw_bytes(content)
         path = directory / f"{want.file}.bin"
-        tensors[name] = (TensorRecord(name, path, len(data), len(raw), want.stored, want.shape), want.dtype)
+        tensors[name] = (
+            TensorRecord(name, path, len(data), len(raw), want.stored, want.shape),
+            want.dtype,
+        )
         expected[name] = content.to(want.dtype)
         data += raw
     for number, data in enumerate(files):
@@ -98,9 +109,11 @@ def read(layer: LayerBytes, direct: bool) -> Tensor:
 
 
 @given(layout=st.lists(wanted(), max_size=8), direct=st.booleans())
-def test_the_views_are_the_tensors(places: Iterator[Path], layout: list[Wanted], direct: bool) -> None:
+def test_the_views_are_the_tensors(
+    places: Iterator[Path], layout: list[Wanted], direct: bool
+) -> None:
     tensors, expected = lay_out(next(places), layout)
-    layer = place(tensors)
+    layer = lay_out_tensors(tensors)
     found = views(read(layer, direct), layer)
     assert list(found) == list(tensors)
     for name, tensor in expected.items():
@@ -109,8 +122,10 @@ def test_the_views_are_the_tensors(places: Iterator[Path], layout: list[Wanted],
 
 
 @given(layout=st.lists(wanted(), min_size=1, max_size=8))
-def test_places_do_not_overlap_and_runs_keep_to_their_pages(places: Iterator[Path], layout: list[Wanted]) -> None:
-    layer = place(lay_out(next(places), layout)[0])
+def test_places_do_not_overlap_and_runs_keep_to_their_pages(
+    places: Iterator[Path], layout: list[Wanted]
+) -> None:
+    layer = lay_out_tensors(lay_out(next(places), layout)[0])
     assert layer.nbytes % PAGE == 0
     spans = sorted((tensor.offset, tensor.offset + tensor.nbytes) for tensor in layer.tensors)
     assert all(before[1] <= after[0] for before, after in pairwise(spans))
@@ -119,7 +134,9 @@ def test_places_do_not_overlap_and_runs_keep_to_their_pages(places: Iterator[Pat
         assert run.slot_offset % PAGE == run.offset % PAGE
     # A read past the page cache writes whole pages: nothing else may lie in the pages of a run.
     written = [(run.slot_offset, run.slot_offset + run.nbytes) for run in layer.runs if run.nbytes]
-    written += [(cast.placed.offset, cast.placed.offset + cast.placed.nbytes) for cast in layer.casts]
+    written += [
+        (cast.target.offset, cast.target.offset + cast.target.nbytes) for cast in layer.casts
+    ]
     pages = sorted((start // PAGE, -(-end // PAGE)) for start, end in written if end > start)
     assert all(before[1] <= after[0] for before, after in pairwise(pages))
     assert not pages or pages[-1][1] * PAGE <= layer.nbytes
@@ -128,14 +145,20 @@ def test_places_do_not_overlap_and_runs_keep_to_their_pages(places: Iterator[Pat
 @given(layout=st.lists(wanted(), max_size=8))
 def test_every_byte_is_read_once(places: Iterator[Path], layout: list[Wanted]) -> None:
     tensors, _ = lay_out(next(places), layout)
-    assert place(tensors).read_bytes == sum(record.nbytes for record, _ in tensors.values())
+    assert lay_out_tensors(tensors).read_bytes == sum(
+        record.nbytes for record, _ in tensors.values()
+    )
 
 
-def test_tensors_that_follow_each_other_are_one_run_in_whatever_order_they_are_named(tmp_path: Path) -> None:
-    layout = [Wanted(0, 52, "F32", torch.float32, (7, 9))] + [Wanted(0, 0, "F32", torch.float32, (5,))] * 4
+def test_tensors_that_follow_each_other_are_one_run_in_whatever_order_they_are_named(
+    tmp_path: Path,
+) -> None:
+    layout = [Wanted(0, 52, "F32", torch.float32, (7, 9))] + [
+        Wanted(0, 0, "F32", torch.float32, (5,))
+    ] * 4
     tensors, expected = lay_out(tmp_path, layout)
     backwards = dict(reversed(tensors.items()))
-    layer = place(backwards)
+    layer = lay_out_tensors(backwards)
     assert len(layer.runs) == 1 and not layer.casts
     assert layer.runs[0].offset == 52 and layer.runs[0].nbytes == 4 * (63 + 20)
     found = views(read(layer, True), layer)
@@ -146,32 +169,52 @@ def test_tensors_that_follow_each_other_are_one_run_in_whatever_order_they_are_n
 @pytest.mark.parametrize(
     ("layout", "runs", "casts"),
     [
-        ([Wanted(0, 0, "F32", torch.float32, (4,)), Wanted(1, 0, "F32", torch.float32, (4,))], 2, 0),
-        ([Wanted(0, 0, "F32", torch.float32, (4,)), Wanted(0, 4, "F32", torch.float32, (4,))], 2, 0),
-        ([Wanted(0, 0, "F32", torch.float32, (4,)), Wanted(1, 16, "F32", torch.float32, (4,))], 2, 0),
+        (
+            [Wanted(0, 0, "F32", torch.float32, (4,)), Wanted(1, 0, "F32", torch.float32, (4,))],
+            2,
+            0,
+        ),
+        (
+            [Wanted(0, 0, "F32", torch.float32, (4,)), Wanted(0, 4, "F32", torch.float32, (4,))],
+            2,
+            0,
+        ),
+        (
+            [Wanted(0, 0, "F32", torch.float32, (4,)), Wanted(1, 16, "F32", torch.float32, (4,))],
+            2,
+            0,
+        ),
         ([Wanted(0, 2, "F32", torch.float32, (4,))], 0, 1),
         ([Wanted(0, 2, "BF16", torch.bfloat16, (4,))], 1, 0),
-        ([Wanted(0, 0, "BF16", torch.float32, (4,)), Wanted(0, 0, "BF16", torch.bfloat16, (4,))], 1, 1),
+        (
+            [Wanted(0, 0, "BF16", torch.float32, (4,)), Wanted(0, 0, "BF16", torch.bfloat16, (4,))],
+            1,
+            1,
+        ),
         ([], 0, 0),
     ],
 )
-def test_bytes_are_used_in_place_where_they_can_be(tmp_path: Path, layout: list[Wanted], runs: int, casts: int) -> None:
-    layer = place(lay_out(tmp_path, layout)[0])
+def test_bytes_are_used_in_place_where_they_can_be(
+    tmp_path: Path, layout: list[Wanted], runs: int, casts: int
+) -> None:
+    layer = lay_out_tensors(lay_out(tmp_path, layout)[0])
     assert (len(layer.runs), len(layer.casts)) == (runs, casts)
 
 
 def test_one_tensor_under_two_names_is_there_twice(tmp_path: Path) -> None:
     tensors, expected = lay_out(tmp_path, [Wanted(0, 8, "F32", torch.float32, (6, 5))])
-    layer = place({"a": tensors["t0"], "b": tensors["t0"]})
+    layer = lay_out_tensors({"a": tensors["t0"], "b": tensors["t0"]})
     found = views(read(layer, True), layer)
     assert torch.equal(found["a"], expected["t0"]) and torch.equal(found["b"], expected["t0"])
 
 
-def test_casts_are_laid_out_in_the_order_of_the_names_so_that_runs_of_a_program_agree(tmp_path: Path) -> None:
+def test_casts_are_laid_out_in_the_order_of_the_names_so_that_runs_of_a_program_agree(
+    tmp_path: Path,
+) -> None:
     layout = [Wanted(0, 0, "F32", torch.bfloat16, (3, number + 1)) for number in range(6)]
     tensors, _ = lay_out(tmp_path, layout)
-    layer = place(tensors)
-    assert [cast.placed.name for cast in layer.casts] == list(tensors)
+    layer = lay_out_tensors(tensors)
+    assert [cast.target.name for cast in layer.casts] == list(tensors)
     assert sorted(layer.tensors, key=lambda tensor: tensor.offset) == list(layer.tensors)
 
 
@@ -180,8 +223,11 @@ def test_casts_are_laid_out_in_the_order_of_the_names_so_that_runs_of_a_program_
 @pytest.mark.parametrize("gap", [0, 4, 4092])
 def test_a_tensor_of_many_segments_arrives_whole(tmp_path: Path, direct: bool, gap: int) -> None:
     elements = (2 * SEGMENT + 5000) // 4
-    layout = [Wanted(0, gap, "F32", torch.float32, (3,)), Wanted(0, 0, "F32", torch.float32, (elements,))]
+    layout = [
+        Wanted(0, gap, "F32", torch.float32, (3,)),
+        Wanted(0, 0, "F32", torch.float32, (elements,)),
+    ]
     tensors, expected = lay_out(tmp_path, layout)
-    layer = place(tensors)
+    layer = lay_out_tensors(tensors)
     found = views(read(layer, direct), layer)
     assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -1,4 +1,6 @@
-"""The reader: the right bytes by whatever way the file system allows, every failure carried to whoever waits."""
+"""The reader: the right bytes by whatever way the file system allows, every failure carried to
+whoever waits.
+"""
 
 import errno
 import gc
@@ -12,7 +14,7 @@ from stream_fakes import Stored, same, write_layers
 
 from lema.errors import DiskError, ReadError
 from lema.storage.header import TensorRecord
-from lema.stream.placement import PAGE, LayerBytes, place, views
+from lema.stream.placement import PAGE, LayerBytes, lay_out_tensors, views
 from lema.stream.reader import LayerReader
 from lema_cpu import CpuBackend
 
@@ -48,8 +50,12 @@ def descriptors_of(file: Path) -> int:
 
 def test_layers_under_way_together_do_not_mix(stored: Stored, reader: LayerReader) -> None:
     buffers = [buffer_for(layer) for layer in stored.layers]
-    tickets = [reader.submit(layer, buffer) for layer, buffer in zip(stored.layers, buffers, strict=True)]
-    for ticket, layer, buffer, expected in zip(tickets, stored.layers, buffers, stored.contents, strict=True):
+    tickets = [
+        reader.submit(layer, buffer) for layer, buffer in zip(stored.layers, buffers, strict=True)
+    ]
+    for ticket, layer, buffer, expected in zip(
+        tickets, stored.layers, buffers, stored.contents, strict=True
+    ):
         ticket.wait()
         assert ticket.done() and ticket.failed() is None
         assert same(views(buffer, layer), expected)
@@ -84,7 +90,9 @@ def test_closing_closes_every_file(stored: Stored, reader: LayerReader) -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 1, PAGE - 1, PAGE, PAGE + 100])
-def test_a_file_cut_short_after_it_was_opened_is_named(tmp_path: Path, reader: LayerReader, kept: int) -> None:
+def test_a_file_cut_short_after_it_was_opened_is_named(
+    tmp_path: Path, reader: LayerReader, kept: int
+) -> None:
     stored = write_layers(tmp_path, 4)
     reader.submit(stored.layers[0], buffer_for(stored.layers[0])).wait()
     end = stored.layers[2].runs[0].offset
@@ -102,16 +110,18 @@ def test_a_file_cut_short_after_it_was_opened_is_named(tmp_path: Path, reader: L
 def test_a_cast_from_a_file_cut_short_is_named_too(tmp_path: Path, reader: LayerReader) -> None:
     file = tmp_path / "cut.bin"
     file.write_bytes(bytes(100))
-    layer = place({"w": (TensorRecord("w", file, 4, 400, "F32", (100,)), torch.bfloat16)})
+    layer = lay_out_tensors({"w": (TensorRecord("w", file, 4, 400, "F32", (100,)), torch.bfloat16)})
     assert layer.casts
     with pytest.raises(ReadError, match="304 bytes early") as caught:
         reader.submit(layer, buffer_for(layer)).wait()
     assert caught.value.where == str(file)
 
 
-def test_a_missing_file_is_named_and_the_reader_goes_on(stored: Stored, reader: LayerReader, tmp_path: Path) -> None:
+def test_a_missing_file_is_named_and_the_reader_goes_on(
+    stored: Stored, reader: LayerReader, tmp_path: Path
+) -> None:
     gone = tmp_path / "gone.bin"
-    layer = place({"w": (TensorRecord("w", gone, 0, 400, "F32", (100,)), torch.float32)})
+    layer = lay_out_tensors({"w": (TensorRecord("w", gone, 0, 400, "F32", (100,)), torch.float32)})
     with pytest.raises(ReadError, match="No such file") as caught:
         reader.submit(layer, buffer_for(layer)).wait()
     assert caught.value.where == str(gone)
@@ -123,7 +133,9 @@ def test_a_missing_file_is_named_and_the_reader_goes_on(stored: Stored, reader: 
 
 def test_a_failing_device_is_named(tmp_path: Path, reader: LayerReader) -> None:
     """A directory opens, but does not read."""
-    layer = place({"w": (TensorRecord("w", tmp_path, 0, 400, "F32", (100,)), torch.float32)})
+    layer = lay_out_tensors(
+        {"w": (TensorRecord("w", tmp_path, 0, 400, "F32", (100,)), torch.float32)}
+    )
     with pytest.raises(ReadError) as caught:
         reader.submit(layer, buffer_for(layer)).wait()
     assert isinstance(caught.value.__cause__, OSError)
@@ -150,7 +162,9 @@ def test_no_byte_is_read_before_the_buffer_may_be_overwritten(stored: Stored, th
     reader.close()
 
 
-def test_a_buffer_that_never_becomes_free_is_left_alone(stored: Stored, reader: LayerReader) -> None:
+def test_a_buffer_that_never_becomes_free_is_left_alone(
+    stored: Stored, reader: LayerReader
+) -> None:
     def refuse() -> None:
         raise RuntimeError("the device is gone")
 
@@ -158,7 +172,7 @@ def test_a_buffer_that_never_becomes_free_is_left_alone(stored: Stored, reader: 
     ticket = reader.submit(stored.layers[0], buffer, refuse)
     with pytest.raises(RuntimeError, match="the device is gone"):
         ticket.wait()
-    ticket.settle()
+    ticket.cancel()
     assert str(ticket.failed()) == "the device is gone"
     assert bool((buffer == RUBBISH).all())
 
@@ -166,10 +180,11 @@ def test_a_buffer_that_never_becomes_free_is_left_alone(stored: Stored, reader: 
 def test_a_settled_ticket_reads_no_more(stored: Stored) -> None:
     reader = LayerReader(threads=1)
     free = threading.Event()
-    first, second = buffer_for(stored.layers[0]), buffer_for(stored.layers[1])
+    first = buffer_for(stored.layers[0])
+    second = buffer_for(stored.layers[1])
     under_way = reader.submit(stored.layers[0], first, free.wait)
     waiting = reader.submit(stored.layers[1], second, lambda: None)  # behind the other's gate
-    waiting.settle()
+    waiting.cancel()
     assert waiting.failed() is None
     free.set()
     under_way.wait()
@@ -179,7 +194,8 @@ def test_a_settled_ticket_reads_no_more(stored: Stored) -> None:
 
 
 def test_layers_whose_buffers_are_in_use_hold_up_no_other(stored: Stored) -> None:
-    reader, free = LayerReader(threads=2), threading.Event()
+    reader = LayerReader(threads=2)
+    free = threading.Event()
     buffers = [buffer_for(layer) for layer in stored.layers]
     in_use = [reader.submit(stored.layers[index], buffers[index], free.wait) for index in range(4)]
     for index in (4, 5):
@@ -209,7 +225,8 @@ def test_the_threads_of_a_reader_that_nobody_closed_end_with_it(stored: Stored) 
 
 
 def test_settling_waits_for_the_read_that_has_begun(stored: Stored, reader: LayerReader) -> None:
-    begun, free = threading.Event(), threading.Event()
+    begun = threading.Event()
+    free = threading.Event()
 
     def before() -> None:
         begun.set()
@@ -218,7 +235,7 @@ def test_settling_waits_for_the_read_that_has_begun(stored: Stored, reader: Laye
     buffer = buffer_for(stored.layers[3])
     ticket = reader.submit(stored.layers[3], buffer, before)
     begun.wait()
-    settling = threading.Thread(target=ticket.settle)
+    settling = threading.Thread(target=ticket.cancel)
     settling.start()
     assert settling.is_alive() and not ticket.done()
     free.set()

@@ -1,4 +1,6 @@
-"""A weight as data: any view of it is referred to by its place, and found again in a later lease of the same layer."""
+"""A weight as data: any view of it is referred to by its place, and found again in a later lease
+of the same layer.
+"""
 
 import gc
 from collections.abc import Callable
@@ -45,7 +47,9 @@ VIEWS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "columns": columns,
     "unsqueeze": lambda tensor, _: tensor.unsqueeze(0),
     "expand": lambda tensor, number: tensor.unsqueeze(0).expand(1 + number % 3, *tensor.shape),
-    "as bytes": lambda tensor, _: tensor.view(torch.uint8) if tensor.dim() and tensor.stride(-1) == 1 else tensor,
+    "as bytes": lambda tensor, _: (
+        tensor.view(torch.uint8) if tensor.dim() and tensor.stride(-1) == 1 else tensor
+    ),
     "detach": lambda tensor, _: tensor.detach(),
 }
 CHAINS = st.lists(st.tuples(st.sampled_from(sorted(VIEWS)), st.integers(0, 30)), max_size=5)
@@ -65,15 +69,25 @@ def follow(tensor: Tensor, chain: list[tuple[str, int]]) -> Tensor:
     resident=st.booleans(),
 )
 def test_a_view_comes_back_in_a_later_lease(
-    stored: Stored, chain: list[tuple[str, int]], layer: int, name: str, poison: bool, resident: bool
+    stored: Stored,
+    chain: list[tuple[str, int]],
+    layer: int,
+    name: str,
+    poison: bool,
+    resident: bool,
 ) -> None:
     stream = LayerStream(
-        stored.layers, CpuBackend(poison=poison), prefetch_depth=1, residents={layer} if resident else ()
+        stored.layers,
+        CpuBackend(poison=poison),
+        prefetch_depth=1,
+        residents={layer} if resident else (),
     )
     with stream.lease(layer) as lease:
         view = follow(lease.weights[name], chain)
         reference = lease.refer(view)
-        shape, stride, dtype = view.shape, view.stride(), view.dtype
+        shape = view.shape
+        stride = view.stride()
+        dtype = view.dtype
         assert reference is not None
         assert torch.equal(lease.resolve(reference), view)
     with stream.lease((layer + 1) % NUM_LAYERS):  # something else comes in between
@@ -82,7 +96,9 @@ def test_a_view_comes_back_in_a_later_lease(
         found = later.resolve(reference)
         assert (found.shape, found.stride(), found.dtype) == (shape, stride, dtype)
         assert torch.equal(found, follow(stored.contents[layer][name], chain))
-        assert found.untyped_storage().data_ptr() == later.slot.untyped_storage().data_ptr()  # no byte was moved
+        assert (
+            found.untyped_storage().data_ptr() == later.slot.untyped_storage().data_ptr()
+        )  # no byte was moved
         assert later.refer(found) == reference
     stream.close()
 
@@ -91,7 +107,13 @@ def test_what_is_not_in_the_slot_has_no_reference(stored: Stored) -> None:
     stream = LayerStream(stored.layers, CpuBackend(poison=True), prefetch_depth=1)
     with stream.lease(0) as lease, stream.lease(1) as other:
         weight = lease.weights["weight"]
-        for elsewhere in (weight.clone(), weight * 2, torch.zeros(3), other.weights["weight"], weight[:0]):
+        for elsewhere in (
+            weight.clone(),
+            weight * 2,
+            torch.zeros(3),
+            other.weights["weight"],
+            weight[:0],
+        ):
             assert lease.refer(elsewhere) is None
     stream.close()
 
@@ -99,7 +121,10 @@ def test_what_is_not_in_the_slot_has_no_reference(stored: Stored) -> None:
 def test_slots_that_share_one_storage_are_told_apart() -> None:
     ring = CpuBackend().host_buffer(3 * PAGE)
     slots = [ring[number * PAGE : (number + 1) * PAGE] for number in range(3)]
-    leases = [Lease(number, slot, {"w": slot[:16].view(torch.float32)}) for number, slot in enumerate(slots)]
+    leases = [
+        Lease(number, slot, {"w": slot[:16].view(torch.float32)})
+        for number, slot in enumerate(slots)
+    ]
     for lease in leases:
         for other in leases:
             reference = lease.refer(other.weights["w"])
@@ -121,11 +146,15 @@ def test_a_reference_is_resolved_against_its_own_layer_only(stored: Stored) -> N
 
 
 def test_a_reference_pins_nothing(tmp_path: Path) -> None:
-    stream = LayerStream(write_layers(tmp_path, 2).layers, CpuBackend(poison=True), prefetch_depth=1)
+    stream = LayerStream(
+        write_layers(tmp_path, 2).layers, CpuBackend(poison=True), prefetch_depth=1
+    )
     with stream.lease(0) as lease:
         reference = lease.refer(lease.weights["weight"].t())
         slot = StorageWeakRef(lease.slot.untyped_storage())
-    assert reference is not None and not any(isinstance(field, Tensor) for field in astuple(reference))
+    assert reference is not None and not any(
+        isinstance(field, Tensor) for field in astuple(reference)
+    )
     assert not slot.expired()
     del lease
     stream.close()

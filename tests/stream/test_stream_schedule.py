@@ -1,4 +1,6 @@
-"""The order of visits: up, then down, the turn once, and nothing below the lowest layer that trains."""
+"""The order of visits: up, then down, the turn once, and nothing below the lowest layer that
+trains.
+"""
 
 import itertools
 
@@ -30,8 +32,11 @@ def test_a_step_goes_up_and_down_and_turns_at_the_top(num_layers: int, data: st.
     assert len(order) == 2 * num_layers - 1 - lowest
     # Neighbours in the order are neighbours in the model: a step never jumps.
     assert all(abs(after - before) == 1 for before, after in itertools.pairwise(order))
-    # The backward reaches every layer that the forward left a boundary for, and the turn comes once.
-    assert {layer for layer in order if order.count(layer) == 2} == set(range(lowest, num_layers - 1))
+    # The backward reaches every layer that the forward left a boundary for, and the turn comes
+    # once.
+    assert {layer for layer in order if order.count(layer) == 2} == set(
+        range(lowest, num_layers - 1)
+    )
 
 
 # What it costs
@@ -39,7 +44,9 @@ def test_a_step_goes_up_and_down_and_turns_at_the_top(num_layers: int, data: st.
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[int, int, set[int], set[int], int]:
-    """Draw layers, places, residents, layers cached in host memory, and the lowest layer that trains."""
+    """Draw layers, places, residents, layers cached in host memory, and the lowest layer that
+    trains.
+    """
     num_layers = draw(st.integers(1, 24))
     some = st.one_of(st.just(set[int]()), st.sets(st.integers(0, num_layers - 1)))
     lowest = st.one_of(st.just(0), st.integers(0, num_layers - 1))
@@ -53,17 +60,28 @@ def test_the_third_step_fetches_what_the_second_does(
     num_layers, slots, residents, cached, lowest = step
     order = training_order(num_layers, lowest)
     read = fetched_per_step(num_layers, slots, residents | cached, lowest)
-    assert fetched(order * 3, slots, residents | cached) == fetched(order * 2, slots, residents | cached) + read
+    assert (
+        fetched(order * 3, slots, residents | cached)
+        == fetched(order * 2, slots, residents | cached) + read
+    )
 
 
 @given(steps())
-def test_training_every_layer_fetches_twice_what_is_not_held(step: tuple[int, int, set[int], set[int], int]) -> None:
+def test_training_every_layer_fetches_twice_what_is_not_held(
+    step: tuple[int, int, set[int], set[int], int],
+) -> None:
     num_layers, slots, residents, cached, _ = step
     passing = num_layers - len(residents | cached)
-    assert len(fetched_per_step(num_layers, slots, residents | cached)) == 2 * max(0, passing - slots)
+    assert len(fetched_per_step(num_layers, slots, residents | cached)) == 2 * max(
+        0, passing - slots
+    )
 
 
-@given(st.lists(st.integers(0, 6), max_size=40), st.integers(1, 5), st.sets(st.integers(0, 6), max_size=2))
+@given(
+    st.lists(st.integers(0, 6), max_size=40),
+    st.integers(1, 5),
+    st.sets(st.integers(0, 6), max_size=2),
+)
 def test_a_layer_is_fetched_unless_fewer_others_than_places_came_between(
     order: list[int], places: int, held: set[int]
 ) -> None:
@@ -89,13 +107,18 @@ def test_a_layer_in_parts_is_leased_once_each_way_its_parts_the_other_way_round_
     counts = data.draw(st.lists(st.integers(0, 5), min_size=num_layers, max_size=num_layers))
     ends = list(itertools.accumulate(counts, initial=num_layers))
     parts = {at: range(*pair) for at, pair in enumerate(itertools.pairwise(ends)) if counts[at]}
-    up, top = in_parts(forward_order(num_layers), parts), num_layers - 1
-    assert list(up) == [one for layer in range(num_layers) for one in (layer, *parts.get(layer, ()))]
-    order = in_parts(training_order(num_layers), parts, turn=top)
+    up = in_parts(forward_order(num_layers), parts)
+    top = num_layers - 1
+    assert list(up) == [
+        one for layer in range(num_layers) for one in (layer, *parts.get(layer, ()))
+    ]
+    order = in_parts(training_order(num_layers), parts, top_layer=top)
     assert order[: len(up)] == up
     # Down again the same parts, those of the turn first; its own part is still on lease.
     down = order[len(up) :]
     assert list(down[: counts[top]]) == list(parts.get(top, ()))[::-1]
     assert down[counts[top] :] == in_parts(range(top - 1, -1, -1), parts, down=True)
-    pinned = in_parts(training_order(num_layers), parts, turn=top, pinned=True)
-    assert set(pinned) == set(order) and len(fetched(pinned, sum(counts) + num_layers)) == len(set(order))
+    pinned = in_parts(training_order(num_layers), parts, top_layer=top, pinned=True)
+    assert set(pinned) == set(order) and len(fetched(pinned, sum(counts) + num_layers)) == len(
+        set(order)
+    )

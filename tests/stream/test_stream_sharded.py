@@ -1,5 +1,5 @@
-"""Sharded streams: whatever each process does when, all gather the same layers in the same order, and a lease holds its
-layer; each process reads and uploads its part of the bytes, and no more."""
+"""Sharded streams: whatever each process does when, all gather the same layers in the same order,
+and a lease holds its layer; each process reads and uploads its part of the bytes, and no more."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lema.backend.hostmemory import anonymous
 from lema.errors import ReadError
 from lema.storage.header import TensorRecord
 from lema.stream import LayerStream, StreamCounters
-from lema.stream.placement import PAGE, part_bytes, place, rank_share, views
+from lema.stream.placement import PAGE, lay_out_tensors, part_bytes, rank_share, views
 from lema.stream.reader import LayerReader
 from lema.stream.schedule import fetched, training_order
 from lema.stream.workers import Ticket
@@ -42,8 +42,11 @@ COURSES = st.lists(st.one_of(ANNOUNCE, FOLLOW, LEASE, ACCOMPANY, CANCEL), max_si
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     """Layers of some pages each, of which one tensor is cast, and one lies in a run of its own."""
     directory = tmp_path_factory.mktemp("layers")
-    file, generator = directory / "layers.bin", torch.Generator().manual_seed(1)
-    data, layers, contents = bytearray(52), [], []
+    file = directory / "layers.bin"
+    generator = torch.Generator().manual_seed(1)
+    data = bytearray(52)
+    layers = []
+    contents = []
     for index in range(NUM_LAYERS):
         tensors = {
             "weight": torch.randn(30 + index, 100 + 70 * index, generator=generator),
@@ -56,11 +59,18 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
             data += bytes(12 if name == "alone" else 0)
             raw = raw_bytes(tensor)
             records[name] = (
-                TensorRecord(f"{index}.{name}", file, len(data), len(raw), STORED[tensor.dtype], tuple(tensor.shape)),
+                TensorRecord(
+                    f"{index}.{name}",
+                    file,
+                    len(data),
+                    len(raw),
+                    STORED[tensor.dtype],
+                    tuple(tensor.shape),
+                ),
                 torch.bfloat16 if name == "cast" else tensor.dtype,
             )
             data += raw
-        layers.append(place(records))
+        layers.append(lay_out_tensors(records))
         contents.append(tensors | {"cast": tensors["cast"].bfloat16()})
     file.write_bytes(data)
     return Stored(file, layers, contents)
@@ -69,7 +79,8 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
 @settings(max_examples=50)
 @given(index=LAYER, size=st.integers(1, 9))
 def test_the_parts_of_a_layer_are_the_layer(stored: Stored, index: int, size: int) -> None:
-    layer, reader = stored.layers[index], LayerReader(threads=1)
+    layer = stored.layers[index]
+    reader = LayerReader(threads=1)
     parts = [rank_share(layer, rank, size) for rank in range(size)]
     assert {part.nbytes for part in parts} == {part_bytes(layer.nbytes, size)}
     assert layer.nbytes <= size * parts[0].nbytes < layer.nbytes + size * PAGE
@@ -83,7 +94,9 @@ def test_the_parts_of_a_layer_are_the_layer(stored: Stored, index: int, size: in
 
 
 class Board:
-    """What several processes, threads here, have sent: the n-th gathering of each to the n-th of all others."""
+    """What several processes, threads here, have sent: the n-th gathering of each to the n-th of
+    all others.
+    """
 
     PATIENCE = 30  # seconds, after which a process that waits for ever is an error
 
@@ -118,15 +131,21 @@ class Board:
 class Replica(Alone):
     """One of several processes, which sends its part at once, or as late as may be."""
 
-    def __init__(self, board: Board, rank: int, seed: int, *, machine: dict[int, Tensor] | None = None) -> None:
-        self.board, self.rank, self.size, self.chance = board, rank, board.size, Random(seed)  # type: ignore[misc]
+    def __init__(
+        self, board: Board, rank: int, seed: int, *, machine: dict[int, Tensor] | None = None
+    ) -> None:
+        self.board = board
+        self.rank = rank
+        self.size = board.size
+        self.chance = Random(seed)  # type: ignore[misc]
         self.local_rank, self.local_size = (rank, board.size) if machine is not None else (0, 1)  # type: ignore[misc]
         self.machine = machine
         self.num_gathered = self.num_told = self.under_way = 0
 
     def gather(self, upload: Upload, whole: Tensor) -> Gathering:
         assert not self.under_way, "two gatherings are under way"
-        self.under_way, number = 1, self.num_gathered
+        self.under_way = 1
+        number = self.num_gathered
         self.num_gathered += 1
         whole.fill_(0xA5)
         sending = _Sending(self, number, upload, whole)
@@ -150,7 +169,10 @@ class Replica(Alone):
 
 class _Sending:
     def __init__(self, replica: Replica, number: int, upload: Upload, whole: Tensor) -> None:
-        self.replica, self.number, self.upload, self.whole = replica, number, upload, whole
+        self.replica = replica
+        self.number = number
+        self.upload = upload
+        self.whole = whole
         self.sent = False
 
     def send(self) -> None:
@@ -202,7 +224,7 @@ class Process:
         if not self.ahead:
             self.announce(order)
         if self.replica.rank % 2:
-            self.stream.accompany(order)
+            self.stream.join_idle(order)
             for layer in order:
                 self.ahead = self.ahead[1:] if self.ahead[:1] == [layer] else []
         else:
@@ -256,7 +278,9 @@ def test_a_lease_holds_its_layer_in_every_process(
     host_cached: set[int],
     poison: bool,
 ) -> None:
-    """Reads end at other times in each process; were the n-th gathering not one layer's in all, bytes would be off."""
+    """Reads end at other times in each process; were the n-th gathering not one layer's in all,
+    bytes would be off.
+    """
     board = Board(size)
 
     def work(replica: Replica) -> int:
@@ -279,12 +303,20 @@ def test_a_lease_holds_its_layer_in_every_process(
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("poison", [False, True])
-@pytest.mark.parametrize(("depth", "residents", "host_cached"), [(1, (), ()), (2, (1, 4), (0, 3)), (3, (), range(6))])
+@pytest.mark.parametrize(
+    ("depth", "residents", "host_cached"), [(1, (), ()), (2, (1, 4), (0, 3)), (3, (), range(6))]
+)
 @pytest.mark.parametrize("size", [2, 4])
 def test_each_process_moves_its_part_of_the_bytes(
-    stored: Stored, size: int, depth: int, residents: tuple[int, ...], host_cached: Collection[int], poison: bool
+    stored: Stored,
+    size: int,
+    depth: int,
+    residents: tuple[int, ...],
+    host_cached: Collection[int],
+    poison: bool,
 ) -> None:
-    order, passes = training_order(NUM_LAYERS), 3
+    order = training_order(NUM_LAYERS)
+    passes = 3
     whole = order * passes
     gathered = fetched(whole, 2)  # a layer is put together but once at a turn
     held = set(residents)
@@ -303,7 +335,9 @@ def test_each_process_moves_its_part_of_the_bytes(
         parts = [part for part, _ in shares]
         assert counters.bytes_uploaded == sum(shares[layer][1] for layer in uploaded)
         assert counters.bytes_read == sum(parts[layer].read_bytes for layer in [*read, *once])
-        assert stream.slot_bytes == max(parts[layer].nbytes for layer in range(NUM_LAYERS) if layer not in held)
+        assert stream.slot_bytes == max(
+            parts[layer].nbytes for layer in range(NUM_LAYERS) if layer not in held
+        )
         assert all(one.numel() == parts[layer].nbytes for layer, one in stream._host.items())
         stream.close()
         return counters
@@ -311,7 +345,9 @@ def test_each_process_moves_its_part_of_the_bytes(
     padded = [part_bytes(layer.nbytes, size) for layer in stored.layers]
     found = run_ranks(work, Board(size))
     assert {one.leases for one in found} == {len(whole)}
-    assert {one.bytes_gathered for one in found} == {sum((size - 1) * padded[layer] for layer in gathered)}
+    assert {one.bytes_gathered for one in found} == {
+        sum((size - 1) * padded[layer] for layer in gathered)
+    }
     unsharded = sum(stored.layers[layer].read_bytes for layer in [*read, *once])
     assert sum(one.bytes_read for one in found) == unsharded  # nobody reads what another reads
 
@@ -369,7 +405,9 @@ def test_after_a_cancel_reading_begins_with_what_is_announced(stored: Stored) ->
         process.cancel(None)
         before = len(reader.tickets)
         process.announce([1, 0, 5, 4])
-        asked = [share_of(stored.layers[layer], replica.rank, 2, packed=True)[0] for layer in (5, 4)]
+        asked = [
+            share_of(stored.layers[layer], replica.rank, 2, packed=True)[0] for layer in (5, 4)
+        ]
         assert [layer for layer, _, _ in reader.tickets[before:]] == asked
         process.follow(4)
         stream.close()
@@ -390,7 +428,7 @@ def test_sharded_leases_are_one_at_a_time(stored: Stored) -> None:
 def test_one_process_shards_nothing(stored: Stored) -> None:
     stream = LayerStream(stored.layers, CpuBackend(), sharded=True)
     assert not stream.sharded
-    stream.accompany([0, 1])
+    stream.join_idle([0, 1])
     assert stream.counters.leases == stream.announced == 0
     stream.close()
 
@@ -419,8 +457,11 @@ class BrokenReader(LayerReader):
 
 @pytest.mark.parametrize("poison", [False, True])
 def test_the_processes_of_a_machine_keep_one_copy(stored: Stored, poison: bool) -> None:
-    """Each reads its share into memory that all have; nothing else is read, and each finds all layers there."""
-    cached, size = (0, 1, 3, 4, 5), 2
+    """Each reads its share into memory that all have; nothing else is read, and each finds all
+    layers there.
+    """
+    cached = (0, 1, 3, 4, 5)
+    size = 2
     machine: dict[int, Tensor] = {}
 
     def work(replica: Replica) -> tuple[int, dict[int, int]]:
@@ -435,7 +476,9 @@ def test_the_processes_of_a_machine_keep_one_copy(stored: Stored, poison: bool) 
         return read, places
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lema.stream.preload.read_only", lambda _: None)  # other threads here have the same mapping
+        patch.setattr(
+            "lema.stream.preload.read_only", lambda _: None
+        )  # other threads here have the same mapping
         (read, places), (others, other_places) = run_ranks(work, Board(size), machine=machine)
     assert places == other_places and len(machine) == 1
     assert all(place % PAGE == 0 for place in places.values())

@@ -1,4 +1,6 @@
-"""A stream that gives slots up goes on with the others: every lease has its weights, and the memory is given back."""
+"""A stream that gives slots up goes on with the others: every lease has its weights, and the
+memory is given back.
+"""
 
 import weakref
 from contextlib import closing
@@ -47,13 +49,21 @@ def alive(made: list[weakref.ref[Tensor]]) -> int:
 
 
 @settings(max_examples=60)
-@given(st.sampled_from(sorted(BACKENDS)), st.integers(0, 2**20), st.integers(1, 5), st.sets(st.integers(0, 5)))
+@given(
+    st.sampled_from(sorted(BACKENDS)),
+    st.integers(0, 2**20),
+    st.integers(1, 5),
+    st.sets(st.integers(0, 5)),
+)
 def test_every_lease_has_its_weights_whenever_a_slot_is_given_up(
     stored: Stored, name: str, seed: int, depth: int, cached: set[int]
 ) -> None:
-    chance, made = Random(seed), BACKENDS[name]
+    chance = Random(seed)
+    made = BACKENDS[name]
     backend: Backend = made()
-    stream = LayerStream(stored.layers, backend, prefetch_depth=depth, host_cached=cached, reader=SteppedReader(seed))
+    stream = LayerStream(
+        stored.layers, backend, prefetch_depth=depth, host_cached=cached, reader=SteppedReader(seed)
+    )
     with closing(stream):
         for _ in range(2):
             stream.announce(training_order(len(stored), 0))
@@ -63,7 +73,8 @@ def test_every_lease_has_its_weights_whenever_a_slot_is_given_up(
                         stream.shrink()
                     if isinstance(backend, LateBackend):
                         found: list[bool] = []
-                        weights, expected = lease.weights, stored.contents[layer]
+                        weights = lease.weights
+                        expected = stored.contents[layer]
                         backend.compute(lambda w=weights, e=expected, f=found: f.append(same(w, e)))
                     else:
                         assert same(lease.weights, stored.contents[layer])
@@ -84,12 +95,17 @@ def test_the_one_on_lease_and_the_last_stay(stored: Stored) -> None:
         assert not stream.shrink()
 
 
-@pytest.mark.parametrize(("cached", "buffers"), [((), (3, 2, 1)), ((2, 3, 4, 5), (6, 6, 5))], ids=["read", "cached"])
+@pytest.mark.parametrize(
+    ("cached", "buffers"), [((), (3, 2, 1)), ((2, 3, 4, 5), (6, 6, 5))], ids=["read", "cached"]
+)
 def test_memory_is_given_back_at_once_on_both_sides(
     stored: Stored, cached: tuple[int, ...], buffers: tuple[int, ...]
 ) -> None:
-    backend, reader = Counting(), SteppedReader(3)
-    with closing(LayerStream(stored.layers, backend, prefetch_depth=3, host_cached=cached, reader=reader)) as stream:
+    backend = Counting()
+    reader = SteppedReader(3)
+    with closing(
+        LayerStream(stored.layers, backend, prefetch_depth=3, host_cached=cached, reader=reader)
+    ) as stream:
         order = training_order(len(stored), 0)
         stream.announce(order)
         for layer in order[:3]:
@@ -98,7 +114,9 @@ def test_memory_is_given_back_at_once_on_both_sides(
         with stream.lease(order[3]):
             for left, in_host in zip((3, 2, 1), buffers, strict=True):
                 assert stream.shrink()
-                while reader.pending:  # a read that is under way has waited for the copies of its buffer
+                while (
+                    reader.pending
+                ):  # a read that is under way has waited for the copies of its buffer
                     reader.pending[0].step()
                 assert (alive(backend.slots), alive(backend.host)) == (left, in_host)
 

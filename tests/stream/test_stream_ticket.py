@@ -1,4 +1,6 @@
-"""Tickets and the threads that do their parts: each once, behind its gate, and nothing is lost when one fails."""
+"""Tickets and the threads that do their parts: each once, behind its gate, and nothing is lost
+when one fails.
+"""
 
 import gc
 import subprocess
@@ -26,7 +28,9 @@ def fail() -> None:
     raise OSError("the disk is gone")
 
 
-def run(workers: Workers, *parts: Callable[[], None], gate: Callable[[], None] | None = None) -> Ticket:
+def run(
+    workers: Workers, *parts: Callable[[], None], gate: Callable[[], None] | None = None
+) -> Ticket:
     ticket = Ticket(parts, gate)
     workers.submit(ticket)
     return ticket
@@ -39,7 +43,9 @@ def test_what_has_no_parts_is_over() -> None:
 
 
 def test_every_part_is_done_once_and_behind_its_gate(workers: Workers) -> None:
-    chance, events, tickets = Random(3), list[tuple[str, int, int]](), []
+    chance = Random(3)
+    events = list[tuple[str, int, int]]()
+    tickets = []
     sizes = [chance.randrange(6) for _ in range(MANY)]
     for number, size in enumerate(sizes):
         parts = [lambda n=number, p=part: events.append(("part", n, p)) for part in range(size)]
@@ -57,16 +63,22 @@ def test_every_part_is_done_once_and_behind_its_gate(workers: Workers) -> None:
 
 @pytest.mark.parametrize("gate", [None, lambda: None], ids=["ungated", "gated"])
 def test_the_parts_of_one_ticket_are_done_side_by_side(gate: Callable[[], None] | None) -> None:
-    workers, all_at_once = Workers(3, "test-worker"), threading.Barrier(3, timeout=60)
+    workers = Workers(3, "test-worker")
+    all_at_once = threading.Barrier(3, timeout=60)
     run(workers, *[all_at_once.wait] * 3, gate=gate).wait()
     assert not all_at_once.broken
     workers.close()
 
 
 def test_the_oldest_ticket_is_done_first() -> None:
-    workers, free, order = Workers(1, "test-worker"), threading.Event(), list[int]()
+    workers = Workers(1, "test-worker")
+    free = threading.Event()
+    order = list[int]()
     run(workers, free.wait)
-    tickets = [run(workers, lambda n=number: order.append(n), lambda n=number: order.append(n)) for number in range(9)]
+    tickets = [
+        run(workers, lambda n=number: order.append(n), lambda n=number: order.append(n))
+        for number in range(9)
+    ]
     free.set()
     for ticket in tickets:
         ticket.wait()
@@ -75,8 +87,11 @@ def test_the_oldest_ticket_is_done_first() -> None:
 
 
 def test_gates_that_stay_shut_leave_threads_for_what_needs_none() -> None:
-    workers, free = Workers(2, "test-worker"), threading.Event()
-    waiting = [run(workers, lambda: None, gate=free.wait) for _ in range(5)]  # more gates than threads
+    workers = Workers(2, "test-worker")
+    free = threading.Event()
+    waiting = [
+        run(workers, lambda: None, gate=free.wait) for _ in range(5)
+    ]  # more gates than threads
     run(workers, lambda: None).wait()
     assert not any(ticket.done() for ticket in waiting)
     free.set()
@@ -87,7 +102,8 @@ def test_gates_that_stay_shut_leave_threads_for_what_needs_none() -> None:
 
 def test_the_first_failure_ends_a_ticket(workers: Workers) -> None:
     """What had not begun never does, and the other tickets are done all the same."""
-    free, done = threading.Event(), list[int]()
+    free = threading.Event()
+    done = list[int]()
     blocked = [run(workers, free.wait) for _ in range(8)]  # every thread has something else to do
     failing = run(workers, *[fail] * 20, *[lambda: done.append(0)] * 20)
     other = run(workers, lambda: done.append(1))
@@ -102,7 +118,9 @@ def test_the_first_failure_ends_a_ticket(workers: Workers) -> None:
 
 
 def test_a_ticket_that_failed_is_not_over_while_a_part_is_running() -> None:
-    workers, running, free = Workers(2, "test-worker"), threading.Event(), threading.Event()
+    workers = Workers(2, "test-worker")
+    running = threading.Event()
+    free = threading.Event()
 
     def keep_on() -> None:
         running.set()
@@ -132,7 +150,10 @@ def test_a_gate_that_fails_lets_nothing_through(workers: Workers) -> None:
 
 
 def test_settling_at_the_gate_lets_nothing_through() -> None:
-    workers, begun, free, done = Workers(1, "test-worker"), threading.Event(), threading.Event(), list[int]()
+    workers = Workers(1, "test-worker")
+    begun = threading.Event()
+    free = threading.Event()
+    done = list[int]()
 
     def gate() -> None:
         begun.set()
@@ -140,12 +161,12 @@ def test_settling_at_the_gate_lets_nothing_through() -> None:
 
     ticket = run(workers, lambda: done.append(0), gate=gate)
     begun.wait()
-    settling = threading.Thread(target=ticket.settle)
+    settling = threading.Thread(target=ticket.cancel)
     settling.start()
     assert not ticket.done() and settling.is_alive()
     after = run(workers, lambda: done.append(1))
     later = run(workers, lambda: done.append(2), gate=lambda: None)
-    later.settle()  # it has not begun, so there is nothing to wait for
+    later.cancel()  # it has not begun, so there is nothing to wait for
     assert later.done() and later.failed() is None
     while not ticket.begun():  # until the other thread has said that nothing is wanted any more
         settling.join(0.001)
@@ -157,7 +178,9 @@ def test_settling_at_the_gate_lets_nothing_through() -> None:
 
 
 def test_closing_waits_for_what_runs_and_begins_nothing_more(workers: Workers) -> None:
-    begun, free, done = threading.Event(), threading.Event(), list[int]()
+    begun = threading.Event()
+    free = threading.Event()
+    done = list[int]()
 
     def part() -> None:
         begun.set()
@@ -173,7 +196,7 @@ def test_closing_waits_for_what_runs_and_begins_nothing_more(workers: Workers) -
     closing.start()
     free.set()
     closing.join()
-    waiting.settle()
+    waiting.cancel()
     assert running.done() and done == [0] and all(ticket.done() for ticket in (waiting, *blocking))
     assert not any(thread.is_alive() for thread in threads)
     workers.close()
@@ -210,5 +233,7 @@ workers = Workers(2, "test-worker")
 workers.submit(Ticket([part]))
 begun.wait()
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=240)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=240
+    )
     assert ended.stdout == "whole\n" and ended.stderr == ""

@@ -11,13 +11,21 @@ from lema.errors import NonFiniteError
 from lema.storage.header import read_header
 from lema.stream import reader
 from lema.stream import weightcheck as baseguard
-from lema.stream.placement import DTYPES, PAGE, LayerBytes, place, rank_share
+from lema.stream.placement import DTYPES, PAGE, LayerBytes, lay_out_tensors, rank_share
 from lema.stream.reader import LayerReader
 from lema.stream.weightcheck import BaseGuard, first_non_finite
 from lema_cpu import CpuBackend
 
 FLOATS = sorted(
-    (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn), key=str
+    (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e5m2,
+        torch.float8_e4m3fn,
+    ),
+    key=str,
 )
 
 
@@ -25,7 +33,9 @@ def test_every_floating_type_that_is_read_is_looked_at() -> None:
     assert set(baseguard.KINDS) == {dtype for dtype in DTYPES.values() if dtype.is_floating_point}
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn], ids=str
+)
 def test_every_bit_pattern_of_the_short_types_is_told_as_torch_tells_it(dtype: torch.dtype) -> None:
     width = dtype.itemsize
     every = torch.arange(256**width, dtype=torch.int64)
@@ -37,7 +47,9 @@ def test_every_bit_pattern_of_the_short_types_is_told_as_torch_tells_it(dtype: t
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_first_element_is_found_wherever_it_is(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_element_is_found_wherever_it_is(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(baseguard, "CHUNK", 64)
     largest = torch.finfo(dtype).max
     for index in (0, 7, 8, 63, 64, 65, 98):
@@ -48,11 +60,15 @@ def test_the_first_element_is_found_wherever_it_is(dtype: torch.dtype, monkeypat
     assert first_non_finite(torch.empty(0, dtype=torch.uint8), dtype) is None
 
 
-def written(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype | None = None) -> tuple[LayerBytes, BaseGuard]:
+def written(
+    path: Path, tensors: dict[str, Tensor], dtype: torch.dtype | None = None
+) -> tuple[LayerBytes, BaseGuard]:
     """Write a layer; return it as bytes, and a guard that knows its tensors by longer names."""
     save_file(tensors, path)
     records = read_header(path)[1]
-    layer = place({name: (record, dtype or tensors[name].dtype) for name, record in records.items()})
+    layer = lay_out_tensors(
+        {name: (record, dtype or tensors[name].dtype) for name, record in records.items()}
+    )
     return layer, BaseGuard({f"layers.3.{name}": record for name, record in records.items()})
 
 
@@ -66,7 +82,9 @@ def read(layer: LayerBytes, guard: BaseGuard | None) -> None:
 
 def weights() -> dict[str, Tensor]:
     torch.manual_seed(0)
-    return {name: torch.randn(33, 65) for name in ("a", "b", "c")} | {"mask": torch.ones(5, 3, dtype=torch.int64)}
+    return {name: torch.randn(33, 65) for name in ("a", "b", "c")} | {
+        "mask": torch.ones(5, 3, dtype=torch.int64)
+    }
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -78,14 +96,20 @@ def test_a_weight_is_named_with_its_element_and_file_however_reads_are_cut(
     tensors = weights()
     tensors[name][32, 64] = value
     layer, guard = written(tmp_path / "one.safetensors", tensors)
-    with pytest.raises(NonFiniteError, match=f"a weight of the model is NaN or infinite: layers.3.{name}") as caught:
+    with pytest.raises(
+        NonFiniteError, match=f"a weight of the model is NaN or infinite: layers.3.{name}"
+    ) as caught:
         read(layer, guard)
-    assert caught.value.where == f"{tmp_path / 'one.safetensors'} (stored as {name}), element [32, 64]"
+    assert (
+        caught.value.where == f"{tmp_path / 'one.safetensors'} (stored as {name}), element [32, 64]"
+    )
     assert caught.value.exit_code == 5
     read(layer, None)
 
 
-def test_what_was_looked_at_is_not_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_looked_at_is_not_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layer, guard = written(tmp_path / "one.safetensors", weights())
     looked: list[int] = []
     look = baseguard.first_non_finite

@@ -1,4 +1,6 @@
-"""Tiny models published as fp8 with a scale for each block of a weight, as DeepSeek-V3 and others are."""
+"""Tiny models published as fp8 with a scale for each block of a weight, as DeepSeek-V3 and
+others are.
+"""
 
 import json
 from collections.abc import Callable
@@ -7,7 +9,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    FineGrainedFP8Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from lema.storage.index import SINGLE_NAME
 
@@ -35,8 +42,15 @@ def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_quantised(name: str, weight: Tensor) -> bool:
-    """Whether a published weight is one of those that are quantised: linear modules of layers, and experts."""
-    return weight.ndim == 2 and ".layers." in name and name.endswith(".weight") and ".gate.weight" not in name
+    """Whether a published weight is one of those that are quantised: linear modules of layers,
+    and experts.
+    """
+    return (
+        weight.ndim == 2
+        and ".layers." in name
+        and name.endswith(".weight")
+        and ".gate.weight" not in name
+    )
 
 
 def write(config: PreTrainedConfig, directory: Path, dtype: torch.dtype = torch.bfloat16) -> Path:

@@ -1,7 +1,9 @@
-"""Chat templates of model families, each written anew with what is particular to the published one's behaviour.
+"""Chat templates of model families, each written anew with what is particular to the published
+one's behaviour.
 
-What each does with earlier turns, reasoning, tool calls and the end of a turn is that of the family's template; long
-texts, such as how tools are described, are left out. `Family.answer` says what is to be learnt of an answer.
+What each does with earlier turns, reasoning, tool calls and the end of a turn is that of the
+family's template; long texts, such as how tools are described, are left out. `Family.answer` says
+what is to be learnt of an answer.
 """
 
 from collections.abc import Callable
@@ -22,24 +24,37 @@ class Family:
     specials: tuple[str, ...]
     end: str  # of a turn
     last_end: str | None = None  # of the last turn, where that is another
-    answer: Callable[[str, bool], str] = plain  # what stands before the end, of its words and whether it is the last
+    answer: Callable[[str, bool], str] = (
+        plain  # what stands before the end, of its words and whether it is the last
+    )
     system: bool = True  # whether there may be a system message
-    call: str | None = None  # what is learnt of a tool call; None: the template has none, and it is refused
+    call: str | None = (
+        None  # what is learnt of a tool call; None: the template has none, and it is refused
+    )
     call_last: str | None = None  # of one at the end of a chat, where that is another
-    thought: str | None = None  # what is learnt of the last answer where it has reasoning; None: without it
-    own: bool = True  # the rendering has all that is learnt; else the token that ends the chat is added
+    thought: str | None = (
+        None  # what is learnt of the last answer where it has reasoning; None: without it
+    )
+    own: bool = (
+        True  # the rendering has all that is learnt; else the token that ends the chat is added
+    )
 
     def learnt(self, words: str, last: bool) -> str:
         """What is to be learnt of an answer."""
-        return self.answer(words, last) + (self.last_end if last and self.last_end is not None else self.end)
+        return self.answer(words, last) + (
+            self.last_end if last and self.last_end is not None else self.end
+        )
 
 
 def chatml(assistant: str, *, before: str = "", prompt: str = "", tool: str = "tool") -> str:
     """Messages between two tokens; `assistant` writes one of the assistant's."""
     return (
-        f"{before}{{% for m in messages %}}{{% if m.role == 'assistant' %}}{assistant}{{% elif m.role == 'tool' %}}"
-        f"{{{{ '<|im_start|>{tool}\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}}}"
-        "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        f"{before}{{% for m in messages %}}{{% if m.role == 'assistant' %}}{assistant}{{% "
+        f"elif m.role == 'tool' %}}"
+        f"{{{{ '<|im_start|>{tool}\n<tool_response>\n' + m.content + "
+        f"'\n</tool_response><|im_end|>\n' }}}}"
+        "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% "
+        "endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n" + prompt + "' }}{% endif %}"
     )
 
@@ -50,7 +65,8 @@ LAST_QUESTION = (
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
 )
 THOUGHT = (
-    "{% set thought = m.reasoning_content or '' %}{% set words = m.content or '' %}{% if '</think>' in words %}"
+    "{% set thought = m.reasoning_content or '' %}{% set words = m.content or '' %}{% if "
+    "'</think>' in words %}"
     "{% set thought = words.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
     "{% set words = words.split('</think>')[-1].lstrip('\n') %}{% endif %}"
 )
@@ -75,7 +91,9 @@ IM = ("<|im_start|>", "<|im_end|>")
 
 CHATML = chatml("{{ '<|im_start|>assistant\n' + m.content + '<|im_end|>\n' }}")
 QWEN2_5 = chatml(
-    "{% set words = m.content or '' %}{{ '<|im_start|>assistant\n' + words }}" + JSON_CALLS + "{{ '<|im_end|>\n' }}",
+    "{% set words = m.content or '' %}{{ '<|im_start|>assistant\n' + words }}"
+    + JSON_CALLS
+    + "{{ '<|im_end|>\n' }}",
     before=TOOLS,
     tool="user",
 )
@@ -90,7 +108,10 @@ QWEN3 = chatml(
 )
 QWEN3_5 = chatml(
     THOUGHT
-    + "{{ '<|im_start|>assistant\n' }}{% if loop.index0 > ns.last %}{{ '<think>\n' + thought + '\n</think>\n\n' }}"
+    + (
+        "{{ '<|im_start|>assistant\n' }}{% if loop.index0 > ns.last %}{{ '<think>\n' + thought "
+        "+ '\n</think>\n\n' }}"
+    )
     + "{% endif %}{{ words }}"
     + XML_CALLS
     + "{{ '<|im_end|>\n' }}",
@@ -101,7 +122,10 @@ QWEN3_5 = chatml(
 NEMOTRON = chatml(
     THOUGHT
     + "{{ '<|im_start|>assistant\n' }}{% if loop.index0 > ns.last and thought %}"
-    + "{{ '<think>\n' + thought + '\n</think>\n' }}{% else %}{{ '<think></think>' }}{% endif %}{{ words }}"
+    + (
+        "{{ '<think>\n' + thought + '\n</think>\n' }}{% else %}{{ '<think></think>' }}{% endif "
+        "%}{{ words }}"
+    )
     + XML_CALLS
     + "{{ '<|im_end|>\n' }}",
     before=TOOLS + LAST_QUESTION,
@@ -110,24 +134,31 @@ NEMOTRON = chatml(
 )
 HARMONY = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{% if m.tool_calls %}"
-    "{{ '<|start|>assistant to=functions.' + m.tool_calls[0].function.name + '<|channel|>commentary json<|message|>' }}"
+    "{{ '<|start|>assistant to=functions.' + m.tool_calls[0].function.name + "
+    "'<|channel|>commentary json<|message|>' }}"
     "{{ m.tool_calls[0].function.arguments | tojson + '<|call|>' }}"
     "{% elif loop.last and not add_generation_prompt %}{% if m.thinking %}"
     "{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}"
     "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' }}"
-    "{% else %}{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}{% endif %}"
-    "{% elif m.role == 'tool' %}{{ '<|start|>functions to=assistant<|channel|>commentary<|message|>' }}"
+    "{% else %}{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' "
+    "}}{% endif %}"
+    "{% elif m.role == 'tool' %}{{ '<|start|>functions "
+    "to=assistant<|channel|>commentary<|message|>' }}"
     "{{ m.content | tojson + '<|end|>' }}{% else %}"
     "{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}{# tools #}"
 )
 LLAMA3 = (
-    "{% for m in messages %}{% set said = '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + "
-    "(m.content or '') | trim + '<|eot_id|>' %}{% if loop.first %}{{ bos_token }}{% endif %}{{ said }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    "{% for m in messages %}{% set said = '<|start_header_id|>' + m.role + "
+    "'<|end_header_id|>\n\n' + "
+    "(m.content or '') | trim + '<|eot_id|>' %}{% if loop.first %}{{ bos_token }}{% endif "
+    "%}{{ said }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' "
+    "}}{% endif %}"
 )
 LLAMA3_1 = (
-    "{{ bos_token + '<|start_header_id|>system<|end_header_id|>\n\nToday: ' + strftime_now('%d %b %Y') }}"
+    "{{ bos_token + '<|start_header_id|>system<|end_header_id|>\n\nToday: ' + "
+    "strftime_now('%d %b %Y') }}"
     "{% if messages[0].role == 'system' %}{{ '\n' + messages[0].content | trim }}"
     "{% set messages = messages[1:] %}{% endif %}"
     "{{ '<|eot_id|>' }}{% for m in messages %}{% if m.tool_calls %}"
@@ -136,8 +167,10 @@ LLAMA3_1 = (
     "{{ '\", \"parameters\": ' }}{{ m.tool_calls[0].function.arguments | tojson + '}<|eot_id|>' }}"
     "{% elif m.role == 'tool' %}{{ '<|start_header_id|>ipython<|end_header_id|>\n\n' }}"
     "{{ m.content | tojson + '<|eot_id|>' }}{% else %}"
-    "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + "
+    "'<|eot_id|>' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ "
+    "'<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
     "{# tools #}"
 )
 ALTERNATE = (
@@ -146,24 +179,28 @@ ALTERNATE = (
 )
 LLAMA2 = (
     "{% set told = '' %}{% if messages[0].role == 'system' %}"
-    "{% set told = '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' %}{% set messages = messages[1:] %}{% endif %}"
-    + ALTERNATE
-    + "{% if m.role == 'user' %}"
+    "{% set told = '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' %}{% set messages "
+    "= messages[1:] %}{% endif %}" + ALTERNATE + "{% if m.role == 'user' %}"
     "{{ bos_token + '[INST] ' + (told if loop.first else '') + m.content | trim + ' [/INST]' }}"
     "{% else %}{{ ' ' + m.content | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
 MISTRAL = (
-    "{{ bos_token }}{% if messages[0].role == 'system' %}{{ '[SYSTEM_PROMPT]' + messages[0].content }}"
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{{ '[SYSTEM_PROMPT]' + "
+    "messages[0].content }}"
     "{{ '[/SYSTEM_PROMPT]' }}{% set messages = messages[1:] %}{% endif %}"
     "{% if tools %}{{ '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{% endif %}"
     "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}"
-    "{% elif m.role == 'tool' %}{{ '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}{% elif m.tool_calls %}"
+    "{% elif m.role == 'tool' %}{{ '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}{% "
+    "elif m.tool_calls %}"
     "{{ '[TOOL_CALLS][' }}{% for c in m.tool_calls %}{{ '{\"name\": \"' + c.function.name + '\", \"arguments\": ' }}"
     "{{ c.function.arguments | tojson }}{{ ', \"id\": \"' + c.id + '\"}' }}{{ ', ' if not loop.last else '' }}"
     "{% endfor %}{{ ']' + eos_token }}{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
 )
 GEMMA = (
-    "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    (
+        "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role "
+        "not supported') }}{% endif %}"
+    )
     + ALTERNATE
     + "{% set role = 'model' if m.role == 'assistant' else m.role %}"
     "{{ '<start_of_turn>' + role + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
@@ -176,48 +213,64 @@ GEMMA3 = (
     + "{% set role = 'model' if m.role == 'assistant' else m.role %}"
     "{{ '<start_of_turn>' + role + '\n' + (told if loop.first else '') }}"
     "{% if m.content is string %}{{ m.content | trim }}{% else %}"
-    "{% for b in m.content %}{{ b.text | trim }}{% endfor %}{% endif %}{{ '<end_of_turn>\n' }}{% endfor %}"
+    "{% for b in m.content %}{{ b.text | trim }}{% endfor %}{% endif %}{{ "
+    "'<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 # A tool's output is a part of the assistant's own turn.
 GEMMA4 = (
-    "{{ bos_token }}{% set ns = namespace(open=false) %}{% for m in messages %}{% if m.role == 'tool' %}"
+    "{{ bos_token }}{% set ns = namespace(open=false) %}{% for m in messages %}{% if "
+    "m.role == 'tool' %}"
     "{{ '<|tool_response>' + m.content + '<tool_response|>' }}{% else %}"
     "{% set role = 'model' if m.role == 'assistant' else m.role %}"
     "{% if not ns.open %}{{ '<|turn>' + role + '\n' }}{% endif %}{{ (m.content or '') | trim }}"
-    "{% for c in m.tool_calls or [] %}{{ '<|tool_call>call:' + c.function.name + c.function.arguments | tojson }}"
+    "{% for c in m.tool_calls or [] %}{{ '<|tool_call>call:' + c.function.name + "
+    "c.function.arguments | tojson }}"
     "{{ '<tool_call|>' }}{% endfor %}{% set ns.open = m.tool_calls is defined %}"
-    "{% if m.tool_calls is defined and loop.last %}{{ '<|tool_response>' }}{% elif not ns.open %}{{ '<turn|>\n' }}"
-    "{% endif %}{% endif %}{% endfor %}{% if add_generation_prompt and not ns.open %}{{ '<|turn>model\n' }}{% endif %}"
+    "{% if m.tool_calls is defined and loop.last %}{{ '<|tool_response>' }}{% elif not "
+    "ns.open %}{{ '<turn|>\n' }}"
+    "{% endif %}{% endif %}{% endfor %}{% if add_generation_prompt and not ns.open %}{{ "
+    "'<|turn>model\n' }}{% endif %}"
     "{# tools #}"
 )
 PHI3 = (
-    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + (m.content or '') + '<|end|>\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + (m.content or '') + '<|end|>\n' "
+    "}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
 )
 PHI4 = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '<|im_sep|>' + (m.content or '') + '<|im_end|>' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '<|im_sep|>' + (m.content or '') "
+    "+ '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
 )
-# Arguments are joined to text as they are; after a tool's output there is neither a header nor a generation prompt.
+# Arguments are joined to text as they are; after a tool's output there is neither a header nor a
+# generation prompt.
 DEEPSEEK = (
-    "{% set ns = namespace(tool=false, told='') %}{% for m in messages %}{% if m.role == 'system' %}"
-    "{% set ns.told = ns.told + m.content %}{% endif %}{% endfor %}{{ bos_token + ns.told }}{% for m in messages %}"
+    "{% set ns = namespace(tool=false, told='') %}{% for m in messages %}{% if m.role == "
+    "'system' %}"
+    "{% set ns.told = ns.told + m.content %}{% endif %}{% endfor %}{{ bos_token + ns.told "
+    "}}{% for m in messages %}"
     "{% if m.role == 'user' %}{% set ns.tool = false %}{{ '<|User|>' + m.content }}{% endif %}"
     "{% if m.role == 'assistant' and m.tool_calls is defined %}{% set ns.tool = false %}"
     "{{ '<|Assistant|>' + m.content + '<|tool_calls_begin|>' }}{% for c in m.tool_calls %}"
-    "{{ c.type + '<|tool_sep|>' + c.function.name + '\n```json\n' + c.function.arguments + '\n```' }}{% endfor %}"
+    "{{ c.type + '<|tool_sep|>' + c.function.name + '\n```json\n' + c.function.arguments + "
+    "'\n```' }}{% endfor %}"
     "{{ '<|tool_calls_end|><|end_of_sentence|>' }}{% elif m.role == 'assistant' %}{% if ns.tool %}"
-    "{{ '<|tool_outputs_end|>' + m.content + '<|end_of_sentence|>' }}{% set ns.tool = false %}{% else %}"
-    "{{ '<|Assistant|>' + m.content.split('</think>')[-1] + '<|end_of_sentence|>' }}{% endif %}{% endif %}"
+    "{{ '<|tool_outputs_end|>' + m.content + '<|end_of_sentence|>' }}{% set ns.tool = "
+    "false %}{% else %}"
+    "{{ '<|Assistant|>' + m.content.split('</think>')[-1] + '<|end_of_sentence|>' }}{% "
+    "endif %}{% endif %}"
     "{% if m.role == 'tool' %}{{ '<|tool_outputs_begin|>' if not ns.tool else '' }}{{ m.content }}"
-    "{% set ns.tool = true %}{% endif %}{% endfor %}{% if ns.tool %}{{ '<|tool_outputs_end|>' }}{% endif %}"
+    "{% set ns.tool = true %}{% endif %}{% endfor %}{% if ns.tool %}{{ "
+    "'<|tool_outputs_end|>' }}{% endif %}"
     "{% if add_generation_prompt and not ns.tool %}{{ '<|Assistant|><think>\n' }}{% endif %}"
 )
 R1 = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% elif m.role == 'user' %}"
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% "
+    "elif m.role == 'user' %}"
     "{{ '<|User|>' + m.content }}{% elif m.role == 'assistant' and m.content is defined %}"
-    "{{ '<|Assistant|>' + m.content.split('</think>')[-1] + '<|end_of_sentence|>' }}{% endif %}{% endfor %}"
+    "{{ '<|Assistant|>' + m.content.split('</think>')[-1] + '<|end_of_sentence|>' }}{% "
+    "endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|Assistant|><think>\n' }}{% endif %}"
 )
 # No token ends a turn but the one that opens the next.
@@ -226,11 +279,13 @@ GLM = (
     + LAST_QUESTION
     + "{% for m in messages %}{% if m.role == 'assistant' %}"
     + THOUGHT
-    + "{{ '<|assistant|>' }}{% if loop.index0 > ns.last and thought %}{{ '\n<think>' + thought + '</think>' }}"
+    + "{{ '<|assistant|>' }}{% if loop.index0 > ns.last and thought %}{{ '\n<think>' + "
+    "thought + '</think>' }}"
     "{% else %}{{ '\n<think></think>' }}{% endif %}{% if words %}{{ '\n' + words }}{% endif %}"
     "{% for c in m.tool_calls or [] %}{{ '\n<tool_call>' + c.function.name + '\n' }}"
     "{% for key, value in c.function.arguments.items() %}"
-    "{{ '<arg_key>' + key + '</arg_key>\n<arg_value>' + value | string + '</arg_value>\n' }}{% endfor %}"
+    "{{ '<arg_key>' + key + '</arg_key>\n<arg_value>' + value | string + '</arg_value>\n' "
+    "}}{% endfor %}"
     "{{ '</tool_call>' }}{% endfor %}{% elif m.role == 'tool' %}"
     "{{ '<|observation|>\n<tool_response>\n' + m.content + '\n</tool_response>' }}{% else %}"
     "{{ '<|' + m.role + '|>\n' + m.content }}{% endif %}{% endfor %}"
@@ -239,8 +294,10 @@ GLM = (
 COMMAND_R = (
     "{{ bos_token }}{% for m in messages %}"
     "{% set role = {'user': 'USER', 'assistant': 'CHATBOT', 'system': 'SYSTEM'}[m.role] %}"
-    "{{ '<|START_OF_TURN_TOKEN|><|' + role + '_TOKEN|>' + (m.content or '') | trim + '<|END_OF_TURN_TOKEN|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}"
+    "{{ '<|START_OF_TURN_TOKEN|><|' + role + '_TOKEN|>' + (m.content or '') | trim + "
+    "'<|END_OF_TURN_TOKEN|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ "
+    "'<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}"
 )
 OLMO2 = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}"
@@ -250,19 +307,26 @@ OLMO2 = (
     "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
 )
 GRANITE = (
-    "{% if messages[0].role != 'system' %}{{ '<|start_of_role|>system<|end_of_role|>Help.<|end_of_text|>\n' }}"
-    "{% endif %}{% for m in messages %}{% set role = 'tool_response' if m.role == 'tool' else m.role %}"
+    "{% if messages[0].role != 'system' %}{{ "
+    "'<|start_of_role|>system<|end_of_role|>Help.<|end_of_text|>\n' }}"
+    "{% endif %}{% for m in messages %}{% set role = 'tool_response' if m.role == 'tool' "
+    "else m.role %}"
     "{{ '<|start_of_role|>' + role + '<|end_of_role|>' + (m.content or '') }}{% if m.tool_calls %}"
-    "{{ '<|tool_call|>[' }}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}{{ ']' }}{% endif %}"
+    "{{ '<|tool_call|>[' }}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor "
+    "%}{{ ']' }}{% endif %}"
     "{{ '<|end_of_text|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}{# tools #}"
+    "{% if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% "
+    "endif %}{# tools #}"
 )
 # It says itself what is the assistant's; how it thinks is written in the system message.
 SMOLLM3 = (
-    "{% set quiet = messages[0].role == 'system' and '/no_think' in messages[0].content %}{% for m in messages %}"
+    "{% set quiet = messages[0].role == 'system' and '/no_think' in messages[0].content "
+    "%}{% for m in messages %}"
     "{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}{% generation %}"
-    "{% if quiet %}{{ '<think>\n\n</think>\n' }}{% endif %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if quiet %}{{ '<think>\n\n</think>\n' }}{% endif %}{{ m.content + '<|im_end|>' "
+    "}}{% endgeneration %}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endif "
+    "%}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 ZEPHYR = (
@@ -270,13 +334,18 @@ ZEPHYR = (
     "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
 )
 KIMI_K2 = (
-    "{% if tools %}{{ '<|im_system|>tool_declare<|im_middle|>' + tools | tojson + '<|im_end|>' }}{% endif %}"
-    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_assistant|>assistant<|im_middle|>' }}"
-    "{{ m.content or '' }}{% if m.tool_calls %}{{ '<|tool_calls_section_begin|>' }}{% for c in m.tool_calls %}"
+    "{% if tools %}{{ '<|im_system|>tool_declare<|im_middle|>' + tools | tojson + "
+    "'<|im_end|>' }}{% endif %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ "
+    "'<|im_assistant|>assistant<|im_middle|>' }}"
+    "{{ m.content or '' }}{% if m.tool_calls %}{{ '<|tool_calls_section_begin|>' }}{% for "
+    "c in m.tool_calls %}"
     "{{ '<|tool_call_begin|>functions.' + c.function.name + ':0<|tool_call_argument_begin|>' }}"
-    "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}"
+    "{{ c.function.arguments if c.function.arguments is string else c.function.arguments | "
+    "tojson }}"
     "{{ '<|tool_call_end|>' }}{% endfor %}{{ '<|tool_calls_section_end|>' }}{% endif %}{% else %}"
-    "{{ '<|im_system|>' if m.role != 'user' else '<|im_user|>' }}{{ m.role + '<|im_middle|>' + m.content }}{% endif %}"
+    "{{ '<|im_system|>' if m.role != 'user' else '<|im_user|>' }}{{ m.role + "
+    "'<|im_middle|>' + m.content }}{% endif %}"
     "{{ '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}"
 )
@@ -286,31 +355,40 @@ MINIMAX = (
     "{% if add_generation_prompt %}{{ ']~b]ai\n<think>\n' }}{% endif %}"
 )
 ERNIE = (
-    "{{ '<|begin_of_sentence|>' }}{% for m in messages %}{% if m.role == 'user' %}{{ 'User: ' + m.content + '\n' }}"
+    "{{ '<|begin_of_sentence|>' }}{% for m in messages %}{% if m.role == 'user' %}{{ "
+    "'User: ' + m.content + '\n' }}"
     "{% elif m.role == 'assistant' %}{{ 'Assistant: ' + m.content + '<|end_of_sentence|>' }}"
     "{% else %}{{ m.content + '\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
 )
 HUNYUAN = (
-    "{{ '<|hy_begin|>' }}{% for m in messages %}{% if m.role == 'user' %}{{ '<|hy_User|>' + m.content }}"
+    "{{ '<|hy_begin|>' }}{% for m in messages %}{% if m.role == 'user' %}{{ '<|hy_User|>' "
+    "+ m.content }}"
     "{% elif m.role == 'assistant' %}"
-    "{{ '<|hy_Assistant|>' + m.content.split('<answer>')[-1].split('</answer>')[0].strip() + '<|hy_end|>' }}"
+    "{{ '<|hy_Assistant|>' + m.content.split('<answer>')[-1].split('</answer>')[0].strip() "
+    "+ '<|hy_end|>' }}"
     "{% else %}{{ m.content + '<|hy_sep|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|hy_Assistant|>' }}{% endif %}"
 )
 EXAONE = (
-    "{% for m in messages %}{% if loop.first and m.role != 'system' %}{{ '[|system|][|endofturn|]\n' }}{% endif %}"
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}{{ "
+    "'[|system|][|endofturn|]\n' }}{% endif %}"
     "{{ '[|' + m.role + '|]' + (m.content or '') }}{% if m.role == 'user' %}{{ '\n' }}{% else %}"
     "{{ '[|endofturn|]' }}{{ '\n' if not loop.last else '' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '[|assistant|]' }}{% endif %}"
 )
 VICUNA = (
-    "{{ 'A chat.' }}{% for m in messages %}{% if m.role == 'user' %}{{ ' USER: ' + m.content + ' ' }}"
-    "{% elif m.role == 'assistant' %}{{ 'ASSISTANT: ' + m.content + eos_token }}{% else %}{{ ' ' + m.content }}"
+    "{{ 'A chat.' }}{% for m in messages %}{% if m.role == 'user' %}{{ ' USER: ' + "
+    "m.content + ' ' }}"
+    "{% elif m.role == 'assistant' %}{{ 'ASSISTANT: ' + m.content + eos_token }}{% else "
+    "%}{{ ' ' + m.content }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
 # It knows no generation prompt: who speaks is written with the words, and is not to be learnt.
-NO_PROMPT = "{% for m in messages %}{{ '### ' + m.role + ':\n' + m.content + eos_token + '\n' }}{% endfor %}"
+NO_PROMPT = (
+    "{% for m in messages %}{{ '### ' + m.role + ':\n' + m.content + eos_token + '\n' }}{% "
+    "endfor %}"
+)
 
 _DEEPSEEK_TOKENS = tuple(
     f"<|{name}|>"
@@ -325,7 +403,9 @@ _DEEPSEEK_TOKENS = tuple(
         "tool_outputs_end",
     )
 )
-_HARMONY_TOKENS = tuple(f"<|{name}|>" for name in ("start", "end", "return", "call", "channel", "message"))
+_HARMONY_TOKENS = tuple(
+    f"<|{name}|>" for name in ("start", "end", "return", "call", "channel", "message")
+)
 _KIMI_TOKENS = tuple(
     f"<|{name}|>"
     for name in (
@@ -341,7 +421,9 @@ _KIMI_TOKENS = tuple(
         "tool_call_end",
     )
 )
-_MISTRAL_TOKENS = tuple(f"[{end}{name}]" for name in ("INST", "SYSTEM_PROMPT", "TOOL_RESULTS") for end in ("", "/"))
+_MISTRAL_TOKENS = tuple(
+    f"[{end}{name}]" for name in ("INST", "SYSTEM_PROMPT", "TOOL_RESULTS") for end in ("", "/")
+)
 _GLM_CALL = (
     "\n<think></think>\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
     "<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n</tool_call><|observation|>"
@@ -384,11 +466,14 @@ FAMILIES = {
         last_end="<|return|>",
         answer=lambda words, last: "<|channel|>final<|message|>" + words,
         call=f" to=functions.weather<|channel|>commentary json<|message|>{_ARGUMENTS}<|call|>",
-        thought="<|channel|>analysis<|message|>Wheels turn.<|end|><|start|>assistant<|channel|>final<|message|>"
+        thought="<|channel|>analysis<|message|>Wheels "
+        "turn.<|end|><|start|>assistant<|channel|>final<|message|>"
         "Old.<|return|>",
     ),
     "Llama 2": Family(LLAMA2, ("<s>", "</s>"), " </s>", answer=lambda words, last: " " + words),
-    "Llama 3": Family(LLAMA3, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "<|eot_id|>"),
+    "Llama 3": Family(
+        LLAMA3, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "<|eot_id|>"
+    ),
     "Llama 3.1": Family(
         LLAMA3_1,
         ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
@@ -399,13 +484,22 @@ FAMILIES = {
         MISTRAL,
         (*_MISTRAL_TOKENS, "[TOOL_CALLS]"),
         "</s>",
-        call=f'[TOOL_CALLS][{{"name": "weather", "arguments": {_ARGUMENTS}, "id": "abcdefghi"}}]</s>',
+        call=(
+            f'[TOOL_CALLS][{{"name": "weather", "arguments": {_ARGUMENTS}, "id": "abcdefghi"}}]</s>'
+        ),
     ),
     "Gemma 2": Family(GEMMA, ("<start_of_turn>", "<end_of_turn>"), "<end_of_turn>", system=False),
     "Gemma 3": Family(GEMMA3, ("<start_of_turn>", "<end_of_turn>"), "<end_of_turn>"),
     "Gemma 4": Family(
         GEMMA4,
-        ("<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>"),
+        (
+            "<|turn>",
+            "<turn|>",
+            "<|tool_call>",
+            "<tool_call|>",
+            "<|tool_response>",
+            "<tool_response|>",
+        ),
         "<turn|>",
         call=f"<|tool_call>call:weather{_ARGUMENTS}<tool_call|><|tool_response>",
     ),
@@ -430,7 +524,13 @@ FAMILIES = {
     ),
     "Command R": Family(
         COMMAND_R,
-        ("<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|USER_TOKEN|>", "<|SYSTEM_TOKEN|>"),
+        (
+            "<|START_OF_TURN_TOKEN|>",
+            "<|END_OF_TURN_TOKEN|>",
+            "<|CHATBOT_TOKEN|>",
+            "<|USER_TOKEN|>",
+            "<|SYSTEM_TOKEN|>",
+        ),
         "<|END_OF_TURN_TOKEN|>",
     ),
     "OLMo 2": Family(OLMO2, ("<|system|>", "<|user|>", "<|assistant|>"), "</s>"),
@@ -450,11 +550,17 @@ FAMILIES = {
         f"{_ARGUMENTS}<|tool_call_end|><|tool_calls_section_end|><|im_end|>",
     ),
     "MiniMax": Family(MINIMAX, ("]~b]", "[e~["), "[e~["),
-    "ERNIE 4.5": Family(ERNIE, ("<|begin_of_sentence|>", "<|end_of_sentence|>"), "<|end_of_sentence|>"),
-    "Hunyuan": Family(
-        HUNYUAN, ("<|hy_begin|>", "<|hy_User|>", "<|hy_Assistant|>", "<|hy_end|>", "<|hy_sep|>"), "<|hy_end|>"
+    "ERNIE 4.5": Family(
+        ERNIE, ("<|begin_of_sentence|>", "<|end_of_sentence|>"), "<|end_of_sentence|>"
     ),
-    "EXAONE": Family(EXAONE, ("[|system|]", "[|user|]", "[|assistant|]", "[|endofturn|]"), "[|endofturn|]"),
+    "Hunyuan": Family(
+        HUNYUAN,
+        ("<|hy_begin|>", "<|hy_User|>", "<|hy_Assistant|>", "<|hy_end|>", "<|hy_sep|>"),
+        "<|hy_end|>",
+    ),
+    "EXAONE": Family(
+        EXAONE, ("[|system|]", "[|user|]", "[|assistant|]", "[|endofturn|]"), "[|endofturn|]"
+    ),
     "Vicuna": Family(VICUNA, ("</s>",), "</s>", answer=lambda words, last: " " + words),
     "no generation prompt": Family(NO_PROMPT, ("</s>",), "</s>"),
 }

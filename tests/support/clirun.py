@@ -22,7 +22,12 @@ Rows = list[dict[str, Any]]
 TEXTS: Rows = [{"text": sentence} for sentence in SENTENCES[:8]]
 PAIRS: Rows = [{"prompt": sentence[:16], "completion": sentence[16:]} for sentence in SENTENCES[:8]]
 CHATS: Rows = [
-    {"messages": [{"role": "user", "content": f"who is miller {n}?"}, {"role": "assistant", "content": "the one"}]}
+    {
+        "messages": [
+            {"role": "user", "content": f"who is miller {n}?"},
+            {"role": "assistant", "content": "the one"},
+        ]
+    }
     for n in range(8)
 ]
 
@@ -46,13 +51,17 @@ def write_rows(file: Path, rows: Rows) -> Path:
 
 
 def config_writer(model: Path, tmp_path: Path) -> Callable[..., Path]:
-    """Return what writes a YAML file of settings for a short run in `tmp_path`; None leaves a setting out."""
+    """Return what writes a YAML file of settings for a short run in `tmp_path`; None leaves a
+    setting out.
+    """
 
     def write(**changes: Any) -> Path:
         given = {
             "model_name_or_path": str(model),
             "train_data": str(tmp_path / "data.jsonl"),
-            **settings(model, tmp_path / "out").model_dump(exclude_unset=True, exclude={"model_name_or_path"}),
+            **settings(model, tmp_path / "out").model_dump(
+                exclude_unset=True, exclude={"model_name_or_path"}
+            ),
             "max_steps": 2,
             "max_length": 64,
             **changes,
@@ -60,7 +69,9 @@ def config_writer(model: Path, tmp_path: Path) -> Callable[..., Path]:
         if not (tmp_path / "data.jsonl").exists():
             write_rows(tmp_path / "data.jsonl", TEXTS)
         file = tmp_path / "run.yaml"
-        lines = [f"{key}: {json.dumps(value)}\n" for key, value in given.items() if value is not None]
+        lines = [
+            f"{key}: {json.dumps(value)}\n" for key, value in given.items() if value is not None
+        ]
         file.write_text("".join(lines))
         return file
 
@@ -72,12 +83,16 @@ def lema(*words: Any) -> int:
 
 
 def assert_same_adapter(one: Path, other: Path) -> None:
-    found, expected = (load_file(directory / "adapter_model.safetensors") for directory in (one, other))
+    found, expected = (
+        load_file(directory / "adapter_model.safetensors") for directory in (one, other)
+    )
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def assert_refused(capfd: pytest.CaptureFixture[str], code: int, words: list[str], *arguments: Any) -> None:
+def assert_refused(
+    capfd: pytest.CaptureFixture[str], code: int, words: list[str], *arguments: Any
+) -> None:
     capfd.readouterr()
     found = lema(*arguments)
     out, err = capfd.readouterr()

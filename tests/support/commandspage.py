@@ -42,7 +42,12 @@ def _commands(group: Any, path: str, context: Any) -> Iterator[str]:
             yield from _commands(command, within, inner)
             continue
         usage = " ".join(command.collect_usage_pieces(inner))
-        yield from ("", f"## {within}", "", f"`{within} {usage}`: {' '.join((command.help or '').split())}")
+        yield from (
+            "",
+            f"## {within}",
+            "",
+            f"`{within} {usage}`: {' '.join((command.help or '').split())}",
+        )
         rows = [_row(one, inner) for one in command.params if one.name not in SHARED]
         if rows:
             yield from ("", "| argument or option | meaning |", "|---|---|", *rows)
@@ -50,7 +55,9 @@ def _commands(group: Any, path: str, context: Any) -> Iterator[str]:
 
 def _row(parameter: Any, context: Any) -> str:
     name, told = parameter.get_help_record(context)
-    name = re.sub(r" <[a-z\[\] ]+>", "", " ".join(name.split()))  # the type, where the command gives no better word
+    name = re.sub(
+        r" <[a-z\[\] ]+>", "", " ".join(name.split())
+    )  # the type, where the command gives no better word
     cells = (f"`{name}`", " ".join(told.split()))
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 

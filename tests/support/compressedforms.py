@@ -25,21 +25,36 @@ class Form:
     bits: int = 4
     symmetric: bool = False
     group_size: int | None = 32  # None: a scale for each output
-    ordered: str = ""  # of groups that are not neighbours: "" none are, "numbered", "unused": all numbers are -1
+    # of groups that are not neighbours: "" none are, "numbered", "unused": all numbers are -1
+    ordered: str = ""
     packed: bool = True
 
     @property
     def scheme(self) -> dict[str, Any]:
         strategy = "channel" if self.group_size is None else "group"
         order = "group" if self.ordered else None
-        settings = {"num_bits": self.bits, "type": "int", "symmetric": self.symmetric, "strategy": strategy}
+        settings = {
+            "num_bits": self.bits,
+            "type": "int",
+            "symmetric": self.symmetric,
+            "strategy": strategy,
+        }
         return settings | {"group_size": self.group_size, "actorder": order}
 
     @property
     def quantization_config(self) -> dict[str, Any]:
         form = "pack-quantized" if self.packed else "int-quantized"
-        group = {"targets": ["Linear"], "weights": self.scheme, "input_activations": None, "output_activations": None}
-        settings = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
+        group = {
+            "targets": ["Linear"],
+            "weights": self.scheme,
+            "input_activations": None,
+            "output_activations": None,
+        }
+        settings = {
+            "quant_method": "compressed-tensors",
+            "format": form,
+            "quantization_status": "compressed",
+        }
         return settings | {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
 
@@ -60,40 +75,63 @@ FORMS: Mapping[str, Form] = {
 
 
 def compressed(name: str, weight: Tensor, form: Form) -> tuple[Tensors, Tensor]:
-    """Return the stored tensors of a weight, `[outputs, inputs]`, and what they stand for, in the scales' type."""
+    """Return the stored tensors of a weight, `[outputs, inputs]`, and what they stand for, in
+    the scales' type.
+    """
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
     outputs, inputs = weight.shape
     size = form.group_size or inputs
     numbers = torch.arange(inputs) // size
     if form.ordered == "numbered":
-        numbers = numbers[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs + outputs))]
-    grouped = torch.stack([weight[:, numbers == group].float() for group in range(inputs // size)], 1)
-    least, most = -(2 ** (form.bits - 1)), 2 ** (form.bits - 1) - 1
-    low, high = grouped.amin(-1).clamp_max(0), grouped.amax(-1).clamp_min(0)
+        numbers = numbers[
+            torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs + outputs))
+        ]
+    grouped = torch.stack(
+        [weight[:, numbers == group].float() for group in range(inputs // size)], 1
+    )
+    least = -(2 ** (form.bits - 1))
+    most = 2 ** (form.bits - 1) - 1
+    low = grouped.amin(-1).clamp_max(0)
+    high = grouped.amax(-1).clamp_min(0)
     if form.symmetric:
-        scales, zeros = torch.maximum(-low, high) / most, torch.zeros(low.shape, dtype=torch.int8)
+        scales = torch.maximum(-low, high) / most
+        zeros = torch.zeros(low.shape, dtype=torch.int8)
         scales = scales.to(torch.bfloat16)
     else:
         scales = ((high - low) / (most - least)).to(torch.bfloat16)
         zeros = (least - low / scales.float()).round().clamp(least, most).to(torch.int8)
     by_input = scales[:, numbers], zeros[:, numbers]
-    codes = (weight.float() / by_input[0].float() + by_input[1]).round().clamp(least, most).to(torch.int8)
+    codes = (
+        (weight.float() / by_input[0].float() + by_input[1])
+        .round()
+        .clamp(least, most)
+        .to(torch.int8)
+    )
     expected = (codes.to(torch.bfloat16) - by_input[1].to(torch.bfloat16)) * by_input[0]
     made: Tensors = {f"{name}_scale": scales}
     if form.packed:
-        made |= {f"{name}_packed": pack_to_int32(codes, form.bits), f"{name}_shape": torch.tensor([outputs, inputs])}
+        made |= {
+            f"{name}_packed": pack_to_int32(codes, form.bits),
+            f"{name}_shape": torch.tensor([outputs, inputs]),
+        }
     else:
         made[name] = codes
     if not form.symmetric:
-        made[f"{name}_zero_point"] = pack_to_int32(zeros, form.bits, packed_dim=0) if form.packed else zeros
+        made[f"{name}_zero_point"] = (
+            pack_to_int32(zeros, form.bits, packed_dim=0) if form.packed else zeros
+        )
     if form.ordered:
-        made[f"{name}_g_idx"] = numbers.int() if form.ordered == "numbered" else torch.full((inputs,), -1).int()
+        made[f"{name}_g_idx"] = (
+            numbers.int() if form.ordered == "numbered" else torch.full((inputs,), -1).int()
+        )
     return made, expected
 
 
 def expanded(held: Mapping[str, Tensor], form: Form) -> Tensors:
-    """Return all tensors of a model, those that are packed by what their codes stand for, in the scales' type."""
+    """Return all tensors of a model, those that are packed by what their codes stand for, in the
+    scales' type.
+    """
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
     found: Tensors = {}
@@ -105,8 +143,12 @@ def expanded(held: Mapping[str, Tensor], form: Form) -> Tensors:
             codes = unpack_from_int32(tensor, form.bits, torch.Size(held[f"{name}_shape"].tolist()))
             numbers = torch.arange(codes.shape[1]) * scales.shape[1] // codes.shape[1]
             numbers = held[f"{name}_g_idx"] if form.ordered == "numbered" else numbers
-            zeros = unpack_from_int32(held[f"{name}_zero_point"], form.bits, scales.shape, packed_dim=0)
-            found[name] = (codes.to(scales.dtype) - zeros[:, numbers].to(scales.dtype)) * scales[:, numbers]
+            zeros = unpack_from_int32(
+                held[f"{name}_zero_point"], form.bits, scales.shape, packed_dim=0
+            )
+            found[name] = (codes.to(scales.dtype) - zeros[:, numbers].to(scales.dtype)) * scales[
+                :, numbers
+            ]
         elif f"{name}_packed" not in held:
             found[stored] = tensor
     return found
@@ -115,17 +157,28 @@ def expanded(held: Mapping[str, Tensor], form: Form) -> Tensors:
 def write_compressed(form: Form, directory: Path, num_layers: int) -> Checkpoint:
     """Write a Llama of bf16 in a form, and, as fp32, what its weights stand for."""
     whole = published(directory / "whole", num_hidden_layers=num_layers)
-    weights = {name: one for file in sorted(whole.glob("*.safetensors")) for name, one in load_file(file).items()}
-    stored, plain = dict[str, Tensor](), dict[str, Tensor]()
+    weights = {
+        name: one
+        for file in sorted(whole.glob("*.safetensors"))
+        for name, one in load_file(file).items()
+    }
+    stored = dict[str, Tensor]()
+    plain = dict[str, Tensor]()
     for name, weight in weights.items():
-        made, plain[name] = compressed(name, weight, form) if "proj.weight" in name else ({name: weight}, weight)
+        made, plain[name] = (
+            compressed(name, weight, form) if "proj.weight" in name else ({name: weight}, weight)
+        )
         stored |= made
     for file in whole.glob("*.safetensors*"):
         file.unlink()
     save_file({name: one.float() for name, one in plain.items()}, whole / FILE, {"format": "pt"})
     small = directory / "small"
     small.mkdir()
-    save_file({name: one.contiguous() for name, one in stored.items()}, small / FILE, {"format": "pt"})
+    save_file(
+        {name: one.contiguous() for name, one in stored.items()}, small / FILE, {"format": "pt"}
+    )
     config = json.loads((whole / "config.json").read_text())
-    (small / "config.json").write_text(json.dumps(config | {"quantization_config": form.quantization_config}))
+    (small / "config.json").write_text(
+        json.dumps(config | {"quantization_config": form.quantization_config})
+    )
     return Checkpoint(ARCHITECTURE, whole, small)

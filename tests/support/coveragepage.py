@@ -1,10 +1,12 @@
-"""Makes docs/coverage.md: which public checkpoints stream, tested on tiny models in their published layout.
+"""Makes docs/coverage.md: which public checkpoints stream, tested on tiny models in their published
+layout.
 
     PYTHONPATH=.:backends:tools python tests/support/coveragepage.py > docs/coverage.md
 
-Nothing is downloaded. A checkpoint is its model type, its published form and, where they are known, its sizes. A tiny
-model of the type is written in that form and opened: names, dtypes and scales are mapped, and the model is run up to
-its layers and from them to its logits. Bytes are those of the tiny model's tensors, by their names, for the real sizes.
+Nothing is downloaded. A checkpoint is its model type, its published form and, where they are known,
+its sizes. A tiny model of the type is written in that form and opened: names, dtypes and scales are
+mapped, and the model is run up to its layers and from them to its logits. Bytes are those of the
+tiny model's tensors, by their names, for the real sizes.
 """
 
 import re
@@ -51,7 +53,9 @@ class Found:
 
 @cache
 def _tried(model_type: str, form: str) -> tuple[str, str, dict[str, float]]:
-    """Return why a tiny model is refused, how its tensors are read, and the bytes per element by kind of name."""
+    """Return why a tiny model is refused, how its tensors are read, and the bytes per element by
+    kind of name.
+    """
     if model_type not in CONFIG_MAPPING:
         return f"transformers {version('transformers')} has no type {model_type!r}", "", {}
     with tempfile.TemporaryDirectory() as directory:
@@ -65,8 +69,9 @@ def _tried(model_type: str, form: str) -> tuple[str, str, dict[str, float]]:
     widths = {_kind(name): record.nbytes / max(1, prod(record.shape)) for name, record in stored}
     row = try_model(model, model_type)
     assembled = any(isinstance(record, AssembledRecord) for _, record in stored)
-    how = ", pieces are assembled when they are read" * assembled + ", layers are expanded when they are leased" * bool(
-        names.quantized
+    how = (
+        ", pieces are assembled when they are read" * assembled
+        + ", layers are expanded when they are leased" * bool(names.quantized)
     )
     return row.reason if row.streams is False else "", how, widths
 
@@ -79,9 +84,13 @@ def try_checkpoint(checkpoint: Checkpoint) -> Found:
         return Found(refused, how)
     model = meta_model(config_of(checkpoint), torch.bfloat16)
     name, layers = find_layers(model)
-    counts, sizes = [], []
+    counts = []
+    sizes = []
     for number, layer in enumerate(layers):
-        inside = [(f"{name}.{number}.{own_name}", one.numel()) for own_name, one in layer.named_parameters()]
+        inside = [
+            (f"{name}.{number}.{own_name}", one.numel())
+            for own_name, one in layer.named_parameters()
+        ]
         counts.append(sum(count for _, count in inside))
         sizes.append(sum(count * widths.get(_kind(full), 2.0) for full, count in inside))
     return Found("", how, parameters_of(model), sum(sizes) / sum(counts), max(sizes) / 1e9)
@@ -101,7 +110,9 @@ def page() -> Iterator[str]:
     rows = [(checkpoint, try_checkpoint(checkpoint)) for checkpoint in CHECKPOINTS]
     streaming = sum(not found.refused and not checkpoint.needs for checkpoint, found in rows)
     needing = sum(not found.refused and bool(checkpoint.needs) for checkpoint, found in rows)
-    made_with = ", ".join(f"{package} {version(package).partition('+')[0]}" for package in ("transformers", "peft"))
+    made_with = ", ".join(
+        f"{package} {version(package).partition('+')[0]}" for package in ("transformers", "peft")
+    )
     yield "# Published checkpoints"
     yield ""
     yield f"Made by `python tests/support/coveragepage.py > docs/coverage.md`, with {made_with}."
@@ -109,9 +120,15 @@ def page() -> Iterator[str]:
     yield from INTRODUCTION.splitlines()
     yield ""
     refused = len(rows) - streaming - needing
-    yield f"{len(rows)} in all: {streaming} stream as published, {needing} need a change first, {refused} is refused."
+    yield (
+        f"{len(rows)} in all: {streaming} stream as published, {needing} need a change first, "
+        f"{refused} is refused."
+    )
     yield ""
-    yield "| checkpoint | model type | form | result | parameters | wire, bytes per parameter | largest slot, GB |"
+    yield (
+        "| checkpoint | model type | form | result | parameters | wire, bytes per parameter | "
+        "largest slot, GB |"
+    )
     yield "|---|---|---|---|---|---|---|"
     for checkpoint, found in rows:
         answer = f"streams as published{found.how}"
@@ -132,7 +149,9 @@ def differences() -> Iterator[str]:
     yield from DIFFERENCES.splitlines()
     yield ""
     for sentence in (*REFUSED.values(), *ACCEPTED.values(), *OTHERWISE):
-        yield from textwrap.wrap(f"- {sentence}", 120, subsequent_indent="  ", break_on_hyphens=False)
+        yield from textwrap.wrap(
+            f"- {sentence}", 120, subsequent_indent="  ", break_on_hyphens=False
+        )
 
 
 INTRODUCTION = """\
@@ -169,30 +188,46 @@ generated tokens and every tensor of the merged model are the same bits in fp32,
 
 # Further differences, of calls that the oracle makes alike.
 OTHERWISE = (
-    "Of compressed-tensors, numbered groups (`actorder: group`), which newer versions of the library refuse, are "
-    "expanded, and asymmetric integers in experts that are merged, with which `transformers` fails. Merged experts "
+    "Of compressed-tensors, numbered groups (`actorder: group`), which newer versions of "
+    "the library refuse, are "
+    "expanded, and asymmetric integers in experts that are merged, with which "
+    "`transformers` fails. Merged experts "
     "have the dtype of the model; in `transformers` they keep that of their scales.",
-    "In experts that are merged, blocks of fp8 at the edge of a weight may be smaller; `transformers` expands them "
+    "In experts that are merged, blocks of fp8 at the edge of a weight may be smaller; "
+    "`transformers` expands them "
     "wrongly.",
-    "What `fusion_config` in `config.json` fuses is not fused: modules of towers, through which no text goes. A merged "
+    "What `fusion_config` in `config.json` fuses is not fused: modules of towers, through "
+    "which no text goes. A merged "
     "model has the published weights, as `transformers` writes them.",
-    "Blocks of bitsandbytes' 4 bits that go on in the next row of a weight are expanded as on a GPU; on a CPU "
+    "Blocks of bitsandbytes' 4 bits that go on in the next row of a weight are expanded as "
+    "on a GPU; on a CPU "
     "bitsandbytes 0.50 expands them wrongly.",
-    "`use_cache: false` in `config.json`, which trainers leave there, does not keep `lema generate` from using a cache "
+    "`use_cache: false` in `config.json`, which trainers leave there, does not keep `lema "
+    "generate` from using a cache "
     "of keys and values: without one every token would read the whole text again.",
-    "Layers may keep something from call to call, such as a counter, as long as it is their own. What several layers "
-    "share, what a later step differentiates through, and a buffer of the checkpoint that a layer writes into is "
-    "refused by name. So are layers that keep something under `objective: dpo` or `kto`, whose reference rows would "
+    "Layers may keep something from call to call, such as a counter, as long as it is "
+    "their own. What several layers "
+    "share, what a later step differentiates through, and a buffer of the checkpoint that "
+    "a layer writes into is "
+    "refused by name. So are layers that keep something under `objective: dpo` or `kto`, "
+    "whose reference rows would "
     "change it (`recurrent_gemma`).",
-    "An adapter of `deepseek_ocr2`, `inkling2`, `laguna`, `mistral_large4` or `unlimited_ocr` is read whole. PEFT's "
-    "own reader takes names in memory for names in files there, loses what it has written, and warns (`Found missing "
+    "An adapter of `deepseek_ocr2`, `inkling2`, `laguna`, `mistral_large4` or "
+    "`unlimited_ocr` is read whole. PEFT's "
+    "own reader takes names in memory for names in files there, loses what it has written, "
+    "and warns (`Found missing "
     "adapter keys`): merge such an adapter with `lema merge` for programs that load it by PEFT.",
-    "An adapter on a module that several layers share (`zamba`, `zamba2`) is merged for each layer, as it was trained, "
-    "and the merged config says `tie_word_embeddings: false`. PEFT's merge adds the adapters of all layers to the one "
+    "An adapter on a module that several layers share (`zamba`, `zamba2`) is merged for "
+    "each layer, as it was trained, "
+    "and the merged config says `tie_word_embeddings: false`. PEFT's merge adds the "
+    "adapters of all layers to the one "
     "weight.",
-    "`emu3` and `shieldgemma2` stream from files with the names of the class that trains on text. The files of the "
-    "class that is published have names which that class does not read: LEMA refuses them as tensors that are missing, "
-    "and `AutoModelForCausalLM` (of `shieldgemma2`, `AutoModelForImageTextToText`) draws random values for all weights "
+    "`emu3` and `shieldgemma2` stream from files with the names of the class that trains "
+    "on text. The files of the "
+    "class that is published have names which that class does not read: LEMA refuses them "
+    "as tensors that are missing, "
+    "and `AutoModelForCausalLM` (of `shieldgemma2`, `AutoModelForImageTextToText`) draws "
+    "random values for all weights "
     "of the text.",
 )
 

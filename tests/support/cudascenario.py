@@ -1,4 +1,6 @@
-"""A random course of uploads, leases, downloads and gatherings, and what every byte that is read must be."""
+"""A random course of uploads, leases, downloads and gatherings, and what every byte that is read
+must be.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ class Scenario:
         self.buffers: list[Tensor] = []  # host memory that nothing reads
         self.downloads: list[Down] = []
         self.brought: list[tuple[Tensor, int]] = []  # host memory that a download was begun to
-        self.gatherings: list[tuple[Any, Tensor | None, int]] = []  # without the memory: it was dropped
+        self.gatherings: list[
+            tuple[Any, Tensor | None, int]
+        ] = []  # without the memory: it was dropped
         self.number = self.blocked = 0
         self.wholes = [self.device_memory() for _ in range(2)]
         actions = [
@@ -80,19 +84,26 @@ class Scenario:
         self.device.run_all()
         assert self.device.host_waits <= self.blocked, "the training thread was made to wait"
         for what, value, found in self.reads:
-            assert bytes(found) == bytes([value]) * len(found), f"{what}: {bytes(found)!r}, not {value}"
+            assert bytes(found) == bytes([value]) * len(found), (
+                f"{what}: {bytes(found)!r}, not {value}"
+            )
 
     # Memory
 
     def device_memory(self) -> Tensor:
-        """Allocate, as torch does: whoever had the memory before has let it go while work in it was still queued."""
+        """Allocate, as torch does: whoever had the memory before has let it go while work in it
+        was still queued.
+        """
         memory = self.device.memory(NBYTES, self.next_tenant)
         self.write(self.device.compute, memory.data_ptr(), GARBAGE)
         return memory
 
     def next_tenant(self, memory: np.ndarray) -> None:
-        """Use the memory for something else, in the queue of compute, the moment the last tensor in it is dropped."""
-        compute, value = self.device.queues[0], self.fresh()
+        """Use the memory for something else, in the queue of compute, the moment the last tensor
+        in it is dropped.
+        """
+        compute = self.device.queues[0]
+        value = self.fresh()
         self.write(compute, memory.ctypes.data, value)
         self.read(compute, memory.ctypes.data, value, "memory that was given back")
 
@@ -132,7 +143,8 @@ class Scenario:
             self.held = [one for one in self.held if one.ring is not ring]
 
     def upload(self) -> None:
-        source, value = self.host_memory(), self.fresh()
+        source = self.host_memory()
+        value = self.fresh()
         source.fill_(value)
         if not self.begin_upload(source, value):
             self.buffers.append(source)
@@ -158,23 +170,32 @@ class Scenario:
 
     def lease_again(self) -> None:
         if one := self.one_of([one for one in self.held if one.released and not one.refilled]):
-            one.leased, one.released = one.upload.wait(), False
+            one.leased = one.upload.wait()
+            one.released = False
             one.ring.free.remove(one.slot)
             self.read(self.device.compute, one.leased.data_ptr(), one.value, "a slot leased again")
 
     def release(self) -> None:
         if one := self.one_of([one for one in self.held if not one.released]):
             if one.leased is not None:
-                self.read(self.device.compute, one.leased.data_ptr(), one.value, "a slot before its release")
+                self.read(
+                    self.device.compute,
+                    one.leased.data_ptr(),
+                    one.value,
+                    "a slot before its release",
+                )
             one.upload.release()
             self.after_release(one)
 
     def after_release(self, one: Held) -> None:
-        one.leased, one.released = None, True
+        one.leased = None
+        one.released = True
         one.ring.free.append(one.slot)
 
     def drain(self) -> None:
-        if one := self.one_of([one for one in self.held if one.released and one.source is not None]):
+        if one := self.one_of(
+            [one for one in self.held if one.released and one.source is not None]
+        ):
             one.upload.drained()
             self.blocked += 1
             one.source.fill_(GARBAGE)
@@ -190,10 +211,14 @@ class Scenario:
     # Downloads
 
     def download(self) -> None:
-        source, target, value = self.device_memory(), self.host_memory(), self.fresh()
+        source = self.device_memory()
+        target = self.host_memory()
+        value = self.fresh()
         self.write(self.device.compute, source.data_ptr(), value)
         download = self.code.CopyDown(self.copies, source, target)
-        self.downloads.append(Down(download, source if self.chance.random() < 0.5 else None, value, target))
+        self.downloads.append(
+            Down(download, source if self.chance.random() < 0.5 else None, value, target)
+        )
         if self.chance.random() < 0.5:
             self.brought.append((target, value))
 
@@ -209,16 +234,24 @@ class Scenario:
         if down := self.one_of([down for down in self.downloads if down.target is not None]):
             down.download.landed()
             self.blocked += 1
-            self.reads.append(("what has landed", down.value, bytearray(down.target.numpy().tobytes())))
+            self.reads.append(
+                ("what has landed", down.value, bytearray(down.target.numpy().tobytes()))
+            )
 
     # Gatherings
 
     def gather(self) -> None:
         if one := self.one_of([one for one in self.held if not one.released]):
-            whole = self.chance.choice(self.wholes) if self.chance.random() < 0.7 else self.device_memory()
+            whole = (
+                self.chance.choice(self.wholes)
+                if self.chance.random() < 0.7
+                else self.device_memory()
+            )
             self.gatherings = [found for found in self.gatherings if found[1] is not whole]
             gathering = self.replicas.gather(one.upload, whole)
-            self.gatherings.append((gathering, whole if self.chance.random() < 0.7 else None, one.value))
+            self.gatherings.append(
+                (gathering, whole if self.chance.random() < 0.7 else None, one.value)
+            )
             self.after_release(one)
 
     def end_gather(self) -> None:
@@ -227,11 +260,15 @@ class Scenario:
             if self.chance.random() < 0.7:
                 gathering.wait()
                 if whole is not None:
-                    self.read(self.device.compute, whole.data_ptr(), value, "a layer that was gathered")
+                    self.read(
+                        self.device.compute, whole.data_ptr(), value, "a layer that was gathered"
+                    )
 
 
 class Sender:
-    """A replica alone: what it gathers is its own part. As torch's: queued where work is queued now."""
+    """A replica alone: what it gathers is its own part. As torch's: queued where work is queued
+    now.
+    """
 
     rank = local_rank = 0
     size = local_size = 1

@@ -15,10 +15,14 @@ WRITE = checkpoint.save_file
 
 
 class Disk(TrainerCallback):
-    """A disk that is full from the beginning of some steps to that of the next; notes what callbacks are told."""
+    """A disk that is full from the beginning of some steps to that of the next; notes what
+    callbacks are told.
+    """
 
     def __init__(self, *full: int) -> None:
-        self.full, self.now, self.saved = full, 0, list[int]()
+        self.full = full
+        self.now = 0
+        self.saved = list[int]()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.now = state.global_step + 1

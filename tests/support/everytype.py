@@ -41,7 +41,8 @@ REFUSED = {
 
 PIXELS = "missing 1 required positional argument: 'pixel_values'"
 
-# Refused of the types that see images: they do not run on text alone, or not as one stack of layers.
+# Refused of the types that see images: they do not run on text alone, or not as one stack of
+# layers.
 REFUSED |= {
     "blip": PIXELS,
     "blip-2": PIXELS,
@@ -71,7 +72,8 @@ NOT_BUILT = {
     "musicgen_melody": "no attribute 'dropout'",
     "perception_lm": "requires the timm library",
     "pp_formulanet": "not auto.handled",
-    "shieldgemma2": "the checkpoint does not fit the model",  # transformers does not read what it writes either
+    # transformers does not read what it writes either
+    "shieldgemma2": "the checkpoint does not fit the model",
 }
 
 # Equal to 1e-6 relative only, and why.
@@ -82,7 +84,9 @@ CLOSE = {
 # Ways to lay out rows that `transformers` itself does not take.
 UNTAKEN = {
     "git": ("plain", "padded", "packed"),  # with labels it looks for an image
-    "xlnet": ("padded",),  # "output with shape [12, 12, 1, 1] doesn't match the broadcast shape [12, 12, 2, 1]"
+    "xlnet": (
+        "padded",
+    ),  # "output with shape [12, 12, 1, 1] doesn't match the broadcast shape [12, 12, 2, 1]"
 }
 
 MODEL_TYPES = model_types()
@@ -118,7 +122,9 @@ class Comparison:
 
 
 def micro_batches() -> list[dict[str, Tensor]]:
-    """Two micro-batches of two rows, of different lengths, every token a trained one but the first ones."""
+    """Two micro-batches of two rows, of different lengths, every token a trained one but the
+    first ones.
+    """
     generator = torch.Generator().manual_seed(2)
     batches = []
     for length in (12, 9):
@@ -129,8 +135,12 @@ def micro_batches() -> list[dict[str, Tensor]]:
     return batches
 
 
-def write_model(config: PreTrainedConfig, directory: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a random model of `config`; norms and biases random too, or they tell no layers apart."""
+def write_model(
+    config: PreTrainedConfig, directory: Path, dtype: torch.dtype = torch.float32
+) -> Path:
+    """Write a random model of `config`; norms and biases random too, or they tell no layers
+    apart.
+    """
     torch.manual_seed(1)
     model = auto_class(config).from_config(config, dtype=dtype)
     with torch.no_grad():
@@ -138,16 +148,21 @@ def write_model(config: PreTrainedConfig, directory: Path, dtype: torch.dtype = 
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
         for module in model.modules():
             if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
-                module.weight[module.padding_idx] = 0.0  # some types' from_pretrained zeroes it, whatever is stored
+                module.weight[module.padding_idx] = (
+                    0.0  # some types' from_pretrained zeroes it, whatever is stored
+                )
     model.save_pretrained(directory)
-    config.save_pretrained(directory)  # some types save only the part they were built from, which no auto class knows
+    config.save_pretrained(
+        directory
+    )  # some types save only the part they were built from, which no auto class knows
     return directory
 
 
 @contextmanager
 def opened(directory: Path, **changes: Any) -> Iterator[LemaModel]:
-    """Open a model for streaming with an adapter on every linear, in training mode. Stacked experts have none unless
-    `changes` say so, because products with adapted ones round in another way than PEFT's."""
+    """Open a model for streaming with an adapter on every linear, in training mode. Stacked experts
+    have none unless `changes` say so, because products with adapted ones round in another way than
+    PEFT's."""
     drawn = {"lora_rank": 2, "lora_alpha": 4, "seed": SEED, "lora_target_parameters": []}
     settings = drawn | {"gradient_checkpointing": True, "save_steps": 0} | changes
     config = LemaConfig(str(directory), device="cpu", device_memory=None, **settings)
@@ -161,11 +176,14 @@ def opened(directory: Path, **changes: Any) -> Iterator[LemaModel]:
 
 
 def compare(model: str | PreTrainedConfig, directory: Path, **changes: Any) -> Comparison:
-    """Stream one step of a model, or of a tiny one of a type, take it on the whole model too, and compare them.
+    """Stream one step of a model, or of a tiny one of a type, take it on the whole model too, and
+    compare them.
 
     `changes` are settings of the streamed one.
     """
-    published = write_model(tiny_config(model) if isinstance(model, str) else model, directory / "published")
+    published = write_model(
+        tiny_config(model) if isinstance(model, str) else model, directory / "published"
+    )
     batches = micro_batches()
     with opened(published, **changes) as model:
         draw_b(model.lora_manager)
@@ -176,9 +194,14 @@ def compare(model: str | PreTrainedConfig, directory: Path, **changes: Any) -> C
         streamed = {name: parameter.grad for name, parameter in trained(model.lora_manager).items()}
         adapter = model.lora_manager.peft_config["default"]
         bytes_offloaded = model.adapter.counters.bytes_offloaded
-        layers_name, num_layers = model.split.layers_name, model.split.num_layers
+        layers_name = model.split.layers_name
+        num_layers = model.split.num_layers
         shifted = model.adapter.shifts_labels
-    base = aligned(auto_class(AutoConfig.from_pretrained(published)).from_pretrained(published, dtype=torch.float32))
+    base = aligned(
+        auto_class(AutoConfig.from_pretrained(published)).from_pretrained(
+            published, dtype=torch.float32
+        )
+    )
     base.config.use_cache = False
     torch.manual_seed(SEED)
     whole = get_peft_model(base, adapter).train()
@@ -192,7 +215,11 @@ def compare(model: str | PreTrainedConfig, directory: Path, **changes: Any) -> C
         max(difference(one, other) for one, other in zip(logits, outputs, strict=True)),
         difference(loss.detach(), expected),
         {name: difference(streamed[name], gradients[name]) for name in gradients},
-        [layer for layer in range(num_layers) if not any(f".{layers_name}.{layer}." in name for name in active)],
+        [
+            layer
+            for layer in range(num_layers)
+            if not any(f".{layers_name}.{layer}." in name for name in active)
+        ],
         bytes_offloaded,
     )
 
@@ -200,12 +227,18 @@ def compare(model: str | PreTrainedConfig, directory: Path, **changes: Any) -> C
 def whole_loss(
     model: torch.nn.Module, batches: list[dict[str, Tensor]], *, shifted: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """Accumulate gradients over micro-batches on the whole model; return the loss of the step, and the logits."""
-    tokens, total, outputs = trained_tokens(batches, shifted=shifted), torch.zeros(()), []
+    """Accumulate gradients over micro-batches on the whole model; return the loss of the step,
+    and the logits.
+    """
+    tokens = trained_tokens(batches, shifted=shifted)
+    total = torch.zeros(())
+    outputs = []
     for batch in batches:
         logits = model(**model_inputs(batch), use_cache=False).logits
         targets = targets_of(batch["labels"], shifted=shifted)
-        summed = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+        summed = torch.nn.functional.cross_entropy(
+            logits.float().flatten(0, 1), targets.flatten(), reduction="sum"
+        )
         (summed / tokens).backward()
         total = total + summed.detach() / tokens
         outputs.append(logits.detach())
@@ -215,12 +248,22 @@ def whole_loss(
 def ways() -> dict[str, dict[str, Tensor]]:
     """One micro-batch of two rows in each of the ways in which rows are laid out."""
     plain = micro_batches()[0]
-    ids, labels, length = plain["input_ids"], plain["labels"], plain["input_ids"].shape[1]
+    ids = plain["input_ids"]
+    labels = plain["labels"]
+    length = plain["input_ids"].shape[1]
     mask = torch.ones_like(ids)
     mask[1, 8:] = 0
-    padding = {"input_ids": ids * mask, "labels": labels.masked_fill(mask == 0, -100), "attention_mask": mask}
+    padding = {
+        "input_ids": ids * mask,
+        "labels": labels.masked_fill(mask == 0, -100),
+        "attention_mask": mask,
+    }
     begins = torch.cat([torch.arange(7), torch.arange(length - 7)]).repeat(2, 1)
-    several = {"input_ids": ids, "labels": labels.masked_fill(begins == 0, -100), "position_ids": begins}
+    several = {
+        "input_ids": ids,
+        "labels": labels.masked_fill(begins == 0, -100),
+        "position_ids": begins,
+    }
     return {"plain": plain, "padded": padding, "packed": several}
 
 
@@ -229,21 +272,26 @@ Step = tuple[Tensor, list[Tensor], dict[str, Tensor | None]]
 
 
 def compare_ways(model_type: str, directory: Path, dtype: torch.dtype) -> dict[str, float]:
-    """Train one micro-batch in each way, streamed and on the whole model, which is given the labels.
+    """Train one micro-batch in each way, streamed and on the whole model, which is given the
+    labels.
 
     Returns:
-        The largest difference of loss, logits and gradients, by dtype and way; those ways that `transformers` takes,
-        and in fp32 a step of two micro-batches of different lengths.
+        The largest difference of loss, logits and gradients, by dtype and way; those ways that
+        `transformers` takes, and in fp32 a step of two micro-batches of different lengths.
     """
-    published, found = write_model(tiny_config(model_type), directory / "published"), {}
+    published = write_model(tiny_config(model_type), directory / "published")
+    found = {}
     name = str(dtype).removeprefix("torch.")
     with opened(published, dtype=name) as model:
         whole = _whole(published, dtype, model.lora_manager)
         if dtype is torch.float32:
-            found["two micro-batches"] = farthest(_streamed_step(model, *micro_batches()), _two(whole, model))
+            found["two micro-batches"] = farthest(
+                _streamed_step(model, *micro_batches()), _two(whole, model)
+            )
         for way, batch in ways().items():
             if way not in UNTAKEN.get(model_type, ()):
-                streamed, expected = _streamed_step(model, batch), _whole_step(whole, batch, dtype)
+                streamed = _streamed_step(model, batch)
+                expected = _whole_step(whole, batch, dtype)
                 found[f"{name} {way}"] = farthest(streamed, expected)
     return found
 
@@ -258,7 +306,9 @@ def farthest(one: Step, other: Step) -> float:
 
 
 def _whole(published: Path, dtype: torch.dtype, streamed: PeftModel) -> PeftModel:
-    base = aligned(auto_class(AutoConfig.from_pretrained(published)).from_pretrained(published, dtype=dtype))
+    base = aligned(
+        auto_class(AutoConfig.from_pretrained(published)).from_pretrained(published, dtype=dtype)
+    )
     torch.manual_seed(SEED)
     whole = get_peft_model(base, streamed.peft_config["default"]).train()
     for model in (streamed, whole):
@@ -277,10 +327,13 @@ def _streamed_step(model: LemaModel, *batches: dict[str, Tensor]) -> Step:
 def _two(whole: PeftModel, streamed: LemaModel) -> Step:
     torch.manual_seed(DRAWS)
     loss, logits = whole_loss(whole, micro_batches(), shifted=streamed.adapter.shifts_labels)
-    name, gradients = streamed.split.layers_name, _taken(whole)
+    name = streamed.split.layers_name
+    gradients = _taken(whole)
     for layer in range(streamed.split.num_layers):
         inside = [one for key, one in gradients.items() if f".{name}.{layer}." in key]
-        assert any(one is not None and bool(one.any()) for one in inside), f"layer {layer} has no gradient"
+        assert any(one is not None and bool(one.any()) for one in inside), (
+            f"layer {layer} has no gradient"
+        )
     return loss, logits, gradients
 
 
@@ -299,7 +352,9 @@ def _taken(model: PeftModel) -> dict[str, Tensor | None]:
 
 
 def difference(one: Tensor | None, other: Tensor | None) -> float:
-    """Return how far two tensors are apart, relative to the other's length; 0 only where they are bitwise equal."""
+    """Return how far two tensors are apart, relative to the other's length; 0 only where they
+    are bitwise equal.
+    """
     if one is None or other is None:
         present = one if other is None else other
         return 0.0 if present is None or not present.any() else float("inf")

@@ -1,7 +1,8 @@
-"""A disk whose reads fail, or return fewer bytes than were asked for, as the files of some names have it.
+"""A disk whose reads fail, or return fewer bytes than were asked for, as the files of some names
+have it.
 
-What Python reads is seen at the system call: by descriptor and place, or in files that are opened unbuffered below the
-buffers they always have. What a library reads past Python is not seen.
+What Python reads is seen at the system call: by descriptor and place, or in files that are opened
+unbuffered below the buffers they always have. What a library reads past Python is not seen.
 """
 
 import builtins
@@ -24,7 +25,9 @@ class FailingDisk:
     """
 
     def __init__(self, name: str, *, begin: int | None = None, short: bool = False) -> None:
-        self.name, self.begin, self.short = name, begin, short
+        self.name = name
+        self.begin = begin
+        self.short = short
         self.reads = 0  # that were seen
 
     def install(self, put: Callable[[Any, str, Any], None]) -> "FailingDisk":
@@ -48,7 +51,11 @@ class FailingDisk:
 
     def _pread(self, call: Callable[..., bytes]) -> Callable[..., bytes]:
         def read(descriptor: int, nbytes: int, offset: int) -> bytes:
-            return call(descriptor, self.allowed(offset, nbytes) if self._meant(descriptor) else nbytes, offset)
+            return call(
+                descriptor,
+                self.allowed(offset, nbytes) if self._meant(descriptor) else nbytes,
+                offset,
+            )
 
         return read
 
@@ -60,7 +67,9 @@ class FailingDisk:
             nbytes = self.allowed(offset, sum(map(len, views)))
             if not self.short:
                 return call(descriptor, views, offset, *flags)
-            whole = max(nbytes // PAGE * PAGE, min(len(first), PAGE))  # as a read past the page cache ends
+            whole = max(
+                nbytes // PAGE * PAGE, min(len(first), PAGE)
+            )  # as a read past the page cache ends
             return call(descriptor, [first[:whole]], offset, *flags)
 
         return read
@@ -70,7 +79,9 @@ class FailingDisk:
             file: Any, mode: str = "r", buffering: int = -1, encoding: Any = None, errors: Any = None,
             newline: Any = None, closefd: bool = True, opener: Any = None,
         ) -> Any:  # fmt: skip
-            is_meant = self._meant(file) if isinstance(file, int) else self.name in os.fsdecode(file)
+            is_meant = (
+                self._meant(file) if isinstance(file, int) else self.name in os.fsdecode(file)
+            )
             if not is_meant or set(mode) & set("wax+"):
                 return call(file, mode, buffering, encoding, errors, newline, closefd, opener)
             raw = _Raw(file, "r", closefd, opener)
@@ -78,7 +89,11 @@ class FailingDisk:
             if buffering == 0:
                 return raw
             buffer = io.BufferedReader(raw)
-            return buffer if "b" in mode else io.TextIOWrapper(buffer, encoding or "utf-8", errors, newline)
+            return (
+                buffer
+                if "b" in mode
+                else io.TextIOWrapper(buffer, encoding or "utf-8", errors, newline)
+            )
 
         return opened
 

@@ -15,10 +15,14 @@ DEVICE = torch.device("cpu", 0)
 
 
 class FakeStream:
-    """`torch.Stream`. Within it, a copy that need not be waited for is queued; one that must be is a mistake."""
+    """`torch.Stream`. Within it, a copy that need not be waited for is queued; one that must be
+    is a mistake.
+    """
 
     def __init__(self, queue: FakeQueue) -> None:
-        self.queue, self.device, self.device_index = queue, DEVICE, DEVICE.index
+        self.queue = queue
+        self.device = DEVICE
+        self.device_index = DEVICE.index
         self._mode: QueuedCopies | None = None
 
     def wait_event(self, event: FakeTorchEvent) -> None:
@@ -41,7 +45,9 @@ class QueuedCopies(TorchFunctionMode):
         super().__init__()
         self._queue = queue
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is not Tensor.copy_:
             return function(*args, **(kwargs or {}))
         assert kwargs == {"non_blocking": True}, "a copy that the host waits for"
@@ -50,7 +56,9 @@ class QueuedCopies(TorchFunctionMode):
 
 
 class FakeTorchEvent:
-    """`torch.Event`, which answers in threads only where its device has been made the current one."""
+    """`torch.Event`, which answers in threads only where its device has been made the current
+    one.
+    """
 
     def __init__(self, installed: FakeTorch, device: torch.device, *, blocking: bool) -> None:
         assert device == DEVICE and blocking
@@ -79,7 +87,9 @@ class FakeTorch:
         self.device: FakeDevice | None = None
         self.current_index: int | None = None
         monkeypatch.setattr(torch, "Stream", self._stream)
-        monkeypatch.setattr(torch, "Event", lambda *args, **named: FakeTorchEvent(self, *args, **named))
+        monkeypatch.setattr(
+            torch, "Event", lambda *args, **named: FakeTorchEvent(self, *args, **named)
+        )
         monkeypatch.setattr(torch.accelerator, "current_stream", self._current_stream)
         monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: DEVICE.index)
         monkeypatch.setattr(torch.accelerator, "device_index", self._device_index)
@@ -99,11 +109,19 @@ class FakeTorch:
         def enter() -> None:
             self.current_index = index
 
-        def leave(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        def leave(
+            kind: type[BaseException] | None,
+            error: BaseException | None,
+            trace: TracebackType | None,
+        ) -> None:
             self.current_index = None
 
         return _context(enter, leave)
 
 
 def _context(enter: Any, leave: Any) -> Any:
-    return type("Context", (SimpleNamespace,), {"__enter__": lambda _: enter(), "__exit__": lambda _, *e: leave(*e)})()
+    return type(
+        "Context",
+        (SimpleNamespace,),
+        {"__enter__": lambda _: enter(), "__exit__": lambda _, *e: leave(*e)},
+    )()

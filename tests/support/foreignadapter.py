@@ -1,4 +1,6 @@
-"""Adapters as the parallel library saves them, written by its documented rules and with none of the code under test."""
+"""Adapters as the parallel library saves them, written by its documented rules and with none of
+the code under test.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ HEAD_DIM = 4
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the model and the group: `copies` of keys and values; grouped where these are replicated."""
+    """Of the model and the group: `copies` of keys and values; grouped where these are
+    replicated.
+    """
 
     tp: int
     heads: int
@@ -38,7 +42,9 @@ class Shape:
     def key_slots(self, rank: int) -> list[tuple[int, int]]:
         """Which (head of keys, replica) one rank holds."""
         if self.where == "tile":
-            line = [(head, replica) for replica in range(self.copies) for head in range(self.kv_heads)]
+            line = [
+                (head, replica) for replica in range(self.copies) for head in range(self.kv_heads)
+            ]
         else:  # as many heads as a rank holds, on `copies` ranks in a row
             each = self.kv_heads * self.copies // self.tp
             line = [
@@ -54,7 +60,11 @@ class Shape:
         """The query heads of a rank: of each of its heads of keys the replica's share."""
         group = self.heads // self.kv_heads
         share = group // self.copies
-        return [head * group + replica * share + i for head, replica in self.key_slots(rank) for i in range(share)]
+        return [
+            head * group + replica * share + i
+            for head, replica in self.key_slots(rank)
+            for i in range(share)
+        ]
 
 
 def rows(tensor: Tensor, heads: list[int]) -> Tensor:
@@ -65,12 +75,16 @@ def chunk(tensor: Tensor, shape: Shape, rank: int, dim: int) -> Tensor:
     return tensor.chunk(shape.tp, dim)[rank].clone()
 
 
-def of_rank(adapter: Mapping[str, Tensor], shape: Shape, rank: int, layers: range) -> dict[str, Tensor]:
+def of_rank(
+    adapter: Mapping[str, Tensor], shape: Shape, rank: int, layers: range
+) -> dict[str, Tensor]:
     """What one rank of one stage holds."""
     held: dict[str, Tensor] = {}
     for layer in layers:
-        attention, mlp = ATTENTION.format(layer), MLP.format(layer)
-        queries, keys = shape.query_heads(rank), [head for head, _ in shape.key_slots(rank)]
+        attention = ATTENTION.format(layer)
+        mlp = MLP.format(layer)
+        queries = shape.query_heads(rank)
+        keys = [head for head, _ in shape.key_slots(rank)]
         q, k, v = (adapter[f"{attention}.{name}_proj.lora_B.weight"] for name in "qkv")
         if shape.grouped:
             base = f"{attention}.qkv_proj"
@@ -87,31 +101,47 @@ def of_rank(adapter: Mapping[str, Tensor], shape: Shape, rank: int, layers: rang
                 held[f"{base}.lora_B.weight"] = chunk(b, shape, rank, 0)
         after = adapter[f"{attention}.o_proj.lora_A.weight"]
         held[f"{attention}.o_proj.lora_A.weight"] = (
-            rows(after.t(), queries).t().contiguous() if shape.grouped else chunk(after, shape, rank, 1)
+            rows(after.t(), queries).t().contiguous()
+            if shape.grouped
+            else chunk(after, shape, rank, 1)
         )
-        held[f"{attention}.o_proj.lora_B.weight"] = adapter[f"{attention}.o_proj.lora_B.weight"].clone()
+        held[f"{attention}.o_proj.lora_B.weight"] = adapter[
+            f"{attention}.o_proj.lora_B.weight"
+        ].clone()
         gate, up = (adapter[f"{mlp}.{name}_proj.lora_B.weight"] for name in ("gate", "up"))
-        held[f"{mlp}.gate_up_proj.lora_A.weight"] = adapter[f"{mlp}.gate_proj.lora_A.weight"].clone()
-        held[f"{mlp}.gate_up_proj.lora_B.weight"] = torch.cat([chunk(gate, shape, rank, 0), chunk(up, shape, rank, 0)])
-        held[f"{mlp}.down_proj.lora_A.weight"] = chunk(adapter[f"{mlp}.down_proj.lora_A.weight"], shape, rank, 1)
+        held[f"{mlp}.gate_up_proj.lora_A.weight"] = adapter[
+            f"{mlp}.gate_proj.lora_A.weight"
+        ].clone()
+        held[f"{mlp}.gate_up_proj.lora_B.weight"] = torch.cat(
+            [chunk(gate, shape, rank, 0), chunk(up, shape, rank, 0)]
+        )
+        held[f"{mlp}.down_proj.lora_A.weight"] = chunk(
+            adapter[f"{mlp}.down_proj.lora_A.weight"], shape, rank, 1
+        )
         held[f"{mlp}.down_proj.lora_B.weight"] = adapter[f"{mlp}.down_proj.lora_B.weight"].clone()
     if 0 in layers:
-        held |= {name: tensor.clone() for name, tensor in adapter.items() if name.startswith(EMBEDDING)}
+        held |= {
+            name: tensor.clone() for name, tensor in adapter.items() if name.startswith(EMBEDDING)
+        }
     return held
 
 
-def metadata_of(held: Mapping[str, Tensor], shape: Shape, layers: range, sizes: Mapping[str, int]) -> dict[str, Any]:
+def metadata_of(
+    held: Mapping[str, Tensor], shape: Shape, layers: range, sizes: Mapping[str, int]
+) -> dict[str, Any]:
     """What the library writes of one stage."""
     whole = {"tensor_model_parallel": False}
     parameters: dict[str, dict[str, Any]] = {}
     for name in held:
         cut = {"partition_stride": 1, "num_partitions": shape.tp, "tensor_model_parallel": True}
         dim = 1 if ".lora_A." in name else 0
-        column, row = ("o_proj" not in name and "down_proj" not in name), ("o_proj" in name or "down_proj" in name)
+        column = "o_proj" not in name and "down_proj" not in name
+        row = "o_proj" in name or "down_proj" in name
         is_cut = (column and dim == 0) or (row and dim == 1)
         spelt = name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default.")
         if ".lora_embedding_" in name:
-            spelt, is_cut = f"{name}.default", False
+            spelt = f"{name}.default"
+            is_cut = False
         parameters[spelt] = {**cut, "partition_dim": dim} if is_cut else dict(whole)
         if name.endswith("weight_qkv"):
             parameters[spelt] = dict(whole)  # the library forgets to mark it
@@ -133,7 +163,12 @@ def metadata_of(held: Mapping[str, Tensor], shape: Shape, layers: range, sizes: 
             "tp_size": shape.tp,
             "peft_type": "lora",
         }
-        specs.append({"module_fully_qualified_name": MLP.format(layer), "specs": [["FusedLinearsSpec", fused]]})
+        specs.append(
+            {
+                "module_fully_qualified_name": MLP.format(layer),
+                "specs": [["FusedLinearsSpec", fused]],
+            }
+        )
     return {"parameters": parameters, "model_weight_transformation_specs": specs}
 
 
@@ -165,7 +200,9 @@ def write_foreign(
     stages: int = 1,
     references: bool = False,
 ) -> Path:
-    """Write `adapter_default/` into `directory` and return it; `references`: every tensor in a file of its own."""
+    """Write `adapter_default/` into `directory` and return it; `references`: every tensor in a
+    file of its own.
+    """
     root = directory / "adapter_default"
     shards = root / "adapter_shards"
     (shards / "model").mkdir(parents=True)
@@ -186,7 +223,9 @@ def write_foreign(
 
 
 def save_references(held: Mapping[str, Tensor], file: Path) -> None:
-    """Save each tensor by itself, and in the file references to them, of a class that is not installed here."""
+    """Save each tensor by itself, and in the file references to them, of a class that is not
+    installed here.
+    """
     folder = file.with_name(f"{file.name}.tensors")
     folder.mkdir()
     names = ["torch_xla", "torch_xla.utils", "torch_xla.utils.serialization"]
@@ -196,7 +235,8 @@ def save_references(held: Mapping[str, Tensor], file: Path) -> None:
         def __init__(self, tid: int) -> None:
             self.tid = tid
 
-    TensorReference.__module__, TensorReference.__qualname__ = names[-1], "TensorReference"
+    TensorReference.__module__ = names[-1]
+    TensorReference.__qualname__ = "TensorReference"
     modules[names[-1]].TensorReference = TensorReference  # type: ignore[attr-defined]
     assert not sys.modules.keys() & modules.keys()
     sys.modules.update(modules)
@@ -204,7 +244,9 @@ def save_references(held: Mapping[str, Tensor], file: Path) -> None:
         for number, tensor in enumerate(held.values()):
             torch.save(tensor, folder / f"tensor_{number}.pt")
         torch.save({name: TensorReference(number) for number, name in enumerate(held)}, file)
-        about = {number: {"dtype": t.dtype, "shape": t.shape} for number, t in enumerate(held.values())}
+        about = {
+            number: {"dtype": t.dtype, "shape": t.shape} for number, t in enumerate(held.values())
+        }
         torch.save(about, file.with_name(f"{file.name}.info.pt"))
     finally:
         for name in names:

@@ -1,8 +1,9 @@
-"""Several processes of this machine that talk through gloo, forked from one that has imported what all of them need.
+"""Several processes of this machine that talk through gloo, forked from one that has imported what
+all of them need.
 
-They find what `torchrun` would have set. Starting them by `torchrun` takes each many seconds of importing: that is for
-tests of how processes are started, and ended. The process they are forked from has never differentiated, and so has no
-threads to lose.
+They find what `torchrun` would have set. Starting them by `torchrun` takes each many seconds of
+importing: that is for tests of how processes are started, and ended. The process they are forked
+from has never differentiated, and so has no threads to lose.
 """
 
 import gc
@@ -25,13 +26,19 @@ import torch
 
 TESTS = Path(__file__).parents[1]
 NEEDED = ["lema.cli.app", "lema.train.run", "lema.train.phases.run", "dividedwork", "neuronranks"]
-NEEDED += ["matplotlib.backends.backend_agg", "matplotlib.figure", "peft.tuners.lora.bnb"]  # which a run imports late
+NEEDED += [
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "peft.tuners.lora.bnb",
+]  # which a run imports late
 NEEDED += [f"transformers.models.{one}.modeling_{one}" for one in ("llama", "qwen3", "mixtral")]
 GIVEN = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": "lo"}
 TO_SEE_IT = 30.0  # seconds
 
 
-def run_forked(work: Callable[..., None], arguments: Sequence[Any], count: int, said: Path, timeout: float) -> None:
+def run_forked(
+    work: Callable[..., None], arguments: Sequence[Any], count: int, said: Path, timeout: float
+) -> None:
     """Call `work(*arguments)` in so many processes at once.
 
     Args:
@@ -51,9 +58,15 @@ def run_forked(work: Callable[..., None], arguments: Sequence[Any], count: int, 
 
 
 def run_program(
-    arguments: Sequence[str], count: int, said: Path, *, env: Mapping[str, str] | None = None, timeout: float = 240
+    arguments: Sequence[str],
+    count: int,
+    said: Path,
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 240,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python ARGUMENTS` in so many processes: a script's path, or `-m` and a module, then what it is given.
+    """Run `python ARGUMENTS` in so many processes: a script's path, or `-m` and a module, then what
+    it is given.
 
     Args:
         arguments: the command line.
@@ -66,9 +79,13 @@ def run_program(
         What all have written, and the first exit code that is not 0.
     """
     with _files(said, count) as files:
-        codes = _forked(_program, [list(arguments), Path.cwd(), {**os.environ, **(env or {})}], files, timeout)
+        codes = _forked(
+            _program, [list(arguments), Path.cwd(), {**os.environ, **(env or {})}], files, timeout
+        )
         out, errors = ("".join(outs[which].read_text() for outs in files) for which in (0, 1))
-    return subprocess.CompletedProcess(list(arguments), next((code for code in codes if code), 0), out, errors)
+    return subprocess.CompletedProcess(
+        list(arguments), next((code for code in codes if code), 0), out, errors
+    )
 
 
 def _program(arguments: list[str], directory: Path, env: Mapping[str, str]) -> None:
@@ -87,26 +104,43 @@ def _program(arguments: list[str], directory: Path, env: Mapping[str, str]) -> N
 def _files(said: Path, count: int) -> Iterator[list[tuple[Path, Path]]]:
     """Files for what so many processes write to their standard outputs."""
     with tempfile.TemporaryDirectory(dir=said, prefix="said-") as directory:
-        yield [(Path(directory) / f"{rank}.out", Path(directory) / f"{rank}.err") for rank in range(count)]
+        yield [
+            (Path(directory) / f"{rank}.out", Path(directory) / f"{rank}.err")
+            for rank in range(count)
+        ]
 
 
 def _forked(
-    work: Callable[..., None], arguments: Sequence[Any], files: Sequence[tuple[Path, Path]], timeout: float
+    work: Callable[..., None],
+    arguments: Sequence[Any],
+    files: Sequence[tuple[Path, Path]],
+    timeout: float,
 ) -> list[int]:
-    """Return the exit code of each process; when one fails, the others have little time to see it."""
+    """Return the exit code of each process; when one fails, the others have little time to see
+    it.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(NEEDED)
     dist: Any = torch.distributed
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), **GIVEN}
-    shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}  # the store is here
+    shared |= {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }  # the store is here
     processes: list[ForkServerProcess] = []
-    paths = [str(TESTS / "neuron"), str(TESTS / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [
+        str(TESTS / "neuron"),
+        str(TESTS / "support"),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     with _environment({**GIVEN, "PYTHONPATH": os.pathsep.join(paths)}):
         for rank, outs in enumerate(files):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             own |= {"WORLD_SIZE": str(len(files)), "LOCAL_WORLD_SIZE": str(len(files))}
-            processes.append(context.Process(target=_begin, args=(work, arguments, {**shared, **own}, outs)))
+            processes.append(
+                context.Process(target=_begin, args=(work, arguments, {**shared, **own}, outs))
+            )
             processes[-1].start()
     end = time.monotonic() + timeout
     while running := [process for process in processes if process.is_alive()]:
@@ -129,9 +163,14 @@ def command(words: Sequence[str], directory: Path) -> None:
 
 
 def _begin(
-    work: Callable[..., None], arguments: Sequence[Any], variables: Mapping[str, str], outs: tuple[Path, Path]
+    work: Callable[..., None],
+    arguments: Sequence[Any],
+    variables: Mapping[str, str],
+    outs: tuple[Path, Path],
 ) -> None:
-    gc.freeze()  # because a collection writes to every object's page, which is then no longer shared, and takes long
+    # because a collection writes to every object's page, which is then no longer shared, and takes
+    # long
+    gc.freeze()
     os.environ.update(variables)
     for number, file in zip((1, 2), outs, strict=True):
         with file.open("w") as out:

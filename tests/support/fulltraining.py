@@ -1,4 +1,6 @@
-"""Weights that train: which of them, on the whole model and streamed, and what a run of each leaves."""
+"""Weights that train: which of them, on the whole model and streamed, and what a run of each
+leaves.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,12 +37,24 @@ def one_in_the_middle(name: str) -> bool:
 
 
 def config_of(checkpoint: Checkpoint, **settings: object) -> LemaConfig:
-    fixed = {"device": "cpu", "save_steps": 0, "strategy": "resident", "learning_rate": 1e-2, "weight_decay": 0.1}
-    return LemaConfig(str(checkpoint.streamed), **{**fixed, "gradient_checkpointing": False, **settings})
+    fixed = {
+        "device": "cpu",
+        "save_steps": 0,
+        "strategy": "resident",
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+    }
+    return LemaConfig(
+        str(checkpoint.streamed), **{**fixed, "gradient_checkpointing": False, **settings}
+    )
 
 
 def whole(
-    checkpoint: Checkpoint, config: LemaConfig, chosen: Callable[[str], bool], count: int, steps: int = STEPS
+    checkpoint: Checkpoint,
+    config: LemaConfig,
+    chosen: Callable[[str], bool],
+    count: int,
+    steps: int = STEPS,
 ) -> tuple[list[Tensor], Weights]:
     """Train in memory, by torch and transformers alone; return the losses and what was trained."""
     model = aligned(AutoModelForCausalLM.from_pretrained(checkpoint.published))
@@ -48,7 +62,8 @@ def whole(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(chosen(name))
     trained = [parameter for parameter in model.train().parameters() if parameter.requires_grad]
-    optimizer, losses = make_optimizer(trained, config, model), []
+    optimizer = make_optimizer(trained, config, model)
+    losses = []
     for _ in range(steps):
         losses.append(accumulate(model, micro_batches(count)).detach())
         if config.max_grad_norm is not None:
@@ -70,13 +85,17 @@ def streamed(
     try:
         model.skeleton.train()
         training = FullTraining(model.adapter, config, chosen)
-        losses = [torch.tensor(training.accumulate(micro_batches(count)).loss) for _ in range(steps)]
+        losses = [
+            torch.tensor(training.accumulate(micro_batches(count)).loss) for _ in range(steps)
+        ]
         return losses, {name: master.detach().clone() for name, master in training.masters.items()}
     finally:
         model.close()
 
 
-def assert_same(one: tuple[Sequence[Tensor], Weights], other: tuple[Sequence[Tensor], Weights]) -> None:
+def assert_same(
+    one: tuple[Sequence[Tensor], Weights], other: tuple[Sequence[Tensor], Weights]
+) -> None:
     assert one[1].keys() == other[1].keys() and other[1]
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(one[0], other[0], strict=True))
     assert not [name for name, weight in other[1].items() if not torch.equal(one[1][name], weight)]

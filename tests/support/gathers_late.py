@@ -1,9 +1,12 @@
-"""Run by `torchrun`: replicas gather from each other on devices whose copies come late. Says `gathered` when right."""
+"""Run by `torchrun`: replicas gather from each other on devices whose copies come late. Says
+`gathered` when right.
+"""
 
 import torch
 from latedevice import LateDevice
 
-PART, LAYERS = 3 * 4096 + 8, 7
+PART = 3 * 4096 + 8
+LAYERS = 7
 
 
 def part(layer: int, rank: int) -> torch.Tensor:
@@ -12,7 +15,8 @@ def part(layer: int, rank: int) -> torch.Tensor:
 
 def main() -> None:
     backend = LateDevice(seed=2)
-    replicas, rank = backend.replicas, backend.replicas.rank
+    replicas = backend.replicas
+    rank = backend.replicas.rank
     assert replicas.size == replicas.local_size == 2 and replicas.local_rank == rank
     slots = backend.device_slots(PART, 2)
     wholes = [torch.zeros(2 * PART, dtype=torch.uint8) for _ in range(2)]

@@ -1,4 +1,6 @@
-"""Models without weights: a config, and a file with a true header and nothing behind it, as large as the real one."""
+"""Models without weights: a config, and a file with a true header and nothing behind it, as
+large as the real one.
+"""
 
 import json
 from pathlib import Path
@@ -17,19 +19,26 @@ SIZES = {  # hidden, intermediate, layers, heads, key and value heads
 }
 
 
-def write_hollow(directory: Path, config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16) -> Path:
+def write_hollow(
+    directory: Path, config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16
+) -> Path:
     """Write `config.json`, and `model.safetensors` of which only the header is on the disk."""
     directory.mkdir(parents=True, exist_ok=True)
     config.dtype = dtype
     config.save_pretrained(directory)
     model = meta_model(config, dtype)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end, seen = 0, set[int]()
+    end = 0
+    seen = set[int]()
     for name, tensor in model.named_parameters():
         if id(tensor) not in seen:
             seen.add(id(tensor))
             span = [end, end + tensor.nbytes]
-            header[name] = {"dtype": STORED[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+            header[name] = {
+                "dtype": STORED[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": span,
+            }
             end = span[1]
     raw = json.dumps(header).encode()
     with (directory / "model.safetensors").open("wb") as out:

@@ -24,7 +24,8 @@ class FakeStore:
     """
 
     def __init__(self, device: FakeDevice, chance: Random) -> None:
-        self.device, self.chance = device, chance
+        self.device = device
+        self.chance = chance
         self.live = self.refused = 0
         self.free = list[Tensor]()
 
@@ -61,7 +62,8 @@ class HostOnly(FakeStore):
 
 class Kept:
     def __init__(self, store: FakeStore, nbytes: int) -> None:
-        self.store, self.nbytes = store, nbytes
+        self.store = store
+        self.nbytes = nbytes
         self.buffer: Tensor | None = None
         self.dropped = False
         store.live += 1
@@ -93,7 +95,9 @@ class Kept:
 
 
 class ThroughBuffers(FakeStore):
-    """A disk, as far as order goes: what has landed is taken out of its buffer, which is used again at once."""
+    """A disk, as far as order goes: what has landed is taken out of its buffer, which is used
+    again at once.
+    """
 
     def __init__(self, device: FakeDevice, chance: Random) -> None:
         super().__init__(device, chance)
@@ -117,7 +121,8 @@ class ThroughBuffers(FakeStore):
 
 class Written:
     def __init__(self, store: ThroughBuffers, nbytes: int) -> None:
-        self.store, self.nbytes = store, nbytes
+        self.store = store
+        self.nbytes = nbytes
         self.buffer: Tensor | None = None
         self.on_disk: bytes | None = None
         self.dropped = False
@@ -128,7 +133,8 @@ class Written:
         return self.buffer
 
     def filled(self, landed: Callable[[], None]) -> None:
-        buffer, self.buffer = self.buffer, None
+        buffer = self.buffer
+        self.buffer = None
         assert buffer is not None
 
         def write() -> None:
@@ -153,7 +159,8 @@ class Written:
         return self.buffer
 
     def used(self, drained: Callable[[], None]) -> None:
-        buffer, self.buffer = self.buffer, None
+        buffer = self.buffer
+        self.buffer = None
         assert buffer is not None
 
         def drain() -> None:
@@ -171,14 +178,14 @@ class Written:
 def settle(store: DiskStore) -> None:
     """Wait for what is on its way to the disk; raise what failed."""
     with store._lock:
-        wait([transfer.future for transfer in store._under_way if transfer.kind == "write"])
+        wait([transfer.future for transfer in store._in_flight if transfer.kind == "write"])
         store._check()
 
 
 def taken_bytes(store: DiskStore) -> int:
     """The bytes of the file in which something waits."""
     with store._lock:
-        store._look()
+        store._poll()
         return store._extents.taken_bytes
 
 

@@ -1,4 +1,6 @@
-"""The hub's cache as its library lays it out: blobs by hash, snapshots of links into them, refs to commits."""
+"""The hub's cache as its library lays it out: blobs by hash, snapshots of links into them, refs
+to commits.
+"""
 
 import hashlib
 import os
@@ -9,7 +11,12 @@ COMMIT = "1" * 40
 
 
 def write_cache(
-    cache: Path, files: Mapping[str, bytes], *, commit: str = COMMIT, ref: str = "main", name: str = "org/tiny"
+    cache: Path,
+    files: Mapping[str, bytes],
+    *,
+    commit: str = COMMIT,
+    ref: str = "main",
+    name: str = "org/tiny",
 ) -> Path:
     """Lay out a model in `cache` under its name on the hub, and return the snapshot."""
     repository = cache / f"models--{name.replace('/', '--')}"

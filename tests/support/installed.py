@@ -1,4 +1,6 @@
-"""Distributions installed for the length of one test, as pip would leave them: modules, and metadata beside them."""
+"""Distributions installed for the length of one test, as pip would leave them: modules, and
+metadata beside them.
+"""
 
 import sys
 import tomllib
@@ -21,11 +23,15 @@ def installed(
     group: str = "lema.backends",
     requires: Sequence[str] = (),
 ) -> Iterator[None]:
-    """Install a distribution into `site`: entry points of a group, and modules by name and source."""
+    """Install a distribution into `site`: entry points of a group, and modules by name and
+    source.
+    """
     metadata = site / f"{name.replace('-', '_')}-{version}.dist-info"
     metadata.mkdir(parents=True)
     needs = "".join(f"Requires-Dist: {requirement}\n" for requirement in requires)
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}"
+    )
     lines = [f"{point} = {value}" for point, value in entry_points.items()]
     (metadata / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
     for module, source in modules.items():

@@ -1,8 +1,9 @@
-"""A command line that is sent a signal as it comes to a function: `python interrupted.py SIGINT PLACE STUCK lema ...`.
+"""A command line that is sent a signal as it comes to a function: `python interrupted.py SIGINT
+PLACE STUCK lema ...`.
 
-PLACE is `module:name`. The signal goes to the command's process, also where the function is called in a worker of it.
-With STUCK "1" the function then never returns, within a library, where Python raises nothing. With AGAIN in the
-environment the signal comes a second time, so many seconds later.
+PLACE is `module:name`. The signal goes to the command's process, also where the function is called
+in a worker of it. With STUCK "1" the function then never returns, within a library, where Python
+raises nothing. With AGAIN in the environment the signal comes a second time, so many seconds later.
 """
 
 import ctypes
@@ -25,7 +26,8 @@ def stop_at(place: str, number: signal.Signals, *, stuck: bool) -> None:
     *owners, name = name.split(".")
     for owner in owners:
         holder = getattr(holder, owner)
-    function, sent = getattr(holder, name), []
+    function = getattr(holder, name)
+    sent = []
 
     @functools.wraps(function)  # so that a worker finds it by its name
     def stopping(*arguments: Any, **options: Any) -> Any:
@@ -38,7 +40,8 @@ def stop_at(place: str, number: signal.Signals, *, stuck: bool) -> None:
                 os.kill(MAIN, number)
             else:
                 threading.Timer(0.5, os.kill, (MAIN, number)).start()
-                lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, (ctypes.c_char * 64)()
+                lock = ctypes.CDLL(None).pthread_mutex_lock
+                mutex = (ctypes.c_char * 64)()
                 lock(mutex)
                 lock(mutex)  # for ever; no signal interrupts it
         return function(*arguments, **options)

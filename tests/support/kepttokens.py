@@ -1,10 +1,25 @@
-"""Files of all kinds of rows, and all that a data set made of them says, to be compared with another."""
+"""Files of all kinds of rows, and all that a data set made of them says, to be compared with
+another.
+"""
 
 import json
 
 import pyarrow as pa
 
-WORDS = ["the", "river", "runs", "past", "mill", "and", "under", "old", "stone", "bridge", "question", "answer"]
+WORDS = [
+    "the",
+    "river",
+    "runs",
+    "past",
+    "mill",
+    "and",
+    "under",
+    "old",
+    "stone",
+    "bridge",
+    "question",
+    "answer",
+]
 
 
 def said(number, count):
@@ -18,9 +33,16 @@ def chats(count):
 
 
 def write_all(write):
-    """Files of all kinds, with rows that are cut, dropped, left out, and labelled with other tokens."""
-    labelled = [{"input_ids": [5, 6, 7, 8 + n % 40], "labels": [-100, 9, 7, -100]} for n in range(60)]
-    prompts = [{"prompt": "the river " * (n % 20), "completion": said(n, 8), "weight": n % 2} for n in range(70)]
+    """Files of all kinds, with rows that are cut, dropped, left out, and labelled with other
+    tokens.
+    """
+    labelled = [
+        {"input_ids": [5, 6, 7, 8 + n % 40], "labels": [-100, 9, 7, -100]} for n in range(60)
+    ]
+    prompts = [
+        {"prompt": "the river " * (n % 20), "completion": said(n, 8), "weight": n % 2}
+        for n in range(70)
+    ]
     prompts = [row | {"id": n} for n, row in enumerate(prompts)]
     more = "".join(json.dumps({"text": said(n, 12)}) + "\n" for n in range(200)).encode()
     return [
@@ -37,5 +59,15 @@ def entries(tmp_path):
 
 
 def all_of(data):
-    rows = [(row["input_ids"], row["labels"], data.origin(i), data.num_tokens(i)) for i, row in enumerate(data)]
-    return rows, data.counts, data.fingerprint(), data.lengths.tolist(), list(data.skipped()), data.num_rows_of()
+    rows = [
+        (row["input_ids"], row["labels"], data.origin(i), data.num_tokens(i))
+        for i, row in enumerate(data)
+    ]
+    return (
+        rows,
+        data.counts,
+        data.fingerprint(),
+        data.lengths.tolist(),
+        list(data.skipped()),
+        data.num_rows_of(),
+    )

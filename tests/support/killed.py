@@ -1,7 +1,9 @@
-"""A run that is killed at a given change of its disk, in this process: from then on nothing reaches the disk any more.
+"""A run that is killed at a given change of its disk, in this process: from then on nothing reaches
+the disk any more.
 
-It costs no start of Python, and so can be done at every change. What the system holds for a process (locks, open files)
-goes as the exception passes through, and cleaning up fails, as it never happens after a kill.
+It costs no start of Python, and so can be done at every change. What the system holds for a process
+(locks, open files) goes as the exception passes through, and cleaning up fails, as it never happens
+after a kill.
 """
 
 import errno
@@ -17,12 +19,16 @@ from phaseruns import Killed
 
 def of_the_run(kind: str, path: Path) -> bool:
     """Whether a change is of the record, or makes something appear under its name, or go."""
-    return path.name == "metrics.jsonl" or (kind in ("rename", "replace") and ".part" not in path.parent.name)
+    return path.name == "metrics.jsonl" or (
+        kind in ("rename", "replace") and ".part" not in path.parent.name
+    )
 
 
-def killed(root: Path, patch: pytest.MonkeyPatch, work: Callable[[], Any], at: int, *, last: bool = False) -> list[str]:
-    """Do `work`, and let its change number `at` be its last; return those that came to be. Below 0 it is not killed;
-    and it may come to its end before, if it is the `last`."""
+def killed(
+    root: Path, patch: pytest.MonkeyPatch, work: Callable[[], Any], at: int, *, last: bool = False
+) -> list[str]:
+    """Do `work`, and let its change number `at` be its last; return those that came to be. Below 0
+    it is not killed; and it may come to its end before, if it is the `last`."""
     seen: list[str] = []
     dead = False
 

@@ -1,6 +1,7 @@
 """The CUDA backend's slots, downloads and host memory on a machine without such a device.
 
-Torch computes on the CPU, at once; what is copied is copied late, as late as events allow or when chance will have it.
+Torch computes on the CPU, at once; what is copied is copied late, as late as events allow or when
+chance will have it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from lema_cpu import CpuBackend
 
 
 class AtOnce:
-    """A queue whose work is done when it has been queued: what it waits for must be done by then."""
+    """A queue whose work is done when it has been queued: what it waits for must be done by
+    then.
+    """
 
     def __init__(self, device: FakeDevice) -> None:
         self.device = device
@@ -53,7 +56,8 @@ class LateDevice(CpuBackend):
         super().__init__()
         self.queues = FakeDevice(Random(seed or 0), holds_tensors=True)
         if seed is None:
-            self.queues._eager, self.queues._lazy = 0.0, True
+            self.queues._eager = 0.0
+            self.queues._lazy = True
         self.queues.compute = self.queues.gathers = AtOnce(self.queues)  # type: ignore[assignment]
         self.synchronized = 0
         self.slots: list[Tensor] = []  # all there ever were
@@ -70,7 +74,9 @@ class LateDevice(CpuBackend):
         return self._host.buffer(nbytes, memory)
 
     def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
-        pieces = [torch.full((nbytes,), 0xFF, dtype=torch.uint8) for _ in range(count)]  # rubbish, as a device's
+        pieces = [
+            torch.full((nbytes,), 0xFF, dtype=torch.uint8) for _ in range(count)
+        ]  # rubbish, as a device's
         self.slots += pieces
         return Slots(self._copies, pieces)
 
@@ -90,7 +96,8 @@ class FakeDriver:
     """Locks up to `limit` bytes, and remembers what is locked."""
 
     def __init__(self, limit: int | None = None) -> None:
-        self.limit, self.locked = limit, dict[int, int]()
+        self.limit = limit
+        self.locked = dict[int, int]()
 
     def lock(self, address: int, nbytes: int) -> str | None:
         if self.limit is not None and sum(self.locked.values()) + nbytes > self.limit:

@@ -1,4 +1,6 @@
-"""The memory and the operations of a real step, as the plan counts them: beside weights, buffers and batches."""
+"""The memory and the operations of a real step, as the plan counts them: beside weights, buffers
+and batches.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,8 +12,8 @@ __all__ = ["second_step"]
 
 
 def second_step(model: LemaModel, micro_batches: Sequence[dict[str, Any]]) -> Tally:
-    """Take two steps without an optimizer and return the meter of the second: the first makes what later ones use
-    again. The model has an adapter and trains."""
+    """Take two steps without an optimizer and return the meter of the second: the first makes what
+    later ones use again. The model has an adapter and trains."""
     for _ in range(2):
         for parameter in model.get_trainable_parameters():
             parameter.grad = None

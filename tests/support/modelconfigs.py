@@ -1,9 +1,10 @@
-"""Makes configs/models and docs/your-model.md: a file of settings for named checkpoints on devices of some sizes.
+"""Makes configs/models and docs/your-model.md: a file of settings for named checkpoints on devices
+of some sizes.
 
     PYTHONPATH=.:backends:tools python tests/support/modelconfigs.py [NAME ...]     # a plan each, some seconds a model
 
-Each file is what `lema init` writes for the checkpoint's config, without its weights. If nothing fits, there is no
-file. The page lists the files that exist.
+Each file is what `lema init` writes for the checkpoint's config, without its weights. If nothing
+fits, there is no file. The page lists the files that exist.
 """
 
 import re
@@ -18,13 +19,14 @@ from transformers.utils import logging
 
 from lema.errors import MemoryLimitError
 from lema_tools.models.checkpoints import CHECKPOINTS, NEAR, PARAMETERS, Checkpoint, named
-from lema_tools.models.chosen import Choice, choices, profile_for, yaml_lines
+from lema_tools.models.choices import Choice, choices, profile_for, yaml_lines
 from lema_tools.models.published import write_hollow
 
 __all__ = ["CONFIGS", "MODELS", "SIZES", "files_of", "page"]
 
 ROOT = Path(__file__).parents[2]
-CONFIGS, PAGE = ROOT / "configs" / "models", ROOT / "docs" / "your-model.md"
+CONFIGS = ROOT / "configs" / "models"
+PAGE = ROOT / "docs" / "your-model.md"
 GB = 10**9
 SIZES = (8, 12, 16, 24, 48, 80)  # GB of device memory
 # Their sizes are known, but no file was made so far.
@@ -33,24 +35,34 @@ MODELS = [one for one in CHECKPOINTS if one.name in PARAMETERS and one.name not 
 
 
 def files_of(checkpoint: Checkpoint) -> dict[int, str]:
-    """Return the text of the file for each size that the checkpoint fits; none where its sizes are not known here."""
+    """Return the text of the file for each size that the checkpoint fits; none where its sizes
+    are not known here.
+    """
     with tempfile.TemporaryDirectory() as scratch:
-        found = list(choices(write_hollow(checkpoint, Path(scratch)), [size * GB for size in SIZES]))
+        found = list(
+            choices(write_hollow(checkpoint, Path(scratch)), [size * GB for size in SIZES])
+        )
     made = {size: one for size, one in zip(SIZES, found, strict=True) if isinstance(one, Choice)}
     assert all(isinstance(one, Choice | MemoryLimitError) for one in found)
     counted = {one.parameters / 1e9 / PARAMETERS[checkpoint.name] for one in made.values()}
     if any(abs(ratio - 1) > NEAR for ratio in counted):
         sys.stderr.write(
-            f"{checkpoint.name}: the sizes give {max(counted):.2f} of the published parameters, so they are wrong\n"
+            f"{checkpoint.name}: the sizes give {max(counted):.2f} of the published "
+            "parameters, so they are wrong\n"
         )
         return {}
     name = checkpoint.name.lower()
-    return {size: "".join(f"{line}\n" for line in _lines(checkpoint, one, size, name)) for size, one in made.items()}
+    return {
+        size: "".join(f"{line}\n" for line in _lines(checkpoint, one, size, name))
+        for size, one in made.items()
+    }
 
 
 def _lines(checkpoint: Checkpoint, choice: Choice, size: int, name: str) -> Iterator[str]:
     command = f"lema init {checkpoint.name} --device-memory {size}GB --data data.jsonl"
-    yield from yaml_lines(choice, checkpoint.hub_id, "data.jsonl", f"output/{name}", command, checkpoint.needs)
+    yield from yaml_lines(
+        choice, checkpoint.hub_id, "data.jsonl", f"output/{name}", command, checkpoint.needs
+    )
 
 
 def page() -> Iterator[str]:
@@ -74,7 +86,9 @@ def page() -> Iterator[str]:
 
 
 def _speed(file: Path) -> str:
-    (found,) = re.findall(r"Predicted, not measured: ([\d,]+) tokens/s", file.read_text(encoding="utf-8"))
+    (found,) = re.findall(
+        r"Predicted, not measured: ([\d,]+) tokens/s", file.read_text(encoding="utf-8")
+    )
     return str(found)
 
 

@@ -1,8 +1,10 @@
-"""Ways in which a published checkpoint and its `config.json` may be other than those that a test would make.
+"""Ways in which a published checkpoint and its `config.json` may be other than those that a test
+would make.
 
-A mutation is data: the settings that the model is built with, keys of `config.json` that are changed or dropped over
-the weights as they are, what becomes of the stored tensors and of the files, and what the model is opened with. Which
-mutations a model type has depends on the fields of its config, so a new type needs no list of its own.
+A mutation is data: the settings that the model is built with, keys of `config.json` that are
+changed or dropped over the weights as they are, what becomes of the stored tensors and of the
+files, and what the model is opened with. Which mutations a model type has depends on the fields of
+its config, so a new type needs no list of its own.
 """
 
 from __future__ import annotations
@@ -26,25 +28,46 @@ from lema.model.skeleton import auto_class
 
 __all__ = ["ACCEPTED", "REFUSED", "TYPES", "mutations_of"]
 
-TYPES = ("llama", "gemma2", "phi3", "gpt2", "mixtral", "mistral", "qwen2", "qwen3", "gpt_neox", "opt", "olmo2")
+TYPES = (
+    "llama",
+    "gemma2",
+    "phi3",
+    "gpt2",
+    "mixtral",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gpt_neox",
+    "opt",
+    "olmo2",
+)
 TYPES += ("cohere", "granite", "gemma3", "qwen3_moe", "starcoder2", "glm4", "bloom")
 
 
 def _chosen(pattern: str, change: Callable[[Tensor], Tensor]) -> Callable[[Tensors], Tensors]:
-    """Change the tensors whose names have a word; one that starts with "not " is not to be there."""
-    word, wanted = pattern.removeprefix("not "), not pattern.startswith("not ")
-    return lambda held: {name: change(one) if (word in name) is wanted else one for name, one in held.items()}
+    """Change the tensors whose names have a word; one that starts with "not " is not to be
+    there.
+    """
+    word = pattern.removeprefix("not ")
+    wanted = not pattern.startswith("not ")
+    return lambda held: {
+        name: change(one) if (word in name) is wanted else one for name, one in held.items()
+    }
 
 
 def _without(*words: str) -> Callable[[Tensors], Tensors]:
-    return lambda held: {name: one for name, one in held.items() if not any(word in name for word in words)}
+    return lambda held: {
+        name: one for name, one in held.items() if not any(word in name for word in words)
+    }
 
 
 def _renamed(change: Callable[[str], str]) -> Callable[[Tensors], Tensors]:
     return lambda held: {change(name): one for name, one in held.items()}
 
 
-def _with(*made: tuple[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> Callable[[Tensors], Tensors]:
+def _with(
+    *made: tuple[str, tuple[int, ...]], dtype: torch.dtype = torch.float32
+) -> Callable[[Tensors], Tensors]:
     return lambda held: held | {name: torch.full(shape, 0.5).to(dtype) for name, shape in made}
 
 
@@ -78,8 +101,12 @@ def _longer_embeddings(held: Tensors) -> Tensors:
 
 
 def _last_layer_again(held: Tensors) -> Tensors:
-    """Store one layer more than the config has, as checkpoints with layers for predicting further tokens do."""
-    return held | {name.replace(".3.", ".4."): one.clone() for name, one in held.items() if ".3." in name}
+    """Store one layer more than the config has, as checkpoints with layers for predicting
+    further tokens do.
+    """
+    return held | {
+        name.replace(".3.", ".4."): one.clone() for name, one in held.items() if ".3." in name
+    }
 
 
 def _old_norm(name: str) -> str:
@@ -95,7 +122,9 @@ def _halves_of_two_kinds(held: Tensors) -> Tensors:
 
 
 def _beside_old_shards(directory: Path) -> None:
-    """Leave a model in one file beside the shards of one with other values, as a second upload does."""
+    """Leave a model in one file beside the shards of one with other values, as a second upload
+    does.
+    """
     held = tensors(directory)
     store(directory, {name: one + 1 for name, one in held.items()})
     sharded({})(directory)
@@ -123,9 +152,9 @@ def _no_generation(directory: Path) -> None:
 def _with_adapter(directory: Path) -> None:
     """Leave an adapter in the model's directory, which `from_pretrained` attaches."""
     base = auto_class(AutoConfig.from_pretrained(directory)).from_pretrained(directory)
-    get_peft_model(base, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)).save_pretrained(
-        directory
-    )
+    get_peft_model(
+        base, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    ).save_pretrained(directory)
 
 
 def _with_adapter_config(directory: Path) -> None:
@@ -134,12 +163,15 @@ def _with_adapter_config(directory: Path) -> None:
 
 
 def _generation(**settings: Any) -> Callable[[Path], None]:
-    return lambda directory: (directory / "generation_config.json").write_text(json.dumps(settings)) and None
+    return lambda directory: (
+        (directory / "generation_config.json").write_text(json.dumps(settings)) and None
+    )
 
 
 ONE: dict[str, Any] = {"lengths": (12,)}  # a single micro-batch
 
-# Fields that every config has, over weights as they are; of those that a call asks for, one value each.
+# Fields that every config has, over weights as they are; of those that a call asks for, one value
+# each.
 COMMON = (
     Mutation("as it is"),
     *(
@@ -212,12 +244,28 @@ COMMON = (
             "max_position_embeddings",
         )
     ),
-    *(Mutation(f"opened with {name}", opened={"attn_implementation": name}) for name in ("eager", "sdpa")),
+    *(
+        Mutation(f"opened with {name}", opened={"attn_implementation": name})
+        for name in ("eager", "sdpa")
+    ),
 )
 
 # Settings that the model is built with, where its config has the field.
 BUILT: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("hidden_act", ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "quick_gelu", "tanh", "mish", "relu2")),
+    (
+        "hidden_act",
+        (
+            "silu",
+            "gelu",
+            "gelu_new",
+            "gelu_pytorch_tanh",
+            "relu",
+            "quick_gelu",
+            "tanh",
+            "mish",
+            "relu2",
+        ),
+    ),
     ("hidden_activation", ("silu", "gelu", "gelu_pytorch_tanh", "relu")),
     ("activation_function", ("gelu", "gelu_new", "relu", "silu", "tanh")),
     ("vocab_size", (32, 33)),  # 32: as wide as the hidden state
@@ -247,7 +295,15 @@ BUILT: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("intermediate_size", (33,)),
     ("tie_word_embeddings", (True, False)),
 )
-DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "dropout", "layerdrop")
+DROPOUTS = (
+    "attention_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "attn_pdrop",
+    "hidden_dropout",
+    "dropout",
+    "layerdrop",
+)
 DROPOUTS += ("residual_dropout", "embedding_dropout", "router_jitter_noise")
 # What is added or drawn once per micro-batch.
 ALONE = frozenset({*DROPOUTS, "output_router_logits"})
@@ -255,22 +311,46 @@ ALONE = frozenset({*DROPOUTS, "output_router_logits"})
 STORED = (
     Mutation("without a head", stored=_without("lm_head", "embed_out")),
     Mutation("head of its own", stored=_head_of_its_own),
-    Mutation("head of its own, said to be tied", stored=_head_of_its_own, edited={"tie_word_embeddings": True}),
-    Mutation("head of its own, said to be apart", stored=_head_of_its_own, edited={"tie_word_embeddings": False}),
-    Mutation("head of its own, nothing said", stored=_head_of_its_own, dropped=("tie_word_embeddings",)),
-    Mutation("head of its own, the whole tied", stored=_head_of_its_own, top={"tie_word_embeddings": True}),
+    Mutation(
+        "head of its own, said to be tied",
+        stored=_head_of_its_own,
+        edited={"tie_word_embeddings": True},
+    ),
+    Mutation(
+        "head of its own, said to be apart",
+        stored=_head_of_its_own,
+        edited={"tie_word_embeddings": False},
+    ),
+    Mutation(
+        "head of its own, nothing said", stored=_head_of_its_own, dropped=("tie_word_embeddings",)
+    ),
+    Mutation(
+        "head of its own, the whole tied",
+        stored=_head_of_its_own,
+        top={"tie_word_embeddings": True},
+    ),
     Mutation("head like embeddings", stored=_head_like_embeddings),
-    Mutation("head like embeddings, tied", stored=_head_like_embeddings, edited={"tie_word_embeddings": True}),
+    Mutation(
+        "head like embeddings, tied",
+        stored=_head_like_embeddings,
+        edited={"tie_word_embeddings": True},
+    ),
     Mutation("head alone, tied", stored=_head_alone, edited={"tie_word_embeddings": True}),
     Mutation("head alone, apart", stored=_head_alone, edited={"tie_word_embeddings": False}),
     Mutation("more rows than the vocabulary", stored=_longer_embeddings),
     Mutation("a layer more", stored=_last_layer_again),
-    Mutation("keys of nobody", stored=_with(("tower.weight", (3, 3)), ("model.tower.0.bias", (2,)))),
+    Mutation(
+        "keys of nobody", stored=_with(("tower.weight", (3, 3)), ("model.tower.0.bias", (2,)))
+    ),
     Mutation(
         "old rotary tables",
-        stored=_with(*((f"model.layers.{layer}.self_attn.rotary_emb.inv_freq", (4,)) for layer in range(4))),
+        stored=_with(
+            *((f"model.layers.{layer}.self_attn.rotary_emb.inv_freq", (4,)) for layer in range(4))
+        ),
     ),
-    Mutation("old masks", stored=_with(("h.0.attn.bias", (1, 1, 8, 8)), ("h.0.attn.masked_bias", (1,)))),
+    Mutation(
+        "old masks", stored=_with(("h.0.attn.bias", (1, 1, 8, 8)), ("h.0.attn.masked_bias", (1,)))
+    ),
     Mutation("old positions", stored=_with(("model.position_ids", (1, 8)), dtype=torch.int64)),
     Mutation("without norms", stored=_without("norm", "ln_")),
     Mutation("without a layer", stored=_without(".2.")),
@@ -282,7 +362,10 @@ STORED = (
     Mutation("all in fp16", stored=_chosen("", Tensor.half)),
     Mutation("embeddings in fp64", stored=_chosen("embed", Tensor.double)),
     Mutation(
-        "bf16 with fp16", stored=lambda held: _chosen("norm", Tensor.half)(_chosen("not norm", Tensor.bfloat16)(held))
+        "bf16 with fp16",
+        stored=lambda held: _chosen("norm", Tensor.half)(
+            _chosen("not norm", Tensor.bfloat16)(held)
+        ),
     ),
     Mutation("norms of whole numbers", stored=_chosen("norm", Tensor.int)),
     *(
@@ -307,21 +390,36 @@ STORED = (
 
 FILES = (
     Mutation("shards", files=sharded({"total_size": 1})),
-    Mutation("shards with a dtype", files=sharded({"dtype": "bfloat16"}), dropped=("dtype",), auto=True),
+    Mutation(
+        "shards with a dtype", files=sharded({"dtype": "bfloat16"}), dropped=("dtype",), auto=True
+    ),
     Mutation("shards, no dtype", files=sharded({}), dropped=("dtype",), auto=True),
     Mutation("shards without metadata", files=sharded(None)),
     Mutation("old shards beside it", files=_beside_old_shards),
-    Mutation("file of another name", files=_named_otherwise, top={"transformers_weights": "weights.safetensors"}),
+    Mutation(
+        "file of another name",
+        files=_named_otherwise,
+        top={"transformers_weights": "weights.safetensors"},
+    ),
     Mutation("file of another name, untold", files=_named_otherwise),
     Mutation("pickled", files=_pickled),
     Mutation("file that says no format", files=_without_metadata),
     Mutation("generation: ends", files=_generation(eos_token_id=[2, 7, 9], pad_token_id=0)),
-    Mutation("generation: penalty", files=_generation(repetition_penalty=1.5, no_repeat_ngram_size=2)),
+    Mutation(
+        "generation: penalty", files=_generation(repetition_penalty=1.5, no_repeat_ngram_size=2)
+    ),
     Mutation("generation: sampling", files=_generation(do_sample=True, temperature=0.2, top_k=3)),
     Mutation("generation: length", files=_generation(max_length=14, max_new_tokens=2)),
-    Mutation("generation: suppressed", files=_generation(suppress_tokens=[1, 2, 3], bad_words_ids=[[5], [6, 7]])),
+    Mutation(
+        "generation: suppressed",
+        files=_generation(suppress_tokens=[1, 2, 3], bad_words_ids=[[5], [6, 7]]),
+    ),
     *(
-        Mutation(f"generation: none, {name}={value!r} of the model", files=_no_generation, top={name: value})
+        Mutation(
+            f"generation: none, {name}={value!r} of the model",
+            files=_no_generation,
+            top={name: value},
+        )
         for name, value in (
             ("eos_token_id", [2, 7, 9]),
             ("repetition_penalty", 1.7),
@@ -335,7 +433,11 @@ FILES = (
     ),
     Mutation("an adapter beside it", files=_with_adapter),
     Mutation("an adapter's config beside it", files=_with_adapter_config),
-    Mutation("generation: static cache", files=_generation(cache_implementation="static"), generates=False),
+    Mutation(
+        "generation: static cache",
+        files=_generation(cache_implementation="static"),
+        generates=False,
+    ),
 )
 
 
@@ -344,7 +446,12 @@ ROPES: Mapping[str, Mapping[str, Any]] = {
     "linear": {"factor": 2.0},
     "dynamic": {"factor": 2.0},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": ROPE_LIMIT},
-    "yarn, cut": {"factor": 4.0, "original_max_position_embeddings": ROPE_LIMIT, "mscale": 0.7, "beta_fast": 8.0},
+    "yarn, cut": {
+        "factor": 4.0,
+        "original_max_position_embeddings": ROPE_LIMIT,
+        "mscale": 0.7,
+        "beta_fast": 8.0,
+    },
     "llama3": {
         "factor": 4.0,
         "low_freq_factor": 1.0,
@@ -355,11 +462,17 @@ ROPES: Mapping[str, Mapping[str, Any]] = {
     "proportional": {"partial_rotary_factor": 0.5},
 }
 # Rows below, at and above the limit, in both orders.
-ROPE_ROWS = ((ROPE_LIMIT - 1, ROPE_LIMIT + 1), (ROPE_LIMIT + 1, ROPE_LIMIT), (2 * ROPE_LIMIT + 1, ROPE_LIMIT - 4))
+ROPE_ROWS = (
+    (ROPE_LIMIT - 1, ROPE_LIMIT + 1),
+    (ROPE_LIMIT + 1, ROPE_LIMIT),
+    (2 * ROPE_LIMIT + 1, ROPE_LIMIT - 4),
+)
 
 
 def _ropes(text: PreTrainedConfig) -> Iterator[Mutation]:
-    """Yield every type of rotary table, with rows around the length from which some of them are others."""
+    """Yield every type of rotary table, with rows around the length from which some of them are
+    others.
+    """
     usual = getattr(text, "rope_parameters", None)
     if not usual:
         return
@@ -367,7 +480,9 @@ def _ropes(text: PreTrainedConfig) -> Iterator[Mutation]:
     for name, settings in ROPES.items():
         kind = name.partition(",")[0]
 
-        def changed(old: Mapping[str, Any], kind: str = kind, settings: Mapping[str, Any] = settings) -> dict[str, Any]:
+        def changed(
+            old: Mapping[str, Any], kind: str = kind, settings: Mapping[str, Any] = settings
+        ) -> dict[str, Any]:
             made = {**old, **settings, "rope_type": kind}
             if kind == "longrope":
                 pairs = int(width * old.get("partial_rotary_factor", 1.0)) // 2
@@ -386,14 +501,20 @@ def _ropes(text: PreTrainedConfig) -> Iterator[Mutation]:
 
 
 def mutations_of(model_type: str) -> Iterator[Mutation]:
-    """Yield every mutation that a type has: the common ones, and those of the fields of its config."""
+    """Yield every mutation that a type has: the common ones, and those of the fields of its
+    config.
+    """
     text = tiny_config(model_type).get_text_config(decoder=True)
     fields = text.to_dict()
     yield from COMMON
     for name, values in BUILT:
         for value in values if name in fields else ():
             if value != fields[name]:
-                yield Mutation(f"built: {name}={value!r}", built={name: value}, **(ONE if name in ALONE else {}))
+                yield Mutation(
+                    f"built: {name}={value!r}",
+                    built={name: value},
+                    **(ONE if name in ALONE else {}),
+                )
     enumerated = {one.name.partition("=")[0] for one in COMMON} | {name for name, _ in BUILT}
     for name, value in fields.items():
         if isinstance(value, bool) and name not in enumerated:
@@ -408,9 +529,11 @@ def mutations_of(model_type: str) -> Iterator[Mutation]:
     yield from forms_of(model_type)
 
 
-# What LEMA alone refuses: a pattern of its message, and the sentence of docs/coverage.md that says so.
+# What LEMA alone refuses: a pattern of its message, and the sentence of docs/coverage.md that says
+# so.
 REFUSED = {
-    "[0-9] missing:": "A tensor of the model that the checkpoint lacks is an error that names it; `from_pretrained` "
+    "[0-9] missing:": "A tensor of the model that the checkpoint lacks is an error that names it; "
+    "`from_pretrained` "
     "draws random values for it and logs a table.",
     "of a type that the model cannot use": "A weight that is stored as whole numbers is refused; `from_pretrained` "
     "makes fractions of them.",
@@ -424,7 +547,8 @@ REFUSED = {
 # What `transformers` alone refuses, likewise.
 ACCEPTED = {
     "'tuple' object has no attribute": "`return_dict`, `output_hidden_states` and `output_attentions` in `config.json` "
-    "are not followed, which opening the model says: of streamed layers nothing stays but their result. With "
+    "are not followed, which opening the model says: of streamed layers nothing stays but "
+    "their result. With "
     "`return_dict: false` most models of `transformers` cannot be run.",
     "KeyError: 'metadata'": "An index of shards may have no `metadata`, which `transformers` asks for.",
     "no file named model.safetensors": "A directory with one safetensors file of any name is opened; `transformers` "

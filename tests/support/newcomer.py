@@ -1,9 +1,11 @@
-"""Runs the README's two commands as a newcomer does after the install, and prints how long they take.
+"""Runs the README's two commands as a newcomer does after the install, and prints how long they
+take.
 
     python tests/support/newcomer.py          # with the Python of an environment in which LEMA is installed
 
-It ends with code 1 if a command fails, or if both together take more processor time than `MOST_CPU_SECONDS`. The time
-on the clock is printed and not limited, because it depends on what else the machine does.
+It ends with code 1 if a command fails, or if both together take more processor time than
+`MOST_CPU_SECONDS`. The time on the clock is printed and not limited, because it depends on what
+else the machine does.
 """
 
 import os
@@ -17,31 +19,50 @@ from pathlib import Path
 __all__ = ["MOST_CPU_SECONDS", "commands", "main"]
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-MOST_CPU_SECONDS = 300.0  # of user and system time; an idle machine needs far less, a busy one up to 137
+MOST_CPU_SECONDS = (
+    300.0  # of user and system time; an idle machine needs far less, a busy one up to 137
+)
 ENVIRONMENT = ".venv/bin/"  # in the README's commands
 
 
 def commands() -> list[list[str]]:
-    """Return the README's commands after the install: the demo, and a run with a file of settings."""
+    """Return the README's commands after the install: the demo, and a run with a file of
+    settings.
+    """
     (first,) = re.findall(r"<!-- demo command -->\n```bash\n(.*?)\n```", README)
-    (second,) = re.findall(rf"^{re.escape(ENVIRONMENT)}lema train .*?(?= +#|$)", README, re.MULTILINE)
+    (second,) = re.findall(
+        rf"^{re.escape(ENVIRONMENT)}lema train .*?(?= +#|$)", README, re.MULTILINE
+    )
     program = str(Path(sys.executable).parent) + os.sep
-    return [one.replace(ENVIRONMENT, program).split() for one in (first.rpartition(" && ")[2], second)]
+    return [
+        one.replace(ENVIRONMENT, program).split() for one in (first.rpartition(" && ")[2], second)
+    ]
 
 
 def main() -> int:
-    """Run the commands in an empty directory and print their times; 1: one failed or both took too long."""
+    """Run the commands in an empty directory and print their times; 1: one failed or both took
+    too long.
+    """
     (settings,) = re.findall(r"<!-- config example -->\n```yaml\n(.*?)```", README, re.DOTALL)
     spent = 0.0
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "my.yaml").write_text(settings, encoding="utf-8")
         for command in commands():
-            before, began = os.times(), time.perf_counter()
+            before = os.times()
+            began = time.perf_counter()
             done = subprocess.run(command, cwd=directory, stdout=subprocess.DEVNULL, check=False)
-            passed, after = time.perf_counter() - began, os.times()
-            used = after.children_user + after.children_system - before.children_user - before.children_system
+            passed = time.perf_counter() - began
+            after = os.times()
+            used = (
+                after.children_user
+                + after.children_system
+                - before.children_user
+                - before.children_system
+            )
             name = " ".join(["lema", *command[1:]])
-            sys.stdout.write(f"{name}: {passed:.1f} s on the clock, {used:.1f} s of the processors\n")
+            sys.stdout.write(
+                f"{name}: {passed:.1f} s on the clock, {used:.1f} s of the processors\n"
+            )
             if done.returncode:
                 sys.stderr.write(f"{name} ended with code {done.returncode}\n")
                 return 1

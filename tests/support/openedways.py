@@ -15,7 +15,9 @@ from lema.storage import GlobalBinaryIndex
 def classes(directory: Path) -> list[Any]:
     """The three ways in which a checkpoint is opened."""
     config = transformers.AutoConfig.from_pretrained(directory)
-    named = getattr(transformers, json.loads((directory / "config.json").read_text())["architectures"][0])
+    named = getattr(
+        transformers, json.loads((directory / "config.json").read_text())["architectures"][0]
+    )
     return list(dict.fromkeys([auto_class(config), published_class(config), named]))
 
 

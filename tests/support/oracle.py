@@ -1,4 +1,6 @@
-"""A mutated checkpoint, opened by LEMA and by `from_pretrained` with PEFT: what differs in a step and after it."""
+"""A mutated checkpoint, opened by LEMA and by `from_pretrained` with PEFT: what differs in a
+step and after it.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,15 @@ TOKENIZER: Any = SimpleNamespace(eos_token_id=2, pad_token_id=0)
 
 @dataclass
 class Outcome:
-    """What came of a model: by stage (`open`, `train`, `generate`, `merge`) its values, or why it was refused."""
+    """What came of a model: by stage (`open`, `train`, `generate`, `merge`) its values, or why
+    it was refused.
+    """
 
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
-    raised: dict[str, str] = field(default_factory=dict)  # of those refused, what is no error of LEMA's
+    raised: dict[str, str] = field(
+        default_factory=dict
+    )  # of those refused, what is no error of LEMA's
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,8 @@ class Verdict:
     """How LEMA and `transformers` with PEFT compare.
 
     Attributes:
-        differences: where the numbers are not the same, or LEMA fails without a sentence of its own.
+        differences: where the numbers are not the same, or LEMA fails without a sentence of its
+            own.
         refused: what LEMA alone refuses, by stage, and its sentence.
         accepted: what `transformers` alone refuses, by stage, and its message.
         unwritten: why `transformers` cannot write such a model.
@@ -144,7 +151,11 @@ def _apart(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
         value = mine[name]
         if isinstance(expected, Tensor) and isinstance(value, Tensor):
             if value.dtype != expected.dtype or not torch.equal(value, expected):
-                apart = "" if value.shape != expected.shape else f" by {float((value - expected).abs().max()):.2g}"
+                apart = (
+                    ""
+                    if value.shape != expected.shape
+                    else f" by {float((value - expected).abs().max()):.2g}"
+                )
                 found.append(f"{name}{apart}")
         elif value is None or expected is None:
             present = expected if value is None else value
@@ -185,7 +196,10 @@ def _lema(
     if stage("open", all_stages) and adapter is not None and "save" in outcome.values:
         outcome.values.pop("save")
         stage("streamed", lambda: _streamed(model, directory / "adapter", mutation, batches[0]))
-        stage("merge", lambda: _merged(merge_adapter(directory / "adapter", directory / "merged"), model))
+        stage(
+            "merge",
+            lambda: _merged(merge_adapter(directory / "adapter", directory / "merged"), model),
+        )
         shutil.rmtree(directory / "merged", ignore_errors=True)
     if mutation.auto:
         stage("auto", lambda: _stored_values(model))
@@ -206,7 +220,9 @@ def _step(model: PeftModel, loss: Tensor) -> dict[str, Any]:
     return values | {"loss": loss.detach()}
 
 
-def _streamed(model: Path, adapter: Path, mutation: Mutation, batch: dict[str, Tensor]) -> dict[str, Any]:
+def _streamed(
+    model: Path, adapter: Path, mutation: Mutation, batch: dict[str, Tensor]
+) -> dict[str, Any]:
     """Call the model as another trainer does, by `lema.streamed`."""
     settings = {"dtype": "float32", "device": "cpu", "save_steps": 0} | dict(mutation.opened)
     streamed = lema.streamed(str(model), str(adapter), **settings)
@@ -217,29 +233,45 @@ def _streamed(model: Path, adapter: Path, mutation: Mutation, batch: dict[str, T
 
 
 def _called(model: Any, batch: dict[str, Tensor], mutation: Mutation) -> dict[str, Any]:
-    """Return what a model in evaluation makes of a batch, and the tokens that its own `generate` adds."""
+    """Return what a model in evaluation makes of a batch, and the tokens that its own `generate`
+    adds.
+    """
     model.eval()
     with torch.no_grad():
         output = model(**batch, use_cache=False)
         values = {"loss": output[0], "logits": output[1]}
         if mutation.generates:
-            options = {"do_sample": False, "use_cache": True, "max_new_tokens": NEW, "return_dict_in_generate": False}
+            options = {
+                "do_sample": False,
+                "use_cache": True,
+                "max_new_tokens": NEW,
+                "return_dict_in_generate": False,
+            }
             values["tokens"] = model.generate(batch["input_ids"], **options)
     return values
 
 
 def _generated(streamed: LemaModel, model: Path, prompts: Tensor) -> dict[str, Any]:
     made = complete(
-        streamed.split, streamed.memory, load_generation_config(model), TOKENIZER, prompts.tolist(), NEW, {}
+        streamed.split,
+        streamed.memory,
+        load_generation_config(model),
+        TOKENIZER,
+        prompts.tolist(),
+        NEW,
+        {},
     )
     return {str(row): list(one.tokens) for row, one in enumerate(made)}
 
 
 def _merged(directory: Path, source: Path) -> dict[str, Any]:
-    """Return the values of a merged checkpoint, as `from_pretrained` reads them. Its own class decides the names. What
-    that does not read of the source, either, as an image tower, is copied."""
+    """Return the values of a merged checkpoint, as `from_pretrained` reads them. Its own class
+    decides the names. What that does not read of the source, either, as an image tower, is copied.
+    """
     loaded, report = _load(directory, output_loading_info=True)
-    wrong = {name: list(report[name]) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    wrong = {
+        name: list(report[name]) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    }
     if wrong["unexpected_keys"]:
         copied = _load(source, output_loading_info=True)[1]["unexpected_keys"]
         wrong["unexpected_keys"] = sorted({*wrong["unexpected_keys"]} - {*copied})
@@ -250,14 +282,18 @@ def _stored_values(model: Path) -> dict[str, Any]:
     with opened(model) as streamed:
         names = [name for name, one in streamed.records.items()]
         found = streamed.read_stored(names)
-        return {"dtype": streamed.skeleton.config.dtype} | {name: one.clone() for name, one in found.items()}
+        return {"dtype": streamed.skeleton.config.dtype} | {
+            name: one.clone() for name, one in found.items()
+        }
 
 
 def _load(directory: Path, **options: Any) -> Any:
     return auto_class(AutoConfig.from_pretrained(directory)).from_pretrained(directory, **options)
 
 
-def _whole(model: Path, mutation: Mutation, batches: list[dict[str, Tensor]], adapter: LoraConfig | None) -> Outcome:
+def _whole(
+    model: Path, mutation: Mutation, batches: list[dict[str, Tensor]], adapter: LoraConfig | None
+) -> Outcome:
     outcome = Outcome()
 
     def stage(name: str, run: Callable[[], dict[str, Any]]) -> bool:
@@ -274,7 +310,9 @@ def _whole(model: Path, mutation: Mutation, batches: list[dict[str, Tensor]], ad
         torch.manual_seed(SEED)
         whole = get_peft_model(base, adapter).train()
         draw_b(whole)
-        untouched = copy.deepcopy(whole)  # a module may keep what earlier calls left, such as a longer rotary table
+        untouched = copy.deepcopy(
+            whole
+        )  # a module may keep what earlier calls left, such as a longer rotary table
         stage("train", lambda: _whole_step(whole, batches))
         if mutation.generates:
             stage("generate", lambda: _whole_generated(whole, batches[0]["input_ids"]))
@@ -299,15 +337,23 @@ def _whole_step(whole: PeftModel, batches: list[dict[str, Tensor]]) -> dict[str,
 
 def _whole_generated(whole: PeftModel, prompts: Tensor) -> dict[str, Any]:
     whole.eval()
-    options: dict[str, Any] = {"attention_mask": torch.ones_like(prompts), "max_new_tokens": NEW, "max_length": None}
+    options: dict[str, Any] = {
+        "attention_mask": torch.ones_like(prompts),
+        "max_new_tokens": NEW,
+        "max_length": None,
+    }
     options |= {"do_sample": False, "use_cache": True, "return_dict_in_generate": False}
-    pad, ends = whole.generation_config.pad_token_id, whole.generation_config.eos_token_id
+    pad = whole.generation_config.pad_token_id
+    ends = whole.generation_config.eos_token_id
     chosen = {"pad_token_id": 0} if pad is None else {}
     if ends is None:
         chosen["eos_token_id"] = ends = TOKENIZER.eos_token_id
     made = whole.generate(input_ids=prompts, **options, **chosen)[:, prompts.shape[1] :].tolist()
     last = set(ends if isinstance(ends, list) else [ends])
-    lengths = [next((place for place, token in enumerate(row, 1) if token in last), len(row)) for row in made]
+    lengths = [
+        next((place for place, token in enumerate(row, 1) if token in last), len(row))
+        for row in made
+    ]
     return {str(row): one[: lengths[row]] for row, one in enumerate(made)}
 
 

@@ -1,14 +1,16 @@
-"""Lets LEMA's own modules meet a system like Windows and macOS: what either lacks is not there, on Linux.
+"""Lets LEMA's own modules meet a system like Windows and macOS: what either lacks is not there, on
+Linux.
 
-Libraries keep all that they have. Of what LEMA's modules do themselves, by whatever function of the standard library:
-modules for Unix alone cannot be imported, and neither `os`, `signal`, `mmap`, `ctypes` nor `multiprocessing` has
-what is not everywhere; `/proc` and control groups cannot be opened; directories cannot be opened; a file that is open
-keeps its name, and so does the directory it lies in; names take none that exists; links take a privilege; names have no
-characters that Windows refuses; what is open to be read is not flushed. `msvcrt` locks files. The process that renders
-chat templates meets the same system.
+Libraries keep all that they have. Of what LEMA's modules do themselves, by whatever function of the
+standard library: modules for Unix alone cannot be imported, and neither `os`, `signal`, `mmap`,
+`ctypes` nor `multiprocessing` has what is not everywhere; `/proc` and control groups cannot be
+opened; directories cannot be opened; a file that is open keeps its name, and so does the directory
+it lies in; names take none that exists; links take a privilege; names have no characters that
+Windows refuses; what is open to be read is not flushed. `msvcrt` locks files. The process that
+renders chat templates meets the same system.
 
-`watching/sitecustomize.py` calls `hide` in every process in whose environment OTHER_SYSTEM is set. As a program, this
-file runs another one, and hides from that.
+`watching/sitecustomize.py` calls `hide` in every process in whose environment OTHER_SYSTEM is set.
+As a program, this file runs another one, and hides from that.
 """
 
 import builtins
@@ -25,7 +27,13 @@ OURS = {"lema", "lema_accelerator", "lema_cpu", "lema_cuda", "lema_neuron", "lem
 MODULES = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
 SYSTEM = ("/proc", "/sys/fs/cgroup")
 REFUSED = set('<>:"|?*\\') | set(map(chr, range(32)))
-DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{number}" for port in ("com", "lpt") for number in range(1, 10))}
+DEVICES = {
+    "con",
+    "prn",
+    "aux",
+    "nul",
+    *(f"{port}{number}" for port in ("com", "lpt") for number in range(1, 10)),
+}
 HIDDEN = {
     "os": """
         O_CLOEXEC O_DIRECT O_DIRECTORY O_DSYNC O_NOATIME O_NOFOLLOW O_NONBLOCK O_PATH O_SYNC O_TMPFILE
@@ -52,7 +60,9 @@ HIDDEN = {
 
 
 class System(ModuleType):
-    """A module of the standard library as another system has it. What a test puts into the real one is seen."""
+    """A module of the standard library as another system has it. What a test puts into the real
+    one is seen.
+    """
 
     def __init__(self, real: ModuleType, hidden: set[str], changed: Mapping[str, Any]) -> None:
         super().__init__(real.__name__, real.__doc__)
@@ -60,7 +70,9 @@ class System(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name in self._hidden:
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}", name=name, obj=self)
+            raise AttributeError(
+                f"module {self.__name__!r} has no attribute {name!r}", name=name, obj=self
+            )
         return self._changed[name] if name in self._changed else getattr(self._real, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -76,7 +88,8 @@ class System(ModuleType):
 
 def hide(ours: Callable[[Mapping[str, Any]], bool]) -> None:
     """Hide it from the modules that `ours` says of their globals."""
-    import_, systems = builtins.__import__, dict[str, System]()
+    import_ = builtins.__import__
+    systems = dict[str, System]()
 
     def import_hidden(
         name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
@@ -93,7 +106,11 @@ def hide(ours: Callable[[Mapping[str, Any]], bool]) -> None:
         return import_(name, globals, locals, fromlist, level)
 
     def audit(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in RULES and (caller := _caller(sys._getframe().f_back)) is not None and ours(caller.f_globals):
+        if (
+            event in RULES
+            and (caller := _caller(sys._getframe().f_back)) is not None
+            and ours(caller.f_globals)
+        ):
             RULES[event](*arguments)
 
     builtins.__import__ = import_hidden
@@ -103,12 +120,17 @@ def hide(ours: Callable[[Mapping[str, Any]], bool]) -> None:
 def of_lema(module: Mapping[str, Any]) -> bool:
     """Say whether these are the globals of a module of LEMA's."""
     name = module.get("__name__") or ""
-    return (module.get("__package__") or "" if name == "__main__" else name).partition(".")[0] in OURS
+    return (module.get("__package__") or "" if name == "__main__" else name).partition(".")[
+        0
+    ] in OURS
 
 
 def _caller(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame that is not of the standard library."""
-    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in sys.stdlib_module_names:
+    while (
+        frame is not None
+        and str(frame.f_globals.get("__name__")).partition(".")[0] in sys.stdlib_module_names
+    ):
         if frame.f_globals.get("__name__") == "__main__":
             break
         frame = frame.f_back
@@ -116,7 +138,9 @@ def _caller(frame: FrameType | None) -> FrameType | None:
 
 
 def console() -> ModuleType:
-    """Return `msvcrt` as far as LEMA uses it. A lock is of the whole file, where theirs is of a byte."""
+    """Return `msvcrt` as far as LEMA uses it. A lock is of the whole file, where theirs is of a
+    byte.
+    """
     import fcntl
 
     def locking(descriptor: int, mode: int, nbytes: int) -> None:
@@ -126,7 +150,8 @@ def console() -> ModuleType:
             raise PermissionError(errno.EACCES, "Permission denied") from None
 
     module = ModuleType("msvcrt")
-    module.LK_NBLCK, module.locking = 2, locking
+    module.LK_NBLCK = 2
+    module.locking = locking
     return module
 
 
@@ -190,8 +215,14 @@ def _opened(path: Any, mode: str | None, flags: int) -> None:
 
 def _named(path: Any, *_: Any) -> None:
     name = os.path.basename(os.fsdecode(path).rstrip("/"))
-    if set(name) & REFUSED or name.partition(".")[0].lower() in DEVICES or name.endswith((" ", ".")):
-        raise OSError(errno.EINVAL, "The filename, directory name, or volume label syntax is incorrect", name)
+    if (
+        set(name) & REFUSED
+        or name.partition(".")[0].lower() in DEVICES
+        or name.endswith((" ", "."))
+    ):
+        raise OSError(
+            errno.EINVAL, "The filename, directory name, or volume label syntax is incorrect", name
+        )
 
 
 def _renamed(source: Any, target: Any, source_in: int, target_in: int) -> None:
@@ -202,7 +233,9 @@ def _renamed(source: Any, target: Any, source_in: int, target_in: int) -> None:
     while frame.f_back is not None and frame.f_code.co_name not in ("rename", "replace", "move"):
         frame = frame.f_back
     if os.path.lexists(there[1]) and (os.path.isdir(there[1]) or frame.f_code.co_name == "rename"):
-        raise FileExistsError(errno.EEXIST, "Cannot create a file when that file already exists", there[1])
+        raise FileExistsError(
+            errno.EEXIST, "Cannot create a file when that file already exists", there[1]
+        )
 
 
 def _removed(path: Any, directory: int) -> None:
@@ -217,7 +250,9 @@ def _kept(*paths: str) -> None:
     for place in _open_files():
         for path in paths:
             if place == path or place.startswith(f"{path}/"):
-                what = "The process cannot access the file because it is being used by another process"
+                what = (
+                    "The process cannot access the file because it is being used by another process"
+                )
                 raise PermissionError(errno.EACCES, what, place)
 
 
@@ -233,7 +268,9 @@ def _open_files() -> Iterator[str]:
 
 
 def _linked(source: Any, target: Any, directory: int) -> None:
-    raise OSError(errno.EINVAL, "A required privilege is not held by the client", os.fsdecode(target))
+    raise OSError(
+        errno.EINVAL, "A required privilege is not held by the client", os.fsdecode(target)
+    )
 
 
 RULES: dict[str, Callable[..., None]] = {

@@ -1,4 +1,6 @@
-"""A model that is in no library: its code lies beside its weights, and writes down that it was imported."""
+"""A model that is in no library: its code lies beside its weights, and writes down that it was
+imported.
+"""
 
 import json
 import shutil
@@ -80,7 +82,10 @@ class MillTokenizer(PreTrainedTokenizerFast):
 """
 
 CODE = {"configuration_mill.py": MARK + CONFIGURATION, "modeling_mill.py": MARK + MODELING}
-AUTO_MAP = {"AutoConfig": "configuration_mill.MillConfig", "AutoModelForCausalLM": "modeling_mill.MillForCausalLM"}
+AUTO_MAP = {
+    "AutoConfig": "configuration_mill.MillConfig",
+    "AutoModelForCausalLM": "modeling_mill.MillForCausalLM",
+}
 
 
 class Imports:
@@ -107,7 +112,9 @@ class Imports:
 
 @contextmanager
 def imports_seen(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Imports]:
-    """Keep the copies `transformers` makes of a model's code in `directory`, and see what is imported of them."""
+    """Keep the copies `transformers` makes of a model's code in `directory`, and see what is
+    imported of them.
+    """
     modules = directory / "modules"
     monkeypatch.setenv("LEMA_TEST_IMPORTED", str(directory / "imported"))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(modules))
@@ -141,7 +148,10 @@ def write_own_tokenizer(directory: Path) -> None:
     """Give the tokenizer of a model a class that is in no library."""
     (directory / "tokenization_mill.py").write_text(MARK + TOKENIZATION)
     file = directory / "tokenizer_config.json"
-    own = {"tokenizer_class": "MillTokenizer", "auto_map": {"AutoTokenizer": [None, "tokenization_mill.MillTokenizer"]}}
+    own = {
+        "tokenizer_class": "MillTokenizer",
+        "auto_map": {"AutoTokenizer": [None, "tokenization_mill.MillTokenizer"]},
+    }
     file.write_text(json.dumps(json.loads(file.read_text()) | own))
 
 

@@ -1,6 +1,7 @@
 """Models in GPTQ's and AWQ's published packing, written and read slowly, one code at a time.
 
-The layouts are those of GPTQModel's `pack_block` and `dequantize_weight`, and of its `pack_awq` and `dequantize_gemm`.
+The layouts are those of GPTQModel's `pack_block` and `dequantize_weight`, and of its `pack_awq` and
+`dequantize_gemm`.
 """
 
 import json
@@ -20,7 +21,16 @@ from transformers import LlamaConfig
 __all__ = ["AWQ", "FORMS", "GPTQ", "PackedForm", "expanded", "packed", "write_packed"]
 
 WIDTHS: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256}  # one and two groups of 128
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight neighbouring outputs each code of a word is of
+AWQ_ORDER = (
+    0,
+    2,
+    4,
+    6,
+    1,
+    3,
+    5,
+    7,
+)  # which of eight neighbouring outputs each code of a word is of
 WORD = 32
 
 Tensors = dict[str, Tensor]
@@ -41,19 +51,27 @@ class PackedForm:
     @property
     def quantization_config(self) -> dict[str, Any]:
         """What config.json says."""
-        told: dict[str, Any] = {"quant_method": self.method, "bits": self.bits, "group_size": self.group_size}
+        told: dict[str, Any] = {
+            "quant_method": self.method,
+            "bits": self.bits,
+            "group_size": self.group_size,
+        }
         if self.settings is not None:
             return told | dict(self.settings)
         if self.method == "awq":
             return told | {"version": "gemm", "zero_point": True}
-        return told | {"desc_act": self.desc_act, "checkpoint_format": "gptq" if self.less_one else "gptq_v2"}
+        return told | {
+            "desc_act": self.desc_act,
+            "checkpoint_format": "gptq" if self.less_one else "gptq_v2",
+        }
 
 
 def _auto_round(**settings: Any) -> dict[str, Any]:
     return {"quant_method": "auto-round", "data_type": "int", "sym": False} | settings
 
 
-GPTQ, AWQ = PackedForm(), PackedForm("awq", numbered=False)
+GPTQ = PackedForm()
+AWQ = PackedForm("awq", numbered=False)
 FORMS: Mapping[str, PackedForm] = {
     "gptq, groups of 128": GPTQ,
     "gptq, groups of 128, desc_act": replace(GPTQ, desc_act=True),
@@ -68,7 +86,9 @@ FORMS: Mapping[str, PackedForm] = {
     "awq, groups of 128": AWQ,
     "awq, groups of 32": replace(AWQ, group_size=32),
     "awq, one group": replace(AWQ, group_size=-1),
-    "auto-round, as gptq": replace(GPTQ, numbered=False, settings=_auto_round(packing_format="auto_round:auto_gptq")),
+    "auto-round, as gptq": replace(
+        GPTQ, numbered=False, settings=_auto_round(packing_format="auto_round:auto_gptq")
+    ),
     "auto-round, as gptq v2": replace(
         GPTQ, numbered=False, less_one=False, settings=_auto_round(packing_format="auto_round")
     ),
@@ -80,23 +100,37 @@ def packed(name: str, weight: Tensor, form: PackedForm) -> Tensors:
     """Quantise one weight, `[outputs, inputs]`, by rounding; return its stored tensors."""
     outputs, inputs = weight.shape
     size = inputs if form.group_size == -1 else min(inputs, form.group_size)
-    groups, most = inputs // size, 2**form.bits - 1
+    groups = inputs // size
+    most = 2**form.bits - 1
     number_of = torch.arange(inputs) // size
     if form.desc_act:
-        number_of = number_of[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs + outputs))]
-    grouped = torch.stack([weight[:, number_of == group].float() for group in range(groups)])  # [groups, outputs, size]
-    low, high = grouped.amin(-1).clamp_max(0), grouped.amax(-1).clamp_min(0)
+        number_of = number_of[
+            torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs + outputs))
+        ]
+    grouped = torch.stack(
+        [weight[:, number_of == group].float() for group in range(groups)]
+    )  # [groups, outputs, size]
+    low = grouped.amin(-1).clamp_max(0)
+    high = grouped.amax(-1).clamp_min(0)
     scales = ((high - low) / most).clamp_min(1e-4).half()
     zeros = (-low / scales).round().clamp(1, most).int()
-    codes = (weight / scales.float()[number_of].t() + zeros[number_of].t()).round().clamp(0, most).int()
+    codes = (
+        (weight / scales.float()[number_of].t() + zeros[number_of].t()).round().clamp(0, most).int()
+    )
     stem = name.removesuffix("weight")
     write = _awq_words if form.method == "awq" else _gptq_words
     words, zero_words = write(codes.tolist(), zeros.tolist(), form)
-    made = {f"{stem}qweight": _int32(words), f"{stem}qzeros": _int32(zero_words), f"{stem}scales": scales}
+    made = {
+        f"{stem}qweight": _int32(words),
+        f"{stem}qzeros": _int32(zero_words),
+        f"{stem}scales": scales,
+    }
     return made | ({f"{stem}g_idx": number_of.int()} if form.numbered else {})
 
 
-def _gptq_words(codes: list[list[int]], zeros: list[list[int]], form: PackedForm) -> tuple[Any, Any]:
+def _gptq_words(
+    codes: list[list[int]], zeros: list[list[int]], form: PackedForm
+) -> tuple[Any, Any]:
     words = [_words(row, range(WORD // form.bits), form.bits) for row in codes]  # of each output
     stored = [[zero - form.less_one for zero in row] for row in zeros]  # of each group
     zero_words = [_words(row, range(WORD // form.bits), form.bits) for row in stored]
@@ -109,7 +143,9 @@ def _awq_words(codes: list[list[int]], zeros: list[list[int]], form: PackedForm)
 
 
 def _words(codes: Sequence[int], order: Sequence[int], bits: int) -> list[int]:
-    """Put neighbouring codes in words; `order` says which of them lies in each place, from the lowest bits on."""
+    """Put neighbouring codes in words; `order` says which of them lies in each place, from the
+    lowest bits on.
+    """
     words = []
     for start in range(0, len(codes), len(order)):
         word = 0
@@ -124,7 +160,9 @@ def _int32(words: list[list[int]]) -> Tensor:
 
 
 def expanded(tensors: Mapping[str, Tensor], form: PackedForm) -> Tensors:
-    """Return all tensors of a model, the packed ones read code by code, `[outputs, inputs]`, in the scales' type."""
+    """Return all tensors of a model, the packed ones read code by code, `[outputs, inputs]`, in
+    the scales' type.
+    """
     found: Tensors = {}
     for name, tensor in tensors.items():
         stem, _, part = name.rpartition(".")
@@ -141,11 +179,15 @@ def _read(parts: Mapping[str, Tensor], numbers: Tensor | None, form: PackedForm)
     order = AWQ_ORDER if form.method == "awq" else range(WORD // form.bits)
     words = parts["qweight"] if form.method == "awq" else parts["qweight"].t()
     rows = [_codes(row, order, form.bits) for row in words.tolist()]
-    codes = torch.tensor(rows).t() if form.method == "awq" else torch.tensor(rows)  # [outputs, inputs]
-    zeros = torch.tensor([_codes(row, order, form.bits) for row in parts["qzeros"].tolist()])  # [groups, outputs]
+    # [outputs, inputs]
+    codes = torch.tensor(rows).t() if form.method == "awq" else torch.tensor(rows)
+    zeros = torch.tensor(
+        [_codes(row, order, form.bits) for row in parts["qzeros"].tolist()]
+    )  # [groups, outputs]
     if form.method == "gptq" and form.less_one:
         zeros += 1
-    inputs, groups = codes.shape[1], len(scales)
+    inputs = codes.shape[1]
+    groups = len(scales)
     number_of = torch.arange(inputs) * groups // inputs if numbers is None else numbers
     weight = torch.empty(codes.shape, dtype=scales.dtype)
     for number in range(inputs):
@@ -164,11 +206,20 @@ def _codes(words: Sequence[int], order: Sequence[int], bits: int) -> list[int]:
 
 
 def write_packed(
-    form: PackedForm, directory: Path, which: Callable[[str], Any] = re.compile(r"proj\.weight$").search, **changes: Any
+    form: PackedForm,
+    directory: Path,
+    which: Callable[[str], Any] = re.compile(r"proj\.weight$").search,
+    **changes: Any,
 ) -> Checkpoint:
-    """Write a Llama of 8 layers in a form, and, in fp32, what its weights are when they are read slowly."""
+    """Write a Llama of 8 layers in a form, and, in fp32, what its weights are when they are read
+    slowly.
+    """
     whole = published(directory / "whole", **WIDTHS | changes)
-    weights = {name: one for file in sorted(whole.glob("*.safetensors")) for name, one in load_file(file).items()}
+    weights = {
+        name: one
+        for file in sorted(whole.glob("*.safetensors"))
+        for name, one in load_file(file).items()
+    }
     stored: Tensors = {}
     for name, weight in weights.items():
         stored |= packed(name, weight, form) if which(name) else {name: weight}
@@ -179,7 +230,11 @@ def write_packed(
     save_file(plain, whole / "model.safetensors", metadata)
     streamed = directory / "packed"
     streamed.mkdir()
-    save_file({name: one.contiguous() for name, one in stored.items()}, streamed / "model.safetensors", metadata)
+    save_file(
+        {name: one.contiguous() for name, one in stored.items()},
+        streamed / "model.safetensors",
+        metadata,
+    )
     config = json.loads((whole / "config.json").read_text())
     config["quantization_config"] = form.quantization_config
     (streamed / "config.json").write_text(json.dumps(config))

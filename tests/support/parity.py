@@ -1,4 +1,6 @@
-"""The same steps twice: on the whole model with `transformers` and `peft` alone, and streamed. Nothing is tolerated."""
+"""The same steps twice: on the whole model with `transformers` and `peft` alone, and streamed.
+Nothing is tolerated.
+"""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,12 +19,15 @@ from lema_cpu import CpuBackend
 
 SEED = 7  # of the adapters
 DRAWS = 11  # of dropout
-RANK, ALPHA = 4, 8
+RANK = 4
+ALPHA = 8
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one step leaves behind: the loss, every adapter gradient by name, the generator's state."""
+    """What one step leaves behind: the loss, every adapter gradient by name, the generator's
+    state.
+    """
 
     loss: Tensor
     gradients: dict[str, Tensor | None]
@@ -38,15 +43,23 @@ class Outcome:
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that train, by name."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
 
 
 def whole_model(
-    checkpoint: Checkpoint, *, dropout: float = 0.0, targets: str | Collection[str] | None = None, **options: Any
+    checkpoint: Checkpoint,
+    *,
+    dropout: float = 0.0,
+    targets: str | Collection[str] | None = None,
+    **options: Any,
 ) -> PeftModel:
     """Load the whole model and attach an adapter, without a line of ours."""
     base = aligned(AutoModelForCausalLM.from_pretrained(checkpoint.published, **options))
-    base.config.use_cache = False  # a cache lays keys out in another way, and on some processors products round by it
+    base.config.use_cache = (
+        False  # a cache lays keys out in another way, and on some processors products round by it
+    )
     torch.manual_seed(SEED)
     wanted = checkpoint.architecture.targets if targets is None else targets
     config = LoraConfig(
@@ -62,16 +75,27 @@ def whole_model(
 
 @contextmanager
 def streamed_model(
-    checkpoint: Checkpoint, *, poison: bool = True, spent: Mapping[str, Any] | None = None, **settings: Any
+    checkpoint: Checkpoint,
+    *,
+    poison: bool = True,
+    spent: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> Iterator[LemaModel]:
-    """Open the model for streaming, with a fresh adapter, in training mode; `spent` says what memory is spent on.
+    """Open the model for streaming, with a fresh adapter, in training mode; `spent` says what
+    memory is spent on.
 
-    Experts are adapted where `settings` name them, because products with adapted ones round otherwise than PEFT's.
+    Experts are adapted where `settings` name them, because products with adapted ones round
+    otherwise than PEFT's.
     """
-    streams = {"device_memory": None, "gradient_checkpointing": False}  # every layer, though there is room for all
+    streams = {
+        "device_memory": None,
+        "gradient_checkpointing": False,
+    }  # every layer, though there is room for all
     drawn = {"lora_rank": RANK, "lora_alpha": ALPHA, "seed": SEED, "lora_target_parameters": []}
     settings = {"device": "cpu", "save_steps": 0} | drawn | streams | settings
-    model = LemaModel(LemaConfig(str(checkpoint.streamed), **settings), backend=CpuBackend(poison=poison))
+    model = LemaModel(
+        LemaConfig(str(checkpoint.streamed), **settings), backend=CpuBackend(poison=poison)
+    )
     try:
         model.initialize_lora()
         model.lora_manager.train()
@@ -98,12 +122,15 @@ def accumulate(
     autocast: torch.dtype | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Tensor:
-    """Accumulate gradients over the micro-batches, divided by all trained tokens of the step; return the loss.
+    """Accumulate gradients over the micro-batches, divided by all trained tokens of the step;
+    return the loss.
 
     Args:
         model: the whole model.
-        micro_batches: a single one is passed to the model as a user would, with nothing said about tokens.
-        layer_major: the decoder layers, where dropout is to be drawn for all micro-batches of a layer before the next.
+        micro_batches: a single one is passed to the model as a user would, with nothing said about
+            tokens.
+        layer_major: the decoder layers, where dropout is to be drawn for all micro-batches of a
+            layer before the next.
         autocast: dtype to compute in; None: as the weights are.
         scaler: scales the loss whose gradients are taken.
     """
@@ -125,20 +152,25 @@ def accumulate(
     return total
 
 
-def whole_step(model: PeftModel, micro_batches: Sequence[Mapping[str, Tensor]], **options: Any) -> Outcome:
+def whole_step(
+    model: PeftModel, micro_batches: Sequence[Mapping[str, Tensor]], **options: Any
+) -> Outcome:
     """Take one step's loss and gradients on the whole model; options as `accumulate`."""
     torch.manual_seed(DRAWS)
     return Outcome.of(model, accumulate(model, micro_batches, **options))
 
 
 class LayerMajorStates:
-    """The generator states of a pass that takes every micro-batch through a layer before the next layer.
+    """The generator states of a pass that takes every micro-batch through a layer before the next
+    layer.
 
-    What is drawn depends on shapes alone, so a rehearsal finds the states: up to the layers for each micro-batch, then
-    each layer for each micro-batch.
+    What is drawn depends on shapes alone, so a rehearsal finds the states: up to the layers for
+    each micro-batch, then each layer for each micro-batch.
     """
 
-    def __init__(self, model: nn.Module, layers: nn.ModuleList, micro_batches: Sequence[Mapping[str, Tensor]]) -> None:
+    def __init__(
+        self, model: nn.Module, layers: nn.ModuleList, micro_batches: Sequence[Mapping[str, Tensor]]
+    ) -> None:
         self._layers = layers
         self._starts: list[Tensor] = []
         self._states: dict[tuple[int, int], Tensor] = {}
@@ -200,18 +232,33 @@ def streamed_step(model: LemaModel, micro_batches: Sequence[Mapping[str, Tensor]
 
 
 def assert_same(streamed: Outcome, whole: Outcome, within: float = 0.0) -> None:
-    """Assert that two outcomes are bitwise one, or within a difference: loss, names, every gradient, generator."""
+    """Assert that two outcomes are bitwise one, or within a difference: loss, names, every
+    gradient, generator.
+    """
     assert streamed.gradients.keys() == whole.gradients.keys()
     assert whole.gradients
-    loss = torch.equal(streamed.loss, whole.loss) or relative_difference(streamed.loss, whole.loss) <= within
+    loss = (
+        torch.equal(streamed.loss, whole.loss)
+        or relative_difference(streamed.loss, whole.loss) <= within
+    )
     assert loss, f"loss {streamed.loss!r}, not {whole.loss!r}"
-    differing = [name for name, found in streamed.gradients.items() if not same(found, whole.gradients[name], within)]
-    assert not differing, f"{len(differing)} of {len(whole.gradients)} gradients differ: {differing[:3]} ..."
-    assert torch.equal(streamed.generator, whole.generator), "the generator was left in another state"
+    differing = [
+        name
+        for name, found in streamed.gradients.items()
+        if not same(found, whole.gradients[name], within)
+    ]
+    assert not differing, (
+        f"{len(differing)} of {len(whole.gradients)} gradients differ: {differing[:3]} ..."
+    )
+    assert torch.equal(streamed.generator, whole.generator), (
+        "the generator was left in another state"
+    )
 
 
 def same(one: Tensor | None, other: Tensor | None, within: float = 0.0) -> bool:
-    """Whether two gradients are there, in fp32, not zero, and bitwise equal or within a relative difference."""
+    """Whether two gradients are there, in fp32, not zero, and bitwise equal or within a relative
+    difference.
+    """
     assert other is None or other.dtype == torch.float32
     if one is None or other is None or one.dtype != other.dtype or not one.any():
         return False

@@ -1,4 +1,6 @@
-"""What runs of phases are made of: rows that repeat themselves, plans of a few steps, and how two ends compare."""
+"""What runs of phases are made of: rows that repeat themselves, plans of a few steps, and how
+two ends compare.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,18 +15,19 @@ from lema.train import LemaTrainer
 from lema.train.events import RunEvents
 from lema.train.full.training import FullTraining
 from lema.train.metrics import read_metrics
-from lema.train.phases.places import Places
+from lema.train.phases.paths import PhasePaths
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.stage import PhaseRun
 
-BLOCK, ROWS = 12, 4
+BLOCK = 12
+ROWS = 4
 STEP = BLOCK * ROWS
 # Whatever changes what a run has on disk, but for lines of measurements.
 WRITERS: dict[Any, tuple[str, ...]] = {
     FullTraining: ("save_checkpoint",),
     LemaTrainer: ("save_checkpoint",),
     PhaseRun: ("leave_model",),
-    Places: ("note_latest", "note_best", "forget_old"),
+    PhasePaths: ("note_latest", "note_best", "forget_old"),
     RunEvents: ("event",),
 }
 
@@ -42,12 +45,26 @@ def rows(seed: int, count: int = 12) -> list[dict[str, list[int]]]:
 SOURCES = {"one": rows(1), "two": rows(2)}
 HELD = {"one": rows(3), "two": rows(4)}
 HALF = [{"name": "one", "rate": 0.5}, {"name": "two", "rate": 0.5}]
-FULL = {"trains": "full", "tokens": 4 * STEP, "mixture": HALF, "learning_rate": 3e-3, "name": "whole"}
-LORA = {"trains": "lora", "tokens": 4 * STEP, "mixture": HALF, "learning_rate": 2e-2, "name": "adapters"}
+FULL = {
+    "trains": "full",
+    "tokens": 4 * STEP,
+    "mixture": HALF,
+    "learning_rate": 3e-3,
+    "name": "whole",
+}
+LORA = {
+    "trains": "lora",
+    "tokens": 4 * STEP,
+    "mixture": HALF,
+    "learning_rate": 2e-2,
+    "name": "adapters",
+}
 
 
 def plan_of(*given: dict[str, Any], **settings: Any) -> PhasePlan:
-    return PhasePlan(phases=list(given), batch_size=ROWS, max_length=BLOCK, **{"micro_batch_size": 2, **settings})
+    return PhasePlan(
+        phases=list(given), batch_size=ROWS, max_length=BLOCK, **{"micro_batch_size": 2, **settings}
+    )
 
 
 def two(steps: int = 2, **settings: Any) -> PhasePlan:
@@ -59,11 +76,14 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
     """Return every tensor in a directory's files."""
     files = sorted(directory.glob("*.safetensors"))
     assert files
-    return {f"{file.name}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
+    return {
+        f"{file.name}/{name}": tensor for file in files for name, tensor in load_file(file).items()
+    }
 
 
 def assert_same(one: Path, other: Path) -> None:
-    mine, theirs = weights(one), weights(other)
+    mine = weights(one)
+    theirs = weights(other)
     assert mine.keys() == theirs.keys()
     assert not [name for name in mine if not torch.equal(mine[name], theirs[name])]
 
@@ -79,7 +99,9 @@ class Killed(BaseException):
 
 
 def count_writes(monkeypatch: pytest.MonkeyPatch, after: int | None = None) -> Callable[[], int]:
-    """Count what a run writes, and let the `after`-th be its last; return what tells how many it was."""
+    """Count what a run writes, and let the `after`-th be its last; return what tells how many it
+    was.
+    """
     count = 0
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:

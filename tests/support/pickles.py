@@ -1,6 +1,8 @@
-"""What LEMA reads through pickle: the interpreter says of each object that a pickle names, by its audit hook.
+"""What LEMA reads through pickle: the interpreter says of each object that a pickle names, by its
+audit hook.
 
-`torch.load(weights_only=True)` makes no such find: its unpickler knows tensors and plain values, and looks nothing up.
+`torch.load(weights_only=True)` makes no such find: its unpickler knows tensors and plain values,
+and looks nothing up.
 """
 
 import sys
@@ -13,17 +15,24 @@ __all__ = ["ALLOWED", "found", "watch"]
 ROOT = Path(__file__).resolve().parents[2]
 PLACES = tuple(f"{ROOT / name}/" for name in ("lema", "backends"))
 
-# By file (from the root of the repository) and function: pickles that are no files, and what becomes of them.
+# By file (from the root of the repository) and function: pickles that are no files, and what
+# becomes of them.
 ALLOWED: Mapping[tuple[str, str], str] = {
     (
         "lema/backend/torchrun.py",
         "gather_objects",
     ): "torch.distributed's own way to send plain data between one run's processes",
     ("backends/lema_neuron/comm.py", "split"): "the ranks of a group",
-    ("lema/model/split.py", "_learn"): "torch's own code, which transformers has compiled for flex attention",
+    (
+        "lema/model/split.py",
+        "_learn",
+    ): "torch's own code, which transformers has compiled for flex attention",
     ("lema/model/split.py", "_logits"): "the same, of later calls",
     ("lema/model/split.py", "call_layer"): "the same, of a layer",
-    ("lema/model/compiled.py", "_compile"): "torch's own code, which it compiled before, in the user's cache directory",
+    (
+        "lema/model/compiled.py",
+        "_compile",
+    ): "torch's own code, which it compiled before, in the user's cache directory",
 }
 
 _found: list[str] = []
@@ -39,18 +48,26 @@ def watch() -> None:
 
 def found() -> list[str]:
     """Return what was looked up for a pickle since the last call, and by which lines of LEMA's."""
-    told, _found[:] = list(_found), []
+    told = list(_found)
+    _found[:] = []
     return told
 
 
 def _hook(event: str, arguments: tuple[object, ...]) -> None:
     if event != "pickle.find_class":
         return
-    frames = [frame for frame in _frames(sys._getframe(1)) if frame.f_code.co_filename.startswith(PLACES)]
+    frames = [
+        frame for frame in _frames(sys._getframe(1)) if frame.f_code.co_filename.startswith(PLACES)
+    ]
     if not frames or any(_place(frame) in ALLOWED for frame in frames):
         return
-    lines = [f"  {frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}" for frame in frames]
-    _found.append("\n".join([f"{'.'.join(map(str, arguments))} was looked up for a pickle", *lines]))
+    lines = [
+        f"  {frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
+        for frame in frames
+    ]
+    _found.append(
+        "\n".join([f"{'.'.join(map(str, arguments))} was looked up for a pickle", *lines])
+    )
 
 
 def _frames(innermost: FrameType | None) -> Iterator[FrameType]:

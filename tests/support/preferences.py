@@ -14,16 +14,25 @@ from lema.data.dataset import Columns, TokenDataset
 from lema.data.files import Row
 from lema.data.preference import PreferenceDataset
 
-LENGTHS = ((9, 12, 10), (4, 11, 13), (6, 9, 8), (5, 13, 9))  # of the prompt, and of the two rows with it
+LENGTHS = (
+    (9, 12, 10),
+    (4, 11, 13),
+    (6, 9, 8),
+    (5, 13, 9),
+)  # of the prompt, and of the two rows with it
 
 
 def examples(*, labelled: bool = False, seed: int = 2) -> PreferenceDataset:
     """Draw four pairs, or eight rows of which every other is desirable."""
-    draw, columns = torch.Generator().manual_seed(seed), Columns()
+    draw = torch.Generator().manual_seed(seed)
+    columns = Columns()
     for number, (prompt, *rows) in enumerate(LENGTHS):
         begins = torch.randint(3, VOCABULARY, (prompt,), generator=draw).tolist()
         for length in rows:
-            ids = [*begins, *torch.randint(3, VOCABULARY, (length - prompt + 3,), generator=draw).tolist()]
+            ids = [
+                *begins,
+                *torch.randint(3, VOCABULARY, (length - prompt + 3,), generator=draw).tolist(),
+            ]
             columns.append(Row({}, "made", number), ids, [-100] * prompt + ids[prompt:], cut=[])
     labels = torch.arange(8).remainder(2).eq(0).long().numpy() if labelled else None
     return PreferenceDataset(TokenDataset(columns.table()), labels, 64)
@@ -35,7 +44,9 @@ def batch_of(data: PreferenceDataset) -> dict[str, Tensor]:
 
 
 def row_logps(model: Any, batch: Mapping[str, Tensor], labels: Tensor) -> Tensor:
-    """Return the log-probability of each token with a label, `[rows, sequence - 1]`, 0 elsewhere."""
+    """Return the log-probability of each token with a label, `[rows, sequence - 1]`, 0
+    elsewhere.
+    """
     seen = {"attention_mask": batch["attention_mask"]} if "attention_mask" in batch else {}
     logits = model(input_ids=batch["input_ids"], use_cache=False, **seen).logits[:, :-1].float()
     targets = labels[:, 1:]
@@ -44,7 +55,9 @@ def row_logps(model: Any, batch: Mapping[str, Tensor], labels: Tensor) -> Tensor
 
 
 def sums(model: Any, batch: Mapping[str, Tensor], prefix: str = "") -> Tensor:
-    part = {name.removeprefix(prefix): one for name, one in batch.items() if name.startswith(prefix)}
+    part = {
+        name.removeprefix(prefix): one for name, one in batch.items() if name.startswith(prefix)
+    }
     return row_logps(model, part, part["labels"]).sum(1)
 
 

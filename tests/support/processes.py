@@ -1,4 +1,6 @@
-"""Several processes on this machine, started by `torchrun` as a user would; they talk through gloo."""
+"""Several processes on this machine, started by `torchrun` as a user would; they talk through
+gloo.
+"""
 
 import os
 import subprocess
@@ -15,7 +17,8 @@ SUPPORT = Path(__file__).parent
 def run_processes(
     arguments: list[str], count: int, *, env: Mapping[str, str] | None = None, timeout: float = 240
 ) -> subprocess.CompletedProcess[str]:
-    """Run `torchrun --nproc-per-node COUNT ARGUMENTS`; a script's path, or `-m` and a module, then what it is given.
+    """Run `torchrun --nproc-per-node COUNT ARGUMENTS`; a script's path, or `-m` and a module, then
+    what it is given.
 
     What `tests/support` holds can be imported; each process has one thread.
     """

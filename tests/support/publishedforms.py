@@ -1,4 +1,6 @@
-"""Tiny models written as publishers write theirs: names of `save_pretrained`, and weights quantised beside scales."""
+"""Tiny models written as publishers write theirs: names of `save_pretrained`, and weights
+quantised beside scales.
+"""
 
 import json
 import re
@@ -68,7 +70,10 @@ def fp8_tensors(weights: Mapping[str, Tensor]) -> tuple[Tensors, dict[str, Any]]
 
     def one(name: str, weight: Tensor) -> Tensors:
         scale = weight.abs().max() / torch.finfo(FP8).max
-        beside = {f"{name}_scale_inv": scale, f"{name.removesuffix('weight')}activation_scale": torch.tensor(1.0)}
+        beside = {
+            f"{name}_scale_inv": scale,
+            f"{name.removesuffix('weight')}activation_scale": torch.tensor(1.0),
+        }
         return {name: (weight / scale).to(FP8)} | beside
 
     settings = {"weight_block_size": None, "activation_scheme": "static"}
@@ -76,7 +81,9 @@ def fp8_tensors(weights: Mapping[str, Tensor]) -> tuple[Tensors, dict[str, Any]]
 
 
 def fp4_experts(weights: Mapping[str, Tensor]) -> tuple[Tensors, dict[str, Any]]:
-    """DeepSeek-V4's: experts of two E2M1 a byte with a power of two for each 32, all other linears fp8 in blocks."""
+    """DeepSeek-V4's: experts of two E2M1 a byte with a power of two for each 32, all other
+    linears fp8 in blocks.
+    """
 
     def one(name: str, weight: Tensor) -> Tensors:
         packed, exponents = _e2m1(weight)
@@ -88,37 +95,62 @@ def fp4_experts(weights: Mapping[str, Tensor]) -> tuple[Tensors, dict[str, Any]]
         return {name: made[name], f"{name.removesuffix('weight')}scale": made[f"{name}_scale_inv"]}
 
     _, settings = fp8_blocks({})
-    experts = _each({name: one_ for name, one_ in weights.items() if EXPERT.search(name)}, EXPERT, one)
+    experts = _each(
+        {name: one_ for name, one_ in weights.items() if EXPERT.search(name)}, EXPERT, one
+    )
     return experts | _each(
         {name: one_ for name, one_ in weights.items() if name not in experts}, LINEAR, other
     ), settings
 
 
 def mxfp4(weights: Mapping[str, Tensor]) -> tuple[Tensors, dict[str, Any]]:
-    """gpt-oss's: stacked experts, `[experts, in, out]` in memory, as blocks of 32 inputs and their exponents."""
+    """gpt-oss's: stacked experts, `[experts, in, out]` in memory, as blocks of 32 inputs and
+    their exponents.
+    """
     made: Tensors = {}
     for name, weight in weights.items():
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             made[name] = weight
             continue
         packed, exponents = _e2m1(weight.transpose(1, 2).contiguous())
-        made |= {f"{name}_blocks": packed.unflatten(-1, (-1, GROUP // 2)), f"{name}_scales": exponents}
+        made |= {
+            f"{name}_blocks": packed.unflatten(-1, (-1, GROUP // 2)),
+            f"{name}_scales": exponents,
+        }
     return made, {"quant_method": "mxfp4"}
 
 
 def int4(weights: Mapping[str, Tensor]) -> tuple[Tensors, dict[str, Any]]:
-    """Kimi-K2-Thinking's: experts of eight int4 a word with a scale for each 32, by compressed-tensors."""
+    """Kimi-K2-Thinking's: experts of eight int4 a word with a scale for each 32, by
+    compressed-tensors.
+    """
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
     def one(name: str, weight: Tensor) -> Tensors:
         groups = weight.float().unflatten(-1, (-1, GROUP))
         scale = (groups.abs().amax(-1, keepdim=True) / 7).clamp_min(1e-6).to(torch.bfloat16)
         whole = (groups / scale).round().clamp(-8, 7).flatten(-2).to(torch.int8)
-        packed, shape = pack_to_int32(whole, 4), torch.tensor(weight.shape, dtype=torch.int64)
-        return {f"{name}_packed": packed, f"{name}_scale": scale.squeeze(-1), f"{name}_shape": shape}
+        packed = pack_to_int32(whole, 4)
+        shape = torch.tensor(weight.shape, dtype=torch.int64)
+        return {
+            f"{name}_packed": packed,
+            f"{name}_scale": scale.squeeze(-1),
+            f"{name}_shape": shape,
+        }
 
-    scheme = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
-    ignore = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"]
+    scheme = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": GROUP,
+    }
+    ignore = [
+        "lm_head",
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+    ]
     return _each(weights, EXPERT, one), _compressed("pack-quantized", scheme, ignore)
 
 
@@ -134,32 +166,57 @@ def fp8_channels(weights: Mapping[str, Tensor]) -> tuple[Tensors, dict[str, Any]
 
 
 def nvfp4(weights: Mapping[str, Tensor]) -> tuple[Tensors, dict[str, Any]]:
-    """What llm-compressor writes for NVIDIA's devices: two E2M1 a byte, fp8 scales of 16, and one for the tensor."""
+    """What llm-compressor writes for NVIDIA's devices: two E2M1 a byte, fp8 scales of 16, and
+    one for the tensor.
+    """
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
     name_of_form = "nvfp4-pack-quantized"
-    scheme = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+    scheme = {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "tensor_group",
+        "group_size": 16,
+    }
     compressor = BaseCompressor.get_value_from_registry(name_of_form)
-    whole = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**scheme), format=name_of_form)
+    whole = QuantizationScheme(
+        targets=["Linear"], weights=QuantizationArgs(**scheme), format=name_of_form
+    )
 
     def one(name: str, weight: Tensor) -> Tensors:
         largest = (torch.finfo(FP8).max * 6 / weight.float().abs().max()).reshape(1)
         scale = weight.float().unflatten(-1, (-1, 16)).abs().amax(-1) / 6 * largest
-        parts = {"weight": weight, "weight_scale": scale.to(FP8).float(), "weight_global_scale": largest}
-        return {name.removesuffix("weight") + part: made for part, made in compressor.compress(parts, whole).items()}
+        parts = {
+            "weight": weight,
+            "weight_scale": scale.to(FP8).float(),
+            "weight_global_scale": largest,
+        }
+        return {
+            name.removesuffix("weight") + part: made
+            for part, made in compressor.compress(parts, whole).items()
+        }
 
     return _each(weights, LINEAR, one), _compressed(name_of_form, scheme, ["lm_head"])
 
 
 def gptq(weights: Mapping[str, Tensor]) -> tuple[Tensors, dict[str, Any]]:
-    """Qwen's: eight int4 a word, a scale and a zero point less one for each 128 inputs, and their groups' numbers."""
-    return _each(weights, LINEAR, partial(packed, form=packedforms.GPTQ)), packedforms.GPTQ.quantization_config
+    """Qwen's: eight int4 a word, a scale and a zero point less one for each 128 inputs, and
+    their groups' numbers.
+    """
+    return _each(
+        weights, LINEAR, partial(packed, form=packedforms.GPTQ)
+    ), packedforms.GPTQ.quantization_config
 
 
 def awq(weights: Mapping[str, Tensor]) -> tuple[Tensors, dict[str, Any]]:
-    """Qwen's: eight int4 a word, in the order of a kernel, with a scale and a zero point for each 128 inputs."""
-    return _each(weights, LINEAR, partial(packed, form=packedforms.AWQ)), packedforms.AWQ.quantization_config
+    """Qwen's: eight int4 a word, in the order of a kernel, with a scale and a zero point for
+    each 128 inputs.
+    """
+    return _each(
+        weights, LINEAR, partial(packed, form=packedforms.AWQ)
+    ), packedforms.AWQ.quantization_config
 
 
 PACKED = {"gptq": packedforms.GPTQ, "awq": packedforms.AWQ}
@@ -188,24 +245,36 @@ def write_published(config: PreTrainedConfig, form: str, directory: Path) -> Pat
             if isinstance(getattr(part, size, None), int):
                 setattr(part, size, BLOCK if form in PACKED else 2 * BLOCK)
         if form in PACKED:
-            part.hidden_size, part.head_dim = BLOCK, BLOCK // 4
+            part.hidden_size = BLOCK
+            part.head_dim = BLOCK // 4
     write_model(config, directory, torch.bfloat16)
     weights: Tensors = {}
     for file in sorted(directory.glob("*.safetensors*")):
         stored = load_file(file) if file.suffix == ".safetensors" else {}
-        # transformers writes the layers of Kimi-K2.5 under the name that only its tower has for them.
-        weights |= {name.replace("model.model.blocks.", "model.model.layers."): one for name, one in stored.items()}
+        # transformers writes the layers of Kimi-K2.5 under the name that only its tower has for
+        # them.
+        weights |= {
+            name.replace("model.model.blocks.", "model.model.layers."): one
+            for name, one in stored.items()
+        }
         file.unlink()
     made, settings = FORMS[form](weights)
-    save_file({name: one.contiguous() for name, one in made.items()}, directory / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: one.contiguous() for name, one in made.items()},
+        directory / "model.safetensors",
+        {"format": "pt"},
+    )
     if settings is not None:
         file = directory / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": settings}))
+        file.write_text(
+            json.dumps(json.loads(file.read_text()) | {"quantization_config": settings})
+        )
     return directory
 
 
 def dequantized(directory: Path) -> torch.nn.Module:
-    """Load a model whole, as its own quantizer dequantises it, or a slow reader where there is none.
+    """Load a model whole, as its own quantizer dequantises it, or a slow reader where there is
+    none.
 
     What it leaves in bf16 is widened, which is exact.
     """
@@ -215,22 +284,29 @@ def dequantized(directory: Path) -> torch.nn.Module:
             return _read_slowly(directory, PACKED[settings["quant_method"]])
         skip_unless_expanded(settings["quant_method"])
         config.quantization_config = settings | {"dequantize": True}
-    model = aligned(auto_class(config).from_pretrained(directory, config=config, dtype=torch.float32))
+    model = aligned(
+        auto_class(config).from_pretrained(directory, config=config, dtype=torch.float32)
+    )
     model.float().config.use_cache = False
     model.config.__dict__.pop("quantization_config", None)
-    model.hf_quantizer, model.is_quantized = None, False
+    model.hf_quantizer = None
+    model.is_quantized = False
     return model
 
 
 def _read_slowly(directory: Path, form: packedforms.PackedForm) -> torch.nn.Module:
-    """Load a model whose packed weights are read code by code, because transformers expands none of them."""
+    """Load a model whose packed weights are read code by code, because transformers expands none
+    of them.
+    """
     with TemporaryDirectory() as scratch:
         plain = Path(scratch)
         config = json.loads((directory / "config.json").read_text())
         del config["quantization_config"]
         (plain / "config.json").write_text(json.dumps(config))
         weights = packedforms.expanded(load_file(directory / "model.safetensors"), form)
-        save_file({name: one.contiguous() for name, one in weights.items()}, plain / "model.safetensors")
+        save_file(
+            {name: one.contiguous() for name, one in weights.items()}, plain / "model.safetensors"
+        )
         return dequantized(plain)
 
 
@@ -244,7 +320,11 @@ def write_dequantized(published: Path, directory: Path) -> Path:
     return directory
 
 
-def _each(weights: Mapping[str, Tensor], which: re.Pattern[str], quantize: Callable[[str, Tensor], Tensors]) -> Tensors:
+def _each(
+    weights: Mapping[str, Tensor],
+    which: re.Pattern[str],
+    quantize: Callable[[str, Tensor], Tensors],
+) -> Tensors:
     made: Tensors = {}
     for name, weight in weights.items():
         wanted = which.search(name) and not TOWER.search(name) and weight.ndim == 2
@@ -262,7 +342,9 @@ def _blocks(name: str, weight: Tensor) -> Tensors:
 
 
 def _e2m1(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two values a byte, `[..., columns / 2]`, and the exponents of each 32 of a row, both uint8."""
+    """Return two values a byte, `[..., columns / 2]`, and the exponents of each 32 of a row,
+    both uint8.
+    """
     groups = weight.float().unflatten(-1, (-1, GROUP))
     exponents = (groups.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 6).log2().ceil()
     scaled = groups / exponents.exp2()
@@ -272,7 +354,12 @@ def _e2m1(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _compressed(form: str, weights: dict[str, Any], ignore: list[str]) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+    }
     return {
         "quant_method": "compressed-tensors",
         "format": form,

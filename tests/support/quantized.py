@@ -1,4 +1,6 @@
-"""Quantised models of every kind, and the whole model that has the weights the library itself makes of them."""
+"""Quantised models of every kind, and the whole model that has the weights the library itself
+makes of them.
+"""
 
 import json
 from collections.abc import Iterator
@@ -28,9 +30,13 @@ SIZES: dict[str, Any] = {
 
 
 def published(directory: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    """Write a random model whose rows are as long as blocks of four bits are, with biases that differ by layer."""
+    """Write a random model whose rows are as long as blocks of four bits are, with biases that
+    differ by layer.
+    """
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | {"attention_bias": True} | changes))
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(**SIZES | {"attention_bias": True} | changes)
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -44,12 +50,17 @@ def prepared(source: Path, kind: str, **options: Any) -> Prepared:
 
 
 def dequantized(directory: Path, **options: Any) -> PreTrainedModel:
-    """Load a quantised directory with `transformers`, and put what the library dequantises where it was quantised."""
+    """Load a quantised directory with `transformers`, and put what the library dequantises where
+    it was quantised.
+    """
     model = AutoModelForCausalLM.from_pretrained(directory, **options)
     for name, weight in list(expanded_by_the_library(model)):
         owner = model.get_submodule(name)
-        plain = nn.Linear(owner.in_features, owner.out_features, bias=owner.bias is not None, dtype=weight.dtype)
-        plain.weight, plain.bias = nn.Parameter(weight.clone()), owner.bias
+        plain = nn.Linear(
+            owner.in_features, owner.out_features, bias=owner.bias is not None, dtype=weight.dtype
+        )
+        plain.weight = nn.Parameter(weight.clone())
+        plain.bias = owner.bias
         model.set_submodule(name, plain)
     del model.config.quantization_config
     return model
@@ -68,7 +79,9 @@ def expanded_by_the_library(model: PreTrainedModel) -> Iterator[tuple[str, Tenso
 
 
 def checkpoint(source: Path, kind: str) -> Checkpoint:
-    """Return a model to compare: `published` is whole, with the library's weights; `streamed` is quantised."""
+    """Return a model to compare: `published` is whole, with the library's weights; `streamed` is
+    quantised.
+    """
     streamed = prepared(source, kind).path
     whole = source.with_name(f"{kind}-whole")
     model = dequantized(streamed)
@@ -79,7 +92,9 @@ def checkpoint(source: Path, kind: str) -> Checkpoint:
 
 
 def but_for_origin(file: Path) -> tuple[Any, bytes]:
-    """The header of a file that `prepare` wrote, without what it was made of, and all bytes of its tensors."""
+    """The header of a file that `prepare` wrote, without what it was made of, and all bytes of
+    its tensors.
+    """
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])

@@ -1,7 +1,8 @@
 """A device with queues that take any course which stream order and events allow, chosen by a seed.
 
-Copies take effect in two halves, so that a read between them shows. Memory is told apart from the tensors that lie in
-it: what is queued knows only addresses, as a device does, and what a dropped tensor lay in is at once somebody else's.
+Copies take effect in two halves, so that a read between them shows. Memory is told apart from the
+tensors that lie in it: what is queued knows only addresses, as a device does, and what a dropped
+tensor lay in is at once somebody else's.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ GARBAGE = 0xDD
 
 class FakeEvent:
     def __init__(self, device: FakeDevice, queue: FakeQueue) -> None:
-        self._device, self.queue, self.done = device, queue, False
+        self._device = device
+        self.queue = queue
+        self.done = False
 
     def wait(self) -> None:
         if not self.done:
@@ -40,7 +43,8 @@ class FakeEvent:
 
 class FakeQueue:
     def __init__(self, device: FakeDevice, name: str) -> None:
-        self.device, self.name = device, name
+        self.device = device
+        self.name = name
         self.work: deque[Callable[[], None] | FakeEvent] = deque()  # an event: to be waited for
 
     def record(self) -> FakeEvent:
@@ -57,7 +61,11 @@ class FakeQueue:
         self._append(event)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        assert (target.shape, target.dtype, target.stride()) == (source.shape, source.dtype, source.stride())
+        assert (target.shape, target.dtype, target.stride()) == (
+            source.shape,
+            source.dtype,
+            source.stride(),
+        )
         held = (target, source) if self.device.holds_tensors else None
         move(self, target.data_ptr(), source.data_ptr(), source.nbytes, held)
 
@@ -66,7 +74,8 @@ class FakeQueue:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        before, self.device.compute = self.device.compute, self
+        before = self.device.compute
+        self.device.compute = self
         yield
         self.device.compute = before
 
@@ -88,7 +97,11 @@ def move(queue: FakeQueue, target: int, source: int, nbytes: int, held: object =
     """Queue a copy from address to address, the second half of it after the first."""
     half = nbytes // 2
     for start, size in ((0, half), (half, nbytes - half)):
-        queue.do(lambda start=start, size=size, held=held: ctypes.memmove(target + start, source + start, size))
+        queue.do(
+            lambda start=start, size=size, held=held: ctypes.memmove(
+                target + start, source + start, size
+            )
+        )
 
 
 class FakeDevice:
@@ -100,7 +113,9 @@ class FakeDevice:
     """
 
     def __init__(self, chance: Random, *, holds_tensors: bool = False) -> None:
-        self.chance, self.holds_tensors, self.host_waits = chance, holds_tensors, 0
+        self.chance = chance
+        self.holds_tensors = holds_tensors
+        self.host_waits = 0
         self.waiting_threads = set[threading.Thread]()
         self.lock = threading.RLock()
         self.queues = [FakeQueue(self, name) for name in NAMES]

@@ -18,7 +18,9 @@ class Recorder(TrainerCallback):
             return super().__getattribute__(name)
 
         def note(args: Any, state: Any, control: Any, **details: Any) -> None:
-            kinds = {"loss", "eval_loss", "train_loss"} & (details.get("logs") or details.get("metrics") or {}).keys()
+            kinds = {"loss", "eval_loss", "train_loss"} & (
+                details.get("logs") or details.get("metrics") or {}
+            ).keys()
             self.events.append((name, state.global_step, state.epoch or 0.0, ",".join(kinds)))
 
         return note

@@ -1,4 +1,6 @@
-"""A model of any config, published as `transformers` saves it, prepared, and compared with what it loads."""
+"""A model of any config, published as `transformers` saves it, prepared, and compared with what
+it loads.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,20 +44,26 @@ class Roundtrip:
     operations: frozenset[str]
 
 
-def roundtrip(config: PreTrainedConfig, directory: Path, dtype: torch.dtype = torch.float32) -> Roundtrip:
-    """Publish a random model of `config` below `directory`, prepare it, and assert that nothing differs.
+def roundtrip(
+    config: PreTrainedConfig, directory: Path, dtype: torch.dtype = torch.float32
+) -> Roundtrip:
+    """Publish a random model of `config` below `directory`, prepare it, and assert that nothing
+    differs.
 
     No tensor is equal to another, norms and biases included, so one in the wrong place shows.
     """
     source = published(config, directory / "published", dtype)
     expected = from_pretrained(source).state_dict()
-    index, skeleton = GlobalBinaryIndex(source), meta_model(read_config(source), dtype)
+    index = GlobalBinaryIndex(source)
+    skeleton = meta_model(read_config(source), dtype)
     converters: list[WeightConverter] = []
     with patch.object(Conversion, "records", autospec=True, side_effect=_noting(converters)):
         names = map_names(skeleton, index)
     consumed = {one.name for record in names.stored.values() for one in records_of(record)}
     assert consumed | {record.name for record in (*names.ignored, *names.unused)} == set(index)
-    operations = {type(operation).__name__ for converter in converters for operation in converter.operations}
+    operations = {
+        type(operation).__name__ for converter in converters for operation in converter.operations
+    }
     prepared = prepare(source, directory / "one.safetensors")
     assert_same(load_file(prepared.path), expected)
     assert list(GlobalBinaryIndex(prepared.path)) == visit_order(skeleton)
@@ -78,7 +86,9 @@ def _noting(converters: list[WeightConverter]) -> Callable[..., dict[str, Stored
     return noted
 
 
-def published(config: PreTrainedConfig, directory: Path, dtype: torch.dtype = torch.float32) -> Path:
+def published(
+    config: PreTrainedConfig, directory: Path, dtype: torch.dtype = torch.float32
+) -> Path:
     """Write a random model as `save_pretrained` does, with the names and shapes of the hub."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -90,7 +100,8 @@ def published(config: PreTrainedConfig, directory: Path, dtype: torch.dtype = to
 def draw_weights(model: PreTrainedModel) -> None:
     """Draw every tensor of the state dict anew, but for integers; tied weights stay tied.
 
-    The row of the padding token is zero, as it stays in training: some models zero it again when they are loaded.
+    The row of the padding token is zero, as it stays in training: some models zero it again when
+    they are loaded.
     """
     state: dict[str, Tensor] = model.state_dict()
     for tensor in state.values():

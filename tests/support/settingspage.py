@@ -16,19 +16,28 @@ from lema.config.backendsettings import backend_settings
 from lema.config.settings import Change
 
 GROUPS = {
-    "Model": "model_name_or_path revision model_type gbi_path dtype attn_implementation check_base_weights",
-    "Data": "train_data eval_data eval_split mixture columns chat_template train_on max_length overlong packing "
+    "Model": (
+        "model_name_or_path revision model_type gbi_path dtype attn_implementation "
+        "check_base_weights"
+    ),
+    "Data": "train_data eval_data eval_split mixture columns chat_template train_on max_length "
+    "overlong packing "
     "group_by_length shuffle max_train_samples max_eval_samples data_cache pad_to_multiple_of",
-    "Steps and batches": "batch_size gradient_accumulation_steps micro_batch_size tokens_per_step micro_batch_tokens "
+    "Steps and batches": "batch_size gradient_accumulation_steps micro_batch_size tokens_per_step "
+    "micro_batch_tokens "
     "num_train_epochs max_steps seed",
     "Optimizer and learning rate": "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio "
-    "optim optim_args loraplus_lr_ratio weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm "
+    "optim optim_args loraplus_lr_ratio weight_decay adam_beta1 adam_beta2 adam_epsilon "
+    "max_grad_norm "
     "neftune_noise_alpha",
-    "Objective": "objective loss_type beta label_smoothing label_smoothing_factor router_aux_loss_coef simpo_gamma "
+    "Objective": "objective loss_type beta label_smoothing label_smoothing_factor router_aux_loss_coef "
+    "simpo_gamma "
     "cpo_alpha desirable_weight undesirable_weight",
     "Adapters": "adapter_name_or_path",
-    "Memory": "device_memory host_memory experts_per_slot strategy gradient_checkpointing activation_offloading "
-    "boundary_activations offload_dir embeddings head prefetch_depth loss_chunk_tokens page_locked cache_frozen_prefix",
+    "Memory": "device_memory host_memory experts_per_slot strategy gradient_checkpointing "
+    "activation_offloading "
+    "boundary_activations offload_dir embeddings head prefetch_depth loss_chunk_tokens "
+    "page_locked cache_frozen_prefix",
     "Device and processes": "device tf32 deterministic torch_compile arithmetic shard_weights "
     "tensor_parallel_size sequence_parallel",
     "What a run leaves": "output_dir save_steps",
@@ -39,7 +48,7 @@ _RESUMED = {
     Change.REFUSED: "refused",
     Change.ADAPTER: "compared",
     Change.DATA: "compared",
-    Change.SAID: "taken, and said",
+    Change.REPORTED: "taken, and said",
     Change.SILENT: "taken",
 }
 
@@ -68,8 +77,13 @@ def page() -> Iterator[str]:
 
 
 def grouped(names: list[str]) -> dict[str, list[str]]:
-    """Return the names by the title of their group: those a group names, then what no group names."""
-    groups = {title: [name for name in listed.split() if name in names] for title, listed in GROUPS.items()}
+    """Return the names by the title of their group: those a group names, then what no group
+    names.
+    """
+    groups = {
+        title: [name for name in listed.split() if name in names]
+        for title, listed in GROUPS.items()
+    }
     named = {name for listed in groups.values() for name in listed}
     for name in names:
         if name not in named:
@@ -84,7 +98,13 @@ def _rest(name: str) -> str:
 def _row(name: str, schema: Mapping[str, Any]) -> str:
     field = LemaConfig.model_fields[name if name in LemaConfig.model_fields else "backend_settings"]
     change = next(one for one in field.metadata if isinstance(one, Change))
-    default = f"`{_written(schema['default'])}`" if "default" in schema else "none" if field.default_factory else ""
+    default = (
+        f"`{_written(schema['default'])}`"
+        if "default" in schema
+        else "none"
+        if field.default_factory
+        else ""
+    )
     meaning = re.sub(r"\bNone\b", "null", " ".join(schema["description"].split()))
     cells = (f"`{name}`", ", ".join(_values(schema)), default, meaning, _RESUMED[change])
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
@@ -111,7 +131,10 @@ def _values(schema: Mapping[str, Any]) -> list[str]:
     if kind == "array":
         return [
             "list of "
-            + " or ".join(re.sub(r"^(text|whole number|number)", r"\1s", one) for one in _values(schema["items"]))
+            + " or ".join(
+                re.sub(r"^(text|whole number|number)", r"\1s", one)
+                for one in _values(schema["items"])
+            )
         ]
     return [_WORDS.get(kind, kind) + _bounds(schema)]
 
@@ -127,7 +150,12 @@ _WORDS = {
 
 
 def _bounds(schema: Mapping[str, Any]) -> str:
-    words = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+    words = {
+        "minimum": "at least",
+        "exclusiveMinimum": "above",
+        "maximum": "at most",
+        "exclusiveMaximum": "below",
+    }
     found = [f"{word} {schema[key]}" for key, word in words.items() if key in schema]
     return f" ({', '.join(found)})" if found else ""
 

@@ -76,4 +76,7 @@ def in_part(items: Iterable[pytest.Item], part: str) -> list[pytest.Item]:
 
 def is_slow(item: pytest.Item) -> bool:
     """Whether a session has a test that the default run has not."""
-    return item.get_closest_marker("slow") is not None and item.get_closest_marker("exhaustive") is None
+    return (
+        item.get_closest_marker("slow") is not None
+        and item.get_closest_marker("exhaustive") is None
+    )

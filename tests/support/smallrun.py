@@ -1,4 +1,6 @@
-"""What a first run is made of: a small model, its tokenizer, rows of tokens, and the whole model to compare with."""
+"""What a first run is made of: a small model, its tokenizer, rows of tokens, and the whole model
+to compare with.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -52,8 +54,12 @@ def _trained() -> str:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer with an end of sequence, no padding token, and a chat template."""
-    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(_trained()), eos_token="<eos>")
+    """Return a byte-level tokenizer with an end of sequence, no padding token, and a chat
+    template.
+    """
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_trained()), eos_token="<eos>"
+    )
     made.chat_template = CHAT_TEMPLATE
     return made
 
@@ -62,15 +68,26 @@ def _config(name: str, **changes: Any) -> PreTrainedConfig:
     common = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
     if name == "gpt2":
         sizes = {"n_embd": 32, "n_layer": NUM_LAYERS, "n_head": 4, "n_positions": 128}
-        return GPT2Config(**common | sizes | {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0} | changes)
+        return GPT2Config(
+            **common | sizes | {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0} | changes
+        )
     if name == "mistral":
         changes = {"sliding_window": 6, **changes}
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 4,
+    }
     make = MistralConfig if name == "mistral" else LlamaConfig
-    return make(**common | sizes | {"num_key_value_heads": 2, "max_position_embeddings": 128} | changes)
+    return make(
+        **common | sizes | {"num_key_value_heads": 2, "max_position_embeddings": 128} | changes
+    )
 
 
-def write_model(directory: Path, name: str = "llama", *, dtype: torch.dtype | None = None, **changes: Any) -> Path:
+def write_model(
+    directory: Path, name: str = "llama", *, dtype: torch.dtype | None = None, **changes: Any
+) -> Path:
     """Write a random model of the architecture, in shards, with its tokenizer."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(_config(name, **changes))
@@ -110,7 +127,9 @@ def settings(model: Path, output_dir: Path, **changes: Any) -> LemaConfig:
 
 @contextmanager
 def opened(config: LemaConfig, *, adapter: bool = True) -> Iterator[LemaModel]:
-    """Open a model on a backend that fills released slots with NaN, with a fresh adapter whose B is not zero."""
+    """Open a model on a backend that fills released slots with NaN, with a fresh adapter whose B
+    is not zero.
+    """
     model = LemaModel(config, backend=CpuBackend(poison=True))
     try:
         if adapter:
@@ -122,7 +141,9 @@ def opened(config: LemaConfig, *, adapter: bool = True) -> Iterator[LemaModel]:
 
 
 def draw_b(model: torch.nn.Module) -> None:
-    """Give every B, zero at first, small random values, so that the adapter changes what the model says."""
+    """Give every B, zero at first, small random values, so that the adapter changes what the
+    model says.
+    """
     draw = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
@@ -133,10 +154,15 @@ def draw_b(model: torch.nn.Module) -> None:
 def adapter_of(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return copies of the adapter's parameters, by name from the decoder layers on."""
     found = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
-    return {name.removeprefix("base_model.model."): parameter.detach().clone() for name, parameter in found.items()}
+    return {
+        name.removeprefix("base_model.model."): parameter.detach().clone()
+        for name, parameter in found.items()
+    }
 
 
-def whole_model(model: Path, adapter: Path | None = None, **options: Any) -> PreTrainedModel | PeftModel:
+def whole_model(
+    model: Path, adapter: Path | None = None, **options: Any
+) -> PreTrainedModel | PeftModel:
     """Load the whole model, with a saved adapter where one is given, without a line of ours."""
     base = aligned(AutoModelForCausalLM.from_pretrained(model, **options))
     return (base if adapter is None else PeftModel.from_pretrained(base, str(adapter))).eval()
@@ -159,7 +185,11 @@ def peft_adapter(model: Path, directory: Path, name: str = "llama", **changes: A
 def batch(seed: int, rows: int = 2) -> dict[str, Tensor]:
     """A batch with padding and a part that is not learnt."""
     found = collate(token_rows(rows, seed))
-    return {"input_ids": found["input_ids"], "labels": found["labels"], "attention_mask": found["attention_mask"]}
+    return {
+        "input_ids": found["input_ids"],
+        "labels": found["labels"],
+        "attention_mask": found["attention_mask"],
+    }
 
 
 def run_fit(
@@ -173,7 +203,11 @@ def run_fit(
 
 def logged(config: LemaConfig, key: str = "loss") -> dict[int, Any]:
     """What metrics.jsonl says of `key`, by step."""
-    return {row["step"]: row[key] for row in read_metrics(Path(config.output_dir) / "metrics.jsonl") if key in row}
+    return {
+        row["step"]: row[key]
+        for row in read_metrics(Path(config.output_dir) / "metrics.jsonl")
+        if key in row
+    }
 
 
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

@@ -1,4 +1,6 @@
-"""Layers on disk, a reader that goes on only when it is told to, and a device that works as late as it may."""
+"""Layers on disk, a reader that goes on only when it is told to, and a device that works as late
+as it may.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from torch import Tensor
 from lema.backend import DeviceSlots, Download, MemoryStats, SlotLayout, Span
 from lema.errors import ReadError
 from lema.storage.header import TensorRecord
-from lema.stream.placement import LayerBytes, place, rank_share, slot_layout, slot_share
+from lema.stream.placement import LayerBytes, lay_out_tensors, rank_share, slot_layout, slot_share
 from lema.stream.reader import LayerReader
 from lema.stream.workers import Ticket
 from lema_cpu import CpuBackend
@@ -38,10 +40,15 @@ class Stored:
 
 
 def write_layers(directory: Path, num_layers: int = 6) -> Stored:
-    """Write layers of different sizes, each two tensors behind each other, beginning anywhere in a page."""
+    """Write layers of different sizes, each two tensors behind each other, beginning anywhere in
+    a page.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    file, generator = directory / "layers.bin", torch.Generator().manual_seed(1)
-    data, layers, contents = bytearray(52), [], []
+    file = directory / "layers.bin"
+    generator = torch.Generator().manual_seed(1)
+    data = bytearray(52)
+    layers = []
+    contents = []
     for index in range(num_layers):
         tensors = {
             "weight": torch.randn(24, 20 + 7 * index, generator=generator),
@@ -51,11 +58,18 @@ def write_layers(directory: Path, num_layers: int = 6) -> Stored:
         for name, tensor in tensors.items():
             raw = raw_bytes(tensor)
             records[name] = (
-                TensorRecord(f"{index}.{name}", file, len(data), len(raw), STORED[tensor.dtype], tuple(tensor.shape)),
+                TensorRecord(
+                    f"{index}.{name}",
+                    file,
+                    len(data),
+                    len(raw),
+                    STORED[tensor.dtype],
+                    tuple(tensor.shape),
+                ),
                 tensor.dtype,
             )
             data += raw
-        layers.append(place(records))
+        layers.append(lay_out_tensors(records))
         contents.append(tensors)
     file.write_bytes(data)
     return Stored(file, layers, contents)
@@ -67,8 +81,8 @@ def raw_bytes(tensor: Tensor) -> bytes:
 
 
 def share_of(layer: LayerBytes, rank: int, size: int, *, packed: bool) -> tuple[LayerBytes, int]:
-    """Return one process's share of a layer, and the bytes of it that are copied to a slot, which on a device with
-    memory of its own is packed."""
+    """Return one process's share of a layer, and the bytes of it that are copied to a slot, which
+    on a device with memory of its own is packed."""
     if packed:
         share, layout = slot_share(layer, slot_layout(layer), rank, size)
         return share, layout.copied
@@ -78,22 +92,31 @@ def share_of(layer: LayerBytes, rank: int, size: int, *, packed: bool) -> tuple[
 
 def same(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
     """Whether the weights are the expected ones, bit for bit."""
-    return weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in expected)
+    return weights.keys() == expected.keys() and all(
+        torch.equal(weights[name], expected[name]) for name in expected
+    )
 
 
 class SteppedReader(LayerReader):
-    """Reads in a random order, each in two steps: first the buffer is rubbish, then it holds the layer.
+    """Reads in a random order, each in two steps: first the buffer is rubbish, then it holds the
+    layer.
 
-    Nothing happens but when the stream asks: a look at a ticket lets some reads go on, waiting for one lets all go on
-    that chance puts before it. The same seed gives the same course of events.
+    Nothing happens but when the stream asks: a look at a ticket lets some reads go on, waiting for
+    one lets all go on that chance puts before it. The same seed gives the same course of events.
     """
 
     def __init__(self, seed: int) -> None:
         super().__init__(threads=1)
-        self.chance, self.pending = Random(seed), list[SteppedTicket]()
+        self.chance = Random(seed)
+        self.pending = list[SteppedTicket]()
 
     def submit(
-        self, layer: LayerBytes, buffer: Tensor, before: Callable[[], None] | None = None, *, name: str = "weights"
+        self,
+        layer: LayerBytes,
+        buffer: Tensor,
+        before: Callable[[], None] | None = None,
+        *,
+        name: str = "weights",
     ) -> Ticket:
         ticket = SteppedTicket(self, layer, buffer, before)
         self.pending.append(ticket)
@@ -109,10 +132,17 @@ class SteppedReader(LayerReader):
 
 class SteppedTicket(Ticket):
     def __init__(
-        self, reader: SteppedReader, layer: LayerBytes, buffer: Tensor, before: Callable[[], None] | None
+        self,
+        reader: SteppedReader,
+        layer: LayerBytes,
+        buffer: Tensor,
+        before: Callable[[], None] | None,
     ) -> None:
         super().__init__([])
-        self.reader, self.layer, self.buffer, self.before = reader, layer, buffer, before
+        self.reader = reader
+        self.layer = layer
+        self.buffer = buffer
+        self.before = before
         self.begun = False
         self.error: ReadError | None = None
 
@@ -158,7 +188,12 @@ class RecordingReader(LayerReader):
         self.tickets: list[tuple[LayerBytes, Tensor, Ticket]] = []
 
     def submit(
-        self, layer: LayerBytes, buffer: Tensor, before: Callable[[], None] | None = None, *, name: str = "weights"
+        self,
+        layer: LayerBytes,
+        buffer: Tensor,
+        before: Callable[[], None] | None = None,
+        *,
+        name: str = "weights",
     ) -> Ticket:
         ticket = super().submit(layer, buffer, before, name=name)
         self.tickets.append((layer, buffer, ticket))
@@ -173,7 +208,8 @@ class RecordingReader(LayerReader):
 class LateBackend(CpuBackend):
     """A device with a queue, which copies and computes only when somebody must wait for it.
 
-    That is the latest a device may: what the core overwrites too early is overwritten before it was used.
+    That is the latest a device may: what the core overwrites too early is overwritten before it was
+    used.
     """
 
     def __init__(self) -> None:
@@ -210,7 +246,8 @@ class LateBackend(CpuBackend):
 
 class _LateSlots:
     def __init__(self, backend: LateBackend, nbytes: int, count: int) -> None:
-        self.backend, self.free = backend, {i: torch.zeros(nbytes, dtype=torch.uint8) for i in range(count)}
+        self.backend = backend
+        self.free = {i: torch.zeros(nbytes, dtype=torch.uint8) for i in range(count)}
 
     def upload(self, source: Tensor, layout: SlotLayout | None = None) -> _LateUpload:
         layout = layout or SlotLayout(len(source), (Span(0, len(source), 0),))
@@ -223,15 +260,22 @@ class _LateDownload:
         backend._enqueue(self, lambda: target.copy_(source))
 
     def release(self) -> None:
-        self.backend.run_through(self)  # what tests compute with torch is done at once, and may overwrite the source
+        self.backend.run_through(
+            self
+        )  # what tests compute with torch is done at once, and may overwrite the source
 
     def landed(self) -> None:
         self.backend.run_through(self)
 
 
 class _LateUpload:
-    def __init__(self, slots: _LateSlots, number: int, slot: Tensor, source: Tensor, layout: SlotLayout) -> None:
-        self.slots, self.number, self.slot, self.nbytes = slots, number, slot, layout.nbytes
+    def __init__(
+        self, slots: _LateSlots, number: int, slot: Tensor, source: Tensor, layout: SlotLayout
+    ) -> None:
+        self.slots = slots
+        self.number = number
+        self.slot = slot
+        self.nbytes = layout.nbytes
 
         def copy() -> None:
             for span in layout.spans:
@@ -245,7 +289,8 @@ class _LateUpload:
         return self.slot[: self.nbytes]
 
     def release(self) -> None:
-        self.slots.free[self.number] = self.slot  # what is copied into it comes behind the work queued so far
+        # what is copied into it comes behind the work queued so far
+        self.slots.free[self.number] = self.slot
 
     def drained(self) -> None:
         self.slots.backend.run_through(self)

@@ -1,4 +1,6 @@
-"""Tiny random checkpoints of several architectures, deep enough that a layer mistaken for another shows."""
+"""Tiny random checkpoints of several architectures, deep enough that a layer mistaken for
+another shows.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +23,9 @@ from transformers import (
 
 from lema.convert.prepare import prepare
 
-NUM_LAYERS = 12  # half of them fit beside the five slots of prefetch depth 4 without all of them fitting
+NUM_LAYERS = (
+    12  # half of them fit beside the five slots of prefetch depth 4 without all of them fitting
+)
 VOCABULARY = 96
 WINDOW = 5  # of sliding attention: shorter than every sequence below
 LENGTHS = (12, 9, 14, 7)  # of the micro-batches: each has masks and rotary tables of its own
@@ -44,7 +48,9 @@ class Architecture:
     config: Callable[..., PreTrainedConfig]
     dropouts: tuple[str, ...] = ("attention_dropout",)
     layers: str = "model.layers"
-    targets: frozenset[str] = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
+    targets: frozenset[str] = frozenset(
+        {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    )
     transposed: bool = False
     prepared: bool = False
     attentions: tuple[str, ...] = ("eager", "sdpa")
@@ -109,7 +115,9 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model on disk: `published` as `transformers` writes it, `streamed` what is opened for streaming."""
+    """A model on disk: `published` as `transformers` writes it, `streamed` what is opened for
+    streaming.
+    """
 
     architecture: Architecture
     published: Path
@@ -117,24 +125,37 @@ class Checkpoint:
 
 
 def write_checkpoint(
-    name: str, directory: Path, *, tied: bool = False, dropout: float = 0.0, dtype: torch.dtype = torch.float32
+    name: str,
+    directory: Path,
+    *,
+    tied: bool = False,
+    dropout: float = 0.0,
+    dtype: torch.dtype = torch.float32,
 ) -> Checkpoint:
     """Write a random model of the architecture `name` in shards, converted where it must be."""
     architecture = ARCHITECTURES[name]
     dropouts = dict.fromkeys(architecture.dropouts, dropout)
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(architecture.config(tie_word_embeddings=tied, **dropouts))
+    model = AutoModelForCausalLM.from_config(
+        architecture.config(tie_word_embeddings=tied, **dropouts)
+    )
     with torch.no_grad():
-        for parameter in model.parameters():  # norms and biases too: what is 1 or 0 everywhere tells no layers apart
+        for parameter in (
+            model.parameters()
+        ):  # norms and biases too: what is 1 or 0 everywhere tells no layers apart
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     published = directory / "published"
     model.to(dtype).save_pretrained(published, max_shard_size="150KB")
     assert len(list(published.glob("*.safetensors"))) > 1
-    streamed = prepare(published, directory / "prepared").path if architecture.prepared else published
+    streamed = (
+        prepare(published, directory / "prepared").path if architecture.prepared else published
+    )
     return Checkpoint(architecture, published, streamed)
 
 
-def micro_batches(count: int, *, padding: bool = False, lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, Tensor]]:
+def micro_batches(
+    count: int, *, padding: bool = False, lengths: tuple[int, ...] = LENGTHS
+) -> list[dict[str, Tensor]]:
     """Draw `count` micro-batches of two rows, with different numbers of trained tokens.
 
     With `padding`, one row ends early; in every other micro-batch the second row begins late.

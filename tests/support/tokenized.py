@@ -18,4 +18,8 @@ def tokenized(row: Row, kind: Kind, reading: Reading) -> tuple[list[int], list[i
 def reworded(message: dict[str, Any]) -> dict[str, Any]:
     """A message with other and longer words, and tags and blanks as they were."""
     text = message.get("content")
-    return {**message, "content": text.replace("the", "a much longer").replace("i", "ï")} if text else message
+    return (
+        {**message, "content": text.replace("the", "a much longer").replace("i", "ï")}
+        if text
+        else message
+    )

@@ -1,4 +1,6 @@
-"""Adapters that train more than LoRA's matrices, on the whole model with PEFT alone and streamed."""
+"""Adapters that train more than LoRA's matrices, on the whole model with PEFT alone and
+streamed.
+"""
 
 import warnings
 from collections.abc import Iterator
@@ -45,18 +47,26 @@ def unwarned() -> Iterator[None]:
         yield
 
 
-def whole_model(checkpoint: Checkpoint, *, dtype: torch.dtype | None = None, **options: Any) -> PeftModel:
+def whole_model(
+    checkpoint: Checkpoint, *, dtype: torch.dtype | None = None, **options: Any
+) -> PeftModel:
     base = aligned(AutoModelForCausalLM.from_pretrained(checkpoint.published, dtype=dtype))
-    base.config.use_cache = False  # keys out of a cache lie otherwise in memory, and products of them round otherwise
+    base.config.use_cache = (
+        False  # keys out of a cache lie otherwise in memory, and products of them round otherwise
+    )
     torch.manual_seed(SEED)
     with unwarned():
         return get_peft_model(base, lora(checkpoint, **options)).train()
 
 
 @contextmanager
-def bare_model(checkpoint: Checkpoint, settings: dict[str, Any] | None = None) -> Iterator[LemaModel]:
+def bare_model(
+    checkpoint: Checkpoint, settings: dict[str, Any] | None = None
+) -> Iterator[LemaModel]:
     """Open the model for streaming, without an adapter."""
-    config = LemaConfig(str(checkpoint.streamed), device="cpu", device_memory=None, save_steps=0, **settings or {})
+    config = LemaConfig(
+        str(checkpoint.streamed), device="cpu", device_memory=None, save_steps=0, **settings or {}
+    )
     model = LemaModel(config, backend=CpuBackend(poison=True))
     try:
         yield model
@@ -82,12 +92,15 @@ def streamed_model(
 
 def assert_begins_as(model: LemaModel, whole: PeftModel) -> None:
     """Names, values, dtypes and places of everything that trains are those of PEFT."""
-    found, expected = trained(model.lora_manager), trained(whole)
+    found = trained(model.lora_manager)
+    expected = trained(whole)
     assert list(found) == list(expected)
     for name, parameter in found.items():
         assert parameter.dtype == expected[name].dtype, name
         assert torch.equal(parameter, expected[name]), name
-        assert parameter.untyped_storage().nbytes() == parameter.nbytes, f"{name} keeps more memory than its own"
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes, (
+            f"{name} keeps more memory than its own"
+        )
 
 
 def disturb(model: nn.Module) -> None:
@@ -111,7 +124,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "norms": {"modules_to_save": ["norms"]},
     "blocks of layers": {"modules_to_save": ["mlp"]},
     "rows of the embeddings": {"trainable_token_indices": list(range(3, 96, 4))},
-    "everything": {"modules_to_save": ["embeddings", "lm_head", "norms"], "bias": "all", "use_dora": True},
+    "everything": {
+        "modules_to_save": ["embeddings", "lm_head", "norms"],
+        "bias": "all",
+        "use_dora": True,
+    },
 }
 
 
@@ -121,8 +138,14 @@ def options_of(way: str, name: str, checkpoint: Checkpoint) -> dict[str, Any]:
     spelled = dict(WAYS[way])
     for key in ("modules_to_save", "target_modules"):
         if key in spelled:
-            spelled[key] = [ENDS[name][0] if one == "embeddings" else one for one in spelled[key] if one != "norms"]
+            spelled[key] = [
+                ENDS[name][0] if one == "embeddings" else one
+                for one in spelled[key]
+                if one != "norms"
+            ]
             spelled[key] += norms if "norms" in WAYS[way][key] else []
     if "target_modules" in spelled:
-        spelled["target_modules"] = sorted({*spelled["target_modules"], *checkpoint.architecture.targets})
+        spelled["target_modules"] = sorted(
+            {*spelled["target_modules"], *checkpoint.architecture.targets}
+        )
     return spelled

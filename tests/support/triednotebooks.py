@@ -9,7 +9,8 @@ from lema_tools.demo.run import write_files
 __all__ = ["NOTEBOOKS", "TINY", "code_cells", "sources", "tried", "write_model"]
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
-TINY = 'MODEL, DEVICE_MEMORY, STEPS, TOKENS = "lema-demo/model", "100MB", 2, 4'  # in place of a cell of parameters
+# in place of a cell of parameters
+TINY = 'MODEL, DEVICE_MEMORY, STEPS, TOKENS = "lema-demo/model", "100MB", 2, 4'
 # What a cell's tag replaces it by. LEMA is installed already: `tox -e tools` installs the wheel.
 REPLACED = {"install": "", "parameters": TINY}
 
@@ -20,7 +21,9 @@ def code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def tried(notebook: Path) -> dict[str, Any]:
-    """A notebook whose cells of parameters are those of a tiny model, and whose cells that install are empty."""
+    """A notebook whose cells of parameters are those of a tiny model, and whose cells that
+    install are empty.
+    """
     content: dict[str, Any] = json.loads(notebook.read_text(encoding="utf-8"))
     for cell in code_cells(content):
         for tag in cell["metadata"].get("tags", []):

@@ -1,4 +1,6 @@
-"""Evaluations, texts and steps of one model by turns, streamed and whole, which must be the same bits."""
+"""Evaluations, texts and steps of one model by turns, streamed and whole, which must be the same
+bits.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,7 +38,12 @@ def whole_evaluated(model: Any, lengths: Sequence[int]) -> Logits:
 
 def texts(model: Any, prompts: Sequence[int]) -> Logits:
     """Return the logits of the tokens that follow prompts of these lengths."""
-    how: dict[str, Any] = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    how: dict[str, Any] = {
+        "max_new_tokens": NEW,
+        "min_new_tokens": NEW,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
     how |= {"output_logits": True, "return_dict_in_generate": True, "use_cache": True}
     made = (model.generate(input_ids=rows(length)[0]["input_ids"], **how) for length in prompts)
     return [torch.stack(one.logits) for one in made]
@@ -47,7 +54,8 @@ def same(found: Logits, expected: Logits) -> bool:
 
 
 def by_turns(model: Path, lengths: Sequence[int], prompts: Sequence[int]) -> None:
-    """Evaluate, make texts and train with one model, by turns, and hold every logit to those of the whole model.
+    """Evaluate, make texts and train with one model, by turns, and hold every logit to those of the
+    whole model.
 
     Rows have these `lengths`, one after the other; prompts have those of `prompts`.
     """

@@ -1,4 +1,6 @@
-"""Steps of the whole model with `transformers` and `peft` alone, over micro-batches that it is given as they are."""
+"""Steps of the whole model with `transformers` and `peft` alone, over micro-batches that it is
+given as they are.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +26,22 @@ class Whole:
 
 def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return copies of the adapter's gradients, by name from the decoder layers on."""
-    found = {name: one.grad for name, one in model.named_parameters() if ".lora_" in name and one.grad is not None}
-    return {name.removeprefix("base_model.model."): gradient.clone() for name, gradient in found.items()}
+    found = {
+        name: one.grad
+        for name, one in model.named_parameters()
+        if ".lora_" in name and one.grad is not None
+    }
+    return {
+        name.removeprefix("base_model.model."): gradient.clone() for name, gradient in found.items()
+    }
 
 
-def whole_of(model: Path, adapter: Path, parts: Sequence[Mapping[str, Tensor]], **options: Any) -> Whole:
-    """Accumulate the gradients of the whole model over micro-batches, divided by the trained tokens of all."""
+def whole_of(
+    model: Path, adapter: Path, parts: Sequence[Mapping[str, Tensor]], **options: Any
+) -> Whole:
+    """Accumulate the gradients of the whole model over micro-batches, divided by the trained
+    tokens of all.
+    """
     base = aligned(AutoModelForCausalLM.from_pretrained(model, **options))
     base.config.use_cache = False  # packed rows are seen only where there is no cache
     whole = PeftModel.from_pretrained(base, str(adapter), is_trainable=True).train()

@@ -1,4 +1,6 @@
-"""Runs as they lie on disk: a plain one, one of phases, and one that was killed at its first checkpoint."""
+"""Runs as they lie on disk: a plain one, one of phases, and one that was killed at its first
+checkpoint.
+"""
 
 import json
 import os
@@ -23,7 +25,13 @@ def trained(model: Path, place: Path, *words: str, **changes: Any) -> Path:
     """Train as the settings say; return the output directory."""
     place.mkdir()
     held = str(write_rows(place / "held.jsonl", TEXTS[:2]))
-    settings = {"max_steps": 6, "save_steps": 3, "eval_steps": 3, "eval_data": held, "logging_steps": 1}
+    settings = {
+        "max_steps": 6,
+        "save_steps": 3,
+        "eval_steps": 3,
+        "eval_data": held,
+        "logging_steps": 1,
+    }
     assert lema("train", config_writer(model, place)(**{**settings, **changes}), *words) == 0
     return place / "out"
 
@@ -31,7 +39,9 @@ def trained(model: Path, place: Path, *words: str, **changes: Any) -> Path:
 @pytest.fixture(scope="session")
 def plain_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("plain") / "run"
-    return trained(tiny_model, place, "--trace", str(place / "out" / "trace.json"), device_memory="1GB")
+    return trained(
+        tiny_model, place, "--trace", str(place / "out" / "trace.json"), device_memory="1GB"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -63,10 +73,14 @@ def phase_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="session")
 def killed_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose process was killed while it saved: its lock's file is still there, and so is a line cut short."""
+    """A run whose process was killed while it saved: its lock's file is still there, and so is a
+    line cut short.
+    """
     place = tmp_path_factory.mktemp("killed") / "run"
     if (child := os.fork()) == 0:
-        torch.set_num_threads(1)  # the threads of this process's parallel regions are not there in the child
+        torch.set_num_threads(
+            1
+        )  # the threads of this process's parallel regions are not there in the child
         LemaTrainer.save_checkpoint = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
         trained(tiny_model, place)
         os._exit(1)

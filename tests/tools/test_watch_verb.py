@@ -1,4 +1,6 @@
-"""`lema watch`: what it shows is what metrics.jsonl says, of runs of every kind and in every state."""
+"""`lema watch`: what it shows is what metrics.jsonl says, of runs of every kind and in every
+state.
+"""
 
 import contextlib
 import io
@@ -43,12 +45,19 @@ def running(directory: Path) -> None:
     (directory / ".lock").write_text(f"{os.getpid()} {socket.gethostname()}\n")
 
 
-def test_numbers_are_those_of_the_last_lines_of_metrics(plain_run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    told, rows = shown(plain_run, capfd), read_metrics(plain_run / METRICS)
+def test_numbers_are_those_of_the_last_lines_of_metrics(
+    plain_run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told = shown(plain_run, capfd)
+    rows = read_metrics(plain_run / METRICS)
     last = [row for row in rows if "loss" in row][-1]
     evaluated = [row for row in rows if "eval_loss" in row][-1]
     assert "ended" in told and "step 6/6" in told and "100%" in told
-    for number in (f"{last['loss']:.4f}", f"{last['learning_rate']:.2e}", f"{evaluated['eval_loss']:.4f}"):
+    for number in (
+        f"{last['loss']:.4f}",
+        f"{last['learning_rate']:.2e}",
+        f"{evaluated['eval_loss']:.4f}",
+    ):
         assert number in told
     assert human_bytes(last["bytes_read"]) in told and human_bytes(last["bytes_uploaded"]) in told
     assert "checkpoint-3, checkpoint-6" in told and DOTS.search(told)
@@ -57,7 +66,8 @@ def test_numbers_are_those_of_the_last_lines_of_metrics(plain_run: Path, capfd: 
 def test_a_run_of_phases_has_the_steps_of_all_and_the_memory_of_the_last(
     phase_run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    told, run = shown(phase_run, capfd, "--once"), read_run(phase_run)
+    told = shown(phase_run, capfd, "--once")
+    run = read_run(phase_run)
     plan = json.loads((phase_run / "plan.json").read_text())["plan"]["phases"]
     assert "ended" in told and "step 4/4" in told and "phase adapters" in told
     assert [name for name, _ in run.phases] == ["whole", "adapters"]
@@ -69,9 +79,11 @@ def test_a_run_of_phases_has_the_steps_of_all_and_the_memory_of_the_last(
 
 def test_memory_is_the_plan_of_the_run_against_the_most_that_was_measured(plain_run: Path) -> None:
     (memory,) = read_run(plain_run).memories  # on this device, that of the host is the device's
-    about, rows = json.loads((plain_run / "plan.json").read_text()), read_metrics(plain_run / METRICS)
+    about = json.loads((plain_run / "plan.json").read_text())
+    rows = read_metrics(plain_run / METRICS)
     planned = about["plan"]["memory"]
-    device, host = planned["device"], planned["host"]
+    device = planned["device"]
+    host = planned["host"]
     assert memory.measured == max(row["memory"] for row in rows if "memory" in row)
     beside = sum(host.values()) - min(host["ring"], device["slots"])  # one memory serves as both
     assert memory.planned == about["used"] + sum(device.values()) + beside
@@ -88,7 +100,12 @@ def test_every_part_of_a_plan_has_words(plain_run: Path, phase_run: Path) -> Non
 
 def test_a_look_at_a_run_imports_no_torch() -> None:
     code = "import sys, lema_tools.watch, lema_tools.report; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout == "False\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, check=True, text=True
+        ).stdout
+        == "False\n"
+    )
 
 
 def test_the_seconds_of_a_step_are_whole(plain_run: Path) -> None:
@@ -117,15 +134,19 @@ def test_a_run_that_goes_on_says_how_long_it_takes_still(
     lines = (place / METRICS).read_text().splitlines(keepends=True)
     (place / METRICS).write_text("".join(lines[:2]))
     running(place)
-    told, run = shown(place, capfd), read_run(place)
+    told = shown(place, capfd)
+    run = read_run(place)
     assert f"running (process {os.getpid()})" in told and "step 2/6" in told and " left" in told
     seconds = [json.loads(line)["seconds_passed"] for line in lines[:2]]
     assert run.seconds_left == pytest.approx(4 * sum(seconds) / 2)
 
 
-def test_the_tail_reads_what_is_new_and_begins_again_where_the_file_was_cut_back(tmp_path: Path) -> None:
+def test_the_tail_reads_what_is_new_and_begins_again_where_the_file_was_cut_back(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / METRICS
-    tail, lines = MetricsTail(file), [json.dumps({"step": step, "loss": step / 2}) + "\n" for step in range(1, 9)]
+    tail = MetricsTail(file)
+    lines = [json.dumps({"step": step, "loss": step / 2}) + "\n" for step in range(1, 9)]
     file.write_text("".join(lines[:3]) + lines[3][:5])
     assert [row["step"] for row in tail.rows()] == [1, 2, 3]
     with file.open("a") as out:
@@ -142,7 +163,9 @@ def test_the_tail_reads_what_is_new_and_begins_again_where_the_file_was_cut_back
     assert error.value.where == f"{file}:2"
 
 
-def test_what_is_not_finite_is_read_and_leaves_a_gap(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_finite_is_read_and_leaves_a_gap(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     losses = [3.0, "NaN", 2.0, "Infinity"]
     rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses, start=1)]
     (tmp_path / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -153,7 +176,11 @@ def test_what_is_not_finite_is_read_and_leaves_a_gap(tmp_path: Path, capfd: pyte
 def test_a_curve_begins_at_the_first_value_and_ends_at_the_last() -> None:
     lines = curve([(step, -float(step)) for step in range(50)], 20, 4)
     assert len(lines) == 4 and {len(line) for line in lines} == {20}
-    assert lines[0][0] != "\u2800" and lines[-1][-1] != "\u2800" and lines[-1][0] == lines[0][-1] == "\u2800"
+    assert (
+        lines[0][0] != "\u2800"
+        and lines[-1][-1] != "\u2800"
+        and lines[-1][0] == lines[0][-1] == "\u2800"
+    )
     assert curve([(1, float("nan"))], 20, 4) == []
 
 
@@ -179,18 +206,25 @@ def _a_file(place: Path) -> tuple[Path, list[str]]:
 @pytest.mark.parametrize("given", [_no_metrics, _nowhere, _a_phase, _a_file])
 @pytest.mark.parametrize("verb", ["watch", "report"])
 def test_a_wrong_directory_is_refused_by_name(
-    verb: str, given: Callable[[Path], tuple[Path, list[str]]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    verb: str,
+    given: Callable[[Path], tuple[Path, list[str]]],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     directory, words = given(tmp_path)
     assert_refused(capfd, 2, words, verb, directory)
 
 
-def test_a_run_without_a_step_or_a_plan_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_step_or_a_plan_is_shown(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / METRICS).write_text("")
     assert "No step has been logged yet" in shown(tmp_path, capfd)
 
 
-def test_what_comes_from_files_is_no_markup(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_comes_from_files_is_no_markup(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     row = {"step": 1, "loss": 2.0, "phase": "[red]whole[/red]", "learning_rate": "[/]"}
     (tmp_path / METRICS).write_text(json.dumps(row) + "\n")
     assert "[red]whole[/red]" in shown(tmp_path, capfd)
@@ -227,8 +261,17 @@ def test_a_plan_that_no_run_has_written_is_named(
 def test_numbers_that_nobody_could_draw_and_commands_to_a_terminal_are_shown_as_text(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    row = {"loss": 1e308, "seconds_passed": 1e300, "memory": -1, "bytes_read": "x", "train_runtime": [1]}
-    rows = [{"step": 1, "phase": "\x1b[2J\ud800", **row}, {"step": 2, "phase": "b", **row, "loss": -1e308}]
+    row = {
+        "loss": 1e308,
+        "seconds_passed": 1e300,
+        "memory": -1,
+        "bytes_read": "x",
+        "train_runtime": [1],
+    }
+    rows = [
+        {"step": 1, "phase": "\x1b[2J\ud800", **row},
+        {"step": 2, "phase": "b", **row, "loss": -1e308},
+    ]
     (tmp_path / METRICS).write_text("".join(json.dumps(one) + "\n" for one in rows))
     (tmp_path / ".lock").write_text("1 \x1b]0;host\x07\n")
     assert "\x1b" not in shown(tmp_path, capfd)
@@ -243,8 +286,16 @@ def test_a_key_leaves_a_run_that_goes_on(key: bytes, plain_run: Path, tmp_path: 
     running(place)
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "lema", "watch", str(place)]
-    streams: dict[str, Any] = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "start_new_session": True}
-    code = "import fcntl,termios,sys,os; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    streams: dict[str, Any] = {
+        "stdin": theirs,
+        "stdout": theirs,
+        "stderr": theirs,
+        "start_new_session": True,
+    }
+    code = (
+        "import fcntl,termios,sys,os; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
     with subprocess.Popen([sys.executable, "-c", code, *command], **streams) as process:
         os.close(theirs)
         seen = b""

@@ -1,6 +1,8 @@
-"""What each process does in `tests/train/test_sharded.py`, started by `torchrun`: steps, and what they must be.
+"""What each process does in `tests/train/test_sharded.py`, started by `torchrun`: steps, and what
+they must be.
 
-Arguments: a directory that the test has written, and what to do. A process that finds something wrong ends with it.
+Arguments: a directory that the test has written, and what to do. A process that finds something
+wrong ends with it.
 """
 
 import json
@@ -31,14 +33,22 @@ CASES: dict[str, dict[str, Any]] = {  # of a model's name: how it is opened
         "spent": {"residents": frozenset({1, 5}), "host_cached": frozenset({0, 2, 8})},
         "poison": False,
     },
-    "llama, cast": {"gradient_checkpointing": True, "dtype": "bfloat16", "strategy": "resident", "poison": False},
+    "llama, cast": {
+        "gradient_checkpointing": True,
+        "dtype": "bfloat16",
+        "strategy": "resident",
+        "poison": False,
+    },
     "llama, head in pieces": {"gradient_checkpointing": True, "head": "stream"},
     "quantised": {"gradient_checkpointing": False, "poison": False},
     "quantised, kept": {"gradient_checkpointing": True, "spent": {"residents": frozenset({0, 7})}},
     "mixtral": {
         "gradient_checkpointing": True,
         "lora_target_modules": ["q_proj"],
-        "lora_target_parameters": ["experts.down_proj", "experts.gate_up_proj"],  # PEFT sets them in place
+        "lora_target_parameters": [
+            "experts.down_proj",
+            "experts.gate_up_proj",
+        ],  # PEFT sets them in place
         "strategy": "resident",
         "poison": False,
     },
@@ -50,7 +60,10 @@ BATCHES = 2
 def checkpoints_in(directory: Path) -> dict[str, Checkpoint]:
     """Return the models that the test has written, of which only the streamed one is looked at."""
     found: dict[str, str] = json.loads((directory / "streamed.json").read_text())
-    return {name: Checkpoint(ARCHITECTURES["llama"], Path(path), Path(path)) for name, path in found.items()}
+    return {
+        name: Checkpoint(ARCHITECTURES["llama"], Path(path), Path(path))
+        for name, path in found.items()
+    }
 
 
 def take(model: LemaModel) -> tuple[Outcome, list[Tensor]]:
@@ -91,28 +104,35 @@ def compare(directory: Path, names: Collection[str]) -> None:
 
 def _bytes_are_those_of_a_part(model: LemaModel) -> None:
     """Each process reads, uploads and gathers what the formula says, in a step after others."""
-    stream, replicas = model.memory, model.backend.replicas
+    stream = model.memory
+    replicas = model.backend.replicas
     order = training_order(len(stream.layers))
     before = stream.counters
     streamed_step(model, micro_batches(BATCHES, padding=True))
     after = stream.counters
     gathered = fetched(order * 2, 2)[len(fetched(order, 2)) :]
-    held, once = stream.residents, len(fetched(fetched(order, 2), stream.num_slots, stream.residents))
+    held = stream.residents
+    once = len(fetched(fetched(order, 2), stream.num_slots, stream.residents))
     uploaded = fetched(fetched(order * 2, 2), stream.num_slots, held)[once:]
     on_disk = held | stream.host_cached
     read = fetched(fetched(order * 2, 2), stream.num_slots, on_disk)
     read = read[len(fetched(fetched(order, 2), stream.num_slots, on_disk)) :]
     sizes = [part_bytes(layer.nbytes, replicas.size) for layer in stream.layers]
     packed = not model.backend.memory().shared
-    shares = [share_of(layer, replicas.rank, replicas.size, packed=packed) for layer in stream.layers]
-    assert after.bytes_gathered - before.bytes_gathered == sum((replicas.size - 1) * sizes[one] for one in gathered)
+    shares = [
+        share_of(layer, replicas.rank, replicas.size, packed=packed) for layer in stream.layers
+    ]
+    assert after.bytes_gathered - before.bytes_gathered == sum(
+        (replicas.size - 1) * sizes[one] for one in gathered
+    )
     assert after.bytes_uploaded - before.bytes_uploaded == sum(shares[one][1] for one in uploaded)
     assert after.bytes_read - before.bytes_read == sum(shares[one][0].read_bytes for one in read)
 
 
 def _host_memory_is_shared(model: LemaModel) -> None:
     """The layers are once in memory, in which every process has its proportional share."""
-    stream, replicas = model.memory, model.backend.replicas
+    stream = model.memory
+    replicas = model.backend.replicas
     for layer in sorted(stream.host_cached):
         _ = int(stream._host[layer].sum())  # every page of it is looked at
     whole = sum(stream.layers[layer].nbytes for layer in stream.host_cached)
@@ -121,12 +141,19 @@ def _host_memory_is_shared(model: LemaModel) -> None:
     replicas.exchange(None)  # nobody has gone before all have looked
     assert found["Size"] == found["Rss"] == whole // 1024
     assert found["Pss"] <= found["Rss"] / replicas.size + 1
-    # What nobody else reads: its share of those layers, and what is read on the way to leases and outside the layers.
+    # What nobody else reads: its share of those layers, and what is read on the way to leases and
+    # outside the layers.
     kept = sum(stream.layers[layer].read_bytes for layer in stream.host_cached)
     all_read = replicas.exchange(stream.counters.bytes_read)
-    ring = [layer for layer in range(len(stream.layers)) if layer not in stream.residents | stream.host_cached]
+    ring = [
+        layer
+        for layer in range(len(stream.layers))
+        if layer not in stream.residents | stream.host_cached
+    ]
     if not ring and not stream.residents:
-        outside = model._stored.place([one for one in model._stored.records if ".layers." not in one]).read_bytes
+        outside = model._stored.byte_layout(
+            [one for one in model._stored.records if ".layers." not in one]
+        ).read_bytes
         assert sum(all_read) == kept + replicas.size * outside
 
 
@@ -144,7 +171,9 @@ def _kilobytes(mapping: str) -> dict[str, int]:
 
 
 def _a_process_without_rows(checkpoint: Checkpoint, expected: Any) -> None:
-    """It leases what the others do, in a step and in an evaluation, and they have the right numbers."""
+    """It leases what the others do, in a step and in an evaluation, and they have the right
+    numbers.
+    """
     with opened("llama", checkpoint, shard_weights=True) as model:
         if model.backend.replicas.rank == 1:
             model.adapter.accompany()
@@ -170,7 +199,13 @@ def _a_read_that_fails_at_the_start(checkpoint: Checkpoint) -> None:
 
 def _measuring_differs(checkpoint: Checkpoint, expected: Any) -> None:
     """What each process measures is another thing; that all keep the same layers is not."""
-    shape = {"device_memory": "2MB", "max_length": 14, "batch_size": 4, "micro_batch_size": 2, "poison": False}
+    shape = {
+        "device_memory": "2MB",
+        "max_length": 14,
+        "batch_size": 4,
+        "micro_batch_size": 2,
+        "poison": False,
+    }
     speeds = Speeds(1e15 if dist.get_rank() else 1.0)
     for sharded in (False, True):
         with pytest.MonkeyPatch.context() as patch:

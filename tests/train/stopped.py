@@ -1,7 +1,8 @@
-"""What each process does in `tests/train/test_stop_processes.py`: it is stopped, here and there, and goes on.
+"""What each process does in `tests/train/test_stop_processes.py`: it is stopped, here and there,
+and goes on.
 
-The process that is asked says so alone; all must stop after the same step, with the checkpoint of a run that nobody
-stopped, and go on from it as that one did.
+The process that is asked says so alone; all must stop after the same step, with the checkpoint of a
+run that nobody stopped, and go on from it as that one did.
 """
 
 import os
@@ -27,16 +28,22 @@ LEASES = 3 * 15 + 2 * 8  # of three steps, eight layers up and seven down, and o
 
 
 def stopped_in_turn(place: Path, way: str, rows: int = 11) -> None:
-    """Run to the end once; then again from the first step, stopped here and there by one of the processes.
+    """Run to the end once; then again from the first step, stopped here and there by one of the
+    processes.
 
     Args:
         place: of the model, and of what the runs write.
         way: how the processes share the work.
         rows: to train on, four at a time; of the last batch, not every process has some.
     """
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    data, changes = token_rows(rows), {**RUN, **WAYS[way]}
-    begun, cut = (settings(place / "model", place / f"{name}-{way}-{size}", **changes) for name in ("whole", "cut"))
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
+    data = token_rows(rows)
+    changes = {**RUN, **WAYS[way]}
+    begun, cut = (
+        settings(place / "model", place / f"{name}-{way}-{size}", **changes)
+        for name in ("whole", "cut")
+    )
     begun = begun.model_copy(update={"save_steps": 1})
     first = LemaModel(begun)  # it holds the group of processes together until the end
     first.initialize_lora()
@@ -47,7 +54,8 @@ def stopped_in_turn(place: Path, way: str, rows: int = 11) -> None:
         asked += 1
 
     first.get_trainer().fit(data, EVAL_ROWS, stop=count)
-    expected, polls = adapter_of(first.skeleton), asked
+    expected = adapter_of(first.skeleton)
+    polls = asked
     every: list[Any] = [None] * size
     dist.all_gather_object(every, polls)
     assert max(every) >= LEASES, "some layers are begun without asking"

@@ -1,4 +1,6 @@
-"""Every backward of a run happens in the thread that asks for it, so that signals are seen before each layer."""
+"""Every backward of a run happens in the thread that asks for it, so that signals are seen
+before each layer.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +31,9 @@ class Streaming(StreamingMixin, Trainer):
 
 @contextmanager
 def watched(part: nn.Module) -> Iterator[list[bool]]:
-    """Note, whenever a part of a layer is recomputed in a backward, whether autograd may use threads of its own."""
+    """Note, whenever a part of a layer is recomputed in a backward, whether autograd may use
+    threads of its own.
+    """
     seen: list[bool] = []
 
     def note(*_: Any) -> None:
@@ -43,7 +47,9 @@ def watched(part: nn.Module) -> Iterator[list[bool]]:
         hook.remove()
 
 
-def test_autograd_differentiates_adapters_in_the_thread_of_the_run(checkpoint_of: CheckpointOf) -> None:
+def test_autograd_differentiates_adapters_in_the_thread_of_the_run(
+    checkpoint_of: CheckpointOf,
+) -> None:
     model = LemaModel(config_of(checkpoint_of("llama"), gradient_checkpointing=True))
     model.initialize_lora()
     with watched(model.split.layers[0].mlp) as seen:
@@ -53,7 +59,9 @@ def test_autograd_differentiates_adapters_in_the_thread_of_the_run(checkpoint_of
     assert torch._C._is_multithreading_enabled()
 
 
-def test_autograd_differentiates_weights_in_the_thread_of_the_run(checkpoint_of: CheckpointOf) -> None:
+def test_autograd_differentiates_weights_in_the_thread_of_the_run(
+    checkpoint_of: CheckpointOf,
+) -> None:
     config = config_of(checkpoint_of("llama"), gradient_checkpointing=True)
     model = LemaModel(config)
     model.skeleton.train()
@@ -71,11 +79,26 @@ def test_autograd_differentiates_a_trainers_batches_in_its_thread(
     accumulated: int, checkpoint_of: CheckpointOf, tmp_path: Path
 ) -> None:
     adapters = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = lema.streamed(checkpoint_of("llama").streamed, adapters, device="cpu", micro_batch_size=1)
-    options: dict[str, Any] = {"max_steps": 1, "per_device_train_batch_size": 1, "report_to": [], "use_cpu": True}
-    quiet: dict[str, Any] = {"disable_tqdm": True, "save_strategy": "no", "gradient_accumulation_steps": accumulated}
-    rows: Sequence[dict[str, Tensor]] = [{"input_ids": torch.arange(3, 9), "labels": torch.arange(3, 9)}] * 2
-    trainer = Streaming(model, args=TrainingArguments(str(tmp_path), **options, **quiet), train_dataset=rows)
+    model = lema.streamed(
+        checkpoint_of("llama").streamed, adapters, device="cpu", micro_batch_size=1
+    )
+    options: dict[str, Any] = {
+        "max_steps": 1,
+        "per_device_train_batch_size": 1,
+        "report_to": [],
+        "use_cpu": True,
+    }
+    quiet: dict[str, Any] = {
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "gradient_accumulation_steps": accumulated,
+    }
+    rows: Sequence[dict[str, Tensor]] = [
+        {"input_ids": torch.arange(3, 9), "labels": torch.arange(3, 9)}
+    ] * 2
+    trainer = Streaming(
+        model, args=TrainingArguments(str(tmp_path), **options, **quiet), train_dataset=rows
+    )
     with watched(model.opened.split.layers[0].mlp) as seen:
         trainer.train()
     model.close()
@@ -88,7 +111,8 @@ def test_what_a_plan_measures_is_differentiated_as_in_a_run(
 ) -> None:
     """Else workspaces that a library keeps for each thread would stay on the device."""
     seen: list[bool] = []
-    backward, grad = torch.autograd.backward, torch.autograd.grad
+    backward = torch.autograd.backward
+    grad = torch.autograd.grad
 
     def noting(differentiate: Callable[..., Any]) -> Callable[..., Any]:
         def note(roots: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,6 +125,8 @@ def test_what_a_plan_measures_is_differentiated_as_in_a_run(
 
     monkeypatch.setattr(torch.autograd, "backward", noting(backward))
     monkeypatch.setattr(torch.autograd, "grad", noting(grad))
-    config = LemaConfig(str(checkpoint_of("llama").streamed), device="cpu", device_memory="auto", max_length=32)
+    config = LemaConfig(
+        str(checkpoint_of("llama").streamed), device="cpu", device_memory="auto", max_length=32
+    )
     make_plan(config)
     assert seen == [False] * len(seen) != []

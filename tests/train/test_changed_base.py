@@ -1,4 +1,6 @@
-"""A run whose model changes under it ends, and what it saved before says on which files it was trained."""
+"""A run whose model changes under it ends, and what it saved before says on which files it was
+trained.
+"""
 
 import json
 import os
@@ -44,7 +46,9 @@ def touch(file: Path) -> None:
 
 
 def change_a_little(file: Path) -> None:
-    """Change one number in place where the fingerprint takes no sample: of the tensor with most bytes, at a third."""
+    """Change one number in place where the fingerprint takes no sample: of the tensor with most
+    bytes, at a third.
+    """
     record = max(read_header(file)[1].values(), key=lambda record: record.nbytes)
     third = record.nbytes // 3 // 4 * 4
     assert SAMPLE_BYTES < third < record.nbytes // 2 - SAMPLE_BYTES
@@ -79,7 +83,8 @@ class _At(TrainerCallback):
     """Changes the model's file after a step."""
 
     def __init__(self, step: int, change: Callable[[], None]) -> None:
-        self._step, self._change = step, change
+        self._step = step
+        self._change = change
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self._step:
@@ -110,8 +115,11 @@ def written(directory: Path) -> str:
 
 @pytest.mark.parametrize("change", [rewrite, exchange, shorten, change_a_little, change_unseen])
 @pytest.mark.parametrize("step", [1, 3])
-def test_a_changed_model_ends_the_run(step: int, change: Callable[[Path], None], config: LemaConfig) -> None:
-    out, before = Path(config.output_dir), base_fingerprint(GlobalBinaryIndex(config.model_name_or_path))
+def test_a_changed_model_ends_the_run(
+    step: int, change: Callable[[Path], None], config: LemaConfig
+) -> None:
+    out = Path(config.output_dir)
+    before = base_fingerprint(GlobalBinaryIndex(config.model_name_or_path))
     with pytest.raises(WeightsError, match="the model has changed since the run began to read it"):
         train(config, step, change)
     saved = sorted(path.name for path in out.glob("checkpoint-*"))
@@ -123,19 +131,29 @@ def test_a_changed_model_ends_the_run(step: int, change: Callable[[Path], None],
 def test_a_config_that_changes_ends_the_run_too(config: LemaConfig) -> None:
     about = Path(config.model_name_or_path) / "config.json"
     values = json.loads(about.read_text())
-    with pytest.raises(WeightsError, match=r"the model has changed since the run began to read it: config\.json"):
+    with pytest.raises(
+        WeightsError, match=r"the model has changed since the run began to read it: config\.json"
+    ):
         train(config, 3, lambda _: about.write_text(json.dumps(values | {"rms_norm_eps": 0.1})))
     assert (Path(config.output_dir) / "checkpoint-2").is_dir()
 
 
 @pytest.mark.parametrize("change", [touch, link, copy_over])
-def test_files_with_the_same_weights_are_the_same_model(change: Callable[[Path], None], config: LemaConfig) -> None:
+def test_files_with_the_same_weights_are_the_same_model(
+    change: Callable[[Path], None], config: LemaConfig
+) -> None:
     before = base_fingerprint(GlobalBinaryIndex(config.model_name_or_path))
     train(config, 1, change)
-    assert written(Path(config.output_dir)) == written(Path(config.output_dir) / "checkpoint-4") == before
+    assert (
+        written(Path(config.output_dir))
+        == written(Path(config.output_dir) / "checkpoint-4")
+        == before
+    )
 
 
-def test_an_adapter_is_not_saved_on_a_model_that_has_changed(config: LemaConfig, tmp_path: Path) -> None:
+def test_an_adapter_is_not_saved_on_a_model_that_has_changed(
+    config: LemaConfig, tmp_path: Path
+) -> None:
     model = LemaModel(config)
     model.initialize_lora()
     exchange(sorted(Path(config.model_name_or_path).glob("*.safetensors"))[0])
@@ -146,7 +164,9 @@ def test_an_adapter_is_not_saved_on_a_model_that_has_changed(config: LemaConfig,
 
 
 def streamed_model(config: LemaConfig) -> StreamedPeftModel:
-    return lema.streamed(config.model_name_or_path, LoraConfig(r=2, target_modules=["q_proj"]), device="cpu")
+    return lema.streamed(
+        config.model_name_or_path, LoraConfig(r=2, target_modules=["q_proj"]), device="cpu"
+    )
 
 
 @pytest.mark.parametrize("change", [rewrite, exchange, shorten])
@@ -155,7 +175,9 @@ def test_nor_does_another_trainer_save_on_one(
 ) -> None:
     with closing(streamed_model(config)) as model:
         change(next(Path(config.model_name_or_path).glob("*.safetensors")))
-        with pytest.raises(WeightsError, match="the model has changed since the run began to read it"):
+        with pytest.raises(
+            WeightsError, match="the model has changed since the run began to read it"
+        ):
             model.save_pretrained(tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
 

@@ -1,4 +1,5 @@
-"""A device that is slow in half precision: layers stay as they are stored until they are leased, and compute in fp32.
+"""A device that is slow in half precision: layers stay as they are stored until they are leased,
+and compute in fp32.
 
 The device is this one, with what is measured of it replaced by a number.
 """
@@ -52,7 +53,11 @@ def test_on_a_slow_device_the_numbers_are_those_of_the_whole_model_in_fp32(
     base = write_model(tmp_path / "model", name, dtype=dtype)
     measured(30.0)
     parts = [batch(seed) for seed in (1, 2)]
-    for changes in ({}, {"strategy": "resident"}, {"gradient_checkpointing": False, "prefetch_depth": 1}):
+    for changes in (
+        {},
+        {"strategy": "resident"},
+        {"gradient_checkpointing": False, "prefetch_depth": 1},
+    ):
         with opened(settings(base, tmp_path / "run", **changes)) as model:
             model.save_pretrained(tmp_path / "adapter")
             outcome = streamed_step(model, parts)
@@ -65,29 +70,43 @@ def test_on_a_slow_device_the_numbers_are_those_of_the_whole_model_in_fp32(
 
 
 @pytest.mark.filterwarnings(SAID)
-def test_layers_stay_in_half_precision_until_they_are_leased(tmp_path: Path, measured: Slow) -> None:
+def test_layers_stay_in_half_precision_until_they_are_leased(
+    tmp_path: Path, measured: Slow
+) -> None:
     base = write_model(tmp_path / "model", dtype=torch.bfloat16)
     sizes = {}
     for times, compute in ((30.0, "auto"), (1.0, "auto"), (30.0, "weights"), (1.0, "float32")):
         measured(times)
         config = settings(base, tmp_path / "run", compute_dtype=compute, strategy="resident")
         with opened(config) as model:
-            layer, stream = model.memory.layers[0], model.memory
+            layer = model.memory.layers[0]
+            stream = model.memory
             with stream.lease(0) as lease:
                 types_leased = {weight.dtype for weight in lease.weights.values()}
-            sizes[times, compute] = layer.read_bytes, layer.nbytes, layer.expanded_bytes, types_leased
+            sizes[times, compute] = (
+                layer.read_bytes,
+                layer.nbytes,
+                layer.expanded_bytes,
+                types_leased,
+            )
             assert not layer.casts  # else memory of the host would hold more than is stored
             assert model.planner.blueprint.expanded_bytes == layer.expanded_bytes
-    slow, fast = sizes[30.0, "auto"], sizes[1.0, "auto"]
+    slow = sizes[30.0, "auto"]
+    fast = sizes[1.0, "auto"]
     assert slow[:2] == fast[:2] and slow[2] >= 2 * slow[0] and not fast[2]
     assert slow[3] == {torch.float32} and fast[3] == {torch.bfloat16}
     assert sizes[30.0, "weights"] == fast and sizes[1.0, "float32"] == slow
 
 
-def test_one_line_says_so_and_the_plan_and_the_doctor_say_it_too(tmp_path: Path, measured: Slow) -> None:
+def test_one_line_says_so_and_the_plan_and_the_doctor_say_it_too(
+    tmp_path: Path, measured: Slow
+) -> None:
     base = write_model(tmp_path / "model", dtype=torch.bfloat16)
     config = settings(base, tmp_path / "run")
-    line = "compute_dtype: float32, because products in bfloat16 are slow on this device; weights stay bfloat16"
+    line = (
+        "compute_dtype: float32, because products in bfloat16 are slow on this device; weights "
+        "stay bfloat16"
+    )
     measured(30.0)
     with pytest.warns(UserWarning, match=line), opened(config):
         pass
@@ -104,7 +123,9 @@ def test_one_line_says_so_and_the_plan_and_the_doctor_say_it_too(tmp_path: Path,
     assert "slow" not in found.what
 
 
-def test_a_device_with_instructions_for_a_type_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_with_instructions_for_a_type_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def never(_: torch.dtype) -> float:
         raise AssertionError("it was timed")
 
@@ -116,7 +137,8 @@ def test_a_device_with_instructions_for_a_type_is_not_timed(monkeypatch: pytest.
 
 def test_timing_leaves_threads_and_generators_as_they_were() -> None:
     products.slowness.cache_clear()
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    threads = torch.get_num_threads()
+    state = torch.get_rng_state()
     assert products.slowness(torch.float16) > 0
     assert products.slowness(torch.float16) == products.slowness(torch.float16)
     assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), state)
@@ -127,7 +149,11 @@ def test_a_run_keeps_the_type_that_it_began_with(tmp_path: Path, measured: Slow)
     base = write_model(tmp_path / "model", dtype=torch.bfloat16)
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(f"{row}\n".replace("'", '"') for row in token_rows(16)))
-    given: dict[str, Any] = {"train_data": str(data), "max_steps": 4, "lr_scheduler_type": "constant"}
+    given: dict[str, Any] = {
+        "train_data": str(data),
+        "max_steps": 4,
+        "lr_scheduler_type": "constant",
+    }
     measured(30.0)
     train(settings(base, tmp_path / "whole", **given))
     train(settings(base, tmp_path / "run", **{**given, "max_steps": 2}, save_steps=2))
@@ -135,7 +161,9 @@ def test_a_run_keeps_the_type_that_it_began_with(tmp_path: Path, measured: Slow)
     assert read_state(first)["compute_dtype"] == "float32"
     measured(1.0)  # the run goes on where half precision is fast
     train(settings(base, tmp_path / "run", **given), resume=True)
-    whole, resumed = ((tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("whole", "run"))
+    whole, resumed = (
+        (tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("whole", "run")
+    )
     assert whole == resumed
 
 
@@ -162,26 +190,32 @@ def test_another_type_is_told_when_a_run_goes_on(
 def test_an_adapter_that_is_computed_in_another_type_than_it_was_trained_in_says_so(
     tmp_path: Path, measured: Slow, recwarn: pytest.WarningsRecorder
 ) -> None:
-    base, out = write_model(tmp_path / "model", dtype=torch.bfloat16), tmp_path / "run"
+    base = write_model(tmp_path / "model", dtype=torch.bfloat16)
+    out = tmp_path / "run"
     measured(30.0)
     with opened(settings(base, out, max_steps=1, save_steps=1)) as model:
         model.get_trainer().fit(token_rows(8))
         model.save_pretrained(out)
-    assert LemaConfig.from_pretrained(out).compute_dtype == "auto"  # what a machine chose is nobody's setting
+    assert (
+        LemaConfig.from_pretrained(out).compute_dtype == "auto"
+    )  # what a machine chose is nobody's setting
     (checkpoint,) = checkpoints(out)
     for place in (out, checkpoint):
         measured(30.0)
         LemaModel.from_pretrained(place).close()
         measured(1.0)
         LemaModel.from_pretrained(place, compute_dtype="float32").close()
-        with pytest.warns(UserWarning, match="trained in float32, and here the model computes in bfloat16, which"):
+        with pytest.warns(
+            UserWarning, match="trained in float32, and here the model computes in bfloat16, which"
+        ):
             LemaModel.from_pretrained(place).close()
     assert not [one for one in recwarn if "trained in" in str(one.message)]
 
 
 def test_of_several_processes_the_first_decides(tmp_path: Path) -> None:
     base = write_model(tmp_path / "model", dtype=torch.bfloat16)
-    config, index = settings(base, tmp_path / "run"), GlobalBinaryIndex(base)
+    config = settings(base, tmp_path / "run")
+    index = GlobalBinaryIndex(base)
     files = ModelFiles(config)
     replicas = SimpleNamespace(first=False, everyone=lambda mine: [(None, torch.float32), mine])
     device: Any = SimpleNamespace(replicas=replicas, fast_dtype=lambda dtype: dtype)
@@ -189,7 +223,9 @@ def test_of_several_processes_the_first_decides(tmp_path: Path) -> None:
     assert found == Computing(torch.bfloat16, torch.float32, measured=True) and found.narrow
 
 
-def test_a_plan_for_another_machine_is_not_measured_on_this_one(tmp_path: Path, measured: Slow) -> None:
+def test_a_plan_for_another_machine_is_not_measured_on_this_one(
+    tmp_path: Path, measured: Slow
+) -> None:
     base = write_model(tmp_path / "model", dtype=torch.bfloat16)
     measured(30.0)
     config = settings(base, tmp_path / "run")
@@ -226,7 +262,9 @@ def test_phases_that_train_weights_compute_in_their_type(tmp_path: Path, measure
     config = settings_of_phase(settings(base, tmp_path / "run"), plan, plan.phases[0])
     assert config.compute_dtype == "weights"
     wide = config.model_copy(update={"compute_dtype": "float32"})
-    with pytest.raises(ConfigError, match="weights of the model that train compute in the type that they have"):
+    with pytest.raises(
+        ConfigError, match="weights of the model that train compute in the type that they have"
+    ):
         planner_of(wide, chosen=lambda _: lambda _: True)
 
 

@@ -1,4 +1,6 @@
-"""A disk that is full costs a checkpoint, and neither the run nor the checkpoints before; one run writes at a time."""
+"""A disk that is full costs a checkpoint, and neither the run nor the checkpoints before; one
+run writes at a time.
+"""
 
 import subprocess
 import sys
@@ -56,9 +58,12 @@ def test_a_run_goes_on_without_the_checkpoint_that_there_is_no_room_for(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    disk, config = Disk(2, 3), settings(llama, tmp_path / "out", save_steps=1, max_steps=4)
+    disk = Disk(2, 3)
+    config = settings(llama, tmp_path / "out", save_steps=1, max_steps=4)
     found(disk, monkeypatch)
-    with pytest.warns(UserWarning, match=r"no checkpoint after step [23]: .*The run goes on") as warned:
+    with pytest.warns(
+        UserWarning, match=r"no checkpoint after step [23]: .*The run goes on"
+    ) as warned:
         _, adapter = run_fit(config, ROWS, callbacks=[disk])
     assert len(warned) == 2 and disk.saved == [1, 4]
     assert same(adapter, straight[1]) and logged(config) == logged(straight[0])
@@ -71,14 +76,21 @@ def test_a_run_goes_on_without_the_checkpoint_that_there_is_no_room_for(
 @pytest.mark.slow
 @pytest.mark.parametrize("found", [before_it_is_written, while_it_is_written])
 def test_without_room_for_its_last_checkpoint_a_run_fails_and_the_one_before_stays(
-    found: Callable[[Disk, pytest.MonkeyPatch], None], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    found: Callable[[Disk, pytest.MonkeyPatch], None],
+    llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    disk, config = Disk(2), settings(llama, tmp_path / "out", save_steps=1, max_steps=2)
+    disk = Disk(2)
+    config = settings(llama, tmp_path / "out", save_steps=1, max_steps=2)
     found(disk, monkeypatch)
     with pytest.raises(DiskFull, match=r"full|No space left") as caught:
         run_fit(config, ROWS, callbacks=[disk])
     assert caught.value.exit_code == 6
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-1", "metrics.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "checkpoint-1",
+        "metrics.jsonl",
+    ]
     check_manifest(tmp_path / "out" / "checkpoint-1")
 
 
@@ -92,13 +104,16 @@ def test_stopped_on_a_full_disk_a_run_fails_and_goes_on_from_the_checkpoint_befo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Asked by the file, which would stop the run that goes on if it were left there."""
-    disk, config = Disk(2, 3), settings(llama, tmp_path / "out", save_steps=1, max_steps=4)
+    disk = Disk(2, 3)
+    config = settings(llama, tmp_path / "out", save_steps=1, max_steps=4)
     with monkeypatch.context() as full:
         found(disk, full)
         file = tmp_path / "out" / STOP_FILE
         with (
             pytest.warns(UserWarning, match="no checkpoint after step 2"),
-            pytest.raises(DiskFull, match=r"stopped by the file .*stop after step 2, which is not saved: ") as caught,
+            pytest.raises(
+                DiskFull, match=r"stopped by the file .*stop after step 2, which is not saved: "
+            ) as caught,
             StopOnSignal(file, clock=count().__next__) as stop,
         ):
 
@@ -109,7 +124,10 @@ def test_stopped_on_a_full_disk_a_run_fails_and_goes_on_from_the_checkpoint_befo
 
             run_fit(config, ROWS, callbacks=[disk], stop=why)
     assert caught.value.exit_code == 6 and disk.now == 3
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-1", "metrics.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "checkpoint-1",
+        "metrics.jsonl",
+    ]
     check_manifest(tmp_path / "out" / "checkpoint-1")
     _, adapter = run_fit(config, ROWS, resume=True)
     assert same(adapter, straight[1]) and logged(config) == logged(straight[0])
@@ -133,11 +151,18 @@ def test_a_run_does_not_begin_without_room_for_two_checkpoints(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_line_of_metrics_is_not_worth_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(MetricsLog(tmp_path / "m.jsonl")) as metrics, Path("/dev/full").open("ab+", buffering=0) as full:
+def test_a_line_of_metrics_is_not_worth_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        closing(MetricsLog(tmp_path / "m.jsonl")) as metrics,
+        Path("/dev/full").open("ab+", buffering=0) as full,
+    ):
         metrics._file.close()
         monkeypatch.setattr(metrics, "_file", full)
-        with pytest.warns(UserWarning, match="No space left on device.*this line of step 7 is lost"):
+        with pytest.warns(
+            UserWarning, match="No space left on device.*this line of step 7 is lost"
+        ):
             metrics.note({"step": 7, "loss": 1.0})
         with pytest.raises(DiskFull):
             metrics.write({"step": 7})
@@ -151,10 +176,15 @@ def test_a_second_run_in_the_same_directory_is_refused(llama: Path, tmp_path: Pa
     )
     config = settings(llama, tmp_path / "out", save_steps=1, max_steps=1)
     with subprocess.Popen(
-        [sys.executable, "-c", hold, config.output_dir], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", hold, config.output_dir],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
-        with pytest.raises(ConfigError, match=f"another run writes to this directory: process {other.pid}"):
+        with pytest.raises(
+            ConfigError, match=f"another run writes to this directory: process {other.pid}"
+        ):
             run_fit(config, ROWS)
         assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
         with opened(config) as model, pytest.raises(ConfigError, match=f"process {other.pid}"):

@@ -1,4 +1,6 @@
-"""The best evaluation of a run: its checkpoint stays, its adapter is kept, and a run ends when nothing gets better."""
+"""The best evaluation of a run: its checkpoint stays, its adapter is kept, and a run ends when
+nothing gets better.
+"""
 
 import json
 from pathlib import Path
@@ -19,7 +21,9 @@ LOSSES = [5.0, 4.0, 4.5, 3.995, 4.2, 4.1, 4.3, 4.4]  # after each step; the best
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have evaluations tell the losses above: whether they fall by themselves is the data's business."""
+    """Have evaluations tell the losses above: whether they fall by themselves is the data's
+    business.
+    """
 
     def evaluate(run: PlainRun) -> dict[str, float]:
         loss = LOSSES[max(run.done, 1) - 1]
@@ -29,27 +33,38 @@ def told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(llama: Path, out: Path, **changes: Any) -> LemaConfig:
-    given = {"batch_size": 2, "max_steps": 8, "eval_steps": 1, "lora_dropout": 0.1, "lr_scheduler_type": "constant"}
+    given = {
+        "batch_size": 2,
+        "max_steps": 8,
+        "eval_steps": 1,
+        "lora_dropout": 0.1,
+        "lr_scheduler_type": "constant",
+    }
     return settings(llama, out, **given | changes)
 
 
 def checkpoints(config: LemaConfig) -> list[int]:
-    return sorted(int(one.name.partition("-")[2]) for one in Path(config.output_dir).glob("checkpoint-*"))
+    return sorted(
+        int(one.name.partition("-")[2]) for one in Path(config.output_dir).glob("checkpoint-*")
+    )
 
 
 def saved(directory: Path) -> dict[str, torch.Tensor]:
     return dict(load_file(directory / "adapter_model.safetensors"))
 
 
-ROWS, HELD_OUT = token_rows(16), token_rows(2, seed=2)
+ROWS = token_rows(16)
+HELD_OUT = token_rows(2, seed=2)
 
 
 @pytest.mark.usefixtures("told")
-def test_the_best_adapter_is_left_and_its_checkpoint_is_not_rotated_away(llama: Path, tmp_path: Path) -> None:
-    config, lines = (
-        config_of(llama, tmp_path, save_steps=2, save_total_limit=2, load_best_model_at_end=True),
-        list[str](),
+def test_the_best_adapter_is_left_and_its_checkpoint_is_not_rotated_away(
+    llama: Path, tmp_path: Path
+) -> None:
+    config = config_of(
+        llama, tmp_path, save_steps=2, save_total_limit=2, load_best_model_at_end=True
     )
+    lines = list[str]()
     result, adapter = run_fit(config, ROWS, HELD_OUT, say=lines.append)
     assert checkpoints(config) == [4, 6, 8]
     assert (result["best_step"], result["best_eval_loss"]) == (4, 3.995)
@@ -57,7 +72,10 @@ def test_the_best_adapter_is_left_and_its_checkpoint_is_not_rotated_away(llama: 
     assert same(saved(tmp_path), saved(tmp_path / "checkpoint-4"))
     assert not same(saved(tmp_path), saved(tmp_path / "checkpoint-8"))
     assert all(
-        torch.equal(adapter[name.replace(".weight", ".default.weight").removeprefix("base_model.model.")], value)
+        torch.equal(
+            adapter[name.replace(".weight", ".default.weight").removeprefix("base_model.model.")],
+            value,
+        )
         for name, value in saved(tmp_path).items()
     )
     assert "best_eval_loss | 3.995" in (tmp_path / "README.md").read_text()
@@ -73,18 +91,29 @@ def test_the_best_is_saved_where_no_interval_asks_for_it(llama: Path, tmp_path: 
 
 @pytest.mark.usefixtures("told")
 @pytest.mark.parametrize(("more", "best"), [(None, 1), (True, 4), (False, 1)])
-def test_another_metric_says_what_is_best(llama: Path, tmp_path: Path, more: bool | None, best: int) -> None:
-    config = config_of(llama, tmp_path, metric_for_best_model="perplexity", greater_is_better=more, max_steps=5)
+def test_another_metric_says_what_is_best(
+    llama: Path, tmp_path: Path, more: bool | None, best: int
+) -> None:
+    config = config_of(
+        llama, tmp_path, metric_for_best_model="perplexity", greater_is_better=more, max_steps=5
+    )
     assert run_fit(config, ROWS, HELD_OUT)[0]["best_step"] == best
 
 
 @pytest.mark.usefixtures("told")
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("patience", "threshold", "last"), [(1, 0.0, 3), (2, 0.0, 6), (2, 0.01, 4), (4, 0.0, 8)])
+@pytest.mark.parametrize(
+    ("patience", "threshold", "last"), [(1, 0.0, 3), (2, 0.0, 6), (2, 0.01, 4), (4, 0.0, 8)]
+)
 def test_a_run_ends_after_evaluations_that_were_no_better(
     llama: Path, tmp_path: Path, patience: int, threshold: float, last: int
 ) -> None:
-    config = config_of(llama, tmp_path / "ours", early_stopping_patience=patience, early_stopping_threshold=threshold)
+    config = config_of(
+        llama,
+        tmp_path / "ours",
+        early_stopping_patience=patience,
+        early_stopping_threshold=threshold,
+    )
     run_fit(config, ROWS, HELD_OUT)
     assert max(logged(config)) == last
     theirs = config_of(llama, tmp_path / "theirs")
@@ -104,9 +133,18 @@ class Crash(TrainerCallback):
 @pytest.mark.covered(1)
 @pytest.mark.usefixtures("told")
 @pytest.mark.parametrize("step", [3, 5])
-def test_a_resumed_run_goes_on_counting_and_knows_the_best(llama: Path, tmp_path: Path, step: int) -> None:
-    changes = {"early_stopping_patience": 2, "load_best_model_at_end": True, "save_steps": 1, "save_total_limit": 2}
-    straight, broken = (config_of(llama, tmp_path / name, **changes) for name in ("straight", "broken"))
+def test_a_resumed_run_goes_on_counting_and_knows_the_best(
+    llama: Path, tmp_path: Path, step: int
+) -> None:
+    changes = {
+        "early_stopping_patience": 2,
+        "load_best_model_at_end": True,
+        "save_steps": 1,
+        "save_total_limit": 2,
+    }
+    straight, broken = (
+        config_of(llama, tmp_path / name, **changes) for name in ("straight", "broken")
+    )
     _, expected = run_fit(straight, ROWS, HELD_OUT)
     with pytest.raises(KeyboardInterrupt):
         run_fit(broken, ROWS, HELD_OUT, [Crash(step)])
@@ -135,14 +173,17 @@ def test_a_resumed_run_goes_on_counting_and_knows_the_best(llama: Path, tmp_path
 
 
 @pytest.mark.usefixtures("told")
-def test_a_best_adapter_that_is_damaged_is_said_and_the_last_is_left(llama: Path, tmp_path: Path) -> None:
+def test_a_best_adapter_that_is_damaged_is_said_and_the_last_is_left(
+    llama: Path, tmp_path: Path
+) -> None:
     class Damage(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 7:
                 file = tmp_path / "checkpoint-4" / "adapter_model.safetensors"
                 file.write_bytes(file.read_bytes()[:-1] + b"x")
 
-    config, lines = config_of(llama, tmp_path, load_best_model_at_end=True, save_steps=8), list[str]()
+    config = config_of(llama, tmp_path, load_best_model_at_end=True, save_steps=8)
+    lines = list[str]()
     run_fit(config, ROWS, HELD_OUT, [Damage()], say=lines.append)
     assert any("the best adapter, of step 4, cannot be kept" in line for line in lines)
     assert same(saved(tmp_path), saved(tmp_path / "checkpoint-8"))
@@ -173,7 +214,9 @@ def test_an_evaluation_on_start_is_none_of_the_best(llama: Path, tmp_path: Path)
         {"eval_prompts": ["a"]},
     ],
 )
-def test_settings_of_evaluations_are_refused_without_any(llama: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+def test_settings_of_evaluations_are_refused_without_any(
+    llama: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
     with pytest.raises(ConfigError, match="nothing to evaluate on") as caught:
         run_fit(settings(llama, tmp_path, **change), ROWS)
     assert caught.value.where == next(iter(change))
@@ -183,7 +226,9 @@ def test_a_metric_that_is_not_measured_is_refused(llama: Path, tmp_path: Path) -
     with pytest.raises(ConfigError, match="eval_accuracy is not measured of tokens"):
         settings(llama, tmp_path, metric_for_best_model="accuracy")
     pairs = [{"prompt": "the", "chosen": " miller", "rejected": " river"}] * 4
-    config = settings(llama, tmp_path, objective="dpo", metric_for_best_model="nothing", max_steps=1, eval_steps=1)
+    config = settings(
+        llama, tmp_path, objective="dpo", metric_for_best_model="nothing", max_steps=1, eval_steps=1
+    )
     with pytest.raises(ConfigError, match="eval_nothing was not measured") as caught:
         run_fit(config, pairs, pairs)
     assert "eval_rewards/margins" in caught.value.how
@@ -196,8 +241,16 @@ def test_fit_leaves_the_adapter_with_its_card_and_tokenizer(llama: Path, tmp_pat
         result = model.get_trainer().fit(rows, rows)
         trained = adapter_of(model.skeleton)
     card = (tmp_path / "README.md").read_text()
-    assert "library_name: peft" in card and "More Information" not in card and str(llama.parent) not in card
-    assert f"`{llama.name}`" in card and "| training | 3 rows, " in card and "| evaluation | 1 rows, " in card
+    assert (
+        "library_name: peft" in card
+        and "More Information" not in card
+        and str(llama.parent) not in card
+    )
+    assert (
+        f"`{llama.name}`" in card
+        and "| training | 3 rows, " in card
+        and "| evaluation | 1 rows, " in card
+    )
     assert f"| eval_loss | {result['eval_loss']:.6g} |" in card and "| lora_rank | 4 |" in card
     assert (tmp_path / "chat_template.jinja").is_file() and (tmp_path / "tokenizer.json").is_file()
     reopened = LemaModel.from_pretrained(tmp_path)

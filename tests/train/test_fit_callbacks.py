@@ -1,4 +1,6 @@
-"""Callbacks made for `transformers.Trainer` see the same events, in the same order, and steer the same way."""
+"""Callbacks made for `transformers.Trainer` see the same events, in the same order, and steer
+the same way.
+"""
 
 import json
 import warnings
@@ -28,15 +30,24 @@ from lema.data import collate
 from lema.errors import ConfigError
 
 
-def hf_events(model: Path, output_dir: Path, rows: Any, eval_rows: Any, **arguments: Any) -> list[Any]:
+def hf_events(
+    model: Path, output_dir: Path, rows: Any, eval_rows: Any, **arguments: Any
+) -> list[Any]:
     """The events of `transformers.Trainer` itself, over the whole model."""
     recorder = Recorder()
-    options = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False}
+    options = {
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # theirs
         trainer = Trainer(
             AutoModelForCausalLM.from_pretrained(model),
-            TrainingArguments(output_dir=str(output_dir), remove_unused_columns=False, **options, **arguments),
+            TrainingArguments(
+                output_dir=str(output_dir), remove_unused_columns=False, **options, **arguments
+            ),
             data_collator=lambda batch: dict(collate(batch)),
             train_dataset=rows,
             eval_dataset=eval_rows,
@@ -54,15 +65,31 @@ def hf_events(model: Path, output_dir: Path, rows: Any, eval_rows: Any, **argume
 def test_events_come_as_transformers_trainer_fires_them(
     llama: Path, evaluation: dict[str, Any], logging: int, tmp_path: Path
 ) -> None:
-    rows, eval_rows, recorder = token_rows(16), token_rows(3), Recorder()
-    shared = {"gradient_accumulation_steps": 2, "num_train_epochs": 2.0, "save_steps": 3, "logging_steps": logging}
+    rows = token_rows(16)
+    eval_rows = token_rows(3)
+    recorder = Recorder()
+    shared = {
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2.0,
+        "save_steps": 3,
+        "logging_steps": logging,
+    }
     config = settings(llama, tmp_path / "ours", eval_steps=evaluation.get("eval_steps"), **shared)
     run_fit(config, rows, eval_rows, [recorder])
     expected = hf_events(
-        llama, tmp_path / "theirs", rows, eval_rows, per_device_train_batch_size=4, **shared, **evaluation
+        llama,
+        tmp_path / "theirs",
+        rows,
+        eval_rows,
+        per_device_train_batch_size=4,
+        **shared,
+        **evaluation,
     )
     assert recorder.events == expected
-    assert [path.name for path in sorted((tmp_path / "ours").glob("checkpoint-*"))] == ["checkpoint-3", "checkpoint-4"]
+    assert [path.name for path in sorted((tmp_path / "ours").glob("checkpoint-*"))] == [
+        "checkpoint-3",
+        "checkpoint-4",
+    ]
 
 
 class Ask(TrainerCallback):
@@ -87,7 +114,11 @@ def test_a_callback_steers_through_the_control(llama: Path, tmp_path: Path) -> N
     assert list(logged(config)) == [2]
     assert list(logged(config, "eval_loss")) == [2]
     assert list(logged(config, "train_loss")) == [3]
-    assert [event for event, *_ in recorder.events][-3:] == ["on_epoch_end", "on_log", "on_train_end"]
+    assert [event for event, *_ in recorder.events][-3:] == [
+        "on_epoch_end",
+        "on_log",
+        "on_train_end",
+    ]
 
 
 def test_ending_an_epoch_early_is_refused_rather_than_ignored(llama: Path, tmp_path: Path) -> None:
@@ -100,7 +131,9 @@ def test_ending_an_epoch_early_is_refused_rather_than_ignored(llama: Path, tmp_p
 def test_early_stopping_stops(llama: Path, tmp_path: Path) -> None:
     # Nothing is learnt at rate 0, so no evaluation is better than the first.
     config = settings(llama, tmp_path / "out", learning_rate=0.0, eval_steps=1, save_steps=1)
-    run_fit(config, token_rows(24), token_rows(2), [EarlyStoppingCallback(early_stopping_patience=2)])
+    run_fit(
+        config, token_rows(24), token_rows(2), [EarlyStoppingCallback(early_stopping_patience=2)]
+    )
     assert list(logged(config, "eval_loss")) == [1, 2, 3]
     state = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())
     assert (state["best_global_step"], state["best_metric"]) == (1, logged(config, "eval_loss")[1])
@@ -126,7 +159,9 @@ class Gradients(TrainerCallback):
     def parameters(self, given: Any) -> list[Tensor]:
         assert isinstance(given["model"], PeftModel)
         assert given["lr_scheduler"].optimizer is given["optimizer"]
-        return [parameter for group in given["optimizer"].param_groups for parameter in group["params"]]
+        return [
+            parameter for group in given["optimizer"].param_groups for parameter in group["params"]
+        ]
 
     def _note(self, when: str, given: Any) -> None:
         gradients = [parameter.grad for parameter in self.parameters(given)]
@@ -140,5 +175,7 @@ def test_callbacks_see_the_clipped_gradients_around_the_step(llama: Path, tmp_pa
     run_fit(config, token_rows(8), callbacks=[seen])
     assert [when for when, _ in seen.norms] == ["pre", "after"] * 2
     assert [norm for _, norm in seen.norms] == pytest.approx([0.01] * 4, rel=1e-3)
-    assert min(logged(config, "grad_norm").values()) > 0.02  # what is logged is the norm before clipping
+    assert (
+        min(logged(config, "grad_norm").values()) > 0.02
+    )  # what is logged is the norm before clipping
     assert seen.moved == [True, True]

@@ -1,4 +1,6 @@
-"""A run goes on from the newest checkpoint that is sound, and ends where the run does that was not stopped."""
+"""A run goes on from the newest checkpoint that is sound, and ends where the run does that was
+not stopped.
+"""
 
 import json
 import shutil
@@ -28,7 +30,9 @@ def config_of(llama: Path, out: Path, **changes: Any) -> LemaConfig:
 
 
 @pytest.fixture(scope="module")
-def straight(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+def straight(
+    llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Tensor]]:
     """Where a run that was not stopped has left three checkpoints, and its adapter."""
     out = tmp_path_factory.mktemp("straight")
     return out, run_fit(config_of(llama, out), ROWS)[1]
@@ -70,18 +74,40 @@ def swap(file: Path) -> None:
     ],
 )
 def test_from_an_older_checkpoint_it_ends_bitwise_as_if_nothing_had_been_damaged(
-    llama: Path, straight: tuple[Path, dict[str, Tensor]], copied: Path, damage: Callable[[Path], None], name: str
+    llama: Path,
+    straight: tuple[Path, dict[str, Tensor]],
+    copied: Path,
+    damage: Callable[[Path], None],
+    name: str,
 ) -> None:
     whole, expected = straight
     damage(copied / "checkpoint-6" / name)
-    config, said = config_of(llama, copied), list[str]()
+    config = config_of(llama, copied)
+    said = list[str]()
     assert same(run_fit(config, ROWS, resume=True, say=said.append)[1], expected)
-    assert len(said) == 2 and str(copied / "checkpoint-6" / name) in said[0] and "passed over" in said[0]
+    assert (
+        len(said) == 2
+        and str(copied / "checkpoint-6" / name) in said[0]
+        and "passed over" in said[0]
+    )
     assert said[1] == f"resuming from {copied / 'checkpoint-4'} (step 4 of 6)"
-    for file in ("adapter_model.safetensors", "optimizer.safetensors"):  # what was damaged is replaced
-        assert (copied / "checkpoint-6" / file).read_bytes() == (whole / "checkpoint-6" / file).read_bytes()
+    for file in (
+        "adapter_model.safetensors",
+        "optimizer.safetensors",
+    ):  # what was damaged is replaced
+        assert (copied / "checkpoint-6" / file).read_bytes() == (
+            whole / "checkpoint-6" / file
+        ).read_bytes()
     lines = [json.loads(line) for line in (copied / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 6]  # each step once, and the summary
+    assert [line["step"] for line in lines] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        6,
+    ]  # each step once, and the summary
     assert logged(config) == logged(config_of(llama, whole))
 
 
@@ -92,14 +118,25 @@ def test_several_damaged_ones_are_each_said(
     flip(copied / "checkpoint-6" / "adapter_model.safetensors")
     flip(copied / "checkpoint-4" / "optimizer.safetensors")
     said: list[str] = []
-    assert same(run_fit(config_of(llama, copied), ROWS, resume=True, say=said.append)[1], straight[1])
-    assert ["checkpoint-6" in said[0], "checkpoint-4" in said[1], "checkpoint-2" in said[2]] == [True, True, True]
+    assert same(
+        run_fit(config_of(llama, copied), ROWS, resume=True, say=said.append)[1], straight[1]
+    )
+    assert ["checkpoint-6" in said[0], "checkpoint-4" in said[1], "checkpoint-2" in said[2]] == [
+        True,
+        True,
+        True,
+    ]
 
 
-def test_a_run_none_of_whose_checkpoints_is_sound_does_not_begin_afresh(llama: Path, copied: Path) -> None:
+def test_a_run_none_of_whose_checkpoints_is_sound_does_not_begin_afresh(
+    llama: Path, copied: Path
+) -> None:
     for step in (2, 4, 6):
         flip(copied / f"checkpoint-{step}" / "state.json")
-    for resume, kind, words in ((True, AdapterError, "no checkpoint is valid"), (False, ConfigError, "earlier run")):
+    for resume, kind, words in (
+        (True, AdapterError, "no checkpoint is valid"),
+        (False, ConfigError, "earlier run"),
+    ):
         with pytest.raises(kind, match=words):
             run_fit(config_of(llama, copied), ROWS, resume=resume)
 
@@ -121,7 +158,10 @@ def test_without_its_optimizer_a_checkpoint_is_gone_on_from_only_where_that_is_a
     assert steps == {1}  # of the one that was taken since
     assert said[:2] == [
         f"resuming from {copied / 'checkpoint-6'} (step 6 of 7)",
-        "LEMA takes the weights of this checkpoint but not its optimizer, whose moments begin empty",
+        (
+            "LEMA takes the weights of this checkpoint but not its optimizer, whose moments "
+            "begin empty"
+        ),
     ]
     with pytest.raises(ConfigError, match="weights_only needs a checkpoint"):
         run_fit(config_of(llama, copied / "new"), ROWS, weights_only=True)
@@ -130,7 +170,13 @@ def test_without_its_optimizer_a_checkpoint_is_gone_on_from_only_where_that_is_a
 @pytest.mark.slow
 def test_what_may_change_is_what_the_next_step_goes_by(llama: Path, copied: Path) -> None:
     later = config_of(
-        llama, copied, max_steps=8, learning_rate=0.5, weight_decay=0.25, adam_beta1=0.5, lr_scheduler_type="constant"
+        llama,
+        copied,
+        max_steps=8,
+        learning_rate=0.5,
+        weight_decay=0.25,
+        adam_beta1=0.5,
+        lr_scheduler_type="constant",
     )
     said: list[str] = []
     with opened(later) as model:
@@ -142,7 +188,13 @@ def test_what_may_change_is_what_the_next_step_goes_by(llama: Path, copied: Path
     rates = logged(later, "learning_rate")
     assert (rates[7], rates[8]) == (0.5, 0.5)
     named = [one.partition(":")[0] for one in said[1].partition("now): ")[2].split("; ")]
-    assert sorted(named) == ["adam_beta1", "learning_rate", "lr_scheduler_type", "max_steps", "weight_decay"]
+    assert sorted(named) == [
+        "adam_beta1",
+        "learning_rate",
+        "lr_scheduler_type",
+        "max_steps",
+        "weight_decay",
+    ]
 
 
 class Counted(list[dict[str, list[int]]]):
@@ -166,18 +218,24 @@ def test_no_row_of_a_step_that_was_taken_is_read_again(llama: Path, copied: Path
     config = config_of(llama, copied)
     run_fit(config, rows, resume=True, say=lambda _: None)
     batches = Batches(ROWS, config.batch_size, config.seed)
-    looked_at = Counter([0, 0]) + Counter(range(len(ROWS)))  # to see what the rows are, and in what they end
+    looked_at = Counter([0, 0]) + Counter(
+        range(len(ROWS))
+    )  # to see what the rows are, and in what they end
     assert rows.asked == looked_at + Counter(row for step in (4, 5) for row in batches.rows(step))
 
 
 @contextmanager
 def processes(count: int) -> Iterator[list[Any]]:
     """As many processes as far as their words go, each a thread."""
-    barrier, given = threading.Barrier(count), [None] * count
+    barrier = threading.Barrier(count)
+    given = [None] * count
 
     class One(Alone):
         def __init__(self, rank: int) -> None:
-            self.rank, self.size, self.num_processes, self.first = rank, count, count, rank == 0  # type: ignore[misc]
+            self.rank = rank
+            self.size = count
+            self.num_processes = count
+            self.first = rank == 0  # type: ignore[misc]
 
         def everyone(self, value: Any) -> list[Any]:
             given[self.rank] = value
@@ -204,7 +262,9 @@ def test_all_processes_go_on_from_what_the_first_has_found(copied: Path) -> None
 
     for expected in (copied / "checkpoint-4", "no checkpoint is valid:"):
         with processes(2) as all_of_them:
-            threads = [threading.Thread(target=look, args=(one, seen[one.rank])) for one in all_of_them]
+            threads = [
+                threading.Thread(target=look, args=(one, seen[one.rank])) for one in all_of_them
+            ]
             for thread in threads:
                 thread.start()
             for thread in threads:

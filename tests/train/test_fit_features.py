@@ -1,4 +1,6 @@
-"""What a run of `transformers.Trainer` has besides: noise, smoothed labels, a first adapter, samples, an upload."""
+"""What a run of `transformers.Trainer` has besides: noise, smoothed labels, a first adapter,
+samples, an upload.
+"""
 
 import json
 import warnings
@@ -39,18 +41,26 @@ def adapter(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return peft_adapter(llama, tmp_path_factory.mktemp("adapter"))
 
 
-ROWS = [row for row in token_rows(40) if len(row["input_ids"]) == 9][:8]  # no padding: every row has nine tokens
+ROWS = [row for row in token_rows(40) if len(row["input_ids"]) == 9][
+    :8
+]  # no padding: every row has nine tokens
 
 
 class SameState(TrainerCallback):
-    """Has every step begin with the same state of the generator; the trainer's loader of data draws from it, too."""
+    """Has every step begin with the same state of the generator; the trainer's loader of data
+    draws from it, too.
+    """
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         torch.manual_seed(state.global_step)
 
 
-def by_trainer(model: Path, adapter: Path, out: Path, **arguments: Any) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses and the adapter of `transformers.Trainer` over the whole model, which begins with this adapter."""
+def by_trainer(
+    model: Path, adapter: Path, out: Path, **arguments: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses and the adapter of `transformers.Trainer` over the whole model, which begins
+    with this adapter.
+    """
     whole = whole_model(model)
     trained = PeftModel.from_pretrained(whole, str(adapter), is_trainable=True)
     optimizer = momentum([one for one in trained.parameters() if one.requires_grad])
@@ -101,12 +111,18 @@ def config_of(llama: Path, adapter: Path, out: Path, **changes: Any) -> LemaConf
         exclude_unset=True, exclude={"model_name_or_path", "lora_rank", "lora_alpha"}
     )
     given = {"shuffle": False, "max_steps": 4, "batch_size": 2, "lr_scheduler_type": "constant"}
-    return LemaConfig(str(llama), **plain | given | {"adapter_name_or_path": str(adapter)} | changes)
+    return LemaConfig(
+        str(llama), **plain | given | {"adapter_name_or_path": str(adapter)} | changes
+    )
 
 
 @pytest.mark.parametrize("embeddings", ["auto", "disk"])
-def test_noise_is_drawn_as_the_trainer_draws_it(llama: Path, adapter: Path, tmp_path: Path, embeddings: str) -> None:
-    config = config_of(llama, adapter, tmp_path / "ours", neftune_noise_alpha=5.0, embeddings=embeddings)
+def test_noise_is_drawn_as_the_trainer_draws_it(
+    llama: Path, adapter: Path, tmp_path: Path, embeddings: str
+) -> None:
+    config = config_of(
+        llama, adapter, tmp_path / "ours", neftune_noise_alpha=5.0, embeddings=embeddings
+    )
     losses, found = by_us(config)
     expected, theirs = by_trainer(llama, adapter, tmp_path / "theirs", neftune_noise_alpha=5.0)
     assert losses == expected
@@ -116,12 +132,15 @@ def test_noise_is_drawn_as_the_trainer_draws_it(llama: Path, adapter: Path, tmp_
 
 
 def test_noise_is_not_in_evaluations_nor_in_what_is_generated(llama: Path, tmp_path: Path) -> None:
-    rows, found = token_rows(3), []
+    rows = token_rows(3)
+    found = []
     for alpha in (None, 50.0):
         with opened(settings(llama, tmp_path, neftune_noise_alpha=alpha)) as model:
             trainer = model.get_trainer()
             trainer.ready()
-            measured = evaluate(model.adapter, passes_of_rows(rows, model.config, model.backend.replicas))
+            measured = evaluate(
+                model.adapter, passes_of_rows(rows, model.config, model.backend.replicas)
+            )
             found.append((measured["eval_loss"], model.generate("the miller", 4)))
     assert found[0] == found[1]
 
@@ -132,12 +151,16 @@ def test_noise_is_refused_where_it_would_be_another(llama: Path, tmp_path: Path)
             settings(llama, tmp_path, neftune_noise_alpha=5.0, **other)
 
 
-def test_labels_are_smoothed_as_the_trainer_smooths_them(llama: Path, adapter: Path, tmp_path: Path) -> None:
+def test_labels_are_smoothed_as_the_trainer_smooths_them(
+    llama: Path, adapter: Path, tmp_path: Path
+) -> None:
     config = config_of(llama, adapter, tmp_path / "ours", label_smoothing_factor=0.2)
     losses, _ = by_us(config)
     expected, _ = by_trainer(llama, adapter, tmp_path / "theirs", label_smoothing_factor=0.2)
     assert losses == pytest.approx(expected, rel=1e-5)
-    with opened(settings(llama, tmp_path / "eval", label_smoothing_factor=0.2, loss_chunk_tokens=4)) as model:
+    with opened(
+        settings(llama, tmp_path / "eval", label_smoothing_factor=0.2, loss_chunk_tokens=4)
+    ) as model:
         batch = collate(token_rows(3))
         measured = model.get_trainer().evaluate(token_rows(3))["eval_loss"]
         logits: list[Tensor] = []
@@ -153,17 +176,26 @@ def test_labels_are_not_smoothed_beside_other_losses(llama: Path, tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore:this run may learn nothing")
-def test_a_run_begins_with_a_saved_adapter_as_it_is(llama: Path, adapter: Path, tmp_path: Path) -> None:
+def test_a_run_begins_with_a_saved_adapter_as_it_is(
+    llama: Path, adapter: Path, tmp_path: Path
+) -> None:
     config = config_of(llama, adapter, tmp_path / "out", save_steps=2, lora_dropout=0.25)
-    with_nothing_learnt = config.model_copy(update={"learning_rate": 0.0, "output_dir": str(tmp_path / "same")})
+    with_nothing_learnt = config.model_copy(
+        update={"learning_rate": 0.0, "output_dir": str(tmp_path / "same")}
+    )
     model = LemaModel(with_nothing_learnt)
     model.initialize_lora()
-    assert (model.config.lora_rank, model.lora_manager.peft_config["default"].lora_dropout) == (3, 0.25)  # type: ignore[union-attr]
+    assert (model.config.lora_rank, model.lora_manager.peft_config["default"].lora_dropout) == (
+        3,
+        0.25,
+    )  # type: ignore[union-attr]
     assert same(adapter_of(model.skeleton), adapter_of(whole_model(llama, adapter)))
     model.close()
     losses, straight = by_us(config)
     # The adapter may be gone when the result is opened, and it has moved on.
-    gone = LemaModel.from_pretrained(tmp_path / "out", adapter_name_or_path=str(tmp_path / "nowhere"))
+    gone = LemaModel.from_pretrained(
+        tmp_path / "out", adapter_name_or_path=str(tmp_path / "nowhere")
+    )
     assert same(adapter_of(gone.skeleton), straight)
     gone.close()
     assert losses[0] != losses[-1]
@@ -180,7 +212,9 @@ def test_reports_are_named_none_and_all_as_transformers_names_them(
 ) -> None:
     assert settings(llama, tmp_path, report_to="none").report_to == []
     assert report_callbacks(settings(llama, tmp_path, report_to=["none"])) == []
-    monkeypatch.setattr("lema.train.events.get_available_reporting_integrations", lambda: ["tensorboard"])
+    monkeypatch.setattr(
+        "lema.train.events.get_available_reporting_integrations", lambda: ["tensorboard"]
+    )
     every = settings(llama, tmp_path, report_to="all")
     assert [type(one).__name__ for one in report_callbacks(every)] == ["TensorBoardCallback"]
     assert training_arguments(every, evaluates=False).report_to == ["tensorboard"]
@@ -191,9 +225,13 @@ def test_prompts_are_continued_after_each_evaluation(
 ) -> None:
     def config(name: str, prompts: Any) -> LemaConfig:
         given = {"eval_steps": 1, "max_steps": 3, "lora_dropout": 0.1, "save_steps": 1}
-        return settings(llama, tmp_path / name, eval_prompts=prompts, eval_prompts_max_new_tokens=4, **given)
+        return settings(
+            llama, tmp_path / name, eval_prompts=prompts, eval_prompts_max_new_tokens=4, **given
+        )
 
-    rows, held_out, texts = token_rows(12), token_rows(2, seed=2), ["the miller", "corn by the river"]
+    rows = token_rows(12)
+    held_out = token_rows(2, seed=2)
+    texts = ["the miller", "corn by the river"]
     _, without = run_fit(config("without", None), rows, held_out)
     (tmp_path / "prompts.txt").write_text("\n".join(texts) + "\n")
     with opened(config("with", str(tmp_path / "prompts.txt"))) as model:
@@ -202,7 +240,9 @@ def test_prompts_are_continued_after_each_evaluation(
         last = model.generate(texts, 4, do_sample=False)
     file = tmp_path / "with" / "samples.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(line["step"], line["prompt"]) for line in lines] == [(step, text) for step in (1, 2, 3) for text in texts]
+    assert [(line["step"], line["prompt"]) for line in lines] == [
+        (step, text) for step in (1, 2, 3) for text in texts
+    ]
     assert [line["completion"] for line in lines[-2:]] == last
     assert f"sample 1 at step 3: {last[0]!r}" in capsys.readouterr().out
     # Steps that are taken again leave their texts once.
@@ -211,7 +251,14 @@ def test_prompts_are_continued_after_each_evaluation(
             one.unlink()
         (tmp_path / "with" / f"checkpoint-{step}").rmdir()
     run_fit(config("with", texts), rows, held_out, resume=True)
-    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 1, 2, 2, 3, 3]
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+    ]
     with pytest.raises(DataError, match="empty"):
         run_fit(config("other", [" "]), rows, held_out)
 
@@ -225,7 +272,9 @@ class Hub:
     endpoint = "https://hub.test"
 
     def __init__(self, fails: str = "") -> None:
-        self.fails, self.asked, self.sent = fails, list[Any](), set[str]()
+        self.fails = fails
+        self.asked = list[Any]()
+        self.sent = set[str]()
 
     def __call__(self) -> "Hub":
         return self
@@ -240,8 +289,14 @@ class Hub:
         if self.fails == "upload":
             raise OSError("gone")
         self.asked.append(("upload", options["repo_id"]))
-        paths = [str(one.relative_to(folder_path)) for one in Path(folder_path).rglob("*") if one.is_file()]
-        self.sent = set(huggingface_hub.utils.filter_repo_objects(paths, allow_patterns=allow_patterns))
+        paths = [
+            str(one.relative_to(folder_path))
+            for one in Path(folder_path).rglob("*")
+            if one.is_file()
+        ]
+        self.sent = set(
+            huggingface_hub.utils.filter_repo_objects(paths, allow_patterns=allow_patterns)
+        )
 
 
 def test_an_adapter_is_uploaded_with_its_card_and_tokenizer_alone(
@@ -253,11 +308,22 @@ def test_an_adapter_is_uploaded_with_its_card_and_tokenizer_alone(
     lines: list[str] = []
     given = {"push_to_hub": True, "hub_private_repo": True, "max_steps": 2, "save_steps": 1}
     run_fit(settings(llama, tmp_path / "mine", **given), token_rows(8), say=lines.append)
-    assert hub.asked == [("create", "mine", {"private": True, "exist_ok": True})] * 2 + [("upload", "me/mine")]
+    assert hub.asked == [("create", "mine", {"private": True, "exist_ok": True})] * 2 + [
+        ("upload", "me/mine")
+    ]
     assert lines[-1] == "uploaded: https://hub.test/me/mine"
-    assert {"adapter_model.safetensors", "adapter_config.json", "README.md", "tokenizer.json"} <= hub.sent
-    assert not [name for name in hub.sent if "/" in name or "metrics" in name or "lema_config" in name]
-    assert not [one for one in tmp_path.rglob("*") if one.is_file() and b"hf_secret" in one.read_bytes()]
+    assert {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+        "README.md",
+        "tokenizer.json",
+    } <= hub.sent
+    assert not [
+        name for name in hub.sent if "/" in name or "metrics" in name or "lema_config" in name
+    ]
+    assert not [
+        one for one in tmp_path.rglob("*") if one.is_file() and b"hf_secret" in one.read_bytes()
+    ]
     card = (tmp_path / "mine" / "README.md").read_text()
     assert "base_model" not in card  # a directory of this machine is none that the hub knows
 
@@ -274,7 +340,10 @@ def test_a_hub_that_takes_nothing_is_known_before_the_first_step(
     monkeypatch.setattr(cards, "HfApi", Hub("upload"))
     with pytest.raises(ConfigError, match="the adapter was not uploaded: gone") as caught:
         run_fit(config, token_rows(4))
-    assert "hf upload me/it" in caught.value.how and (tmp_path / "out" / "adapter_model.safetensors").exists()
+    assert (
+        "hf upload me/it" in caught.value.how
+        and (tmp_path / "out" / "adapter_model.safetensors").exists()
+    )
 
 
 def test_a_bar_is_shown_where_somebody_looks(
@@ -282,7 +351,10 @@ def test_a_bar_is_shown_where_somebody_looks(
 ) -> None:
     for disabled, there in ((False, True), (True, False)):
         monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-        run_fit(settings(llama, tmp_path / str(disabled), max_steps=2, disable_tqdm=disabled), token_rows(8))
+        run_fit(
+            settings(llama, tmp_path / str(disabled), max_steps=2, disable_tqdm=disabled),
+            token_rows(8),
+        )
         out, err = capsys.readouterr()
         assert ("2/2" in err) is there
         assert ("'loss': " in out and "bytes_read" not in out) is there
@@ -290,7 +362,9 @@ def test_a_bar_is_shown_where_somebody_looks(
 
 @torch.compiler.set_stance("force_eager")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("optim", ["adamw_torch_8bit", "lion_8bit"])  # torchao's, and bitsandbytes' with shared tables
+@pytest.mark.parametrize(
+    "optim", ["adamw_torch_8bit", "lion_8bit"]
+)  # torchao's, and bitsandbytes' with shared tables
 def test_a_run_with_quantised_moments_goes_on_from_its_checkpoint_to_the_bit(
     optim: str, llama: Path, tmp_path: Path
 ) -> None:

@@ -1,4 +1,6 @@
-"""`metrics.jsonl`: every measurement is read back, whatever a kill or a resume left behind; numbers for people."""
+"""`metrics.jsonl`: every measurement is read back, whatever a kill or a resume left behind;
+numbers for people.
+"""
 
 import json
 import math
@@ -18,7 +20,9 @@ from lema.errors import ConfigError, DataError, DiskError
 from lema.train.metrics import MetricsLog, cut_metrics, plot_loss, read_metrics, step_of
 
 ROWS = st.lists(
-    st.dictionaries(st.text(max_size=8), st.floats() | st.integers() | st.booleans() | st.none(), max_size=5)
+    st.dictionaries(
+        st.text(max_size=8), st.floats() | st.integers() | st.booleans() | st.none(), max_size=5
+    )
 )
 
 
@@ -30,7 +34,10 @@ def log(path: Path, *rows: dict[str, Any]) -> None:
 
 def same(one: Any, other: Any) -> bool:
     return one == other or (
-        isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other)
+        isinstance(one, float)
+        and isinstance(other, float)
+        and math.isnan(one)
+        and math.isnan(other)
     )
 
 
@@ -61,7 +68,10 @@ def test_tensors_and_numpy_scalars_are_numbers(tmp_path: Path) -> None:
     import numpy
     import torch
 
-    log(tmp_path / "m.jsonl", {"step": numpy.int64(3), "loss": torch.tensor(0.5), "norms": [numpy.float32("nan")]})
+    log(
+        tmp_path / "m.jsonl",
+        {"step": numpy.int64(3), "loss": torch.tensor(0.5), "norms": [numpy.float32("nan")]},
+    )
     assert (tmp_path / "m.jsonl").read_text() == '{"step": 3, "loss": 0.5, "norms": ["NaN"]}\n'
 
 
@@ -120,8 +130,12 @@ def test_metrics_that_cannot_be_opened_are_a_disk_error(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")  # noqa: PTH110
 def test_a_full_disk_is_a_disk_error(tmp_path: Path) -> None:
-    with closing(MetricsLog(tmp_path / "m.jsonl")) as metrics, Path("/dev/full").open("ab+", buffering=0) as full:
-        own, metrics._file = metrics._file, full
+    with (
+        closing(MetricsLog(tmp_path / "m.jsonl")) as metrics,
+        Path("/dev/full").open("ab+", buffering=0) as full,
+    ):
+        own = metrics._file
+        metrics._file = full
         with pytest.raises(DiskError, match="No space left"):
             metrics.write({"step": 1})
         metrics._file = own
@@ -139,9 +153,11 @@ def test_a_disk_that_fills_within_a_line_keeps_the_lines_before(tmp_path: Path) 
         "import resource, signal, sys\nfrom contextlib import closing\n"
         "from lema.train.metrics import MetricsLog\nfrom lema.errors import DiskError\n"
         # A limit on file size fails a write in its middle, as a full disk does.
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, (30, 30))\n"
+        "signal.signal(signal.SIGXFSZ, "
+        "signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, (30, 30))\n"
         "with closing(MetricsLog(sys.argv[1])) as metrics:\n"
-        "    try:\n        metrics.write({'step': 2, 'note': 'x' * 40})\n    except DiskError:\n        pass\n"
+        "    try:\n        metrics.write({'step': 2, 'note': 'x' * 40})\n    except "
+        "DiskError:\n        pass\n"
         "    else:\n        sys.exit('nothing failed')\n"
         "    metrics.write({'step': 3})\n"
     )
@@ -151,8 +167,16 @@ def test_a_disk_that_fills_within_a_line_keeps_the_lines_before(tmp_path: Path) 
 
 def test_the_loss_curve_is_a_png_and_nothing_else_is_left(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    path, png = tmp_path / "m.jsonl", tmp_path / "loss.png"
-    log(path, train(1, "a"), {"step": 2, "loss": math.nan}, train(3, "a"), evaluation(3, "a"), {"note": "no step"})
+    path = tmp_path / "m.jsonl"
+    png = tmp_path / "loss.png"
+    log(
+        path,
+        train(1, "a"),
+        {"step": 2, "loss": math.nan},
+        train(3, "a"),
+        evaluation(3, "a"),
+        {"note": "no step"},
+    )
     assert plot_loss(path, png) is True
     whole = path.read_bytes()
     for row in (
@@ -175,7 +199,9 @@ def test_without_a_loss_there_is_no_curve(tmp_path: Path) -> None:
     assert not (tmp_path / "loss.png").exists()
 
 
-def test_without_matplotlib_there_is_no_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_there_is_no_curve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log(tmp_path / "m.jsonl", train(1, "a"))
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
@@ -213,7 +239,9 @@ def test_what_people_read_is_within_half_of_the_last_digit(count: float) -> None
     )
 
 
-@pytest.mark.parametrize(("count", "shown"), [(0, "0"), (812, "812"), (3_400, "3.4k"), (12_000_000, "12.0M")])
+@pytest.mark.parametrize(
+    ("count", "shown"), [(0, "0"), (812, "812"), (3_400, "3.4k"), (12_000_000, "12.0M")]
+)
 def test_counts_for_people(count: float, shown: str) -> None:
     assert human_count(count) == shown
 
@@ -246,12 +274,15 @@ def test_what_a_run_measures_again_is_cut_and_nothing_else(tmp_path: Path) -> No
     log(path, *({"step": step, "loss": 1.0 / step} for step in range(1, 6)))
     with path.open("a") as file:
         file.write("of the user's\n[1]\n" + '{"step": 6, "lo')
-    whole, place = path.read_text(), path.stat().st_ino
+    whole = path.read_text()
+    place = path.stat().st_ino
     cut_metrics(path, lambda _: True)
     assert (path.read_text(), path.stat().st_ino) == (whole, place)  # nothing was written
     cut_metrics(path, lambda row: row["step"] <= 3)
     assert path.read_text() == "".join(
-        line for line in whole.splitlines(keepends=True) if '"step": 4' not in line and '"step": 5' not in line
+        line
+        for line in whole.splitlines(keepends=True)
+        if '"step": 4' not in line and '"step": 5' not in line
     )
     assert [one.name for one in tmp_path.iterdir()] == ["m.jsonl"]
     first = path.read_bytes().index(b"\n") + 1
@@ -259,7 +290,9 @@ def test_what_a_run_measures_again_is_cut_and_nothing_else(tmp_path: Path) -> No
     assert read_metrics(path) == [{"step": 1, "loss": 1.0}]
 
 
-def test_metrics_that_cannot_be_cut_are_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_that_cannot_be_cut_are_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "m.jsonl"
     log(path, {"step": 1}, {"step": 2})
     before = path.read_bytes()

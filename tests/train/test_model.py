@@ -1,4 +1,6 @@
-"""The model a user holds: the README's example as written, adapters on every layer, and what is refused."""
+"""The model a user holds: the README's example as written, adapters on every layer, and what is
+refused.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -81,7 +83,10 @@ def test_the_example_runs_as_written(
         losses.append(loss)
     assert losses == sorted(losses, reverse=True)
     assert trainer.global_step == 4
-    assert sorted(path.name for path in (tmp_path / "output").iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    assert sorted(path.name for path in (tmp_path / "output").iterdir()) == [
+        "checkpoint-2",
+        "checkpoint-4",
+    ]
     trainer.save_checkpoint(tmp_path / "chosen")
     model.save_pretrained(tmp_path / "adapter")
     trained = adapter_of(model.skeleton)
@@ -96,10 +101,14 @@ def test_the_example_runs_as_written(
     assert again.get_trainer().train_step(ids)[1] < losses[-1]
 
 
-def test_the_trainer_can_be_put_together_by_hand(llama: Path, ids: torch.Tensor, tmp_path: Path) -> None:
+def test_the_trainer_can_be_put_together_by_hand(
+    llama: Path, ids: torch.Tensor, tmp_path: Path
+) -> None:
     with opened(settings(llama, tmp_path)) as model:
         optimizer = torch.optim.SGD(model.get_trainable_parameters(), lr=0.1)
-        trainer = LemaTrainer(model.config, model.adapter, model.gbi, model.lora_manager, optimizer, model.memory)
+        trainer = LemaTrainer(
+            model.config, model.adapter, model.gbi, model.lora_manager, optimizer, model.memory
+        )
         before = adapter_of(model.skeleton)
         trainer.train_step(ids, ids)
         after = adapter_of(model.skeleton)
@@ -107,7 +116,9 @@ def test_the_trainer_can_be_put_together_by_hand(llama: Path, ids: torch.Tensor,
 
 
 @pytest.mark.slow
-def test_the_weights_named_by_gbi_path_are_the_ones_streamed(llama: Path, ids: torch.Tensor, tmp_path: Path) -> None:
+def test_the_weights_named_by_gbi_path_are_the_ones_streamed(
+    llama: Path, ids: torch.Tensor, tmp_path: Path
+) -> None:
     single = prepare_monolithic_safetensors(llama, tmp_path / "weights" / "one.safetensors")
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -136,36 +147,58 @@ def test_a_step_gives_the_logits_and_the_loss_of_the_whole_model(
         model.save_pretrained(tmp_path / "adapter")
         logits, loss = model.get_trainer().train_step({"input_ids": ids, "attention_mask": mask})
     with torch.no_grad():
-        expected = whole_model(base, tmp_path / "adapter")(input_ids=ids, attention_mask=mask, labels=labels)
+        expected = whole_model(base, tmp_path / "adapter")(
+            input_ids=ids, attention_mask=mask, labels=labels
+        )
     assert torch.equal(logits, expected.logits)
     assert loss == float(expected.loss)
 
 
 def test_every_layer_has_its_own_fp32_adapter(base: Path, name: str, tmp_path: Path) -> None:
-    with opened(settings(base, tmp_path, dtype="bfloat16", lora_target_modules=LINEAR[name])) as model:
+    with opened(
+        settings(base, tmp_path, dtype="bfloat16", lora_target_modules=LINEAR[name])
+    ) as model:
         parameters = model.get_trainable_parameters()
         assert {parameter.dtype for parameter in parameters} == {torch.float32}
-        assert len(parameters) == len({id(parameter) for parameter in parameters}) == 2 * NUM_LAYERS * len(LINEAR[name])
+        assert (
+            len(parameters)
+            == len({id(parameter) for parameter in parameters})
+            == 2 * NUM_LAYERS * len(LINEAR[name])
+        )
         for layer in range(NUM_LAYERS):
             for module in LINEAR[name]:
-                found = [key for key in adapter_of(model.skeleton) if f"{LAYERS[name]}.{layer}." in key]
+                found = [
+                    key for key in adapter_of(model.skeleton) if f"{LAYERS[name]}.{layer}." in key
+                ]
                 assert sum(f".{module}." in key for key in found) == 2
 
 
-def test_what_needs_an_adapter_says_so_before_there_is_one(llama: Path, ids: torch.Tensor, tmp_path: Path) -> None:
+def test_what_needs_an_adapter_says_so_before_there_is_one(
+    llama: Path, ids: torch.Tensor, tmp_path: Path
+) -> None:
     with opened(settings(llama, tmp_path), adapter=False) as model:
-        for call in (model.get_trainable_parameters, lambda: model.save_pretrained(tmp_path / "no")):
+        for call in (
+            model.get_trainable_parameters,
+            lambda: model.save_pretrained(tmp_path / "no"),
+        ):
             with pytest.raises(ConfigError, match="no adapter yet") as caught:
                 call()
             assert "initialize_lora" in caught.value.how
         with pytest.raises(ConfigError, match="no adapter to train"):
             model.get_trainer().train_step(ids)
         assert not (tmp_path / "no").exists()
-        assert model.get_trainer().evaluate([{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}])["eval_tokens"] == 2
+        assert (
+            model.get_trainer().evaluate([{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}])[
+                "eval_tokens"
+            ]
+            == 2
+        )
         model.initialize_lora()
         with pytest.raises(ConfigError, match="has an adapter already"):
             model.initialize_lora()
-        assert model.get_trainer().train_step(ids)[1] > 0  # what was made without an adapter is made anew
+        assert (
+            model.get_trainer().train_step(ids)[1] > 0
+        )  # what was made without an adapter is made anew
 
 
 def test_a_model_of_another_type_is_refused(llama: Path, tmp_path: Path) -> None:
@@ -191,7 +224,11 @@ def test_targets_that_match_nothing_are_refused_with_those_there_are(
 def test_an_adapter_that_peft_gives_up_half_way_leaves_the_model_as_it_was(
     llama: Path, ids: torch.Tensor, tmp_path: Path
 ) -> None:
-    targets = ["q_proj", "self_attn.o_proj", "post_attention_layernorm"]  # the last is nothing PEFT adapts
+    targets = [
+        "q_proj",
+        "self_attn.o_proj",
+        "post_attention_layernorm",
+    ]  # the last is nothing PEFT adapts
     with opened(settings(llama, tmp_path, lora_target_modules=targets), adapter=False) as model:
         names = list(model.skeleton.state_dict())
         with pytest.raises(ModelError, match="not supported") as caught:
@@ -205,9 +242,13 @@ def test_an_adapter_that_peft_gives_up_half_way_leaves_the_model_as_it_was(
 
 
 @pytest.mark.parametrize("layers", [NUM_LAYERS, [0, NUM_LAYERS + 1]])
-def test_layers_that_are_not_there_are_refused(llama: Path, layers: int | list[int], tmp_path: Path) -> None:
+def test_layers_that_are_not_there_are_refused(
+    llama: Path, layers: int | list[int], tmp_path: Path
+) -> None:
     with opened(settings(llama, tmp_path, lora_layers_to_transform=layers), adapter=False) as model:
-        with pytest.raises(ConfigError, match=r"there is no layer \d+: model.layers has 8") as caught:
+        with pytest.raises(
+            ConfigError, match=r"there is no layer \d+: model.layers has 8"
+        ) as caught:
             model.initialize_lora()
         assert caught.value.where == "lora_layers_to_transform"
         model.config.lora_layers_to_transform = 7
@@ -218,12 +259,20 @@ def test_layers_that_are_not_there_are_refused(llama: Path, layers: int | list[i
 @pytest.mark.parametrize(
     ("setting", "value", "words"),
     [
-        ("lora_target_modules", ["q_proj", "v_porj"], r"no module is named v_porj; did you mean v_proj\?$"),
+        (
+            "lora_target_modules",
+            ["q_proj", "v_porj"],
+            r"no module is named v_porj; did you mean v_proj\?$",
+        ),
         ("lora_exclude_modules", ["k_proj", "v_porj"], "no module is named v_porj"),
         ("lora_exclude_modules", r".*v_porj", r"no module is named \.\*v_porj"),
         ("lora_rank_pattern", {"q_proj": 2, "v_porj": 3}, "no module is named v_porj"),
         ("lora_alpha_pattern", {r"layers\.9\..*": 2}, r"no module is named layers\\.9"),
-        ("lora_target_parameters", ["experts.down_proj"], "no parameter is named experts.down_proj"),
+        (
+            "lora_target_parameters",
+            ["experts.down_proj"],
+            "no parameter is named experts.down_proj",
+        ),
     ],
 )
 def test_a_name_that_nothing_bears_is_warned_of_by_its_setting(
@@ -233,16 +282,22 @@ def test_a_name_that_nothing_bears_is_warned_of_by_its_setting(
         with pytest.warns(UserWarning, match=f"{setting}: {words}") as caught:
             model.initialize_lora()
         assert len(caught) == 1
-        notes = [note for note in make_plan(model.config, profile("cpu"))[0].notes if setting in note]
+        notes = [
+            note for note in make_plan(model.config, profile("cpu"))[0].notes if setting in note
+        ]
         assert notes == [str(one.message) for one in caught]  # a plan says the same
 
 
 def test_targets_may_be_a_regular_expression(llama: Path, tmp_path: Path) -> None:
-    with opened(settings(llama, tmp_path, lora_target_modules=r".*layers\.[67]\.mlp\.up_proj")) as model:
+    with opened(
+        settings(llama, tmp_path, lora_target_modules=r".*layers\.[67]\.mlp\.up_proj")
+    ) as model:
         assert len(model.get_trainable_parameters()) == 4
 
 
-def test_a_model_without_a_tokenizer_says_so_when_one_is_needed(llama: Path, tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_says_so_when_one_is_needed(
+    llama: Path, tmp_path: Path
+) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
     for file in llama.iterdir():

@@ -1,4 +1,6 @@
-"""NaN that arises in the backward is named by the layer where it arose, whether or not anything trains there."""
+"""NaN that arises in the backward is named by the layer where it arose, whether or not anything
+trains there.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,17 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def spoil(model: Any, layer: int, module: str = "input_layernorm", value: float = torch.nan) -> Any:
-    """Have the gradient that goes down through a module not be finite; no adapter above it in its layer sees that."""
+    """Have the gradient that goes down through a module not be finite; no adapter above it in
+    its layer sees that.
+    """
 
     def hook(module: torch.nn.Module, args: Any, output: Tensor) -> None:
         if output.requires_grad:
             output.register_hook(lambda gradient: torch.full_like(gradient, value))
 
-    return model.skeleton.get_submodule(f"model.layers.{layer}.{module}").register_forward_hook(hook)
+    return model.skeleton.get_submodule(f"model.layers.{layer}.{module}").register_forward_hook(
+        hook
+    )
 
 
 @pytest.mark.slow
@@ -42,18 +48,24 @@ def test_each_layer_that_hands_nan_down_is_named_though_its_own_gradients_are_fi
                 trainer.train_step(batch(1))
             hook.remove()
             assert caught.value.where == f"step 1; first non-finite gradient: model.layers.{layer}"
-        hook = spoil(model, 0, "self_attn.v_proj.lora_B.default")  # nothing trains below, so nothing is handed down
+        hook = spoil(
+            model, 0, "self_attn.v_proj.lora_B.default"
+        )  # nothing trains below, so nothing is handed down
         with pytest.raises(NonFiniteError, match="a gradient is not finite") as caught:
             trainer.train_step(batch(1))
         hook.remove()
         assert ": model.layers.0.self_attn.v_proj." in caught.value.where
-        assert all(torch.equal(tensor, before[key]) for key, tensor in adapter_of(model.skeleton).items())
+        assert all(
+            torch.equal(tensor, before[key]) for key, tensor in adapter_of(model.skeleton).items()
+        )
         trainer.save_checkpoint(tmp_path / "saved")
         for file in (tmp_path / "saved").glob("*.safetensors"):
             assert all(bool(tensor.isfinite().all()) for tensor in load_file(file).values())
 
 
-def test_a_layer_without_adapters_is_named_and_so_is_one_between_others(llama: Path, tmp_path: Path) -> None:
+def test_a_layer_without_adapters_is_named_and_so_is_one_between_others(
+    llama: Path, tmp_path: Path
+) -> None:
     with opened(settings(llama, tmp_path, lora_layers_to_transform=[1, 4])) as model:
         for layer in (7, 5, 4, 3, 2):
             hook = spoil(model, layer, value=torch.inf)
@@ -78,14 +90,22 @@ def test_a_head_that_hands_nan_down_is_named(llama: Path, tmp_path: Path) -> Non
 
 def test_the_first_of_the_passes_of_a_step_is_looked_at_too(llama: Path, tmp_path: Path) -> None:
     with opened(settings(llama, tmp_path, gradient_accumulation_steps=2)) as model:
-        trainer, poison = model.get_trainer(), token_rows(1, 9)[0]["input_ids"][0]
-        first, second = batch(1), batch(2)
-        first["input_ids"][0, 0], second["input_ids"][:] = poison, second["input_ids"] % (poison - 1) + 1
+        trainer = model.get_trainer()
+        poison = token_rows(1, 9)[0]["input_ids"][0]
+        first = batch(1)
+        second = batch(2)
+        first["input_ids"][0, 0], second["input_ids"][:] = (
+            poison,
+            second["input_ids"] % (poison - 1) + 1,
+        )
         first["input_ids"][first["input_ids"] == poison] = poison
-        rows, seen = torch.cat([first["input_ids"], second["input_ids"]]).tolist(), list[Tensor]()
+        rows = torch.cat([first["input_ids"], second["input_ids"]]).tolist()
+        seen = list[Tensor]()
 
         def note(module: torch.nn.Module, args: Any, output: Tensor) -> None:
-            if all(row in rows for row in args[0].tolist()):  # else the head is computed, by tokens that are nobody's
+            if all(
+                row in rows for row in args[0].tolist()
+            ):  # else the head is computed, by tokens that are nobody's
                 seen.append(args[0])
 
         model.skeleton.get_input_embeddings().register_forward_hook(note)
@@ -102,7 +122,9 @@ def test_the_first_of_the_passes_of_a_step_is_looked_at_too(llama: Path, tmp_pat
 
 
 def test_looking_for_the_layer_draws_the_same_dropout_again(llama: Path, tmp_path: Path) -> None:
-    """The gradient is not finite with what dropout drew in the step, and would be with nothing it draws afterwards."""
+    """The gradient is not finite with what dropout drew in the step, and would be with nothing
+    it draws afterwards.
+    """
     with opened(settings(llama, tmp_path, lora_dropout=0.5)) as model:
         trainer = model.get_trainer()
         trainer.ready()
@@ -143,15 +165,24 @@ def test_fit_names_the_rows_of_a_gradient(llama: Path, tmp_path: Path) -> None:
         trainer.accumulate = second  # type: ignore[method-assign]
         with pytest.raises(NonFiniteError) as caught:
             trainer.fit(token_rows(6))
-    assert caught.value.where == ("step 2, rows [2, 3] of the data; first non-finite gradient: model.layers.3")
+    assert caught.value.where == (
+        "step 2, rows [2, 3] of the data; first non-finite gradient: model.layers.3"
+    )
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1"]
 
 
 def test_the_range_of_a_gradient_tells_every_kind_of_number() -> None:
-    for value, finite in ((torch.nan, False), (torch.inf, False), (-torch.inf, False), (3e38, True), (0.0, True)):
+    for value, finite in (
+        (torch.nan, False),
+        (torch.inf, False),
+        (-torch.inf, False),
+        (3e38, True),
+        (0.0, True),
+    ):
         for dtype in (torch.float32, torch.bfloat16):
-            hidden, gradient = HiddenGradients(), torch.ones(2, 3, 70, dtype=dtype)
+            hidden = HiddenGradients()
+            gradient = torch.ones(2, 3, 70, dtype=dtype)
             gradient[1, 2, 66] = value
-            hidden.look(4, [None, gradient])
-            hidden.look(3, [torch.full((2,), torch.nan)] if not finite else [])
+            hidden.observe(4, [None, gradient])
+            hidden.observe(3, [torch.full((2,), torch.nan)] if not finite else [])
             assert hidden.highest() == (None if finite else 4)

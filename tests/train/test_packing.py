@@ -1,4 +1,6 @@
-"""Packed rows train as they train apart; what cannot keep them apart is refused by what it does, not by its name."""
+"""Packed rows train as they train apart; what cannot keep them apart is refused by what it does,
+not by its name.
+"""
 
 import shutil
 from collections.abc import Sequence
@@ -42,8 +44,12 @@ ROWS = rows_of(LENGTHS)
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("models")
     gemma = tiny_config("gemma3_text")
-    gemma.update({"vocab_size": VOCABULARY, "num_hidden_layers": 8, "layer_types": None, "sliding_window": 5})
-    gemma = type(gemma)(**{name: one for name, one in gemma.to_dict().items() if name != "layer_types"})
+    gemma.update(
+        {"vocab_size": VOCABULARY, "num_hidden_layers": 8, "layer_types": None, "sliding_window": 5}
+    )
+    gemma = type(gemma)(
+        **{name: one for name, one in gemma.to_dict().items() if name != "layer_types"}
+    )
     torch.manual_seed(0)
     written = write_type(gemma, place / "gemma3")
     tokenizer().save_pretrained(written)
@@ -55,7 +61,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_packs_have_the_loss_and_gradients_of_their_rows(
     models: dict[str, Path], tmp_path: Path, name: str, attention: str
 ) -> None:
-    config = settings(models[name], tmp_path, packing=True, max_length=64, attn_implementation=attention, batch_size=9)
+    config = settings(
+        models[name],
+        tmp_path,
+        packing=True,
+        max_length=64,
+        attn_implementation=attention,
+        batch_size=9,
+    )
     with opened(config) as model:
         model.save_pretrained(tmp_path / "adapter")
         packs = packed(ROWS, model.adapter, config)
@@ -65,13 +78,23 @@ def test_packs_have_the_loss_and_gradients_of_their_rows(
         loss = model.adapter.loss(parts)
         loss.backward()
         found = gradients_of(model.skeleton)
-    packed_whole = whole_of(models[name], tmp_path / "adapter", parts, attn_implementation=attention)
+    packed_whole = whole_of(
+        models[name], tmp_path / "adapter", parts, attn_implementation=attention
+    )
     assert loss.item() == packed_whole.loss
     assert all(torch.equal(found[key], packed_whole.gradients[key]) for key in found)
-    apart = [{key: one for key, one in collate([row], untrained=True).items() if key != "rows"} for row in ROWS]
+    apart = [
+        {key: one for key, one in collate([row], untrained=True).items() if key != "rows"}
+        for row in ROWS
+    ]
     whole = whole_of(models[name], tmp_path / "adapter", apart, attn_implementation=attention)  # type: ignore[arg-type]
-    assert trained_tokens(parts) == trained_tokens(apart) and attended_tokens(parts) == sum(LENGTHS) - 1  # one of one
-    assert found.keys() == whole.gradients.keys() and loss.item() == pytest.approx(whole.loss, rel=1e-6)
+    assert (
+        trained_tokens(parts) == trained_tokens(apart)
+        and attended_tokens(parts) == sum(LENGTHS) - 1
+    )  # one of one
+    assert found.keys() == whole.gradients.keys() and loss.item() == pytest.approx(
+        whole.loss, rel=1e-6
+    )
     for key, gradient in whole.gradients.items():
         assert float((found[key] - gradient).abs().max() / gradient.abs().max()) < 1e-5, key
 
@@ -92,18 +115,30 @@ def test_every_token_is_in_one_pack_and_packs_are_few(
     found = [packs[index] for index in range(len(packs))]
     packed_tokens = sorted(token for pack in found for token in pack["input_ids"])
     assert len(set(packed_tokens)) == len(packed_tokens)
-    alone = wrapped and sum(lengths) % length == 1  # one token in a pack of its own, which nothing predicts
+    # one token in a pack of its own, which nothing predicts
+    alone = wrapped and sum(lengths) % length == 1
     assert len(packed_tokens) == sum(lengths) - alone
     best = -(-sum(lengths) // length) - alone
-    assert len(packs) == best if wrapped else best <= len(packs) <= max(1, 1.25 * best + 1)  # 11/9 of the fewest
+    assert (
+        len(packs) == best if wrapped else best <= len(packs) <= max(1, 1.25 * best + 1)
+    )  # 11/9 of the fewest
     for index, pack in enumerate(found):
         assert (
-            len({len(one) for one in pack.values()}) == 1 and len(pack["labels"]) == packs.num_tokens(index) <= length
+            len({len(one) for one in pack.values()}) == 1
+            and len(pack["labels"]) == packs.num_tokens(index) <= length
         )
         for token, label, position, before in zip(
-            pack["input_ids"], pack["labels"], pack["position_ids"], [-1, *pack["input_ids"]], strict=False
+            pack["input_ids"],
+            pack["labels"],
+            pack["position_ids"],
+            [-1, *pack["input_ids"]],
+            strict=False,
         ):
-            assert (position == 0) == (label == -100) == (token != before + 1 or token % 100 == 0 or position == 0)
+            assert (
+                (position == 0)
+                == (label == -100)
+                == (token != before + 1 or token % 100 == 0 or position == 0)
+            )
             if not wrapped:
                 assert position == token % 100
     again = Packs(rows, length, seed, wrapped=wrapped)
@@ -128,7 +163,10 @@ def test_packs_that_train_nothing_are_left_out(known: bool) -> None:
     class Known(list[Any]):
         trained = np.array([2, 5, 9])
 
-    answer = {"input_ids": [*range(40)], "labels": [-100] * 38 + [38, 39]}  # a long prompt, and two tokens after it
+    answer = {
+        "input_ids": [*range(40)],
+        "labels": [-100] * 38 + [38, 39],
+    }  # a long prompt, and two tokens after it
     text = {"input_ids": [*range(100, 106)], "labels": [*range(100, 106)]}
     tail = {"input_ids": [*range(200, 210)], "labels": [*range(200, 210)]}
     rows = [answer, text, tail]
@@ -137,9 +175,18 @@ def test_packs_that_train_nothing_are_left_out(known: bool) -> None:
     assert all(any(label != -100 for label in pack["labels"]) for pack in found)
     every = [token for row in rows for token in row["input_ids"]]
     dropped = set(every) - {token for pack in found for token in pack["input_ids"]}
-    assert dropped and dropped <= {*range(40), 105, 209}  # of the prompt, or a token that nothing predicts
-    assert packs.notes[1] == f"packed: {6 - len(packs)} further packs have no token to train on and are left out"
-    assert [packs.num_tokens(number) for number in range(len(packs))] == [len(pack["input_ids"]) for pack in found]
+    assert dropped and dropped <= {
+        *range(40),
+        105,
+        209,
+    }  # of the prompt, or a token that nothing predicts
+    assert (
+        packs.notes[1]
+        == f"packed: {6 - len(packs)} further packs have no token to train on and are left out"
+    )
+    assert [packs.num_tokens(number) for number in range(len(packs))] == [
+        len(pack["input_ids"]) for pack in found
+    ]
     with pytest.raises(DataError, match="no pack has a token to train on"):
         Packs([{"input_ids": [1], "labels": [1]}], 11, 0, wrapped=True)
 
@@ -166,7 +213,9 @@ def test_a_row_longer_than_a_pack_is_refused() -> None:
         ("llama", None),
     ],
 )
-def test_what_carries_something_over_the_end_of_a_row_is_refused(tmp_path: Path, kind: str, words: str | None) -> None:
+def test_what_carries_something_over_the_end_of_a_row_is_refused(
+    tmp_path: Path, kind: str, words: str | None
+) -> None:
     torch.manual_seed(0)
     with opened_type(write_type(tiny_config(kind), tmp_path)) as model:
         rows = [row["input_ids"][:6] for row in rows_of([6] * 4)]
@@ -178,10 +227,20 @@ def test_what_carries_something_over_the_end_of_a_row_is_refused(tmp_path: Path,
             check_packing(model.adapter, rows, 2)
 
 
-def test_a_run_on_packs_resumes_exactly_and_says_what_it_packs(models: dict[str, Path], tmp_path: Path) -> None:
-    options = {"packing": True, "max_length": 64, "batch_size": 1, "num_train_epochs": 2.0, "save_steps": 3}
+def test_a_run_on_packs_resumes_exactly_and_says_what_it_packs(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    options = {
+        "packing": True,
+        "max_length": 64,
+        "batch_size": 1,
+        "num_train_epochs": 2.0,
+        "save_steps": 3,
+    }
     said: list[str] = []
-    run_fit(settings(models["llama"], tmp_path / "whole", **options), ROWS, ROWS[:3], say=said.append)
+    run_fit(
+        settings(models["llama"], tmp_path / "whole", **options), ROWS, ROWS[:3], say=said.append
+    )
     assert "packed: 14 rows in 4 packs of at most 64 tokens, 87% filled" in said
     whole = logged(settings(models["llama"], tmp_path / "whole", **options))
     assert list(whole) == list(range(1, 9))
@@ -190,7 +249,11 @@ def test_a_run_on_packs_resumes_exactly_and_says_what_it_packs(models: dict[str,
     run_fit(config, ROWS, ROWS[:3], resume=True, say=said.append)
     assert logged(config) == whole
     with pytest.raises(ConfigError, match="rows"):
-        run_fit(settings(models["llama"], tmp_path / "whole", **options | {"packing": False}), ROWS, resume=True)
+        run_fit(
+            settings(models["llama"], tmp_path / "whole", **options | {"packing": False}),
+            ROWS,
+            resume=True,
+        )
 
 
 def test_evaluation_of_packs_is_that_of_the_rows(models: dict[str, Path], tmp_path: Path) -> None:
@@ -214,10 +277,19 @@ def test_settings_that_contradict_packing_are_told(tmp_path: Path) -> None:
         read_phase_file(tmp_path / "phases.yaml")
 
 
-def test_a_long_text_is_wrapped_and_nothing_of_it_is_cut_off(models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_long_text_is_wrapped_and_nothing_of_it_is_cut_off(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     file = tmp_path / "book.txt"
     file.write_text("the miller of mill 1 grinds corn by the river " * 40)
-    config = settings(models["llama"], tmp_path, packing="wrapped", max_length=32, train_data=str(file), max_steps=1)
+    config = settings(
+        models["llama"],
+        tmp_path,
+        packing="wrapped",
+        max_length=32,
+        train_data=str(file),
+        max_steps=1,
+    )
     with opened(config) as model:
         rows, _ = load_data(model)
         assert rows.counts.cut_tokens == 0 and rows.counts.tokens > 300

@@ -1,4 +1,6 @@
-"""Runs of a preference objective that begin with an adapter: what they compare with, also when they go on."""
+"""Runs of a preference objective that begin with an adapter: what they compare with, also when
+they go on.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,20 @@ from lema.train.run import load_data, train
 
 LN2 = math.log(2)
 PAIRS = [
-    {"prompt": f"{SENTENCES[at]}.", "chosen": " corn" * (1 + at % 3), "rejected": " by the river" * (1 + at % 2)}
+    {
+        "prompt": f"{SENTENCES[at]}.",
+        "chosen": " corn" * (1 + at % 3),
+        "rejected": " by the river" * (1 + at % 2),
+    }
     for at in range(16)
 ]
 
 LABELLED = [
-    {"prompt": pair["prompt"], "completion": pair["rejected" if at % 2 else "chosen"], "label": at % 2 == 0}
+    {
+        "prompt": pair["prompt"],
+        "completion": pair["rejected" if at % 2 else "chosen"],
+        "label": at % 2 == 0,
+    }
     for at, pair in enumerate(PAIRS)
 ]
 
@@ -60,9 +70,17 @@ def config_of(model: Path, adapter: Path, out: Path, **changes: Any) -> LemaConf
     found = LABELLED if changes.get("objective") == "kto" else PAIRS
     rows.write_text("".join(json.dumps(row) + "\n" for row in found))
     # What the adapter says is left to it.
-    given = settings(model, out, objective="dpo", train_data=str(rows), max_steps=4, save_steps=1, batch_size=4)
-    own = {name: value for name, value in given.model_dump(exclude_unset=True).items() if not name.startswith("lora_")}
-    return LemaConfig(**own | {"adapter_name_or_path": str(adapter), "learning_rate": 1e-2} | changes)
+    given = settings(
+        model, out, objective="dpo", train_data=str(rows), max_steps=4, save_steps=1, batch_size=4
+    )
+    own = {
+        name: value
+        for name, value in given.model_dump(exclude_unset=True).items()
+        if not name.startswith("lora_")
+    }
+    return LemaConfig(
+        **own | {"adapter_name_or_path": str(adapter), "learning_rate": 1e-2} | changes
+    )
 
 
 @contextmanager
@@ -84,7 +102,9 @@ def tensors(directory: Path) -> dict[str, Tensor]:
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(value, other[name]) for name, value in one.items()
+    )
 
 
 class Crash(TrainerCallback):
@@ -93,7 +113,9 @@ class Crash(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def test_the_first_loss_is_that_of_two_equal_models(model: Path, supervised: Path, tmp_path: Path) -> None:
+def test_the_first_loss_is_that_of_two_equal_models(
+    model: Path, supervised: Path, tmp_path: Path
+) -> None:
     config = config_of(model, supervised, tmp_path / "out", max_steps=1)
     run(config)
     assert logged(config, "loss")[1] == pytest.approx(LN2)
@@ -113,7 +135,9 @@ def test_a_run_that_goes_on_ends_as_one_that_was_not_stopped_whatever_became_of_
     broken = config_of(model, start, tmp_path / "broken", gradient_accumulation_steps=2)
     with pytest.raises(KeyboardInterrupt):
         run(broken, [Crash()])
-    save_file({name: one * 2 for name, one in tensors(start).items()}, start / "adapter_model.safetensors")
+    save_file(
+        {name: one * 2 for name, one in tensors(start).items()}, start / "adapter_model.safetensors"
+    )
     assert same(run(broken, resume=True), whole)
     for key in ("loss", "rewards/chosen", "rewards/margins", "logps/rejected"):
         assert logged(broken, key) == logged(straight, key)
@@ -128,7 +152,9 @@ def test_a_run_goes_on_although_the_adapter_that_it_began_with_is_gone(
     start = tmp_path / "start"
     shutil.copytree(supervised, start)
     changes = {"objective": objective, "save_total_limit": None}
-    straight, broken = (config_of(model, start, tmp_path / name, **changes) for name in ("straight", "broken"))
+    straight, broken = (
+        config_of(model, start, tmp_path / name, **changes) for name in ("straight", "broken")
+    )
     for config in (straight, broken):
         train(config)
     shutil.rmtree(start)
@@ -144,13 +170,20 @@ def test_a_run_goes_on_although_the_adapter_that_it_began_with_is_gone(
             train(broken, resume=True)
         assert same(tensors(tmp_path / "broken"), tensors(tmp_path / "straight"))
         assert same(tensors(tmp_path / "broken/ref"), tensors(supervised))
-        settings = [json.loads((tmp_path / name / "lema_config.json").read_text()) for name in ("straight", "broken")]
+        settings = [
+            json.loads((tmp_path / name / "lema_config.json").read_text())
+            for name in ("straight", "broken")
+        ]
         assert settings[1] | {"output_dir": settings[0]["output_dir"]} == settings[0]
 
 
-def test_the_reference_is_an_adapter_that_peft_opens(model: Path, supervised: Path, tmp_path: Path) -> None:
+def test_the_reference_is_an_adapter_that_peft_opens(
+    model: Path, supervised: Path, tmp_path: Path
+) -> None:
     run(config_of(model, supervised, tmp_path / "out", max_steps=1))
-    whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), str(tmp_path / "out"))
+    whole = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(model), str(tmp_path / "out")
+    )
     whole.load_adapter(str(tmp_path / "out/ref"), adapter_name="ref")
     found = {name: one for name, one in whole.named_parameters() if ".ref." in name}
     expected = tensors(supervised)
@@ -158,7 +191,9 @@ def test_the_reference_is_an_adapter_that_peft_opens(model: Path, supervised: Pa
     assert all(torch.equal(one, expected[name.replace(".ref", "")]) for name, one in found.items())
 
 
-def test_a_checkpoint_with_another_reference_is_not_gone_on_with(model: Path, supervised: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_with_another_reference_is_not_gone_on_with(
+    model: Path, supervised: Path, tmp_path: Path
+) -> None:
     config = config_of(model, supervised, tmp_path / "out", max_steps=2)
     run(config.model_copy(update={"max_steps": 1}))
     with pytest.raises(ConfigError, match="reference: 'adapter' -> 'base'"):
@@ -197,7 +232,9 @@ def test_a_result_that_is_opened_again_compares_with_what_its_run_compared_with(
             copy.get_trainer()
 
 
-def test_a_run_that_begins_with_the_base_compares_with_it_when_it_is_opened_again(model: Path, tmp_path: Path) -> None:
+def test_a_run_that_begins_with_the_base_compares_with_it_when_it_is_opened_again(
+    model: Path, tmp_path: Path
+) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
     data = {"objective": "dpo", "train_data": str(tmp_path / "rows.jsonl"), "learning_rate": 1e-2}
     config = settings(model, tmp_path / "out", max_steps=2, **data)
@@ -227,7 +264,9 @@ def test_two_processes_compare_with_the_same_adapter(
             run(config)
         else:
             with (tmp_path / "run.yaml").open("w") as file:
-                YAML(typ="safe", pure=True).dump(config.model_dump(mode="json", exclude_unset=True), file)
+                YAML(typ="safe", pure=True).dump(
+                    config.model_dump(mode="json", exclude_unset=True), file
+                )
             done = run_program(["-m", "lema", "train", str(tmp_path / "run.yaml")], 2, tmp_path)
             assert done.returncode == 0, done.stderr[-4000:]
             assert "reference: the adapter that the run began with" in done.stdout
@@ -235,4 +274,6 @@ def test_two_processes_compare_with_the_same_adapter(
         assert same(tensors(tmp_path / name / "out/ref"), tensors(supervised))
         ends.append(tensors(tmp_path / name / "out"))
     one, two = ends
-    assert all(float((one[name] - two[name]).norm()) <= 1e-5 * float(one[name].norm()) for name in one)
+    assert all(
+        float((one[name] - two[name]).norm()) <= 1e-5 * float(one[name].norm()) for name in one
+    )

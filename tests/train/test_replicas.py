@@ -1,4 +1,6 @@
-"""Several processes train as one does: the same steps on the same batches, each reading and computing its share."""
+"""Several processes train as one does: the same steps on the same batches, each reading and
+computing its share.
+"""
 
 import json
 import signal
@@ -44,10 +46,12 @@ def written(place: Path, name: str, **changes: Any) -> Path:
         "eval_data": str(place / "eval.jsonl"),
         "lora_rank": 4,
         "learning_rate": 1e-2,
-        "adam_epsilon": 1e-2,  # a small one makes the sign of every gradient a step: roundings of those near zero grow
+        # a small one makes the sign of every gradient a step: roundings of those near zero grow
+        "adam_epsilon": 1e-2,
         "max_grad_norm": 0.5,
         "gradient_checkpointing": True,
-        "batch_size": 8,  # the last batch of an epoch has two rows: with four processes, two have none
+        # the last batch of an epoch has two rows: with four processes, two have none
+        "batch_size": 8,
         "micro_batch_size": 2,
         "num_train_epochs": 2,
         "save_steps": 4,
@@ -58,8 +62,12 @@ def written(place: Path, name: str, **changes: Any) -> Path:
     return file
 
 
-def train(place: Path, name: str, count: int, *arguments: str, started: bool = False, **changes: Any) -> Path:
-    """Train with `count` processes, which torchrun has `started` or not; return the output directory."""
+def train(
+    place: Path, name: str, count: int, *arguments: str, started: bool = False, **changes: Any
+) -> Path:
+    """Train with `count` processes, which torchrun has `started` or not; return the output
+    directory.
+    """
     config = written(place, name, **changes)
     if count == 1:
         assert run(app, ["train", str(config), *arguments]) == 0
@@ -76,7 +84,8 @@ def adapter(directory: Path) -> dict[str, torch.Tensor]:
 
 def assert_alike(one: Path, other: Path) -> None:
     """Adapters and every measured loss are the same, but for the order of additions."""
-    left, right = adapter(one), adapter(other)
+    left = adapter(one)
+    right = adapter(other)
     assert left.keys() == right.keys()
     for name in left:
         assert float((left[name] - right[name]).norm()) <= 1e-5 * float(left[name].norm()), name
@@ -86,7 +95,9 @@ def assert_alike(one: Path, other: Path) -> None:
         for key in ("loss", "eval_loss", "grad_norm", "learning_rate", "train_loss"):
             assert (key in mine) == (key in theirs)
             if key in mine:
-                assert mine[key] == pytest.approx(theirs[key], rel=1e-5), f"{key} of step {mine['step']}"
+                assert mine[key] == pytest.approx(theirs[key], rel=1e-5), (
+                    f"{key} of step {mine['step']}"
+                )
 
 
 @pytest.fixture(scope="module")
@@ -101,21 +112,30 @@ def alone(place: Path) -> Path:
     [(2, {}), (4, {"strategy": "resident"}), (4, {"shard_weights": True})],
     ids=["2", "4-host-memory-shared", "4-weights-sharded"],
 )
-def test_several_processes_train_as_one_does(place: Path, alone: Path, count: int, changes: dict[str, Any]) -> None:
+def test_several_processes_train_as_one_does(
+    place: Path, alone: Path, count: int, changes: dict[str, Any]
+) -> None:
     name = f"with-{count}{len(changes)}{'shard_weights' in changes}"
     together = train(place, name, count, started=not changes, **changes)
     assert_alike(alone, together)
-    assert sorted(path.name for path in together.iterdir()) == sorted(path.name for path in alone.iterdir())
+    assert sorted(path.name for path in together.iterdir()) == sorted(
+        path.name for path in alone.iterdir()
+    )
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes(place: Path, alone: Path) -> None:
-    """Four steps with two processes, the others with one: a step depends on its batch, not on who shares it."""
+    """Four steps with two processes, the others with one: a step depends on its batch, not on
+    who shares it.
+    """
     train(place, "moved", 2, max_steps=4, lr_scheduler_type="constant")
     whole = train(place, "unmoved", 1, lr_scheduler_type="constant")
     moved = train(place, "moved", 1, "--resume", lr_scheduler_type="constant")
-    left, right = adapter(whole), adapter(moved)
-    assert all(float((left[name] - right[name]).norm()) <= 1e-5 * float(left[name].norm()) for name in left)
+    left = adapter(whole)
+    right = adapter(moved)
+    assert all(
+        float((left[name] - right[name]).norm()) <= 1e-5 * float(left[name].norm()) for name in left
+    )
 
 
 STEP = """
@@ -208,14 +228,18 @@ model.close()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
-def test_one_step_of_several_processes_is_that_of_one(place: Path, tmp_path: Path, count: int) -> None:
+def test_one_step_of_several_processes_is_that_of_one(
+    place: Path, tmp_path: Path, count: int
+) -> None:
     script = tmp_path / "step.py"
     script.write_text(STEP)
     done = run_program([str(script), str(place), str(tmp_path / "found")], count, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     found = torch.load(tmp_path / "found")
     rows = found.pop("rows")
-    assert sorted(row for share in rows for row in share) == list(range(11))  # each row is read by one process
+    assert sorted(row for share in rows for row in share) == list(
+        range(11)
+    )  # each row is read by one process
     assert all(rows)
     with opened(settings(place / "model", tmp_path / "alone")) as model:
         expected: dict[str, Any] = {}
@@ -223,7 +247,9 @@ def test_one_step_of_several_processes_is_that_of_one(place: Path, tmp_path: Pat
         def note(event: str) -> None:
             if event == "on_pre_optimizer_step":
                 named = model.skeleton.named_parameters()
-                expected.update({name: one.grad.clone() for name, one in named if one.grad is not None})
+                expected.update(
+                    {name: one.grad.clone() for name, one in named if one.grad is not None}
+                )
 
         batch = collate(token_rows(11))
         result = model.get_trainer().accumulate(split_batch(batch, 2), on_event=note)
@@ -237,11 +263,19 @@ def test_one_step_of_several_processes_is_that_of_one(place: Path, tmp_path: Pat
 
 
 @pytest.mark.exhaustive  # a session has this of forked processes (test_stop_processes)
-def test_a_signal_to_one_process_stops_all_of_them_after_one_step_and_the_run_goes_on(place: Path) -> None:
+def test_a_signal_to_one_process_stops_all_of_them_after_one_step_and_the_run_goes_on(
+    place: Path,
+) -> None:
     """The adapter is bitwise that of two processes that were never stopped."""
-    length = {"num_train_epochs": 5, "save_steps": 0, "lr_scheduler_type": "constant", "lora_dropout": 0.2}
+    length = {
+        "num_train_epochs": 5,
+        "save_steps": 0,
+        "lr_scheduler_type": "constant",
+        "lora_dropout": 0.2,
+    }
     whole = train(place, "never-stopped", 2, **length)
-    config, out = written(place, "stopped", **length), place / "stopped"
+    config = written(place, "stopped", **length)
+    out = place / "stopped"
     with started_processes(["-m", "lema", "train", str(config)], 2) as started:
         while not (out / "metrics.jsonl").exists() or len(read_metrics(out / "metrics.jsonl")) < 3:
             assert started.poll() is None, started.communicate()
@@ -255,5 +289,6 @@ def test_a_signal_to_one_process_stops_all_of_them_after_one_step_and_the_run_go
     (checkpoint,) = out.glob("checkpoint-*")
     assert 3 <= int(checkpoint.name.removeprefix("checkpoint-")) < 20
     train(place, "stopped", 2, "--resume", **length)
-    left, right = adapter(whole), adapter(out)
+    left = adapter(whole)
+    right = adapter(out)
     assert all(torch.equal(left[name], right[name]) for name in left)

@@ -1,4 +1,6 @@
-"""No padding is computed that the rows of a micro-batch do not need, and nothing else comes of it."""
+"""No padding is computed that the rows of a micro-batch do not need, and nothing else comes of
+it.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +18,7 @@ from whole import gradients_of, whole_of
 
 from lema.data import Batches, collate
 from lema.data.batches import dealt, split_batch
-from lema.data.preference import EXAMPLE, Of
+from lema.data.preference import EXAMPLE, ExampleColumn
 from lema.plan.step import step_shape
 from lema.train.sampler import StepSampler
 
@@ -41,7 +43,13 @@ ROWS = rows_of(LENGTHS)
 def test_a_step_computes_its_micro_batches_rows_times_their_longest(
     llama: Path, tmp_path: Path, micro_batch_size: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = settings(llama, tmp_path, batch_size=6, gradient_accumulation_steps=2, micro_batch_size=micro_batch_size)
+    config = settings(
+        llama,
+        tmp_path,
+        batch_size=6,
+        gradient_accumulation_steps=2,
+        micro_batch_size=micro_batch_size,
+    )
     shapes: list[tuple[int, ...]] = []
     with opened(config) as model:
         trainer = model.get_trainer()
@@ -54,13 +62,21 @@ def test_a_step_computes_its_micro_batches_rows_times_their_longest(
 
         monkeypatch.setattr(model.split, "run_layer", noted)
         trainer.fit(ROWS)
-        taken, shapes[:] = list(shapes), []
+        taken = list(shapes)
+        shapes[:] = []
         trainer.evaluate(ROWS)
-    ranked, each = sorted(LENGTHS, reverse=True), micro_batch_size or 6
+    ranked = sorted(LENGTHS, reverse=True)
+    each = micro_batch_size or 6
     groups = [ranked[first : first + each] for first in range(0, len(ranked), each)]
-    assert taken == [(len(group), group[0]) for group in groups]  # of both batches of the step together
+    assert taken == [
+        (len(group), group[0]) for group in groups
+    ]  # of both batches of the step together
     if micro_batch_size == 1:
-        assert sum(rows * width for rows, width in taken) == sum(rows * width for rows, width in shapes) == sum(LENGTHS)
+        assert (
+            sum(rows * width for rows, width in taken)
+            == sum(rows * width for rows, width in shapes)
+            == sum(LENGTHS)
+        )
     assert max(rows * width for rows, width in taken) <= step_shape(config, 128).micro_batch.tokens
 
 
@@ -86,7 +102,9 @@ def test_loss_and_gradients_are_peft_s_over_the_same_micro_batches(
         assert float((found[name] - gradient).abs().max() / gradient.abs().max()) < 1e-5, name
 
 
-def test_logits_have_the_order_and_the_width_of_the_caller_s_batch(llama: Path, tmp_path: Path) -> None:
+def test_logits_have_the_order_and_the_width_of_the_caller_s_batch(
+    llama: Path, tmp_path: Path
+) -> None:
     batch = {name: one for name, one in collate(ROWS[:5]).items() if isinstance(one, Tensor)}
     with opened(settings(llama, tmp_path, micro_batch_size=2, learning_rate=0.0)) as model:
         logits, loss = model.get_trainer().train_step(batch)
@@ -94,23 +112,39 @@ def test_logits_have_the_order_and_the_width_of_the_caller_s_batch(llama: Path, 
         expected, at_once = model.get_trainer().train_step(batch)
     seen = batch["attention_mask"].bool()
     assert logits.shape == expected.shape == (5, 40, VOCABULARY)
-    assert torch.allclose(logits[seen], expected[seen], atol=1e-5) and loss == pytest.approx(at_once, rel=1e-6)
+    assert torch.allclose(logits[seen], expected[seen], atol=1e-5) and loss == pytest.approx(
+        at_once, rel=1e-6
+    )
 
 
 def test_padding_at_the_left_and_holes_stay(llama: Path, tmp_path: Path) -> None:
-    mask = torch.tensor([[0, 0, 1, 1, 1, 0, 0], [1, 0, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1], [0, 1, 0, 0, 0, 0, 0]])
+    mask = torch.tensor(
+        [[0, 0, 1, 1, 1, 0, 0], [1, 0, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1], [0, 1, 0, 0, 0, 0, 0]]
+    )
     ids = torch.arange(28).view(4, 7)
     labels = ids.masked_fill(mask == 0, -100)
     labels[3, 2] = 23  # learnt though nothing attends to it
-    batch = {"input_ids": ids, "labels": labels, "attention_mask": mask, EXAMPLE: torch.zeros(4, 7, dtype=torch.long)}
+    batch = {
+        "input_ids": ids,
+        "labels": labels,
+        "attention_mask": mask,
+        EXAMPLE: torch.zeros(4, 7, dtype=torch.long),
+    }
     parts = split_batch(batch, 2)
-    assert [part["input_ids"].shape for part in parts] == [(2, 5), (2, 7)] and parts[0][EXAMPLE].shape == (2, 7)
-    assert split_batch({name: one[3:] for name, one in batch.items()}, None)[0]["labels"].tolist() == [[-100, 22, 23]]
+    assert [part["input_ids"].shape for part in parts] == [(2, 5), (2, 7)] and parts[0][
+        EXAMPLE
+    ].shape == (2, 7)
+    assert split_batch({name: one[3:] for name, one in batch.items()}, None)[0][
+        "labels"
+    ].tolist() == [[-100, 22, 23]]
     for part, first in zip(parts, (0, 2), strict=True):
         for name in ("input_ids", "labels", "attention_mask"):
             assert torch.equal(part[name], batch[name][first : first + 2, : part[name].shape[1]])
     without = {"input_ids": ids, "labels": labels.masked_fill(labels > 0, -100)}
-    assert split_batch(without, 2)[0]["input_ids"].shape == (2, 7)  # because all of it is attended to
+    assert split_batch(without, 2)[0]["input_ids"].shape == (
+        2,
+        7,
+    )  # because all of it is attended to
 
 
 @limits(deadline=None, max_examples=50)
@@ -120,7 +154,9 @@ def test_padding_at_the_left_and_holes_stay(llama: Path, tmp_path: Path) -> None
     at_once=st.integers(1, 7) | st.none(),
     batches=st.integers(1, 3),
 )
-def test_rows_are_dealt_out_by_length(lengths: list[int], size: int, at_once: int | None, batches: int) -> None:
+def test_rows_are_dealt_out_by_length(
+    lengths: list[int], size: int, at_once: int | None, batches: int
+) -> None:
     shares = [dealt(lengths, rank, size, at_once, batches) for rank in range(size)]
     turns = [share[turn] for turn in range(len(shares[0])) for share in shares if turn < len(share)]
     assert sorted(place for group in turns for place in group) == list(range(len(lengths)))
@@ -129,19 +165,26 @@ def test_rows_are_dealt_out_by_length(lengths: list[int], size: int, at_once: in
     counts = [len(share) for share in shares]
     assert max(counts) - min(counts) <= 1 and counts == sorted(counts, reverse=True)
     if at_once is None:
-        assert max(map(len, turns)) <= -(-len(lengths) // min(size * batches, len(lengths))) and all(turns)
+        assert max(map(len, turns)) <= -(
+            -len(lengths) // min(size * batches, len(lengths))
+        ) and all(turns)
     else:
         assert turns == dealt(lengths, at_once=at_once)  # the same for any number of processes
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 1, 2, 3, 4])
-def test_the_rows_of_a_pair_stay_together_and_say_which_batch_they_are_of(micro_batch_size: int | None) -> None:
+def test_the_rows_of_a_pair_stay_together_and_say_which_batch_they_are_of(
+    micro_batch_size: int | None,
+) -> None:
     data = examples()
     batches = Batches(data, 2, shuffle=False, micro_batch_size=micro_batch_size)
     parts: list[Mapping[str, Any]] = batches.micro_batches([0, 1])
     about = torch.cat([part[EXAMPLE] for part in parts])
-    assert about[:, Of.BATCH].tolist() == [0] * 4 + [1] * 4 and about[:, Of.BATCHES].tolist() == [2] * 8
-    assert about[::2, Of.PLACE].tolist() == about[1::2, Of.PLACE].tolist()
+    assert (
+        about[:, ExampleColumn.BATCH].tolist() == [0] * 4 + [1] * 4
+        and about[:, ExampleColumn.BATCHES].tolist() == [2] * 8
+    )
+    assert about[::2, ExampleColumn.INDEX].tolist() == about[1::2, ExampleColumn.INDEX].tolist()
     assert [len(part["input_ids"]) for part in parts] == {None: [4, 4], 1: [1] * 8, 4: [4, 4]}.get(
         micro_batch_size, [2] * 4
     )

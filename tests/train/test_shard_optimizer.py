@@ -1,4 +1,6 @@
-"""Processes that divide the optimizer's state (ZeRO-1) train as those do that have all of it, to the last bit."""
+"""Processes that divide the optimizer's state (ZeRO-1) train as those do that have all of it, to
+the last bit.
+"""
 
 import json
 from pathlib import Path
@@ -54,15 +56,25 @@ def train(place: Path, name: str, count: int, *arguments: str, **changes: Any) -
 
 
 def losses(directory: Path) -> list[Any]:
-    return [(row.get("loss"), row.get("grad_norm")) for row in read_metrics(directory / "metrics.jsonl")]
+    return [
+        (row.get("loss"), row.get("grad_norm")) for row in read_metrics(directory / "metrics.jsonl")
+    ]
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, pytest.param({"loraplus_lr_ratio": 4.0, "lora_bias": "none", "weight_decay": 0.0}, marks=pytest.mark.slow)],
+    [
+        {},
+        pytest.param(
+            {"loraplus_lr_ratio": 4.0, "lora_bias": "none", "weight_decay": 0.0},
+            marks=pytest.mark.slow,
+        ),
+    ],
     ids=["biases", "loraplus"],
 )
-def test_losses_adapters_and_checkpoints_are_those_of_undivided_state(place: Path, changes: dict[str, Any]) -> None:
+def test_losses_adapters_and_checkpoints_are_those_of_undivided_state(
+    place: Path, changes: dict[str, Any]
+) -> None:
     name = "-".join(["run", *changes])
     one = train(place, f"{name}-whole", 2, **changes)
     other = train(place, f"{name}-parts", 2, shard_optimizer=True, **changes)
@@ -73,13 +85,20 @@ def test_losses_adapters_and_checkpoints_are_those_of_undivided_state(place: Pat
         "checkpoint-4/optimizer.safetensors",
     ):
         assert (one / file).read_bytes() == (other / file).read_bytes(), file
-    states = [json.loads(next((path / "checkpoint-4").glob("*state*.json")).read_text()) for path in (one, other)]
+    states = [
+        json.loads(next((path / "checkpoint-4").glob("*state*.json")).read_text())
+        for path in (one, other)
+    ]
     assert states[0].keys() == states[1].keys()
 
 
 @pytest.mark.slow
 def test_two_copies_that_two_processes_hold_each_divide_their_parts(place: Path) -> None:
-    options: dict[str, Any] = {"neuron_runtime": "emulated", "tensor_parallel_size": 2, "lora_bias": "none"}
+    options: dict[str, Any] = {
+        "neuron_runtime": "emulated",
+        "tensor_parallel_size": 2,
+        "lora_bias": "none",
+    }
     options["device"] = "neuron"
     one = train(place, "grid-whole", 4, **options)
     other = train(place, "grid-parts", 4, shard_optimizer=True, **options)
@@ -91,7 +110,9 @@ def test_two_copies_that_two_processes_hold_each_divide_their_parts(place: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "then", "parts"), [(2, 1, True), (1, 2, True), (2, 2, False), (2, 3, True)])
+@pytest.mark.parametrize(
+    ("count", "then", "parts"), [(2, 1, True), (1, 2, True), (2, 2, False), (2, 3, True)]
+)
 def test_a_run_goes_on_with_any_number_of_processes_divided_or_not(
     place: Path, count: int, then: int, parts: bool
 ) -> None:
@@ -100,7 +121,9 @@ def test_a_run_goes_on_with_any_number_of_processes_divided_or_not(
     whole = train(place, f"{name}-whole", 1)
     moved = train(place, name, then, "--resume", shard_optimizer=parts)
     left, right = (load_file(path / "adapter_model.safetensors") for path in (whole, moved))
-    assert all(float((left[key] - right[key]).norm()) <= 1e-5 * float(left[key].norm()) for key in left)
+    assert all(
+        float((left[key] - right[key]).norm()) <= 1e-5 * float(left[key].norm()) for key in left
+    )
 
 
 STEP = """
@@ -156,10 +179,12 @@ def test_shares_are_whole_parameters_and_even() -> None:
 class Second(Alone):
     """The second of two processes, to whom the first sends what it has updated."""
 
-    rank, size = 1, 2
+    rank = 1
+    size = 2
 
     def __init__(self, sent: torch.Tensor) -> None:
-        self.sent, self.sums = sent, 0
+        self.sent = sent
+        self.sums = 0
 
     def sum(self, tensor: torch.Tensor) -> None:
         other = self.sent if self.sums == 0 else torch.full_like(tensor, -0.0)
@@ -168,9 +193,11 @@ class Second(Alone):
 
 
 def test_the_others_parameters_arrive_to_the_last_bit_and_gradients_stay() -> None:
-    first, second = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(2))
+    first = torch.nn.Parameter(torch.ones(4))
+    second = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([first, second], lr=0.1)
-    first.grad, second.grad = torch.ones(4), torch.full((2,), -1.0)
+    first.grad = torch.ones(4)
+    second.grad = torch.full((2,), -1.0)
     sent = torch.tensor([-0.0, 0.0, 1e-42, 3.0])
     step_share(optimizer, Second(sent), optimizer.step)
     assert first.detach().numpy().tobytes() == sent.numpy().tobytes()
@@ -187,4 +214,6 @@ def test_what_cannot_be_divided_is_refused(place: Path, tmp_path: Path) -> None:
     ):
         optimizer = torch.optim.SGD(model.get_trainable_parameters(), lr=0.1)
         with pytest.raises(ConfigError, match="the state of SGD may belong"):
-            LemaTrainer(model.config, model.adapter, model.gbi, model.lora_manager, optimizer, model.memory)
+            LemaTrainer(
+                model.config, model.adapter, model.gbi, model.lora_manager, optimizer, model.memory
+            )

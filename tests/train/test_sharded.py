@@ -1,4 +1,6 @@
-"""Several processes that each have a part of every layer, or one copy of what stays in host memory, compute as one."""
+"""Several processes that each have a part of every layer, or one copy of what stays in host
+memory, compute as one.
+"""
 
 import json
 import signal
@@ -27,7 +29,9 @@ SCRIPT = str(Path(__file__).with_name("shardedwork.py"))
 
 
 def asked_for_all(request: pytest.FixtureRequest) -> bool:
-    return any(item.path == request.path and item.name.endswith("all]") for item in request.session.items)
+    return any(
+        item.path == request.path and item.name.endswith("all]") for item in request.session.items
+    )
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +47,9 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     for name in CASES if asked_for_all(request) else (*SOME, "llama"):
         with opened(name, checkpoints[name.partition(",")[0]]) as model:
             expected[name] = take(model)
-    (place / "streamed.json").write_text(json.dumps({name: str(one.streamed) for name, one in checkpoints.items()}))
+    (place / "streamed.json").write_text(
+        json.dumps({name: str(one.streamed) for name, one in checkpoints.items()})
+    )
     torch.save(expected, place / "expected.pt")
     return place
 
@@ -87,44 +93,65 @@ memory[4096] = 1
 
 @pytest.mark.slow
 def test_who_writes_to_memory_that_is_only_read_is_ended() -> None:
-    done = subprocess.run([sys.executable, "-c", WRITES], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", WRITES], capture_output=True, text=True, check=False
+    )
     assert done.stdout == "read\n"
     assert done.returncode == -signal.SIGSEGV
 
 
 def demand(*, shared: bool = False) -> Demand:
-    layers = tuple(LayerCost(size * PAGE, size * PAGE - 99, size * PAGE, forward=1.0) for size in (10, 7, 9, 4))
-    return Demand(layers, outside_bytes=1000, boundary_bytes=500, micro_boundary_bytes=250, shared=shared)
+    layers = tuple(
+        LayerCost(size * PAGE, size * PAGE - 99, size * PAGE, forward=1.0) for size in (10, 7, 9, 4)
+    )
+    return Demand(
+        layers, outside_bytes=1000, boundary_bytes=500, micro_boundary_bytes=250, shared=shared
+    )
 
 
 class Several(Alone):
-    size, local_size = 8, 4  # on two machines
+    size = 8
+    local_size = 4  # on two machines
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_plan_counts_the_parts_of_one_process(shared: bool) -> None:
-    whole, allocation = demand(shared=shared), Allocation(2, frozenset({1}), frozenset({0, 2}), "host")
-    device, host = device_parts(whole, allocation), host_parts(whole, allocation)
+    whole = demand(shared=shared)
+    allocation = Allocation(2, frozenset({1}), frozenset({0, 2}), "host")
+    device = device_parts(whole, allocation)
+    host = host_parts(whole, allocation)
     cut = of_one_process(whole, Several(), sharded=True)
-    parts, in_host = device_parts(cut, allocation), host_parts(cut, allocation)
-    assert [layer.upload_bytes for layer in cut.layers] == [layer.slot_bytes for layer in cut.layers]
-    assert [layer.slot_bytes // PAGE for layer in cut.layers] == [2, 1, 2, 1]  # rounded up to whole pages
+    parts = device_parts(cut, allocation)
+    in_host = host_parts(cut, allocation)
+    assert [layer.upload_bytes for layer in cut.layers] == [
+        layer.slot_bytes for layer in cut.layers
+    ]
+    assert [layer.slot_bytes // PAGE for layer in cut.layers] == [
+        2,
+        1,
+        2,
+        1,
+    ]  # rounded up to whole pages
     assert all(
-        8 * layer.read_bytes < before.read_bytes + 8 for layer, before in zip(cut.layers, whole.layers, strict=True)
+        8 * layer.read_bytes < before.read_bytes + 8
+        for layer, before in zip(cut.layers, whole.layers, strict=True)
     )
     assert parts["residents"] == PAGE
     assert parts["gathered"] == 2 * 8 * 2 * PAGE and device["gathered"] == 0
     assert parts["outside"] == device["outside"] == 1000
-    # A machine has four parts of each layer that it keeps, and what each of its processes has for itself.
+    # A machine has four parts of each layer that it keeps, and what each of its processes has for
+    # itself.
     assert in_host["cached"] == 4 * (2 + 2) * PAGE
     assert in_host["boundaries"] == 4 * host["boundaries"] > 0
     assert cut.fixed_bytes == whole.fixed_bytes + parts["gathered"]
 
 
 def test_a_plan_counts_once_what_the_processes_of_a_machine_share() -> None:
-    whole, allocation = demand(), Allocation(2, frozenset({1}), frozenset({0, 2}))
+    whole = demand()
+    allocation = Allocation(2, frozenset({1}), frozenset({0, 2}))
     together = of_one_process(whole, Several(), sharded=False)
-    alone, host = host_parts(whole, allocation), host_parts(together, allocation)
+    alone = host_parts(whole, allocation)
+    host = host_parts(together, allocation)
     assert device_parts(together, allocation) == device_parts(whole, allocation)
     assert host["cached"] == alone["cached"] == (10 + 9) * PAGE
     assert host["ring"] == 4 * alone["ring"] > 0

@@ -1,4 +1,6 @@
-"""A step whose loss or gradient is not finite is dropped where that is allowed: counted, told, and without a trace."""
+"""A step whose loss or gradient is not finite is dropped where that is allowed: counted, told,
+and without a trace.
+"""
 
 import itertools
 import math
@@ -31,7 +33,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def spoilt(model: LemaModel, trainer: LemaTrainer, steps: set[int], kind: str, layer: int = 3) -> Iterator[None]:
+def spoilt(
+    model: LemaModel, trainer: LemaTrainer, steps: set[int], kind: str, layer: int = 3
+) -> Iterator[None]:
     """Have the loss, or a gradient, of some steps of a trainer (counted from 1) be NaN."""
 
     def hook(module: torch.nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -43,7 +47,9 @@ def spoilt(model: LemaModel, trainer: LemaTrainer, steps: set[int], kind: str, l
             output.register_hook(lambda gradient: gradient * torch.nan)
         return output
 
-    handle = model.skeleton.get_submodule(f"model.layers.{layer}.input_layernorm").register_forward_hook(hook)
+    handle = model.skeleton.get_submodule(
+        f"model.layers.{layer}.input_layernorm"
+    ).register_forward_hook(hook)
     try:
         yield
     finally:
@@ -67,11 +73,20 @@ def assert_finite(output: Path) -> int:
 def test_fit_goes_on_as_if_the_batch_had_not_been_in_the_data(
     kind: str, dropout: float, llama: Path, tmp_path: Path
 ) -> None:
-    changes = {"lora_dropout": dropout, "shuffle": False, "weight_decay": 0.1, "max_grad_norm": 0.5, "save_steps": 1}
+    changes = {
+        "lora_dropout": dropout,
+        "shuffle": False,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "save_steps": 1,
+    }
     config = settings(llama, tmp_path / "out", max_skipped_steps=1, **changes)
     with opened(config) as model:
         trainer = model.get_trainer()
-        with spoilt(model, trainer, {2}, kind), pytest.warns(UserWarning, match="step 2 was dropped, 1 of at most 1"):
+        with (
+            spoilt(model, trainer, {2}, kind),
+            pytest.warns(UserWarning, match="step 2 was dropped, 1 of at most 1"),
+        ):
             trainer.fit(ROWS)
         found = adapter_of(model.skeleton)
         assert (trainer.global_step, trainer.skipped_steps) == (4, 1)
@@ -82,22 +97,36 @@ def test_fit_goes_on_as_if_the_batch_had_not_been_in_the_data(
         batches = Batches(ROWS, 4, shuffle=False)
         for number in range(batches.steps_per_epoch):
             if number == 1:  # what dropout drew for it was drawn
-                before, rates = adapter_of(model.skeleton), trainer.schedule.get_last_lr()  # type: ignore[union-attr]
+                before = adapter_of(model.skeleton)
+                rates = trainer.schedule.get_last_lr()  # type: ignore[union-attr]
                 with pytest.raises(NonFiniteError), spoilt(model, trainer, {2}, kind):
                     trainer.accumulate(batches.micro_batches([number]))
-                assert same(adapter_of(model.skeleton), before) and trainer.schedule.get_last_lr() == rates  # type: ignore[union-attr]
+                assert (
+                    same(adapter_of(model.skeleton), before)
+                    and trainer.schedule.get_last_lr() == rates
+                )  # type: ignore[union-attr]
                 continue
             trainer.accumulate(batches.micro_batches([number]))
         assert same(adapter_of(model.skeleton), found)
-    (row,) = [row for row in read_metrics(tmp_path / "out" / "metrics.jsonl") if row.get("event") == "skipped"]
+    (row,) = [
+        row
+        for row in read_metrics(tmp_path / "out" / "metrics.jsonl")
+        if row.get("event") == "skipped"
+    ]
     assert (row["step"], row["skipped"], row["rows"]) == (2, 1, [4, 5, 6, 7])
-    assert "model.layers.3" in row["at"] and row["why"].startswith("the loss is" if kind == "loss" else "a gradient")
-    assert [one["step"] for one in read_metrics(tmp_path / "out" / "metrics.jsonl") if "loss" in one] == [1, 3, 4]
+    assert "model.layers.3" in row["at"] and row["why"].startswith(
+        "the loss is" if kind == "loss" else "a gradient"
+    )
+    assert [
+        one["step"] for one in read_metrics(tmp_path / "out" / "metrics.jsonl") if "loss" in one
+    ] == [1, 3, 4]
     assert assert_finite(tmp_path / "out") == 4
 
 
 @pytest.mark.slow
-def test_one_more_than_the_limit_ends_the_run_and_the_count_is_resumed(llama: Path, tmp_path: Path) -> None:
+def test_one_more_than_the_limit_ends_the_run_and_the_count_is_resumed(
+    llama: Path, tmp_path: Path
+) -> None:
     kind = "gradient"
     config = settings(llama, tmp_path, max_skipped_steps=2, save_steps=1, shuffle=False)
     with opened(config) as model:
@@ -105,7 +134,9 @@ def test_one_more_than_the_limit_ends_the_run_and_the_count_is_resumed(llama: Pa
         with (
             spoilt(model, trainer, {1, 3, 4}, kind),
             pytest.warns(UserWarning, match="was dropped"),
-            pytest.raises(NonFiniteError, match=r"the optimizer made no step|the loss is nan") as caught,
+            pytest.raises(
+                NonFiniteError, match=r"the optimizer made no step|the loss is nan"
+            ) as caught,
         ):
             trainer.fit(ROWS)
         assert "2 steps were dropped before this one (max_skipped_steps)" in caught.value.how
@@ -115,24 +146,41 @@ def test_one_more_than_the_limit_ends_the_run_and_the_count_is_resumed(llama: Pa
     assert assert_finite(tmp_path) == 3
     with opened(config) as model:
         trainer = model.get_trainer()
-        with spoilt(model, trainer, {4}, kind), pytest.raises(NonFiniteError, match=r"not finite|the loss is nan"):
+        with (
+            spoilt(model, trainer, {4}, kind),
+            pytest.raises(NonFiniteError, match=r"not finite|the loss is nan"),
+        ):
             trainer.fit(ROWS, resume=True)
         assert trainer.skipped_steps == 2
-        assert (trainer.fit(ROWS)["train_loss"], trainer.global_step) == (pytest.approx(6, abs=3), 4)
+        assert (trainer.fit(ROWS)["train_loss"], trainer.global_step) == (
+            pytest.approx(6, abs=3),
+            4,
+        )
 
 
 @pytest.mark.slow
-def test_a_step_is_dropped_whole_if_any_of_its_passes_is_at_fault(llama: Path, tmp_path: Path) -> None:
-    with opened(settings(llama, tmp_path, gradient_accumulation_steps=2, max_skipped_steps=5)) as model:
+def test_a_step_is_dropped_whole_if_any_of_its_passes_is_at_fault(
+    llama: Path, tmp_path: Path
+) -> None:
+    with opened(
+        settings(llama, tmp_path, gradient_accumulation_steps=2, max_skipped_steps=5)
+    ) as model:
         trainer = model.get_trainer()
         before = adapter_of(model.skeleton)
         for faulty in ((1,), (2,), (1, 2)):
             with pytest.warns(UserWarning, match="was dropped") as told:
                 for number in (1, 2):
-                    with spoilt(model, trainer, {trainer.global_step + 1} if number in faulty else set(), "loss"):
+                    with spoilt(
+                        model,
+                        trainer,
+                        {trainer.global_step + 1} if number in faulty else set(),
+                        "loss",
+                    ):
                         trainer.train_step(batch(number))
             assert len([one for one in told if "dropped" in str(one.message)]) == 1
-            assert trainer.accumulation_step == 0 and all(one.grad is None for one in model.get_trainable_parameters())
+            assert trainer.accumulation_step == 0 and all(
+                one.grad is None for one in model.get_trainable_parameters()
+            )
         assert (trainer.global_step, trainer.skipped_steps) == (3, 3)
         assert same(adapter_of(model.skeleton), before) and not trainer.ready().state
         trainer.train_step(batch(1))
@@ -151,8 +199,15 @@ def test_an_overflow_of_scaled_gradients_is_none_of_these(llama: Path, tmp_path:
         scale = trainer.ready() and trainer.scaler.get_scale()
         with spoilt(model, trainer, {1}, "gradient"):
             trainer.train_step(batch(1))
-        assert (trainer.skipped_steps, trainer.global_step, trainer.scaler.get_scale()) == (0, 1, scale / 2)
-        with spoilt(model, trainer, {2}, "loss"), pytest.warns(UserWarning, match="step 2 was dropped"):
+        assert (trainer.skipped_steps, trainer.global_step, trainer.scaler.get_scale()) == (
+            0,
+            1,
+            scale / 2,
+        )
+        with (
+            spoilt(model, trainer, {2}, "loss"),
+            pytest.warns(UserWarning, match="step 2 was dropped"),
+        ):
             trainer.train_step(batch(1))
         trainer.train_step(batch(1))
         assert (trainer.skipped_steps, trainer.global_step) == (1, 3)
@@ -162,7 +217,8 @@ class Spoiling:
     """Multiplies the losses of some calls, counted from 1, with NaN."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *calls: int) -> None:
-        count, loss = itertools.count(1), StreamedModel.loss
+        count = itertools.count(1)
+        loss = StreamedModel.loss
 
         def called(model: StreamedModel, *arguments: Any, **options: Any) -> Tensor:
             found = loss(model, *arguments, **options)
@@ -174,9 +230,13 @@ class Spoiling:
 @pytest.mark.slow
 @pytest.mark.parametrize("clipped", [None, 0.5])
 def test_weights_go_on_as_if_the_step_had_not_been(
-    clipped: float | None, checkpoint_of: Callable[..., Checkpoint], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    clipped: float | None,
+    checkpoint_of: Callable[..., Checkpoint],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    checkpoint, found = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    found = []
     for faulty in (True, False):
         changes = {"max_grad_norm": clipped, "max_skipped_steps": 1}
         with monkeypatch.context() as patch, full(checkpoint, **changes) as (_, training):
@@ -185,15 +245,22 @@ def test_weights_go_on_as_if_the_step_had_not_been(
             training.accumulate(micro_batches(2))
             if faulty:
                 with pytest.warns(UserWarning, match="step 2 was dropped"):
-                    assert math.isnan(training.accumulate(micro_batches(2), where=", rows 1 and 2").loss)
-                assert training.dropped is not None and "step 2, rows 1 and 2" in training.dropped.where
+                    assert math.isnan(
+                        training.accumulate(micro_batches(2), where=", rows 1 and 2").loss
+                    )
+                assert (
+                    training.dropped is not None
+                    and "step 2, rows 1 and 2" in training.dropped.where
+                )
                 training.save_checkpoint(tmp_path / "saved")
                 training.skipped_steps = training.global_step = 0
                 training.restore(tmp_path / "saved")
                 assert (training.skipped_steps, training.global_step) == (1, 2)
             training.accumulate(micro_batches(3))
             assert training.dropped is None
-            found.append({name: master.detach().clone() for name, master in training.masters.items()})
+            found.append(
+                {name: master.detach().clone() for name, master in training.masters.items()}
+            )
     assert same(*found)
 
 
@@ -201,14 +268,19 @@ def test_weights_go_on_as_if_the_step_had_not_been(
 def test_a_gradient_of_weights_is_dropped_only_where_nothing_was_stepped(
     clipped: float | None, checkpoint_of: Callable[..., Checkpoint]
 ) -> None:
-    with full(checkpoint_of("llama"), max_grad_norm=clipped, max_skipped_steps=1) as (model, training):
+    with full(checkpoint_of("llama"), max_grad_norm=clipped, max_skipped_steps=1) as (
+        model,
+        training,
+    ):
         before = {name: master.detach().clone() for name, master in training.masters.items()}
 
         def hook(module: torch.nn.Module, args: Any, output: Tensor) -> None:
             if output.requires_grad:
                 output.register_hook(lambda gradient: gradient * torch.nan)
 
-        handle = model.skeleton.get_submodule("model.layers.6.post_attention_layernorm").register_forward_hook(hook)
+        handle = model.skeleton.get_submodule(
+            "model.layers.6.post_attention_layernorm"
+        ).register_forward_hook(hook)
         if clipped is None:
             with pytest.raises(NonFiniteError, match=r"gradient of model\.layers\.6") as caught:
                 training.accumulate(micro_batches(2))
@@ -234,13 +306,18 @@ def test_the_layer_that_hands_nan_down_is_named_though_the_weights_of_another_ha
         return ".layers." in name and (".layers.6." not in name or ".mlp." in name)
 
     for clipped in (None, 0.5):
-        with full(checkpoint_of("llama"), chosen=chosen, max_grad_norm=clipped) as (model, training):
+        with full(checkpoint_of("llama"), chosen=chosen, max_grad_norm=clipped) as (
+            model,
+            training,
+        ):
 
             def hook(module: torch.nn.Module, args: Any, output: Tensor) -> None:
                 if output.requires_grad:
                     output.register_hook(lambda gradient: gradient * torch.nan)
 
-            model.skeleton.get_submodule("model.layers.6.input_layernorm").register_forward_hook(hook)
+            model.skeleton.get_submodule("model.layers.6.input_layernorm").register_forward_hook(
+                hook
+            )
             with pytest.raises(NonFiniteError, match=r"gradient of model\.layers\.5") as caught:
                 training.accumulate(micro_batches(2))
             assert caught.value.where.endswith("; first non-finite gradient: model.layers.6")

@@ -1,4 +1,6 @@
-"""What a run does before its first step, counted: nothing of the weights is read twice, nothing is looked at twice."""
+"""What a run does before its first step, counted: nothing of the weights is read twice, nothing
+is looked at twice.
+"""
 
 import json
 import subprocess
@@ -57,14 +59,18 @@ def until_the_first_step(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read_twice(reads: list[Read]) -> list[tuple[str, int]]:
-    """Return the pages of each file that were read more than once, but for those that two reads share at their ends."""
+    """Return the pages of each file that were read more than once, but for those that two reads
+    share at their ends.
+    """
     pages = Counter(
         (file, page) for file, begin, end in reads for page in range(-(-begin // PAGE), end // PAGE)
     )  # whole ones
     return [page for page, times in pages.items() if times > 1]
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to tell which file a descriptor is of")
+@pytest.mark.skipif(
+    not Path("/proc/self/fd").exists(), reason="needs /proc to tell which file a descriptor is of"
+)
 def test_before_the_first_step_only_what_is_outside_the_layers_is_read_and_once(
     write_config: Any, reads: list[Read], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,7 +107,9 @@ def test_planning_and_timing_look_once_at_what_layers_return(
     assert len(learnt) == 1
 
 
-def test_each_file_of_weights_has_its_header_read_once(write_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_file_of_weights_has_its_header_read_once(
+    write_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from lema.storage import header
 
     opened: Counter[str] = Counter()
@@ -118,7 +126,9 @@ def test_each_file_of_weights_has_its_header_read_once(write_config: Any, monkey
 
 
 @pytest.mark.parametrize("num_read", [1, 2])
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to tell which file a descriptor is of")
+@pytest.mark.skipif(
+    not Path("/proc/self/fd").exists(), reason="needs /proc to tell which file a descriptor is of"
+)
 def test_the_layer_that_shows_how_fast_the_disk_is_is_timed_from_memory(
     write_config: Any, num_read: int, reads: list[Read], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +139,9 @@ def test_the_layer_that_shows_how_fast_the_disk_is_is_timed_from_memory(
         return read_speed(islice(layers, num_read), buffers)
 
     monkeypatch.setattr(measure, "read_speed", some)
-    monkeypatch.setattr(measure, "_phases", lambda visit, *_, **__: [0.0 for _ in islice(visit(), 2)])
+    monkeypatch.setattr(
+        measure, "_phases", lambda visit, *_, **__: [0.0 for _ in islice(visit(), 2)]
+    )
     model = LemaModel(LemaConfig.from_yaml(write_config(device_memory="20MB")))
     try:
         model.initialize_lora()
@@ -178,7 +190,9 @@ print(json.dumps([len(looked), sorted(twice - imported), same]))
 
 
 def test_transformers_looks_once_into_the_files_of_its_models_and_knows_them_all() -> None:
-    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True
+    )
     looked, twice, same = json.loads(done.stdout)
     assert looked > 500
     assert twice == [], "those that are imported are looked into by their own package"
@@ -186,9 +200,14 @@ def test_transformers_looks_once_into_the_files_of_its_models_and_knows_them_all
 
 
 def test_a_verb_of_the_core_imports_no_verbs_of_packages() -> None:
-    code = "import sys\nfrom lema.cli import app\nsys.argv[1:] = ['train', '--help']\ntry:\n    app.main()\nfinally:\n"
+    code = (
+        "import sys\nfrom lema.cli import app\nsys.argv[1:] = ['train', '--help']\ntry:\n    "
+        "app.main()\nfinally:\n"
+    )
     code += "    assert not any(name.startswith('lema_tools') for name in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "Usage: lema train" in done.stdout
-    whole = subprocess.run([sys.executable, "-m", "lema", "--help"], capture_output=True, text=True, check=True)
+    whole = subprocess.run(
+        [sys.executable, "-m", "lema", "--help"], capture_output=True, text=True, check=True
+    )
     assert "profile" in whole.stdout

@@ -1,4 +1,6 @@
-"""A run is stopped before any layer: the step under way is given up, and what follows is as if nothing had happened."""
+"""A run is stopped before any layer: the step under way is given up, and what follows is as if
+nothing had happened.
+"""
 
 import json
 import os
@@ -21,14 +23,22 @@ from lema.config import LemaConfig
 from lema.errors import Stopped
 from lema.lora import save_adapter
 from lema.train import train
-from lema.train.stop import BETWEEN_LOOKS, SIGNALS, StopOnSignal
+from lema.train.stop import POLL_INTERVAL, SIGNALS, StopOnSignal
 
-ROWS, EVAL_ROWS = token_rows(22), token_rows(4, seed=2)
-RUN: dict[str, Any] = {"max_steps": 3, "lora_dropout": 0.1, "micro_batch_size": 2, "eval_steps": 2, "logging_steps": 2}
+ROWS = token_rows(22)
+EVAL_ROWS = token_rows(4, seed=2)
+RUN: dict[str, Any] = {
+    "max_steps": 3,
+    "lora_dropout": 0.1,
+    "micro_batch_size": 2,
+    "eval_steps": 2,
+    "logging_steps": 2,
+}
 # Whoever is asked is asked before each lease, and before each of two micro-batches.
 IN_STEP = 15 * 3  # eight layers up, seven down
 IN_EVALUATION = 8 * 3
-ALL = 3 * IN_STEP + 2 * IN_EVALUATION  # of three steps, and evaluations after the second and at the end
+# of three steps, and evaluations after the second and at the end
+ALL = 3 * IN_STEP + 2 * IN_EVALUATION
 pytestmark = pytest.mark.usefixtures("fast_disk")
 
 MEASURED = ("loss", "eval_loss", "grad_norm", "learning_rate")
@@ -40,15 +50,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[LemaConfig, dict[str, Tensor]]:
+def whole(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[LemaConfig, dict[str, Tensor]]:
     """A run that nobody could stop, with a checkpoint of each step."""
     config = settings(model, tmp_path_factory.mktemp("whole"), **RUN, save_steps=1)
     return config, run_fit(config, ROWS, EVAL_ROWS)[1]
 
 
 @contextmanager
-def killed_at(count: int, number: signal.Signals = signal.SIGTERM) -> Iterator[Callable[[], str | None]]:
-    """Give who is asked whether to stop; when asked for the `count`-th time, this process is sent a signal first."""
+def killed_at(
+    count: int, number: signal.Signals = signal.SIGTERM
+) -> Iterator[Callable[[], str | None]]:
+    """Give who is asked whether to stop; when asked for the `count`-th time, this process is
+    sent a signal first.
+    """
     left = iter(range(count - 1, -1, -1))
     with StopOnSignal() as stop:
 
@@ -61,7 +77,9 @@ def killed_at(count: int, number: signal.Signals = signal.SIGTERM) -> Iterator[C
 
 
 def state_of(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint says, but for the settings, and for what a run keeps for its metrics and callbacks."""
+    """What a checkpoint says, but for the settings, and for what a run keeps for its metrics and
+    callbacks.
+    """
     state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
     state.pop("config", None)
     return state | {"extra": state["extra"]["data"]}
@@ -79,7 +97,12 @@ def assert_same_curve(one: LemaConfig, other: LemaConfig) -> None:
     for key in MEASURED:
         assert logged(one, key) == logged(other, key)
     measured = [
-        [(row["step"], key) for row in map(json.loads, file.read_text().splitlines()) for key in MEASURED if key in row]
+        [
+            (row["step"], key)
+            for row in map(json.loads, file.read_text().splitlines())
+            for key in MEASURED
+            if key in row
+        ]
         for file in (Path(config.output_dir) / "metrics.jsonl" for config in (one, other))
     ]
     assert measured[0] == measured[1]
@@ -88,19 +111,30 @@ def assert_same_curve(one: LemaConfig, other: LemaConfig) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recompute", "places"),
-    [(True, range(1, IN_STEP + IN_EVALUATION + 1, 3)), (False, range(2, IN_STEP + IN_EVALUATION + 1, 11))],
+    [
+        (True, range(1, IN_STEP + IN_EVALUATION + 1, 3)),
+        (False, range(2, IN_STEP + IN_EVALUATION + 1, 11)),
+    ],
     ids=["each-layer", "micro-batches"],
 )
 def test_stopped_before_any_layer_it_keeps_the_last_step_and_can_go_on(
-    model: Path, whole: tuple[LemaConfig, dict[str, Tensor]], recompute: bool, places: range, tmp_path: Path
+    model: Path,
+    whole: tuple[LemaConfig, dict[str, Tensor]],
+    recompute: bool,
+    places: range,
+    tmp_path: Path,
 ) -> None:
     """In the second step's forward and backward, and in the evaluation after it."""
-    begun, config = Path(whole[0].output_dir), settings(model, tmp_path, **RUN, gradient_checkpointing=recompute)
+    begun = Path(whole[0].output_dir)
+    config = settings(model, tmp_path, **RUN, gradient_checkpointing=recompute)
     with opened(config) as streamed:
         trainer = streamed.get_trainer()
         for count in places:
             trainer.load_checkpoint(begun / "checkpoint-1")
-            with killed_at(count) as why, pytest.raises(Stopped, match="stopped by SIGTERM after step") as stopped:
+            with (
+                killed_at(count) as why,
+                pytest.raises(Stopped, match="stopped by SIGTERM after step") as stopped,
+            ):
                 trainer.fit(ROWS, EVAL_ROWS, stop=why)
             kept = f"checkpoint-{1 if count <= IN_STEP else 2}"
             assert stopped.value.where == str(tmp_path / kept)
@@ -166,7 +200,12 @@ def command(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
     write = config_writer(model, place)
 
     def named(name: str) -> LemaConfig:
-        given = {"max_steps": 3, "save_steps": 0, "lora_dropout": 0.1, "output_dir": str(place / name)}
+        given = {
+            "max_steps": 3,
+            "save_steps": 0,
+            "lora_dropout": 0.1,
+            "output_dir": str(place / name),
+        }
         return LemaConfig.from_yaml(write(**given))
 
     train(named("whole"))
@@ -175,15 +214,20 @@ def command(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", SIGNALS)
-def test_the_optimizers_step_is_taken_whole(command: Callable[[str], LemaConfig], number: signal.Signals) -> None:
-    config, before = command(number.name), signal.getsignal(number)
+def test_the_optimizers_step_is_taken_whole(
+    command: Callable[[str], LemaConfig], number: signal.Signals
+) -> None:
+    config = command(number.name)
+    before = signal.getsignal(number)
     stopped_and_resumed(config, "checkpoint-2", Kill("on_pre_optimizer_step", 1, number))
     assert signal.getsignal(number) is before
     assert_same_adapter(Path(command("whole").output_dir), Path(config.output_dir))
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_written_whole(command: Callable[[str], LemaConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_written_whole(
+    command: Callable[[str], LemaConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = command("saving")
     killed: list[str] = []
 
@@ -199,7 +243,9 @@ def test_a_checkpoint_is_written_whole(command: Callable[[str], LemaConfig], mon
     assert_same_adapter(Path(command("whole").output_dir), Path(config.output_dir))
 
 
-def test_a_signal_in_the_last_optimizer_step_cuts_nothing_short(command: Callable[[str], LemaConfig]) -> None:
+def test_a_signal_in_the_last_optimizer_step_cuts_nothing_short(
+    command: Callable[[str], LemaConfig],
+) -> None:
     config = command("last")
     train(config, callbacks=[Kill("on_pre_optimizer_step", 2)])
     assert_same_adapter(Path(command("whole").output_dir), Path(config.output_dir))
@@ -220,11 +266,14 @@ def test_the_file_is_looked_for_once_in_a_while(tmp_path: Path) -> None:
     stop = StopOnSignal(tmp_path / "stop", clock=lambda: now)
     assert stop.why() is None
     (tmp_path / "stop").touch()
-    now += BETWEEN_LOOKS * 0.9
+    now += POLL_INTERVAL * 0.9
     assert stop.why() is None
-    now += BETWEEN_LOOKS * 0.2
+    now += POLL_INTERVAL * 0.2
     assert stop.why() == f"the file {tmp_path / 'stop'}"
-    with pytest.raises(KeyError), stop:  # whatever else ends the run: nothing was done that the file asked for
+    with (
+        pytest.raises(KeyError),
+        stop,
+    ):  # whatever else ends the run: nothing was done that the file asked for
         raise KeyError
     assert (tmp_path / "stop").exists()
 
@@ -263,9 +312,13 @@ with stop.StopOnSignal() as asked:
 
 
 @pytest.mark.parametrize("program", [TWICE, WITHIN_A_LIBRARY], ids=["noted", "within a library"])
-def test_a_second_signal_ends_the_process_at_once_and_what_comes_twice_at_once_came_once(program: str) -> None:
+def test_a_second_signal_ends_the_process_at_once_and_what_comes_twice_at_once_came_once(
+    program: str,
+) -> None:
     """Also where the main thread has not come to note the first."""
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() in ("SIGTERM\n", "first\n")
         if program is WITHIN_A_LIBRARY:
@@ -289,5 +342,27 @@ print(asked.why(), "told", flush=True)
 
 
 def test_a_signal_that_comes_twice_ends_no_run_that_has_stopped_in_between() -> None:
-    done = subprocess.run([sys.executable, "-c", STOPPED_BETWEEN], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED_BETWEEN], capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stdout) == (0, "SIGTERM told\n"), done.stderr
+
+
+BREAK = """
+import os, signal
+signal.SIGBREAK = signal.SIGUSR2  # as a console of Windows has one, besides Ctrl-C
+from lema.train.stop import SIGNALS, StopOnSignal
+assert signal.SIGBREAK in SIGNALS
+with StopOnSignal() as stopping:
+    assert stopping.why() is None
+    os.kill(os.getpid(), signal.SIGBREAK)
+    print(stopping.why())
+assert signal.getsignal(signal.SIGBREAK) is signal.SIG_DFL
+"""
+
+
+def test_the_consoles_other_key_stops_a_run_where_there_is_one() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BREAK], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "SIGUSR2\n"), done.stderr

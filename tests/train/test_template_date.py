@@ -1,4 +1,6 @@
-"""A chat template that writes the day's date: a run keeps the date of its first start, and the data say what it is."""
+"""A chat template that writes the day's date: a run keeps the date of its first start, and the
+data say what it is.
+"""
 
 import json
 from pathlib import Path
@@ -16,7 +18,8 @@ from lema.train.checkpoint.resume import settings_then
 from lema.train.run import train
 
 TEMPLATE = "{{ strftime_now('%d') }}{% for m in messages %}{{ m.content + '@' }}{% endfor %}"
-QUESTION, ANSWER = {"role": "user", "content": "the miller of"}, {"role": "assistant", "content": "corn and the river"}
+QUESTION = {"role": "user", "content": "the miller of"}
+ANSWER = {"role": "assistant", "content": "corn and the river"}
 
 
 def dated_tokenizer(template: str = TEMPLATE) -> Any:
@@ -27,32 +30,47 @@ def dated_tokenizer(template: str = TEMPLATE) -> Any:
 
 def test_rows_have_the_date_that_is_given_and_say_which(monkeypatch: pytest.MonkeyPatch) -> None:
     set_day(monkeypatch, "2026-11-28")
-    encode, rows = dated_tokenizer(), [{"messages": [QUESTION, ANSWER]}]
+    encode = dated_tokenizer()
+    rows = [{"messages": [QUESTION, ANSWER]}]
     pair = {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "corn"}]}
     for date, shown in ((None, "28"), ("2026-03-07", "07")):
         data = prepare_data(rows, encode, max_length=64, forms=Forms(template_date=date))
         assert encode.decode(data[0]["input_ids"]).startswith(f"{shown}the miller of")
         said = f"the chat template writes the day's date, here {date or '2026-11-28'}; a run keeps"
         assert said in data.notes[0]
-        pairs = prepare_preferences([pair], encode, labelled=False, max_length=64, forms=Forms(template_date=date))
+        pairs = prepare_preferences(
+            [pair], encode, labelled=False, max_length=64, forms=Forms(template_date=date)
+        )
         assert encode.decode(pairs[0][0]["input_ids"]).startswith(f"{shown}the miller of")
         assert said in pairs.notes[0]
     timeless = dated_tokenizer(TEMPLATE.replace("{{ strftime_now('%d') }}", ""))
-    assert not prepare_data(rows, timeless, max_length=64, forms=Forms(template_date="2026-03-07")).notes
+    assert not prepare_data(
+        rows, timeless, max_length=64, forms=Forms(template_date="2026-03-07")
+    ).notes
 
 
 def test_a_template_that_marks_answers_is_told_the_date_too() -> None:
-    marked = "{{ strftime_now('%d') }}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
-    marked += "{{ m.content + '@' }}{% endgeneration %}{% else %}{{ m.content + '@' }}{% endif %}{% endfor %}"
+    marked = (
+        "{{ strftime_now('%d') }}{% for m in messages %}{% if m.role == 'assistant' %}{% "
+        "generation %}"
+    )
+    marked += (
+        "{{ m.content + '@' }}{% endgeneration %}{% else %}{{ m.content + '@' }}{% endif %}{% "
+        "endfor %}"
+    )
     encode = dated_tokenizer(marked)
-    rows, forms = [{"messages": [QUESTION, ANSWER]}], Forms(template_date="2026-03-07")
-    assert encode.decode(prepare_data(rows, encode, max_length=64, forms=forms)[0]["input_ids"]).startswith("07the")
+    rows = [{"messages": [QUESTION, ANSWER]}]
+    forms = Forms(template_date="2026-03-07")
+    assert encode.decode(
+        prepare_data(rows, encode, max_length=64, forms=forms)[0]["input_ids"]
+    ).startswith("07the")
 
 
 def test_a_run_over_midnight_resumes_with_the_date_of_its_first_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base, data = write_model(tmp_path / "model"), tmp_path / "chats.jsonl"
+    base = write_model(tmp_path / "model")
+    data = tmp_path / "chats.jsonl"
     data.write_text("".join(json.dumps({"messages": [QUESTION, ANSWER]}) + "\n" for _ in range(4)))
     given = {"train_data": str(data), "chat_template": TEMPLATE, "save_steps": 1, "batch_size": 2}
     set_day(monkeypatch, "2026-11-28")
@@ -65,7 +83,10 @@ def test_a_run_over_midnight_resumes_with_the_date_of_its_first_start(
     newest = checkpoints(Path(config.output_dir))[-1]
     assert newest != first and settings_then(newest)["template_date"] == "2026-11-28"
     with pytest.raises(ConfigError, match="template_date: '2026-11-28' -> '2026-11-29'"):
-        train(settings(base, tmp_path / "run", max_steps=3, template_date="2026-11-29", **given), resume=True)
+        train(
+            settings(base, tmp_path / "run", max_steps=3, template_date="2026-11-29", **given),
+            resume=True,
+        )
 
 
 def test_a_date_is_a_day(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Texts end and are written as they were trained: beside the adapter, when it is opened, and after a merge."""
+"""Texts end and are written as they were trained: beside the adapter, when it is opened, and
+after a merge.
+"""
 
 import json
 import shutil
@@ -12,12 +14,15 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from lema import LemaConfig, LemaModel
 from lema.convert import merge_adapter
-from lema.data.chat.ends import ends_of
+from lema.data.chat.stop_tokens import stop_tokens_of
 from lema.lora.consent import save_settings
 from lema.storage.rendering import carry_rendering, read_templates, write_templates
 from lema.train.run import train
 
-CHAT = [{"role": "user", "content": "the miller of"}, {"role": "assistant", "content": "corn and the river"}]
+CHAT = [
+    {"role": "user", "content": "the miller of"},
+    {"role": "assistant", "content": "corn and the river"},
+]
 END = "@"  # a token of the vocabulary that the base model does not end at
 TEMPLATE = "{% for m in messages %}{{ m.content + '@' }}{% endfor %}"
 OWN = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -25,7 +30,9 @@ OWN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int]:
-    """A base model, the directory of an adapter trained on chats with a template of the settings, and its end token."""
+    """A base model, the directory of an adapter trained on chats with a template of the
+    settings, and its end token.
+    """
     place = tmp_path_factory.mktemp("rendering")
     base = write_model(place / "model")
     encode = tokenizer()
@@ -36,13 +43,21 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int]:
     data = place / "chats.jsonl"
     data.write_text("".join(json.dumps({"messages": CHAT}) + "\n" for _ in range(4)))
     config = settings(
-        base, place / "run", train_data=str(data), chat_template=TEMPLATE, max_steps=2, save_steps=2, batch_size=2
+        base,
+        place / "run",
+        train_data=str(data),
+        chat_template=TEMPLATE,
+        max_steps=2,
+        save_steps=2,
+        batch_size=2,
     )
     train(config)
     return base, Path(config.output_dir), end
 
 
-def test_a_model_without_settings_of_generation_gets_some(trained: tuple[Path, Path, int], tmp_path: Path) -> None:
+def test_a_model_without_settings_of_generation_gets_some(
+    trained: tuple[Path, Path, int], tmp_path: Path
+) -> None:
     base, _, end = trained
     bare = tmp_path / "bare"
     shutil.copytree(base, bare)
@@ -102,14 +117,20 @@ def test_a_merge_without_a_template_of_the_adapter_keeps_every_template_of_the_m
     shutil.copytree(adapter, bare)
     for name in ("chat_template.jinja", "generation_config.json"):
         (bare / name).unlink()
-    assert read_templates(merge_adapter(bare, tmp_path / "merged")) == {"default": OWN, "tool_use": OWN}
+    assert read_templates(merge_adapter(bare, tmp_path / "merged")) == {
+        "default": OWN,
+        "tool_use": OWN,
+    }
 
 
 def test_templates_of_an_adapter_take_the_place_of_all_others(tmp_path: Path) -> None:
-    source, out = tmp_path / "source", tmp_path / "out"
+    source = tmp_path / "source"
+    out = tmp_path / "out"
     source.mkdir()
     out.mkdir()
-    (out / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": OWN}))
+    (out / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "</s>", "chat_template": OWN})
+    )
     assert read_templates(out) == OWN
     carry_rendering(source, out)
     assert read_templates(out) == OWN
@@ -127,9 +148,17 @@ def test_ends_are_special_tokens_that_are_trained_at_the_end_of_whole_rows() -> 
     turn, tool, word = (encode.convert_tokens_to_ids(text) for text in ("@", "#", "c"))
 
     def row(ids: list[int], trained: int) -> dict[str, list[int]]:
-        return {"input_ids": ids, "labels": [-100] * (len(ids) - trained) + ids[len(ids) - trained :]}
+        return {
+            "input_ids": ids,
+            "labels": [-100] * (len(ids) - trained) + ids[len(ids) - trained :],
+        }
 
-    assert ends_of([row([word, word, turn], 2), row([word, tool], 1), row([word, turn], 1)], encode) == (turn, tool)
-    assert ends_of([row([word, turn, word], 2)], encode) == ()  # within an answer
+    assert stop_tokens_of(
+        [row([word, word, turn], 2), row([word, tool], 1), row([word, turn], 1)], encode
+    ) == (
+        turn,
+        tool,
+    )
+    assert stop_tokens_of([row([word, turn, word], 2)], encode) == ()  # within an answer
     unlearnt = {"input_ids": [word, word, turn], "labels": [-100, word, -100]}
-    assert ends_of([unlearnt], encode) == ()
+    assert stop_tokens_of([unlearnt], encode) == ()

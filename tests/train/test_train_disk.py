@@ -31,7 +31,9 @@ def write_config(llama: Path, tmp_path: Path) -> Callable[..., Path]:
 
 @contextmanager
 def small_files(directory: Path) -> Iterator[None]:
-    """Let no file grow beyond the size of the metrics and settings: the disk refuses the rest of a longer one."""
+    """Let no file grow beyond the size of the metrics and settings: the disk refuses the rest of
+    a longer one.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (24_000, hard))
     try:
@@ -72,11 +74,22 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def assert_survives(
-    failing: Callable[[Path], Any], words: list[str], out: Path, write_config: Any, capfd: pytest.CaptureFixture[str]
+    failing: Callable[[Path], Any],
+    words: list[str],
+    out: Path,
+    write_config: Any,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """A checkpoint that cannot be written costs the run, and nothing that was there before."""
-    shared = {"output_dir": str(out), "save_steps": 1, "lr_scheduler_type": "constant", "batch_size": 2}
-    straight = write_config(**{**shared, "output_dir": str(out.parent / "straight"), "max_steps": 3})
+    shared = {
+        "output_dir": str(out),
+        "save_steps": 1,
+        "lr_scheduler_type": "constant",
+        "batch_size": 2,
+    }
+    straight = write_config(
+        **{**shared, "output_dir": str(out.parent / "straight"), "max_steps": 3}
+    )
     assert lema("train", straight) == 0
     config = write_config(**shared, max_steps=1)
     assert lema("train", config) == 0
@@ -115,7 +128,10 @@ def test_an_adapter_that_cannot_be_written_leaves_the_one_before(
     before = (tmp_path / "out" / "adapter_model.safetensors").read_bytes()
     again = write_config(max_steps=2, overwrite_output_dir=True)
     # The picture of the loss is not worth the adapter: it is only warned of.
-    with small_files(tmp_path), pytest.warns(UserWarning, match=r"cannot write the loss curve.*loss\.png"):
+    with (
+        small_files(tmp_path),
+        pytest.warns(UserWarning, match=r"cannot write the loss curve.*loss\.png"),
+    ):
         assert_refused(capfd, 6, ["the adapter could not be written"], "train", again)
     assert (tmp_path / "out" / "adapter_model.safetensors").read_bytes() == before
     assert [path.name for path in (tmp_path / "out").iterdir() if path.name.startswith(".")] == []

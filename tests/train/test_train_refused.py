@@ -94,7 +94,9 @@ def lose_two_tensors(model: Path) -> None:
     for name in (UP, DOWN):
         rewrite(model, lambda tensors, name=name: tensors.pop(name), name)
     index = json.loads((model / "model.safetensors.index.json").read_text())
-    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if name not in (UP, DOWN)}
+    index["weight_map"] = {
+        name: file for name, file in index["weight_map"].items() if name not in (UP, DOWN)
+    }
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
@@ -173,7 +175,11 @@ def test_a_tensor_the_model_has_no_place_for_is_named_and_left_out(
             ["data.jsonl:2", "no token to train on"],
         ),
         ('{"input_ids": [1, 2]}\n\n{"input_ids": [1, 300]}\n', {}, ["data.jsonl:3", "300"]),
-        ('{"text": "corn"}\n{"text": "the mill by the river"}\n', {"overlong": "error", "max_length": 4}, [":2", "4"]),
+        (
+            '{"text": "corn"}\n{"text": "the mill by the river"}\n',
+            {"overlong": "error", "max_length": 4},
+            [":2", "4"],
+        ),
         ('{"text": "the mill"}\n', {"eval_split": 0.5}, ["eval_split"]),
         (None, {}, ["no such data file", "data.jsonl"]),
     ],
@@ -197,7 +203,11 @@ def test_data_that_cannot_be_trained_on_is_refused_by_line(
 @pytest.mark.parametrize(
     ("changes", "code", "words"),
     [
-        ({"lora_rnak": 8}, 2, ["unknown setting 'lora_rnak'", "run.yaml:", "did you mean lora_rank?"]),
+        (
+            {"lora_rnak": 8},
+            2,
+            ["unknown setting 'lora_rnak'", "run.yaml:", "did you mean lora_rank?"],
+        ),
         ({"device": "abacus"}, 2, ["no backend named 'abacus' is installed", "cpu"]),
         ({"device": "cpu:1"}, 2, ["one device"]),
         ({"train_data": None}, 2, ["names no training data"]),
@@ -225,19 +235,33 @@ def test_settings_that_cannot_be_followed_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_resuming_what_never_began_is_refused(write_config: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    assert_refused(capfd, 3, ["no checkpoint to resume from", "--resume"], "train", write_config(), "--resume")
+def test_resuming_what_never_began_is_refused(
+    write_config: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert_refused(
+        capfd, 3, ["no checkpoint to resume from", "--resume"], "train", write_config(), "--resume"
+    )
 
 
-def test_weights_alone_are_taken_of_a_checkpoint(write_config: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    assert_refused(capfd, 2, ["only a resumed run can do this", "--resume"], "train", write_config(), "--weights-only")
+def test_weights_alone_are_taken_of_a_checkpoint(
+    write_config: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert_refused(
+        capfd,
+        2,
+        ["only a resumed run can do this", "--resume"],
+        "train",
+        write_config(),
+        "--weights-only",
+    )
 
 
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_and_without_an_optimizer_none_is_gone_on_from_unasked(
     write_config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    config, out = write_config(max_steps=2, save_steps=1), tmp_path / "out"
+    config = write_config(max_steps=2, save_steps=1)
+    out = tmp_path / "out"
     assert lema("train", config) == 0
     (out / "checkpoint-2" / "optimizer.safetensors").unlink()
     capfd.readouterr()
@@ -248,7 +272,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_without_an_optimizer_none_is_go
     assert "passed over" not in told.err  # it is said once
     for step in (1, 2):
         (out / f"checkpoint-{step}" / "optimizer.safetensors").unlink()
-    assert_refused(capfd, 3, ["no checkpoint is valid", "--weights-only"], "train", config, "--resume")
+    assert_refused(
+        capfd, 3, ["no checkpoint is valid", "--weights-only"], "train", config, "--resume"
+    )
     assert lema("train", config, "--resume", "--weights-only") == 0
     assert (
         "LEMA takes the weights of this checkpoint but not its optimizer, whose moments begin empty"
@@ -260,7 +286,9 @@ def test_evaluating_without_data_is_refused(
     write_config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert lema("train", write_config(max_steps=1)) == 0
-    assert_refused(capfd, 3, ["there is no evaluation data", "eval_split"], "eval", tmp_path / "out")
+    assert_refused(
+        capfd, 3, ["there is no evaluation data", "eval_split"], "eval", tmp_path / "out"
+    )
 
 
 def test_an_adapter_made_with_other_settings_is_not_overlooked(
@@ -268,7 +296,15 @@ def test_an_adapter_made_with_other_settings_is_not_overlooked(
 ) -> None:
     assert lema("train", write_config(max_steps=1)) == 0
     config = write_config(lora_rank=8)
-    assert_refused(capfd, 2, ["lora_rank is 8, but the adapter was made with 4"], "generate", config, "-p", "corn")
+    assert_refused(
+        capfd,
+        2,
+        ["lora_rank is 8, but the adapter was made with 4"],
+        "generate",
+        config,
+        "-p",
+        "corn",
+    )
 
 
 def test_weights_that_are_not_finite_stop_the_run_before_its_first_step(
@@ -279,7 +315,14 @@ def test_weights_that_are_not_finite_stop_the_run_before_its_first_step(
     rewrite(model, lambda tensors: tensors[UP][0].fill_(torch.nan), UP)
     config = write_config(model_name_or_path=str(model), save_steps=1)
     assert_refused(
-        capfd, 5, ["a weight of the model is NaN or infinite", "model.layers.3", str(model)], "train", config
+        capfd,
+        5,
+        ["a weight of the model is NaN or infinite", "model.layers.3", str(model)],
+        "train",
+        config,
     )
-    assert not list((tmp_path / "out").glob("checkpoint-*")) and not (tmp_path / "out" / "adapter_config.json").exists()
+    assert (
+        not list((tmp_path / "out").glob("checkpoint-*"))
+        and not (tmp_path / "out" / "adapter_config.json").exists()
+    )
     assert_refused(capfd, 5, ["model.layers.3"], "eval", config, "--data", tmp_path / "data.jsonl")

@@ -55,7 +55,9 @@ def update(config: LemaConfig, steps: Callable[[LemaTrainer], None]) -> dict[str
 
 
 @pytest.mark.slow
-def test_accumulating_over_calls_is_one_step_over_all_their_tokens(llama: Path, tmp_path: Path) -> None:
+def test_accumulating_over_calls_is_one_step_over_all_their_tokens(
+    llama: Path, tmp_path: Path
+) -> None:
     # Of one length: what padding rounds differently is no matter of accumulation.
     rows = [{name: ids[:9] for name, ids in row.items()} for row in token_rows(7)]
     parts = [collate(rows[:1]), collate(rows[1:5]), collate(rows[5:])]
@@ -66,14 +68,22 @@ def test_accumulating_over_calls_is_one_step_over_all_their_tokens(llama: Path, 
         for part in parts[:2]:
             losses.append(trainer.train_step(part)[1])
             assert trainer.global_step == 0
-        assert all(torch.equal(before[name], tensor) for name, tensor in adapter_of(trainer.peft_model).items())
+        assert all(
+            torch.equal(before[name], tensor)
+            for name, tensor in adapter_of(trainer.peft_model).items()
+        )
         losses.append(trainer.train_step(parts[2])[1])
         assert (trainer.global_step, trainer.accumulation_step) == (1, 0)
 
     apart = update(settings(llama, tmp_path, gradient_accumulation_steps=3), one_by_one)
     whole: list[float] = []
-    together = update(settings(llama, tmp_path), lambda trainer: whole.append(trainer.train_step(collate(rows))[1]))
-    found, expected = (torch.cat([tensor.flatten() for tensor in one.values()]) for one in (apart, together))
+    together = update(
+        settings(llama, tmp_path),
+        lambda trainer: whole.append(trainer.train_step(collate(rows))[1]),
+    )
+    found, expected = (
+        torch.cat([tensor.flatten() for tensor in one.values()]) for one in (apart, together)
+    )
     assert float((found - expected).norm()) <= 1e-6 * float(expected.norm())
     assert float((found - expected).abs().max()) <= 1e-6 * float(expected.abs().max())
     tokens = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
@@ -103,7 +113,8 @@ def test_what_a_tokenizer_returns_is_a_batch(model: LemaModel) -> None:
     encode.pad_token = encode.eos_token
     encoded = encode(["the miller", "the mill by the river"], padding=True, return_tensors="pt")
     logits, loss = model.get_trainer().train_step(encoded)
-    ids, mask = encoded["input_ids"], encoded["attention_mask"]
+    ids = encoded["input_ids"]
+    mask = encoded["attention_mask"]
     assert not bool(mask.all())
     targets = ids.masked_fill(mask == 0, -100)[:, 1:].flatten()
     expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets)
@@ -111,20 +122,31 @@ def test_what_a_tokenizer_returns_is_a_batch(model: LemaModel) -> None:
 
 
 def test_padding_is_never_learnt(model: LemaModel) -> None:
-    """Tokens alone of texts that were padded are refused, because nothing says which of them are texts."""
+    """Tokens alone of texts that were padded are refused, because nothing says which of them are
+    texts.
+    """
     encode = tokenizer()
     encode.pad_token = encode.eos_token
     model.files.__dict__["tokenizer"] = encode  # as it is once `model.tokenizer` was used
     trainer = model.get_trainer()
     for side in ("right", "left"):
-        encoded = encode(["the miller", "the mill by the river"], padding=True, padding_side=side, return_tensors="pt")
+        encoded = encode(
+            ["the miller", "the mill by the river"],
+            padding=True,
+            padding_side=side,
+            return_tensors="pt",
+        )
         with pytest.raises(DataError, match="rows are padded") as caught:
             trainer.train_step(encoded["input_ids"])
         assert "train_step(batch)" in caught.value.how
     ids = encode(["the mill by the river"] * 2, return_tensors="pt")["input_ids"]
-    ended = torch.cat([ids, torch.full((2, 1), encode.eos_token_id)], dim=1)  # the end of a text is no padding
+    ended = torch.cat(
+        [ids, torch.full((2, 1), encode.eos_token_id)], dim=1
+    )  # the end of a text is no padding
     trainer.train_step(ended)
-    trainer.train_step({"input_ids": encoded["input_ids"], "labels": encoded["input_ids"]})  # as the caller says
+    trainer.train_step(
+        {"input_ids": encoded["input_ids"], "labels": encoded["input_ids"]}
+    )  # as the caller says
 
 
 def test_an_optimizer_of_the_user_s_is_the_one_that_steps(model: LemaModel) -> None:
@@ -134,22 +156,32 @@ def test_an_optimizer_of_the_user_s_is_the_one_that_steps(model: LemaModel) -> N
     before = [parameter.detach().clone() for parameter in parameters]
     for seed in (1, 2):
         trainer.train_step(batch(seed))
-        assert all(parameter.grad is None for parameter in parameters)  # what nobody steps must not pile up
-    moved = [not torch.equal(parameter, old) for parameter, old in zip(parameters, before, strict=True)]
+        assert all(
+            parameter.grad is None for parameter in parameters
+        )  # what nobody steps must not pile up
+    moved = [
+        not torch.equal(parameter, old) for parameter, old in zip(parameters, before, strict=True)
+    ]
     assert moved == [True] * len(chosen) + [False] * (len(parameters) - len(chosen))
 
 
 def test_an_optimizer_over_something_else_is_refused(model: LemaModel) -> None:
     stranger = torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=1.0)
     with pytest.raises(
-        ConfigError, match="the optimizer has none of the adapter's parameters, so it would train nothing"
+        ConfigError,
+        match="the optimizer has none of the adapter's parameters, so it would train nothing",
     ) as caught:
         model.get_trainer(stranger)
     assert "get_trainable_parameters" in caught.value.how
 
 
-def test_a_stream_of_another_model_is_refused(model: LemaModel, llama: Path, tmp_path: Path) -> None:
-    with opened(settings(llama, tmp_path)) as other, pytest.raises(ConfigError, match="not the stream"):
+def test_a_stream_of_another_model_is_refused(
+    model: LemaModel, llama: Path, tmp_path: Path
+) -> None:
+    with (
+        opened(settings(llama, tmp_path)) as other,
+        pytest.raises(ConfigError, match="not the stream"),
+    ):
         LemaTrainer(model.config, model.adapter, model.gbi, model.lora_manager, None, other.memory)
 
 
@@ -167,10 +199,19 @@ IDS = torch.arange(2, 14).reshape(2, 6)
         ({"inputs": IDS.float()}, "input_ids should be whole numbers, not torch.float32"),
         ({"inputs": IDS.tolist()}, "a batch is a tensor of token ids"),
         ({"inputs": {"ids": IDS}}, "a mapping with input_ids"),
-        ({"inputs": {"input_ids": IDS.tolist(), "labels": IDS.tolist()}}, "input_ids, labels should be torch tensors"),
-        ({"inputs": IDS + VOCABULARY}, f"input_ids holds {VOCABULARY + 13}, which is outside the vocabulary"),
+        (
+            {"inputs": {"input_ids": IDS.tolist(), "labels": IDS.tolist()}},
+            "input_ids, labels should be torch tensors",
+        ),
+        (
+            {"inputs": IDS + VOCABULARY},
+            f"input_ids holds {VOCABULARY + 13}, which is outside the vocabulary",
+        ),
         ({"inputs": IDS, "labels": IDS - 7}, "labels holds -5, which is outside the vocabulary"),
-        ({"inputs": IDS, "labels": torch.full_like(IDS, -100)}, "this step trains on no token: every label is -100"),
+        (
+            {"inputs": IDS, "labels": torch.full_like(IDS, -100)},
+            "this step trains on no token: every label is -100",
+        ),
         ({"inputs": IDS[:, :1]}, "this step trains on no token: every label is -100"),
     ],
 )

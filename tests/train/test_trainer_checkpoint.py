@@ -1,4 +1,6 @@
-"""Checkpoints of single steps: when they are written, what resumes from them bit for bit, what is refused."""
+"""Checkpoints of single steps: when they are written, what resumes from them bit for bit, what
+is refused.
+"""
 
 import errno
 import json
@@ -37,7 +39,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("gpt2"), "gpt2", resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+    return write_model(
+        tmp_path_factory.mktemp("gpt2"), "gpt2", resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1
+    )
 
 
 @pytest.fixture
@@ -70,7 +74,10 @@ def test_old_checkpoints_go_when_there_are_too_many(llama: Path, tmp_path: Path)
         trainer = model.get_trainer()
         for seed in range(4):
             trainer.train_step(batch(seed))
-        assert [path.name for path in checkpoints(Path(trainer.config.output_dir))] == ["checkpoint-3", "checkpoint-4"]
+        assert [path.name for path in checkpoints(Path(trainer.config.output_dir))] == [
+            "checkpoint-3",
+            "checkpoint-4",
+        ]
     assert len(list((tmp_path / "out").iterdir())) == 2
 
 
@@ -93,11 +100,21 @@ def test_checkpoints_of_later_steps_are_not_counted_as_old(llama: Path, tmp_path
 def test_a_checkpoint_resumes_bitwise_with_dropout(
     gpt2: Path, recompute: bool, make: Optimizers | None, tmp_path: Path
 ) -> None:
-    config = settings(gpt2, tmp_path / "out", lora_dropout=0.1, gradient_checkpointing=recompute, max_grad_norm=0.5)
+    config = settings(
+        gpt2,
+        tmp_path / "out",
+        lora_dropout=0.1,
+        gradient_checkpointing=recompute,
+        max_grad_norm=0.5,
+    )
 
     def trainer_of(model: LemaModel) -> LemaTrainer:
         trainer = model.get_trainer(make and make(model.get_trainable_parameters()))
-        trainer.follow(make_schedule(trainer.ready(), config.model_copy(update={"lr_scheduler_type": "cosine"}), 6))
+        trainer.follow(
+            make_schedule(
+                trainer.ready(), config.model_copy(update={"lr_scheduler_type": "cosine"}), 6
+            )
+        )
         return trainer
 
     with opened(config) as model:
@@ -107,13 +124,16 @@ def test_a_checkpoint_resumes_bitwise_with_dropout(
             trainer.train_step(batch(seed))
         trainer.save_checkpoint(tmp_path / "saved", {"mine": [1, "two"]})
         expected = [trainer.train_step(batch(seed))[1] for seed in range(3, 6)]
-        straight, drawn = adapter_of(model.skeleton), (torch.rand(1), random.random(), np.random.random())
+        straight = adapter_of(model.skeleton)
+        drawn = (torch.rand(1), random.random(), np.random.random())
     with opened(config) as model:
         trainer = trainer_of(model)
         torch.manual_seed(2)
         random.seed(2)
         np.random.seed(2)
-        trainer.train_step(batch(99))  # leaves moments, gradients and generators that must all be overwritten
+        trainer.train_step(
+            batch(99)
+        )  # leaves moments, gradients and generators that must all be overwritten
         assert trainer.load_checkpoint(tmp_path / "saved") == {"mine": [1, "two"]}
         assert trainer.global_step == 3
         found = [trainer.train_step(batch(seed))[1] for seed in range(3, 6)]
@@ -183,7 +203,9 @@ def test_a_damaged_checkpoint_is_refused(
     with pytest.raises(AdapterError, match=r"a file|manifest") as caught:
         trainer.load_checkpoint(tmp_path / "saved")
     assert str(tmp_path / "saved") in caught.value.where
-    with pytest.raises(AdapterError, match=words) as caught:  # what the manifest would have told is told all the same
+    with pytest.raises(
+        AdapterError, match=words
+    ) as caught:  # what the manifest would have told is told all the same
         trainer.restore(tmp_path / "saved")
     assert str(tmp_path / "saved") in caught.value.where
 
@@ -226,14 +248,19 @@ def test_a_state_that_only_pickle_could_save_is_refused(model: LemaModel, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_another_kind_of_device_resumes_with_other_draws(llama: Path, tmp_path: Path) -> None:
-    """Its generator's state means nothing here; everything else goes on, the host's generators among it."""
+def test_a_checkpoint_of_another_kind_of_device_resumes_with_other_draws(
+    llama: Path, tmp_path: Path
+) -> None:
+    """Its generator's state means nothing here; everything else goes on, the host's generators
+    among it.
+    """
     out = tmp_path / "out"
     with opened(settings(llama, out)) as model:
         trainer = model.get_trainer()
         trainer.train_step(batch(1))
         trainer.save_checkpoint(out / "checkpoint-1")
-        expected, host = adapter_of(model.skeleton), torch.get_rng_state()
+        expected = adapter_of(model.skeleton)
+        host = torch.get_rng_state()
     file = out / "checkpoint-1" / "state.json"
     state = json.loads(file.read_text())
     assert state["generators"]["kind"] == "cpu"

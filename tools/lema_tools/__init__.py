@@ -1,1 +1,3 @@
-"""Verbs of the `lema` command that stand on the core's public names alone: each is a module here and an entry point."""
+"""Verbs of the `lema` command that stand on the core's public names alone: each is a module here
+and an entry point.
+"""

@@ -1,7 +1,8 @@
-"""The `lema` command, which first makes sure that the package `lema` that Python finds is this project's.
+"""The `lema` command, which first makes sure that the package `lema` that Python finds is this
+project's.
 
-The public index has another project's package of that name. Where both are installed, one overwrites or hides the
-other, and an import would end in an error that says nothing of it.
+The public index has another project's package of that name. Where both are installed, one
+overwrites or hides the other, and an import would end in an error that says nothing of it.
 """
 
 import os
@@ -17,17 +18,22 @@ INTERRUPTED = 130  # the exit code
 
 
 def main() -> None:
-    """Run the command line and leave the process with its exit code: 2, if the package is not this project's."""
+    """Run the command line and leave the process with its exit code: 2, if the package is not
+    this project's.
+    """
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-        # Nothing is written until the command line is there, which sees Ctrl-C itself (`lema.cli.interrupts`).
+        # Nothing is written until the command line is there, which sees Ctrl-C itself
+        # (`lema.cli.interrupts`).
         signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
-    from importlib.util import find_spec  # these take much of the time in which Ctrl-C may come before that
+    from importlib.util import (
+        find_spec,
+    )  # these take much of the time in which Ctrl-C may come before that
     from pathlib import Path
 
-    found = find_spec("lema")  # which runs nothing of it
-    places = [Path(place) for place in (found.submodule_search_locations if found else None) or ()]
-    if not any((place / "cli" / "app.py").is_file() for place in places):
-        sys.stderr.write(STRANGE.format(place=places[0] if places else "no place"))
+    spec = find_spec("lema")  # which runs nothing of it
+    directories = [Path(path) for path in (spec.submodule_search_locations if spec else None) or ()]
+    if not any((directory / "cli" / "app.py").is_file() for directory in directories):
+        sys.stderr.write(STRANGE.format(place=directories[0] if directories else "no place"))
         sys.exit(2)
     from lema.cli import main as run
 

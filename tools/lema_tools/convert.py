@@ -15,9 +15,12 @@ __all__ = ["merge", "prepare"]
 def prepare(
     model: Annotated[str, typer.Argument(help="Model directory or hub id.")],
     out: Annotated[Path, typer.Argument(help="A directory or a .safetensors file.")],
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the checkpoint's.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16. Default: the checkpoint's.")
+    ] = None,
     quantize: Annotated[
-        str | None, typer.Option(metavar="int8|fp8|nf4", help="Quantise the linear weights of the layers.")
+        str | None,
+        typer.Option(metavar="int8|fp8|nf4", help="Quantise the linear weights of the layers."),
     ] = None,
     revision: Revision = None,
     trust_remote_code: Trust = False,
@@ -33,9 +36,15 @@ def prepare(
 
     directory = resolve_model(model, revision=revision, trust_remote_code=trust_remote_code)
     with contextlib.closing(ByteProgress()) as display:
-        weights, dtype = own_weights(model, directory), checked.dtype
+        weights = own_weights(model, directory)
+        dtype = checked.dtype
         prepared = prepare_model(
-            weights, out, dtype, quantize=quantize, trust_remote_code=trust_remote_code, progress=display
+            weights,
+            out,
+            dtype,
+            quantize=quantize,
+            trust_remote_code=trust_remote_code,
+            progress=display,
         )
     for note in prepared.notes():
         typer.echo(note)
@@ -54,11 +63,15 @@ def merge(
     max_shard_size: Annotated[str, typer.Option(help="Largest file, e.g. 5GB.")] = "5GB",
     rounding: Annotated[
         str,
-        typer.Option(metavar="nearest|stochastic", help="Rounding of merged weights; stochastic keeps small changes."),
+        typer.Option(
+            metavar="nearest|stochastic",
+            help="Rounding of merged weights; stochastic keeps small changes.",
+        ),
     ] = "nearest",
     seed: Annotated[int, typer.Option(min=0, help="Seed of stochastic rounding.")] = 0,
     base: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Directory of the base model, if it is elsewhere by now.")
+        str | None,
+        typer.Option(metavar="DIR", help="Directory of the base model, if it is elsewhere by now."),
     ] = None,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -72,7 +85,9 @@ def merge(
 
     if is_delta(adapter):
         if rounding != "nearest":
-            raise ConfigError("a delta has complete weights", where="--rounding", how="leave it out")
+            raise ConfigError(
+                "a delta has complete weights", where="--rounding", how="leave it out"
+            )
         if trust_remote_code and base is None:
             check_code_is_named(adapter / DELTA_NAME)
         apply_delta(adapter, out, base, size, trust_remote_code=trust_remote_code)
@@ -82,6 +97,17 @@ def merge(
 
         if trust_remote_code and base is None:
             check_code_is_named(settings_file(adapter))
-        given: dict[str, Any] = {"rounding": rounding, "seed": seed, "base_dir": base}  # checked there
-        merge_adapter(adapter, out, max_shard_size=size, trust_remote_code=trust_remote_code, note=typer.echo, **given)
+        options: dict[str, Any] = {
+            "rounding": rounding,
+            "seed": seed,
+            "base_dir": base,
+        }  # checked there
+        merge_adapter(
+            adapter,
+            out,
+            max_shard_size=size,
+            trust_remote_code=trust_remote_code,
+            note=typer.echo,
+            **options,
+        )
     typer.echo(f"wrote {out}")

@@ -36,11 +36,18 @@ def data(
     from lema.train.phases.file import has_phases
 
     if has_phases(config):
-        how = "write its data sets as train_data into a file without phases; `lema plan` shows a mixture"
+        how = (
+            "write its data sets as train_data into a file without phases; `lema plan` shows a "
+            "mixture"
+        )
         raise ConfigError("a file of phases has several data sets", where=str(config), how=how)
     checked = config_of(config, settings)
     if not checked.train_data:
-        raise ConfigError("the config names no training data", where="train_data", how="give a file or a list of files")
+        raise ConfigError(
+            "the config names no training data",
+            where="train_data",
+            how="give a file or a list of files",
+        )
     import_libraries(context, checked, trusted=trust_remote_code, models=False)
     from lema.data import TokenDataset
     from lema.data.dataset import first_rows
@@ -49,20 +56,27 @@ def data(
 
     files = ModelFiles(checked, trust_remote_code=trust_remote_code)
     read = read_data(checked, files, checked.train_data)
-    found: TokenDataset = read if isinstance(read, TokenDataset) else read.rows
-    held_back = len(read.split(checked.eval_split, checked.seed)[1]) if checked.eval_split else 0
-    found, tokenizer = mixed(checked, found), None
+    dataset: TokenDataset = read if isinstance(read, TokenDataset) else read.rows
+    num_eval_rows = (
+        len(read.split(checked.eval_split, checked.seed)[1]) if checked.eval_split else 0
+    )
+    dataset = mixed(checked, dataset)
+    tokenizer = None
     with suppress(LemaError):  # a model has none where its rows are token ids
         tokenizer = files.tokenizer if rows else None
-    about = described(found, rows, tokenizer)
-    about["held_back"] = held_back
+    about = described(dataset, rows, tokenizer)
+    about["held_back"] = num_eval_rows
     about["steps"] = None  # which the data alone tell where steps have so many tokens
     if isinstance(checked.tokens_per_step, int) and not checked.packing:
         from lema.backend import Alone
         from lema.train.sampler import StepSampler
 
-        rest = read.split(checked.eval_split, checked.seed)[0] if checked.eval_split else read
-        about["steps"] = StepSampler(first_rows(rest, checked.max_train_samples), checked, Alone()).num_steps
+        training_rows = (
+            read.split(checked.eval_split, checked.seed)[0] if checked.eval_split else read
+        )
+        about["steps"] = StepSampler(
+            first_rows(training_rows, checked.max_train_samples), checked, Alone()
+        ).num_steps
     if as_json:
         typer.echo(json.dumps(about, indent=1))
         return
@@ -71,12 +85,14 @@ def data(
     from lema.config.printing import print_table
 
     console = Console(highlight=False)
-    print_table(_lines(about, str(found.counts)), console)
+    print_table(_lines(about, str(dataset.counts)), console)
     for row in about["first"]:
         console.print(_tokens(row, plain=not console.is_terminal), soft_wrap=True)
 
 
-def described(rows: "TokenDataset", count: int, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
+def described(
+    rows: "TokenDataset", count: int, tokenizer: "PreTrainedTokenizerBase | None"
+) -> dict[str, Any]:
     """Return what there is to say of rows, and the first `count` of them token by token."""
     from dataclasses import asdict
 
@@ -85,15 +101,19 @@ def described(rows: "TokenDataset", count: int, tokenizer: "PreTrainedTokenizerB
     from lema.data.columns import IGNORED
 
     lengths = rows.lengths
-    numbers, ends = np.histogram(lengths, bins=min(BARS, int(lengths.max() - lengths.min()) + 1))
+    numbers, edges = np.histogram(lengths, bins=min(BARS, int(lengths.max() - lengths.min()) + 1))
     shown = []
     for index in range(min(count, len(rows))):
         ids, labels = rows[index].values()
-        texts = [str(one) if tokenizer is None else tokenizer.decode([one]) for one in ids]
+        texts = [
+            str(token_id) if tokenizer is None else tokenizer.decode([token_id]) for token_id in ids
+        ]
         # The first token is never trained on, because nothing predicts it.
-        trained = [place > 0 and label != IGNORED for place, label in enumerate(labels)]
-        each = zip(ids, texts, trained, strict=True)
-        tokens = [{"id": one, "text": text, "trained": learnt} for one, text, learnt in each]
+        trained = [position > 0 and label != IGNORED for position, label in enumerate(labels)]
+        triples = zip(ids, texts, trained, strict=True)
+        tokens = [
+            {"id": token_id, "text": text, "trained": learnt} for token_id, text, learnt in triples
+        ]
         shown.append({"origin": rows.origin(index), "tokens": tokens})
     return {
         "counts": asdict(rows.counts),
@@ -102,7 +122,10 @@ def described(rows: "TokenDataset", count: int, tokenizer: "PreTrainedTokenizerB
             "mean": round(float(lengths.mean()), 1),
             "median": int(np.median(lengths)),
             "longest": int(lengths.max()),
-            "histogram": [[int(np.ceil(end)), int(number)] for end, number in zip(ends, numbers, strict=False)],
+            "histogram": [
+                [int(np.ceil(end)), int(number)]
+                for end, number in zip(edges, numbers, strict=False)
+            ],
         },
         "notes": list(rows.notes),
         "skipped": list(rows.skipped(SHOWN)),
@@ -119,7 +142,13 @@ def _lines(about: dict[str, Any], counts: str) -> Iterator[tuple[str, str]]:
     for name, number in about["sources"].items():
         yield "rows of", f"{name}  {number:,}"
     lengths = about["lengths"]
-    yield "lengths", f"mean {lengths['mean']:,}  median {lengths['median']:,}  longest {lengths['longest']:,} tokens"
+    yield (
+        "lengths",
+        (
+            f"mean {lengths['mean']:,}  median {lengths['median']:,}  longest "
+            f"{lengths['longest']:,} tokens"
+        ),
+    )
     most = max(number for _, number in lengths["histogram"])
     for start, number in lengths["histogram"]:
         yield "from", f"{start:>7,}  {'█' * -(-number * WIDTH // most):<{WIDTH}}  {number:,}"
@@ -127,7 +156,11 @@ def _lines(about: dict[str, Any], counts: str) -> Iterator[tuple[str, str]]:
         yield "note", note
     total = about["counts"]["truncated"] + about["counts"]["dropped"] + about["counts"]["left_out"]
     for row in about["skipped"]:
-        lost = f", {row['cut']:,} cut off, {row['cut_trained']:,} of them to be trained on" if "cut" in row else ""
+        lost = (
+            f", {row['cut']:,} cut off, {row['cut_trained']:,} of them to be trained on"
+            if "cut" in row
+            else ""
+        )
         size = f" ({row['tokens']:,} tokens{lost})" if row["tokens"] else ""
         yield "not whole", f"{row['file']}:{row['line']}  {row['why']}{size}"
     if total > len(about["skipped"]):
@@ -135,18 +168,22 @@ def _lines(about: dict[str, Any], counts: str) -> Iterator[tuple[str, str]]:
 
 
 def _tokens(row: dict[str, Any], *, plain: bool) -> "Text":
-    """A row, its tokens parted by bars: what is trained on in bold green, or in brackets where there are no colours."""
+    """A row, its tokens parted by bars: what is trained on in bold green, or in brackets where
+    there are no colours.
+    """
     from rich.text import Text
 
-    made = Text(f"\n{row['origin']}: ")
-    made.append("[trained on]\n" if plain else "trained on\n", "" if plain else "bold green")
+    styled = Text(f"\n{row['origin']}: ")
+    styled.append("[trained on]\n" if plain else "trained on\n", "" if plain else "bold green")
     for token in row["tokens"]:
-        text = printable(token["text"].replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t"))
+        text = printable(
+            token["text"].replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t")
+        )
         if token["trained"]:
-            made.append(f"[{text}]" if plain else text, "" if plain else "bold green")
+            styled.append(f"[{text}]" if plain else text, "" if plain else "bold green")
         else:
-            made.append(text, "" if plain else "dim")
-        made.append("|", "" if plain else "dim")
+            styled.append(text, "" if plain else "dim")
+        styled.append("|", "" if plain else "dim")
         if "\n" in token["text"]:
-            made.append("\n")
-    return made
+            styled.append("\n")
+    return styled

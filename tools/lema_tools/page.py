@@ -1,4 +1,6 @@
-"""The frame of the report: one HTML file with its own style, light and dark, and some script for the pointer."""
+"""The frame of the report: one HTML file with its own style, light and dark, and some script for
+the pointer.
+"""
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +10,18 @@ from lema.errors import printable
 
 __all__ = ["BEGIN", "escape", "page", "section", "table", "tiles"]
 
-COLOURS = ("#3b82f6", "#f59e0b", "#ef4444", "#10b981", "#8b5cf6", "#ec4899", "#14b8a6", "#84a30f", "#f97316", "#94a3b8")
+COLOURS = (
+    "#3b82f6",
+    "#f59e0b",
+    "#ef4444",
+    "#10b981",
+    "#8b5cf6",
+    "#ec4899",
+    "#14b8a6",
+    "#84a30f",
+    "#f97316",
+    "#94a3b8",
+)
 
 STYLE = """
 :root{color-scheme:light dark;--page:#f6f7f9;--card:#fff;--ink:#15181e;--dim:#667085;--line:#e4e7ec;--chip:#eef1f5}
@@ -94,7 +107,9 @@ svg.addEventListener('pointerleave',leave)});
 
 
 def escape(text: str, *, quote: bool = True) -> str:
-    """Return a text for the page, where neither markup nor control characters in it have an effect."""
+    """Return a text for the page, where neither markup nor control characters in it have an
+    effect.
+    """
     return html.escape(printable(text), quote=quote)
 
 
@@ -106,10 +121,12 @@ BEGIN = (
 
 
 def page(title: str, head: str, sections: Sequence[tuple[str, str, str]], foot: str) -> str:
-    """Return the whole page; each section is its name in links, its title, and what is in it, as HTML."""
+    """Return the whole page; each section is its name in links, its title, and what is in it, as
+    HTML.
+    """
     colours = "".join(
-        f".c{at}{{stroke:{one}}}circle.c{at}{{fill:{one};stroke:none}}.f{at}{{fill:{one}}}.b{at}{{background:{one}}}"
-        for at, one in enumerate(COLOURS)
+        f".c{at}{{stroke:{colour}}}circle.c{at}{{fill:{colour};stroke:none}}.f{at}{{fill:{colour}}}.b{at}{{background:{colour}}}"
+        for at, colour in enumerate(COLOURS)
     )
     links = "".join(f'<a href="#{name}">{escape(label)}</a>' for name, label, _ in sections)
     inside = "".join(section(name, label, body) for name, label, body in sections)
@@ -125,15 +142,26 @@ def section(name: str, title: str, body: str) -> str:
     return f'<section id="{name}"><h2>{escape(title)}</h2>{body}</section>'
 
 
-def tiles(told: Iterable[tuple[str, str, str]]) -> str:
+def tiles(numbers: Iterable[tuple[str, str, str]]) -> str:
     """Return numbers in large: what, how much, and a word on it."""
-    cells = (f"<div><span>{escape(a)}</span><b>{escape(b)}</b><small>{escape(c)}</small></div>" for a, b, c in told)
+    cells = (
+        f"<div><span>{escape(a)}</span><b>{escape(b)}</b><small>{escape(c)}</small></div>"
+        for a, b, c in numbers
+    )
     return f'<div class="tiles">{"".join(cells)}</div>'
 
 
-def table(rows: Iterable[Sequence[Any]], headers: Sequence[str] = (), marked: Mapping[Any, bool] | None = None) -> str:
+def table(
+    rows: Iterable[Sequence[Any]],
+    headers: Sequence[str] = (),
+    marked: Mapping[Any, bool] | None = None,
+) -> str:
     """Return rows of text as a table; those whose first cell is `marked` are set off."""
-    head = f"<thead><tr>{''.join(f'<th>{escape(one)}</th>' for one in headers)}</tr></thead>" if headers else ""
+    head = (
+        f"<thead><tr>{''.join(f'<th>{escape(header)}</th>' for header in headers)}</tr></thead>"
+        if headers
+        else ""
+    )
     body = []
     for row in rows:
         kind = ' class="given"' if (marked or {}).get(row[0]) else ""

@@ -1,4 +1,6 @@
-"""What of a run's `plan.json` is shown, with the type of each: a directory may come from anybody."""
+"""What of a run's `plan.json` is shown, with the type of each: a directory may come from
+anybody.
+"""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,14 +63,16 @@ class _About(_Strict):
 
 
 def check_plan(about: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Return what the file says, as it is. `DataError`: something in it is not of its type; the first is named."""
+    """Return what the file says, as it is. `DataError`: something in it is not of its type; the
+    first is named.
+    """
     try:
         _About.model_validate(about)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"][:4]))
+        key_path = ".".join(map(str, first["loc"][:4]))
         how = "delete it, or copy it again: the run itself does not read it"
         raise DataError(
-            f"{place} is not as `lema train` writes it: {first['msg']}", where=str(file), how=how
+            f"{key_path} is not as `lema train` writes it: {first['msg']}", where=str(file), how=how
         ) from error
     return about

@@ -1,4 +1,6 @@
-"""`lema prove`: trains a model by streaming and whole, and certifies that the numbers are the same."""
+"""`lema prove`: trains a model by streaming and whole, and certifies that the numbers are the
+same.
+"""
 
 import shlex
 import sys
@@ -10,21 +12,27 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lema.errors import ConfigError, MemoryLimitError
-from lema.storage.regular import check_apart, check_directory
+from lema.storage.regular import check_directory, check_separate
 
 if TYPE_CHECKING:
     from lema_tools.proof.arms import Case
 
 __all__ = ["prove", "write_model"]
 
-LAYERS, HIDDEN, WORDS = 12, 512, 2048
+LAYERS = 12
+HIDDEN = 512
+WORDS = 2048
 DTYPES = "float32", "bfloat16", "float16"
-MORE = 1.2  # times the weights: what the whole model takes at least, with adapter, optimizer and activations
+# times the weights: what the whole model takes at least, with adapter, optimizer and activations
+MORE = 1.2
 
 
 def prove(
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Directory or cached hub id. Default: make a small model.")
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", help="Directory or cached hub id. Default: make a small model."
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 5,
     micro_batches: Annotated[
@@ -32,61 +40,91 @@ def prove(
     ] = 4,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 64,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter.")] = 16,
-    device: Annotated[str, typer.Option(help="Backend to run on, as `lema backends` lists them.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="Type of the weights: float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[
+        str, typer.Option(help="Backend to run on, as `lema backends` lists them.")
+    ] = "cpu",
+    dtype: Annotated[
+        str, typer.Option(help="Type of the weights: float32, bfloat16 or float16.")
+    ] = "float32",
     seed: Annotated[int, typer.Option(min=0, help="Seed of rows and adapter.")] = 42,
-    output: Annotated[Path, typer.Option(metavar="DIR", help="Directory for the certificate.")] = Path("lema-proof"),
+    output: Annotated[
+        Path, typer.Option(metavar="DIR", help="Directory for the certificate.")
+    ] = Path("lema-proof"),
 ) -> None:
-    """Train some steps streamed and with the whole model, and certify that the numbers are the same. Exit code 7: they
-    differ; 4: the whole model, which the comparison needs, does not fit."""
+    """Train some steps streamed and with the whole model, and certify that the numbers are the
+    same. Exit code 7: they differ; 4: the whole model, which the comparison needs, does not fit."""
     if dtype not in DTYPES:
-        raise ConfigError(f"there is no type {dtype!r} to prove in", where="--dtype", how=f"one of {', '.join(DTYPES)}")
+        raise ConfigError(
+            f"there is no type {dtype!r} to prove in",
+            where="--dtype",
+            how=f"one of {', '.join(DTYPES)}",
+        )
     from lema.backend import load
     from lema.config.printing import hush
 
     check_directory(output)
     if model is not None:
-        check_apart(output, [_found(model)])
+        check_separate(output, [_resolved(model)])
     hush()
     load(device).close()  # before a model is made: a device that is not there is told at once
-    from lema_tools.proof.arms import Case, run_apart
-    from lema_tools.proof.certificate import PromiseBroken, certify, check_place, markdown, write
+    from lema_tools.proof.arms import Case, run_in_subprocess
+    from lema_tools.proof.certificate import (
+        PromiseBroken,
+        certify,
+        check_replaceable,
+        markdown,
+        write,
+    )
 
-    check_place(output)
+    check_replaceable(output)
 
     with tempfile.TemporaryDirectory() as scratch:
-        found = write_model(Path(scratch) / "model") if model is None else _found(model)
-        case = Case(str(found), scratch, device, dtype, steps, micro_batches, tokens, rank, seed=seed)
-        check_room(case)
-        streamed = run_apart("streamed", case)
-        compared = replace(case, dtype=streamed.told["compute_dtype"])  # where a device is slow in the type of weights
-        certificate = certify(case, streamed, run_apart("whole", compared), _command())
+        model_path = write_model(Path(scratch) / "model") if model is None else _resolved(model)
+        case = Case(
+            str(model_path), scratch, device, dtype, steps, micro_batches, tokens, rank, seed=seed
+        )
+        check_memory(case)
+        streamed = run_in_subprocess("streamed", case)
+        compared = replace(
+            case, dtype=streamed.details["compute_dtype"]
+        )  # where a device is slow in the type of weights
+        certificate = certify(case, streamed, run_in_subprocess("whole", compared), _command())
     certificate["case"]["model"] = model or "made"  # the path of what was made is gone
     files = write(certificate, output)
     typer.echo("\n".join(markdown(certificate)))
     typer.echo(f"\nwritten to {files[0]} and {files[1]}")
     if not certificate["holds"]:
         what = "the numbers of the streamed run differ from those of the whole model"
-        raise PromiseBroken(what, where=str(files[0]), how="please report it, with that file and `lema doctor --json`")
+        raise PromiseBroken(
+            what,
+            where=str(files[0]),
+            how="please report it, with that file and `lema doctor --json`",
+        )
 
 
-def check_room(case: "Case") -> None:
-    """Raise a MemoryLimitError where the weights alone leave the whole model no room, on the device or in the host."""
+def check_memory(case: "Case") -> None:
+    """Raise a MemoryLimitError where the weights alone leave the whole model no room, on the
+    device or in the host.
+    """
     from contextlib import closing
 
     from lema.backend.hostmemory import memory_available
     from lema.config.units import human_bytes
     from lema.model.partition import open_backend
-    from lema.plan.planner import planner_of, site_of
+    from lema.plan.planner import machine_state_of, planner_of
 
     config = case.settings
-    planner = planner_of(config, site=site_of(config), strict=False)
+    planner = planner_of(config, machine_state=machine_state_of(config), strict=False)
     needed = int(MORE * planner.blueprint.model_bytes)
     with closing(open_backend(config)) as backend:
-        stats, host = backend.memory(), memory_available()
+        stats = backend.memory()
+        host = memory_available()
     free = host if stats.shared else min(host, stats.total if stats.free is None else stats.free)
     if needed > free:
-        what = f"the whole model takes {human_bytes(needed)} at least, and {human_bytes(free)} are free"
+        what = (
+            f"the whole model takes {human_bytes(needed)} at least, and {human_bytes(free)} "
+            "are free"
+        )
         how = "the comparison needs the whole model in memory: use a smaller model of its kind"
         raise MemoryLimitError(what, where=case.model, how=how)
 
@@ -115,7 +153,7 @@ def write_model(directory: Path, *, layers: int = LAYERS, hidden: int = HIDDEN) 
     return directory
 
 
-def _found(model: str) -> Path:
+def _resolved(model: str) -> Path:
     from lema.storage import resolve_model
 
     return Path(resolve_model(model))

@@ -1,7 +1,8 @@
-"""What a run leaves in its `output_dir`, read while it runs or afterwards: measurements, plan, checkpoints, its state.
+"""What a run leaves in its `output_dir`, read while it runs or afterwards: measurements, plan,
+checkpoints, its state.
 
-Nothing here imports torch, so that a look takes no seconds. Everything is read again or where it has grown; nothing is
-written, and no lock is taken.
+Nothing here imports torch, so that a look takes no seconds. Everything is read again or where it
+has grown; nothing is written, and no lock is taken.
 """
 
 import json
@@ -22,13 +23,16 @@ from lema_tools.planfile import MOST, check_plan
 
 __all__ = ["TIMES", "Memory", "MetricsTail", "Run", "amount", "by_step", "read_json", "read_run"]
 
-METRICS, PLAN, LOCK = "metrics.jsonl", "plan.json", ".lock"
+METRICS = "metrics.jsonl"
+PLAN = "plan.json"
+LOCK = ".lock"
 NON_FINITE = ("NaN", "Infinity", "-Infinity")  # what JSON has no numbers for
 LARGEST = 1e100  # numbers beyond are drawn as infinity is
 MOST_METRICS = 2**31  # bytes of them
 RECENT = 10  # lines of metrics that speed and time left are told by
 
-# Where the seconds of a step go, by the names of metrics.jsonl. The rest is computing, with whatever is not measured.
+# Where the seconds of a step go, by the names of metrics.jsonl. The rest is computing, with
+# whatever is not measured.
 TIMES = {
     "computing": None,
     "waiting for the disk": "seconds_blocked_disk",
@@ -82,11 +86,13 @@ class Run:
     @cached_property
     def steps(self) -> int | None:
         """How many steps the run has; None: nothing says so."""
-        if (known := self.about.get("steps")) is not None:
-            return int(known)
+        if (num_steps := self.about.get("steps")) is not None:
+            return int(num_steps)
         for checkpoint in reversed(self.checkpoints):
-            if (known := amount(read_json(checkpoint / "trainer_state.json"), "max_steps")) is not None:
-                return int(known)
+            if (
+                num_steps := amount(read_json(checkpoint / "trainer_state.json"), "max_steps")
+            ) is not None:
+                return int(num_steps)
         return None
 
     @property
@@ -120,7 +126,9 @@ class Run:
 
     @cached_property
     def phases(self) -> list[tuple[str, int]]:
-        """The phases that have begun, each with the step after which it did; none of a plain run."""
+        """The phases that have begun, each with the step after which it did; none of a plain
+        run.
+        """
         first: dict[str, int] = {}
         for row in self.rows:
             if "phase" in row:
@@ -129,67 +137,114 @@ class Run:
 
     @cached_property
     def seconds(self) -> list[tuple[int, int, dict[str, float]]]:
-        """Of each line of metrics that has seconds: its step, how many steps it is of, and where they went."""
-        found, before = [], 0
+        """Of each line of metrics that has seconds: its step, how many steps it is of, and where
+        they went.
+        """
+        step_seconds = []
+        before = 0
         for row in self.trained:
-            count, before = max(1, int(row["step"]) - before), int(row["step"])
-            if (whole := amount(row, "seconds_passed")) is not None:
-                parts = {name: amount(row, key) or 0.0 for name, key in TIMES.items() if key is not None}
-                found.append((before, count, {"computing": max(0.0, whole - sum(parts.values())), **parts}))
-        return found
+            count = max(1, int(row["step"]) - before)
+            before = int(row["step"])
+            if (total := amount(row, "seconds_passed")) is not None:
+                parts = {
+                    name: amount(row, key) or 0.0 for name, key in TIMES.items() if key is not None
+                }
+                step_seconds.append(
+                    (before, count, {"computing": max(0.0, total - sum(parts.values())), **parts})
+                )
+        return step_seconds
 
     @property
     def seconds_per_step(self) -> float | None:
         """The mean of the latest lines; None: they have no seconds."""
         recent = self.seconds[-RECENT:]
-        return sum(sum(parts.values()) for _, _, parts in recent) / sum(n for _, n, _ in recent) if recent else None
+        return (
+            sum(sum(parts.values()) for _, _, parts in recent) / sum(n for _, n, _ in recent)
+            if recent
+            else None
+        )
 
     @property
     def seconds_left(self) -> float | None:
-        """An estimate from the latest steps; None: speed or length of the run is not known, or it does not run."""
-        if self.state != "running" or self.steps is None or (each := self.seconds_per_step) is None:
+        """An estimate from the latest steps; None: speed or length of the run is not known, or
+        it does not run.
+        """
+        if (
+            self.state != "running"
+            or self.steps is None
+            or (per_step := self.seconds_per_step) is None
+        ):
             return None
-        return each * max(0, self.steps - self.step)
+        return per_step * max(0, self.steps - self.step)
 
     @property
     def memories(self) -> list[Memory]:
-        """What the plan spends memory on, of phases the one that runs or ran last, against what was measured."""
-        plan, limits = self.about.get("plan") or {}, ("device_memory", "host_memory")
-        shared, rows = bool(plan.get("shared")), self.trained
+        """What the plan spends memory on, of phases the one that runs or ran last, against what
+        was measured.
+        """
+        plan = self.about.get("plan") or {}
+        limits = ("device_memory", "host_memory")
+        shared = bool(plan.get("shared"))
+        rows = self.trained
         if phases := plan.get("phases"):
             name = self.phases[-1][0] if self.phases else phases[0]["name"]
-            phase = next((one for one in phases if one["name"] == name), phases[0])
-            parts, given = phase["memory"]["parts"], [plan.get(one) for one in limits]
+            phase = next(
+                (candidate for candidate in phases if candidate["name"] == name), phases[0]
+            )
+            parts = phase["memory"]["parts"]
+            limit_values = [plan.get(key) for key in limits]
             rows = [row for row in rows if row.get("phase") == name]
         elif parts := plan.get("memory") or {}:
-            given = [parts.get("device_limit"), parts.get("host_limit")]
+            limit_values = [parts.get("device_limit"), parts.get("host_limit")]
         else:
             return []
-        device, host, (most, there) = parts["device"], parts["host"], (int(one or 0) for one in given)
-        measured = max((int(one) for row in rows if (one := amount(row, "memory")) is not None), default=None)
+        device = parts["device"]
+        host = parts["host"]
+        most, there = (int(limit or 0) for limit in limit_values)
+        measured = max(
+            (
+                int(memory_used)
+                for row in rows
+                if (memory_used := amount(row, "memory")) is not None
+            ),
+            default=None,
+        )
         if not shared:
-            beside = [Memory("host memory", _present(host), there, None)] if any(host.values()) else []
-            return [Memory("device memory", _present(device), most, measured), *beside]
+            host_memory = (
+                [Memory("host memory", _present(host), there, None)] if any(host.values()) else []
+            )
+            return [Memory("device memory", _present(device), most, measured), *host_memory]
         # The ring's buffers are the slots; names that both have are added up.
-        both = {name: device.get(name, 0) + host.get(name, 0) for name in (*device, *host)}
-        both["ring"] = max(0, host.get("ring", 0) - device.get("slots", 0))
-        return [Memory("memory", _present({"used": int(self.about.get("used") or 0), **both}), there, measured)]
+        totals = {name: device.get(name, 0) + host.get(name, 0) for name in (*device, *host)}
+        totals["ring"] = max(0, host.get("ring", 0) - device.get("slots", 0))
+        return [
+            Memory(
+                "memory",
+                _present({"used": int(self.about.get("used") or 0), **totals}),
+                there,
+                measured,
+            )
+        ]
 
     @property
     def certificates(self) -> list[Path]:
         """The files of `lema prove`, JSON before Markdown of the same name."""
-        return sorted({*self.directory.glob("certificate*.json"), *self.directory.glob("certificate*.md")})
+        return sorted(
+            {*self.directory.glob("certificate*.json"), *self.directory.glob("certificate*.md")}
+        )
 
 
 def by_step(rows: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
-    """Return the numbers of that name with their steps, in order; what is no number is left out, and one that nobody
-    could draw is infinite."""
-    found = ((int(row["step"]), _number(row, key)) for row in rows if "step" in row)
-    return [(step, value) for step, value in found if value is not None]
+    """Return the numbers of that name with their steps, in order; what is no number is left out,
+    and one that nobody could draw is infinite."""
+    numbers = ((int(row["step"]), _number(row, key)) for row in rows if "step" in row)
+    return [(step, value) for step, value in numbers if value is not None]
 
 
 class MetricsTail:
-    """Reads metrics.jsonl where it has grown since the last look, and again where it was cut back or replaced."""
+    """Reads metrics.jsonl where it has grown since the last look, and again where it was cut
+    back or replaced.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -197,11 +252,13 @@ class MetricsTail:
 
     def _begin(self) -> None:
         self._rows: list[dict[str, Any]] = []
-        self._read, self._last, self._inode = 0, b"", -1
+        self._read = 0
+        self._last = b""
+        self._inode = -1
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return all whole lines that are there now; `DataError` where one is no JSON object, `ConfigError` where there
-        is no file."""
+        """Return all whole lines that are there now; `DataError` where one is no JSON object,
+        `ConfigError` where there is no file."""
         try:
             with open_regular(self._file, inside=True) as stream:
                 inode = os.fstat(stream.fileno()).st_ino
@@ -219,10 +276,13 @@ class MetricsTail:
         return list(self._rows)
 
     def _take(self, data: bytes) -> None:
-        whole = data[: data.rfind(b"\n") + 1]  # what follows is a line that is being written, or was when it was killed
-        for line in whole.splitlines(keepends=True):
+        complete = data[
+            : data.rfind(b"\n") + 1
+        ]  # what follows is a line that is being written, or was when it was killed
+        for line in complete.splitlines(keepends=True):
             self._rows.append(_row(line, f"{self._file}:{len(self._rows) + 1}"))
-            self._read, self._last = self._read + len(line), line
+            self._read = self._read + len(line)
+            self._last = line
 
 
 def _bounded(stream: BinaryIO, file: Path) -> bytes:
@@ -234,8 +294,8 @@ def _bounded(stream: BinaryIO, file: Path) -> bytes:
 
 
 def _row(line: bytes, where: str) -> dict[str, Any]:
-    """Read a line of metrics, of which the numbers of steps and the names of phases are sound. `DataError`: it is
-    none."""
+    """Read a line of metrics, of which the numbers of steps and the names of phases are sound.
+    `DataError`: it is none."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -243,11 +303,16 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise DataError("a line of metrics is a JSON object", where=where)
     for key in ("step", "stage", "step_in_phase"):
-        if key in row and amount(row, key) != (found := row[key]):
-            raise DataError(f"{key} should be a number of steps, not {found!r}"[:200], where=where)
+        if key in row and amount(row, key) != (step_number := row[key]):
+            raise DataError(
+                f"{key} should be a number of steps, not {step_number!r}"[:200], where=where
+            )
     if "phase" in row and not ("step" in row and isinstance(row["phase"], str)):
         raise DataError("a phase has a name, and its line a step", where=where)
-    return {printable(key): float(one) if one in NON_FINITE else _shown(one) for key, one in row.items()}
+    return {
+        printable(key): float(value) if value in NON_FINITE else _shown(value)
+        for key, value in row.items()
+    }
 
 
 def _shown(value: Any) -> Any:
@@ -255,8 +320,8 @@ def _shown(value: Any) -> Any:
 
 
 def read_run(directory: Path, tail: MetricsTail | None = None) -> Run:
-    """Read a run's directory, its metrics through a `tail` that knows their beginning. `ConfigError`: no run is there;
-    `DataError`: its metrics are no JSON."""
+    """Read a run's directory, its metrics through a `tail` that knows their beginning.
+    `ConfigError`: no run is there; `DataError`: its metrics are no JSON."""
     rows = (tail or MetricsTail(directory / METRICS)).rows()
     return Run(
         directory,
@@ -269,9 +334,11 @@ def read_run(directory: Path, tail: MetricsTail | None = None) -> Run:
 
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a file; nothing where there is none, or something else is in it."""
-    with suppress(OSError, ValueError, RecursionError):  # files beside the metrics are told of as far as they are there
-        found = json.loads(read_regular(file, inside=True).decode("utf-8"))
-        return found if isinstance(found, dict) else {}
+    with suppress(
+        OSError, ValueError, RecursionError
+    ):  # files beside the metrics are told of as far as they are there
+        content = json.loads(read_regular(file, inside=True).decode("utf-8"))
+        return content if isinstance(content, dict) else {}
     return {}
 
 
@@ -280,30 +347,44 @@ def _no_run(directory: Path) -> ConfigError:
     if not directory.exists():
         return ConfigError("there is no such directory", where=str(directory), how=how)
     if not directory.is_dir():
-        return ConfigError("this is a file, not the directory of a run", where=str(directory), how=how)
-    above = next((one for one in directory.absolute().parents[:2] if (one / METRICS).is_file()), None)
+        return ConfigError(
+            "this is a file, not the directory of a run", where=str(directory), how=how
+        )
+    above = next(
+        (parent for parent in directory.absolute().parents[:2] if (parent / METRICS).is_file()),
+        None,
+    )
     if above is not None:
         how = f"this belongs to the run in {above}"
-    return ConfigError(f"this directory has no run: {METRICS} is missing", where=str(directory), how=how)
+    return ConfigError(
+        f"this directory has no run: {METRICS} is missing", where=str(directory), how=how
+    )
 
 
 def _checkpoints(directory: Path) -> Iterator[Path]:
-    found = [*directory.glob("checkpoint-*/manifest.json"), *directory.glob("*/checkpoint-*/manifest.json")]
-    whole = []
-    for one in found:
-        if re.fullmatch(r"checkpoint-\d+", one.parent.name):
+    manifests = [
+        *directory.glob("checkpoint-*/manifest.json"),
+        *directory.glob("*/checkpoint-*/manifest.json"),
+    ]
+    dated = []
+    for manifest in manifests:
+        if re.fullmatch(r"checkpoint-\d+", manifest.parent.name):
             with suppress(FileNotFoundError):  # the run deletes old ones meanwhile
-                whole.append((one.stat().st_mtime, one.parent))
-    yield from (path for _, path in sorted(whole))
+                dated.append((manifest.stat().st_mtime, manifest.parent))
+    yield from (path for _, path in sorted(dated))
 
 
 def _holder(directory: Path) -> str:
-    """Return which process holds the directory's lock; a lock's file whose process is gone holds nothing."""
+    """Return which process holds the directory's lock; a lock's file whose process is gone holds
+    nothing.
+    """
     import psutil  # here, because the command lists its verbs without it
 
     file = directory / LOCK
     with suppress(OSError, psutil.Error):  # it goes when the run does
-        pid, _, host = read_regular(file, inside=True).decode(errors="replace").strip().partition(" ")
+        pid, _, host = (
+            read_regular(file, inside=True).decode(errors="replace").strip().partition(" ")
+        )
         if host != socket.gethostname():  # nobody here can tell whether that process lives
             return printable(f"process {pid} on {host}"[:80]) if pid and host else ""
         if pid.isdigit() and psutil.Process(int(pid)).create_time() <= file.stat().st_mtime + 1:
@@ -315,11 +396,15 @@ def _number(row: Mapping[str, Any], key: str) -> float | None:
     value = row.get(key)
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
-    return float(value) if abs(value) < LARGEST or value != value else math.copysign(math.inf, value)
+    return (
+        float(value) if abs(value) < LARGEST or value != value else math.copysign(math.inf, value)
+    )
 
 
 def amount(row: Mapping[str, Any], key: str) -> float | None:
-    """Return a number of that name that counts something, or measures seconds or bytes; None: there is none."""
+    """Return a number of that name that counts something, or measures seconds or bytes; None:
+    there is none.
+    """
     value = _number(row, key)
     return value if value is not None and 0 <= value < MOST else None
 

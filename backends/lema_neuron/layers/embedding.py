@@ -15,11 +15,12 @@ from lema_neuron.layers.partition import Initial, partitioned, refuse
 from lema_neuron.mappings import gather_from_group, reduce_from_group, reduce_scatter_sequence
 from lema_neuron.shares import Part, sharded_part
 
-__all__ = ["ParallelEmbedding", "look_up"]
+__all__ = ["ParallelEmbedding", "embed_local"]
 
 
 class ParallelEmbedding(nn.Module):
-    """Token ids `[batch, sequence]` to vectors `[batch, sequence, embedding_dim]`; each rank has some of the ids.
+    """Token ids `[batch, sequence]` to vectors `[batch, sequence, embedding_dim]`; each rank has
+    some of the ids.
 
     Args:
         num_embeddings: the number of ids.
@@ -36,7 +37,8 @@ class ParallelEmbedding(nn.Module):
         tensor_model_parallel_group: a `Comm` or a process group; None: all processes.
         init_method: fills the whole weight.
         sequence_parallel_enabled: each rank keeps its tokens.
-        sequence_dimension: the output is `[batch, sequence, ...]` if 1, `[sequence, batch, ...]` if None or 0.
+        sequence_dimension: the output is `[batch, sequence, ...]` if 1, `[sequence, batch, ...]` if
+            None or 0.
 
     Raises:
         ConfigError: sizes that cannot be cut, or arguments that are not supported.
@@ -64,35 +66,52 @@ class ParallelEmbedding(nn.Module):
         name = type(self).__name__
         refuse(name, max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
         if shard_across_embedding and sequence_parallel_enabled:
-            raise ConfigError("sequence_parallel_enabled and shard_across_embedding exclude each other", where=name)
+            raise ConfigError(
+                "sequence_parallel_enabled and shard_across_embedding exclude each other",
+                where=name,
+            )
         self.comm = comm_of(tensor_model_parallel_group)
         self.tensor_parallel_group = tensor_model_parallel_group
-        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
-        self.max_norm, self.norm_type = max_norm, norm_type
-        self.scale_grad_by_freq, self.sparse, self.dtype = scale_grad_by_freq, sparse, dtype
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = padding_idx
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.scale_grad_by_freq = scale_grad_by_freq
+        self.sparse = sparse
+        self.dtype = dtype
         self.shard_across_embedding = shard_across_embedding
-        self.sequence_parallel_enabled, self.sequence_dimension = sequence_parallel_enabled, sequence_dimension
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.sequence_dimension = sequence_dimension
         if not shard_across_embedding and not pad and num_embeddings % self.comm.size:
             raise ConfigError(
-                f"{num_embeddings} ids cannot be cut for {self.comm.size} ranks", where=name, how="set pad=True"
+                f"{num_embeddings} ids cannot be cut for {self.comm.size} ranks",
+                where=name,
+                how="set pad=True",
             )
         self.layout = vocabulary(num_embeddings, shard_across_embedding, self.comm)
         shape = (num_embeddings, embedding_dim)
         initial = init_method or nn.init.normal_
-        self.weight = partitioned(shape, self.layout, self.comm, initial, dtype=dtype, device=device)
+        self.weight = partitioned(
+            shape, self.layout, self.comm, initial, dtype=dtype, device=device
+        )
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the vectors, `[batch, sequence, embedding_dim]`, or under sequence parallelism this rank's tokens."""
+        """Return the vectors, `[batch, sequence, embedding_dim]`, or under sequence parallelism
+        this rank's tokens.
+        """
         if self.shard_across_embedding:
             output = functional.embedding(input, self.weight, self.padding_idx)
             return gather_from_group(output, self.comm)
-        partial = look_up(input, self.weight, self.comm, self.padding_idx)
+        partial = embed_local(input, self.weight, self.comm, self.padding_idx)
         return joined(partial, self.comm, self.sequence_parallel_enabled, self.sequence_dimension)
 
     def parts(self) -> dict[str, Part]:
         """Return how its weight is divided."""
         return {
-            "weight": sharded_part(self.layout, (self.num_embeddings, self.embedding_dim)[self.layout.dim], self.comm)
+            "weight": sharded_part(
+                self.layout, (self.num_embeddings, self.embedding_dim)[self.layout.dim], self.comm
+            )
         }
 
     def extra_repr(self) -> str:
@@ -102,10 +121,16 @@ class ParallelEmbedding(nn.Module):
 
 def vocabulary(num_embeddings: int, shard_across_embedding: bool, comm: Comm) -> Layout:
     """Return the layout of an embedding's weight, `[num_embeddings, embedding_dim]`."""
-    return Layout("column", comm.size, 1) if shard_across_embedding else embedding(comm.size, num_embeddings)
+    return (
+        Layout("column", comm.size, 1)
+        if shard_across_embedding
+        else embedding(comm.size, num_embeddings)
+    )
 
 
-def look_up(input: Tensor, weight: Tensor, comm: Comm, padding_idx: int | None = None) -> Tensor:
+def embed_local(
+    input: Tensor, weight: Tensor, comm: Comm, padding_idx: int | None = None
+) -> Tensor:
     """Return this rank's vectors of token ids; zeros where another rank has them.
 
     Args:
@@ -125,8 +150,12 @@ def look_up(input: Tensor, weight: Tensor, comm: Comm, padding_idx: int | None =
     return vectors * mine.unsqueeze(-1)
 
 
-def joined(partial: Tensor, comm: Comm, sequence_parallel: bool, sequence_dimension: int | None) -> Tensor:
-    """Sum the vectors of `look_up` over the ranks; under sequence parallelism each rank keeps its tokens."""
+def joined(
+    partial: Tensor, comm: Comm, sequence_parallel: bool, sequence_dimension: int | None
+) -> Tensor:
+    """Sum the vectors of `embed_local` over the ranks; under sequence parallelism each rank
+    keeps its tokens.
+    """
     if not sequence_parallel:
         return reduce_from_group(partial, comm)
     if not sequence_dimension:

@@ -1,4 +1,6 @@
-"""Linear layers cut along their output (columns) or input (rows), with neuronx-distributed's names and attributes."""
+"""Linear layers cut along their output (columns) or input (rows), with neuronx-distributed's
+names and attributes.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,25 @@ from lema_neuron.mappings import (
     reduce_scatter_sequence,
     scatter_to_group,
 )
-from lema_neuron.shares import Part, along, in_order, is_plain, local_size, replicated_part, sharded_part
+from lema_neuron.shares import (
+    Part,
+    along,
+    in_order,
+    is_plain,
+    local_size,
+    replicated_part,
+    sharded_part,
+)
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
 
 def blocks(size: int, stride: int, comm: Comm, dim: int) -> Layout:
-    """Return the layout of an axis of `stride` blocks of one length, each cut evenly; raises `ConfigError`."""
-    one = column(comm.size) if dim == 0 else row(comm.size)
-    return one if stride == 1 else fused([(size // stride, one)] * stride)
+    """Return the layout of an axis of `stride` blocks of one length, each cut evenly; raises
+    `ConfigError`.
+    """
+    block_layout = column(comm.size) if dim == 0 else row(comm.size)
+    return block_layout if stride == 1 else fused([(size // stride, block_layout)] * stride)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -54,7 +66,8 @@ class ColumnParallelLinear(nn.Module):
         reduce_dtype: kept as an attribute; the input's gradient is summed in its own dtype.
         rank_ordering: refused.
         layout: the layout of the output, if it is not cut evenly.
-        boundary: the input came through `lema_neuron.boundary.enter`, which sums its gradient for all layers after it.
+        boundary: the input came through `lema_neuron.boundary.enter`, which sums its gradient for
+            all layers after it.
 
     Raises:
         ConfigError: sizes that cannot be cut, or arguments that exclude each other.
@@ -86,13 +99,21 @@ class ColumnParallelLinear(nn.Module):
         name = type(self).__name__
         refuse(name, keep_master_weight=keep_master_weight, pad=pad, rank_ordering=rank_ordering)
         if gather_output and sequence_parallel_enabled:
-            raise ConfigError("sequence_parallel_enabled and gather_output exclude each other", where=name)
+            raise ConfigError(
+                "sequence_parallel_enabled and gather_output exclude each other", where=name
+            )
         self.comm = comm_of(tensor_model_parallel_group)
         self.tensor_parallel_group = tensor_model_parallel_group
-        self.input_size, self.output_size, self.stride = input_size, output_size, stride
-        self.gather_output, self.skip_bias_add, self.boundary = gather_output, skip_bias_add, boundary
-        self.sequence_parallel_enabled, self.sequence_dimension = sequence_parallel_enabled, sequence_dimension
-        self.reduce_dtype, self.dtype = reduce_dtype, dtype
+        self.input_size = input_size
+        self.output_size = output_size
+        self.stride = stride
+        self.gather_output = gather_output
+        self.skip_bias_add = skip_bias_add
+        self.boundary = boundary
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.sequence_dimension = sequence_dimension
+        self.reduce_dtype = reduce_dtype
+        self.dtype = dtype
         self.layout = layout or blocks(output_size, stride, self.comm, 0)
         self.output_size_per_partition = local_size(self.layout, output_size)
         kind: dict[str, Any] = {"dtype": dtype, "device": device}
@@ -118,17 +139,23 @@ class ColumnParallelLinear(nn.Module):
         return (output, self.bias) if self.skip_bias_add else output
 
     def parts(self) -> dict[str, Part]:
-        """Return how its parameters are divided; ranks that hold copies of a share sum their gradients."""
+        """Return how its parameters are divided; ranks that hold copies of a share sum their
+        gradients.
+        """
         part = sharded_part(self.layout, self.output_size, self.comm)
         return {name: part for name, _ in self.named_parameters(recurse=False)}
 
     def extra_repr(self) -> str:
         """Say the sizes."""
-        return f"{self.input_size}, {self.output_size} / {self.comm.size}, bias={self.bias is not None}"
+        return (
+            f"{self.input_size}, {self.output_size} / {self.comm.size}, "
+            f"bias={self.bias is not None}"
+        )
 
 
 class RowParallelLinear(nn.Module):
-    """`y = x W^T + b`, each rank with some columns of W, `[output_size, input_size / ranks]`, and summed.
+    """`y = x W^T + b`, each rank with some columns of W, `[output_size, input_size / ranks]`, and
+    summed.
 
     The bias is whole on every rank, and added after the sum.
 
@@ -180,13 +207,21 @@ class RowParallelLinear(nn.Module):
         name = type(self).__name__
         refuse(name, keep_master_weight=keep_master_weight, pad=pad)
         if sequence_parallel_enabled and not reduce_output:
-            raise ConfigError("sequence_parallel_enabled needs an output that is reduced", where=name)
+            raise ConfigError(
+                "sequence_parallel_enabled needs an output that is reduced", where=name
+            )
         self.comm = comm_of(tensor_model_parallel_group)
         self.tensor_parallel_group = tensor_model_parallel_group
-        self.input_size, self.output_size, self.stride = input_size, output_size, stride
-        self.input_is_parallel, self.skip_bias_add, self.reduce_output = input_is_parallel, skip_bias_add, reduce_output
-        self.sequence_parallel_enabled, self.sequence_dimension = sequence_parallel_enabled, sequence_dimension
-        self.reduce_dtype, self.dtype = reduce_dtype, dtype
+        self.input_size = input_size
+        self.output_size = output_size
+        self.stride = stride
+        self.input_is_parallel = input_is_parallel
+        self.skip_bias_add = skip_bias_add
+        self.reduce_output = reduce_output
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.sequence_dimension = sequence_dimension
+        self.reduce_dtype = reduce_dtype
+        self.dtype = dtype
         self.layout = layout or blocks(input_size, stride, self.comm, 1)
         self.input_size_per_partition = local_size(self.layout, input_size)
         kind: dict[str, Any] = {"dtype": dtype, "device": device}
@@ -202,8 +237,10 @@ class RowParallelLinear(nn.Module):
             input = self._cut(input)
         output = linear(input, self.weight)
         if self.reduce_output and self.comm.size > 1:
-            kept = output.dtype
-            output = self._reduce(output.to(torch.promote_types(kept, self.reduce_dtype))).to(kept)
+            dtype = output.dtype
+            output = self._reduce(output.to(torch.promote_types(dtype, self.reduce_dtype))).to(
+                dtype
+            )
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None else output + self.bias
@@ -211,8 +248,11 @@ class RowParallelLinear(nn.Module):
     def _cut(self, input: Tensor) -> Tensor:
         if is_plain(self.layout, self.input_size):
             return scatter_to_group(input, self.comm)
-        # shares that are no equal runs: a share's gradient is in its positions, with zeros elsewhere; all are summed
-        return shard(copy_to_group(input, self.comm), along(self.layout, input.dim() - 1), self.comm.rank)
+        # shares that are no equal runs: a share's gradient is in its positions, with zeros
+        # elsewhere; all are summed
+        return shard(
+            copy_to_group(input, self.comm), along(self.layout, input.dim() - 1), self.comm.rank
+        )
 
     def _reduce(self, output: Tensor) -> Tensor:
         if self.sequence_parallel_enabled:
@@ -220,12 +260,19 @@ class RowParallelLinear(nn.Module):
         return reduce_from_group(output, self.comm)
 
     def parts(self) -> dict[str, Part]:
-        """Return how its parameters are divided; under sequence parallelism the bias is for this rank's tokens only."""
-        found = {"weight": sharded_part(self.layout, self.input_size, self.comm)}
+        """Return how its parameters are divided; under sequence parallelism the bias is for this
+        rank's tokens only.
+        """
+        part_by_name = {"weight": sharded_part(self.layout, self.input_size, self.comm)}
         if self.bias is not None:
-            found["bias"] = replicated_part(self.comm, partial=self.sequence_parallel_enabled)
-        return found
+            part_by_name["bias"] = replicated_part(
+                self.comm, partial=self.sequence_parallel_enabled
+            )
+        return part_by_name
 
     def extra_repr(self) -> str:
         """Say the sizes."""
-        return f"{self.input_size} / {self.comm.size}, {self.output_size}, bias={self.bias is not None}"
+        return (
+            f"{self.input_size} / {self.comm.size}, {self.output_size}, "
+            f"bias={self.bias is not None}"
+        )

@@ -1,4 +1,6 @@
-"""Code that the parallel layers share: initial values of their weights, and arguments that they refuse."""
+"""Code that the parallel layers share: initial values of their weights, and arguments that they
+refuse.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def partitioned(
 ) -> nn.Parameter:
     """Return this rank's share of a new weight.
 
-    It is drawn whole on the host, in fp32, so that the same generator gives the same weight for any number of ranks.
+    It is drawn whole on the host, in fp32, so that the same generator gives the same weight for any
+    number of ranks.
 
     Args:
         shape: of the whole weight.
@@ -45,7 +48,8 @@ def partitioned(
         dtype: of the weight.
         device: of the weight; on `meta` nothing is drawn.
     """
-    local, dim = list(shape), layout.dim
+    local = list(shape)
+    dim = layout.dim
     local[dim] = local_size(layout, shape[dim])
     if torch.empty(0, device=device).device.type == "meta":
         return nn.Parameter(torch.empty(local, dtype=dtype, device="meta"))
@@ -54,15 +58,17 @@ def partitioned(
     return nn.Parameter(shard(full, layout, comm.rank).to(device, dtype))
 
 
-def refuse(layer: str, **given: Any) -> None:
+def refuse(layer: str, **arguments: Any) -> None:
     """Refuse arguments for which a layer supports only neuronx-distributed's default.
 
     Raises:
         ConfigError: one is set; the message names it.
     """
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is not None and value is not False:
-            raise ConfigError(f"{name}={value!r} is not supported", where=layer, how=f"leave {name} out")
+            raise ConfigError(
+                f"{name}={value!r} is not supported", where=layer, how=f"leave {name} out"
+            )
 
 
 def sequence_dim(sequence_dimension: int | None) -> int:

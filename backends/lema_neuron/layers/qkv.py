@@ -1,4 +1,6 @@
-"""Query, key and value projections in one layer, with copies of keys and values if there are more ranks."""
+"""Query, key and value projections in one layer, with copies of keys and values if there are
+more ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,16 @@ PROJECTIONS = ("q", "k", "v")
 
 
 class GQAQKVColumnParallelLinear(nn.Module):
-    """The three projections of grouped-query attention (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245).
+    """The three projections of grouped-query attention (Ainslie et al. 2023,
+    https://arxiv.org/abs/2305.13245).
 
-    Weights are `weight_q`, `weight_k`, `weight_v`, each rank with its rows. The input is gathered, or its gradient
-    summed, once for all three.
+    Weights are `weight_q`, `weight_k`, `weight_v`, each rank with its rows. The input is gathered,
+    or its gradient summed, once for all three.
 
     Args:
         input_size: features of the input.
-        output_sizes: features of the query, and of the key (and value), over all ranks and without copies.
+        output_sizes: features of the query, and of the key (and value), over all ranks and without
+            copies.
         bias: whether they have one.
         gather_output: every rank gets all of the three outputs, in the order of the whole.
         dtype: of the weights.
@@ -74,22 +78,33 @@ class GQAQKVColumnParallelLinear(nn.Module):
         name = type(self).__name__
         refuse(name, keep_master_weight=keep_master_weight, fuse_qkv=fuse_qkv)
         if gather_output and sequence_parallel_enabled:
-            raise ConfigError("sequence_parallel_enabled and gather_output exclude each other", where=name)
+            raise ConfigError(
+                "sequence_parallel_enabled and gather_output exclude each other", where=name
+            )
         self.comm = comm_of(tensor_model_parallel_group)
         self.tensor_parallel_group = tensor_model_parallel_group
-        self.input_size, self.output_sizes, self.gather_output = input_size, list(output_sizes), gather_output
-        self.sequence_parallel_enabled, self.sequence_dimension = sequence_parallel_enabled, sequence_dimension
-        self.kv_size_multiplier, self.kv_layout, self.fuse_qkv = kv_size_multiplier, kv_layout, False
-        self.reduce_dtype, self.dtype, self.boundary = reduce_dtype, dtype, boundary
+        self.input_size = input_size
+        self.output_sizes = list(output_sizes)
+        self.gather_output = gather_output
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.sequence_dimension = sequence_dimension
+        self.kv_size_multiplier = kv_size_multiplier
+        self.kv_layout = kv_layout
+        self.fuse_qkv = False
+        self.reduce_dtype = reduce_dtype
+        self.dtype = dtype
+        self.boundary = boundary
         self.layouts = grouped_layouts(self.comm, kv_size_multiplier, kv_layout, heads)
         self.sizes = (self.output_sizes[0], self.output_sizes[1], self.output_sizes[1])
         initial = init_method or as_linear
         kind: dict[str, Any] = {"dtype": dtype, "device": device}
-        for one, layout, size in zip(PROJECTIONS, self.layouts, self.sizes, strict=True):
+        for projection, layout, size in zip(PROJECTIONS, self.layouts, self.sizes, strict=True):
             weight = partitioned((size, input_size), layout, self.comm, initial, **kind)
-            self.register_parameter(f"weight_{one}", weight)
-            values = partitioned((size,), layout, self.comm, nn.init.zeros_, **kind) if bias else None
-            self.register_parameter(f"bias_{one}", values)
+            self.register_parameter(f"weight_{projection}", weight)
+            values = (
+                partitioned((size,), layout, self.comm, nn.init.zeros_, **kind) if bias else None
+            )
+            self.register_parameter(f"bias_{projection}", values)
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value: this rank's part of each, or all of it."""
@@ -98,30 +113,42 @@ class GQAQKVColumnParallelLinear(nn.Module):
         elif not self.boundary:
             input = copy_to_group(input, self.comm)
         q, k, v = (
-            self._whole(linear(input, getattr(self, f"weight_{one}"), getattr(self, f"bias_{one}")), number)
-            for number, one in enumerate(PROJECTIONS)
+            self._gather(
+                linear(
+                    input,
+                    getattr(self, f"weight_{projection}"),
+                    getattr(self, f"bias_{projection}"),
+                ),
+                number,
+            )
+            for number, projection in enumerate(PROJECTIONS)
         )
         return q, k, v
 
-    def _whole(self, output: Tensor, number: int) -> Tensor:
+    def _gather(self, output: Tensor, number: int) -> Tensor:
         if not self.gather_output or self.comm.size == 1:
             return output
-        order = torch.tensor(in_order(self.layouts[number], self.sizes[number]), device=output.device)
+        order = torch.tensor(
+            in_order(self.layouts[number], self.sizes[number]), device=output.device
+        )
         return gather_from_group(output, self.comm).index_select(-1, order)
 
     def parts(self) -> dict[str, Part]:
-        """Return how its parameters are divided; ranks that hold copies of keys and values sum their gradients."""
-        found = {}
-        for one, layout, size in zip(PROJECTIONS, self.layouts, self.sizes, strict=True):
-            for name in (f"weight_{one}", f"bias_{one}"):
+        """Return how its parameters are divided; ranks that hold copies of keys and values sum
+        their gradients.
+        """
+        part_by_name = {}
+        for projection, layout, size in zip(PROJECTIONS, self.layouts, self.sizes, strict=True):
+            for name in (f"weight_{projection}", f"bias_{projection}"):
                 if getattr(self, name) is not None:
-                    found[name] = sharded_part(layout, size, self.comm)
-        return found
+                    part_by_name[name] = sharded_part(layout, size, self.comm)
+        return part_by_name
 
     def extra_repr(self) -> str:
         """Say the sizes."""
         return (
-            f"{self.input_size}, {self.output_sizes} / {self.comm.size}, kv_size_multiplier={self.kv_size_multiplier}"
+            f"{self.input_size}, {self.output_sizes} / {self.comm.size}, "
+            f"kv_size_multiplier={self.kv_size_multiplier}"
         )
 
 
@@ -142,5 +169,5 @@ def grouped_layouts(
             how="it divides the tensor-parallel size",
         )
     queries, keys = heads or (comm.size, comm.size // copies)
-    one = kv(comm.size, queries, keys, kv_layout, copies)
-    return query(comm.size, queries, keys, kv_layout, copies), one, one
+    key_layout = kv(comm.size, queries, keys, kv_layout, copies)
+    return query(comm.size, queries, keys, kv_layout, copies), key_layout, key_layout

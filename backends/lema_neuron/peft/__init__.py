@@ -1,6 +1,8 @@
-"""PEFT's LoRA over parallel layers, with the names of optimum-neuron's: `get_peft_model` and the classes of its models.
+"""PEFT's LoRA over parallel layers, with the names of optimum-neuron's: `get_peft_model` and the
+classes of its models.
 
-Each adapter is the same as on the whole model: initial values are drawn in full and then cut, and files are PEFT's own.
+Each adapter is the same as on the whole model: initial values are drawn in full and then cut, and
+files are PEFT's own.
 """
 
 from lema_neuron.peft.embedding import ParallelEmbedding

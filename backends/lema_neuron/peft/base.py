@@ -1,4 +1,6 @@
-"""A parallel layer as LoRA sees it: LEMA's, or neuronx-distributed's, which LEMA recognises by name and attributes."""
+"""A parallel layer as LoRA sees it: LEMA's, or neuronx-distributed's, which LEMA recognises by
+name and attributes.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class Base:
         comm: the group it lies over.
         layouts: of its weight, or of query, key and value.
         sizes: of its input, and of its output or outputs, over all ranks.
-        sequence_parallel: a column layer's input, or a row layer's or embedding's output, is this rank's tokens.
+        sequence_parallel: a column layer's input, or a row layer's or embedding's output, is this
+            rank's tokens.
         sequence_dimension: None: the first.
         boundary: the input's gradient is summed where the block begins.
     """
@@ -51,7 +54,9 @@ class Base:
 
 def kind_of(module: nn.Module) -> Kind | None:
     """Return which parallel layer a module is, or None."""
-    return next((KINDS[one.__name__] for one in type(module).__mro__ if one.__name__ in KINDS), None)
+    return next(
+        (KINDS[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in KINDS), None
+    )
 
 
 def describe(module: nn.Module) -> Base:
@@ -66,40 +71,49 @@ def describe(module: nn.Module) -> Base:
             f"{type(module).__name__} is no layer over several ranks that can be adapted",
             how="target linears of attention and of the network after it, or embeddings",
         )
-    given: Any = module
-    for name, wanted in {"skip_bias_add": False, "reduce_output": True, "pad": False}.items():
-        if getattr(given, name, wanted) not in (wanted, None):
-            raise ModelError(f"{type(module).__name__} with {name}={getattr(given, name)} cannot be adapted")
-    comm = given.comm if hasattr(given, "comm") else comm_of(given.tensor_parallel_group)
-    layouts, sizes = _shape(given, kind, comm)
+    layer: Any = module
+    for name, expected in {"skip_bias_add": False, "reduce_output": True, "pad": False}.items():
+        if getattr(layer, name, expected) not in (expected, None):
+            raise ModelError(
+                f"{type(module).__name__} with {name}={getattr(layer, name)} cannot be adapted"
+            )
+    comm = layer.comm if hasattr(layer, "comm") else comm_of(layer.tensor_parallel_group)
+    layouts, sizes = _shape(layer, kind, comm)
     return Base(
         kind,
         comm,
         layouts,
         sizes,
-        bool(getattr(given, "sequence_parallel_enabled", False)) and comm.size > 1,
-        getattr(given, "sequence_dimension", None),
-        bool(getattr(given, "boundary", False)),
+        bool(getattr(layer, "sequence_parallel_enabled", False)) and comm.size > 1,
+        getattr(layer, "sequence_dimension", None),
+        bool(getattr(layer, "boundary", False)),
     )
 
 
-def _shape(given: Any, kind: Kind, comm: Comm) -> tuple[tuple[Layout, ...], tuple[int, ...]]:
+def _shape(layer: Any, kind: Kind, comm: Comm) -> tuple[tuple[Layout, ...], tuple[int, ...]]:
     if kind == "grouped":
-        sizes = (given.input_size, *given.output_sizes)
-        if hasattr(given, "layouts"):
-            return given.layouts, sizes
-        copies = given.kv_size_multiplier
-        if copies > 1 and not hasattr(given, "kv_layout"):
+        sizes = (layer.input_size, *layer.output_sizes)
+        if hasattr(layer, "layouts"):
+            return layer.layouts, sizes
+        copies = layer.kv_size_multiplier
+        if copies > 1 and not hasattr(layer, "kv_layout"):
             raise ModelError(
-                "the layer does not define which ranks hold copies of keys and values, and devices differ in this",
-                where=f"{type(given).__name__}: kv_size_multiplier={copies}",
+                (
+                    "the layer does not define which ranks hold copies of keys and values, and "
+                    "devices differ in this"
+                ),
+                where=f"{type(layer).__name__}: kv_size_multiplier={copies}",
                 how="set kv_layout on the layer: tile (trn1) or interleave (trn2)",
             )
-        return grouped_layouts(comm, copies, getattr(given, "kv_layout", "tile")), sizes
+        return grouped_layouts(comm, copies, getattr(layer, "kv_layout", "tile")), sizes
     if kind == "embedding":
-        layout = getattr(given, "layout", None)
-        across = bool(getattr(given, "shard_across_embedding", False))
-        return (layout or vocabulary(given.num_embeddings, across, comm),), (given.num_embeddings, given.embedding_dim)
-    sizes, dim = (given.input_size, given.output_size), 0 if kind == "column" else 1
-    layout = getattr(given, "layout", None)
-    return (layout or blocks(sizes[1 - dim], getattr(given, "stride", 1), comm, dim),), sizes
+        layout = getattr(layer, "layout", None)
+        across = bool(getattr(layer, "shard_across_embedding", False))
+        return (layout or vocabulary(layer.num_embeddings, across, comm),), (
+            layer.num_embeddings,
+            layer.embedding_dim,
+        )
+    sizes = (layer.input_size, layer.output_size)
+    dim = 0 if kind == "column" else 1
+    layout = getattr(layer, "layout", None)
+    return (layout or blocks(sizes[1 - dim], getattr(layer, "stride", 1), comm, dim),), sizes

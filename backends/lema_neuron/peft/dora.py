@@ -1,8 +1,10 @@
-"""DoRA (Liu et al. 2024, https://arxiv.org/abs/2402.09353) over column and row layers: a magnitude for each row of W.
+"""DoRA (Liu et al. 2024, https://arxiv.org/abs/2402.09353) over column and row layers: a magnitude
+for each row of W.
 
-The weight is `m / |W + s B A| (W + s B A)`, with the norm of each row. As in PEFT, no gradient goes through the norm.
-If outputs are cut, a rank has whole rows and their magnitudes. If inputs are cut, each rank has a part of every row:
-the squares are summed over the ranks, and all ranks have all magnitudes.
+The weight is `m / |W + s B A| (W + s B A)`, with the norm of each row. As in PEFT, no gradient goes
+through the norm. If outputs are cut, a rank has whole rows and their magnitudes. If inputs are cut,
+each rank has a part of every row: the squares are summed over the ranks, and all ranks have all
+magnitudes.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ class ShardedMagnitude(DoraLinearLayer):
         """Return the norms of whole rows, from this rank's part of the weight and of `B A`."""
         merged = (weight + scaling * lora_weight).detach()
         if self.base.kind == "column":
-            whole: Tensor = torch.linalg.vector_norm(merged, dim=1)
-            return whole
+            norms: Tensor = torch.linalg.vector_norm(merged, dim=1)
+            return norms
         squares = merged.float().square().sum(1)
         return self.base.comm.all_reduce(squares).sqrt().to(merged.dtype)
 
@@ -57,15 +59,17 @@ class ShardedMagnitude(DoraLinearLayer):
         base_result: Tensor | None = None,
         adapter_name: str = "default",  # noqa: ARG002
     ) -> Tensor:
-        """Return the tensor to add to the layer's output, which is `base_result` unless `x` went through dropout."""
+        """Return the tensor to add to the layer's output, which is `base_result` unless `x` went
+        through dropout.
+        """
         added = (lora_B.weight @ lora_A.weight).to(x.dtype)
         scale = self.weight / self.get_weight_norm(base_layer.weight.to(x.dtype), added, scaling)
         if base_result is None:
             base_result = base_layer(x.to(base_layer.weight.dtype))
         if base_layer.bias is not None:
             base_result = base_result - base_layer.bias
-        found: Tensor = (scale - 1) * base_result + scale * lora_B(lora_A(x)) * scaling
-        return found
+        delta: Tensor = (scale - 1) * base_result + scale * lora_B(lora_A(x)) * scaling
+        return delta
 
 
 class ShardedDora(DoraLinearVariant):
@@ -76,14 +80,20 @@ class ShardedDora(DoraLinearVariant):
         """Initialise the magnitudes with the norms."""
         if not module.lora_magnitude_vector:
             module.adapter_layer_names = (*module.adapter_layer_names, "lora_magnitude_vector")
-        made = ShardedMagnitude(module.base)
-        factors = {name: getattr(module, name)[adapter_name].weight for name in ("lora_A", "lora_B")}
-        made.update_layer(base_layer=module.get_base_layer(), scaling=module.scaling[adapter_name], **factors)
-        module.lora_magnitude_vector[adapter_name] = made
+        magnitude = ShardedMagnitude(module.base)
+        factors = {
+            name: getattr(module, name)[adapter_name].weight for name in ("lora_A", "lora_B")
+        }
+        magnitude.update_layer(
+            base_layer=module.get_base_layer(), scaling=module.scaling[adapter_name], **factors
+        )
+        module.lora_magnitude_vector[adapter_name] = magnitude
 
 
 def magnitude_part(base: Base) -> Part:
-    """Return how magnitudes are divided: like cut outputs; or whole, with the gradient of this rank's tokens."""
+    """Return how magnitudes are divided: like cut outputs; or whole, with the gradient of this
+    rank's tokens.
+    """
     if base.kind == "row":
         return replicated_part(base.comm, partial=base.sequence_parallel)
     return sharded_part(base.layouts[0], base.sizes[1], base.comm)

@@ -1,4 +1,6 @@
-"""Initial values of adapters, drawn in full from seed and module name, then cut: the same for any number of ranks."""
+"""Initial values of adapters, drawn in full from seed and module name, then cut: the same for
+any number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from lema_neuron.comm import Comm
 __all__ = ["common_seed", "draw_a", "draw_b", "draw_vectors", "seeded"]
 
 _SEED: ContextVar[int | None] = ContextVar("seed of adapters", default=None)
-LIMBS, BITS = 4, 16  # of a seed: each of its parts is exact in any dtype of a device
+LIMBS = 4
+BITS = 16  # of a seed: each of its parts is exact in any dtype of a device
 
 
 @contextmanager
@@ -30,13 +33,19 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def common_seed(comm: Comm, device: torch.device | str = "cpu") -> int:
-    """Return the seed of `seeded`, or else that of the first rank's generator, `torch.initial_seed()`."""
-    given = _SEED.get()
-    if given is not None:
-        return given
+    """Return the seed of `seeded`, or else that of the first rank's generator,
+    `torch.initial_seed()`.
+    """
+    seed = _SEED.get()
+    if seed is not None:
+        return seed
     mine = torch.initial_seed()
-    limbs = torch.tensor([mine >> (BITS * one) & (2**BITS - 1) for one in range(LIMBS)], device=device)
-    return sum(int(limb) << (BITS * one) for one, limb in enumerate(comm.broadcast(limbs, 0).tolist()))
+    limbs = torch.tensor(
+        [mine >> (BITS * index) & (2**BITS - 1) for index in range(LIMBS)], device=device
+    )
+    return sum(
+        int(limb) << (BITS * index) for index, limb in enumerate(comm.broadcast(limbs, 0).tolist())
+    )
 
 
 def _generator(seed: int, name: str) -> torch.Generator:
@@ -53,10 +62,14 @@ def draw_a(shape: tuple[int, int], how: bool | str, seed: int, name: str) -> Ten
 
 
 def draw_b(shape: tuple[int, int], how: bool | str, seed: int, name: str) -> Tensor:
-    """Return a whole second factor, `[outputs, rank]`: zeros, except with `init_lora_weights=False`."""
+    """Return a whole second factor, `[outputs, rank]`: zeros, except with
+    `init_lora_weights=False`.
+    """
     if how is not False:
         return torch.zeros(shape)
-    return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=_generator(seed, name))
+    return nn.init.kaiming_uniform_(
+        torch.empty(shape), a=math.sqrt(5), generator=_generator(seed, name)
+    )
 
 
 def draw_vectors(shape: tuple[int, int], seed: int, name: str) -> Tensor:

@@ -1,4 +1,6 @@
-"""PEFT's LoRA over an embedding that is cut along its vocabulary: A is cut in the same way, and B is whole."""
+"""PEFT's LoRA over an embedding that is cut along its vocabulary: A is cut in the same way, and
+B is whole.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from peft.tuners.lora import Embedding as LoraEmbedding
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lema_neuron.layers.embedding import joined, look_up
+from lema_neuron.layers.embedding import embed_local, joined
 from lema_neuron.mappings import copy_to_group, gather_from_group
 from lema_neuron.peft.draw import draw_b, draw_vectors
 from lema_neuron.peft.layer import NeuronLoraLayer, as_config, new_device
@@ -21,7 +23,8 @@ __all__ = ["ParallelEmbedding"]
 
 
 class ParallelEmbedding(NeuronLoraLayer, LoraEmbedding):
-    """LoRA over a `ParallelEmbedding`; `lora_embedding_A` is `[r, ids / ranks]`, `lora_embedding_B` `[features, r]`.
+    """LoRA over a `ParallelEmbedding`; `lora_embedding_A` is `[r, ids / ranks]`, `lora_embedding_B`
+    `[features, r]`.
 
     If the embedding is cut along its features, A is whole and B is cut.
 
@@ -63,7 +66,7 @@ class ParallelEmbedding(NeuronLoraLayer, LoraEmbedding):
         NeuronLoraLayer.__init__(self, base_layer, **kwargs)
         self.fan_in_fan_out = False
         self._active_adapter = adapter_name
-        given = as_config(
+        lora_config = as_config(
             config,
             lora_dropout=lora_dropout,
             init_lora_weights=init_lora_weights,
@@ -71,20 +74,30 @@ class ParallelEmbedding(NeuronLoraLayer, LoraEmbedding):
             use_dora=use_dora,
             lora_bias=lora_bias,
         )
-        self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=given, **kwargs)
+        self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=lora_config, **kwargs)
 
     @property
     def _across(self) -> bool:
         return bool(getattr(self.get_base_layer(), "shard_across_embedding", False))
 
     def update_layer(
-        self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, target_name: str = "", **_: Any
+        self,
+        adapter_name: str,
+        r: int,
+        lora_alpha: int,
+        config: LoraConfig,
+        target_name: str = "",
+        **_: Any,
     ) -> None:
         """Add an adapter, or replace it."""
         if config.lora_bias:
-            raise ValueError(f"lora_bias={config.lora_bias} is not supported for {type(self).__name__}.")
+            raise ValueError(
+                f"lora_bias={config.lora_bias} is not supported for {type(self).__name__}."
+            )
         self._begin(adapter_name, r, lora_alpha, config)
-        (ids, features), layout, device = self.base.sizes, self.base.layouts[0], new_device()
+        ids, features = self.base.sizes
+        layout = self.base.layouts[0]
+        device = new_device()
         across = self._across
         inner = (r, ids if across else local_size(layout, ids))
         outer = (local_size(layout, features) if across else features, r)
@@ -96,18 +109,31 @@ class ParallelEmbedding(NeuronLoraLayer, LoraEmbedding):
         return [self.lora_embedding_A[name], self.lora_embedding_B[name]]
 
     def draw(self, adapter_name: str, how: bool | str, seed: int, module_name: str) -> None:
-        """Fill an adapter; see `NeuronLoraLayer.draw`. A begins as zeros, B is drawn, as in PEFT."""
-        (ids, features), r, rank = self.base.sizes, self.r[adapter_name], self.base.comm.rank
-        known, name = self.parts(), f"{module_name}.{adapter_name}"
+        """Fill an adapter; see `NeuronLoraLayer.draw`. A begins as zeros, B is drawn, as in
+        PEFT.
+        """
+        ids, features = self.base.sizes
+        r = self.r[adapter_name]
+        rank = self.base.comm.rank
+        part_by_name = self.parts()
+        name = f"{module_name}.{adapter_name}"
         with torch.no_grad():
             first = draw_b((r, ids), how, seed, f"{name}.A")
-            self.lora_embedding_A[adapter_name].copy_(known[f"lora_embedding_A.{adapter_name}"].shard(first, rank))
+            self.lora_embedding_A[adapter_name].copy_(
+                part_by_name[f"lora_embedding_A.{adapter_name}"].shard(first, rank)
+            )
             second = draw_vectors((features, r), seed, f"{name}.B")
-            self.lora_embedding_B[adapter_name].copy_(known[f"lora_embedding_B.{adapter_name}"].shard(second, rank))
+            self.lora_embedding_B[adapter_name].copy_(
+                part_by_name[f"lora_embedding_B.{adapter_name}"].shard(second, rank)
+            )
 
     def parts(self) -> dict[str, Part]:
-        """Return how both factors are divided; under sequence parallelism a whole B is for this rank's tokens only."""
-        (ids, features), comm, layout = self.base.sizes, self.base.comm, self.base.layouts[0]
+        """Return how both factors are divided; under sequence parallelism a whole B is for this
+        rank's tokens only.
+        """
+        ids, features = self.base.sizes
+        comm = self.base.comm
+        layout = self.base.layouts[0]
         first: Part = (
             sharded_part(along(layout, 1 - layout.dim), ids, comm)
             if not self._across
@@ -116,10 +142,11 @@ class ParallelEmbedding(NeuronLoraLayer, LoraEmbedding):
         second = replicated_part(comm, partial=self.base.sequence_parallel)
         if self._across:
             second = sharded_part(along(layout, 1 - layout.dim), features, comm)
-        found = {}
+        part_by_name = {}
         for name in self.lora_embedding_A:
-            found[f"lora_embedding_A.{name}"], found[f"lora_embedding_B.{name}"] = first, second
-        return found
+            part_by_name[f"lora_embedding_A.{name}"] = first
+            part_by_name[f"lora_embedding_B.{name}"] = second
+        return part_by_name
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the embedding's vectors with those of the active adapters added."""
@@ -135,12 +162,13 @@ class ParallelEmbedding(NeuronLoraLayer, LoraEmbedding):
         return result.to(kind)
 
     def _added(self, name: str, ids: Tensor) -> Tensor:
-        base, layer = self.base, self._layer
+        base = self.base
+        layer = self._layer
         first: Tensor = self.lora_embedding_A[name].T
         second: Tensor = self.lora_embedding_B[name].T
         if self._across:
             inner = copy_to_group(functional.embedding(ids, first, layer.padding_idx), base.comm)
             return gather_from_group(inner @ second, base.comm)
-        partial = look_up(ids, first, base.comm, layer.padding_idx)
+        partial = embed_local(ids, first, base.comm, layer.padding_idx)
         inner = joined(partial, base.comm, base.sequence_parallel, base.sequence_dimension)
         return inner @ second

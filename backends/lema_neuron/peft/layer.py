@@ -1,4 +1,6 @@
-"""PEFT's LoRA layers over column and row layers: factors are cut like the weight, and the rank is never cut."""
+"""PEFT's LoRA layers over column and row layers: factors are cut like the weight, and the rank
+is never cut.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,17 @@ from lema_neuron.shares import Part, along, replicated_part
 __all__ = ["NeuronLoraLayer", "ParallelLinear", "as_config"]
 
 
-def as_config(config: LoraConfig | None, **given: Any) -> LoraConfig:
-    """Return PEFT's config, or make one of the arguments that layers had before PEFT passed a config.
+def as_config(config: LoraConfig | None, **options: Any) -> LoraConfig:
+    """Return PEFT's config, or make one of the arguments that layers had before PEFT passed a
+    config.
 
     Raises:
         ConfigError: one of its options is not exact under sharding.
     """
-    kind = given.pop("init_lora_weights", True)
-    found = config or LoraConfig(init_lora_weights=kind, **given)
-    check_config(found)
-    return found
+    kind = options.pop("init_lora_weights", True)
+    lora_config = config or LoraConfig(init_lora_weights=kind, **options)
+    check_config(lora_config)
+    return lora_config
 
 
 class NeuronLoraLayer(LoraLayer):
@@ -50,13 +53,15 @@ class NeuronLoraLayer(LoraLayer):
 
     base: Base
 
-    def __init__(self, base_layer: nn.Module, ephemeral_gpu_offload: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, base_layer: nn.Module, ephemeral_gpu_offload: bool = False, **kwargs: Any
+    ) -> None:
         LoraLayer.__init__(self, base_layer, ephemeral_gpu_offload, **kwargs)
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[Any, Any]:
         self.base = describe(module)
-        first, *others = self.base.sizes
-        return first, others[0] if len(others) == 1 else others
+        first, *outputs = self.base.sizes
+        return first, outputs[0] if len(outputs) == 1 else outputs
 
     @property
     def _layer(self) -> Any:
@@ -73,9 +78,11 @@ class NeuronLoraLayer(LoraLayer):
         check_dora(config, self.base, self._layer)
         if r <= 0:
             raise ValueError(f"`r` should be a positive integer value but the value passed is {r}")
-        self.r[name], self.lora_alpha[name] = r, alpha
+        self.r[name] = r
+        self.lora_alpha[name] = alpha
         self.scaling[name] = alpha / math.sqrt(r) if config.use_rslora else alpha / r
-        self.use_rslora[name], self.use_dora[name] = config.use_rslora, config.use_dora
+        self.use_rslora[name] = config.use_rslora
+        self.use_dora[name] = config.use_dora
         self.lora_bias[name] = config.lora_bias
         self.lora_dropout[name] = self._dropout(config.lora_dropout)
 
@@ -84,7 +91,7 @@ class NeuronLoraLayer(LoraLayer):
 
     def _end(self, name: str, config: LoraConfig, target_name: str) -> None:
         """Draw the new adapter's values, unless it is on `meta`, and make it active."""
-        if not any(one.is_meta for one in self._factors(name)):
+        if not any(factor.is_meta for factor in self._factors(name)):
             base = self.base
             device = next(self.get_base_layer().parameters()).device
             seed = common_seed(base.comm, "cpu" if device.type in ("cpu", "meta") else device)
@@ -110,12 +117,15 @@ class NeuronLoraLayer(LoraLayer):
         raise NotImplementedError
 
     def parts(self) -> dict[str, Part]:
-        """Return how those parameters of the factors are divided whose own modules do not say it."""
+        """Return how those parameters of the factors are divided whose own modules do not say
+        it.
+        """
         raise NotImplementedError
 
 
 class ParallelLinear(NeuronLoraLayer, LoraLinear):
-    """LoRA over a `ColumnParallelLinear` (A whole, B cut by rows) or a `RowParallelLinear` (A cut by columns, B whole).
+    """LoRA over a `ColumnParallelLinear` (A whole, B cut by rows) or a `RowParallelLinear` (A cut
+    by columns, B whole).
 
     Merging adds the product of a rank's shares of the factors to the rank's weight.
 
@@ -157,9 +167,10 @@ class ParallelLinear(NeuronLoraLayer, LoraLinear):
     ) -> None:
         nn.Module.__init__(self)
         NeuronLoraLayer.__init__(self, base_layer, **kwargs)
-        self.fan_in_fan_out, self.is_target_conv_1d_layer = False, is_target_conv_1d_layer
+        self.fan_in_fan_out = False
+        self.is_target_conv_1d_layer = is_target_conv_1d_layer
         self._active_adapter = adapter_name
-        given = as_config(
+        lora_config = as_config(
             config,
             lora_dropout=lora_dropout,
             init_lora_weights=init_lora_weights,
@@ -167,14 +178,21 @@ class ParallelLinear(NeuronLoraLayer, LoraLinear):
             use_dora=use_dora,
             lora_bias=lora_bias,
         )
-        self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=given, **kwargs)
+        self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=lora_config, **kwargs)
 
     def update_layer(
-        self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, target_name: str = "", **_: Any
+        self,
+        adapter_name: str,
+        r: int,
+        lora_alpha: int,
+        config: LoraConfig,
+        target_name: str = "",
+        **_: Any,
     ) -> None:
         """Add an adapter, or replace it."""
         self._begin(adapter_name, r, lora_alpha, config)
-        base, layer = self.base, self._layer
+        base = self.base
+        layer = self._layer
         over: dict[str, Any] = {
             "sequence_parallel_enabled": base.sequence_parallel,
             "sequence_dimension": base.sequence_dimension,
@@ -186,7 +204,9 @@ class ParallelLinear(NeuronLoraLayer, LoraLinear):
         second: nn.Module
         if base.kind == "row":
             cut = layer.input_is_parallel
-            first = RowParallelLinear(inputs, r, bias=False, input_is_parallel=cut, layout=base.layouts[0], **over)
+            first = RowParallelLinear(
+                inputs, r, bias=False, input_is_parallel=cut, layout=base.layouts[0], **over
+            )
             second = nn.Linear(r, outputs, bias=config.lora_bias, device="meta")
         else:
             first = nn.Linear(inputs, r, bias=False, device="meta")
@@ -216,17 +236,19 @@ class ParallelLinear(NeuronLoraLayer, LoraLinear):
 
     def draw(self, adapter_name: str, how: bool | str, seed: int, module_name: str) -> None:
         """Fill an adapter; see `NeuronLoraLayer.draw`."""
-        (inputs, outputs), r, rank = self.base.sizes, self.r[adapter_name], self.base.comm.rank
-        known = self.parts()
+        inputs, outputs = self.base.sizes
+        r = self.r[adapter_name]
+        rank = self.base.comm.rank
+        part_by_name = self.parts()
         first: Any = self.lora_A[adapter_name]
         second: Any = self.lora_B[adapter_name]
         name = f"{module_name}.{adapter_name}"
         with torch.no_grad():
             full = draw_a((r, inputs), how, seed, f"{name}.A")
-            part = known.get(f"lora_A.{adapter_name}.weight") or first.parts()["weight"]
+            part = part_by_name.get(f"lora_A.{adapter_name}.weight") or first.parts()["weight"]
             first.weight.copy_(part.shard(full, rank))
             full = draw_b((outputs, r), how, seed, f"{name}.B")
-            part = known.get(f"lora_B.{adapter_name}.weight") or second.parts()["weight"]
+            part = part_by_name.get(f"lora_B.{adapter_name}.weight") or second.parts()["weight"]
             second.weight.copy_(part.shard(full, rank))
             if second.bias is not None:
                 second.bias.zero_()
@@ -234,19 +256,22 @@ class ParallelLinear(NeuronLoraLayer, LoraLinear):
     def parts(self) -> dict[str, Part]:
         """Return how the whole factors are divided.
 
-        The gradient of a column layer's A covers this rank's tokens only, or this rank's rows of B only. That of a row
-        layer's B covers this rank's tokens only.
+        The gradient of a column layer's A covers this rank's tokens only, or this rank's rows of B
+        only. That of a row layer's B covers this rank's tokens only.
         """
-        base, found = self.base, {}
+        base = self.base
+        part_by_name = {}
         partial = base.sequence_parallel or (base.kind == "column" and base.boundary)
         for name in self.lora_A:
-            whole = self.lora_B[name] if base.kind == "row" else self.lora_A[name]
+            replicated = self.lora_B[name] if base.kind == "row" else self.lora_A[name]
             prefix = "lora_B" if base.kind == "row" else "lora_A"
-            for one, _ in whole.named_parameters():
-                found[f"{prefix}.{name}.{one}"] = replicated_part(base.comm, partial=partial)
+            for leaf, _ in replicated.named_parameters():
+                part_by_name[f"{prefix}.{name}.{leaf}"] = replicated_part(
+                    base.comm, partial=partial
+                )
         for name in self.lora_magnitude_vector:
-            found[f"lora_magnitude_vector.{name}.weight"] = magnitude_part(base)
-        return found
+            part_by_name[f"lora_magnitude_vector.{name}.weight"] = magnitude_part(base)
+        return part_by_name
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the layer's output with that of the active adapters added."""

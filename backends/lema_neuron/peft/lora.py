@@ -29,7 +29,8 @@ EXACT = ("linear", "cat")  # ways to combine adapters that treat each number or 
 
 
 class NeuronLoraModel(LoraModel):
-    """LoRA over a model with parallel layers; other linears, whole on every rank, get PEFT's own layers.
+    """LoRA over a model with parallel layers; other linears, whole on every rank, get PEFT's own
+    layers.
 
     Args:
         model: one with parallel layers, LEMA's or neuronx-distributed's.
@@ -42,11 +43,18 @@ class NeuronLoraModel(LoraModel):
     """
 
     def __init__(
-        self, model: nn.Module, config: Any, adapter_name: str, low_cpu_mem_usage: bool = False, **kwargs: Any
+        self,
+        model: nn.Module,
+        config: Any,
+        adapter_name: str,
+        low_cpu_mem_usage: bool = False,
+        **kwargs: Any,
     ) -> None:
         super().__init__(model, config, adapter_name, low_cpu_mem_usage=low_cpu_mem_usage, **kwargs)
 
-    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    def inject_adapter(
+        self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
+    ) -> None:
         """Check an adapter's config, and attach the adapter."""
         config: Any = self.peft_config[adapter_name]
         check_config(config)
@@ -55,15 +63,24 @@ class NeuronLoraModel(LoraModel):
         super().inject_adapter(model, adapter_name, *args, **kwargs)
 
     @staticmethod
-    def _create_new_module(lora_config: LoraConfig, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
+    def _create_new_module(
+        lora_config: LoraConfig, adapter_name: str, target: nn.Module, **kwargs: Any
+    ) -> nn.Module:
         kind = kind_of(target)
         if kind is None:
             return adapted_module(lora_config, adapter_name, target, **kwargs)
-        known = {name: kwargs[name] for name in ("r", "lora_alpha", "target_name") if name in kwargs}
-        return NEURON_LORA_MODULES[kind](target, adapter_name, config=lora_config, **known)
+        options = {
+            name: kwargs[name] for name in ("r", "lora_alpha", "target_name") if name in kwargs
+        }
+        return NEURON_LORA_MODULES[kind](target, adapter_name, config=lora_config, **options)
 
     def add_weighted_adapter(  # type: ignore[override]
-        self, adapters: list[str], weights: list[float], adapter_name: str, combination_type: Any = "svd", **kwargs: Any
+        self,
+        adapters: list[str],
+        weights: list[float],
+        adapter_name: str,
+        combination_type: Any = "svd",
+        **kwargs: Any,
     ) -> None:
         """Combine adapters into a new one, in a way that is exact on shards.
 
@@ -83,17 +100,23 @@ def _all_linear(model: nn.Module) -> set[str]:
     """Return the full names of all linears except the head, including parallel ones.
 
     Raises:
-        ConfigError: there are experts whose weights are in one parameter, which PEFT would adapt too.
+        ConfigError: there are experts whose weights are in one parameter, which PEFT would adapt
+            too.
     """
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Conv1d) and any(one.dim() == 3 for one in module.parameters(recurse=False)):
+        if not isinstance(module, nn.Conv1d) and any(
+            parameter.dim() == 3 for parameter in module.parameters(recurse=False)
+        ):
             raise ConfigError(
-                "all-linear includes experts, but several ranks do not support adapters of parameters",
+                (
+                    "all-linear includes experts, but several ranks do not support adapters of "
+                    "parameters"
+                ),
                 where=f"target_modules: {name}",
                 how="name the linears to adapt in target_modules",
             )
-    given: Any = model
-    head = given.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    untyped: Any = model
+    head = untyped.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return {
         name.removesuffix(".base_layer")
         for name, module in model.named_modules()

@@ -1,4 +1,6 @@
-"""PEFT's models over parallel layers. Their adapters are attached, saved and loaded as those of the whole model."""
+"""PEFT's models over parallel layers. Their adapters are attached, saved and loaded as those of
+the whole model.
+"""
 
 from __future__ import annotations
 
@@ -48,30 +50,44 @@ class NeuronPeftModel(PeftModel):
     ) -> None:
         check_config(peft_config)
         with _our_lora():
-            super().__init__(model, peft_config, adapter_name, autocast_adapter_dtype=autocast_adapter_dtype, **kwargs)
+            super().__init__(
+                model,
+                peft_config,
+                adapter_name,
+                autocast_adapter_dtype=autocast_adapter_dtype,
+                **kwargs,
+            )
         self.comm = comm_in(model)
         mark(self, self.comm)
 
-    def add_adapter(self, adapter_name: str, peft_config: PeftConfig, *args: Any, **kwargs: Any) -> None:
+    def add_adapter(
+        self, adapter_name: str, peft_config: PeftConfig, *args: Any, **kwargs: Any
+    ) -> None:
         """Add another adapter."""
         check_config(peft_config)
         super().add_adapter(adapter_name, peft_config, *args, **kwargs)
         mark(self, self.comm)
 
     def adapter_state(self, adapter_name: str | None = None) -> dict[str, Tensor]:
-        """Return all adapters' parameters and others that train, or one adapter's, all whole; every rank calls it.
+        """Return all adapters' parameters and others that train, or one adapter's, all whole; every
+        rank calls it.
 
         Raises:
             DataError: copies differ from rank to rank.
         """
-        known, found = parts(self, self.comm), {}
+        part_by_name = parts(self, self.comm)
+        state = {}
         for name, parameter in self.named_parameters():
-            part = known[name]
+            part = part_by_name[name]
             adapter = ".lora_" in name or ".modules_to_save." in name
-            mine = adapter or parameter.requires_grad if adapter_name is None else f".{adapter_name}" in name
+            mine = (
+                adapter or parameter.requires_grad
+                if adapter_name is None
+                else f".{adapter_name}" in name
+            )
             if mine and part is not None:
-                found[name] = part.consolidate(parameter, self.comm)
-        return found
+                state[name] = part.consolidate(parameter, self.comm)
+        return state
 
     def load_adapter_state(self, state: dict[str, Tensor]) -> None:
         """Take this rank's shares of whole parameters, named as `adapter_state` names them.
@@ -79,13 +95,16 @@ class NeuronPeftModel(PeftModel):
         Raises:
             ConfigError: the model has no parameter of such a name.
         """
-        known, own = parts(self, self.comm), dict(self.named_parameters())
-        if unknown := sorted(state.keys() - own.keys()):
-            raise ConfigError(f"the model has no parameter {unknown[0]}", how="use the names of the whole model")
+        part_by_name = parts(self, self.comm)
+        parameters = dict(self.named_parameters())
+        if unknown := sorted(state.keys() - parameters.keys()):
+            raise ConfigError(
+                f"the model has no parameter {unknown[0]}", how="use the names of the whole model"
+            )
         with torch.no_grad():
             for name, full in state.items():
-                part = known[name]
-                own[name].copy_(full if part is None else part.shard(full, self.comm.rank))
+                part = part_by_name[name]
+                parameters[name].copy_(full if part is None else part.shard(full, self.comm.rank))
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -110,29 +129,35 @@ class NeuronPeftModel(PeftModel):
         Raises:
             ConfigError: the adapter is not exact under sharding, or does not fit the model.
         """
-        found = PeftConfig.from_pretrained(model_id) if config is None else config
-        found.inference_mode = not is_trainable
-        made = get_peft_model(model, found, adapter_name)
-        made.load_adapter_state(read_adapter(model_id, adapter_name, **kwargs))
-        return made
+        peft_config = PeftConfig.from_pretrained(model_id) if config is None else config
+        peft_config.inference_mode = not is_trainable
+        peft_model = get_peft_model(model, peft_config, adapter_name)
+        peft_model.load_adapter_state(read_adapter(model_id, adapter_name, **kwargs))
+        return peft_model
 
-    def load_adapter(self, model_id: str, adapter_name: str, is_trainable: bool = False, **kwargs: Any) -> None:  # type: ignore[override]
+    def load_adapter(  # type: ignore[override]
+        self, model_id: str, adapter_name: str, is_trainable: bool = False, **kwargs: Any
+    ) -> None:
         """Add an adapter from PEFT's files; each rank takes its shares of it.
 
         Raises:
             ConfigError: the adapter is not exact under sharding, or does not fit the model.
         """
-        found = PeftConfig.from_pretrained(model_id)
-        found.inference_mode = not is_trainable
+        peft_config = PeftConfig.from_pretrained(model_id)
+        peft_config.inference_mode = not is_trainable
         if adapter_name not in self.peft_config:
-            self.add_adapter(adapter_name, found)
+            self.add_adapter(adapter_name, peft_config)
         self.load_adapter_state(read_adapter(model_id, adapter_name, **kwargs))
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:  # type: ignore[override]
-        """Write PEFT's own files of the whole adapter; the first rank writes, every rank calls it."""
+        """Write PEFT's own files of the whole adapter; the first rank writes, every rank calls
+        it.
+        """
         state = self.adapter_state()
         if self.comm.rank == 0:
-            super().save_pretrained(save_directory, state_dict={**_buffers(self), **state}, **kwargs)
+            super().save_pretrained(
+                save_directory, state_dict={**_buffers(self), **state}, **kwargs
+            )
         self.comm.barrier()
 
 
@@ -153,7 +178,8 @@ def get_peft_model(
 ) -> NeuronPeftModel:
     """Attach an adapter to a model with parallel layers; every rank calls it.
 
-    Initial values come from the seed and each module's name, so that they are the same for any number of ranks.
+    Initial values come from the seed and each module's name, so that they are the same for any
+    number of ranks.
 
     Args:
         model: one from `lema_neuron.parallelize`, or one with neuronx-distributed's layers.
@@ -169,16 +195,20 @@ def get_peft_model(
         ConfigError: what is asked for is not exact under sharding; it is named.
     """
     if mixed:
-        raise ConfigError("adapters of mixed types are not supported over several ranks", where="mixed")
+        raise ConfigError(
+            "adapters of mixed types are not supported over several ranks", where="mixed"
+        )
     check_config(peft_config)
     peft_config.base_model_name_or_path = getattr(model, "name_or_path", None) or None
     if revision is not None:
         peft_config.revision = revision
-    made = NeuronPeftModelForCausalLM if peft_config.task_type == "CAUSAL_LM" else NeuronPeftModel
+    model_class = (
+        NeuronPeftModelForCausalLM if peft_config.task_type == "CAUSAL_LM" else NeuronPeftModel
+    )
     chosen = common_seed(comm_in(model)) if seed is None else seed
     with torch.random.fork_rng(devices=()), seeded(chosen):
         torch.manual_seed(chosen)  # for layers that are whole on every rank, which PEFT fills
-        return made(
+        return model_class(
             model,
             peft_config,
             adapter_name=adapter_name,
@@ -189,19 +219,26 @@ def get_peft_model(
 
 def comm_in(model: nn.Module) -> Comm:
     """Return the group that a model's parallel layers are divided over."""
-    found = next((module for module in model.modules() if kind_of(module) and not hasattr(module, "base_layer")), None)
-    return Solo() if found is None else describe(found).comm
+    layer = next(
+        (
+            module
+            for module in model.modules()
+            if kind_of(module) and not hasattr(module, "base_layer")
+        ),
+        None,
+    )
+    return Solo() if layer is None else describe(layer).comm
 
 
 @contextmanager
 def _our_lora() -> Iterator[None]:
     """Make PEFT use our class of LoRA models, in a `with` block."""
-    kept = PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA]
+    original = PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA]
     PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = NeuronLoraModel
     try:
         yield
     finally:
-        PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = kept
+        PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = original
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:

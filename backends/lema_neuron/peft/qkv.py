@@ -22,9 +22,11 @@ __all__ = ["GQAQKVColumnParallelLinear"]
 
 
 class GQAQKVColumnParallelLinear(nn.Module, NeuronLoraLayer):
-    """LoRA over a grouped projection: `lora_A.NAME.q`, `.k`, `.v` are whole, `lora_B.NAME.q` ... cut as the weights.
+    """LoRA over a grouped projection: `lora_A.NAME.q`, `.k`, `.v` are whole, `lora_B.NAME.q` ...
+    cut as the weights.
 
-    The outputs of the three first factors are gathered together, or their gradients summed together.
+    The outputs of the three first factors are gathered together, or their gradients summed
+    together.
 
     Args:
         base_layer: the parallel layer, LEMA's or neuronx-distributed's.
@@ -66,7 +68,7 @@ class GQAQKVColumnParallelLinear(nn.Module, NeuronLoraLayer):
         NeuronLoraLayer.__init__(self, base_layer, **kwargs)
         self.fan_in_fan_out = False
         self._active_adapter = adapter_name
-        given = as_config(
+        lora_config = as_config(
             config,
             lora_dropout=lora_dropout,
             init_lora_weights=init_lora_weights,
@@ -74,21 +76,30 @@ class GQAQKVColumnParallelLinear(nn.Module, NeuronLoraLayer):
             use_dora=use_dora,
             lora_bias=lora_bias,
         )
-        self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=given, **kwargs)
+        self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=lora_config, **kwargs)
 
     def update_layer(
-        self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, target_name: str = "", **_: Any
+        self,
+        adapter_name: str,
+        r: int,
+        lora_alpha: int,
+        config: LoraConfig,
+        target_name: str = "",
+        **_: Any,
     ) -> None:
         """Add an adapter, or replace it."""
         if config.lora_bias:
-            raise ValueError(f"lora_bias={config.lora_bias} is not supported for {type(self).__name__}.")
+            raise ValueError(
+                f"lora_bias={config.lora_bias} is not supported for {type(self).__name__}."
+            )
         self._begin(adapter_name, r, lora_alpha, config)
         base = self.base
-        first, second = nn.ModuleDict(), nn.ModuleDict()
-        for number, one in enumerate(PROJECTIONS):
+        first = nn.ModuleDict()
+        second = nn.ModuleDict()
+        for number, projection in enumerate(PROJECTIONS):
             size = base.sizes[min(number, 1) + 1]
-            first[one] = nn.Linear(base.sizes[0], r, bias=False, device="meta")
-            second[one] = ColumnParallelLinear(
+            first[projection] = nn.Linear(base.sizes[0], r, bias=False, device="meta")
+            second[projection] = ColumnParallelLinear(
                 r,
                 size,
                 bias=False,
@@ -105,25 +116,32 @@ class GQAQKVColumnParallelLinear(nn.Module, NeuronLoraLayer):
 
     def draw(self, adapter_name: str, how: bool | str, seed: int, module_name: str) -> None:
         """Fill an adapter; see `NeuronLoraLayer.draw`."""
-        base, r = self.base, self.r[adapter_name]
+        base = self.base
+        r = self.r[adapter_name]
         name = f"{module_name}.{adapter_name}"
         with torch.no_grad():
-            for number, one in enumerate(PROJECTIONS):
+            for number, projection in enumerate(PROJECTIONS):
                 size = base.sizes[min(number, 1) + 1]
-                first, second = self._pair(adapter_name, one)
-                first.weight.copy_(draw_a((r, base.sizes[0]), how, seed, f"{name}.{one}.A"))
-                full = draw_b((size, r), how, seed, f"{name}.{one}.B")
+                first, second = self._pair(adapter_name, projection)
+                first.weight.copy_(draw_a((r, base.sizes[0]), how, seed, f"{name}.{projection}.A"))
+                full = draw_b((size, r), how, seed, f"{name}.{projection}.B")
                 second.weight.copy_(second.parts()["weight"].shard(full, base.comm.rank))
 
-    def _pair(self, adapter_name: str, one: str) -> tuple[Any, Any]:
+    def _pair(self, adapter_name: str, projection: str) -> tuple[Any, Any]:
         first: Any = self.lora_A[adapter_name]
         second: Any = self.lora_B[adapter_name]
-        return first[one], second[one]
+        return first[projection], second[projection]
 
     def parts(self) -> dict[str, Part]:
-        """Return how the first factors are divided: they are whole, with a partial gradient like a column layer's."""
+        """Return how the first factors are divided: they are whole, with a partial gradient like
+        a column layer's.
+        """
         partial = self.base.sequence_parallel or self.base.boundary
-        names = [f"lora_A.{name}.{one}.weight" for name in self.lora_A for one in PROJECTIONS]
+        names = [
+            f"lora_A.{name}.{projection}.weight"
+            for name in self.lora_A
+            for projection in PROJECTIONS
+        ]
         return {name: replicated_part(self.base.comm, partial=partial) for name in names}
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,18 +149,22 @@ class GQAQKVColumnParallelLinear(nn.Module, NeuronLoraLayer):
         refuse_mixed_batch(kwargs.get("adapter_names"))
         if self.disable_adapters and self.merged:
             self.unmerge()
-        found = tuple(self.base_layer(x, *args, **kwargs))
-        kinds = [one.dtype for one in found]
+        outputs = tuple(self.base_layer(x, *args, **kwargs))
+        kinds = [output.dtype for output in outputs]
         if not self.disable_adapters and not self.merged:
             for name in self.active_adapters:
                 if name in self.lora_A:
                     added = self._added(name, x)
-                    found = tuple(one + more * self.scaling[name] for one, more in zip(found, added, strict=True))
-        q, k, v = (one.to(kind) for one, kind in zip(found, kinds, strict=True))
+                    outputs = tuple(
+                        output + more * self.scaling[name]
+                        for output, more in zip(outputs, added, strict=True)
+                    )
+        q, k, v = (output.to(kind) for output, kind in zip(outputs, kinds, strict=True))
         return q, k, v
 
     def _added(self, name: str, x: Tensor) -> list[Tensor]:
-        base, pairs = self.base, [self._pair(name, one) for one in PROJECTIONS]
+        base = self.base
+        pairs = [self._pair(name, projection) for projection in PROJECTIONS]
         x = self._cast_input_dtype(x, pairs[0][0].weight.dtype)
         inner = torch.cat([first(self.lora_dropout[name](x)) for first, _ in pairs], -1)
         if base.sequence_parallel:
@@ -153,7 +175,7 @@ class GQAQKVColumnParallelLinear(nn.Module, NeuronLoraLayer):
 
     def get_delta_weight(self, adapter: str) -> tuple[Tensor, Tensor, Tensor]:
         """Return the adapter's change of this rank's part of the three weights."""
-        pairs = (self._pair(adapter, one) for one in PROJECTIONS)
+        pairs = (self._pair(adapter, projection) for projection in PROJECTIONS)
         q, k, v = (second.weight @ first.weight * self.scaling[adapter] for first, second in pairs)
         return q, k, v
 
@@ -166,9 +188,13 @@ class GQAQKVColumnParallelLinear(nn.Module, NeuronLoraLayer):
         for name in check_adapters_to_merge(self, adapter_names):
             if name not in self.lora_A:
                 continue
-            merged = [(one, one + more.to(one.dtype)) for one, more in self._weights(name)]
+            merged = [
+                (weight, weight + more.to(weight.dtype)) for weight, more in self._weights(name)
+            ]
             if safe_merge and not all(bool(torch.isfinite(total).all()) for _, total in merged):
-                raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
+                raise ValueError(
+                    f"NaNs detected in the merged weights. The adapter {name} seems to be broken"
+                )
             for weight, total in merged:
                 weight.copy_(total)
             self.merged_adapters.append(name)
@@ -181,10 +207,13 @@ class GQAQKVColumnParallelLinear(nn.Module, NeuronLoraLayer):
                 weight.sub_(more.to(weight.dtype))
 
     def _weights(self, name: str) -> list[tuple[Tensor, Tensor]]:
-        """Return each weight's data and the adapter's change; neuronx-distributed may fuse them, in rows q, k, v."""
-        layer, added = self._layer, [one.detach() for one in self.get_delta_weight(name)]
+        """Return each weight's data and the adapter's change; neuronx-distributed may fuse them,
+        in rows q, k, v.
+        """
+        layer = self._layer
+        added = [delta.detach() for delta in self.get_delta_weight(name)]
         if hasattr(layer, "weight_qkv"):
-            weights = layer.weight_qkv.data.split([one.shape[0] for one in added])
+            weights = layer.weight_qkv.data.split([delta.shape[0] for delta in added])
         else:
-            weights = [getattr(layer, f"weight_{one}").data for one in PROJECTIONS]
+            weights = [getattr(layer, f"weight_{projection}").data for projection in PROJECTIONS]
         return list(zip(weights, added, strict=True))

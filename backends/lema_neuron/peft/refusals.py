@@ -1,4 +1,6 @@
-"""The options of PEFT's LoRA that are not exact when weights are divided over ranks; they are refused by name."""
+"""The options of PEFT's LoRA that are not exact when weights are divided over ranks; they are
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +34,29 @@ def check_config(config: Any, *, parameters: bool = False) -> None:
         ConfigError: an option is not exact; the message names it.
     """
     if not isinstance(config, LoraConfig):
-        raise ConfigError(f"{type(config).__name__} is not supported over several ranks", how="use LoraConfig")
+        raise ConfigError(
+            f"{type(config).__name__} is not supported over several ranks", how="use LoraConfig"
+        )
     variants = [field.name for field in fields(config) if field.metadata.get("is_lora_variant")]
     variants.remove("use_dora")  # it depends on the layer: `check_dora`
     for name in dict.fromkeys([*WHY, *variants]):
         if getattr(config, name, None) and not (parameters and name == "target_parameters"):
             why = WHY.get(name, "it is computed from whole weights or activations")
-            raise ConfigError(f"{name} is not exact under tensor parallelism: {why}", where=name, how=HOW)
+            raise ConfigError(
+                f"{name} is not exact under tensor parallelism: {why}", where=name, how=HOW
+            )
     initial = config.init_lora_weights
     if not isinstance(initial, bool) and str(initial).lower() != "gaussian":
         raise ConfigError(
-            f"init_lora_weights={initial!r} is not exact under tensor parallelism: it decomposes whole weights or data",
+            (
+                f"init_lora_weights={initial!r} is not exact under tensor parallelism: it "
+                "decomposes whole weights or data"
+            ),
             where="init_lora_weights",
-            how="use True, False or gaussian; or start from an adapter that was initialised on one device",
+            how=(
+                "use True, False or gaussian; or start from an adapter that was initialised on "
+                "one device"
+            ),
         )
 
 
@@ -62,16 +74,18 @@ def check_dora(config: LoraConfig, base: Base, layer: Any) -> None:
         what = "magnitudes of a layer whose output every rank gets whole"
     else:
         return
-    raise ConfigError(f"use_dora is not supported under tensor parallelism: {what}", where="use_dora", how=HOW)
+    raise ConfigError(
+        f"use_dora is not supported under tensor parallelism: {what}", where="use_dora", how=HOW
+    )
 
 
-def refuse_mixed_batch(given: Any) -> None:
+def refuse_mixed_batch(adapter_names: Any) -> None:
     """Refuse batches whose rows use different adapters.
 
     Raises:
         ConfigError: there are some.
     """
-    if given is not None:
+    if adapter_names is not None:
         raise ConfigError(
             "batches of several adapters are not supported over several ranks",
             where="adapter_names",

@@ -21,7 +21,8 @@ class RuntimeModule(Protocol):
     """The contents of a runtime's module.
 
     Attributes:
-        carrier: the library that carries tensors between its devices, by its name in `torch.distributed`.
+        carrier: the library that carries tensors between its devices, by its name in
+            `torch.distributed`.
         kv_layout: how its own parallel layers lay out copies of key and value heads.
     """
 
@@ -29,7 +30,9 @@ class RuntimeModule(Protocol):
     kv_layout: KvLayout
 
     def prepare(self) -> None:
-        """Prepare for joining the processes: set variables, and import the module that registers a carrier."""
+        """Prepare for joining the processes: set variables, and import the module that registers
+        a carrier.
+        """
 
     def open(self, options: BackendOptions) -> Computing:
         """Open this process's device, once the processes have been joined."""

@@ -1,4 +1,6 @@
-"""No device: every process computes on the CPU and emulates one NeuronCore. It is never chosen automatically."""
+"""No device: every process computes on the CPU and emulates one NeuronCore. It is never chosen
+automatically.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """PyTorch/XLA, which drives Trn1: torch-neuronx up to 2.9 with torch_xla.
 
-Several processes reduce through collectives that are part of the graph, so every process must build the same graph:
-each graph names the groups of all ranks. A runtime that does not know the other processes silently ignores
-collectives, so a sum at the start checks it.
+Several processes reduce through collectives that are part of the graph, so every process must build
+the same graph: each graph names the groups of all ranks. A runtime that does not know the other
+processes silently ignores collectives, so a sum at the start checks it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ class Lazy:
     kv_layout: KvLayout = "tile"
 
     def prepare(self) -> None:
-        """Set variables that compiler and runtime read when they are imported, unless the user has; import them.
+        """Set variables that compiler and runtime read when they are imported, unless the user has;
+        import them.
 
         Raises:
             BackendUnavailable: they cannot be imported.
         """
         set_variables("xla")
         try:
-            import_module("torch_xla.distributed.xla_backend")  # registers the carrier with torch.distributed
+            import_module(
+                "torch_xla.distributed.xla_backend"
+            )  # registers the carrier with torch.distributed
         except (ImportError, OSError) as error:
             raise BackendUnavailable(
                 f"torch_xla cannot be imported: {error}",
@@ -52,9 +55,12 @@ class Lazy:
         """Open the device of this process, and check that it reaches the devices of the others.
 
         Raises:
-            BackendUnavailable: the runtime does not know the other processes, or a sum over them is wrong.
+            BackendUnavailable: the runtime does not know the other processes, or a sum over them is
+                wrong.
         """
-        xla, xm, metrics = (import_module(f"torch_xla{name}") for name in ("", ".core.xla_model", ".debug.metrics"))
+        xla, xm, metrics = (
+            import_module(f"torch_xla{name}") for name in ("", ".core.xla_model", ".debug.metrics")
+        )
         lazybits.register()
         device = LazyDevice(xla, xm, lambda: int(metrics.counter_value("UncachedCompile") or 0))
         if (size := _num_processes()) > 1:
@@ -63,19 +69,24 @@ class Lazy:
 
     def comm(self, joined: Joined) -> Comm:
         """Return the processes that hold one copy together; the groups of all ranks are named."""
-        size, ordinal = _num_processes(), _ordinal()
+        size = _num_processes()
+        ordinal = _ordinal()
         parts = size // joined.replicas.size
         groups = [range(start, start + parts) for start in range(0, size, parts)]
         return XlaComm(groups, import_module("torch_xla.core.xla_model"), ordinal)
 
     def replicas(self, joined: Joined) -> Replicas:
-        """Return the processes that hold the same part of a copy: sums go over their groups, all of them named."""
+        """Return the processes that hold the same part of a copy: sums go over their groups, all
+        of them named.
+        """
         if joined.replicas.num_processes == 1:
             return joined.replicas
         size = joined.replicas.num_processes
         parts = size // joined.replicas.size
         groups = [range(part, size, parts) for part in range(parts)]
-        return LazyReplicas(joined.replicas, XlaComm(groups, import_module("torch_xla.core.xla_model"), _ordinal()))
+        return LazyReplicas(
+            joined.replicas, XlaComm(groups, import_module("torch_xla.core.xla_model"), _ordinal())
+        )
 
 
 def _num_processes() -> int:
@@ -91,13 +102,19 @@ def _see_the_others(size: int, xla: Any, xm: Any) -> None:
     """Add up the ranks of all processes on the devices.
 
     Raises:
-        BackendUnavailable: the runtime has other processes than `torchrun` started, or the sum is wrong.
+        BackendUnavailable: the runtime has other processes than `torchrun` started, or the sum is
+            wrong.
     """
-    runtime, rank = import_module("torch_xla.runtime"), torch.distributed.get_rank()
-    how = "start the processes with torchrun on one machine's NeuronCores, and set no variables of other launchers"
+    runtime = import_module("torch_xla.runtime")
+    rank = torch.distributed.get_rank()
+    how = (
+        "start the processes with torchrun on one machine's NeuronCores, and set no variables "
+        "of other launchers"
+    )
     if (runtime.world_size(), runtime.global_ordinal()) != (size, rank):
         raise BackendUnavailable(
-            f"torch_xla takes this for process {runtime.global_ordinal()} of {runtime.world_size()}, "
+            f"torch_xla takes this for process {runtime.global_ordinal()} of "
+            f"{runtime.world_size()}, "
             f"and torchrun for {rank} of {size}: its collectives would do nothing",
             where=f"rank {rank}",
             how=how,
@@ -105,9 +122,9 @@ def _see_the_others(size: int, xla: Any, xm: Any) -> None:
     mine = torch.tensor([float(rank + 1)], device=xla.device())
     total = xm.all_reduce(xm.REDUCE_SUM, mine, groups=[list(range(size))], pin_layout=False)
     xla.sync()
-    if (found := float(total.cpu())) != (expected := size * (size + 1) / 2):
+    if (actual := float(total.cpu())) != (expected := size * (size + 1) / 2):
         raise BackendUnavailable(
-            f"the devices' sum of the numbers from 1 to {size} is {found} instead of {expected}",
+            f"the devices' sum of the numbers from 1 to {size} is {actual} instead of {expected}",
             where=f"rank {rank}",
             how=how,
         )

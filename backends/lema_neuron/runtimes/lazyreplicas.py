@@ -1,4 +1,6 @@
-"""The processes that hold the same part of a copy, on a lazy device: their sums are part of the graph."""
+"""The processes that hold the same part of a copy, on a lazy device: their sums are part of the
+graph.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ __all__ = ["LazyReplicas"]
 
 
 class LazyReplicas:
-    """`lema.backend.protocols.Replicas` whose tensors go through the graph's collectives, and all else through hosts.
+    """`lema.backend.protocols.Replicas` whose tensors go through the graph's collectives, and all
+    else through hosts.
 
     Args:
         replicas: the processes, connected through their hosts.
@@ -21,7 +24,8 @@ class LazyReplicas:
     """
 
     def __init__(self, replicas: Replicas, comm: Comm) -> None:
-        self._replicas, self._comm = replicas, comm
+        self._replicas = replicas
+        self._comm = comm
 
     @property
     def rank(self) -> int:
@@ -54,13 +58,15 @@ class LazyReplicas:
         return self._replicas.num_processes
 
     def sum(self, tensor: Tensor) -> None:
-        """Add up a tensor over the processes with the same part, in place; it runs with its graph."""
+        """Add up a tensor over the processes with the same part, in place; it runs with its
+        graph.
+        """
         if self.size > 1:
             tensor.copy_(self._comm.all_reduce(tensor))
 
-    def gather(self, upload: Upload, whole: Tensor) -> Gathering:
-        """Put the parts together in `whole`; nothing begins before the graph runs."""
-        whole.copy_(self._comm.all_gather(upload.wait(), 0))
+    def gather(self, upload: Upload, target: Tensor) -> Gathering:
+        """Put the parts together in `target`; nothing begins before the graph runs."""
+        target.copy_(self._comm.all_gather(upload.wait(), 0))
         upload.release()
         return self
 

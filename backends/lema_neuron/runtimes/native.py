@@ -1,8 +1,8 @@
 """TorchNeuron, which drives Trn2 and Trn3: torch-neuronx from 2.13 on, torch's own device `neuron`.
 
-torch finds the device by itself, so nothing is imported for it. Processes are joined before the first use of the
-device, which decides which NeuronCore a process has. **It has not run on hardware**: tests check the order of calls on
-mock objects that follow AWS's documentation of 2.33.
+torch finds the device by itself, so nothing is imported for it. Processes are joined before the
+first use of the device, which decides which NeuronCore a process has. **It has not run on
+hardware**: tests check the order of calls on mock objects that follow AWS's documentation of 2.33.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class Native:
             raise BackendUnavailable(
                 "torch has no device `neuron`, which torch-neuronx brings",
                 where=f"torch {torch.__version__}",
-                how="install the torch that this torch-neuronx was built for; `lema doctor` shows both",
+                how=(
+                    "install the torch that this torch-neuronx was built for; `lema doctor` "
+                    "shows both"
+                ),
             )
         return NativeDevice(module)
 
@@ -53,7 +56,9 @@ class Native:
         return C10dComm(joined.parts)
 
     def replicas(self, joined: Joined) -> Replicas:
-        """Return the processes as they were joined: their sums go over the devices, in the queue that computes."""
+        """Return the processes as they were joined: their sums go over the devices, in the queue
+        that computes.
+        """
         return joined.replicas
 
 

@@ -1,7 +1,8 @@
 """One NeuronCore as a device of torch: separate streams copy, and events order them.
 
-The order is that of `lema.backend.queues`, with torch's streams and events from `lema.backend.torchstreams`.
-Host memory is ordinary, because the runtime can copy from it without locking.
+The order is that of `lema.backend.queues`, with torch's streams and events from
+`lema.backend.torchstreams`. Host memory is ordinary, because the runtime can copy from it without
+locking.
 """
 
 from __future__ import annotations
@@ -49,8 +50,14 @@ class NativeDevice:
         return self._streams.download(source, target)
 
     def autocast(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """Autocast to the weights' dtype if that is half precision; full precision needs no autocast."""
-        return nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype=dtype)
+        """Autocast to the weights' dtype if that is half precision; full precision needs no
+        autocast.
+        """
+        return (
+            nullcontext()
+            if dtype == torch.float32
+            else torch.autocast(self.device.type, dtype=dtype)
+        )
 
     def rng_state(self) -> Tensor:
         """Return the state of the device's generator."""
@@ -70,7 +77,8 @@ class NativeDevice:
 
     def memory(self) -> MemoryStats:
         """Return the bytes of tensors on the device, their peak, and the device's memory."""
-        used, peak = self._module.memory_allocated(self.device), self._module.max_memory_allocated(self.device)
+        used = self._module.memory_allocated(self.device)
+        peak = self._module.max_memory_allocated(self.device)
         return MemoryStats(used, peak, self._module.mem_get_info(self.device)[1])
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
-"""Makes the metadata of optimum-neuron's shards: how each parameter of its model is divided over ranks.
+"""Makes the metadata of optimum-neuron's shards: how each parameter of its model is divided over
+ranks.
 
-Its decoder layers are those of the base model with two changes. Gate and up are one module. Queries, keys and values
-are one module if heads of keys must be replicated, because ranks do not divide them. The metadata list all parameters,
-frozen ones too, in the order of the model.
+Its decoder layers are those of the base model with two changes. Gate and up are one module.
+Queries, keys and values are one module if heads of keys must be replicated, because ranks do not
+divide them. The metadata list all parameters, frozen ones too, in the order of the model.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from lema_neuron.shards.metadata import FUSED, GROUPED
 
 __all__ = ["describe"]
 
-ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
 LEAVES = ("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B")
 HOW = "leave the format out, because LEMA's own format holds all tensors"
 
@@ -40,38 +42,53 @@ class _Module:
 
 
 def describe(
-    tensors: Mapping[str, Tensor], config: Mapping[str, Any], model: PreTrainedModel, tp: int, kv_layout: KvLayout
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    model: PreTrainedModel,
+    tp: int,
+    kv_layout: KvLayout,
 ) -> dict[str, Any]:
-    """Return the metadata of an adapter's shards. `AdapterError`: this format cannot hold one of its tensors, or it
-    adapts only some of the modules that are fused there; `ModelError`: layers have other modules than
-    optimum-neuron's models; `ConfigError`: they cannot be divided among so many ranks."""
+    """Return the metadata of an adapter's shards. `AdapterError`: this format cannot hold one of
+    its tensors, or it adapts only some of the modules that are fused there; `ModelError`: layers
+    have other modules than optimum-neuron's models; `ConfigError`: they cannot be divided among so
+    many ranks."""
     if model.config.is_heterogeneous:
-        what = f"layers have settings of their own: {', '.join(sorted(model.config.per_layer_attributes or ()))}"
+        what = (
+            "layers have settings of their own: "
+            f"{', '.join(sorted(model.config.per_layer_attributes or ()))}"
+        )
         raise ModelError(what, where=model.config.model_type, how=HOW)
     keys: int = getattr(model.config, "num_key_value_heads", None) or 1
     copies = max(1, tp // keys) if keys % tp else 1
     adapted = _adapted(tensors, config)
     parameters: dict[str, dict[str, Any]] = {}
     seen = set[int]()
-    for one in _modules(model, adapted, layouts_of(model, tp, kv_layout, copies), tp, grouped=keys % tp != 0):
-        base = ".base_layer" if one.path in adapted else ""
-        for name, parameter in one.module.named_parameters(recurse=False):
+    for entry in _modules(
+        model, adapted, layouts_of(model, tp, kv_layout, copies), tp, grouped=keys % tp != 0
+    ):
+        base = ".base_layer" if entry.path in adapted else ""
+        for name, parameter in entry.module.named_parameters(recurse=False):
             if id(parameter) not in seen:  # a tied head is the embeddings
                 at = {
-                    f"{PREFIX}{one.name}{base}.{name}{end}": _place(one.layout, tp, one.stride) for end in one.suffixes
+                    f"{PREFIX}{entry.name}{base}.{name}{end}": _partition(
+                        entry.layout, tp, entry.stride
+                    )
+                    for end in entry.suffixes
                 }
                 parameters |= at
             seen.add(id(parameter))
-        for leaf in sorted(adapted.get(one.path, ())):
-            assert one.layout is not None
-            kind, dot, rest = leaf.partition(".")
-            for end in one.suffixes if leaf == "lora_B.weight" else ("",):
-                lies = layout_of_tensor(leaf, one.layout, 2)
-                parameters[f"{PREFIX}{one.name}.{kind}.default{dot}{rest}{end}"] = _place(lies, tp)
+        for leaf in sorted(adapted.get(entry.path, ())):
+            assert entry.layout is not None
+            kind, dot, suffix = leaf.partition(".")
+            for end in entry.suffixes if leaf == "lora_B.weight" else ("",):
+                lies = layout_of_tensor(leaf, entry.layout, 2)
+                parameters[f"{PREFIX}{entry.name}.{kind}.default{dot}{suffix}{end}"] = _partition(
+                    lies, tp
+                )
     specs = [
-        {"module_fully_qualified_name": f"{PREFIX}{path}", "specs": made}
+        {"module_fully_qualified_name": f"{PREFIX}{path}", "specs": module_specs}
         for path, module in model.named_modules()
-        if (made := _specs(module, model.config, tp, keys, copies)) is not None
+        if (module_specs := _specs(module, model.config, tp, keys, copies)) is not None
     ]
     order = {"kv_layout": kv_layout} if copies > 1 and kv_layout != "tile" else {}
     return {"parameters": parameters, "model_weight_transformation_specs": specs, **order}
@@ -83,67 +100,109 @@ def _adapted(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[s
         if config.get(option):
             what = f"{option} names modules that may be fused in this format"
             raise AdapterError(what, where=option, how=HOW)
-    found: dict[str, set[str]] = {}
+    leaves_by_path: dict[str, set[str]] = {}
     for name in tensors:
         path, leaf = module_of(name)
         if leaf not in LEAVES:
             raise AdapterError("this format cannot hold such a tensor", where=name, how=HOW)
-        found.setdefault(path, set()).add(leaf)
-    return found
+        leaves_by_path.setdefault(path, set()).add(leaf)
+    return leaves_by_path
 
 
 def _modules(
-    model: PreTrainedModel, adapted: Mapping[str, set[str]], plan: Mapping[str, Layout], tp: int, *, grouped: bool
+    model: PreTrainedModel,
+    adapted: Mapping[str, set[str]],
+    plan: Mapping[str, Layout],
+    tp: int,
+    *,
+    grouped: bool,
 ) -> Iterator[_Module]:
     for path, module in model.named_modules():
-        if not (own := dict(module.named_parameters(recurse=False))):
+        if not (parameters := dict(module.named_parameters(recurse=False))):
             continue
-        layout, (owner, _, last) = None, path.rpartition(".")
+        layout = None
+        owner, _, last = path.rpartition(".")
         if isinstance(module, nn.Embedding):
             layout = embedding(tp, module.num_embeddings)
         elif isinstance(module, nn.Linear):
             layout = layout_at(path, plan)
-        known = last in (*ATTENTION, *MLP) or module in (model.get_input_embeddings(), model.get_output_embeddings())
-        odd = max(one.dim() for one in own.values()) > 1 if layout is None else not known or "bias" in own
+        is_supported = last in (*ATTENTION, *MLP) or module in (
+            model.get_input_embeddings(),
+            model.get_output_embeddings(),
+        )
+        odd = (
+            max(parameter.dim() for parameter in parameters.values()) > 1
+            if layout is None
+            else not is_supported or "bias" in parameters
+        )
         if odd:
-            what = f"{path} is no module of the models that this format is for{', or has a bias' if known else ''}"
+            what = (
+                f"{path} is no module of the models that this format is "
+                f"for{', or has a bias' if is_supported else ''}"
+            )
             raise ModelError(what, where=path, how=HOW)
-        beside = {name for name, _ in model.get_submodule(owner).named_children()} if owner else set()
-        fused: tuple[str, ...] = MLP[:2] if beside.issuperset(MLP) else ()
-        if grouped and beside.issuperset(ATTENTION):
+        siblings = (
+            {name for name, _ in model.get_submodule(owner).named_children()} if owner else set()
+        )
+        fused: tuple[str, ...] = MLP[:2] if siblings.issuperset(MLP) else ()
+        if grouped and siblings.issuperset(ATTENTION):
             fused = ATTENTION[:3]
         if last not in fused:
             yield _Module(path, module, path, ("",), 1, layout)
         elif last == ATTENTION[0] or last == MLP[0]:
             paths = [f"{owner}.{name}" for name in fused]
-            if any(adapted.get(one) != adapted.get(path) for one in paths):
-                what = f"{', '.join(fused)} are one module in this format, and the adapter has only some of them"
+            if any(adapted.get(fused_path) != adapted.get(path) for fused_path in paths):
+                what = (
+                    f"{', '.join(fused)} are one module in this format, and the adapter has "
+                    "only some of them"
+                )
                 raise AdapterError(what, where=path, how=HOW)
             attention = fused == ATTENTION[:3]
             name = f"{owner}.{'qkv_proj' if attention else 'gate_up_proj'}"
-            ends = ("_q", "_k", "_v") if attention else ("",)
-            yield _Module(path, module, name, ends, 1 if attention else len(fused), layout)
+            suffixes = ("_q", "_k", "_v") if attention else ("",)
+            yield _Module(path, module, name, suffixes, 1 if attention else len(fused), layout)
 
 
-def _place(layout: Layout | None, tp: int, stride: int = 1) -> dict[str, Any]:
+def _partition(layout: Layout | None, tp: int, stride: int = 1) -> dict[str, Any]:
     if layout is None or layout.kind == "replicated":
         return {"tensor_model_parallel": False}
     cut = {"partition_dim": layout.dim, "partition_stride": stride, "num_partitions": tp}
     return {"tensor_model_parallel": True, **cut}
 
 
-def _specs(module: nn.Module, config: Any, tp: int, keys: int, copies: int) -> list[list[Any]] | None:
+def _specs(
+    module: nn.Module, config: Any, tp: int, keys: int, copies: int
+) -> list[list[Any]] | None:
     """Return the fused modules of an attention or an MLP; None: the module is neither."""
     linears: dict[str, Any] = dict(module.named_children())
     about = {"tp_size": tp, "peft_type": "lora"}
     if linears.keys() >= set(MLP):
-        fused = {"fused_linear_name": "gate_up_proj", "linear_names": list(MLP[:2]), "bias": False, "fuse_axis": 0}
-        return [[FUSED, {**fused, "original_dims": [linears[name].out_features for name in MLP[:2]], **about}]]
+        fused = {
+            "fused_linear_name": "gate_up_proj",
+            "linear_names": list(MLP[:2]),
+            "bias": False,
+            "fuse_axis": 0,
+        }
+        return [
+            [
+                FUSED,
+                {
+                    **fused,
+                    "original_dims": [linears[name].out_features for name in MLP[:2]],
+                    **about,
+                },
+            ]
+        ]
     if not linears.keys() >= set(ATTENTION):
         return None
     if keys % tp == 0:
         return []
-    names = ("query_projection_name", "key_projection_name", "value_projection_name", "output_projection_name")
+    names = (
+        "query_projection_name",
+        "key_projection_name",
+        "value_projection_name",
+        "output_projection_name",
+    )
     heads = {
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": keys,
@@ -151,5 +210,8 @@ def _specs(module: nn.Module, config: Any, tp: int, keys: int, copies: int) -> l
     }
     sizes = {"q_output_size_per_partition": linears["q_proj"].out_features // tp}
     sizes["kv_output_size_per_partition"] = linears["k_proj"].out_features * copies // tp
-    projections = {"gqa_qkv_projection_name": "qkv_proj", **dict(zip(names, ATTENTION, strict=True))}
+    projections = {
+        "gqa_qkv_projection_name": "qkv_proj",
+        **dict(zip(names, ATTENTION, strict=True)),
+    }
     return [[GROUPED, {**projections, **heads, **sizes, "fuse_qkv": False, "bias": False, **about}]]

@@ -1,4 +1,6 @@
-"""Locks of open files that are the system's: they go with the process that holds them, however it ends."""
+"""Locks of open files that are the system's: they go with the process that holds them, however
+it ends.
+"""
 
 import errno
 import os
@@ -20,7 +22,8 @@ except ModuleNotFoundError:  # everywhere else
 
 # What `flock` says on a file system without locks, or with locks of files alone (a network's).
 NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF, errno.EISDIR}
-BEYOND = 1 << 30  # the place of the byte that Windows locks: nobody else may read or write it, so no file has it
+# the place of the byte that Windows locks: nobody else may read or write it, so no file has it
+BEYOND = 1 << 30
 BETWEEN_TRIES = 0.05  # seconds
 
 
@@ -28,16 +31,20 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = True) -> bool | 
     """Take the lock of an open file, or of an open directory.
 
     Args:
-        shared: others may have it so at the same time. Windows knows no such locks, and needs none: while a file is
-            open there, nobody removes it.
+        shared: others may have it so at the same time. Windows knows no such locks, and needs none:
+            while a file is open there, nobody removes it.
         wait: until others have let it go.
 
     Returns:
-        True: it is taken, until the file is closed. False: another has it. None: the file system has no locks.
+        True: it is taken, until the file is closed. False: another has it. None: the file system
+            has no locks.
     """
     try:
         if fcntl is not None:
-            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(
+                descriptor,
+                (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB),
+            )
             return True
         if msvcrt is None:
             return None
@@ -53,7 +60,7 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = True) -> bool | 
 
 
 def _lock_byte(descriptor: int, system: ModuleType, wait: bool) -> None:
-    place = os.lseek(descriptor, 0, os.SEEK_CUR)
+    offset = os.lseek(descriptor, 0, os.SEEK_CUR)
     try:
         os.lseek(descriptor, BEYOND, os.SEEK_SET)
         while True:
@@ -65,4 +72,4 @@ def _lock_byte(descriptor: int, system: ModuleType, wait: bool) -> None:
                     raise
             time.sleep(BETWEEN_TRIES)
     finally:
-        os.lseek(descriptor, place, os.SEEK_SET)
+        os.lseek(descriptor, offset, os.SEEK_SET)

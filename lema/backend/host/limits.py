@@ -24,12 +24,14 @@ Limit = tuple[int | None, int | None]
 
 
 def limit(name: str) -> Limit:
-    """Return a limit of this process by the end of its name, as `MEMLOCK` or `NOFILE`; none where the system has none
-    of that name."""
+    """Return a limit of this process by the end of its name, as `MEMLOCK` or `NOFILE`; none where
+    the system has none of that name."""
     kind = getattr(resource, f"RLIMIT_{name}", None)
     if resource is None or kind is None:
         return None, None
-    soft, hard = (None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(kind))
+    soft, hard = (
+        None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(kind)
+    )
     return soft, hard
 
 
@@ -44,16 +46,16 @@ def peak_memory() -> int:
 
 @contextmanager
 def bounded_memory() -> Iterator[None]:
-    """Bound the address space of the process, where the system tells how large that is (Linux): what asks for more than
-    768 MiB in the block gets no memory."""
+    """Bound the address space of the process, where the system tells how large that is (Linux):
+    what asks for more than 768 MiB in the block gets no memory."""
     pages = _pages()
     if resource is None or pages is None:
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = pages * resource.getpagesize() + MAX_GROWTH
-    known = [one for one in (soft, hard) if one != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min([most, *known]), hard))
+    bounds = [bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min([most, *bounds]), hard))
     try:
         yield
     finally:
@@ -61,7 +63,9 @@ def bounded_memory() -> Iterator[None]:
 
 
 def _pages() -> int | None:
-    """Return how many pages the address space of this process has; None: the system does not tell."""
+    """Return how many pages the address space of this process has; None: the system does not
+    tell.
+    """
     try:
         with open("/proc/self/statm", "rb", buffering=0) as counts:  # noqa: PTH123 - a third of the time, for each chat
             return int(counts.read(64).split()[0])

@@ -1,1 +1,3 @@
-"""Chats: the forms of messages in data sets, templates, and the places of answers in the rendered text."""
+"""Chats: the forms of messages in data sets, templates, and the places of answers in the
+rendered text.
+"""

@@ -1,7 +1,9 @@
-"""The time and memory of a process, bounded from outside where its system lets it set no bounds itself.
+"""The time and memory of a process, bounded from outside where its system lets it set no bounds
+itself.
 
-Linux lets it: a timer ends it, and its address space is bounded. macOS has the timer alone, Windows neither. There a
-thread looks at the process ten times a second, so that it may take some more of both before it is ended.
+Linux lets it: a timer ends it, and its address space is bounded. macOS has the timer alone, Windows
+neither. There a thread looks at the process ten times a second, so that it may take some more of
+both before it is ended.
 """
 
 import signal
@@ -16,8 +18,9 @@ import psutil
 
 __all__ = ["MEMORY", "TIME", "Budget", "bounds_itself"]
 
-BETWEEN_LOOKS = 0.1  # seconds
-TIME, MEMORY = "time", "memory"
+POLL_SECONDS = 0.1  # seconds
+TIME = "time"
+MEMORY = "memory"
 
 
 def bounds_itself() -> bool:
@@ -38,13 +41,17 @@ class Budget:
         exceeded: `TIME` or `MEMORY` if the process was ended for it; else empty.
     """
 
-    def __init__(self, process: "subprocess.Popen[bytes]", seconds: float, nbytes: int, *, watching: bool) -> None:
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", seconds: float, nbytes: int, *, watching: bool
+    ) -> None:
         self.exceeded = ""
-        self._process, self._seconds, self._nbytes = process, seconds, nbytes
+        self._process = process
+        self._seconds = seconds
+        self._nbytes = nbytes
         self._usage = psutil.Process(process.pid) if watching else None
         self._spent = 0.0
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread = threading.Thread(target=self._poll, daemon=True)
 
     def __enter__(self) -> Self:
         if self._usage is not None:
@@ -53,7 +60,10 @@ class Budget:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._over.set()
         if self._thread.is_alive():
@@ -65,11 +75,11 @@ class Budget:
             with suppress(psutil.Error):  # it has ended
                 self._spent = _seconds(self._usage)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         assert self._usage is not None
         with suppress(psutil.Error):
             before = self._usage.memory_info().rss
-            while not self._over.wait(BETWEEN_LOOKS):
+            while not self._over.wait(POLL_SECONDS):
                 if _seconds(self._usage) - self._spent > self._seconds:
                     self.exceeded = TIME
                 elif self._usage.memory_info().rss - before > self._nbytes:

@@ -1,8 +1,10 @@
-"""Messages with a mark before and after their words, which shows where a template puts them and what it leaves out.
+"""Messages with a mark before and after their words, which shows where a template puts them and
+what it leaves out.
 
-Marks are characters that stand for nothing: those at the end of Unicode's last private plane. A template that asks
-nothing of the words it writes renders marked messages as it renders them without, and marks besides. That it does is
-looked at each time: without its marks the rendering must be the other one, letter by letter.
+Marks are characters that stand for nothing: those at the end of Unicode's last private plane. A
+template that asks nothing of the words it writes renders marked messages as it renders them
+without, and marks besides. That it does is looked at each time: without its marks the rendering
+must be the other one, letter by letter.
 """
 
 import re
@@ -11,11 +13,14 @@ from typing import Any
 
 __all__ = ["Marked", "Piece", "has_marks", "mark_messages", "without_marks"]
 
-FIRST, LAST = 0x108000, 0x10FFFD
+FIRST = 0x108000
+LAST = 0x10FFFD
 _MARKS = re.compile(f"[{chr(FIRST)}-{chr(LAST)}]")
-# Templates cut messages at tags, such as those around reasoning, and ask whether a message begins or ends with one.
+# Templates cut messages at tags, such as those around reasoning, and ask whether a message begins
+# or ends with one.
 TAG = re.compile(r"<[^<>\s][^<>]{0,40}>|\[/?[A-Z_]{2,20}\]")
-_MOST = 16  # stretches of one text that are marked; between tags of a long page of HTML there are thousands
+# stretches of one text that are marked; between tags of a long page of HTML there are thousands
+_MOST = 16
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -41,11 +46,12 @@ class Marked:
 
 
 def mark_messages(messages: list[dict[str, Any]]) -> Marked:
-    """Mark the words of each message: its text, its reasoning, and the names of the tools that it calls.
-    `OverflowError`: there are more words to mark than marks."""
+    """Mark the words of each message: its text, its reasoning, and the names of the tools that it
+    calls. `OverflowError`: there are more words to mark than marks."""
     marked = Marked()
     for number, message in enumerate(messages):
-        changed, before = dict(message), len(marked.pieces)
+        changed = dict(message)
+        before = len(marked.pieces)
         for key in REASONING:
             if isinstance(message.get(key), str):
                 changed[key] = _mark(marked, message[key], number, "reasoning")
@@ -54,12 +60,19 @@ def mark_messages(messages: list[dict[str, Any]]) -> Marked:
             changed["content"] = _mark(marked, content, number, "content")
         elif content is not None:
             changed["content"] = [
-                {**block, "text": _mark(marked, block["text"], number, "content")} for block in content
+                {**block, "text": _mark(marked, block["text"], number, "content")}
+                for block in content
             ]
         if message.get("tool_calls"):
             functions = [(call, call["function"]) for call in message["tool_calls"]]
             changed["tool_calls"] = [
-                {**call, "function": {**function, "name": _mark(marked, function["name"], number, "call")}}
+                {
+                    **call,
+                    "function": {
+                        **function,
+                        "name": _mark(marked, function["name"], number, "call"),
+                    },
+                }
                 for call, function in functions
             ]
         marked.messages.append(changed)
@@ -68,7 +81,8 @@ def mark_messages(messages: list[dict[str, Any]]) -> Marked:
 
 
 def _mark(marked: Marked, text: str, message: int, part: str) -> str:
-    out, written = [], 0
+    out = []
+    written = 0
     for start, end in _stretches(text):
         number = FIRST + 2 * len(marked.pieces)
         if number >= LAST:
@@ -82,27 +96,34 @@ def _mark(marked: Marked, text: str, message: int, part: str) -> str:
 
 def _stretches(text: str) -> list[tuple[int, int]]:
     """Where the words between tags begin and end, without blanks around them."""
-    found, at = [], 0
-    borders = [(tag.start(), tag.end()) for tag in TAG.finditer(text)] if "<" in text or "[" in text else []
+    spans = []
+    at = 0
+    borders = (
+        [(tag.start(), tag.end()) for tag in TAG.finditer(text)]
+        if "<" in text or "[" in text
+        else []
+    )
     for start, end in [*borders, (len(text), len(text))]:
         words = text[at:start]
         if stripped := words.strip():
             first = at + len(words) - len(words.lstrip())
-            found.append((first, first + len(stripped)))
+            spans.append((first, first + len(stripped)))
         at = end
-    return found if len(found) <= _MOST else [*found[: _MOST - 1], found[-1]]
+    return spans if len(spans) <= _MOST else [*spans[: _MOST - 1], spans[-1]]
 
 
 def without_marks(text: str) -> tuple[str, dict[int, list[int]]]:
     """The text without its marks, and the places in it where each mark stood."""
-    places: dict[int, list[int]] = {}
-    parts, at, length = [], 0, 0
+    offsets: dict[int, list[int]] = {}
+    parts = []
+    at = 0
+    length = 0
     for mark in _MARKS.finditer(text):
         parts.append(text[at : mark.start()])
         length += mark.start() - at
-        places.setdefault(ord(mark.group()) - FIRST, []).append(length)
+        offsets.setdefault(ord(mark.group()) - FIRST, []).append(length)
         at = mark.end()
-    return "".join([*parts, text[at:]]), places
+    return "".join([*parts, text[at:]]), offsets
 
 
 def has_marks(text: str) -> bool:
@@ -111,7 +132,9 @@ def has_marks(text: str) -> bool:
 
 
 def last_mark(text: str) -> tuple[int | None, int, str]:
-    """The last mark of a text, None where it has none; how often it is there; and what follows it."""
+    """The last mark of a text, None where it has none; how often it is there; and what follows
+    it.
+    """
     if not (marks := _MARKS.findall(text)):
         return None, 0, text
     return ord(marks[-1]) - FIRST, marks.count(marks[-1]), text[text.rindex(marks[-1]) + 1 :]

@@ -38,14 +38,20 @@ _DETAILS = ("train_detail", "training_detail")
 class Chat:
     """Messages for the tokenizer's chat template."""
 
-    messages: list[dict[str, Any]]  # dictionaries with `role` and `content`, as `transformers` takes them
+    messages: list[
+        dict[str, Any]
+    ]  # dictionaries with `role` and `content`, as `transformers` takes them
     tools: list[Any] | None = None  # JSON schemas of the tools on offer, or None
     # How many leading messages are the prompt; None when every assistant message is trained on.
     prompt_length: int | None = None
-    flags: tuple[bool | None, ...] = ()  # of each message, whether the data say to train on it; empty: they do not say
+    flags: tuple[
+        bool | None, ...
+    ] = ()  # of each message, whether the data say to train on it; empty: they do not say
 
     def answers(self) -> list[int]:
-        """The assistant's messages that may be trained on: those after the prompt, unless the data say not to."""
+        """The assistant's messages that may be trained on: those after the prompt, unless the
+        data say not to.
+        """
         first = self.prompt_length or 0
         flags = self.flags or (None,) * len(self.messages)
         return [
@@ -56,22 +62,30 @@ class Chat:
 
 
 def read_messages(row: Row, column: str, fields: Mapping[str, str]) -> Chat:
-    """The messages of a column; `fields` names those that are not called `role` and `content`. `DataError`: a message
-    is malformed; names file, line and message."""
-    role_key, content_key = fields.get("role", "role"), fields.get("content", "content")
+    """The messages of a column; `fields` names those that are not called `role` and `content`.
+    `DataError`: a message is malformed; names file, line and message."""
+    role_key = fields.get("role", "role")
+    content_key = fields.get("content", "content")
     how = f'write {{"{role_key}": "user", "{content_key}": "..."}}'
-    messages, flags = [], []
-    for number, given in enumerate(list_of(row, column), 1):
+    messages = []
+    flags = []
+    for number, raw_message in enumerate(list_of(row, column), 1):
         at = f"{column}, message {number}"
-        if not isinstance(given, Mapping):
-            raise row.broken(f"a message should be an object, not {type(given).__name__}", at=at)
+        if not isinstance(raw_message, Mapping):
+            raise row.broken(
+                f"a message should be an object, not {type(raw_message).__name__}", at=at
+            )
         # Columnar files fill what a message does not have with nulls.
-        message = {key: value for key, value in given.items() if value is not None}
+        message = {key: value for key, value in raw_message.items() if value is not None}
         if role_key not in message:
             raise row.broken(f"a message has no {role_key!r}", at=at, how=how)
         role = text_of(row, message.pop(role_key), f"'{role_key}'", at)
         content = message.pop(content_key, None)
-        message = {"role": _ROLES.get(role, role) if "role" in fields else role, "content": content, **message}
+        message = {
+            "role": _ROLES.get(role, role) if "role" in fields else role,
+            "content": content,
+            **message,
+        }
         if message.get("tool_calls"):
             message["tool_calls"] = _tool_calls(row, message["tool_calls"], at)
         else:
@@ -79,12 +93,18 @@ def read_messages(row: Row, column: str, fields: Mapping[str, str]) -> Chat:
         message["content"] = _content(row, message, content_key, at, how)
         flags.append(_flag(row, message, at))
         messages.append(message)
-    return Chat(messages, read_tools(row), None, tuple(flags) if any(one is not None for one in flags) else ())
+    return Chat(
+        messages,
+        read_tools(row),
+        None,
+        tuple(flags) if any(flag is not None for flag in flags) else (),
+    )
 
 
 def _content(row: Row, message: Mapping[str, Any], key: str, at: str, how: str) -> str | None:
-    """The words of a message, its parts joined, since templates for words alone show parts as nothing, or refuse them;
-    a template that takes parts alone is given the words as one (`forms_of_messages`)."""
+    """The words of a message, its parts joined, since templates for words alone show parts as
+    nothing, or refuse them; a template that takes parts alone is given the words as one
+    (`forms_of_messages`)."""
     content = message["content"]
     if content is None:
         if not message.get("tool_calls"):
@@ -93,26 +113,37 @@ def _content(row: Row, message: Mapping[str, Any], key: str, at: str, how: str) 
     if not isinstance(content, (list, tuple)):
         return text_of(row, content, f"'{key}'", at)
     if any(not isinstance(block, Mapping) or block.get("type") != "text" for block in content):
-        raise row.broken("'content' holds something other than text", at=at, how="only text can be trained on")
-    return "".join(text_of(row, block.get("text"), "the text of a content block", at) for block in content)
+        raise row.broken(
+            "'content' holds something other than text", at=at, how="only text can be trained on"
+        )
+    return "".join(
+        text_of(row, block.get("text"), "the text of a content block", at) for block in content
+    )
 
 
 def _flag(row: Row, message: dict[str, Any], at: str) -> bool | None:
     """Take out of a message what says whether to train on it; None: nothing does."""
     if detail := next((name for name in _DETAILS if message.get(name)), None):
         how = "split the message into parts, each with train: true or false"
-        raise row.broken(f"{detail!r} asks to train on parts of a message, which LEMA does not support", at=at, how=how)
-    said = [flag_of(row, message.pop(name), f"'{name}'", at) for name in FLAGS if name in message]
+        raise row.broken(
+            f"{detail!r} asks to train on parts of a message, which LEMA does not support",
+            at=at,
+            how=how,
+        )
+    flags = [flag_of(row, message.pop(name), f"'{name}'", at) for name in FLAGS if name in message]
     for name in _DETAILS:
         message.pop(name, None)
-    return all(said) if said else None
+    return all(flags) if flags else None
 
 
 def _tool_calls(row: Row, calls: Any, at: str) -> list[dict[str, Any]]:
-    """Calls in the form that templates are written for: each a function with a name and an object of arguments."""
+    """Calls in the form that templates are written for: each a function with a name and an
+    object of arguments.
+    """
     if not isinstance(calls, (list, tuple)):
         raise row.broken(f"'tool_calls' should be a list, not {type(calls).__name__}", at=at)
-    made, how = [], 'write {"function": {"name": "...", "arguments": {...}}}'
+    tool_calls = []
+    how = 'write {"function": {"name": "...", "arguments": {...}}}'
     for call in calls:
         function = call.get("function") or call if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -122,41 +153,66 @@ def _tool_calls(row: Row, calls: Any, at: str) -> list[dict[str, Any]]:
             try:
                 arguments = json.loads(arguments) if arguments.strip() else {}
             except (ValueError, RecursionError) as error:
-                raise row.broken(f"the arguments of a tool call are text that is not JSON: {error}", at=at) from error
+                raise row.broken(
+                    f"the arguments of a tool call are text that is not JSON: {error}", at=at
+                ) from error
         if not isinstance(arguments if arguments is not None else {}, Mapping):
             raise row.broken("the arguments of a tool call are not an object", at=at, how=how)
-        named = {"name": text_of(row, function["name"], "the name of a tool", at), "arguments": dict(arguments or {})}
+        named = {
+            "name": text_of(row, function["name"], "the name of a tool", at),
+            "arguments": dict(arguments or {}),
+        }
         left = call.keys() - {"function", "name", "arguments"}
-        rest = {key: value for key, value in call.items() if key in left and value is not None}
-        made.append({"type": "function", **rest, "function": named})
-    return made
+        extra = {key: value for key, value in call.items() if key in left and value is not None}
+        tool_calls.append({"type": "function", **extra, "function": named})
+    return tool_calls
 
 
 def read_conversations(row: Row, fields: Mapping[str, str]) -> Chat:
-    """ShareGPT's `from` and `value`, turned to `role` and `content`; messages which already have those pass."""
+    """ShareGPT's `from` and `value`, turned to `role` and `content`; messages which already have
+    those pass.
+    """
     turns = list_of(row, "conversations")
     if fields or all(isinstance(turn, Mapping) and "from" not in turn for turn in turns):
         return read_messages(row, "conversations", fields)
     messages: list[dict[str, Any]] = []
     flags: list[bool | None] = []
     if isinstance(row.values.get("system"), str) and row.values["system"].strip():
-        messages.append({"role": "system", "content": text_of(row, row.values["system"], "'system'")})
+        messages.append(
+            {"role": "system", "content": text_of(row, row.values["system"], "'system'")}
+        )
         flags.append(None)
-    for number, given in enumerate(turns, 1):
+    for number, raw_message in enumerate(turns, 1):
         at = f"conversations, message {number}"
-        turn = dict(given) if isinstance(given, Mapping) else {}
+        turn = dict(raw_message) if isinstance(raw_message, Mapping) else {}
         if turn.get("from") is None or turn.get("value") is None:
-            raise row.broken("a message lacks 'from' or 'value'", at=at, how='write {"from": "human", "value": "..."}')
-        speaker, value = str(turn["from"]), text_of(row, turn["value"], "'value'", at)
+            raise row.broken(
+                "a message lacks 'from' or 'value'",
+                at=at,
+                how='write {"from": "human", "value": "..."}',
+            )
+        speaker = str(turn["from"])
+        value = text_of(row, turn["value"], "'value'", at)
         role = _ROLES.get(speaker)
         if role is None:
-            raise row.broken(f"the speaker {speaker!r} is not known", at=at, how=f"use one of: {', '.join(_ROLES)}")
-        flags.append(_flag(row, {key: one for key, one in turn.items() if one is not None}, at))
+            raise row.broken(
+                f"the speaker {speaker!r} is not known",
+                at=at,
+                how=f"use one of: {', '.join(_ROLES)}",
+            )
+        flags.append(
+            _flag(row, {key: entry for key, entry in turn.items() if entry is not None}, at)
+        )
         message: dict[str, Any] = {"role": role, "content": value}
         if speaker in _CALLS:
             message = {"role": role, "content": "", "tool_calls": _written_calls(row, value, at)}
         messages.append(message)
-    return Chat(messages, read_tools(row), None, tuple(flags) if any(one is not None for one in flags) else ())
+    return Chat(
+        messages,
+        read_tools(row),
+        None,
+        tuple(flags) if any(flag is not None for flag in flags) else (),
+    )
 
 
 def _written_calls(row: Row, value: str, at: str) -> list[dict[str, Any]]:

@@ -1,9 +1,11 @@
-"""The process in which chat templates are compiled and rendered, so that nothing they do outlives its limits.
+"""The process in which chat templates are compiled and rendered, so that nothing they do outlives
+its limits.
 
-A template is a program from outside. jinja's sandbox keeps it from files and modules, but one expression may compute
-for hours within a call of C, where no handler of Python runs. Only a process can be ended then. It is started for the
-first row that is rendered, without what this process has imported (`lema.data.chat.renderer`), and ends with this one.
-Rows go to it in batches. What it answers is read as data and checked.
+A template is a program from outside. jinja's sandbox keeps it from files and modules, but one
+expression may compute for hours within a call of C, where no handler of Python runs. Only a process
+can be ended then. It is started for the first row that is rendered, without what this process has
+imported (`lema.data.chat.renderer`), and ends with this one. Rows go to it in batches. What it
+answers is read as data and checked.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from lema.data.chat.budget import MEMORY, TIME, Budget, bounds_itself
 __all__ = ["Limits", "Refusal", "Rendition", "Request", "rendered"]
 
 PROGRAM = Path(__file__).with_name("renderer.py")
-KEPT = (
+INHERITED = (
     "LANG",
     "LC_ALL",
     "LC_CTYPE",
@@ -73,10 +75,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Rendition:
-    """A rendered chat, and the first and last characters of what the template marks as the assistant's in it."""
+    """A rendered chat, and the first and last characters of what the template marks as the
+    assistant's in it.
+    """
 
     text: str
-    places: list[tuple[int, int]]
+    spans: list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,25 +99,27 @@ class Refusal:
 
 
 def rendered(requests: Sequence[Request], limits: Limits) -> list[Rendition | Refusal]:
-    """Render chats one after the other. A chat that ends the process, or that fails slowly, is the last of what is
-    returned, so that there may be fewer than were asked for."""
-    own = _own()
-    with own.lock:
-        if own.process is None:
-            own.process = _Process()
+    """Render chats one after the other. A chat that ends the process, or that fails slowly, is the
+    last of what is returned, so that there may be fewer than were asked for."""
+    renderer = _renderer()
+    with renderer.lock:
+        if renderer.process is None:
+            renderer.process = _Process()
         try:
-            outcomes = own.process.exchange(requests, limits)
+            outcomes = renderer.process.exchange(requests, limits)
         except BaseException:
-            own.end()  # because answers to this batch would be taken for those to the next
+            renderer.end()  # because answers to this batch would be taken for those to the next
             raise
         if isinstance(last := outcomes[-1], Refusal) and last.ended:
-            own.end()
+            renderer.end()
         return outcomes
 
 
 @dataclass
-class _Own:
-    """The process that renders for this one. A process that was forked has none of its own at first."""
+class _Renderer:
+    """The process that renders for this one. A process that was forked has none of its own at
+    first.
+    """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     process: _Process | None = None
@@ -124,25 +130,27 @@ class _Own:
             self.process = None
 
 
-_OWN: dict[int, _Own] = {}  # by the number of this process
-_PARENTS: list[_Process] = []  # what a parent waits for; kept, because of one that goes unwaited for a warning is given
+_RENDERERS: dict[int, _Renderer] = {}  # by the number of this process
+_PARENTS: list[
+    _Process
+] = []  # what a parent waits for; kept, because of one that goes unwaited for a warning is given
 
 
-def _own() -> _Own:
+def _renderer() -> _Renderer:
     """Return what this process has, and close what was its parent's before it was forked."""
-    if (own := _OWN.get(os.getpid())) is None:
-        own = _OWN.setdefault(os.getpid(), _Own())
-        atexit.register(_end_own)
-        for number in [number for number in _OWN if number != os.getpid()]:
-            if (process := _OWN.pop(number).process) is not None:
+    if (renderer := _RENDERERS.get(os.getpid())) is None:
+        renderer = _RENDERERS.setdefault(os.getpid(), _Renderer())
+        atexit.register(_end_renderer)
+        for number in [number for number in _RENDERERS if number != os.getpid()]:
+            if (process := _RENDERERS.pop(number).process) is not None:
                 process.close()
                 _PARENTS.append(process)
-    return own
+    return renderer
 
 
-def _end_own() -> None:
-    if (own := _OWN.get(os.getpid())) is not None:
-        own.end()
+def _end_renderer() -> None:
+    if (renderer := _RENDERERS.get(os.getpid())) is not None:
+        renderer.end()
 
 
 class _Process:
@@ -151,8 +159,10 @@ class _Process:
     def __init__(self) -> None:
         self._code: int | None = None
         self._ended = False
-        folders = {str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe, packaging)}
-        environment = {name: os.environ[name] for name in KEPT if name in os.environ}
+        folders = {
+            str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe, packaging)
+        }
+        environment = {name: os.environ[name] for name in INHERITED if name in os.environ}
         pipe = subprocess.PIPE
         command = [sys.executable, "-I", "-S", str(PROGRAM), *sorted(folders)]
         self._started = subprocess.Popen(
@@ -167,14 +177,21 @@ class _Process:
     def exchange(self, requests: Sequence[Request], limits: Limits) -> list[Rendition | Refusal]:
         """Send a batch and return the outcomes, as `rendered` does."""
         templates = list(dict.fromkeys(request.template for request in requests))
-        rows = [(templates.index(one.template), one.clock, one.values) for one in requests]
+        rows = [
+            (templates.index(request.template), request.clock, request.values)
+            for request in requests
+        ]
         self._send((limits.seconds, limits.nbytes, templates, rows))
         outcomes = list[Rendition | Refusal]()
-        with Budget(self._started, limits.seconds, limits.nbytes, watching=not bounds_itself()) as budget:
+        with Budget(
+            self._started, limits.seconds, limits.nbytes, watching=not bounds_itself()
+        ) as budget:
             for line in self._lines(len(requests)):
                 budget.begin()
                 if line is None:
-                    outcome: Rendition | Refusal = Refusal(_why(self.end(), limits, budget.exceeded), ended=True)
+                    outcome: Rendition | Refusal = Refusal(
+                        _why(self.end(), limits, budget.exceeded), ended=True
+                    )
                 else:
                     outcome = _outcome(line, limits)
                 outcomes.append(outcome)
@@ -184,7 +201,8 @@ class _Process:
 
     def _lines(self, count: int) -> Iterator[bytes | None]:
         """Yield so many answers; None: there are no more, or one is longer than any may be."""
-        parts, size = list[bytes](), 0
+        parts = list[bytes]()
+        size = 0
         while count:
             parts.append(content := self.answers.read(1 << 16))
             size += len(content)
@@ -192,12 +210,16 @@ class _Process:
                 yield None
                 return
             if b"\n" in content:
-                *lines, rest = b"".join(parts).split(b"\n")
-                parts, size, count = [rest], len(rest), count - len(lines)
+                *lines, remainder = b"".join(parts).split(b"\n")
+                parts = [remainder]
+                size = len(remainder)
+                count = count - len(lines)
                 yield from lines
 
     def end(self) -> int | None:
-        """End the process at once and return its exit code, negative where a signal ended it; None: it is not known."""
+        """End the process at once and return its exit code, negative where a signal ended it;
+        None: it is not known.
+        """
         if not self._ended:
             self._ended = True
             self.close()
@@ -225,7 +247,9 @@ def _why(code: int | None, limits: Limits, exceeded: str) -> str:
         return f"it allocates more than {limits.nbytes >> 20} MiB"
     if exceeded == TIME or (hasattr(signal, "SIGPROF") and code == -signal.SIGPROF):
         return f"it takes more than {limits.seconds:g} seconds"
-    return "it ends the process in which it is rendered" + ("" if code is None else f" (exit code {code})")
+    return "it ends the process in which it is rendered" + (
+        "" if code is None else f" (exit code {code})"
+    )
 
 
 def _outcome(line: bytes, limits: Limits) -> Rendition | Refusal:
@@ -235,10 +259,13 @@ def _outcome(line: bytes, limits: Limits) -> Rendition | Refusal:
         if "error" in answer:
             if answer["error"] == "MemoryError":
                 return Refusal(f"it allocates more than {limits.nbytes >> 20} MiB", ended=True)
-            return Refusal(str(answer["message"]) or str(answer["error"]), last=answer["last"] is True)
-        text, places = answer["text"], [(int(start), int(end)) for start, end in answer["places"]]
-        if isinstance(text, str) and all(0 <= start <= end <= len(text) for start, end in places):
-            return Rendition(text, places)
+            return Refusal(
+                str(answer["message"]) or str(answer["error"]), last=answer["last"] is True
+            )
+        text = answer["text"]
+        spans = [(int(start), int(end)) for start, end in answer["places"]]
+        if isinstance(text, str) and all(0 <= start <= end <= len(text) for start, end in spans):
+            return Rendition(text, spans)
     except (ValueError, TypeError, KeyError, RecursionError):
         pass
     return Refusal("the process in which it is rendered answers something else", ended=True)

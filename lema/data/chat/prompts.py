@@ -1,4 +1,6 @@
-"""Prompts: rows of text or of messages, from a file or from standard input, each as the token ids it begins with."""
+"""Prompts: rows of text or of messages, from a file or from standard input, each as the token
+ids it begins with.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ RESULTS = frozenset({"index", "completion", "finish_reason", "prompt_tokens", "c
 
 
 def read_prompts(path: Path) -> list[Row]:
-    """Return the rows of a file, or of standard input where the path is `-`: its lines, or the JSON object on each.
-    `DataError`: there are none, or one is malformed; names file and line."""
+    """Return the rows of a file, or of standard input where the path is `-`: its lines, or the JSON
+    object on each. `DataError`: there are none, or one is malformed; names file and line."""
     if str(path) != "-":
         return load_rows(path)
     rows = [Row(values, STDIN, number) for number, values in _piped(sys.stdin.read())]
@@ -45,52 +47,71 @@ def _piped(text: str) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             values = json.loads(line)
         except json.JSONDecodeError as error:
-            raise DataError(f"no JSON: {error.msg}", where=f"{STDIN}:{number}", how="one object per line") from error
+            raise DataError(
+                f"no JSON: {error.msg}", where=f"{STDIN}:{number}", how="one object per line"
+            ) from error
         if not isinstance(values, dict):
-            raise DataError("a row should be a JSON object", where=f"{STDIN}:{number}", how='{"prompt": "..."}')
+            raise DataError(
+                "a row should be a JSON object", where=f"{STDIN}:{number}", how='{"prompt": "..."}'
+            )
         yield number, values
 
 
 def written(row: Row) -> dict[str, Any]:
-    """Return the columns of a row that results show, less those that results have; a line of text is its `prompt`."""
+    """Return the columns of a row that results show, less those that results have; a line of
+    text is its `prompt`.
+    """
     values = {name: value for name, value in row.values.items() if name not in RESULTS}
     return {"prompt": values["text"]} if list(values) == ["text"] else values
 
 
 def prompt_ids(row: Row, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> list[int]:
-    """Return the token ids that a row's text begins with. A row has `messages`, or a `prompt` that is text or messages.
-    Messages, and with `chat` text, as the user's, go through the tokenizer's template as far as the assistant's turn.
-    `DataError`: the row has neither, it is malformed, or the template does not take it."""
+    """Return the token ids that a row's text begins with. A row has `messages`, or a `prompt` that
+    is text or messages. Messages, and with `chat` text, as the user's, go through the tokenizer's
+    template as far as the assistant's turn. `DataError`: the row has neither, it is malformed, or
+    the template does not take it."""
     values = written(row)
     column = next((name for name in ("messages", "prompt") if values.get(name) is not None), None)
     if column is None:
         how = 'write {"prompt": "..."} or {"messages": [...]}, or lines of text in a .txt file'
         raise row.broken(f"the row has no prompt: its columns are {', '.join(values)}", how=how)
-    if isinstance(given := values[column], str):
-        text = text_of(row, given, f"'{column}'")
+    if isinstance(prompt := values[column], str):
+        text = text_of(row, prompt, f"'{column}'")
         if not text.strip():
             raise row.broken(f"'{column}' is empty", how="remove the row, or fill it")
         if not chat:
-            return encoded(tokenizer, text, row, whole=False)
-        given = [{"role": "user", "content": text}]
-    said = read_messages(Row({**values, column: given}, row.source, row.line), column, {})
-    if said.messages[-1]["role"] == "assistant":
+            return encoded(tokenizer, text, row, has_special=False)
+        prompt = [{"role": "user", "content": text}]
+    conversation = read_messages(Row({**values, column: prompt}, row.source, row.line), column, {})
+    if conversation.messages[-1]["role"] == "assistant":
         how = "end with the user's message; remove the answer from a chat that has one"
-        raise row.broken("the last message is the assistant's, so there is nothing to answer", how=how)
-    template = open_template(tokenizer, said.tools, row)
-    check_roles(said, template, row)
-    rendered = next(in_forms(said.messages, lambda messages: template.render(messages, row, prompt=True)))
-    return encoded(tokenizer, rendered, row, whole=True)
+        raise row.broken(
+            "the last message is the assistant's, so there is nothing to answer", how=how
+        )
+    template = open_template(tokenizer, conversation.tools, row)
+    check_roles(conversation, template, row)
+    rendered = next(
+        in_forms(
+            conversation.messages, lambda messages: template.render(messages, row, prompt=True)
+        )
+    )
+    return encoded(tokenizer, rendered, row, has_special=True)
 
 
 def fitting(rows: Sequence[Row], prompts: Sequence[Sequence[int]], new: int, model: Any) -> None:
-    """Refuse prompts with no tokens, with tokens that the model has no row of embeddings for, or with more than it has
-    positions for, as the config of its text part says, `model`. `DataError`: it names the first."""
+    """Refuse prompts with no tokens, with tokens that the model has no row of embeddings for, or
+    with more than it has positions for, as the config of its text part says, `model`. `DataError`:
+    it names the first."""
     positions = num_positions(model)
     for row, prompt in zip(rows, prompts, strict=True):
         if not prompt:
-            raise row.broken("the prompt has no tokens", how="give a prompt of at least one character")
+            raise row.broken(
+                "the prompt has no tokens", how="give a prompt of at least one character"
+            )
         check_ids(row, {"the prompt": prompt}, getattr(model, "vocab_size", None))
         if positions is not None and len(prompt) + new > positions:
-            what = f"{len(prompt):,} tokens and {new:,} new ones are more than the {positions:,} that the model takes"
+            what = (
+                f"{len(prompt):,} tokens and {new:,} new ones are more than the {positions:,} "
+                "that the model takes"
+            )
             raise row.broken(what, how="shorten the prompt, or request fewer new tokens")

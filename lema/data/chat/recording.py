@@ -1,8 +1,10 @@
-"""Lets `transformers` apply a chat template without compiling it: what it would write is asked of somebody else.
+"""Lets `transformers` apply a chat template without compiling it: what it would write is asked of
+somebody else.
 
-`apply_chat_template` decides what a template sees: which of several it is, messages without empty keys, schemas of
-tools, special tokens. All of that is asked of it. Only where it compiles the template it is given a stand-in, which
-hands on the values that the template would get, so that they can be rendered elsewhere (`lema.data.chat.process`).
+`apply_chat_template` decides what a template sees: which of several it is, messages without empty
+keys, schemas of tools, special tokens. All of that is asked of it. Only where it compiles the
+template it is given a stand-in, which hands on the values that the template would get, so that they
+can be rendered elsewhere (`lema.data.chat.process`).
 """
 
 import threading
@@ -21,14 +23,17 @@ class _StandIn:
     """Stands in for a compiled template."""
 
     def __init__(self, template: str, write: Write) -> None:
-        self._template, self._write = template, write
+        self._template = template
+        self._write = write
 
     def render(self, **values: Any) -> str:
         return self._write(self._template, values)
 
 
 def applied(apply: Callable[[], Any], write: Write) -> Any:
-    """Call what applies a chat template and return what it returns, where the template itself is written by `write`."""
+    """Call what applies a chat template and return what it returns, where the template itself is
+    written by `write`.
+    """
     from transformers.utils import chat_template_utils
 
     module: Any = chat_template_utils

@@ -1,13 +1,16 @@
-"""The program of the process that renders chat templates; `lema.data.chat.process` starts it, and may end it.
+"""The program of the process that renders chat templates; `lema.data.chat.process` starts it, and
+may end it.
 
-It imports jinja2 and nothing of LEMA or `transformers`, so that it starts in a tenth of a second. The environment of a
-template is that of `transformers`: the source of its two functions comes with the first message, and is run here.
-Messages are marshalled by the parent. Answers are lines of JSON, because a template from outside has run here, and who
-reads them must be able to take them for mere data.
+It imports jinja2 and nothing of LEMA or `transformers`, so that it starts in a tenth of a second.
+The environment of a template is that of `transformers`: the source of its two functions comes with
+the first message, and is run here. Messages are marshalled by the parent. Answers are lines of
+JSON, because a template from outside has run here, and who reads them must be able to take them for
+mere data.
 
-A timer with the system's own action bounds the time of a row: it ends the process also within one call of C, where
-Python runs no handler. A bound of the address space turns what a template allocates beyond it into a `MemoryError`.
-Where the system has no such timer or bound, the parent looks (`lema.data.chat.budget`).
+A timer with the system's own action bounds the time of a row: it ends the process also within one
+call of C, where Python runs no handler. A bound of the address space turns what a template
+allocates beyond it into a `MemoryError`. Where the system has no such timer or bound, the parent
+looks (`lema.data.chat.budget`).
 """
 
 import contextlib
@@ -28,7 +31,7 @@ from typing import Any, BinaryIO
 
 MOST_TEXT = 64 << 20  # characters that a template may write
 GRACE = 1.0  # seconds that the parent has to end this process in
-MOST_SAID = 10_000  # characters of an error
+MAX_ERROR_CHARS = 10_000  # characters of an error
 SLOW = 0.2  # seconds of the processor in which a row that is not rendered ends its batch
 
 
@@ -43,8 +46,12 @@ class Clock(datetime.datetime):
         return cls.shown.replace(tzinfo=tz)
 
 
-def functions_of(sources: list[str]) -> tuple[Callable[[str], Any], Callable[..., tuple[str, list[tuple[int, int]]]]]:
-    """Return what compiles a template and what renders a compiled one, from the source of `transformers`."""
+def functions_of(
+    sources: list[str],
+) -> tuple[Callable[[str], Any], Callable[..., tuple[str, list[tuple[int, int]]]]]:
+    """Return what compiles a template and what renders a compiled one, from the source of
+    `transformers`.
+    """
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
@@ -70,17 +77,20 @@ def functions_of(sources: list[str]) -> tuple[Callable[[str], Any], Callable[...
 
 
 def answered(work: Callable[[], tuple[str, Any]]) -> tuple[bytes, bool]:
-    """Return the answer to a row: its text and the places of the assistant's words in it, or the error; and whether it
-    is the last of its batch. A row that fails slowly is, because the others would fail as slowly, and the parent tells
-    the first."""
+    """Return the answer to a row: its text and the places of the assistant's words in it, or the
+    error; and whether it is the last of its batch. A row that fails slowly is, because the others
+    would fail as slowly, and the parent tells the first."""
     begin = time.process_time()
     try:
-        text, places = work()
+        text, spans = work()
         if len(text) <= MOST_TEXT:
-            return _line({"text": text, "places": places}), False
-        answer = {"error": "OverflowError", "message": f"it writes more than {MOST_TEXT:,} characters"}
+            return _line({"text": text, "places": spans}), False
+        answer = {
+            "error": "OverflowError",
+            "message": f"it writes more than {MOST_TEXT:,} characters",
+        }
     except Exception as error:  # noqa: BLE001 - a template may raise anything, and the parent tells it
-        answer = {"error": type(error).__name__, "message": str(error)[:MOST_SAID]}
+        answer = {"error": type(error).__name__, "message": str(error)[:MAX_ERROR_CHARS]}
     last = time.process_time() - begin > SLOW
     return _line({**answer, "last": last}), last
 
@@ -90,8 +100,8 @@ def _line(answer: dict[str, Any]) -> bytes:
 
 
 def bound_memory(nbytes: int) -> None:
-    """Let the process have so many bytes more of address space than it has, where the system tells how many these are
-    (Linux)."""
+    """Let the process have so many bytes more of address space than it has, where the system tells
+    how many these are (Linux)."""
     try:
         with open("/proc/self/statm", "rb") as counts:  # noqa: PTH123 - pathlib takes a tenth of the start
             pages = int(counts.read().split()[0])
@@ -101,7 +111,9 @@ def bound_memory(nbytes: int) -> None:
 
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = pages * resource.getpagesize() + nbytes
-    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard)
+    )
 
 
 def received(requests: BinaryIO) -> Any:
@@ -115,8 +127,8 @@ def received(requests: BinaryIO) -> Any:
 
 
 class Deadline:
-    """The time of the processor at which this process ends, where no timer ends it and its parent, which would, is
-    gone; a thread looks at it."""
+    """The time of the processor at which this process ends, where no timer ends it and its parent,
+    which would, is gone; a thread looks at it."""
 
     def __init__(self) -> None:
         self.at = float("inf")
@@ -131,15 +143,21 @@ class Deadline:
 def main() -> None:
     """Render batches of rows until the parent closes the pipe."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGBREAK"):
-        if hasattr(signal, name):  # a terminal or a scheduler sends them to all; the parent ends this one
+        if hasattr(
+            signal, name
+        ):  # a terminal or a scheduler sends them to all; the parent ends this one
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    timed, deadline = hasattr(signal, "setitimer"), Deadline()  # on Windows the parent looks at the time
-    if timed:  # and what the parent does with the timer's signal, or with all, is not for this process
+    timed = hasattr(signal, "setitimer")
+    deadline = Deadline()  # on Windows the parent looks at the time
+    if (
+        timed
+    ):  # and what the parent does with the timer's signal, or with all, is not for this process
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
     else:
         threading.Thread(target=deadline.watch, daemon=True).start()
-    requests, out = sys.stdin.buffer, sys.stdout.fileno()
+    requests = sys.stdin.buffer
+    out = sys.stdout.fileno()
     compiled, render = functions_of(received(requests))
     while (batch := received(requests)) is not None:
         seconds, nbytes, templates, rows = batch
@@ -149,7 +167,9 @@ def main() -> None:
             if timed:
                 signal.setitimer(signal.ITIMER_PROF, seconds)
             Clock.shown = Clock(*shown)
-            answer, last = answered(lambda: render(compiled(templates[number]), **marshal.loads(packed)))  # noqa: B023 - called at once
+            answer, last = answered(
+                lambda: render(compiled(templates[number]), **marshal.loads(packed))  # noqa: B023 - called at once
+            )
             if timed:
                 signal.setitimer(signal.ITIMER_PROF, 0)
             deadline.at = float("inf")

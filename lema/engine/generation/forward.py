@@ -1,4 +1,6 @@
-"""The model's own forward, one layer after the other: what a cache of keys and values needs, one token at a time."""
+"""The model's own forward, one layer after the other: what a cache of keys and values needs, one
+token at a time.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from lema.engine.head.pieces import PiecedHead
 from lema.model import Split
 from lema.stream import LayerStream, Lease
 
-__all__ = ["KeyValues", "kept_by", "leased_forwards", "streaming_forward"]
+__all__ = ["KeyValues", "layer_caches", "leased_forwards", "streaming_forward"]
 
 KeyValues: TypeAlias = Literal["device", "host"]
 """Where keys and values of the layers wait for the next token."""
@@ -30,16 +32,20 @@ def _leased(stream: LayerStream, index: int) -> Iterator[Lease]:
         stream.announce(order[order.index(index) :])
     with stream.lease(index) as lease:
         if index == stream.num_visited - 1:
-            # While this one computes the next token's first layers are read, because it will need them all.
+            # While this one computes the next token's first layers are read, because it will need
+            # them all.
             stream.announce(order)
         yield lease
 
 
-def leased_forwards(split: Split, stream: LayerStream, keys_values: KeyValues = "device") -> list[Callable[..., Any]]:
-    """Return a forward for each layer that leases it as the model's own forward reaches it. The forward of one layer
-    after the other is what a cache of keys and values needs, and what one token at a time allows; training goes
-    layer-major instead. With keys and values on the "host", those of one layer at a time are on the device: they come
-    with the layer's lease and leave with it, whatever kind of cache `transformers` made."""
+def leased_forwards(
+    split: Split, stream: LayerStream, keys_values: KeyValues = "device"
+) -> list[Callable[..., Any]]:
+    """Return a forward for each layer that leases it as the model's own forward reaches it. The
+    forward of one layer after the other is what a cache of keys and values needs, and what one
+    token at a time allows; training goes layer-major instead. With keys and values on the "host",
+    those of one layer at a time are on the device: they come with the layer's lease and leave with
+    it, whatever kind of cache `transformers` made."""
 
     def call(lease: Lease, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if lease.layer in split.groups:
@@ -51,13 +57,14 @@ def leased_forwards(split: Split, stream: LayerStream, keys_values: KeyValues = 
             with _leased(stream, index) as lease:
                 if keys_values == "device":
                     return call(lease, args, kwargs)
-                for kept in kept_by(index, args, kwargs):
-                    kept.prefetch()
-                made = call(lease, args, kwargs)
-                # Looked up again, because the first token makes the layers of some caches as it goes.
-                for kept in kept_by(index, args, kwargs):
-                    kept.offload()
-                return made
+                for cache in layer_caches(index, args, kwargs):
+                    cache.prefetch()
+                output = call(lease, args, kwargs)
+                # Looked up again, because the first token makes the layers of some caches as it
+                # goes.
+                for cache in layer_caches(index, args, kwargs):
+                    cache.offload()
+                return output
 
         return run
 
@@ -66,17 +73,20 @@ def leased_forwards(split: Split, stream: LayerStream, keys_values: KeyValues = 
 
 @contextmanager
 def streaming_forward(
-    split: Split, stream: LayerStream, keys_values: KeyValues = "device", head: PiecedHead | None = None
+    split: Split,
+    stream: LayerStream,
+    keys_values: KeyValues = "device",
+    head: PiecedHead | None = None,
 ) -> Iterator[None]:
-    """Make the model's own forward lease each layer as it reaches it, and each piece of the head's weight where it is
-    leased in pieces, for the length of a `with` block."""
+    """Make the model's own forward lease each layer as it reaches it, and each piece of the head's
+    weight where it is leased in pieces, for the length of a `with` block."""
 
-    def product(pieces: PiecedHead, given: Tensor) -> Tensor:
-        found = []
+    def product(pieces: PiecedHead, inputs: Tensor) -> Tensor:
+        logits = []
         for number, span in enumerate(pieces.spans, split.num_layers):
             with _leased(stream, number) as lease:
-                found.append(pieces.product(given, lease.weights["weight"], span))
-        return torch.cat(found, dim=-1)
+                logits.append(pieces.product(inputs, lease.weights["weight"], span))
+        return torch.cat(logits, dim=-1)
 
     stream.cancel()
     in_pieces = nullcontext() if head is None else head.standing_in(partial(product, head))
@@ -87,7 +97,9 @@ def streaming_forward(
         stream.cancel()
 
 
-def kept_by(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return what one layer keeps of the caches among its arguments: of keys and values, or of states."""
+def layer_caches(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return what one layer keeps of the caches among its arguments: of keys and values, or of
+    states.
+    """
     caches = [item for item in (*args, *kwargs.values()) if isinstance(item, Cache)]
     return [cache.layers[index] for cache in caches if index < len(cache.layers)]

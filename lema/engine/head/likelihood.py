@@ -1,6 +1,8 @@
-"""How likely given tokens are: the sum of their log-probabilities in each row, and whether each is the likeliest.
+"""How likely given tokens are: the sum of their log-probabilities in each row, and whether each is
+the likeliest.
 
-Only positions that are asked about go through the head, in chunks, so logits of the context never exist.
+Only positions that are asked about go through the head, in chunks, so logits of the context never
+exist.
 """
 
 from __future__ import annotations
@@ -34,30 +36,34 @@ class Likelihood:
 def likelihoods(
     model: StreamedModel, micro_batches: Sequence[Mapping[str, Tensor]], *, on_host: bool = False
 ) -> list[Likelihood]:
-    """Return how likely each row's targets are, in one pass over the layers. Micro-batches are padded on the right.
-    Other than in training, a label is the token *after* its position, because the last one is no input; -100 is not
-    asked about. If `on_host`, hidden states wait in host memory between layers. `ConfigError`: the head is cut."""
+    """Return how likely each row's targets are, in one pass over the layers. Micro-batches are
+    padded on the right. Other than in training, a label is the token *after* its position, because
+    the last one is no input; -100 is not asked about. If `on_host`, hidden states wait in host
+    memory between layers. `ConfigError`: the head is cut."""
     if model.head is not None:
         what = "likelihoods need whole logits, but the head streams in pieces"
         raise ConfigError(what, where="head", how="set head: device, or raise device_memory")
 
     def run(parts: Sequence[Mapping[str, Tensor]]) -> list[Likelihood]:
-        known = [model.padding.of(batch)["labels"] for batch in parts]
+        host_targets = [model.padding.of(batch)["labels"] for batch in parts]
         *_, hidden = model.hidden_states(parts, on_host=on_host)
         with model.retry.at("in the head"):
-            pairs = ((on_device(hidden, index), of) for index, of in enumerate(known))
-            return [one for state, of in pairs for one in _of_rows(model, state, of)]
+            pairs = ((on_device(hidden, index), of) for index, of in enumerate(host_targets))
+            return [likelihood for state, of in pairs for likelihood in _of_rows(model, state, of)]
 
     return model.retry.run_pass(run, micro_batches, purpose="evaluation")
 
 
-def _of_rows(model: StreamedModel, hidden: Tensor, known: Tensor) -> list[Likelihood]:
-    """Return the likelihood of each row's targets, given the last layer's output `[batch, sequence, hidden]`. `known`
-    are the targets in host memory, where they can be looked at without waiting for the device: the token after each
-    position, int64 `[batch, sequence]`; -100 where nothing is asked."""
-    rows, columns = torch.nonzero(known != IGNORED, as_tuple=True)
-    targets, chunk = known.to(model.backend.device), model.loss_chunk_tokens
-    sums, greedy = [0.0] * len(known), [True] * len(known)
+def _of_rows(model: StreamedModel, hidden: Tensor, host_targets: Tensor) -> list[Likelihood]:
+    """Return the likelihood of each row's targets, given the last layer's output `[batch, sequence,
+    hidden]`. `host_targets` are the targets in host memory, where they can be looked at without
+    waiting for the device: the token after each position, int64 `[batch, sequence]`; -100 where
+    nothing is asked."""
+    rows, columns = torch.nonzero(host_targets != IGNORED, as_tuple=True)
+    targets = host_targets.to(model.backend.device)
+    chunk = model.loss_chunk_tokens
+    sums = [0.0] * len(host_targets)
+    greedy = [True] * len(host_targets)
     for first in range(0, len(rows), chunk):
         of_row = rows[first : first + chunk]
         at = of_row.to(hidden.device), columns[first : first + chunk].to(hidden.device)
@@ -66,7 +72,9 @@ def _of_rows(model: StreamedModel, hidden: Tensor, known: Tensor) -> list[Likeli
         target = targets[at]
         chosen = logits.gather(1, target.unsqueeze(1)).squeeze(1) - logits.logsumexp(1)
         right = logits.argmax(1) == target
-        for row, value, likeliest in zip(of_row.tolist(), chosen.tolist(), right.tolist(), strict=True):
+        for row, value, likeliest in zip(
+            of_row.tolist(), chosen.tolist(), right.tolist(), strict=True
+        ):
             sums[row] += value
             greedy[row] = greedy[row] and likeliest
-    return [Likelihood(*one) for one in zip(sums, greedy, strict=True)]
+    return [Likelihood(*fields) for fields in zip(sums, greedy, strict=True)]

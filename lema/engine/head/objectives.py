@@ -1,8 +1,10 @@
-"""Objectives that are functions of rows: preference losses and GRPO's, each from the log-probabilities of tokens.
+"""Objectives that are functions of rows: preference losses and GRPO's, each from the
+log-probabilities of tokens.
 
-An objective says which log-probabilities it needs, and makes of those of one batch the loss and what is measured. It
-is differentiated by them, and knows nothing of the model. Names and formulas are those of TRL 1.16, whose trainers
-average over the examples of a batch, and over the batches of a step.
+An objective says which log-probabilities it needs, and makes of those of one batch the loss and
+what is measured. It is differentiated by them, and knows nothing of the model. Names and formulas
+are those of TRL 1.16, whose trainers average over the examples of a batch, and over the batches of
+a step.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from lema.config import LemaConfig
     from lema.engine.streamed import StreamedModel
 
-__all__ = ["Measured", "Objective", "Scored", "grpo", "merged", "objective_of", "pursue"]
+__all__ = ["Measured", "Objective", "Scored", "grpo", "merged", "objective_of", "set_objective"]
 
 Measured: TypeAlias = dict[str, tuple[Tensor, float]]
 """What is measured, by TRL's name: a sum, and the number of things that it is the sum of."""
@@ -42,8 +44,12 @@ class Scored:
     # `[rows]`, of each prompt with another row's completion: the model's, and the reference's.
     mismatched: tuple[Tensor, Tensor] | None = None
     advantages: Tensor | None = None  # `[rows]` or `[rows, tokens]`, of GRPO
-    old_logps: Tensor | None = None  # `[rows, tokens]`, those of the model that made the completions; None: of this one
-    mean_logits: Tensor | None = None  # `[rows, tokens]`, over the vocabulary; None: they are not known
+    old_logps: Tensor | None = (
+        None  # `[rows, tokens]`, those of the model that made the completions; None: of this one
+    )
+    mean_logits: Tensor | None = (
+        None  # `[rows, tokens]`, over the vocabulary; None: they are not known
+    )
 
     def completions(self, logps: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sums over completions: those of the chosen rows, and those of the rejected."""
@@ -51,12 +57,16 @@ class Scored:
         return sums[self.chosen], sums[self.rejected]
 
     def lengths(self) -> tuple[Tensor, Tensor]:
-        """Return the numbers of tokens of the completions: for chosen rows, and for rejected ones."""
+        """Return the numbers of tokens of the completions: for chosen rows, and for rejected
+        ones.
+        """
         counts = self.trained.sum(dim=1).clamp(min=1)
         return counts[self.chosen], counts[self.rejected]
 
     def ratios(self) -> tuple[Tensor, Tensor]:
-        """Return the log-probabilities of completions less those of the reference: chosen, and rejected."""
+        """Return the log-probabilities of completions less those of the reference: chosen, and
+        rejected.
+        """
         assert self.reference is not None, "the reference was not asked for"
         chosen, rejected = self.completions(self.logps)
         of_chosen, of_rejected = self.completions(self.reference)
@@ -71,12 +81,17 @@ Score: TypeAlias = Callable[[Scored], tuple[Tensor, Measured]]
 class Objective:
     """A loss of rows."""
 
-    score: Score  # makes this process's share of a batch's mean loss, and what is measured, of the rows it has
+    # makes this process's share of a batch's mean loss, and what is measured, of the rows it has
+    score: Score
     reference: bool = False  # whether it compares with a reference
-    mismatched: bool = False  # whether it needs prompts with other rows' completions, as KTO's KL term does
+    mismatched: bool = (
+        False  # whether it needs prompts with other rows' completions, as KTO's KL term does
+    )
     of_batch: bool = False  # whether it compares rows of a whole batch with each other
     prompts: bool = False  # whether the prompts of chosen rows are trained on too
-    advantages: bool = False  # whether rows have advantages; otherwise they are examples of a preference
+    advantages: bool = (
+        False  # whether rows have advantages; otherwise they are examples of a preference
+    )
 
 
 def objective_of(config: LemaConfig) -> Objective | None:
@@ -90,22 +105,32 @@ def objective_of(config: LemaConfig) -> Objective | None:
             return Objective(score, reference=True, of_batch=kind.startswith("aot"))
         case "kto":
             kind = config.loss_type or "kto"
-            weights = [1.0 if one is None else one for one in (config.desirable_weight, config.undesirable_weight)]
-            score = partial(kto, loss_type=kind, beta=beta, desirable=weights[0], undesirable=weights[1])
-            return Objective(score, reference=True, mismatched=kind == "kto", of_batch=kind == "kto")
+            weights = [
+                1.0 if weight is None else weight
+                for weight in (config.desirable_weight, config.undesirable_weight)
+            ]
+            score = partial(
+                kto, loss_type=kind, beta=beta, desirable=weights[0], undesirable=weights[1]
+            )
+            return Objective(
+                score, reference=True, mismatched=kind == "kto", of_batch=kind == "kto"
+            )
         case "orpo":
             return Objective(partial(orpo, beta=beta), prompts=True)
         case "simpo":
             gamma = 0.5 if config.simpo_gamma is None else config.simpo_gamma
             alpha = config.cpo_alpha or 0.0
-            return Objective(partial(simpo, beta=beta, gamma=gamma, cpo_alpha=alpha, smoothing=smoothing))
+            return Objective(
+                partial(simpo, beta=beta, gamma=gamma, cpo_alpha=alpha, smoothing=smoothing)
+            )
     return None
 
 
-def pursue(model: StreamedModel, config: LemaConfig) -> None:
-    """Give a model the objective of the settings; one of examples trains without dropout, as TRL's trainers do.
-    `ConfigError`: it needs more of a batch than one of several processes has."""
-    model.objective, model.dft = objective_of(config), config.loss_type == "dft"
+def set_objective(model: StreamedModel, config: LemaConfig) -> None:
+    """Give a model the objective of the settings; one of examples trains without dropout, as TRL's
+    trainers do. `ConfigError`: it needs more of a batch than one of several processes has."""
+    model.objective = objective_of(config)
+    model.dft = config.loss_type == "dft"
     model.smoothing = config.label_smoothing_factor
     if model.objective is not None and model.objective.of_batch and model.backend.replicas.size > 1:
         what = "kto's KL term and aot need a whole batch, but each process has only a share of it"
@@ -117,9 +142,9 @@ def pursue(model: StreamedModel, config: LemaConfig) -> None:
                 module.p = 0.0
 
 
-def merged(found: Mapping[str, tuple[Tensor, float]], into: Measured) -> None:
+def merged(measured: Mapping[str, tuple[Tensor, float]], into: Measured) -> None:
     """Add the measurements of one batch to those of others."""
-    for name, (total, count) in found.items():
+    for name, (total, count) in measured.items():
         before = into.get(name)
         into[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
 
@@ -127,7 +152,7 @@ def merged(found: Mapping[str, tuple[Tensor, float]], into: Measured) -> None:
 def dpo(rows: Scored, *, loss_type: str, beta: float, smoothing: float) -> tuple[Tensor, Measured]:
     """DPO (arXiv:2305.18290) and the other losses of TRL's `DPOTrainer`, by its `loss_type`."""
     losses = dpo_losses(rows, loss_type, beta, smoothing)
-    chosen, rejected = (beta * one.detach() for one in rows.ratios())
+    chosen, rejected = (beta * ratio.detach() for ratio in rows.ratios())
     measured = _of_pairs(chosen, rejected, rows.completions(rows.logps)) | _of_logits(rows)
     return losses.sum() / rows.num_examples, measured
 
@@ -144,33 +169,46 @@ def dpo_losses(rows: Scored, loss_type: str, beta: float, smoothing: float) -> T
         case "ipo" | "sigmoid_norm":
             of_chosen, of_rejected = rows.lengths()
             delta = chosen / of_chosen - rejected / of_rejected
-            return (delta - 1 / (2 * beta)) ** 2 if loss_type == "ipo" else -logsigmoid(beta * delta)
+            return (
+                (delta - 1 / (2 * beta)) ** 2 if loss_type == "ipo" else -logsigmoid(beta * delta)
+            )
         case "exo_pair":
             epsilon = torch.tensor(smoothing, device=delta.device)
-            right, wrong = torch.sigmoid(beta * delta), torch.sigmoid(-beta * delta)
+            right = torch.sigmoid(beta * delta)
+            wrong = torch.sigmoid(-beta * delta)
             first = right * (logsigmoid(beta * delta) - torch.log1p(-epsilon))
             return first + wrong * (logsigmoid(-beta * delta) - torch.log(epsilon))
         case "nca_pair":
             return (
-                -logsigmoid(beta * chosen) - 0.5 * logsigmoid(-(beta * chosen)) - 0.5 * logsigmoid(-(beta * rejected))
+                -logsigmoid(beta * chosen)
+                - 0.5 * logsigmoid(-(beta * chosen))
+                - 0.5 * logsigmoid(-(beta * rejected))
             )
         case "robust":
-            clean, flipped = -(1 - smoothing) * logsigmoid(beta * delta), -smoothing * logsigmoid(-beta * delta)
+            clean = -(1 - smoothing) * logsigmoid(beta * delta)
+            flipped = -smoothing * logsigmoid(-beta * delta)
             return (clean - flipped) / (1 - 2 * smoothing)
         case "bco_pair":
             return -logsigmoid(beta * chosen) - logsigmoid(-(beta * rejected))
         case "aot" | "aot_unpaired":
-            one, other = chosen, rejected
+            preferred = chosen
+            baseline = rejected
             if loss_type == "aot":
                 assert rows.reference is not None, "the reference was not asked for"
-                one, other = (torch.sub(*rows.completions(logps)) for logps in (rows.logps, rows.reference))
-            delta = one.sort().values - other.sort().values
-            return -logsigmoid(beta * delta) * (1 - smoothing) - logsigmoid(-beta * delta) * smoothing
+                preferred, baseline = (
+                    torch.sub(*rows.completions(logps)) for logps in (rows.logps, rows.reference)
+                )
+            delta = preferred.sort().values - baseline.sort().values
+            return (
+                -logsigmoid(beta * delta) * (1 - smoothing) - logsigmoid(-beta * delta) * smoothing
+            )
         case "discopop":
             share = torch.sigmoid(beta * delta / DISCOPOP_TAU)
             return -logsigmoid(beta * delta) * (1 - share) + torch.exp(-beta * delta) * share
         case "sft":
-            return -(rows.logps * rows.trained)[rows.chosen].sum(dim=1) * (rows.num_examples / rows.num_tokens)
+            return -(rows.logps * rows.trained)[rows.chosen].sum(dim=1) * (
+                rows.num_examples / rows.num_tokens
+            )
         case "sppo_hard":
             return (chosen - 0.5 / beta) ** 2 + (rejected + 0.5 / beta) ** 2
         case "apo_zero":
@@ -180,17 +218,23 @@ def dpo_losses(rows: Scored, loss_type: str, beta: float, smoothing: float) -> T
     raise AssertionError(f"{loss_type!r} is not a loss of pairs")
 
 
-def kto(rows: Scored, *, loss_type: str, beta: float, desirable: float, undesirable: float) -> tuple[Tensor, Measured]:
-    """KTO (arXiv:2402.01306), whose KL term is estimated from prompts with other rows' completions; or `apo_zero`."""
+def kto(
+    rows: Scored, *, loss_type: str, beta: float, desirable: float, undesirable: float
+) -> tuple[Tensor, Measured]:
+    """KTO (arXiv:2402.01306), whose KL term is estimated from prompts with other rows'
+    completions; or `apo_zero`.
+    """
     chosen, rejected = rows.ratios()
     kl = torch.zeros((), device=chosen.device)
     if rows.mismatched is not None:
         policy, reference = rows.mismatched
         kl = (policy - reference).mean().detach().clamp(min=0)
     if loss_type == "kto":
-        of_chosen, of_rejected = 1 - torch.sigmoid(beta * (chosen - kl)), 1 - torch.sigmoid(beta * (kl - rejected))
+        of_chosen = 1 - torch.sigmoid(beta * (chosen - kl))
+        of_rejected = 1 - torch.sigmoid(beta * (kl - rejected))
     else:
-        of_chosen, of_rejected = 1 - torch.sigmoid(beta * chosen), torch.sigmoid(beta * rejected)
+        of_chosen = 1 - torch.sigmoid(beta * chosen)
+        of_rejected = torch.sigmoid(beta * rejected)
     loss = torch.cat([desirable * of_chosen, undesirable * of_rejected]).sum() / rows.num_examples
     logps = rows.completions(rows.logps.detach())
     measured: Measured = {"kl": (kl, 1.0)} | _of_logits(rows)
@@ -199,14 +243,21 @@ def kto(rows: Scored, *, loss_type: str, beta: float, desirable: float, undesira
             measured[f"rewards/{name}"] = (beta * rewards.detach()).sum(), float(count)
             measured[f"logps/{name}"] = sums.sum(), float(count)
     if len(chosen) and len(rejected):
-        margin = (beta * chosen.detach()).sum() / len(chosen) - (beta * rejected.detach()).sum() / len(rejected)
+        margin = (beta * chosen.detach()).sum() / len(chosen) - (
+            beta * rejected.detach()
+        ).sum() / len(rejected)
         measured["rewards/margins"] = margin, 1.0
     return loss, measured
 
 
 def orpo(rows: Scored, *, beta: float) -> tuple[Tensor, Measured]:
-    """ORPO (arXiv:2403.07691): the odds of completions, plus the cross-entropy of chosen rows with their prompts."""
-    chosen, rejected = (one / length for one, length in zip(rows.completions(rows.logps), rows.lengths(), strict=True))
+    """ORPO (arXiv:2403.07691): the odds of completions, plus the cross-entropy of chosen rows
+    with their prompts.
+    """
+    chosen, rejected = (
+        logp / length
+        for logp, length in zip(rows.completions(rows.logps), rows.lengths(), strict=True)
+    )
     odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
     ratio = logsigmoid(odds)
     nll = -rows.logps[rows.chosen].sum() / rows.num_tokens
@@ -218,9 +269,14 @@ def orpo(rows: Scored, *, beta: float) -> tuple[Tensor, Measured]:
     return nll - (beta * ratio).sum() / rows.num_examples, measured
 
 
-def simpo(rows: Scored, *, beta: float, gamma: float, cpo_alpha: float, smoothing: float) -> tuple[Tensor, Measured]:
+def simpo(
+    rows: Scored, *, beta: float, gamma: float, cpo_alpha: float, smoothing: float
+) -> tuple[Tensor, Measured]:
     """SimPO (arXiv:2405.14734), plus `cpo_alpha` times the cross-entropy of chosen completions."""
-    chosen, rejected = (one / length for one, length in zip(rows.completions(rows.logps), rows.lengths(), strict=True))
+    chosen, rejected = (
+        logp / length
+        for logp, length in zip(rows.completions(rows.logps), rows.lengths(), strict=True)
+    )
     delta = (chosen - rejected) - gamma / beta
     losses = -logsigmoid(beta * delta) * (1 - smoothing) - logsigmoid(-beta * delta) * smoothing
     loss = losses.sum() / rows.num_examples
@@ -242,20 +298,30 @@ def grpo(
     importance_sampling_level: str = "token",
     max_completion_length: int | None = None,
 ) -> Objective:
-    """Return GRPO's objective (arXiv:2402.03300) by the settings of TRL's `GRPOConfig`, for rows with `advantages`. The
-    ratio to the probabilities at which completions were made is clipped where rows have `old_logps`; without them it is
-    1. With `beta` the model is kept at its reference, which is itself without adapters. `loss_type` says what the loss
-    of tokens is divided by: "grpo", each row's tokens and then the rows; "bnpo" and "dapo", all tokens of the batch;
-    "dr_grpo", rows times `max_completion_length`. `ConfigError`: there is no such loss."""
+    """Return GRPO's objective (arXiv:2402.03300) by the settings of TRL's `GRPOConfig`, for rows
+    with `advantages`. The ratio to the probabilities at which completions were made is clipped
+    where rows have `old_logps`; without them it is
+    1. With `beta` the model is kept at its reference, which is itself without adapters. `loss_type`
+      says what the loss
+    of tokens is divided by: "grpo", each row's tokens and then the rows; "bnpo" and "dapo", all
+    tokens of the batch; "dr_grpo", rows times `max_completion_length`. `ConfigError`: there is no
+    such loss."""
     high = epsilon if epsilon_high is None else epsilon_high
-    if loss_type not in ("grpo", "bnpo", "dapo", "dr_grpo") or importance_sampling_level not in ("token", "sequence"):
-        raise ConfigError(f"{loss_type!r} over {importance_sampling_level!r} is no loss of GRPO that there is here")
+    if loss_type not in ("grpo", "bnpo", "dapo", "dr_grpo") or importance_sampling_level not in (
+        "token",
+        "sequence",
+    ):
+        raise ConfigError(
+            f"{loss_type!r} over {importance_sampling_level!r} is no loss of GRPO that "
+            "there is here"
+        )
     if loss_type == "dr_grpo" and max_completion_length is None:
         raise ConfigError("dr_grpo divides by max_completion_length, which is not given")
 
     def score(rows: Scored) -> tuple[Tensor, Measured]:
         assert rows.advantages is not None, "rows without advantages"
-        mask, advantages = rows.trained, rows.advantages
+        mask = rows.trained
+        advantages = rows.advantages
         advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
         old = rows.logps.detach() if rows.old_logps is None else rows.old_logps
         weights = rows.logps - old
@@ -266,13 +332,18 @@ def grpo(
         bounded = ratio if delta is None else torch.clamp(ratio, max=delta)
         losses = -torch.min(bounded * advantages, clipped * advantages).expand_as(rows.logps)
         measured: Measured = {}
-        beyond = ((ratio < 1 - epsilon) & (advantages < 0)) | ((ratio > 1 + high) & (advantages > 0))
+        beyond = ((ratio < 1 - epsilon) & (advantages < 0)) | (
+            (ratio > 1 + high) & (advantages > 0)
+        )
         tokens = mask.sum().detach()
-        measured["clip_ratio/region_mean"] = (beyond.expand_as(mask) & mask).sum() / tokens.clamp(min=1), 1.0
+        measured["clip_ratio/region_mean"] = (
+            (beyond.expand_as(mask) & mask).sum() / tokens.clamp(min=1),
+            1.0,
+        )
         if beta:
             assert rows.reference is not None, "the reference was not asked for"
-            apart = rows.reference - rows.logps
-            kl = torch.exp(apart) - apart - 1
+            log_ratio = rows.reference - rows.logps
+            kl = torch.exp(log_ratio) - log_ratio - 1
             losses = losses + beta * kl
             measured["kl"] = (kl.detach() * mask).sum() / tokens.clamp(min=1), 1.0
         if loss_type == "grpo":
@@ -300,18 +371,24 @@ def _of_pairs(chosen: Tensor, rejected: Tensor, logps: tuple[Tensor, Tensor]) ->
 
 
 def _of_logits(rows: Scored) -> Measured:
-    """Return the mean logit of the tokens of a batch's completions, which counts as often as it has rows."""
+    """Return the mean logit of the tokens of a batch's completions, which counts as often as it
+    has rows.
+    """
     if rows.mean_logits is None:
         return {}
-    found: Measured = {}
+    measured: Measured = {}
     for name, at in (("chosen", rows.chosen), ("rejected", rows.rejected)):
         if count := len(at):
             trained = rows.trained[at]
             mean = (rows.mean_logits[at] * trained).sum() / trained.sum().clamp(min=1)
-            found[f"logits/{name}"] = mean * count, float(count)
-    return found
+            measured[f"logits/{name}"] = mean * count, float(count)
+    return measured
 
 
 def _log1mexp(value: Tensor) -> Tensor:
-    """Return log(1 - exp(value)), in two forms: one loses its digits above -ln 2, the other below."""
-    return torch.where(value < -0.6931471805599453, torch.log1p(-torch.exp(value)), torch.log(-torch.expm1(value)))
+    """Return log(1 - exp(value)), in two forms: one loses its digits above -ln 2, the other
+    below.
+    """
+    return torch.where(
+        value < -0.6931471805599453, torch.log1p(-torch.exp(value)), torch.log(-torch.expm1(value))
+    )

@@ -1,7 +1,8 @@
 """The load-balancing loss of routers: for each micro-batch, a product of means over all layers.
 
-So it is no sum over layers. Each visit hands on what its routers made, which is small; with that of the top layer the
-model's own function forms the loss, and layers get their gradients in the backward with those of hidden states.
+So it is no sum over layers. Each visit hands on what its routers made, which is small; with that of
+the top layer the model's own function forms the loss, and layers get their gradients in the
+backward with those of hidden states.
 """
 
 from __future__ import annotations
@@ -30,15 +31,18 @@ if TYPE_CHECKING:
 
 __all__ = ["RouterLoss", "add_router_loss", "coefficient_of"]
 
-FUNCTION, SETTING = "load_balancing_loss_func", "router_aux_loss_coef"
+FUNCTION = "load_balancing_loss_func"
+SETTING = "router_aux_loss_coef"
 
 
 class RouterLoss:
-    """The model's own loss of its routers, times `coefficient`: of a step the mean over its micro-batches, as TRL has
-    it. `ConfigError`: the model has none."""
+    """The model's own loss of its routers, times `coefficient`: of a step the mean over its
+    micro-batches, as TRL has it. `ConfigError`: the model has none."""
 
     def __init__(self, split: Split, coefficient: float) -> None:
-        home, self._split, self._coefficient = sys.modules[type(split.model).__module__], split, coefficient
+        home = sys.modules[type(split.model).__module__]
+        self._split = split
+        self._coefficient = coefficient
         self._function: Callable[..., Tensor] | None = getattr(home, FUNCTION, None)
 
         def asked(run: Callable[..., Any]) -> Any:
@@ -46,78 +50,104 @@ class RouterLoss:
 
             with patch.object(home, FUNCTION) as function:
                 # This has the model put the hooks in place, too, that record what routers make.
-                run(output_router_logits=True, attention_mask=torch.ones(1, FEW_TOKENS, dtype=torch.long))
+                run(
+                    output_router_logits=True,
+                    attention_mask=torch.ones(1, FEW_TOKENS, dtype=torch.long),
+                )
             return function.call_args and (function.call_args.args[1:], function.call_args.kwargs)
 
         # The function's other arguments, with a tensor for the mask.
-        self._given: Any = self._function and past_layers(split.model, split.layers, asked)
-        if self._given is None:
+        self._arguments: Any = self._function and past_layers(split.model, split.layers, asked)
+        if self._arguments is None:
             what = f"a {type(split.model).__name__} has no load-balancing loss of routers"
             raise ConfigError(what, where=SETTING, how="set it to 0")
 
     def begin(
-        self, loss: LossChunks | RowLoss, calls: Sequence[Sequence[LayerCall]], placed: Sequence[Mapping[str, Tensor]]
+        self,
+        loss: LossChunks | RowLoss,
+        calls: Sequence[Sequence[LayerCall]],
+        device_batches: Sequence[Mapping[str, Tensor]],
     ) -> None:
-        """Have the layers of a step note what their routers make; `calls` are those of each layer, `placed` the
-        micro-batches. Of the tokens that `loss` is divided by, other passes may train some, which weigh as much."""
+        """Have the layers of a step note what their routers make; `calls` are those of each layer,
+        `device_batches` the micro-batches. Of the tokens that `loss` is divided by, other passes
+        may train some, which weigh as much."""
         assert isinstance(loss, LossChunks), "the loss is of rows"
-        self._calls, self._masks = calls, [batch.get("attention_mask") for batch in placed]
-        self._weight, self._scale = loss.trained_tokens / loss.num_tokens, loss.scale
-        self._found: dict[int, Tensor] = {}  # of each micro-batch its loss alone
+        self._calls = calls
+        self._masks = [batch.get("attention_mask") for batch in device_batches]
+        self._weight = loss.trained_tokens / loss.num_tokens
+        self._scale = loss.scale
+        self._losses: dict[int, Tensor] = {}  # of each micro-batch its loss alone
         for call in chain(*calls):
             call.routers = []
 
-    def made(self, index: int) -> list[Tensor]:
+    def outputs(self, index: int) -> list[Tensor]:
         """Return what the routers have made of a micro-batch, in the layers' order."""
-        return [one for layer in self._calls for one in layer[index].routers or ()]
+        return [output for layer in self._calls for output in layer[index].routers or ()]
 
-    def turn(self, index: int) -> tuple[Tensor, dict[Tensor, Tensor | None]]:
-        """Return a micro-batch's share, and its gradients by what the routers made; None: by what has no graph."""
-        made = self.made(index)
-        leaves = [one.detach().requires_grad_(one.requires_grad) for one in made]
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    def loss_and_grad(self, index: int) -> tuple[Tensor, dict[Tensor, Tensor | None]]:
+        """Return a micro-batch's share, and its gradients by what the routers made; None: by
+        what has no graph.
+        """
+        outputs = self.outputs(index)
+        leaves = [output.detach().requires_grad_(output.requires_grad) for output in outputs]
+        grad_leaves = [leaf for leaf in leaves if leaf.requires_grad]
         with torch.enable_grad():
             value = self._value(index, leaves)
-            found = torch.autograd.grad(value * self._scale, wanted) if wanted else ()
-        gradients = dict(zip(wanted, found, strict=True))
-        return value.detach(), {one: gradients.get(leaf) for one, leaf in zip(made, leaves, strict=True)}
+            leaf_gradients = (
+                torch.autograd.grad(value * self._scale, grad_leaves) if grad_leaves else ()
+            )
+        gradients = dict(zip(grad_leaves, leaf_gradients, strict=True))
+        return value.detach(), {
+            output: gradients.get(leaf) for output, leaf in zip(outputs, leaves, strict=True)
+        }
 
     def total(self) -> Tensor:
         """Return the loss of all micro-batches, once the top layer is done; differentiable."""
-        return torch.stack([self._value(index, self.made(index)) for index in range(len(self._masks))]).sum()
+        return torch.stack(
+            [self._value(index, self.outputs(index)) for index in range(len(self._masks))]
+        ).sum()
 
-    def _value(self, index: int, made: Sequence[Tensor]) -> Tensor:
+    def _value(self, index: int, outputs: Sequence[Tensor]) -> Tensor:
         mask = self._masks[index]
-        rest, named = changed(self._given, lambda one: mask if isinstance(one, Tensor) else one)
+        arguments, named = changed(
+            self._arguments, lambda argument: mask if isinstance(argument, Tensor) else argument
+        )
         assert self._function is not None
         with self._split.autocast():
-            found = self._function(tuple(made), *rest, **named)
-        self._found[index] = found.detach()
-        return self._coefficient * found / len(self._masks) * self._weight
+            loss = self._function(tuple(outputs), *arguments, **named)
+        self._losses[index] = loss.detach()
+        return self._coefficient * loss / len(self._masks) * self._weight
 
     def end(self) -> Measured:
-        """Let go of what the routers made, which the backward does not need; return what is measured of the step."""
+        """Let go of what the routers made, which the backward does not need; return what is
+        measured of the step.
+        """
         for call in chain(*self._calls):
             call.routers = None
-        return {"aux_loss": (torch.stack([*self._found.values()]).sum(), len(self._found))}
+        return {"aux_loss": (torch.stack([*self._losses.values()]).sum(), len(self._losses))}
 
 
 def coefficient_of(split: Split, config: LemaConfig, directory: Path) -> float:
-    """Return what the loss of routers is multiplied by: as the settings have it, else the config.json in `directory`,
-    whose `output_router_logits` asks for it; 0: nobody does."""
+    """Return what the loss of routers is multiplied by: as the settings have it, else the
+    config.json in `directory`, whose `output_router_logits` asks for it; 0: nobody does."""
     if config.router_aux_loss_coef is not None:
         return config.router_aux_loss_coef
-    said = read_config_file(directory)
-    asked = any(isinstance(one, dict) and one.get("output_router_logits") for one in (said, *said.values()))
+    file_config = read_config_file(directory)
+    asked = any(
+        isinstance(section, dict) and section.get("output_router_logits")
+        for section in (file_config, *file_config.values())
+    )
     return getattr(split.model.config.get_text_config(), SETTING, 0.0) if asked else 0.0
 
 
-def add_router_loss(model: StreamedModel, config: LemaConfig, directory: Path, unable: str = "") -> None:
-    """Give a model its routers' loss where it is asked for. `ConfigError`: it has none, or it is not there with
-    something else that is asked for, or with what is `unable`."""
+def add_router_loss(
+    model: StreamedModel, config: LemaConfig, directory: Path, unable: str = ""
+) -> None:
+    """Give a model its routers' loss where it is asked for. `ConfigError`: it has none, or it is
+    not there with something else that is asked for, or with what is `unable`."""
     if not (coefficient := coefficient_of(model.split, config, directory)):
         return
-    others = {
+    conflicts = {
         unable: bool(unable),
         f"objective: {config.objective}": config.objective != "sft",
         "torch_compile": config.torch_compile,
@@ -125,7 +155,8 @@ def add_router_loss(model: StreamedModel, config: LemaConfig, directory: Path, u
         "tensor_parallel_size": model.backend.parallel.size > 1,
         f"device: {config.device}": model.split.lazy,
     }
-    if found := [name for name, value in others.items() if value]:
-        what = f"the loss of routers cannot be combined with {found[0]}"
+    if active := [name for name, value in conflicts.items() if value]:
+        what = f"the loss of routers cannot be combined with {active[0]}"
         raise ConfigError(what, where=SETTING, how="set it to 0, or remove the other setting")
-    model.engine.routers, model.retry.cuts = RouterLoss(model.split, coefficient), False
+    model.engine.routers = RouterLoss(model.split, coefficient)
+    model.retry.cuts = False

@@ -1,6 +1,8 @@
-"""AWQ (https://arxiv.org/abs/2306.00978) as AutoAWQ stores it for its kernel `gemm`, expanded as GPTQModel does.
+"""AWQ (https://arxiv.org/abs/2306.00978) as AutoAWQ stores it for its kernel `gemm`, expanded as
+GPTQModel does.
 
-A word has the codes of eight consecutive outputs of one input, in the order in which the kernel wants them.
+A word has the codes of eight consecutive outputs of one input, in the order in which the kernel
+wants them.
 """
 
 from collections.abc import Mapping
@@ -15,7 +17,9 @@ from lema.storage.quantized.records import pieces
 __all__ = ["AWQ"]
 
 BITS = 4
-SHIFTS = tuple(BITS * place for place in (0, 4, 1, 5, 2, 6, 3, 7))  # of the eight outputs of a word
+SHIFTS = tuple(
+    BITS * position for position in (0, 4, 1, 5, 2, 6, 3, 7)
+)  # of the eight outputs of a word
 OUTPUTS = WORD // BITS  # of a word
 
 
@@ -23,8 +27,8 @@ def expand(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Te
     """Return a weight.
 
     Args:
-        parts: `qweight` int32 `[inputs, outputs / 8]`, `qzeros` int32 `[groups, outputs / 8]`, `scales` `[groups,
-            outputs]`.
+        parts: `qweight` int32 `[inputs, outputs / 8]`, `qzeros` int32 `[groups, outputs / 8]`,
+            `scales` `[groups, outputs]`.
         settings: transformers' `AwqConfig`.
         dtype: of the weight; the product is of the scales' dtype, as the kernel's.
 
@@ -34,11 +38,14 @@ def expand(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Te
     Raises:
         ValueError: the parts do not fit each other.
     """
-    words, zero_words, scales = parts["qweight"], parts["qzeros"], parts["scales"]
-    (inputs, columns), (groups, outputs) = words.shape, scales.shape
+    words = parts["qweight"]
+    zero_words = parts["qzeros"]
+    scales = parts["scales"]
+    inputs, columns = words.shape
+    groups, outputs = scales.shape
     if columns * OUTPUTS != outputs or tuple(zero_words.shape) != (groups, columns):
-        told = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in parts.items())
-        raise ValueError(f"{told} are not codes of {BITS} bits with their scales and zero points")
+        shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in parts.items())
+        raise ValueError(f"{shapes} are not codes of {BITS} bits with their scales and zero points")
     size = group_size_of(inputs, groups, settings.group_size)
     weight = torch.empty(outputs, inputs, dtype=dtype, device=words.device)
     if weight.is_meta:
@@ -46,14 +53,23 @@ def expand(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Te
     zeros = unpack_rows(zero_words.t(), SHIFTS, BITS)
     for span in pieces(weight, block=OUTPUTS):
         there = slice(span.start // OUTPUTS, span.stop // OUTPUTS)
-        codes = unpack_rows(words[:, there].contiguous().t(), SHIFTS, BITS)  # words are transposed faster than codes
-        own_zeros, own_scales = zeros[span], scales[:, span].t().contiguous()
+        codes = unpack_rows(
+            words[:, there].contiguous().t(), SHIFTS, BITS
+        )  # words are transposed faster than codes
+        own_zeros = zeros[span]
+        own_scales = scales[:, span].t().contiguous()
         if inputs == groups * size:
-            codes, own_zeros, own_scales = codes.view(-1, groups, size), own_zeros[..., None], own_scales[..., None]
+            codes = codes.view(-1, groups, size)
+            own_zeros = own_zeros[..., None]
+            own_scales = own_scales[..., None]
         else:
-            own_zeros, own_scales = (one.repeat_interleave(size, 1)[:, :inputs] for one in (own_zeros, own_scales))
+            own_zeros, own_scales = (
+                tensor.repeat_interleave(size, 1)[:, :inputs] for tensor in (own_zeros, own_scales)
+            )
         weight[span] = scaled(codes, own_zeros, own_scales, dtype).flatten(1)
     return weight
 
 
-AWQ = PackedForm(parts=("qweight", "qzeros", "scales"), needed=("qweight", "qzeros", "scales"), expand=expand)
+AWQ = PackedForm(
+    parts=("qweight", "qzeros", "scales"), needed=("qweight", "qzeros", "scales"), expand=expand
+)

@@ -1,7 +1,7 @@
 """compressed-tensors, as `transformers` and the library expand it, and what they leave out.
 
-That is: zero points of experts, which `transformers` does not hand to the library; and groups of inputs that are not
-neighbours (`weight_g_idx`), which the library no longer reads.
+That is: zero points of experts, which `transformers` does not hand to the library; and groups of
+inputs that are not neighbours (`weight_g_idx`), which the library no longer reads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,9 +33,10 @@ NAMES = (WHOLE, SCALE, ZEROS, "weight_global_scale", PACKED, SHAPE, GROUPS)
 
 
 def without_order(settings: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Return the settings of a checkpoint for a library that no longer knows the order `group`, and whether they name
-    it: groups of inputs in the order of activations, whose numbers are stored."""
-    schemes, numbered = dict(settings.get("config_groups") or {}), False
+    """Return the settings of a checkpoint for a library that no longer knows the order `group`, and
+    whether they name it: groups of inputs in the order of activations, whose numbers are stored."""
+    schemes = dict(settings.get("config_groups") or {})
+    numbered = False
     for name, scheme in schemes.items():
         weights = scheme.get("weights") if isinstance(scheme, dict) else None
         if isinstance(weights, dict) and weights.get("actorder") == "group":
@@ -59,7 +60,9 @@ class CompressedTensorsQuantizer(CompressedTensorsHfQuantizer):
 
 
 class _Expand(ConversionOps):
-    """What makes weights of stored tensors by the library, and in the order of `transformers`' operation."""
+    """What makes weights of stored tensors by the library, and in the order of `transformers`'
+    operation.
+    """
 
     def __init__(self, hf_quantizer: CompressedTensorsQuantizer) -> None:
         self.hf_quantizer = hf_quantizer
@@ -71,20 +74,30 @@ class _Expand(ConversionOps):
         target_patterns: list[str],  # noqa: ARG002 - the same
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Return the weight of a module by its name in the model; those of experts, by the pattern of what is stored.
+        """Return the weight of a module by its name in the model; those of experts, by the pattern
+        of what is stored.
 
         Raises:
             ValueError: a tensor is missing.
         """
-        config, dense = self.hf_quantizer.compressor.quantization_config, not any("." in name for name in input_dict)
+        config = self.hf_quantizer.compressor.quantization_config
+        dense = not any("." in name for name in input_dict)
         scheme = dense_scheme(config) if dense else get_experts_scheme(config)
         form = scheme.format or config.format
         dtype = kwargs["model"].get_parameter(kwargs["full_layer_name"]).dtype
         expanded: dict[str, Any] = {}
         for pattern in [name for name in input_dict if name.rpartition(".")[2] in (PACKED, WHOLE)]:
             stem = pattern[: len(pattern) - len(pattern.rpartition(".")[2])]
-            parts = {name: _listed(input_dict[stem + name]) for name in NAMES if stem + name in input_dict}
-            if PACKED in parts and form == FORM and (missing := self._needed(scheme) - parts.keys()):
+            parts = {
+                name: _listed(input_dict[stem + name])
+                for name in NAMES
+                if stem + name in input_dict
+            }
+            if (
+                PACKED in parts
+                and form == FORM
+                and (missing := self._needed(scheme) - parts.keys())
+            ):
                 raise ValueError(f"{stem}{', '.join(sorted(missing))} is missing")
             rows = [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
             expanded[pattern] = [_expand(row, scheme, form, dense=dense).to(dtype) for row in rows]
@@ -95,15 +108,21 @@ class _Expand(ConversionOps):
     def _needed(self, scheme: Any) -> set[str]:
         weights = scheme.weights
         has_zeros = not weights.symmetric and weights.strategy in ("group", "channel")
-        beside = {ZEROS: has_zeros, GROUPS: self.hf_quantizer.numbered}
-        return {SCALE, SHAPE} | {name for name, is_needed in beside.items() if is_needed}
+        optional = {ZEROS: has_zeros, GROUPS: self.hf_quantizer.numbered}
+        return {SCALE, SHAPE} | {name for name, is_needed in optional.items() if is_needed}
 
 
 def dense_scheme(config: Any) -> Any:
-    """Return the scheme of the modules that are no experts: the first whose targets do not single these out."""
+    """Return the scheme of the modules that are no experts: the first whose targets do not
+    single these out.
+    """
     groups = list(config.config_groups.values())
-    others = [one for one in groups if not any(name.startswith("re:") and "experts" in name for name in one.targets)]
-    return (others or groups)[0]
+    dense_groups = [
+        group
+        for group in groups
+        if not any(name.startswith("re:") and "experts" in name for name in group.targets)
+    ]
+    return (dense_groups or groups)[0]
 
 
 def _listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
@@ -116,12 +135,16 @@ def _expand(parts: dict[str, Tensor], scheme: Any, form: str, *, dense: bool) ->
         return parts[WHOLE]
     if not dense and WHOLE in parts:  # products in fp32, as those of transformers
         return parts[WHOLE].float() * parts[SCALE].float()
-    packed, scales = parts.get(PACKED), parts[SCALE]
+    packed = parts.get(PACKED)
+    scales = parts[SCALE]
     if packed is None or form != FORM or (GROUPS not in parts and not packed.is_meta):
-        made: Tensor = BaseCompressor.get_value_from_registry(form).decompress(dict(parts), scheme)[WHOLE]
-        return made
+        decompressed: Tensor = BaseCompressor.get_value_from_registry(form).decompress(
+            dict(parts), scheme
+        )[WHOLE]
+        return decompressed
     shape = parts[SHAPE].tolist()
-    bits, inputs = scheme.weights.num_bits, shape[-1]
+    bits = scheme.weights.num_bits
+    inputs = shape[-1]
     if list(packed.shape) != [*shape[:-1], _words(inputs, bits)]:
         raise ValueError(f"{PACKED} is {list(packed.shape)}, which is not {shape} with {bits} bits")
     weight = torch.empty(shape, dtype=scales.dtype, device=packed.device)
@@ -130,16 +153,24 @@ def _expand(parts: dict[str, Tensor], scheme: Any, form: str, *, dense: bool) ->
     neighbours = torch.arange(inputs, device=packed.device) // scheme.weights.group_size
     # -1: the writer had a place for the numbers, but did not group the inputs by them.
     number_of = torch.where((parts[GROUPS] < 0).any(), neighbours, parts[GROUPS].long())
-    single = scheme.weights.model_copy(update={"group_size": 1})  # each input has its scale beside it then
-    zeros = unpack_from_int32(parts[ZEROS], bits, scales.shape, packed_dim=0) if ZEROS in parts else None
+    single = scheme.weights.model_copy(
+        update={"group_size": 1}
+    )  # each input has its scale beside it then
+    zeros = (
+        unpack_from_int32(parts[ZEROS], bits, scales.shape, packed_dim=0)
+        if ZEROS in parts
+        else None
+    )
     for span in pieces(weight):
         codes = unpack_from_int32(packed[span], bits, weight[span].shape)
-        beside = None if zeros is None else zeros[span][:, number_of]
-        weight[span] = dequantize(codes, scales[span][:, number_of], beside, single)
+        zero_points = None if zeros is None else zeros[span][:, number_of]
+        weight[span] = dequantize(codes, scales[span][:, number_of], zero_points, single)
     return weight
 
 
 @cache
 def _words(codes: int, bits: int) -> int:
-    """Return how many words the library packs so many codes in: older ones leave bits free that do not make a code."""
+    """Return how many words the library packs so many codes in: older ones leave bits free that
+    do not make a code.
+    """
     return int(pack_to_int32(torch.zeros(1, codes, dtype=torch.int8), bits).shape[-1])

@@ -1,8 +1,10 @@
-"""Weights whose codes are packed into words of 32 bits beside scales and zero points, as GPTQ and AWQ publish them.
+"""Weights whose codes are packed into words of 32 bits beside scales and zero points, as GPTQ and
+AWQ publish them.
 
-`transformers` replaces the modules of such models by those of kernels that it does not have, and expands nothing. The
-quantizer here has the interface of its quantizers that do expand: it says which stored tensors make a weight, and with
-which operation, so that renaming, merging of experts and everything else stays that of `transformers`.
+`transformers` replaces the modules of such models by those of kernels that it does not have, and
+expands nothing. The quantizer here has the interface of its quantizers that do expand: it says
+which stored tensors make a weight, and with which operation, so that renaming, merging of experts
+and everything else stays that of `transformers`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +19,18 @@ from transformers.quantizers.base import HfQuantizer
 
 from lema.compat import loading_by_operations
 
-__all__ = ["WORD", "PackedForm", "PackedQuantizer", "group_size_of", "scaled", "unpack_columns", "unpack_rows"]
+__all__ = [
+    "WORD",
+    "PackedForm",
+    "PackedQuantizer",
+    "group_size_of",
+    "scaled",
+    "unpack_columns",
+    "unpack_rows",
+]
 
-WORD, BYTE = 32, 8  # bits
+WORD = 32
+BYTE = 8  # bits
 WEIGHT = "qweight"
 
 
@@ -30,8 +41,9 @@ class PackedForm:
     Attributes:
         parts: what its stored tensors are called, `qweight` first.
         needed: those without which it cannot be expanded.
-        expand: takes the tensors by name, the settings of the checkpoint and a dtype; returns the weight,
-            `[outputs, inputs]`, on the device of the tensors. `ValueError`: they do not fit each other.
+        expand: takes the tensors by name, the settings of the checkpoint and a dtype; returns the
+            weight, `[outputs, inputs]`, on the device of the tensors. `ValueError`: they do not fit
+            each other.
     """
 
     parts: tuple[str, ...]
@@ -41,7 +53,9 @@ class PackedForm:
 
 @loading_by_operations
 class PackedQuantizer(HfQuantizer):
-    """Loads weights of a packed form expanded; `quantization_config` is the settings class of `transformers`."""
+    """Loads weights of a packed form expanded; `quantization_config` is the settings class of
+    `transformers`.
+    """
 
     def __init__(self, quantization_config: Any, form: PackedForm) -> None:
         super().__init__(quantization_config, pre_quantized=True)
@@ -63,7 +77,9 @@ class PackedQuantizer(HfQuantizer):
 
 
 class _Expand(ConversionOps):
-    """The operation of `PackedQuantizer`: of one module, or, before they are merged, of all experts."""
+    """The operation of `PackedQuantizer`: of one module, or, before they are merged, of all
+    experts.
+    """
 
     def __init__(self, hf_quantizer: HfQuantizer, form: PackedForm) -> None:
         self.hf_quantizer = hf_quantizer
@@ -77,21 +93,28 @@ class _Expand(ConversionOps):
         full_layer_name: str | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Return the weights by the pattern of their words, as lists; that of one module, by its name in the model.
+        """Return the weights by the pattern of their words, as lists; that of one module, by its
+        name in the model.
 
         Raises:
             ValueError: a tensor is missing, or they do not fit each other.
         """
-        model, settings = kwargs["model"], self.hf_quantizer.quantization_config
+        model = kwargs["model"]
+        settings = self.hf_quantizer.quantization_config
         parameter = model.get_parameter(full_layer_name)
-        lists = {name: [one] if isinstance(one, Tensor) else list(one) for name, one in input_dict.items()}
+        lists = {
+            name: [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            for name, tensors in input_dict.items()
+        }
         expanded: dict[str, Any] = {}
         stems = dict.fromkeys(name[: len(name) - len(name.rpartition(".")[2])] for name in lists)
         for stem in stems:
             parts = {part: lists[stem + part] for part in self._form.parts if stem + part in lists}
             self._check(stem, parts)
             rows = [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
-            expanded[stem + WEIGHT] = [self._form.expand(row, settings, parameter.dtype) for row in rows]
+            expanded[stem + WEIGHT] = [
+                self._form.expand(row, settings, parameter.dtype) for row in rows
+            ]
         if len(expanded) == 1 and not any(stems):
             _refuse_transposed(model, str(full_layer_name))
             (weights,) = expanded.values()
@@ -104,13 +127,21 @@ class _Expand(ConversionOps):
         if len({len(group) for group in parts.values()}) > 1:
             raise ValueError(f"{stem}{WEIGHT} and the tensors beside it are not equally many")
         for part in (WEIGHT, "qzeros"):
-            if other := [one.dtype for one in parts[part] if one.dtype != torch.int32]:
-                raise ValueError(f"{stem}{part} is {other[0]}, and words of {WORD} bits are expanded")
+            if wrong_dtypes := [
+                tensor.dtype for tensor in parts[part] if tensor.dtype != torch.int32
+            ]:
+                raise ValueError(
+                    f"{stem}{part} is {wrong_dtypes[0]}, and words of {WORD} bits are expanded"
+                )
 
 
 def _refuse_transposed(model: Any, name: str) -> None:
-    if hasattr(model.get_submodule(name.rpartition(".")[0]), "nf"):  # transformers' Conv1D, of GPT-2
-        raise ValueError("the module keeps its weight as [inputs, outputs], which is not expanded here")
+    if hasattr(
+        model.get_submodule(name.rpartition(".")[0]), "nf"
+    ):  # transformers' Conv1D, of GPT-2
+        raise ValueError(
+            "the module keeps its weight as [inputs, outputs], which is not expanded here"
+        )
 
 
 def unpack_rows(words: Tensor, shifts: Sequence[int], bits: int) -> Tensor:
@@ -126,39 +157,53 @@ def unpack_rows(words: Tensor, shifts: Sequence[int], bits: int) -> Tensor:
     """
     words = words.contiguous()
     narrow = torch.int16 if bits == 8 else torch.int8
-    codes = torch.empty(words.shape[0], len(shifts), words.shape[1], dtype=narrow, device=words.device)
-    # Place by place, because a tensor of the shifts would have to come from the host at each lease; and byte by byte,
-    # because a processor takes four times as many bytes as words at once.
+    codes = torch.empty(
+        words.shape[0], len(shifts), words.shape[1], dtype=narrow, device=words.device
+    )
+    # Place by place, because a tensor of the shifts would have to come from the host at each lease;
+    # and byte by byte, because a processor takes four times as many bytes as words at once.
     for start in range(0, WORD, BYTE):
-        places = (words >> start).to(torch.uint8)
+        low_bytes = (words >> start).to(torch.uint8)
         for inner in range(0, BYTE, bits):
-            codes[:, shifts.index(start + inner)] = (places >> inner) & ((1 << bits) - 1)
+            codes[:, shifts.index(start + inner)] = (low_bytes >> inner) & ((1 << bits) - 1)
     return codes.flatten(0, 1)
 
 
 def unpack_columns(words: Tensor, bits: int) -> Tensor:
-    """Return the codes in words that have those of neighbouring columns, from their lowest bits on; the same shape
-    otherwise, and the same dtypes."""
+    """Return the codes in words that have those of neighbouring columns, from their lowest bits on;
+    the same shape otherwise, and the same dtypes."""
     codes = words.contiguous().view(torch.uint8)  # the lowest byte first
     width = BYTE
     while width > bits:
         width //= 2
         pairs = codes.to(torch.int16)  # each number becomes two with a half of its bits
-        codes = (pairs << (BYTE - width)).bitwise_or_(pairs).bitwise_and_(0x0101 * ((1 << width) - 1)).view(torch.uint8)
+        codes = (
+            (pairs << (BYTE - width))
+            .bitwise_or_(pairs)
+            .bitwise_and_(0x0101 * ((1 << width) - 1))
+            .view(torch.uint8)
+        )
     return codes.to(torch.int16) if bits == BYTE else codes.view(torch.int8)
 
 
 def scaled(codes: Tensor, zeros: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weights of codes, of shapes that fit each other; the product is rounded in the scales' type, as the
-    kernels do. Fp32 lies between two types, because torch converts number by number where both are short."""
+    """Return the weights of codes, of shapes that fit each other; the product is rounded in the
+    scales' type, as the kernels do. Fp32 lies between two types, because torch converts number by
+    number where both are short."""
     product = (codes - zeros).float().to(scales.dtype).mul_(scales)
     return product if product.dtype == dtype else product.float().to(dtype)
 
 
 def group_size_of(inputs: int, groups: int, configured: int) -> int:
-    """Return how many inputs share a scale. `ValueError`: so many inputs do not make so many groups."""
+    """Return how many inputs share a scale. `ValueError`: so many inputs do not make so many
+    groups.
+    """
     if configured > 0 and -(-inputs // configured) == groups:
         return configured
-    if inputs % groups == 0:  # settings of single modules differ from those of the model, or one group has all inputs
+    if (
+        inputs % groups == 0
+    ):  # settings of single modules differ from those of the model, or one group has all inputs
         return inputs // groups
-    raise ValueError(f"{inputs} inputs are stored with scales of {groups} groups, and groups have {configured}")
+    raise ValueError(
+        f"{inputs} inputs are stored with scales of {groups} groups, and groups have {configured}"
+    )

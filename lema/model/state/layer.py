@@ -1,7 +1,9 @@
-"""What the modules of one decoder layer keep from call to call, such as a counter or the state of a recurrence.
+"""What the modules of one decoder layer keep from call to call, such as a counter or the state of a
+recurrence.
 
-A layer runs for each micro-batch once, in their order, and what it leaves is there for the next one, as in the whole
-model. Where it runs for a micro-batch again, to be recomputed, it finds what the first run found, and leaves no trace.
+A layer runs for each micro-batch once, in their order, and what it leaves is there for the next
+one, as in the whole model. Where it runs for a micro-batch again, to be recomputed, it finds what
+the first run found, and leaves no trace.
 """
 
 from __future__ import annotations
@@ -19,34 +21,41 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lema.errors import ModelError
 from lema.model.state.graph import leaves
-from lema.model.state.snapshot import Look, Snapshot, has_state
+from lema.model.state.snapshot import Snapshot, SnapshotOptions, has_state
 
 __all__ = ["LayerState"]
 
 Changed: TypeAlias = Mapping[nn.Module, Collection[str]]
 
-ADAPTERS = (BaseTunerLayer, AuxiliaryTrainingWrapper)  # keep nothing from call to call, and are switched on and off
+ADAPTERS = (
+    BaseTunerLayer,
+    AuxiliaryTrainingWrapper,
+)  # keep nothing from call to call, and are switched on and off
 
 
 class LayerState:
-    """What the modules of one layer keep. It is looked at again only after it has changed, so that a layer that keeps
-    nothing costs a comparison of references in each run.
+    """What the modules of one layer keep. It is looked at again only after it has changed, so that
+    a layer that keeps nothing costs a comparison of references in each run.
 
     Args:
         layer: the layer, adapters attached or not.
         name: what it is called in the model.
 
     Attributes:
-        kept: the modules that calls have changed, with the names of what they hold.
+        changed_names: the modules that calls have changed, with the names of what they hold.
     """
 
     def __init__(self, layer: nn.Module, name: str) -> None:
-        self._layer, self._name = layer, name
+        self._layer = layer
+        self._name = name
         self._last: Snapshot | None = None
-        self._unwritten: dict[int, Tensor] | None = None  # tensors that the first call did not write into
-        # Of tensors that are held without the graph that they had: where it ends now, and what made them.
+        self._unwritten: dict[int, Tensor] | None = (
+            None  # tensors that the first call did not write into
+        )
+        # Of tensors that are held without the graph that they had: where it ends now, and what made
+        # them.
         self._cut: MutableMapping[Tensor, tuple[Tensor, Any]] = WeakIdKeyDictionary()
-        self.kept: dict[nn.Module, set[str]] = {}
+        self.changed_names: dict[nn.Module, set[str]] = {}
 
     def forget(self) -> None:
         """Look at the modules again, because adapters were attached or taken off."""
@@ -55,101 +64,131 @@ class LayerState:
     def now(self) -> Snapshot:
         """Return what the modules hold now: what was seen last, if nothing has changed since."""
         if self._last is None or self._last.changed():
-            look = Look(parameters=False, unwritten=self._unwritten or {})
-            self._last = Snapshot((one for one in self._layer.modules() if not isinstance(one, ADAPTERS)), look)
+            options = SnapshotOptions(parameters=False, unwritten=self._unwritten or {})
+            self._last = Snapshot(
+                (module for module in self._layer.modules() if not isinstance(module, ADAPTERS)),
+                options,
+            )
         return self._last
 
-    def first(self, run: Callable[[], Any], given: Any) -> tuple[Any, Snapshot, Changed, set[int]]:
-        """Run the layer for a micro-batch for the first time. A run that fails leaves no trace. Nothing has changed
-        since `now` was asked, but by runs.
+    def first(self, run: Callable[[], Any], inputs: Any) -> tuple[Any, Snapshot, Changed, set[int]]:
+        """Run the layer for a micro-batch for the first time. A run that fails leaves no trace.
+        Nothing has changed since `now` was asked, but by runs.
 
         Args:
             run: runs the layer.
-            given: what it is given: tensors whose memory is used for other things later, in nested containers.
+            inputs: what it is given: tensors whose memory is used for other things later, in nested
+                containers.
 
         Returns:
-            What `run` returns; what the layer held before; what it has changed; and the `id` of what that is under
-            names that no call had changed before.
+            What `run` returns; what the layer held before; what it has changed; and the `id` of
+            what that is under names that no call had changed before.
 
         Raises:
             ModelError: the layer keeps what cannot be reproduced.
         """
         before = self._last or self.now()
         try:
-            made = run()
+            output = run()
         except BaseException:
             before.restore()
             raise
-        self._check_graph(made)
+        self._check_graph(output)
         changed = before.changed()
         if changed:
-            self._settle(before, changed, given)
+            self._detach_changes(before, changed, inputs)
         if self._unwritten is None:
             self._unwritten = before.forget_unwritten()
         if changed:
             self.now()
-        new = {module: names - self.kept.get(module, set()) for module, names in changed.items()}
+        new = {
+            module: names - self.changed_names.get(module, set())
+            for module, names in changed.items()
+        }
         if not any(new.values()):
-            return made, before, changed, set()
+            return output, before, changed, set()
         for module, names in new.items():
-            self.kept.setdefault(module, set()).update(names)
-        return made, before, changed, before.parts(new) | self.now().parts(new)
+            self.changed_names.setdefault(module, set()).update(names)
+        return output, before, changed, before.parts(new) | self.now().parts(new)
 
-    def again(self, held: Snapshot, run: Callable[[], Any]) -> Any:
-        """Run the layer once more for a micro-batch, for whose first run it `held` this; return what that returns.
-        Nothing has changed since `now` was asked, but by runs."""
+    def again(self, snapshot: Snapshot, run: Callable[[], Any]) -> Any:
+        """Run the layer once more for a micro-batch, for whose first run it `snapshot` this; return
+        what that returns. Nothing has changed since `now` was asked, but by runs."""
         now = self._last or self.now()
-        if held is now:  # then no call has changed anything
+        if snapshot is now:  # then no call has changed anything
             return run()
-        held.restore()
+        snapshot.restore()
         try:
-            made = run()
-            self._check_graph(made)
-            return made
+            output = run()
+            self._check_graph(output)
+            return output
         finally:
             now.restore()
 
     def refusal(self, why: str, changed: Changed | None = None) -> ModelError:
         """Return the error of what is kept, or has `changed`, and cannot be reproduced."""
-        held = (self.kept if changed is None else changed).items()
-        kept = [f"{type(module).__name__}.{name}" for module, names in held for name in sorted(names)]
-        what = f"this model cannot be streamed layer by layer: a layer keeps {', '.join(kept)} from call to call, {why}"
-        return ModelError(what, where=self._name, how="have it keep nothing, or train it whole with another library")
+        entries = (self.changed_names if changed is None else changed).items()
+        attributes = [
+            f"{type(module).__name__}.{name}" for module, names in entries for name in sorted(names)
+        ]
+        what = (
+            "this model cannot be streamed layer by layer: a layer keeps "
+            f"{', '.join(attributes)} from call to call, {why}"
+        )
+        return ModelError(
+            what,
+            where=self._name,
+            how="have it keep nothing, or train it whole with another library",
+        )
 
-    def _check_graph(self, made: Any) -> None:
-        """Refuse a result whose graph goes on to what an earlier call has left, whose graph is gone."""
+    def _check_graph(self, output: Any) -> None:
+        """Refuse a result whose graph goes on to what an earlier call has left, whose graph is
+        gone.
+        """
         if self._cut and torch.is_grad_enabled():
-            made = [one for one in tree_leaves(made) if isinstance(one, Tensor)]
-            if leaves(made) & {id(end) for end, _ in self._cut.values()}:
-                raise self.refusal("and differentiates through it, although the step that made it is over")
+            output = [tensor for tensor in tree_leaves(output) if isinstance(tensor, Tensor)]
+            if leaves(output) & {id(end) for end, _ in self._cut.values()}:
+                raise self.refusal(
+                    "and differentiates through it, although the step that made it is over"
+                )
 
-    def _settle(self, before: Snapshot, changed: Changed, given: Any) -> None:
+    def _detach_changes(self, before: Snapshot, changed: Changed, inputs: Any) -> None:
         """Have what a call has left refer to no graph, and to no memory that is used again."""
         if before.uncopied():
-            raise self.refusal("and wrote into it for the first time only after other calls", changed)
-        there = {id(one) for one in before.tensors()}
-        borrowed = {_storage(one) for one in tree_leaves(given) if isinstance(one, Tensor)}
-        settled: dict[int, Tensor] = {}
+            raise self.refusal(
+                "and wrote into it for the first time only after other calls", changed
+            )
+        there = {id(tensor) for tensor in before.tensors()}
+        borrowed = {
+            _storage(tensor) for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor)
+        }
+        detached: dict[int, Tensor] = {}
 
-        def settle(one: Tensor) -> Tensor:
-            is_cut = one in self._cut and self._cut[one][1] is one.grad_fn
-            if isinstance(one, nn.Parameter) or is_cut or not (one.requires_grad or _storage(one) in borrowed):
-                return one
-            if id(one) in there:
-                raise self.refusal("and writes into it with a graph, without torch.no_grad()", changed)
-            if id(one) not in settled:
-                end = one.detach().requires_grad_(one.requires_grad)
+        def detach(tensor: Tensor) -> Tensor:
+            is_cut = tensor in self._cut and self._cut[tensor][1] is tensor.grad_fn
+            if (
+                isinstance(tensor, nn.Parameter)
+                or is_cut
+                or not (tensor.requires_grad or _storage(tensor) in borrowed)
+            ):
+                return tensor
+            if id(tensor) in there:
+                raise self.refusal(
+                    "and writes into it with a graph, without torch.no_grad()", changed
+                )
+            if id(tensor) not in detached:
+                end = tensor.detach().requires_grad_(tensor.requires_grad)
                 with torch.enable_grad():
-                    settled[id(one)] = own = end.clone()
-                if own.requires_grad:
-                    self._cut[own] = end, own.grad_fn
-            return settled[id(one)]
+                    detached[id(tensor)] = clone = end.clone()
+                if clone.requires_grad:
+                    self._cut[clone] = end, clone.grad_fn
+            return detached[id(tensor)]
 
         for module, names in changed.items():
             for name in names:
                 holder = module._buffers if name in module._buffers else vars(module)
                 if name in holder:
-                    holder[name] = _replaced(holder[name], settle, set())
+                    holder[name] = _replaced(holder[name], detach, set())
 
 
 def _storage(tensor: Tensor) -> int:
@@ -157,17 +196,19 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _replaced(value: Any, change: Callable[[Tensor], Tensor], seen: set[int]) -> Any:
-    """Return a value with every tensor that it holds changed; containers stay the objects that they are."""
+    """Return a value with every tensor that it holds changed; containers stay the objects that
+    they are.
+    """
     if isinstance(value, Tensor):
         return change(value)
     if type(value) is tuple:
-        return tuple(_replaced(one, change, seen) for one in value)
+        return tuple(_replaced(entry, change, seen) for entry in value)
     if id(value) in seen:
         return value
     seen.add(id(value))
     owner: Any = value
     if not isinstance(value, dict | list | deque):
         owner = vars(value) if has_state(value) else {}
-    for place in range(len(owner)) if isinstance(owner, list | deque) else [*owner]:
-        owner[place] = _replaced(owner[place], change, seen)
+    for key in range(len(owner)) if isinstance(owner, list | deque) else [*owner]:
+        owner[key] = _replaced(owner[key], change, seen)
     return value

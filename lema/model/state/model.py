@@ -1,4 +1,6 @@
-"""What all modules of a model keep from call to call: around its decoder layers, and inside of them."""
+"""What all modules of a model keep from call to call: around its decoder layers, and inside of
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ class Mark:
     """A moment that a model's modules can go back to, as long as this exists."""
 
     def __init__(self, outer: Snapshot, journal: Journal) -> None:
-        self.outer, self.journal = outer, journal
+        self.outer = outer
+        self.journal = journal
 
 
 class ModelState:
@@ -42,7 +45,9 @@ class ModelState:
         self._model = model
         outer = OuterState(model, layers)
         self.outer = outer
-        self.layers = LayerStates(layers, name, lambda: outer.modules)  # without a circle, which would keep the weights
+        self.layers = LayerStates(
+            layers, name, lambda: outer.modules
+        )  # without a circle, which would keep the weights
         self.hooks = ModelHooks(layers, name)
 
     def forget(self) -> None:
@@ -52,7 +57,9 @@ class ModelState:
         self.hooks.forget()
 
     def mark(self) -> Mark:
-        """Mark this moment. Where no module keeps anything that costs some comparisons of references."""
+        """Mark this moment. Where no module keeps anything that costs some comparisons of
+        references.
+        """
         return Mark(self.outer.now(), self.layers.journal())
 
     def put_back(self, mark: Mark) -> None:
@@ -61,13 +68,15 @@ class ModelState:
         mark.outer.restore()
 
     def around(self) -> dict[str, Any]:
-        """Return, as JSON types, what the modules around the layers hold that calls have changed. `ConfigError`: it
-        cannot be told."""
-        return self._told(self.outer.kept())
+        """Return, as JSON types, what the modules around the layers hold that calls have changed.
+        `ConfigError`: it cannot be told."""
+        return self._as_json(self.outer.changed_names())
 
     def saved(self) -> dict[str, Any]:
-        """Return, as JSON types, what the modules hold that calls have changed. `ConfigError`: it cannot be saved."""
-        return self._told({**self.outer.kept(), **self.layers.kept()})
+        """Return, as JSON types, what the modules hold that calls have changed. `ConfigError`:
+        it cannot be saved.
+        """
+        return self._as_json({**self.outer.changed_names(), **self.layers.changed_names()})
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Let the modules hold what was saved. `KeyError`: there is none of a name."""
@@ -76,5 +85,5 @@ class ModelState:
         for module, names in from_json(dict(self._model.named_modules()), saved).items():
             (self.outer if module in around else self.layers).restored(module, names)
 
-    def _told(self, kept: Mapping[nn.Module, set[str]]) -> dict[str, Any]:
-        return to_json(dict(self._model.named_modules()), kept) if kept else {}
+    def _as_json(self, changed: Mapping[nn.Module, set[str]]) -> dict[str, Any]:
+        return to_json(dict(self._model.named_modules()), changed) if changed else {}

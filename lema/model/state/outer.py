@@ -1,7 +1,9 @@
-"""What the modules around the decoder layers keep from call to call, such as a rotary embedding's table.
+"""What the modules around the decoder layers keep from call to call, such as a rotary embedding's
+table.
 
-LEMA runs a model's own forward more often than the whole model would be run: to learn from it, and again for the head.
-Only the run before the layers, on the inputs of a micro-batch, leaves its state on the modules.
+LEMA runs a model's own forward more often than the whole model would be run: to learn from it, and
+again for the head. Only the run before the layers, on the inputs of a micro-batch, leaves its state
+on the modules.
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ __all__ = ["OuterState"]
 
 
 class OuterState:
-    """What the modules of a model outside its decoder layers keep, without those that read no tokens."""
+    """What the modules of a model outside its decoder layers keep, without those that read no
+    tokens.
+    """
 
     def __init__(self, model: PreTrainedModel, layers: nn.ModuleList) -> None:
-        self._model, self._layers = model, layers
+        self._model = model
+        self._layers = layers
         self._modules: list[nn.Module] | None = None
         self._first: Snapshot | None = None  # before the first call
         self._last: Snapshot | None = None
@@ -39,11 +44,13 @@ class OuterState:
         self._modules = self._last = None
 
     def begin(self) -> None:
-        """Note what the modules hold before the first call, with which what is saved is compared."""
+        """Note what the modules hold before the first call, with which what is saved is
+        compared.
+        """
         if self._first is None:
             self._first = self.now()
 
-    def kept(self) -> dict[nn.Module, set[str]]:
+    def changed_names(self) -> dict[nn.Module, set[str]]:
         """Return the modules that calls have changed, with the names of what they hold."""
         changed = {module: set(names) for module, names in self._restored.items()}
         for module, names in ({} if self._first is None else self._first.changed()).items():
@@ -61,7 +68,9 @@ class OuterState:
         return self._last
 
     def learning(self) -> AbstractContextManager[Snapshot]:
-        """Put back, after a `with` block, what a run on a few tokens changes: around the layers, and in the lowest."""
+        """Put back, after a `with` block, what a run on a few tokens changes: around the layers,
+        and in the lowest.
+        """
         return rehearsed([*self.modules, *self._layers[0].modules()])
 
     def _walk(self, module: nn.Module) -> Iterator[nn.Module]:

@@ -1,4 +1,6 @@
-"""Rotary embeddings whose table goes by the longest position that they have seen, where positions have no values."""
+"""Rotary embeddings whose table goes by the longest position that they have seen, where
+positions have no values.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +12,38 @@ from torch import nn
 
 __all__ = ["tables_as_they_are", "types_by_length"]
 
-# In the name of a type, for `transformers`: its forward looks at the positions, and may replace its table.
+# In the name of a type, for `transformers`: its forward looks at the positions, and may replace its
+# table.
 BY_VALUES = "dynamic"
-LONG = "longrope"  # whose forward chooses one of two tables by the longest position, in some releases by its value
+# whose forward chooses one of two tables by the longest position, in some releases by its value
+LONG = "longrope"
 FIXED = "default"
 
 
 def types_by_length(model: nn.Module) -> list[str]:
-    """Return the types of rotary embeddings whose table goes by the longest row of a call, so that the rows that are
-    computed at once change what is computed of each."""
-    named = [kind for module in model.modules() if (kind := vars(module).get("rope_type")) is not None]
-    types = {one for kind in named for one in (kind.values() if isinstance(kind, dict) else (kind,))}
-    return sorted(one for one in types if BY_VALUES in one or one == LONG)
+    """Return the types of rotary embeddings whose table goes by the longest row of a call, so that
+    the rows that are computed at once change what is computed of each."""
+    named = [
+        kind for module in model.modules() if (kind := vars(module).get("rope_type")) is not None
+    ]
+    types = {
+        rope_type
+        for kind in named
+        for rope_type in (kind.values() if isinstance(kind, dict) else (kind,))
+    }
+    return sorted(rope_type for rope_type in types if BY_VALUES in rope_type or rope_type == LONG)
 
 
 @contextmanager
 def tables_as_they_are(model: nn.Module) -> Iterator[None]:
-    """Have rotary embeddings keep the table that they have in a `with` block. Any other has the same shape."""
-    types = {module: kind for module in model.modules() if (kind := vars(module).get("rope_type")) is not None}
+    """Have rotary embeddings keep the table that they have in a `with` block. Any other has the
+    same shape.
+    """
+    types = {
+        module: kind
+        for module in model.modules()
+        if (kind := vars(module).get("rope_type")) is not None
+    }
     try:
         for module, kind in types.items():
             vars(module)["rope_type"] = _fixed(kind)
@@ -39,5 +55,5 @@ def tables_as_they_are(model: nn.Module) -> Iterator[None]:
 
 def _fixed(kind: Any) -> Any:
     if isinstance(kind, dict):  # because each kind of layers has its own
-        return {name: _fixed(one) for name, one in kind.items()}
+        return {name: _fixed(rope_type) for name, rope_type in kind.items()}
     return FIXED if BY_VALUES in kind or kind == LONG else kind

@@ -1,6 +1,8 @@
-"""What modules hold outside of their parameters, at one moment: buffers, plain attributes, what containers hold.
+"""What modules hold outside of their parameters, at one moment: buffers, plain attributes, what
+containers hold.
 
-A rehearsal runs a model's own code to learn from it, and leaves no trace: what the code wrote into modules is put back.
+A rehearsal runs a model's own code to learn from it, and leaves no trace: what the code wrote into
+modules is put back.
 """
 
 from __future__ import annotations
@@ -20,36 +22,59 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-__all__ = ["Look", "Snapshot", "has_state", "rehearsed"]
+__all__ = ["Snapshot", "SnapshotOptions", "has_state", "rehearsed"]
 
-# What every module has, and none of it is made by a call, but buffers and modules that are added, and parameters that
-# PEFT makes buffers while it parametrizes them.
+# What every module has, and none of it is made by a call, but buffers and modules that are added,
+# and parameters that PEFT makes buffers while it parametrizes them.
 PERSISTENCE = "_non_persistent_buffers_set"
-BUFFERS, PARAMETERS = "_buffers", "_parameters"
+BUFFERS = "_buffers"
+PARAMETERS = "_parameters"
 TORCH = (BUFFERS, "_modules", PARAMETERS, PERSISTENCE)
-NOT_KEPT = (vars(nn.Module()).keys() - {*TORCH}) | {"forward", "all_tied_weights_keys", *vars(PreTrainedModel)}
-SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type, Enum)
+UNRECORDED = (vars(nn.Module()).keys() - {*TORCH}) | {
+    "forward",
+    "all_tied_weights_keys",
+    *vars(PreTrainedModel),
+}
+SIMPLE = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    type,
+    Enum,
+)
 OPAQUE = (nn.Module, PreTrainedConfig, GenerationConfig, PeftConfig, ModuleType)
 STATELESS_MODULES = {
     nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.Dropout, nn.SiLU, nn.GELU,
     nn.ModuleList, nn.ModuleDict, nn.ParameterDict, nn.ParameterList,
 }  # fmt: skip
-LIBRARIES = ("torch.", "peft.", "accelerate.")  # whose objects on a module say how it computes, and hold no state
+LIBRARIES = (
+    "torch.",
+    "peft.",
+    "accelerate.",
+)  # whose objects on a module say how it computes, and hold no state
 CONTAINERS = (dict, list, set, deque)
 ABSENT = object()
 _stateless: set[type] = set()  # kinds of values that were found to hold nothing that a call changes
 
 
 @dataclass(frozen=True)
-class Look:
+class SnapshotOptions:
     """What a snapshot looks at.
 
     Attributes:
-        values: whether tensors are copied, so that what is written into them can be put back. Without it only which
-            tensors there are is kept: enough where nothing has values.
-        parameters: whether modules' parameters are put back, too, where a call has made them something else.
-        unwritten: by `id`, tensors whose values need no copy, because calls were seen not to write into them; None: no
-            tensor's do.
+        values: whether tensors are copied, so that what is written into them can be put back.
+            Without it only which tensors there are is kept: enough where nothing has values.
+        parameters: whether modules' parameters are put back, too, where a call has made them
+            something else.
+        unwritten: by `id`, tensors whose values need no copy, because calls were seen not to write
+            into them; None: no tensor's do.
     """
 
     values: bool = True
@@ -74,11 +99,12 @@ class _Values:
             self.version = self.tensor._version
 
 
-class _Kept:
+class _Contents:
     """A container, or the attributes of an object, and what was in it."""
 
     def __init__(self, owner: Any, items: Any) -> None:
-        self.owner, self.items = owner, items
+        self.owner = owner
+        self.items = items
 
     def same(self) -> bool:
         """Whether it holds what it held, in the same order."""
@@ -88,7 +114,9 @@ class _Kept:
         if not now:
             return True
         if isinstance(self.items, dict):
-            return all(map(is_, now.values(), self.items.values())) and all(map(eq, now, self.items))
+            return all(map(is_, now.values(), self.items.values())) and all(
+                map(eq, now, self.items)
+            )
         return all(map(is_, now, self.items))
 
     def names(self) -> Iterator[str]:
@@ -121,8 +149,10 @@ class _Kept:
             vars(owner).update(self.items)
 
 
-class _Buffers(_Kept):
-    """The buffers of a module, without parameters: PEFT leaves those among them that it has parametrized."""
+class _Buffers(_Contents):
+    """The buffers of a module, without parameters: PEFT leaves those among them that it has
+    parametrized.
+    """
 
     def __init__(self, owner: dict[str, Any], items: dict[str, Any]) -> None:
         super().__init__(owner, _without_parameters(items))
@@ -132,12 +162,18 @@ class _Buffers(_Kept):
         if not self.owner and not self.items:
             return True
         now = _without_parameters(self.owner)
-        return now.keys() == self.items.keys() and all(now[name] is one for name, one in self.items.items())
+        return now.keys() == self.items.keys() and all(
+            now[name] is buffer for name, buffer in self.items.items()
+        )
 
     def restore(self) -> None:
         """Put back the buffers, and leave the parameters."""
         if not self.same():
-            parameters = {name: one for name, one in self.owner.items() if isinstance(one, nn.Parameter)}
+            parameters = {
+                name: parameter
+                for name, parameter in self.owner.items()
+                if isinstance(parameter, nn.Parameter)
+            }
             self.owner.clear()
             self.owner.update({**self.items, **parameters})
 
@@ -145,34 +181,43 @@ class _Buffers(_Kept):
 class _Module:
     """What a module holds: its attributes, the containers among them, and the values of tensors."""
 
-    def __init__(self, module: nn.Module, look: Look) -> None:
+    def __init__(self, module: nn.Module, options: SnapshotOptions) -> None:
         self.module = module
-        self._look = look
+        self._options = options
         self.attributes = dict(vars(module))
-        self.containers: list[tuple[str, _Kept]] = []
+        self.containers: list[tuple[str, _Contents]] = []
         self.tensors: list[_Values] = []
         self._seen: set[int] = set()
         for name, value in self.attributes.items():
-            if type(value) in _stateless or name in NOT_KEPT or (name == PARAMETERS and not look.parameters):
+            if (
+                type(value) in _stateless
+                or name in UNRECORDED
+                or (name == PARAMETERS and not options.parameters)
+            ):
                 continue
             self._note(name, value)
-        kept = {name: value for name, value in self.attributes.items() if name not in NOT_KEPT}
-        self._kept, self._values = itemgetter(*kept), tuple(kept.values())
+        recorded = {
+            name: value for name, value in self.attributes.items() if name not in UNRECORDED
+        }
+        self._getter = itemgetter(*recorded)
+        self._values = tuple(recorded.values())
         # Of a set of names nothing is told that the buffers do not tell.
-        self._to_compare = [kept for name, kept in self.containers if name != PERSISTENCE]
+        self._to_compare = [contents for name, contents in self.containers if name != PERSISTENCE]
 
     def same(self) -> bool:
-        """Whether it is sure that nothing has changed. This is asked in each run of a layer, so it has to be fast."""
+        """Whether it is sure that nothing has changed. This is asked in each run of a layer, so
+        it has to be fast.
+        """
         now = vars(self.module)
         if len(now) != len(self.attributes):
             return False
         try:
-            if not all(map(is_, self._kept(now), self._values)):
+            if not all(map(is_, self._getter(now), self._values)):
                 return False
         except KeyError:
             return False
-        return all(kept.same() for kept in self._to_compare) and all(
-            one.tensor._version == one.version for one in self.tensors
+        return all(contents.same() for contents in self._to_compare) and all(
+            record.tensor._version == record.version for record in self.tensors
         )
 
     def _note(self, name: str, value: Any) -> None:
@@ -182,7 +227,7 @@ class _Module:
             _stateless.add(type(value))
             return
         if isinstance(value, Tensor):
-            if self._look.values and _has_values(value) and not isinstance(value, nn.Parameter):
+            if self._options.values and _has_values(value) and not isinstance(value, nn.Parameter):
                 self.tensors.append(_Values(name, value, value._version, self._copied(value)))
             return
         self._seen.add(id(value))
@@ -190,10 +235,17 @@ class _Module:
             inner: Iterable[tuple[str, Any]] = ((name, item) for item in value)
         elif isinstance(value, CONTAINERS) or has_state(value):
             items = _items(value)
-            kept = _Buffers(value, items) if name == BUFFERS and not self._look.parameters else _Kept(value, items)
-            self.containers.append((name, kept))
+            contents = (
+                _Buffers(value, items)
+                if name == BUFFERS and not self._options.parameters
+                else _Contents(value, items)
+            )
+            self.containers.append((name, contents))
             if isinstance(items, dict):
-                inner = ((str(key) if name in TORCH else f"{name}.{key}", item) for key, item in items.items())
+                inner = (
+                    (str(key) if name in TORCH else f"{name}.{key}", item)
+                    for key, item in items.items()
+                )
             else:
                 inner = ((name, item) for item in items)
         else:
@@ -204,7 +256,7 @@ class _Module:
 
     def _copied(self, tensor: Tensor) -> Tensor | None:
         """Return a copy of a tensor; None: it needs none."""
-        unwritten = self._look.unwritten
+        unwritten = self._options.unwritten
         if unwritten is None or id(tensor) in unwritten:
             return None
         copied = tensor.detach().clone()
@@ -213,27 +265,40 @@ class _Module:
 
     def changed(self) -> set[str]:
         """Name what is other than it was."""
-        found = set(self._replaced())
-        for name, kept in self.containers:
-            if name != PERSISTENCE:  # which says how a buffer is saved, and its name is among the buffers
-                found |= {inner if name in TORCH else name for inner in kept.names()}
-        found |= {one.name for one in self.tensors if one.tensor._version != one.version}
-        return {name.partition(".")[0] for name in found}  # of what a container holds, the attribute
+        names = set(self._replaced())
+        for name, contents in self.containers:
+            if (
+                name != PERSISTENCE
+            ):  # which says how a buffer is saved, and its name is among the buffers
+                names |= {inner if name in TORCH else name for inner in contents.names()}
+        names |= {
+            record.name for record in self.tensors if record.tensor._version != record.version
+        }
+        return {
+            name.partition(".")[0] for name in names
+        }  # of what a container holds, the attribute
 
     def parts(self, names: Collection[str] | None) -> Iterator[Any]:
         """Yield the containers and tensors that it held under these names; None: under any."""
-        held = [(name, kept.owner) for name, kept in self.containers if name not in TORCH]
-        for name, one in [*held, *((one.name, one.tensor) for one in self.tensors)]:
+        owners = [(name, contents.owner) for name, contents in self.containers if name not in TORCH]
+        for name, part in [*owners, *((record.name, record.tensor) for record in self.tensors)]:
             if names is None or name.partition(".")[0] in names:
-                yield one
+                yield part
 
     def _replaced(self) -> list[str]:
         """Name the attributes that are there no more, or are another object, or were not there."""
-        now, then = vars(self.module), self.attributes
-        if len(now) == len(then) and all(map(is_, now.values(), then.values())) and all(map(eq, now, then)):
+        now = vars(self.module)
+        then = self.attributes
+        if (
+            len(now) == len(then)
+            and all(map(is_, now.values(), then.values()))
+            and all(map(eq, now, then))
+        ):
             return []
-        names = [name for name in {**then, **now} if now.get(name, ABSENT) is not then.get(name, ABSENT)]
-        return [name for name in names if name not in NOT_KEPT]
+        names = [
+            name for name in {**then, **now} if now.get(name, ABSENT) is not then.get(name, ABSENT)
+        ]
+        return [name for name in names if name not in UNRECORDED]
 
     def restore(self) -> None:
         """Put back what it held."""
@@ -243,13 +308,13 @@ class _Module:
                 now[name] = self.attributes[name]
             else:
                 del now[name]
-        for _, kept in self.containers:
-            kept.restore()
-        for one in self.tensors:
-            one.restore()
+        for _, contents in self.containers:
+            contents.restore()
+        for record in self.tensors:
+            record.restore()
 
 
-EVERYTHING = Look()
+EVERYTHING = SnapshotOptions()
 
 
 class Snapshot:
@@ -257,53 +322,69 @@ class Snapshot:
 
     Args:
         modules: the modules, each by itself: what is inside another one is given, too.
-        look: what is looked at.
+        options: what is looked at.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], look: Look = EVERYTHING) -> None:
-        self._modules = [_Module(module, look) for module in modules if type(module) not in STATELESS_MODULES]
+    def __init__(self, modules: Iterable[nn.Module], options: SnapshotOptions = EVERYTHING) -> None:
+        self._modules = [
+            _Module(module, options) for module in modules if type(module) not in STATELESS_MODULES
+        ]
 
     def changed(self) -> dict[nn.Module, set[str]]:
         """Return the modules that hold something else now, each with the names of what that is."""
-        found = ((one.module, one.changed()) for one in self._modules if not one.same())
-        return {module: names for module, names in found if names}
+        changes = ((state.module, state.changed()) for state in self._modules if not state.same())
+        return {module: names for module, names in changes if names}
 
     def parts(self, changed: Mapping[nn.Module, Collection[str]] | None = None) -> set[int]:
-        """Return the `id` of every module, container and tensor in it; of those under names that have `changed`, if
-        these are given."""
-        found = set[int]()
-        for one in self._modules:
-            if changed is None or one.module in changed:
-                found |= {id(one.module), *map(id, one.parts(None if changed is None else changed[one.module]))}
-        return found
+        """Return the `id` of every module, container and tensor in it; of those under names that
+        have `changed`, if these are given."""
+        ids = set[int]()
+        for state in self._modules:
+            if changed is None or state.module in changed:
+                ids |= {
+                    id(state.module),
+                    *map(id, state.parts(None if changed is None else changed[state.module])),
+                }
+        return ids
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that the modules held, but for parameters."""
-        return [one.tensor for module in self._modules for one in module.tensors]
+        return [record.tensor for module in self._modules for record in module.tensors]
 
     def uncopied(self) -> list[str]:
         """Name the tensors whose values were not copied, and that have been written into since."""
-        values = (one for module in self._modules for one in module.tensors)
-        return [one.name for one in values if one.values is None and one.tensor._version != one.version]
+        values = (record for module in self._modules for record in module.tensors)
+        return [
+            record.name
+            for record in values
+            if record.values is None and record.tensor._version != record.version
+        ]
 
     def forget_unwritten(self) -> dict[int, Tensor]:
-        """Drop the copies of tensors that were not written into since; return these tensors, by `id`."""
-        values = [one for module in self._modules for one in module.tensors if one.tensor._version == one.version]
-        for one in values:
-            one.values = None
-        return {id(one.tensor): one.tensor for one in values}
+        """Drop the copies of tensors that were not written into since; return these tensors, by
+        `id`.
+        """
+        values = [
+            record
+            for module in self._modules
+            for record in module.tensors
+            if record.tensor._version == record.version
+        ]
+        for record in values:
+            record.values = None
+        return {id(record.tensor): record.tensor for record in values}
 
     def restore(self) -> None:
         """Put back what the modules held."""
-        for one in self._modules:
-            if not one.same():
-                one.restore()
+        for state in self._modules:
+            if not state.same():
+                state.restore()
 
 
 @contextmanager
 def rehearsed(modules: Iterable[nn.Module], *, values: bool = True) -> Iterator[Snapshot]:
     """Put back what modules hold at the end of a `with` block, and yield it."""
-    before = Snapshot(modules, Look(values=values))
+    before = Snapshot(modules, SnapshotOptions(values=values))
     try:
         yield before
     finally:
@@ -311,7 +392,9 @@ def rehearsed(modules: Iterable[nn.Module], *, values: bool = True) -> Iterator[
 
 
 def _without_parameters(buffers: dict[str, Any]) -> dict[str, Any]:
-    return {name: one for name, one in buffers.items() if not isinstance(one, nn.Parameter)}
+    return {
+        name: buffer for name, buffer in buffers.items() if not isinstance(buffer, nn.Parameter)
+    }
 
 
 def _items(owner: Any) -> Any:
@@ -321,15 +404,23 @@ def _items(owner: Any) -> Any:
 
 
 def has_state(value: Any) -> bool:
-    """Whether the attributes of an object may be what a call changes, so that they are looked at."""
+    """Whether the attributes of an object may be what a call changes, so that they are looked
+    at.
+    """
     kind = type(value)
     if isinstance(value, OPAQUE) or _shared_by_copies(value):
         return False
-    return hasattr(value, "__dict__") and not callable(value) and not f"{kind.__module__}.".startswith(LIBRARIES)
+    return (
+        hasattr(value, "__dict__")
+        and not callable(value)
+        and not f"{kind.__module__}.".startswith(LIBRARIES)
+    )
 
 
 def _shared_by_copies(value: Any) -> bool:
-    """Whether an object says that copies of what holds it hold the same one, as a group of processes does."""
+    """Whether an object says that copies of what holds it hold the same one, as a group of
+    processes does.
+    """
     copied = getattr(type(value), "__deepcopy__", None)
     return copied is not None and not isinstance(value, Tensor) and copied(value, {}) is value
 

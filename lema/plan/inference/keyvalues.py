@@ -1,7 +1,9 @@
-"""The memory that a batch of texts takes besides the weights: keys and values, and temporary tensors.
+"""The memory that a batch of texts takes besides the weights: keys and values, and temporary
+tensors.
 
-No formula here knows a kind of cache. The model runs forward with the cache that `transformers` makes for it, under
-`FakeTensorMode`, in which only shapes are computed, while live bytes are counted.
+No formula here knows a kind of cache. The model runs forward with the cache that `transformers`
+makes for it, under `FakeTensorMode`, in which only shapes are computed, while live bytes are
+counted.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.generation.utils import ALL_CACHE_NAMES
 
 from lema.backend import Parallel, load
-from lema.engine.generation.forward import kept_by
+from lema.engine.generation.forward import layer_caches
 from lema.errors import LemaError, ModelError
 from lema.model import Split
 from lema.model.capture import PASSED_THROUGH_THE_MODEL, tensors_in, values_unread
@@ -34,34 +36,48 @@ class TextBytes:
     """The memory of a batch of texts, without weights."""
 
     peak: int  # the most alive at once where keys and values stay on the device, they among it
-    keys_values: int  # of all layers, or the states that layers keep instead, once all tokens are made
+    keys_values: (
+        int  # of all layers, or the states that layers keep instead, once all tokens are made
+    )
     layer: int  # of the layer that has most of them
 
     def of(self, rows: int) -> TextBytes:
         """Return what so many rows take, this being what `MEASURED` take."""
-        return TextBytes(*(-(-rows * one // MEASURED) for one in (self.peak, self.keys_values, self.layer)))
+        return TextBytes(
+            *(-(-rows * nbytes // MEASURED) for nbytes in (self.peak, self.keys_values, self.layer))
+        )
 
     def on_device(self, *, host: bool) -> int:
-        """Return the bytes on the device; `host`: all keys and values but one layer's are in host memory."""
+        """Return the bytes on the device; `host`: all keys and values but one layer's are in
+        host memory.
+        """
         return self.peak - self.keys_values + self.layer if host else self.peak
 
 
 def text_bytes(
-    model: PreTrainedModel, layers: Sequence[LayerBytes], prompt: int, new: int, parallel: Parallel | None = None
+    model: PreTrainedModel,
+    layers: Sequence[LayerBytes],
+    prompt: int,
+    new: int,
+    parallel: Parallel | None = None,
 ) -> TextBytes:
-    """Run a prompt, and then the last token, through the model, on tensors without values; return what rows take.
+    """Run a prompt, and then the last token, through the model, on tensors without values; return
+    what rows take.
 
-    Of layers that cost alike and keep alike one is run for all. The model, with the decoder layers' weights on `meta`,
-    is left as it was. A row has `prompt` tokens, padding among them, and `new` ones are made. `parallel` are the
-    processes that its layers have been divided among; None: they are whole. Raises `ModelError` where what the model
-    computes depends on values.
+    Of layers that cost alike and keep alike one is run for all. The model, with the decoder layers'
+    weights on `meta`, is left as it was. A row has `prompt` tokens, padding among them, and `new`
+    ones are made. `parallel` are the processes that its layers have been divided among; None: they
+    are whole. Raises `ModelError` where what the model computes depends on values.
     """
-    split, failure = Split(model, load("cpu"), parallel=parallel), None
+    split = Split(model, load("cpu"), parallel=parallel)
+    failure = None
     alike = cost_kinds(split, layers)
-    each = tuple(range(len(layers)))  # tried in the end, because layers may take keys and values that others made
+    distinct = tuple(
+        range(len(layers))
+    )  # tried in the end, because layers may take keys and values that others made
     with without_values(model), values_unread(), torch.no_grad(), split.autocast():
         model.eval()
-        for kinds in (alike, each):
+        for kinds in (alike, distinct):
             try:
                 return _measured(split, layers, kinds, prompt, new)
             except (*VALUES_NEEDED, *PASSED_THROUGH_THE_MODEL, LemaError) as error:
@@ -73,17 +89,20 @@ def text_bytes(
     ) from failure
 
 
-def _measured(split: Split, layers: Sequence[LayerBytes], kinds: tuple[int, ...], prompt: int, new: int) -> TextBytes:
+def _measured(
+    split: Split, layers: Sequence[LayerBytes], kinds: tuple[int, ...], prompt: int, new: int
+) -> TextBytes:
     runs = _Runs(split, layers, kinds)
     with split.replaced([runs.of(index) for index in range(split.num_layers)]):
         with runs.tallied() as tally:
             runs.forward(prompt)
-        first = tally.peak + runs.held_elsewhere
+        first = tally.peak + runs.uncounted_bytes
         with runs.tallied() as tally:
             cache = runs.forward(prompt + new - 1)
             # Where the model has no cache of layers, all that is left is what it keeps.
-            keys_values = runs.kept or tally.live
-            largest, before = runs.largest or keys_values, tally.live
+            keys_values = runs.cache_bytes or tally.live
+            largest = runs.largest or keys_values
+            before = tally.live
             tally.peak = before
             runs.forward(1, prompt + new, cache)
     return TextBytes(max(first, keys_values + tally.peak - before), keys_values, largest)
@@ -93,12 +112,14 @@ class _Runs:
     """Forwards of a model in which one layer of each kind runs, with weights without values."""
 
     def __init__(self, split: Split, layers: Sequence[LayerBytes], kinds: tuple[int, ...]) -> None:
-        self._split, self._kinds = split, kinds
+        self._split = split
+        self._kinds = kinds
         self._weights = [fake_weights(layers[kinds.index(kind)]) for kind in range(max(kinds) + 1)]
         self._tally = Tally()
-        self._made: dict[Any, tuple[Any, int, int]] = {}
-        # Bytes of keys and values of all layers; and of those that another stands for, with what they are views of.
-        self.kept = self.held_elsewhere = 0
+        self._outputs: dict[Any, tuple[Any, int, int]] = {}
+        # Bytes of keys and values of all layers; and of those that another stands for, with what
+        # they are views of.
+        self.cache_bytes = self.uncounted_bytes = 0
         self.largest = 0  # of one layer
 
     def tallied(self) -> Tally:
@@ -113,26 +134,46 @@ class _Runs:
         """Return what stands for a layer's forward."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            own = kept_by(index, args, kwargs)
-            alike = self._kinds[index], *((type(one), getattr(one, "sliding_window", None)) for one in own)
-            if alike in self._made:
-                made, kept, held = self._made[alike]
-                self.kept, self.held_elsewhere = self.kept + kept, self.held_elsewhere + held
-                return made
-            made = self._split.call_layer(index, self._weights[self._kinds[index]], args, kwargs)
-            found = [one for layer in kept_by(index, args, kwargs) for one in tensors_in(vars(layer))]
-            kept, held = sum(one.nbytes for one in found), sum(one.untyped_storage().nbytes() for one in found)
-            self.kept, self.largest, self._made[alike] = self.kept + kept, max(self.largest, kept), (made, kept, held)
-            return made
+            cache_layers = layer_caches(index, args, kwargs)
+            alike = (
+                self._kinds[index],
+                *(
+                    (type(cache_layer), getattr(cache_layer, "sliding_window", None))
+                    for cache_layer in cache_layers
+                ),
+            )
+            if alike in self._outputs:
+                output, nbytes, storage_bytes = self._outputs[alike]
+                self.cache_bytes = self.cache_bytes + nbytes
+                self.uncounted_bytes = self.uncounted_bytes + storage_bytes
+                return output
+            output = self._split.call_layer(index, self._weights[self._kinds[index]], args, kwargs)
+            tensors = [
+                tensor
+                for layer in layer_caches(index, args, kwargs)
+                for tensor in tensors_in(vars(layer))
+            ]
+            nbytes = sum(tensor.nbytes for tensor in tensors)
+            storage_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+            self.cache_bytes = self.cache_bytes + nbytes
+            self.largest = max(self.largest, nbytes)
+            self._outputs[alike] = (output, nbytes, storage_bytes)
+            return output
 
         return run
 
-    def forward(self, tokens: int, so_far: int | None = None, cache: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Run `tokens` tokens of each row, of `so_far` in all; return the cache by the name under which it is given."""
-        self._made.clear()
-        self.kept = self.held_elsewhere = 0
+    def forward(
+        self, tokens: int, so_far: int | None = None, cache: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Run `tokens` tokens of each row, of `so_far` in all; return the cache by the name
+        under which it is given.
+        """
+        self._outputs.clear()
+        self.cache_bytes = self.uncounted_bytes = 0
         model = self._split.model
-        few = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+        few = (
+            {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+        )
         output = model(
             input_ids=torch.ones(MEASURED, tokens, dtype=torch.long),
             attention_mask=torch.ones(MEASURED, so_far or tokens, dtype=torch.long),
@@ -140,5 +181,5 @@ class _Runs:
             **few,
             **(cache or {}),
         )
-        self._made.clear()  # because the layers' results are freed
+        self._outputs.clear()  # because the layers' results are freed
         return {name: output[name] for name in ALL_CACHE_NAMES if output.get(name) is not None}

@@ -1,1 +1,3 @@
-"""Weights stored in a quantised form, in the formats of the libraries that quantise them: torchao and bitsandbytes."""
+"""Weights stored in a quantised form, in the formats of the libraries that quantise them:
+torchao and bitsandbytes.
+"""

@@ -1,7 +1,9 @@
-"""nf4 as bitsandbytes stores it: blocks of 64 weights with a scale each, the scales quantised in blocks themselves.
+"""nf4 as bitsandbytes stores it: blocks of 64 weights with a scale each, the scales quantised in
+blocks themselves.
 
-The format is that of QLoRA (https://arxiv.org/abs/2305.14314); the names are those of `Linear4bit.state_dict()`. The
-library's int8, one scale per row (https://arxiv.org/abs/2208.07339), is expanded where a model is published in it.
+The format is that of QLoRA (https://arxiv.org/abs/2305.14314); the names are those of
+`Linear4bit.state_dict()`. The library's int8, one scale per row (https://arxiv.org/abs/2208.07339),
+is expanded where a model is published in it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,20 +19,27 @@ from lema.storage.slices import rows_of
 
 __all__ = ["expand", "metadata", "part_name", "quantize", "settings", "specs", "takes"]
 
-BLOCK, NESTED_BLOCK = 64, 256
+BLOCK = 64
+NESTED_BLOCK = 256
 STATE = "quant_state.bitsandbytes__nf4"
-SKIPPED = "skipped"  # the key of what is said of a part of a weight for how many scales belong to what lies before it
-STATE_BYTES = 256  # filled up with spaces: known before the weights are read, and what follows it is aligned
+# the key of what is said of a part of a weight for how many scales belong to what lies before it
+SKIPPED = "skipped"
+STATE_BYTES = (
+    256  # filled up with spaces: known before the weights are read, and what follows it is aligned
+)
 
 
 def takes(shape: Sequence[int]) -> bool:
-    """Whether a weight of this shape can be quantised: where blocks do not fill the rows, bitsandbytes 0.50 expands
-    some shapes on a processor as if they did. Experts in one tensor are quantised like the rows of one matrix."""
+    """Whether a weight of this shape can be quantised: where blocks do not fill the rows,
+    bitsandbytes 0.50 expands some shapes on a processor as if they did. Experts in one tensor are
+    quantised like the rows of one matrix."""
     return len(shape) in (2, 3) and shape[-1] % BLOCK == 0
 
 
 def specs(kind: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[PartSpecs, dict[str, Any]]:  # noqa: ARG001 - as torchao's
-    """Say what a weight becomes: the dtype and shape of each part. What the library says of it is a part itself."""
+    """Say what a weight becomes: the dtype and shape of each part. What the library says of it
+    is a part itself.
+    """
     elements = prod(shape)
     blocks = -(-elements // BLOCK)
     parts: PartSpecs = {
@@ -45,11 +54,14 @@ def specs(kind: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[PartSpec
 
 
 def quantize(kind: str, weight: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Quantise a weight, some blocks at a time; return its parts, and what the library says of it."""
+    """Quantise a weight, some blocks at a time; return its parts, and what the library says of
+    it.
+    """
     functional = quiet_import("bitsandbytes.functional")
     flat = weight.reshape(-1)
     done = [
-        functional.quantize_4bit(flat[span], blocksize=BLOCK, quant_type=kind) for span in pieces(flat, block=BLOCK)
+        functional.quantize_4bit(flat[span], blocksize=BLOCK, quant_type=kind)
+        for span in pieces(flat, block=BLOCK)
     ]
     # The library's own way to quantise the scales, which is of all of them together.
     scales = torch.cat([state.absmax for _, state in done])
@@ -65,10 +77,15 @@ def quantize(kind: str, weight: Tensor) -> tuple[dict[str, Tensor], dict[str, An
         offset=offset,
         state2=nested,
     )
-    parts: dict[str, Tensor] = {"": torch.cat([packed for packed, _ in done]), **state.as_dict(packed=True)}
+    parts: dict[str, Tensor] = {
+        "": torch.cat([packed for packed, _ in done]),
+        **state.as_dict(packed=True),
+    }
     padded = torch.full((STATE_BYTES,), ord(" "), dtype=torch.uint8)
     padded[: parts[STATE].numel()] = parts[STATE]
-    return parts | {STATE: padded}, {key: value for key, value in state.as_dict().items() if key not in parts}
+    return parts | {STATE: padded}, {
+        key: value for key, value in state.as_dict().items() if key not in parts
+    }
 
 
 def expand(parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor) -> None:
@@ -78,7 +95,9 @@ def expand(parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor) -
         for rows in pieces(out):
             out[rows].copy_(functional.int8_vectorwise_dequant(parts[""][rows], parts["SCB"][rows]))
         return
-    scales, packed, flat = parts["absmax"], parts[""].reshape(-1).view(torch.uint8), out.view(-1)
+    scales = parts["absmax"]
+    packed = parts[""].reshape(-1).view(torch.uint8)
+    flat = out.view(-1)
     if "nested_absmax" in parts:
         nested = functional.QuantState(
             absmax=parts["nested_absmax"],
@@ -103,13 +122,17 @@ def expand(parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor) -
 
 
 def cut_rows(record: QuantizedRecord, first: int, end: int) -> QuantizedRecord:
-    """Return some rows of a weight along its first dimension. Their scales are read with those that share a block of
-    scales of scales with them. `ValueError`: rows and blocks of weights do not begin at the same places."""
-    block, row = record.about.get("blocksize", 0), prod(record.shape[1:])
-    packed, scales = record.parts[""], record.parts.get("absmax")
+    """Return some rows of a weight along its first dimension. Their scales are read with those that
+    share a block of scales of scales with them. `ValueError`: rows and blocks of weights do not
+    begin at the same places."""
+    block = record.about.get("blocksize", 0)
+    row = prod(record.shape[1:])
+    packed = record.parts[""]
+    scales = record.parts.get("absmax")
     if not block or row % block or scales is None or packed.shape[0] != prod(record.shape) // 2:
         raise ValueError(f"{record.name} is stored in blocks that several experts share")
-    begin, stop = first * row // block, end * row // block  # of the blocks
+    begin = first * row // block
+    stop = end * row // block  # of the blocks
     parts = {**record.parts, "": rows_of(packed, first * row // 2, end * row // 2)}
     about = {**record.about, "shape": [end - first, *record.shape[1:]]}
     if "nested_absmax" in parts:
@@ -132,7 +155,9 @@ def metadata(abouts: Mapping[str, Mapping[str, Any] | None]) -> dict[str, str]: 
 
 
 def settings(kind: str, dtype: torch.dtype, unchanged: Sequence[str]) -> dict[str, Any]:
-    """Return the `quantization_config` for `transformers`. Weights expand to `dtype`, but for modules `unchanged`."""
+    """Return the `quantization_config` for `transformers`. Weights expand to `dtype`, but for
+    modules `unchanged`.
+    """
     from transformers import BitsAndBytesConfig
 
     config = BitsAndBytesConfig(

@@ -1,8 +1,10 @@
-"""The quantised formats: those of two libraries that quantise and expand, and those that models are published in.
+"""The quantised formats: those of two libraries that quantise and expand, and those that models are
+published in.
 
-What a library stores it expands again. Of weights published otherwise `transformers` makes parameters from several
-stored tensors by arithmetic. The operations are those of its quantizers, run on the device at each lease. Their
-temporaries are several times as large as what they are given, so they are run for one expert, or some rows, at a time.
+What a library stores it expands again. Of weights published otherwise `transformers` makes
+parameters from several stored tensors by arithmetic. The operations are those of its quantizers,
+run on the device at each lease. Their temporaries are several times as large as what they are
+given, so they are run for one expert, or some rows, at a time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,28 +18,57 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lema.storage.quantized import bitsandbytes, torchao
-from lema.storage.quantized.records import CUT, NARROW, STORED, QuantizedRecord, part_of_quantized, pieces
+from lema.storage.quantized.records import (
+    CUT,
+    NARROW,
+    STORED,
+    QuantizedRecord,
+    part_of_quantized,
+    pieces,
+)
 from lema.storage.slices import Move, rows_of
 
-__all__ = ["KINDS", "LIBRARIES", "LIBRARY", "PLAN", "Plan", "Step", "cut", "cut_rows", "expand", "move_elements"]
+__all__ = [
+    "KINDS",
+    "LIBRARIES",
+    "LIBRARY",
+    "PLAN",
+    "Plan",
+    "Step",
+    "cut",
+    "cut_rows",
+    "expand",
+    "move_elements",
+]
 
-# Each is a module with the same functions: `takes`, `specs`, `quantize`, `expand`, `part_name`, `metadata`, `settings`.
+# Each is a module with the same functions: `takes`, `specs`, `quantize`, `expand`, `part_name`,
+# `metadata`, `settings`.
 LIBRARIES: Mapping[str, Any] = {"torchao": torchao, "bitsandbytes": bitsandbytes}
 KINDS: Mapping[str, str] = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
 
 
 @torch.no_grad()
 def expand(
-    library: str, parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor, scratch: Tensor | None = None
+    library: str,
+    parts: Mapping[str, Tensor],
+    about: Mapping[str, Any],
+    out: Tensor,
+    scratch: Tensor | None = None,
 ) -> None:
-    """Fill `out`, contiguous, with the weight that the parts stand for: bitwise what the library dequantises.
-    `scratch`, uint8, has room for the whole weight that contains `out`."""
+    """Fill `out`, contiguous, with the weight that the parts stand for: bitwise what the library
+    dequantises. `scratch`, uint8, has room for the whole weight that contains `out`."""
     if CUT in about:
         axis, ranges, shape = about[CUT]
         assert scratch is not None, "a whole weight needs memory to be expanded into"
-        whole = scratch[: prod(shape) * out.itemsize].view(out.dtype).view(shape)
-        expand(library, parts, {key: one for key, one in about.items() if key != CUT}, whole)
-        out.copy_(torch.cat([whole.narrow(axis, start, stop - start) for start, stop in ranges], axis))
+        full_weight = scratch[: prod(shape) * out.itemsize].view(out.dtype).view(shape)
+        expand(
+            library, parts, {key: entry for key, entry in about.items() if key != CUT}, full_weight
+        )
+        out.copy_(
+            torch.cat(
+                [full_weight.narrow(axis, start, stop - start) for start, stop in ranges], axis
+            )
+        )
         return
     if library == NARROW:
         out.copy_(parts[STORED])
@@ -47,20 +78,23 @@ def expand(
         return
     plan: Plan = about[PLAN]
     for step in plan.steps:
-        given = {name: [parts[part] for part in group] for name, group in step.parts.items()}
+        inputs = {name: [parts[part] for part in group] for name, group in step.parts.items()}
         if step.units == 1:
-            made = plan.make(step, given, out.dtype)
+            outputs = plan.make(step, inputs, out.dtype)
             for name, move in step.moves:
-                move_elements(made[name].contiguous(), move, out)
+                move_elements(outputs[name].contiguous(), move, out)
             continue
         # What one piece after the other makes fills a range of `out`.
-        flat, places = out.view(-1), {name: move.write for name, move in step.moves}
+        flat = out.view(-1)
+        offsets = {name: move.write for name, move in step.moves}
         for span in pieces(out, step.units, sum(move.count for _, move in step.moves)):
-            made = plan.make(*cut(step, given, span.start, span.stop), out.dtype)
-            for name in places:
-                tensor = made[name]
-                flat[places[name] : places[name] + tensor.numel()].view(tensor.shape).copy_(tensor)
-                places[name] += tensor.numel()
+            outputs = plan.make(*cut(step, inputs, span.start, span.stop), out.dtype)
+            for name in offsets:
+                tensor = outputs[name]
+                flat[offsets[name] : offsets[name] + tensor.numel()].view(tensor.shape).copy_(
+                    tensor
+                )
+                offsets[name] += tensor.numel()
 
 
 LIBRARY = "transformers"
@@ -74,18 +108,28 @@ Lists = Mapping[str, Sequence[Tensor]]  # tensors by what the operations call th
 class Step:
     """What is made of a few stored tensors at once."""
 
-    parts: Mapping[str, tuple[str, ...]]  # what the operations call each list of stored tensors -> the parts' names
-    constants: Lists  # small tensors of whole numbers, shapes for one: on the host, because their values are read there
-    # What the operations call a tensor that is padded with zeros first, and what is made of it cut again, because its
-    # blocks of scales reach beyond it -> the rows and columns with padding.
+    parts: Mapping[
+        str, tuple[str, ...]
+    ]  # what the operations call each list of stored tensors -> the parts' names
+    # small tensors of whole numbers, shapes for one: on the host, because their values are read
+    # there
+    constants: Lists
+    # What the operations call a tensor that is padded with zeros first, and what is made of it cut
+    # again, because its blocks of scales reach beyond it -> the rows and columns with padding.
     padded: Mapping[str, tuple[int, int]]
     moves: tuple[tuple[str, Move], ...] = ()  # the operations' name of what is made, and its place
-    units: int = 1  # how many parts along the first dimension it may be cut into: rows, blocks of rows, or experts
+    # how many parts along the first dimension it may be cut into: rows, blocks of rows, or experts
+    units: int = 1
 
-    def some(self, units: int) -> "Step":
-        """Return the step for so many of its units: what constants say of the first dimension is said of these."""
+    def for_units(self, units: int) -> "Step":
+        """Return the step for so many of its units: what constants say of the first dimension is
+        said of these.
+        """
         constants = {
-            name: [torch.tensor([int(one[0]) // self.units * units, *one[1:]]) for one in group]
+            name: [
+                torch.tensor([int(constant[0]) // self.units * units, *constant[1:]])
+                for constant in group
+            ]
             for name, group in self.constants.items()
         }
         return replace(self, constants=constants)
@@ -94,7 +138,9 @@ class Step:
     def span(self) -> tuple[int, int]:
         """Return the first element of the parameter that it fills, and the one after the last."""
         low = min(move.write for _, move in self.moves)
-        lasts = (move.write + sum((size - 1) * by for size, _, by in move.dims) for _, move in self.moves)
+        lasts = (
+            move.write + sum((size - 1) * by for size, _, by in move.dims) for _, move in self.moves
+        )
         return low, 1 + max(lasts)
 
 
@@ -102,25 +148,35 @@ class Step:
 class Plan:
     """How a parameter is made."""
 
-    run: Callable[[Lists], dict[str, Tensor]]  # the operations, from named lists of tensors to named tensors
+    run: Callable[
+        [Lists], dict[str, Tensor]
+    ]  # the operations, from named lists of tensors to named tensors
     steps: tuple[Step, ...]  # which fill every element of the parameter once
-    cast: bool  # stored tensors become the parameter's type first, as in `from_pretrained` of what is not quantised
+    # stored tensors become the parameter's type first, as in `from_pretrained` of what is not
+    # quantised
+    cast: bool
 
     def make(self, step: Step, parts: Lists, dtype: torch.dtype) -> dict[str, Tensor]:
         """Run the operations of one step, on any device."""
-        given = {name: [part.to(dtype) if self.cast else part for part in group] for name, group in parts.items()}
+        inputs = {
+            name: [part.to(dtype) if self.cast else part for part in group]
+            for name, group in parts.items()
+        }
         for name, (height, width) in step.padded.items():
             # As bytes, because torch pads no floats of 8 bits.
-            given[name] = [
-                pad(part.view(torch.uint8), (0, width - part.shape[-1], 0, height - part.shape[-2])).view(part.dtype)
-                for part in given[name]
+            inputs[name] = [
+                pad(
+                    part.view(torch.uint8), (0, width - part.shape[-1], 0, height - part.shape[-2])
+                ).view(part.dtype)
+                for part in inputs[name]
             ]
-        made = self.run({**given, **step.constants})
+        outputs = self.run({**inputs, **step.constants})
         for weight in step.padded:
             rows, columns = parts[weight][0].shape[-2:]
-            name = weight if weight in made else next(iter(made))  # alone it already has the parameter's name
-            made[name] = made[name][..., :rows, :columns]
-        return made
+            # alone it already has the parameter's name
+            name = weight if weight in outputs else next(iter(outputs))
+            outputs[name] = outputs[name][..., :rows, :columns]
+        return outputs
 
 
 def cut(step: Step, parts: Lists, start: int, stop: int) -> tuple[Step, Lists]:
@@ -129,38 +185,54 @@ def cut(step: Step, parts: Lists, start: int, stop: int) -> tuple[Step, Lists]:
     def rows(tensor: Tensor) -> Tensor:
         if tensor.numel() == 1:
             return tensor  # one scale for all
-        each = tensor.shape[0] // step.units
-        return tensor[start * each : stop * each]
+        rows_per_unit = tensor.shape[0] // step.units
+        return tensor[start * rows_per_unit : stop * rows_per_unit]
 
-    some = step.some(stop - start)
-    return some, {name: [rows(one) for one in group] for name, group in parts.items()}
+    cut_step = step.for_units(stop - start)
+    return cut_step, {name: [rows(tensor) for tensor in group] for name, group in parts.items()}
 
 
 def cut_rows(record: QuantizedRecord, first: int, end: int) -> QuantizedRecord:
-    """Return the rows `first` to `end - 1` of a quantised parameter along its first dimension, such as some of several
-    experts, of which alone is read what they expand from. `ValueError`: what is stored is not of single rows."""
+    """Return the rows `first` to `end - 1` of a quantised parameter along its first dimension, such
+    as some of several experts, of which alone is read what they expand from. `ValueError`: what is
+    stored is not of single rows."""
     if record.library == "torchao":
         return part_of_quantized(record, 0, [(first, end)])
     if record.library != LIBRARY:
         return bitsandbytes.cut_rows(record, first, end)
     plan: Plan = record.about[PLAN]
     row = prod(record.shape[1:])
-    steps, parts = list[Step](), dict(record.parts)
+    steps = list[Step]()
+    parts = dict(record.parts)
     for step in plan.steps:
         low, high = step.span
         if first * row <= low and high <= end * row:
-            moves = tuple((name, replace(move, write=move.write - first * row)) for name, move in step.moves)
+            moves = tuple(
+                (name, replace(move, write=move.write - first * row)) for name, move in step.moves
+            )
             steps.append(replace(step, moves=moves))
         elif low < end * row and first * row < high:  # it makes other rows, too
-            if (low, high, step.units % record.shape[0], len(step.moves)) != (0, prod(record.shape), 0, 1):
+            if (low, high, step.units % record.shape[0], len(step.moves)) != (
+                0,
+                prod(record.shape),
+                0,
+                1,
+            ):
                 raise ValueError(f"{record.name} is stored with scales that several experts share")
             for part in (part for group in step.parts.values() for part in group):
                 if prod(record.parts[part].shape) > 1:  # else it is one scale for all
-                    each = record.parts[part].shape[0] // record.shape[0]
-                    parts[part] = rows_of(record.parts[part], first * each, end * each)
-            ((name, _),), size = step.moves, (end - first) * row
+                    rows_per_expert = record.parts[part].shape[0] // record.shape[0]
+                    parts[part] = rows_of(
+                        record.parts[part], first * rows_per_expert, end * rows_per_expert
+                    )
+            ((name, _),) = step.moves
+            size = (end - first) * row
             units = step.units // record.shape[0] * (end - first)
-            steps.append(replace(step.some(units), moves=((name, Move(0, 0, ((size, 1, 1),))),), units=units))
+            steps.append(
+                replace(
+                    step.for_units(units), moves=((name, Move(0, 0, ((size, 1, 1),))),), units=units
+                )
+            )
     needed = [part for step in steps for group in step.parts.values() for part in group]
     about = {**record.about, PLAN: replace(plan, steps=tuple(steps))}
     shape = (end - first, *record.shape[1:])
@@ -168,8 +240,13 @@ def cut_rows(record: QuantizedRecord, first: int, end: int) -> QuantizedRecord:
 
 
 def move_elements(source: Tensor, move: Move, target: Tensor) -> Tensor:
-    """Copy elements between two contiguous tensors, and return those that were written to, as a view."""
+    """Copy elements between two contiguous tensors, and return those that were written to, as a
+    view.
+    """
     sizes = [size for size, _, _ in move.dims]
-    reads, writes = [read for _, read, _ in move.dims], [write for _, _, write in move.dims]
+    reads = [read for _, read, _ in move.dims]
+    writes = [write for _, _, write in move.dims]
     written = torch.as_strided(target, sizes, writes, target.storage_offset() + move.write)
-    return written.copy_(torch.as_strided(source, sizes, reads, source.storage_offset() + move.read))
+    return written.copy_(
+        torch.as_strided(source, sizes, reads, source.storage_offset() + move.read)
+    )

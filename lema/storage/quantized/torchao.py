@@ -1,6 +1,7 @@
 """int8 and fp8 as torchao stores them: one scale per row, named as its flattened state dicts are.
 
-https://github.com/pytorch/ao/tree/main/torchao/prototype/safetensors has the layout, which `transformers` writes too.
+https://github.com/pytorch/ao/tree/main/torchao/prototype/safetensors has the layout, which
+`transformers` writes too.
 """
 
 import json
@@ -23,17 +24,26 @@ def takes(shape: Sequence[int]) -> bool:
 
 
 def specs(kind: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[PartSpecs, dict[str, Any]]:
-    """Say what a weight becomes: the dtype and shape of each part, and what the library says of it."""
+    """Say what a weight becomes: the dtype and shape of each part, and what the library says of
+    it.
+    """
     parts, about = _flat(_quantized(kind, torch.empty(tuple(shape), dtype=dtype, device="meta")))
     return {part: (tensor.dtype, tuple(tensor.shape)) for part, tensor in parts.items()}, about
 
 
 def quantize(kind: str, weight: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Quantise a weight, `[rows, columns]` or several of them; return its parts, and what the library says of it."""
+    """Quantise a weight, `[rows, columns]` or several of them; return its parts, and what the
+    library says of it.
+    """
     flat = weight.flatten(0, -2)
     done = [_flat(_quantized(kind, flat[rows]))[0] for rows in pieces(flat)]
-    parts = {part: torch.cat([_plain(piece[part]) for piece in done]).view(done[0][part].dtype) for part in done[0]}
-    if parts["qdata"].is_floating_point():  # torchao divides a row of zeros by its scale, which is zero
+    parts = {
+        part: torch.cat([_plain(piece[part]) for piece in done]).view(done[0][part].dtype)
+        for part in done[0]
+    }
+    if parts[
+        "qdata"
+    ].is_floating_point():  # torchao divides a row of zeros by its scale, which is zero
         _plain(parts["qdata"]).masked_fill_(parts["scale"] == 0, 0)
     of_shape, about = specs(kind, weight.shape, weight.dtype)
     return {part: parts[part].view(shape) for part, (_, shape) in of_shape.items()}, about
@@ -43,10 +53,12 @@ def expand(parts: Mapping[str, Tensor], about: Mapping[str, Any], out: Tensor) -
     """Fill `out` with what the library dequantises the parts to, some rows at a time."""
     support = quiet_import("torchao.prototype.safetensors.safetensors_utils")
     data = about["_data"] | {part: tensor.flatten(0, -2) for part, tensor in parts.items()}
-    whole = support.object_from_dict({**about, "_data": data | {"block_size": about["_data"]["block_size"][-2:]}})
+    quantized = support.object_from_dict(
+        {**about, "_data": data | {"block_size": about["_data"]["block_size"][-2:]}}
+    )
     flat = out.flatten(0, -2)
     for rows in pieces(flat):
-        flat[rows].copy_(whole[rows].dequantize(out.dtype))
+        flat[rows].copy_(quantized[rows].dequantize(out.dtype))
 
 
 def part_name(parameter: str, part: str) -> str:
@@ -57,12 +69,17 @@ def part_name(parameter: str, part: str) -> str:
 
 def metadata(abouts: Mapping[str, Mapping[str, Any] | None]) -> dict[str, str]:
     """Return what the library writes into a file's header; None: a tensor that is not quantised."""
-    described = {name: json.dumps({"_type": "Tensor"} if about is None else about) for name, about in abouts.items()}
+    described = {
+        name: json.dumps({"_type": "Tensor"} if about is None else about)
+        for name, about in abouts.items()
+    }
     return described | {"tensor_names": json.dumps(list(abouts))}
 
 
 def settings(kind: str, dtype: torch.dtype, unchanged: Sequence[str]) -> dict[str, Any]:  # noqa: ARG001  as for others
-    """Return the `quantization_config` for `transformers`. Weights expand to `dtype`, but for modules `unchanged`."""
+    """Return the `quantization_config` for `transformers`. Weights expand to `dtype`, but for
+    modules `unchanged`.
+    """
     from transformers import TorchAoConfig
 
     return dict(TorchAoConfig(_config(kind), modules_to_not_convert=list(unchanged)).to_dict())
@@ -70,7 +87,9 @@ def settings(kind: str, dtype: torch.dtype, unchanged: Sequence[str]) -> dict[st
 
 def _config(kind: str) -> Any:
     quantization = quiet_import("torchao.quantization")
-    config = quantization.Int8WeightOnlyConfig if kind == "int8" else quantization.Float8WeightOnlyConfig
+    config = (
+        quantization.Int8WeightOnlyConfig if kind == "int8" else quantization.Float8WeightOnlyConfig
+    )
     return config(version=2)
 
 
@@ -85,7 +104,9 @@ def _flat(weight: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
     support = quiet_import("torchao.prototype.safetensors.safetensors_support")
     tensors, described = support.flatten_tensor_state_dict({ANY: weight})
     prefix = part_name(ANY, "")
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}, json.loads(described[ANY])
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}, json.loads(
+        described[ANY]
+    )
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -1,2 +1,2 @@
-"""Checkpoints: their contents, the one from which a run continues, and whether it is still the same run.
-docs/internals/checkpoints.md describes the folder."""
+"""Checkpoints: their contents, the one from which a run continues, and whether it is still the same
+run. docs/internals/checkpoints.md describes the folder."""

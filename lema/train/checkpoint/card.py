@@ -1,6 +1,8 @@
-"""The model card and the tokenizer in the directory of a run's adapter, and the copy of all three on the hub.
+"""The model card and the tokenizer in the directory of a run's adapter, and the copy of all three
+on the hub.
 
-The card names directories and files of this machine by their last part, because it is made to be published.
+The card names directories and files of this machine by their last part, because it is made to be
+published.
 """
 
 from __future__ import annotations
@@ -19,15 +21,32 @@ from lema.errors import ConfigError, DataError
 from lema.model.files import ModelFiles
 from lema.storage.regular import expanded
 
-__all__ = ["CARD", "make_repository", "model_card", "upload", "write_beside"]
+__all__ = ["CARD", "make_repository", "model_card", "upload", "write_card"]
 
 CARD = "README.md"
 HTTPError = errors.HTTPError  # type: ignore[attr-defined] # httpx's or httpx2's, by the version of the library
 PUBLISHED = (
-    *("adapter_*", CARD, "token*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.jinja"),
+    *(
+        "adapter_*",
+        CARD,
+        "token*",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab*",
+        "merges.txt",
+        "*.jinja",
+    ),
     "generation_config.json",
 )
-OF_THIS_MACHINE = {"model_name_or_path", "output_dir", "offload_dir", "gbi_path", "train_data", "eval_data", "run_name"}
+OF_THIS_MACHINE = {
+    "model_name_or_path",
+    "output_dir",
+    "offload_dir",
+    "gbi_path",
+    "train_data",
+    "eval_data",
+    "run_name",
+}
 
 USE = """\
 ```python
@@ -39,27 +58,41 @@ tokenizer = AutoTokenizer.from_pretrained({name})
 ```"""
 
 
-def model_card(config: LemaConfig, base: str, data: Mapping[str, str], results: Mapping[str, Any]) -> str:
-    """Return the README.md of an adapter: `base` model, data, settings, and the results, where there are any."""
+def model_card(
+    config: LemaConfig, base: str, data: Mapping[str, str], results: Mapping[str, Any]
+) -> str:
+    """Return the README.md of an adapter: `base` model, data, settings, and the results, where
+    there are any.
+    """
     name = _repository(config)
     local = expanded(base).exists()
     shown = Path(base).name if local else base  # the hub takes nothing but ids for a base model
     tags = ["lema", "lora", *([] if local else [f"base_model:adapter:{base}"])]
     about = ModelCardData(
-        base_model=None if local else base, library_name="peft", pipeline_tag="text-generation", tags=tags
+        base_model=None if local else base,
+        library_name="peft",
+        pipeline_tag="text-generation",
+        tags=tags,
     )
-    given = config.model_dump(mode="json", exclude_unset=True, exclude=OF_THIS_MACHINE)
+    settings = config.model_dump(mode="json", exclude_unset=True, exclude=OF_THIS_MACHINE)
     versions = ", ".join(map(" ".join, program_versions("peft", "transformers", "torch").items()))
     parts = [
         f"---\n{about.to_yaml()}\n---",
         f"# {markdown.text(name.rpartition('/')[2])}",
-        f"An adapter (LoRA) of {markdown.code(shown)}, trained with LEMA; the objective is {config.objective}.",
+        (
+            f"An adapter (LoRA) of {markdown.code(shown)}, trained with LEMA; the objective is "
+            f"{config.objective}."
+        ),
         USE.format(base=markdown.python_text(shown), name=markdown.python_text(name)),
         markdown.table("Data", data),
         markdown.table(
-            "Results", {one: f"{value:.6g}" if isinstance(value, float) else value for one, value in results.items()}
+            "Results",
+            {
+                metric: f"{value:.6g}" if isinstance(value, float) else value
+                for metric, value in results.items()
+            },
         ),
-        markdown.table("Settings", {one: _plain(value) for one, value in given.items()}),
+        markdown.table("Settings", {setting: _plain(value) for setting, value in settings.items()}),
         f"Made with {versions}.",
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
@@ -67,12 +100,16 @@ def model_card(config: LemaConfig, base: str, data: Mapping[str, str], results: 
 
 def _plain(value: Any) -> Any:
     """Return a value without data of this machine: only the last part of a path that exists."""
-    return Path(value).name if isinstance(value, str) and "/" in value and expanded(value).exists() else value
+    return (
+        Path(value).name
+        if isinstance(value, str) and "/" in value and expanded(value).exists()
+        else value
+    )
 
 
-def write_beside(directory: Path, *, files: ModelFiles | None, card: str) -> None:
-    """Write the card, and, of a model that has one, the tokenizer with the chat template that it was used with, and the
-    settings of generation with the tokens in which the texts ended."""
+def write_card(directory: Path, *, files: ModelFiles | None, card: str) -> None:
+    """Write the card, and, of a model that has one, the tokenizer with the chat template that it
+    was used with, and the settings of generation with the tokens in which the texts ended."""
     (directory / CARD).write_text(card, encoding="utf-8", newline="\n")
     if files is not None:
         with suppress(DataError):  # rows of token ids need no tokenizer
@@ -81,23 +118,45 @@ def write_beside(directory: Path, *, files: ModelFiles | None, card: str) -> Non
 
 
 def make_repository(config: LemaConfig) -> None:
-    """Make the repository on the hub, if there is none; or `ConfigError`, before a run begins that cannot upload."""
+    """Make the repository on the hub, if there is none; or `ConfigError`, before a run begins
+    that cannot upload.
+    """
     try:
         HfApi().create_repo(_repository(config), private=config.hub_private_repo, exist_ok=True)
     except (HTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
-        how = "log in with `hf auth login` or set HF_TOKEN, and check hub_model_id; or leave push_to_hub out"
-        raise ConfigError(f"the hub refused the adapter: {error}", where="push_to_hub", how=how) from error
+        how = (
+            "log in with `hf auth login` or set HF_TOKEN, and check hub_model_id; or leave "
+            "push_to_hub out"
+        )
+        raise ConfigError(
+            f"the hub refused the adapter: {error}", where="push_to_hub", how=how
+        ) from error
 
 
 def upload(config: LemaConfig) -> str:
-    """Upload adapter, card and tokenizer from `output_dir`, and nothing else; return the address, or `ConfigError`."""
-    api, directory = HfApi(), config.output_dir
+    """Upload adapter, card and tokenizer from `output_dir`, and nothing else; return the
+    address, or `ConfigError`.
+    """
+    api = HfApi()
+    directory = config.output_dir
     try:
-        name = api.create_repo(_repository(config), private=config.hub_private_repo, exist_ok=True).repo_id
-        api.upload_folder(repo_id=name, folder_path=directory, allow_patterns=list(PUBLISHED), commit_message="Adapter")
+        name = api.create_repo(
+            _repository(config), private=config.hub_private_repo, exist_ok=True
+        ).repo_id
+        api.upload_folder(
+            repo_id=name,
+            folder_path=directory,
+            allow_patterns=list(PUBLISHED),
+            commit_message="Adapter",
+        )
     except (HTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
-        how = f"the adapter is in {directory}: `hf upload {_repository(config)} {directory}` uploads it"
-        raise ConfigError(f"the adapter was not uploaded: {error}", where="push_to_hub", how=how) from error
+        how = (
+            f"the adapter is in {directory}: `hf upload {_repository(config)} {directory}` "
+            "uploads it"
+        )
+        raise ConfigError(
+            f"the adapter was not uploaded: {error}", where="push_to_hub", how=how
+        ) from error
     return f"{api.endpoint}/{name}"
 
 

@@ -1,7 +1,8 @@
-"""What full training writes: checkpoints, and the model, as a directory that any `transformers` program loads.
+"""What full training writes: checkpoints, and the model, as a directory that any `transformers`
+program loads.
 
-Checkpoints have masters and moments by name, in one file for each layer. One file at a time is read or written, so that
-a checkpoint needs only the memory of one more layer.
+Checkpoints have masters and moments by name, in one file for each layer. One file at a time is read
+or written, so that a checkpoint needs only the memory of one more layer.
 """
 
 import json
@@ -48,7 +49,8 @@ from lema.train.model import LemaModel
 __all__ = ["carry_moments", "check_full", "read_full", "save_delta", "save_trained", "write_full"]
 
 KIND = "full"  # of training, as a checkpoint says it
-MASTER, STEP = "master", "step"
+MASTER = "master"
+STEP = "step"
 BASE_CONFIG = "base_config"  # what the model's config said that changes numbers
 
 
@@ -57,14 +59,15 @@ def write_full(
     backend: Backend,
     masters: Masters,
     optimizer: Optimizer,
-    kept: ModelState,
+    model_state: ModelState,
     about: Mapping[str, Any],
     config: LemaConfig,
     base: BaseFiles | None = None,
     writers: Iterable[Writer] = (),
 ) -> None:
-    """Write a checkpoint of what trains, its AdamW, and what modules keep, and which model it began with. All
-    processes call this, the first writes. Errors are as `write_checkpoint`'s, in every process."""
+    """Write a checkpoint of what trains, its AdamW, and what modules keep, and which model it began
+    with. All processes call this, the first writes. Errors are as `write_checkpoint`'s, in every
+    process."""
 
     def write_weights(part: Path) -> None:  # with the memory of one more layer
         files: dict[str, Iterable[str]] = {
@@ -73,46 +76,75 @@ def write_full(
         if masters.outside:
             files[f"{KIND}-outside.safetensors"] = masters.outside
         for file, names in files.items():
-            tensors = {f"{key}.{name}": one for name in names for key, one in _tensors(masters, optimizer, name)}
+            tensors = {
+                f"{key}.{name}": tensor
+                for name in names
+                for key, tensor in _tensors(masters, optimizer, name)
+            }
             check_finite(tensors, directory / file)
             save_file(tensors, part / file)
 
-    states = states_of_all(backend, kept)
+    states = states_of_all(backend, model_state)
     fingerprint = None if base is None else base.fingerprint
-    state = {**about_run(config, KIND, fingerprint), "schedule": None, "scaler": {}, **states, **about}
+    state = {
+        **about_run(config, KIND, fingerprint),
+        "schedule": None,
+        "scaler": {},
+        **states,
+        **about,
+    }
     if base is not None:
         state[BASE_CONFIG] = of_numbers(base.config)
-    nbytes = nbytes_of(one for name in masters.by_name for _, one in _tensors(masters, optimizer, name))
+    nbytes = nbytes_of(
+        tensor for name in masters.by_name for _, tensor in _tensors(masters, optimizer, name)
+    )
     every: list[Writer] = [write_weights, partial(save_settings, config), *writers]
     settings = optimizer_state(settings_of(optimizer))
-    first_alone(backend.replicas, partial(write_checkpoint, directory, settings, state, every, nbytes))
+    first_alone(
+        backend.replicas, partial(write_checkpoint, directory, settings, state, every, nbytes)
+    )
 
 
 def check_full(directory: Path, base: BaseFiles, gbi: GlobalBinaryIndex) -> None:
-    """Refuse a checkpoint of a model that has changed since, with `AdapterError`; `base` is what it is now."""
+    """Refuse a checkpoint of a model that has changed since, with `AdapterError`; `base` is what
+    it is now.
+    """
     state = read_state(directory)
-    then, config, now = state.get("base"), state.get(BASE_CONFIG), of_numbers(base.config)
+    then = state.get("base")
+    config = state.get(BASE_CONFIG)
+    now = of_numbers(base.config)
     what = ""
     if then not in (None, base.fingerprint):
-        what = f"the model has changed since the training: its fingerprint is {base.fingerprint}, and it was {then}"
-    elif isinstance(config, dict) and now is not None and (said := differences(config, now)):
-        what = f"the model's config has changed since the training: {'; '.join(said)}"
+        what = (
+            f"the model has changed since the training: its fingerprint is {base.fingerprint}, "
+            f"and it was {then}"
+        )
+    elif isinstance(config, dict) and now is not None and (changes := differences(config, now)):
+        what = f"the model's config has changed since the training: {'; '.join(changes)}"
     if what:
         how = "use the unchanged model, or begin a new run in another output_dir"
         raise AdapterError(what, where=f"{directory}, on {gbi.path}", how=how)
 
 
 def read_full(
-    directory: Path, backend: Backend, masters: Masters, optimizer: Optimizer, seed: int, kept: ModelState
+    directory: Path,
+    backend: Backend,
+    masters: Masters,
+    optimizer: Optimizer,
+    seed: int,
+    model_state: ModelState,
 ) -> dict[str, Any]:
-    """Restore masters, optimizer, generators and what modules keep; return the state, or raise `AdapterError` of what
-    does not fit."""
+    """Restore masters, optimizer, generators and what modules keep; return the state, or raise
+    `AdapterError` of what does not fit."""
     state = _state(directory)
-    saved, expected = _index(directory), {f"{MASTER}.{name}": tuple(one.shape) for name, one in masters.by_name.items()}
-    found = {key: shape for key, (_, shape) in saved.items() if key.startswith(f"{MASTER}.")}
-    if found != expected:
-        other = next(iter(sorted(found.keys() ^ expected.keys())), f"{MASTER}.of other shapes").partition(".")[2]
-        what = f"the checkpoint trained other weights: {other}"
+    saved = _index(directory)
+    expected = {f"{MASTER}.{name}": tuple(master.shape) for name, master in masters.by_name.items()}
+    shapes = {key: shape for key, (_, shape) in saved.items() if key.startswith(f"{MASTER}.")}
+    if shapes != expected:
+        mismatch = next(
+            iter(sorted(shapes.keys() ^ expected.keys())), f"{MASTER}.of other shapes"
+        ).partition(".")[2]
+        what = f"the checkpoint trained other weights: {mismatch}"
         raise AdapterError(what, where=str(directory), how="train the same selection")
     settings = settings_of(optimizer)
     restore_optimizer(settings, directory, state["optimizer"])
@@ -121,20 +153,27 @@ def read_full(
     _fill(directory, masters, optimizer, saved, (MASTER, STEP, *MOMENTS))
     masters.round(masters.by_name)
     try:
-        restore_own(backend, state, seed, kept)
+        restore_own(backend, state, seed, model_state)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise AdapterError(f"the checkpoint's state is damaged: {error!r}", where=str(directory)) from error
+        raise AdapterError(
+            f"the checkpoint's state is damaged: {error!r}", where=str(directory)
+        ) from error
     return state
 
 
 def carry_moments(directory: Path, masters: Masters, optimizer: Optimizer) -> dict[str, Any]:
-    """Take a checkpoint's moments of what trains here, too; empty the others. Return its `extra`, or `AdapterError`."""
-    state, saved = _state(directory), _index(directory)
+    """Take a checkpoint's moments of what trains here, too; empty the others. Return its
+    `extra`, or `AdapterError`.
+    """
+    state = _state(directory)
+    saved = _index(directory)
     for name, master in masters.by_name.items():
         there = saved.get(f"{MASTER}.{name}")
         if there is not None and there[1] != tuple(master.shape):
             what = f"{name} is {list(there[1])} there, and {list(master.shape)} here"
-            raise AdapterError(what, where=str(directory / there[0]), how="carry moments of the same model")
+            raise AdapterError(
+                what, where=str(directory / there[0]), how="carry moments of the same model"
+            )
     masters.attach(optimizer)
     _fill(directory, masters, optimizer, saved, (STEP, *MOMENTS))
     return dict(state["extra"])
@@ -144,7 +183,9 @@ def _state(directory: Path) -> dict[str, Any]:
     state = read_state(directory)
     if (kind := state.get("kind", "adapters")) != KIND:
         what = f"this is a checkpoint of {kind}, not of weights"
-        raise AdapterError(what, where=str(directory), how="choose a checkpoint of this kind of training")
+        raise AdapterError(
+            what, where=str(directory), how="choose a checkpoint of this kind of training"
+        )
     return state
 
 
@@ -158,18 +199,20 @@ def _tensors(masters: Masters, optimizer: Optimizer, name: str) -> Iterator[tupl
 
 def _index(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return the file and the shape of every tensor in a checkpoint."""
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    index: dict[str, tuple[str, tuple[int, ...]]] = {}
     for path in sorted(directory.glob(f"{KIND}-*.safetensors")):
         for key, record in _records(path).items():
-            found[key] = path.name, record.shape
-    return found
+            index[key] = path.name, record.shape
+    return index
 
 
 def _records(path: Path) -> Mapping[str, TensorRecord]:
     try:
         return read_header(path)[1]
     except WeightsError as error:
-        raise AdapterError(f"the weights cannot be read: {error.what}", where=str(path), how=error.how) from error
+        raise AdapterError(
+            f"the weights cannot be read: {error.what}", where=str(path), how=error.how
+        ) from error
 
 
 @torch.no_grad()
@@ -178,10 +221,14 @@ def _fill(
     masters: Masters,
     optimizer: Optimizer,
     saved: Mapping[str, tuple[str, tuple[int, ...]]],
-    wanted: tuple[str, ...],
+    keys: tuple[str, ...],
 ) -> None:
-    every = ((f"{key}.{name}", key, one) for name in masters.by_name for key, one in _tensors(masters, optimizer, name))
-    targets = {stored: tensor for stored, key, tensor in every if key in wanted}
+    every = (
+        (f"{key}.{name}", key, tensor)
+        for name in masters.by_name
+        for key, tensor in _tensors(masters, optimizer, name)
+    )
+    targets = {stored: tensor for stored, key, tensor in every if key in keys}
     for file in sorted({file for file, _ in saved.values()}):
         for key, record in _records(directory / file).items():
             if key in targets:
@@ -194,15 +241,22 @@ def _pieces(model: LemaModel, masters: Masters, name: str) -> Iterable[memoryvie
 
 
 def save_trained(
-    model: LemaModel, masters: Masters, out_dir: str | os.PathLike[str], max_shard_size: int = 5_000_000_000
+    model: LemaModel,
+    masters: Masters,
+    out_dir: str | os.PathLike[str],
+    max_shard_size: int = 5_000_000_000,
 ) -> Path:
-    """Write a model with the weights it has been trained to into a new or empty directory, in the hub's format. What
-    trains is written from its masters, rounded to the type of the model's weights; the rest is copied, piece by piece,
-    from where it is stored. Files hold at most `max_shard_size` bytes of tensors, or one larger tensor. Raises
-    `ConfigError` for another directory or size, `DiskError` where a file cannot be written; nothing is left behind."""
+    """Write a model with the weights it has been trained to into a new or empty directory, in the
+    hub's format. What trains is written from its masters, rounded to the type of the model's
+    weights; the rest is copied, piece by piece, from where it is stored. Files hold at most
+    `max_shard_size` bytes of tensors, or one larger tensor. Raises `ConfigError` for another
+    directory or size, `DiskError` where a file cannot be written; nothing is left behind."""
     out = free_directory(out_dir, max_shard_size)
     base = open_stored(
-        model.directory, weights=model.gbi.path, dtype=model.config.dtype, trust_remote_code=model.trusted
+        model.directory,
+        weights=model.gbi.path,
+        dtype=model.config.dtype,
+        trust_remote_code=model.trusted,
     )
     trained = base.by_own_names(masters.by_name)
     form = base.form()
@@ -221,19 +275,29 @@ def save_trained(
         model.directory,
         base.config_changes,
         code=model.trusted,
-        beside=model.files.write_rendering,
+        write_extra=model.files.write_rendering,
     )
 
 
 def save_delta(
-    model: LemaModel, masters: Masters, out_dir: str | os.PathLike[str], max_shard_size: int = 5_000_000_000
+    model: LemaModel,
+    masters: Masters,
+    out_dir: str | os.PathLike[str],
+    max_shard_size: int = 5_000_000_000,
 ) -> Path:
-    """Write the weights that were trained, rounded from their masters; of it and of the base `apply_delta` makes, bit
-    for bit, what `save_trained` writes. Errors are as its."""
+    """Write the weights that were trained, rounded from their masters; of it and of the base
+    `apply_delta` makes, bit for bit, what `save_trained` writes. Errors are as its."""
     out = free_directory(out_dir, max_shard_size)
-    order = [name for name in visit_order(model.skeleton) if name in masters.by_name and name in model.records]
+    order = [
+        name
+        for name in visit_order(model.skeleton)
+        if name in masters.by_name and name in model.records
+    ]
     assert len(order) == len(masters.by_name), "what trains is stored under one name"
-    specs = [(name, stored_name(name, model.dtypes[name]), tuple(masters.by_name[name].shape)) for name in order]
+    specs = [
+        (name, stored_name(name, model.dtypes[name]), tuple(masters.by_name[name].shape))
+        for name in order
+    ]
     config = model.config
     base = config.model_name_or_path, config.revision, config.gbi_path, base_fingerprint(model.gbi)
     about = DeltaFile(FORMAT, *base, config.dtype, [name for name, _, _ in specs])

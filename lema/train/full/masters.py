@@ -1,8 +1,10 @@
-"""Master weights in fp32, optimizer moments and waiting gradients of full training, and the memory they lie in.
+"""Master weights in fp32, optimizer moments and waiting gradients of full training, and the memory
+they lie in.
 
-Everything lies in host memory. A weight that streams in fp32 is its own master; any other is rounded from its master.
-What a limit of host memory does not hold of separate masters, moments and waiting gradients of whole layers lies in one
-nameless file that is mapped into memory. The optimizer can step a part of all this in a thread behind the backward.
+Everything lies in host memory. A weight that streams in fp32 is its own master; any other is
+rounded from its master. What a limit of host memory does not hold of separate masters, moments and
+waiting gradients of whole layers lies in one nameless file that is mapped into memory. The
+optimizer can step a part of all this in a thread behind the backward.
 """
 
 import copy
@@ -23,7 +25,13 @@ from lema.config import LemaConfig
 from lema.config.units import parse_memory
 from lema.engine import StreamedModel
 from lema.errors import ConfigError
-from lema.plan.trainable_bytes import TrainableBytes, outside_bytes, place_masters, trainable_bytes, unmovable_bytes
+from lema.plan.trainable_bytes import (
+    TrainableBytes,
+    masters_in_files,
+    outside_bytes,
+    trainable_bytes,
+    unmovable_bytes,
+)
 from lema.storage.spillfile import OffloadFile, whole_blocks
 
 __all__ = ["MOMENTS", "BackgroundStep", "GradientOffload", "Masters", "settings_of", "step_part"]
@@ -32,62 +40,88 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW calls them
 
 
 class Masters:
-    """What trains of a streamed model, by its name in the model; `chosen` says of a name whether it does.
+    """What trains of a streamed model, by its name in the model; `chosen` says of a name whether it
+    does.
 
     Attributes:
         by_name: the masters, fp32, in the order of the model.
-        weights: what these are rounded to: in host memory what streams, on the device what lies outside.
-        by_layer: of each layer that trains, the names, each with that in the layer; `outside` has the other names.
-        mapped: the layers in the file, with `mapped_bytes` of the `host_bytes` of all that is here and of what streams.
+        weights: what these are rounded to: in host memory what streams, on the device what lies
+            outside.
+        by_layer: of each layer that trains, the names, each with that in the layer; `outside` has
+            the other names.
+        mapped: the layers in the file, with `mapped_bytes` of the `host_bytes` of all that is here
+            and of what streams.
 
-    Raises `ConfigError` where nothing trains, or a weight that cannot; `MemoryLimitError` where `host_memory` does not
-    hold what has to lie in memory, `DiskError` where the disk does not hold the rest.
+    Raises `ConfigError` where nothing trains, or a weight that cannot; `MemoryLimitError` where
+    `host_memory` does not hold what has to lie in memory, `DiskError` where the disk does not hold
+    the rest.
     """
 
-    def __init__(self, model: StreamedModel, config: LemaConfig, chosen: Callable[[str], bool]) -> None:
-        self._model, self._clipped = model, config.max_grad_norm is not None
+    def __init__(
+        self, model: StreamedModel, config: LemaConfig, chosen: Callable[[str], bool]
+    ) -> None:
+        self._model = model
+        self._clipped = config.max_grad_norm is not None
         self._shared = model.backend.memory().shared
-        self._in_host = self._shared and model.backend.device.type == "cpu"  # what is on the device is the host's, too
+        # what is on the device is the host's, too
+        self._in_host = self._shared and model.backend.device.type == "cpu"
         prefix = f"{model.split.layers_name}."
-        self._own: dict[str, tuple[int, str]] = {}  # of layers' weights: the layer, and the name in it
+        self._layer_keys: dict[
+            str, tuple[int, str]
+        ] = {}  # of layers' weights: the layer, and the name in it
         order: list[str] = []
         for name, parameter in model.split.model.named_parameters(remove_duplicate=True):
-            inside, trains = name.startswith(prefix), chosen(name)
+            inside = name.startswith(prefix)
+            trains = chosen(name)
             parameter.requires_grad_(trains and not inside)
             if trains:
                 order.append(name)
                 if inside:
-                    number, _, own = name.removeprefix(prefix).partition(".")
-                    self._own[name] = int(number), own
-        self.outside = tuple(name for name in order if name not in self._own)
+                    number, _, key = name.removeprefix(prefix).partition(".")
+                    self._layer_keys[name] = int(number), key
+        self.outside = tuple(name for name in order if name not in self._layer_keys)
         self.by_layer: dict[int, dict[str, str]] = {}
-        for name, (layer, own) in sorted(self._own.items(), key=lambda item: item[1][0]):
-            self.by_layer.setdefault(layer, {})[name] = own
+        for name, (layer, key) in sorted(self._layer_keys.items(), key=lambda item: item[1][0]):
+            self.by_layer.setdefault(layer, {})[name] = key
         self._check(order)
-        if model.backend.replicas.local_size > 1:  # they share the streamed weights, and none may write to them
+        if (
+            model.backend.replicas.local_size > 1
+        ):  # they share the streamed weights, and none may write to them
             model.stream.make_private(self.by_layer)
         stored = {layer: model.stream.stored(layer) for layer in self.by_layer}
-        self.weights = {name: model.split.model.get_parameter(name).detach() for name in self.outside}
-        self.weights |= {name: stored[layer][own] for name, (layer, own) in self._own.items()}
+        self.weights = {
+            name: model.split.model.get_parameter(name).detach() for name in self.outside
+        }
+        self.weights |= {
+            name: stored[layer][key] for name, (layer, key) in self._layer_keys.items()
+        }
         self._layer_bytes = {layer: self._bytes(names) for layer, names in self.by_layer.items()}
         self._outside_bytes = self._bytes(self.outside)
-        self.host_bytes = sum(self.weights[name].nbytes for name in self._own)
+        self.host_bytes = sum(self.weights[name].nbytes for name in self._layer_keys)
         self.mapped_bytes = 0
-        self.mapped = place_masters(self._movable(), *self._limits(config))
+        self.mapped = masters_in_files(self._movable(), *self._limits(config))
         self._file: OffloadFile | None = None
-        self._rooms: dict[int | None, Tensor] = {}  # what is left of each layer's memory; None: of what lies outside
-        self._make_rooms(Path(config.offload_dir or config.output_dir))
+        self._free_buffers: dict[
+            int | None, Tensor
+        ] = {}  # what is left of each layer's memory; None: of what lies outside
+        self._allocate_buffers(Path(config.offload_dir or config.output_dir))
         self.by_name = {name: self._master(name) for name in order}
-        self._moments = {name: [self._taken(name, torch.float32).zero_() for _ in MOMENTS] for name in order}
+        self._moments = {
+            name: [self._taken(name, torch.float32).zero_() for _ in MOMENTS] for name in order
+        }
         self._waiting: dict[str, Tensor] = {}
         if self._clipped:
             for layer in self.by_layer:
                 self.waiting(layer)
 
     def waiting(self, layer: int) -> dict[str, Tensor]:
-        """Return the memory in which gradients of a layer wait: by name, in the type of its weights."""
+        """Return the memory in which gradients of a layer wait: by name, in the type of its
+        weights.
+        """
         names = self.by_layer[layer]
-        for name in sorted(names, key=lambda name: -self.weights[name].itemsize):  # each at a multiple of its size
+        for name in sorted(
+            names, key=lambda name: -self.weights[name].itemsize
+        ):  # each at a multiple of its size
             if name not in self._waiting:
                 self._waiting[name] = self._taken(name, self.weights[name].dtype)
         return {name: self._waiting[name] for name in names}
@@ -103,9 +137,12 @@ class Masters:
 
     @torch.no_grad()
     def round(self, names: Iterable[str]) -> None:
-        """Have the weights be what their masters are now, to the nearest, where they are not the same memory."""
+        """Have the weights be what their masters are now, to the nearest, where they are not the
+        same memory.
+        """
         for name in names:
-            master, weight = self.by_name[name], self.weights[name]
+            master = self.by_name[name]
+            weight = self.weights[name]
             if master.data_ptr() != weight.data_ptr():
                 weight.copy_(master)
 
@@ -115,58 +152,85 @@ class Masters:
             self._file.close()
 
     def _master(self, name: str) -> nn.Parameter:
-        weight, inside = self.weights[name], name in self._own
-        if weight.dtype == torch.float32 and (inside or self._in_host):  # in host memory: it is its own master
+        weight = self.weights[name]
+        inside = name in self._layer_keys
+        if weight.dtype == torch.float32 and (
+            inside or self._in_host
+        ):  # in host memory: it is its own master
             return nn.Parameter(weight) if inside else self._model.split.model.get_parameter(name)
         return nn.Parameter(self._taken(name, torch.float32).copy_(weight))
 
     def _bytes(self, names: Iterable[str]) -> TrainableBytes:
-        return trainable_bytes((name, self.weights[name].numel(), self.weights[name].dtype) for name in names)
+        return trainable_bytes(
+            (name, self.weights[name].numel(), self.weights[name].dtype) for name in names
+        )
 
     def _movable(self) -> dict[int, int]:
-        return {layer: found.movable(clipped=self._clipped) for layer, found in self._layer_bytes.items()}
+        return {
+            layer: layer_bytes.movable(clipped=self._clipped)
+            for layer, layer_bytes in self._layer_bytes.items()
+        }
 
     def _limits(self, config: LemaConfig) -> tuple[int, int]:
         """Return what is in host memory in any case, and the limit."""
-        stream, host = self._model.stream, psutil.virtual_memory()
+        stream = self._model.stream
+        host = psutil.virtual_memory()
         streamed = sum(stream.layers[layer].nbytes for layer in stream.host_cached)
         if self._shared:  # what lies outside the layers, too
-            streamed += sum(one.nbytes for one in self._model.split.model.parameters() if not one.is_meta)
-        there = streamed + unmovable_bytes(self._layer_bytes.values(), self._outside_bytes, shared=self._in_host)
+            streamed += sum(
+                parameter.nbytes
+                for parameter in self._model.split.model.parameters()
+                if not parameter.is_meta
+            )
+        there = streamed + unmovable_bytes(
+            self._layer_bytes.values(), self._outside_bytes, shared=self._in_host
+        )
         if config.host_memory is not None:
             return there, parse_memory(config.host_memory, host.total)
         left = memory_left()
         return there, streamed + (host.available if left is None else min(host.available, left))
 
-    def _make_rooms(self, directory: Path) -> None:
+    def _allocate_buffers(self, directory: Path) -> None:
         outside = outside_bytes(self._outside_bytes, shared=self._in_host)
         sizes: dict[int | None, int] = {None: outside}
         sizes.update(self._movable().items())
         if self.mapped:
-            what, how = "masters and moments", "free some space, set offload_dir, or raise host_memory"
+            what = "masters and moments"
+            how = "free some space, set offload_dir, or raise host_memory"
             self._file = OffloadFile(directory, what, how)
-            starts, end = {}, 0
+            starts = {}
+            end = 0
             for layer in sorted(self.mapped):
-                starts[layer], end = end, end + whole_blocks(sizes[layer])
+                starts[layer] = end
+                end = end + whole_blocks(sizes[layer])
             self._file.reserve(end)
             memory = self._file.mapped()
-            self._rooms = {layer: memory[start : start + sizes[layer]] for layer, start in starts.items()}
-        self._rooms |= {place: anonymous(nbytes) for place, nbytes in sizes.items() if place not in self._rooms}
+            self._free_buffers = {
+                layer: memory[start : start + sizes[layer]] for layer, start in starts.items()
+            }
+        self._free_buffers |= {
+            layer: anonymous(nbytes)
+            for layer, nbytes in sizes.items()
+            if layer not in self._free_buffers
+        }
 
     def _taken(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return the next memory of a layer's room, shaped as a weight."""
-        shape, layer = self.weights[name].shape, self._own[name][0] if name in self._own else None
-        nbytes, room = shape.numel() * dtype.itemsize, self._rooms[layer]
-        assert len(room) >= nbytes, "a layer's room was too small"
-        self._rooms[layer] = room[nbytes:]
+        shape = self.weights[name].shape
+        layer = self._layer_keys[name][0] if name in self._layer_keys else None
+        nbytes = shape.numel() * dtype.itemsize
+        buffer = self._free_buffers[layer]
+        assert len(buffer) >= nbytes, "a layer's room was too small"
+        self._free_buffers[layer] = buffer[nbytes:]
         if layer in self.mapped:
             self.mapped_bytes += nbytes
         else:
             self.host_bytes += nbytes
-        return room[:nbytes].view(dtype).view(shape)
+        return buffer[:nbytes].view(dtype).view(shape)
 
     def _check(self, chosen: Sequence[str]) -> None:
-        stream, in_layers = self._model.stream, self.by_layer.keys()
+        stream = self._model.stream
+        in_layers = self.by_layer.keys()
         if not chosen:
             raise ConfigError("no weight is chosen to be trained")
         if self._model.backend.parallel.size > 1:
@@ -178,8 +242,12 @@ class Masters:
             raise ConfigError(what, where="shard_weights", how="set it to false")
         if missing := in_layers - stream.host_cached:
             what = f"layer {min(missing)} trains, and its weights are not kept in host memory"
-            raise ConfigError(what, where="strategy", how="use strategy: resident, without device_memory")
-        if absent := [name for name in self.outside if self._model.split.model.get_parameter(name).is_meta]:
+            raise ConfigError(
+                what, where="strategy", how="use strategy: resident, without device_memory"
+            )
+        if absent := [
+            name for name in self.outside if self._model.split.model.get_parameter(name).is_meta
+        ]:
             what = f"{absent[0]} trains, and is not on the device"
             raise ConfigError(what, where="embeddings", how="set it to device")
         if quantised := {layer for layer in in_layers if stream.layers[layer].expansions}:
@@ -189,11 +257,19 @@ class Masters:
 
 
 def step_part(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Step some of an optimizer's parameters, as its own `step` would that found no gradient of the others."""
-    wanted = {id(parameter) for parameter in parameters}
+    """Step some of an optimizer's parameters, as its own `step` would that found no gradient of
+    the others.
+    """
+    parameter_ids = {id(parameter) for parameter in parameters}
     part = copy.copy(optimizer)  # the state is the same object
     part.param_groups = [
-        {**group, "params": [one for one in group["params"] if id(one) in wanted]} for group in optimizer.param_groups
+        {
+            **group,
+            "params": [
+                parameter for parameter in group["params"] if id(parameter) in parameter_ids
+            ],
+        }
+        for group in optimizer.param_groups
     ]
     part.step()
 
@@ -206,16 +282,18 @@ def settings_of(optimizer: Optimizer) -> Optimizer:
 
 
 class BackgroundStep:
-    """One piece of work at a time, in a thread of its own, behind what its caller does meanwhile."""
+    """One piece of work at a time, in a thread of its own, behind what its caller does
+    meanwhile.
+    """
 
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._under_way: Future[None] | None = None
+        self._future: Future[None] | None = None
 
     def begin(self, work: Callable[[], None]) -> None:
         """Start `work` when earlier work has ended; if that failed, raise its error instead."""
         self.wait()
-        self._under_way = self._pool.submit(_done, [work])
+        self._future = self._pool.submit(_done, [work])
 
     def wait(self) -> None:
         """Block until all work has ended; raise its error, once."""
@@ -223,9 +301,12 @@ class BackgroundStep:
             raise error
 
     def failure(self) -> BaseException | None:
-        """Block until all work has ended; return its error, which `wait` then does not raise again."""
-        under_way, self._under_way = self._under_way, None
-        return None if under_way is None else under_way.exception()
+        """Block until all work has ended; return its error, which `wait` then does not raise
+        again.
+        """
+        future = self._future
+        self._future = None
+        return None if future is None else future.exception()
 
     def close(self) -> None:
         """Wait for running work, raise its error, and end the thread."""
@@ -235,60 +316,76 @@ class BackgroundStep:
             self._pool.shutdown(wait=True)
 
 
-def _done(held: list[Callable[[], None]]) -> None:
+def _done(pending_work: list[Callable[[], None]]) -> None:
     """Do the work; free its objects before reporting that it is done."""
-    held.pop()()
+    pending_work.pop()()
 
 
 class GradientOffload:
-    """Copies the gradients of one layer at a time to host memory; `places` is where those wait that are kept."""
+    """Copies the gradients of one layer at a time to host memory; `masters` is where those wait
+    that are kept.
+    """
 
-    def __init__(self, model: StreamedModel, places: Masters) -> None:
-        self._backend, self._places = model.backend, places
+    def __init__(self, model: StreamedModel, masters: Masters) -> None:
+        self._backend = model.backend
+        self._masters = masters
         # A gradient is, where it is formed.
         self._in_host = model.backend.memory().shared and model.backend.device.type == "cpu"
         self._passing: Tensor | None = None
         self._downloads: list[Download] = []  # under way
 
     def begin(
-        self, layer: int, found: dict[str, Tensor], *, kept: bool
+        self, layer: int, gradients: dict[str, Tensor], *, retained: bool
     ) -> tuple[dict[str, Tensor], Sequence[Download]]:
-        """Return where gradients of a layer are in host memory, by name, once the downloads have landed. They are
-        `kept` where they have their place, or gone when the next layer comes; the one before has been stepped."""
+        """Return where gradients of a layer are in host memory, by name, once the downloads have
+        landed. They are `retained` where they have their place, or gone when the next layer comes;
+        the one before has been stepped."""
         self.let_go()
-        if self._in_host and not kept:
-            return found, ()
-        targets = self._places.waiting(layer) if kept else self._one_layer(found)
-        for name, gradient in found.items():
+        if self._in_host and not retained:
+            return gradients, ()
+        targets = self._masters.waiting(layer) if retained else self._one_layer(gradients)
+        for name, gradient in gradients.items():
             self._downloads.append(self._backend.download(gradient.contiguous(), targets[name]))
-        return {name: targets[name] for name in found}, tuple(self._downloads)
+        return {name: targets[name] for name in gradients}, tuple(self._downloads)
 
     def let_go(self) -> None:
         """Let the device have the memory of gradients that leave it, once they have."""
-        for one in self._downloads:
-            one.release()
+        for download in self._downloads:
+            download.release()
         self._downloads = []
 
-    def summed(self, layer: int, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    def summed(self, layer: int, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a layer's gradients, added up over all processes."""
         backend = self._backend
         if backend.replicas.size == 1:
-            return found
+            return gradients
         parameters = {}
-        for name in self._places.by_layer[layer]:
-            weight, gradient = self._places.weights[name], found.get(name)
-            held = torch.empty_like(weight, device=backend.device) if gradient is None else gradient
-            parameters[name] = nn.Parameter(held, requires_grad=False)
+        for name in self._masters.by_layer[layer]:
+            weight = self._masters.weights[name]
+            gradient = gradients.get(name)
+            tensor = (
+                torch.empty_like(weight, device=backend.device) if gradient is None else gradient
+            )
+            parameters[name] = nn.Parameter(tensor, requires_grad=False)
             parameters[name].grad = gradient
         sum_gradients(backend.replicas, list(parameters.values()))
-        return {name: one.grad for name, one in parameters.items() if one.grad is not None}
+        return {
+            name: parameter.grad
+            for name, parameter in parameters.items()
+            if parameter.grad is not None
+        }
 
-    def _one_layer(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _one_layer(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._passing is None:
-            sizes = (sum(self._places.weights[one].nbytes for one in names) for names in self._places.by_layer.values())
+            sizes = (
+                sum(self._masters.weights[name].nbytes for name in names)
+                for names in self._masters.by_layer.values()
+            )
             self._passing = self._backend.host_buffer(max(sizes))
-        targets, start = {}, 0
-        for name, gradient in sorted(found.items(), key=lambda item: -item[1].itemsize):
+        targets = {}
+        start = 0
+        for name, gradient in sorted(gradients.items(), key=lambda item: -item[1].itemsize):
             piece = self._passing[start : start + gradient.nbytes]
-            targets[name], start = piece.view(gradient.dtype).view(gradient.shape), start + gradient.nbytes
+            targets[name] = piece.view(gradient.dtype).view(gradient.shape)
+            start = start + gradient.nbytes
         return targets

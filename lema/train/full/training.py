@@ -1,13 +1,15 @@
-"""Training a model's own weights while its layers stream: masters and optimizer state in host memory.
+"""Training a model's own weights while its layers stream: masters and optimizer state in host
+memory.
 
-The weights of the layers stay in host memory, from where they stream. Each layer's gradients are complete after its one
-visit in the backward (`lema.engine.visit`). They leave the device, and in a thread of its own the layer is stepped
-and rounded while the backward goes on below; so gradients of two layers exist at a time. Where they are clipped,
-layers are stepped when the norm of all is known, and gradients wait in host memory until then.
+The weights of the layers stay in host memory, from where they stream. Each layer's gradients are
+complete after its one visit in the backward (`lema.engine.visit`). They leave the device, and in a
+thread of its own the layer is stepped and rounded while the backward goes on below; so gradients of
+two layers exist at a time. Where they are clipped, layers are stepped when the norm of all is
+known, and gradients wait in host memory until then.
 
-What is exact: weights in fp32 become, bit for bit, those of the whole model in memory under the same optimizer. In
-bfloat16 they become those of a whole model whose gradients (in bfloat16) step masters in fp32, and whose weights are
-these masters rounded to the nearest.
+What is exact: weights in fp32 become, bit for bit, those of the whole model in memory under the
+same optimizer. In bfloat16 they become those of a whole model whose gradients (in bfloat16) step
+masters in fp32, and whose weights are these masters rounded to the nearest.
 """
 
 import math
@@ -37,15 +39,23 @@ from lema.train.checkpoint.resume import UPDATE
 from lema.train.full.checkpoint import carry_moments, check_full, read_full, write_full
 from lema.train.full.masters import BackgroundStep, GradientOffload, Masters, step_part
 from lema.train.guards import HiddenGradients, Passes, where_began
-from lema.train.steps import StepResult, check_room_for, count_tokens, may_drop, no_event, warn_dropped
+from lema.train.steps import (
+    StepResult,
+    check_free_bytes_for,
+    count_tokens,
+    may_drop,
+    no_event,
+    warn_dropped,
+)
 
 __all__ = ["FullTraining"]
 
 
 class FullTraining:
-    """Trains the weights of a streamed model whose names are `chosen`; its layers that train are kept in host memory.
-    Of several processes each has all masters, and its share of every batch. Checkpoints keep the fingerprint of `gbi`.
-    Errors are those of `Masters`, and `ConfigError` of an optimizer other than AdamW."""
+    """Trains the weights of a streamed model whose names are `chosen`; its layers that train are
+    kept in host memory. Of several processes each has all masters, and its share of every batch.
+    Checkpoints keep the fingerprint of `gbi`. Errors are those of `Masters`, and `ConfigError` of
+    an optimizer other than AdamW."""
 
     def __init__(
         self,
@@ -54,21 +64,31 @@ class FullTraining:
         chosen: Callable[[str], bool] = lambda _: True,
         gbi: GlobalBinaryIndex | None = None,
     ) -> None:
-        self.model, self.config, self._gbi = model, config, gbi
+        self.model = model
+        self.config = config
+        self._gbi = gbi
         self._base_files = None if gbi is None else BaseFiles(gbi, model.stream.unchanged)
-        self.places = Masters(model, config, chosen)
-        self.masters = self.places.by_name
+        self.master_store = Masters(model, config, chosen)
+        self.masters = self.master_store.by_name
         if config.optim != "adamw_torch":
             what = "weights of the model train only with AdamW, layer by layer"
-            raise ConfigError(what, where=f"optim: {config.optim}", how="remove optim, or train adapters")
-        self.optimizer = make_optimizer(self.masters.values(), config, model.split.model, self.masters)
-        self.places.attach(self.optimizer)
-        own = {layer: list(names.values()) for layer, names in self.places.by_layer.items()}
-        model.train_weights(TrainedWeights(own, self._done))
+            raise ConfigError(
+                what, where=f"optim: {config.optim}", how="remove optim, or train adapters"
+            )
+        self.optimizer = make_optimizer(
+            self.masters.values(), config, model.split.model, self.masters
+        )
+        self.master_store.attach(self.optimizer)
+        names_by_layer = {
+            layer: list(names.values()) for layer, names in self.master_store.by_layer.items()
+        }
+        model.train_weights(TrainedWeights(names_by_layer, self._done))
         self.global_step = self.skipped_steps = 0
         self.dropped: NonFiniteError | None = None
         self.grad_norm: float | None = None
-        self._fault: tuple[NonFiniteError, str | None] | None = None  # of this step, and whose gradient is not finite
+        self._fault: tuple[NonFiniteError, str | None] | None = (
+            None  # of this step, and whose gradient is not finite
+        )
         self._where = ""
         self._stepped = False  # whether some weights were, in this step
         self._hidden = HiddenGradients()  # of this step
@@ -77,7 +97,7 @@ class FullTraining:
         self._waiting: dict[str, Tensor] = {}  # gradients of this step, until they are clipped
         self._norms: dict[str, Tensor] = {}
         self._clipped = config.max_grad_norm is not None
-        self._offload = GradientOffload(model, self.places)
+        self._offload = GradientOffload(model, self.master_store)
 
     @property
     def module(self) -> nn.Module:
@@ -97,20 +117,24 @@ class FullTraining:
         where: str = "",
         on_event: Callable[[str], None] = no_event,  # noqa: ARG002 - there is no moment at which all gradients exist
     ) -> StepResult:
-        """Take one optimizer step, as `lema.train.steps.Steps` says; the loss of one that is dropped is NaN. It may be
-        when no weight was updated: without clipping some layers may have been."""
+        """Take one optimizer step, as `lema.train.steps.Steps` says; the loss of one that is
+        dropped is NaN. It may be when no weight was updated: without clipping some layers may have
+        been."""
         trained, tokens = count_tokens(micro_batches, self.model)
-        self._fault, self._stepped, self.dropped, self._where = None, False, None, where
+        self._fault = None
+        self._stepped = False
+        self.dropped = None
+        self._where = where
         self._hidden = HiddenGradients()
         self._passes.clear()
         try:
             operations = deterministic_only("between the layers")
-            with autograd_in_this_thread(), operations, self.model.seen_by(self._hidden.look):
+            with autograd_in_this_thread(), operations, self.model.seen_by(self._hidden.observe):
                 loss = self._pass(micro_batches, trained)
                 self._finish()
         except BaseException as error:
-            if (other := self._forget()) is not None:
-                error.add_note(f"also, in the optimizer's thread: {other}")
+            if (thread_error := self._forget()) is not None:
+                error.add_note(f"also, in the optimizer's thread: {thread_error}")
             if not self._drops(error):
                 raise
             loss = math.nan
@@ -119,9 +143,15 @@ class FullTraining:
         return StepResult(loss, trained, tokens, self.grad_norm, self.dropped)
 
     def require_room(self, count: int) -> None:
-        """Raise `DiskFull`, in every process, unless `output_dir` has room for so many checkpoints."""
-        nbytes = 3 * sum(master.nbytes for master in self.masters.values())  # masters, and two moments of each
-        check_room_for(count, nbytes, Path(self.config.output_dir), self.model.backend.replicas)
+        """Raise `DiskFull`, in every process, unless `output_dir` has room for so many
+        checkpoints.
+        """
+        nbytes = 3 * sum(
+            master.nbytes for master in self.masters.values()
+        )  # masters, and two moments of each
+        check_free_bytes_for(
+            count, nbytes, Path(self.config.output_dir), self.model.backend.replicas
+        )
 
     def take_settings(self, changed: Collection[str]) -> None:
         """Let the settings of these names hold from the next step on, as `config` has them now."""
@@ -129,47 +159,82 @@ class FullTraining:
             set_update(self.optimizer, self.config)
 
     def save_checkpoint(
-        self, directory: str | Path, extra: Mapping[str, Any] | None = None, writers: Sequence[Writer] = ()
+        self,
+        directory: str | Path,
+        extra: Mapping[str, Any] | None = None,
+        writers: Sequence[Writer] = (),
     ) -> None:
         """Write masters, optimizer, generators and step; errors are as `write_full`'s."""
-        about = {"global_step": self.global_step, "skipped_steps": self.skipped_steps, "extra": dict(extra or {})}
-        backend, places = self.model.backend, self.places
-        kept = self.model.split.state
+        about = {
+            "global_step": self.global_step,
+            "skipped_steps": self.skipped_steps,
+            "extra": dict(extra or {}),
+        }
+        backend = self.model.backend
+        master_store = self.master_store
+        model_state = self.model.split.state
         every: list[Writer] = [lambda _: self._check_base(), *writers]
-        write_full(Path(directory), backend, places, self.optimizer, kept, about, self.config, self._base_files, every)
+        write_full(
+            Path(directory),
+            backend,
+            master_store,
+            self.optimizer,
+            model_state,
+            about,
+            self.config,
+            self._base_files,
+            every,
+        )
 
     def restore(self, directory: str | Path) -> dict[str, Any]:
-        """Go on from what `save_checkpoint` wrote; return its `extra`, or raise `AdapterError` of what does not fit."""
+        """Go on from what `save_checkpoint` wrote; return its `extra`, or raise `AdapterError`
+        of what does not fit.
+        """
         path = Path(directory)
         if self._base_files is not None and self._gbi is not None:
             check_full(path, self._base_files, self._gbi)
-        for layer in self.places.by_layer:
+        for layer in self.master_store.by_layer:
             self.model.stream.rewrite(layer, lambda: None)
         try:
-            kept = self.model.split.state
-            state = read_full(path, self.model.backend, self.places, self.optimizer, self.config.seed, kept)
+            model_state = self.model.split.state
+            state = read_full(
+                path,
+                self.model.backend,
+                self.master_store,
+                self.optimizer,
+                self.config.seed,
+                model_state,
+            )
         finally:
-            self.model.stream.settle()
-        self.global_step, self.skipped_steps = int(state["global_step"]), int(state["skipped_steps"])
+            self.model.stream.flush()
+        self.global_step = int(state["global_step"])
+        self.skipped_steps = int(state["skipped_steps"])
         return dict(state["extra"])
 
     def carry_moments(self, directory: str | Path) -> dict[str, Any]:
-        """Begin with the moments in a checkpoint of another selection; masters stay. Return its `extra`."""
-        return carry_moments(Path(directory), self.places, self.optimizer)
+        """Begin with the moments in a checkpoint of another selection; masters stay. Return its
+        `extra`.
+        """
+        return carry_moments(Path(directory), self.master_store, self.optimizer)
 
     def _check_base(self) -> None:
         if self._base_files is not None:
             self._base_files.check()
 
     def close(self) -> None:
-        """End the optimizer's thread and let the file go; the model trains its own weights no more."""
+        """End the optimizer's thread and let the file go; the model trains its own weights no
+        more.
+        """
         self._behind.close()
         self.model.train_weights(TrainedWeights({}, lambda *_: None))
-        self.places.close()
+        self.master_store.close()
 
     def _pass(self, micro_batches: Sequence[Mapping[str, Tensor]], num_tokens: int) -> float:
-        """Go through the layers, forward and backward; return the loss of all processes, rounded to fp32."""
-        model, replicas = self.model, self.model.backend.replicas
+        """Go through the layers, forward and backward; return the loss of all processes, rounded
+        to fp32.
+        """
+        model = self.model
+        replicas = self.model.backend.replicas
         alone = bool(micro_batches) or replicas.size == 1
         self._passes.begin(micro_batches, num_tokens)
         with model.stop.opened():
@@ -177,49 +242,66 @@ class FullTraining:
             mine = 0.0 if loss is None else float(loss.detach())
         value = sum(replicas.exchange(mine))
         if not math.isfinite(value):  # asked first, because the backward steps layers already
-            raise self._faulty(self._passes.non_finite_loss(value, mine, f"{self._place}; no weight was updated"))
+            raise self._faulty(
+                self._passes.non_finite_loss(
+                    value, mine, f"{self._location}; no weight was updated"
+                )
+            )
         if loss is not None and replicas.size == 1:
             with model.stop.opened():  # until a layer is stepped
                 loss.backward()
-        elif loss is not None:  # gradients of each layer are added up in it: no process leaves alone
+        elif (
+            loss is not None
+        ):  # gradients of each layer are added up in it: no process leaves alone
             loss.backward()
         else:
-            for layer in sorted(self.places.by_layer, reverse=True):
+            for layer in sorted(self.master_store.by_layer, reverse=True):
                 self._done(layer, {})
         self._behind.wait()
         return float(torch.tensor(value, dtype=torch.float32))
 
     def _done(self, layer: int, gradients: Leaves) -> None:
-        """Take the gradients of a layer, and go on in the other thread. No computation reads the layer any more."""
-        names = self.places.by_layer[layer].items()
-        found = {name: gradients[own].detach() for name, own in names if own in gradients}
-        self._behind.wait()  # in every process before what these tell each other, so that what fails fails in all
-        arrived, downloads = self._offload.begin(layer, self._offload.summed(layer, found), kept=self._clipped)
+        """Take the gradients of a layer, and go on in the other thread. No computation reads the
+        layer any more.
+        """
+        names = self.master_store.by_layer[layer].items()
+        named_gradients = {name: gradients[key].detach() for name, key in names if key in gradients}
+        # in every process before what these tell each other, so that what fails fails in all
+        self._behind.wait()
+        host_gradients, downloads = self._offload.begin(
+            layer, self._offload.summed(layer, named_gradients), retained=self._clipped
+        )
         if self._clipped:
-            self._waiting.update(arrived)
+            self._waiting.update(host_gradients)
         else:
             self.model.stop.close()  # a step is taken whole
             self.model.stream.rewrite(layer, self._behind.wait)
-        self._behind.begin(partial(self._take, layer, arrived, downloads))
+        self._behind.begin(partial(self._take, layer, host_gradients, downloads))
 
-    def _take(self, layer: int, gradients: dict[str, Tensor], downloads: Sequence[Download]) -> None:
-        """Look at the gradients of a layer once they have landed; step it, where nothing is clipped."""
-        for one in downloads:
-            one.landed()
-        place = f"in the backward of layer {layer}"
+    def _take(
+        self, layer: int, gradients: dict[str, Tensor], downloads: Sequence[Download]
+    ) -> None:
+        """Look at the gradients of a layer once they have landed; step it, where nothing is
+        clipped.
+        """
+        for download in downloads:
+            download.landed()
+        location = f"in the backward of layer {layer}"
         begun = None if self._clipped else "the layers above it are already updated"
         for name, gradient in gradients.items():
-            self._measure(name, gradient.float(), place, begun)
+            self._measure(name, gradient.float(), location, begun)
         if not self._clipped:
             self._stepped = True
             self._step_layer(layer, gradients)
 
     @torch.no_grad()
-    def _measure(self, name: str, gradient: Tensor, place: str, begun: str | None) -> None:
-        """Keep the norm of a gradient, or raise `NonFiniteError`; `begun` names the weights updated before, if any."""
+    def _measure(self, name: str, gradient: Tensor, location: str, begun: str | None) -> None:
+        """Keep the norm of a gradient, or raise `NonFiniteError`; `begun` names the weights
+        updated before, if any.
+        """
         norm = torch.linalg.vector_norm(gradient, 2.0)
         if not math.isfinite(float(norm)):
-            where = f"{self._place}, {place}; {begun or 'no weight was updated'}"
+            where = f"{self._location}, {location}; {begun or 'no weight was updated'}"
             how = "lower learning_rate, or check the rows of this step"
             after = f"resume from the last checkpoint; {how}; max_grad_norm checks all first"
             what = f"the norm of the gradient of {name} is {float(norm)}"
@@ -227,31 +309,40 @@ class FullTraining:
         self._norms[name] = norm
 
     @property
-    def _place(self) -> str:
+    def _location(self) -> str:
         return f"step {self.global_step + 1}{self._where}"
 
     def _faulty(self, error: NonFiniteError, name: str | None = None) -> NonFiniteError:
-        """Note what is wrong with this step; `name` is that of the weight whose gradient is not finite."""
+        """Note what is wrong with this step; `name` is that of the weight whose gradient is not
+        finite.
+        """
         self._fault = error, name
         return error
 
     def _drops(self, error: BaseException) -> bool:
-        """Whether a step that failed is dropped, and the run goes on; say where gradients began not to be finite."""
+        """Whether a step that failed is dropped, and the run goes on; say where gradients began
+        not to be finite.
+        """
         if self._fault is None or self._fault[0] is not error:
             return False
-        found, name = self._fault
+        fault, name = self._fault
         if name is not None:
             began = where_began(self.model.split, name, self._hidden.highest())
-            found.where += f"; first non-finite gradient: {began}"
+            fault.where += f"; first non-finite gradient: {began}"
         limit = self.config.max_skipped_steps
-        if self._stepped or not may_drop(found, self.skipped_steps, limit):
+        if self._stepped or not may_drop(fault, self.skipped_steps, limit):
             return False
         self.skipped_steps += 1
-        self.dropped, self.grad_norm = found, None
-        warn_dropped(found, self.global_step + 1, self.skipped_steps, limit, self.model.backend.replicas)
+        self.dropped = fault
+        self.grad_norm = None
+        warn_dropped(
+            fault, self.global_step + 1, self.skipped_steps, limit, self.model.backend.replicas
+        )
         return True
 
-    def _step_layer(self, layer: int, gradients: dict[str, Tensor], norm: Tensor | None = None) -> None:
+    def _step_layer(
+        self, layer: int, gradients: dict[str, Tensor], norm: Tensor | None = None
+    ) -> None:
         """Step one layer, and update the streamed copy of its weights."""
         masters = [self.masters[name] for name in gradients]
         with self.model.stream.trace.span("optimizer", f"layer {layer}"):
@@ -262,50 +353,68 @@ class FullTraining:
             step_part(self.optimizer, masters)
             for master in masters:
                 master.grad = None
-            self.places.round(gradients)
+            self.master_store.round(gradients)
 
     def _finish(self) -> None:
         """Step the rest: all layers if gradients are clipped, and the weights outside of layers."""
         self._offload.let_go()
-        stream, outside = self.model.stream, self.places.outside
+        stream = self.model.stream
+        outside = self.master_store.outside
         parameters = {name: self.model.split.model.get_parameter(name) for name in outside}
         sum_gradients(self.model.backend.replicas, list(parameters.values()))
-        begun = None if self._clipped or not self.places.by_layer else "the layers are already updated"
+        begun = (
+            None
+            if self._clipped or not self.master_store.by_layer
+            else "the layers are already updated"
+        )
         for name, parameter in parameters.items():
             if parameter.grad is not None:
-                gradient, parameter.grad = parameter.grad.to("cpu", torch.float32), None
+                gradient = parameter.grad.to("cpu", torch.float32)
+                parameter.grad = None
                 self._measure(name, gradient, "outside the layers", begun)
                 self.masters[name].grad = gradient
         norms = [self._norms[name] for name in self.masters if name in self._norms]
-        norm = torch.linalg.vector_norm(torch.stack(norms), 2.0) if norms else torch.zeros(())  # as get_total_norm's
+        # as get_total_norm's
+        norm = torch.linalg.vector_norm(torch.stack(norms), 2.0) if norms else torch.zeros(())
         length = float(norm)
         if not math.isfinite(length) and self._clipped:
             how = "lower learning_rate, or check the rows of this step"
-            where = f"{self._place}; no weight was updated"
-            raise self._faulty(NonFiniteError(f"the norm of the gradients is {length}", where=where, how=how))
+            where = f"{self._location}; no weight was updated"
+            raise self._faulty(
+                NonFiniteError(f"the norm of the gradients is {length}", where=where, how=how)
+            )
         self._stepped = True
         if self.config.max_grad_norm is not None:
-            for layer, names in self.places.by_layer.items():
+            for layer, names in self.master_store.by_layer.items():
                 with stream.rewritten(layer):
-                    found = {name: self._waiting[name] for name in names if name in self._waiting}
-                    self._step_layer(layer, found, norm)
-            clip_grads_with_norm_([self.masters[name] for name in outside], self.config.max_grad_norm, norm)
+                    gradients = {
+                        name: self._waiting[name] for name in names if name in self._waiting
+                    }
+                    self._step_layer(layer, gradients, norm)
+            clip_grads_with_norm_(
+                [self.masters[name] for name in outside], self.config.max_grad_norm, norm
+            )
         self.optimizer.step()  # what lies outside the layers: nothing else has a gradient any more
         self.optimizer.zero_grad()
-        self.places.round(outside)
-        stream.settle()
+        self.master_store.round(outside)
+        stream.flush()
         self.grad_norm = length
         self._waiting.clear()
         self._norms.clear()
 
     def _forget(self) -> BaseException | None:
-        """Drop a step that failed: its gradients and announced leases. Return an error that came meanwhile."""
+        """Drop a step that failed: its gradients and announced leases. Return an error that came
+        meanwhile.
+        """
         failure = self._behind.failure()
         self._offload.let_go()
         self.model.stream.cancel()
-        self.model.stream.settle()
+        self.model.stream.flush()
         self._waiting.clear()
         self._norms.clear()
-        for parameter in (*self.masters.values(), *map(self.model.split.model.get_parameter, self.places.outside)):
+        for parameter in (
+            *self.masters.values(),
+            *map(self.model.split.model.get_parameter, self.master_store.outside),
+        ):
             parameter.grad = None
         return failure

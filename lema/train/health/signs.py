@@ -1,10 +1,11 @@
 """Signs that a run learns nothing, told by numbers of its steps that are on the host anyway.
 
-A run goes to its end with weights that were ruined in its first minutes, unless somebody looks. What is looked for
-cannot be in a healthy run, or not for so many steps in succession: a gradient whose norm is exactly 0; a loss that is
-the logarithm of the vocabulary's size, as of a model that says nothing of the next token; a loss that has risen far
-beyond that of the first step; a learning rate of 0. A loss of preferences begins at ln 2 and is no such sign, nor is
-a rate that begins at 0 for a warm-up.
+A run goes to its end with weights that were ruined in its first minutes, unless somebody looks.
+What is looked for cannot be in a healthy run, or not for so many steps in succession: a gradient
+whose norm is exactly 0; a loss that is the logarithm of the vocabulary's size, as of a model that
+says nothing of the next token; a loss that has risen far beyond that of the first step; a learning
+rate of 0. A loss of preferences begins at ln 2 and is no such sign, nor is a rate that begins at 0
+for a warm-up.
 """
 
 import math
@@ -19,13 +20,20 @@ __all__ = ["DEAD_STEPS", "GO_ON", "TO_DO", "Sign", "Signs", "is_sound"]
 
 DEAD_STEPS = 20  # steps with a sign, one after the other, after which a run is taken for dead
 
-# Steps in succession after which a sign is told. A batch of few tokens may have any loss, a schedule a rate of 0 once.
-TOLD_AFTER = {"gradient": 1, "vocabulary": 2, "rate": 2, "rising": 3}
+# Steps in succession after which a sign is told. A batch of few tokens may have any loss, a
+# schedule a rate of 0 once.
+REPORT_AFTER = {"gradient": 1, "vocabulary": 2, "rate": 2, "rising": 3}
 
 # What a user can do about it.
 TO_DO = {
-    "gradient": "lower learning_rate if the loss rose before, or check that what trains takes part in the loss",
-    "vocabulary": "lower learning_rate if the loss was lower before, or check the model's weights with `lema eval`",
+    "gradient": (
+        "lower learning_rate if the loss rose before, or check that what trains takes part in "
+        "the loss"
+    ),
+    "vocabulary": (
+        "lower learning_rate if the loss was lower before, or check the model's weights with "
+        "`lema eval`"
+    ),
     "rate": "raise learning_rate",
     "rising": "lower learning_rate, or set max_grad_norm",
 }
@@ -33,7 +41,10 @@ GO_ON = "; stop_when_dead: false goes on"
 
 TOO_LARGE = "which changes each weight by more than the weights of a model are"
 ROUNDING = 1e-5  # of a loss of equal logits, relative
-ADAPTIVE_RATES = (1e-12, 1.0)  # within which a learning rate has a sense where each weight moves by about as much
+ADAPTIVE_RATES = (
+    1e-12,
+    1.0,
+)  # within which a learning rate has a sense where each weight moves by about as much
 SHORTEST = 1e-9  # a norm below which no optimizer sees a gradient
 OTHER_RATES = (1e-12, 1e4)  # of optimizers whose steps are as long as their gradients
 
@@ -49,14 +60,17 @@ class Sign:
 
 def _odd_rate(config: LemaConfig) -> str | None:
     """Say what is odd about the lengths of steps in the settings; None: they have a sense."""
-    rate, (least, most) = config.learning_rate, OTHER_RATES if config.optim == "sgd" else ADAPTIVE_RATES
+    rate = config.learning_rate
+    least, most = OTHER_RATES if config.optim == "sgd" else ADAPTIVE_RATES
     if rate == 0:
         return "the learning rate is 0, so nothing changes"
     if config.max_grad_norm and config.max_grad_norm < SHORTEST:
         return f"max_grad_norm is {config.max_grad_norm:g}, so gradients are cut to nothing"
     if least <= rate < most:
         return None
-    return f"the learning rate is {rate:g}, " + ("too small to change a weight" if rate < least else TOO_LARGE)
+    return f"the learning rate is {rate:g}, " + (
+        "too small to change a weight" if rate < least else TOO_LARGE
+    )
 
 
 def is_sound(carried: Mapping[str, Any]) -> bool:
@@ -65,26 +79,34 @@ def is_sound(carried: Mapping[str, Any]) -> bool:
 
 
 class Signs:
-    """The signs in the steps that train one thing: in how many in succession there was one, up to the last.
+    """The signs in the steps that train one thing: in how many in succession there was one, up to
+    the last.
 
     `vocabulary` is the number of tokens that the model tells apart; None: its config does not say.
     """
 
     def __init__(self, config: LemaConfig, vocabulary: int | None) -> None:
-        self._tokens = config.objective == "sft" and config.loss_type in (None, "nll") and vocabulary is not None
+        self._tokens = (
+            config.objective == "sft"
+            and config.loss_type in (None, "nll")
+            and vocabulary is not None
+        )
         self._may_end_at_0 = config.objective != "sft"  # a hinge, where all pairs are in order
         self._guess = math.log(max(vocabulary or 2, 2))
         self._first: float | None = None
         self._lasted: dict[str, int] = {}
         self.odd = _odd_rate(config)
-        self._told: set[str] = set() if self.odd is None else {"rate"}  # which is told before the first step
+        # which is told before the first step
+        self._reported: set[str] = set() if self.odd is None else {"rate"}
         self._recorded = set[str]()
         self.steps = 0
         self.sign: Sign | None = None
 
     @property
     def verdict(self) -> str | None:
-        """Say why the run, as it is now, may have learnt nothing; None: there is no reason to think so."""
+        """Say why the run, as it is now, may have learnt nothing; None: there is no reason to
+        think so.
+        """
         return self.odd if self.sign is None else self.sign.why
 
     @property
@@ -93,42 +115,56 @@ class Signs:
         return [self._first, self.steps, dict(self._lasted), sorted(self._recorded)]
 
     def go_on(self, state: Sequence[Any] | None) -> None:
-        """Count on from the `state` in a checkpoint; None: it has none, because an earlier version wrote it. What was
-        told is told again by another process, but is not recorded twice."""
+        """Count on from the `state` in a checkpoint; None: it has none, because an earlier version
+        wrote it. What was told is told again by another process, but is not recorded twice."""
         self._first, self.steps, lasted, recorded = state or (None, 0, {}, ())
-        self._lasted, self._recorded = dict(lasted), set(recorded)
+        self._lasted = dict(lasted)
+        self._recorded = set(recorded)
 
-    def look(self, result: StepResult, rate: float) -> Iterator[Sign]:
-        """Look at a step that was taken, at a learning rate; yield the signs that are to be told now, each once."""
+    def observe(self, result: StepResult, rate: float) -> Iterator[Sign]:
+        """Look at a step that was taken, at a learning rate; yield the signs that are to be told
+        now, each once.
+        """
         if not result.trained_tokens:
             return  # nothing was to be learnt
-        found = {sign.kind: sign for sign in self._found(result, rate)}
-        self._lasted = {kind: self._lasted.get(kind, 0) + 1 for kind in found}
-        self.steps = self.steps + 1 if any(sign.ruins for sign in found.values()) else 0
-        lasting = [found[kind] for kind, count in self._lasted.items() if count >= TOLD_AFTER[kind]]
+        signs = {sign.kind: sign for sign in self._signs_of(result, rate)}
+        self._lasted = {kind: self._lasted.get(kind, 0) + 1 for kind in signs}
+        self.steps = self.steps + 1 if any(sign.ruins for sign in signs.values()) else 0
+        lasting = [
+            signs[kind] for kind, count in self._lasted.items() if count >= REPORT_AFTER[kind]
+        ]
         self.sign = lasting[0] if lasting else None
         for sign in lasting:
-            if sign.kind not in self._told:
-                self._told.add(sign.kind)
+            if sign.kind not in self._reported:
+                self._reported.add(sign.kind)
                 yield sign
 
     def records(self, sign: Sign) -> bool:
-        """Note that a sign is told; return whether it is one of a kind that no process of the run has told."""
+        """Note that a sign is told; return whether it is one of a kind that no process of the
+        run has told.
+        """
         new = sign.kind not in self._recorded
         self._recorded.add(sign.kind)
         return new
 
-    def _found(self, result: StepResult, rate: float) -> Iterator[Sign]:
+    def _signs_of(self, result: StepResult, rate: float) -> Iterator[Sign]:
         loss = result.loss
         if self._first is None:
             self._first = loss
         if result.grad_norm == 0 and not (self._may_end_at_0 and loss == 0):
             yield Sign("gradient", "the norm of the gradients is exactly 0, so nothing is learnt")
         if self._tokens and abs(loss - self._guess) <= ROUNDING * self._guess:
-            yield Sign("vocabulary", f"the loss is {loss:.4f}, that of a model to which all tokens are equally likely")
+            yield Sign(
+                "vocabulary",
+                f"the loss is {loss:.4f}, that of a model to which all tokens are equally likely",
+            )
         if loss > (most := self._most(self._first)):
-            why = f"the loss is {loss:.4g}, which was {self._first:.4g} at first; the bound is {most:.4g}"
-            # Rows that are hard may have such a loss, too, but hardly one beyond that of knowing nothing.
+            why = (
+                f"the loss is {loss:.4g}, which was {self._first:.4g} at first; the bound is "
+                f"{most:.4g}"
+            )
+            # Rows that are hard may have such a loss, too, but hardly one beyond that of knowing
+            # nothing.
             yield Sign("rising", why, ruins=not self._tokens or loss > self._guess)
         if rate == 0:
             yield Sign("rate", "the learning rate is 0, so nothing changes")

@@ -2,17 +2,20 @@
 
     class MyTrainer(StreamingMixin, SFTTrainer): ...
 
-    MyTrainer("directory or hub id", args=arguments, train_dataset=rows, peft_config=LoraConfig(...)).train()
+    MyTrainer("directory or hub id", args=arguments, train_dataset=rows,
+    peft_config=LoraConfig(...)).train()
 
-A trainer takes the batches of an optimizer step one after the other, and each would stream every layer up and down.
-Here the training steps of the other batches go as far as their first call of the layers, and are given up there. That
-of the first batch follows, and where it calls the layers they are run once, for all batches. The other steps are taken
-again in their turn, with what the layers made of their batches, and each ends in its own loss and backward. Such a
-backward ends where the layers do; after the last one the layers are differentiated, with the gradients of all. A second
+A trainer takes the batches of an optimizer step one after the other, and each would stream every
+layer up and down. Here the training steps of the other batches go as far as their first call of the
+layers, and are given up there. That of the first batch follows, and where it calls the layers they
+are run once, for all batches. The other steps are taken again in their turn, with what the layers
+made of their batches, and each ends in its own loss and backward. Such a backward ends where the
+layers do; after the last one the layers are differentiated, with the gradients of all. A second
 call, such as that of a reference without adapters, is made for all batches in the same way.
 
-So what a trainer does with a batch before its last call of the layers is done more than once, but for preparing it:
-that comes first, for all batches in their order, because GRPO draws completions there.
+So what a trainer does with a batch before its last call of the layers is done more than once, but
+for preparing it: that comes first, for all batches in their order, because GRPO draws completions
+there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,17 +41,31 @@ __all__ = ["StreamingMixin"]
 
 
 class StreamingMixin(Below):
-    """Put it before the trainer in the bases of a class. It takes the trainer's arguments and two more keywords.
+    """Lets the layers of all batches of an optimizer step run together, in any trainer of
+    transformers.
 
-    They are for a model given by name: `peft_config`, and `streaming` for further arguments of `lema.streamed`.
-    Raises `ConfigError` if the model does not stream, and `TypeError` if the trainer is before the mixin.
+    Put it before the trainer in the bases of a class. It takes the trainer's arguments and two
+    more.
+
+    Args:
+        model: a model of `lema.streamed`, or the name of one to open.
+        args: arguments of the trainer by position.
+        peft_config: for a model given by its name: PEFT's config, or the directory of an adapter.
+        streaming: for a model given by its name: further arguments of `lema.streamed`.
+        kwargs: arguments of the trainer by name.
+
+    Raises:
+        ConfigError: the model does not stream, or `peft_config` is given with an opened model.
+        TypeError: the trainer is before the mixin in the bases.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         before = cls.__mro__[: cls.__mro__.index(StreamingMixin)]
-        if stepping := [one.__name__ for one in before[1:] if "get_batch_samples" in vars(one)]:
-            raise TypeError(f"{cls.__name__}: StreamingMixin must stand before {stepping[-1]} in the bases")
+        if stepping := [base.__name__ for base in before[1:] if "get_batch_samples" in vars(base)]:
+            raise TypeError(
+                f"{cls.__name__}: StreamingMixin must stand before {stepping[-1]} in the bases"
+            )
 
     def __init__(
         self,
@@ -59,10 +76,15 @@ class StreamingMixin(Below):
         **kwargs: Any,
     ) -> None:
         if isinstance(model, str | PathLike):
-            given = next(
-                (one for one in (*args, *kwargs.values()) if hasattr(one, "per_device_train_batch_size")), None
+            arguments = next(
+                (
+                    argument
+                    for argument in (*args, *kwargs.values())
+                    if hasattr(argument, "per_device_train_batch_size")
+                ),
+                None,
             )
-            device = {} if given is None else {"device": given.device.type}
+            device = {} if arguments is None else {"device": arguments.device.type}
             if self._scores() and getattr(peft_config, "task_type", SCORES) is None:
                 peft_config = deepcopy(peft_config)
                 peft_config.task_type = SCORES  # as this trainer opens a model by its name
@@ -72,13 +94,19 @@ class StreamingMixin(Below):
             raise ConfigError(what, where=type(self).__name__, how="give them to lema.streamed")
         if not isinstance(model, StreamedPeftModel):
             what = f"the model is a {type(model).__name__}, and its layers do not stream"
-            raise ConfigError(what, where=type(self).__name__, how="give its name, or the result of lema.streamed")
+            raise ConfigError(
+                what, where=type(self).__name__, how="give its name, or the result of lema.streamed"
+            )
         if self._scores() and model.peft_config["default"].task_type != SCORES:
-            what = "a RewardTrainer needs a model that scores texts, and this one has a head over the vocabulary"
+            what = (
+                "a RewardTrainer needs a model that scores texts, and this one has a head over "
+                "the vocabulary"
+            )
             how = f'open it with task_type="{SCORES}" in the LoraConfig'
             raise ConfigError(what, where=type(self).__name__, how=how)
         if model.opened.backend.replicas.size > 1:
-            # Because DistributedDataParallel counts the calls of the model, and a step calls it more than once.
+            # Because DistributedDataParallel counts the calls of the model, and a step calls it
+            # more than once.
             what = "StreamingMixin needs a single process, because all batches of a step share it"
             how = "start one process, or use one wide batch instead of the mixin"
             raise ConfigError(what, where=type(self).__name__, how=how)
@@ -89,16 +117,36 @@ class StreamingMixin(Below):
     @classmethod
     def _scores(cls) -> bool:
         """Whether the trainer below is TRL's for rewards, by its name: it may not be installed."""
-        return any(one.__name__ == "RewardTrainer" for one in cls.__mro__)
+        return any(base.__name__ == "RewardTrainer" for base in cls.__mro__)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the batches of an optimizer step as the trainer does, and keep them."""
-        found = super().get_batch_samples(*args, **kwargs)
-        self._batches, self._joint = found[0], None
-        return found
+        """Return the batches of an optimizer step as the trainer does, and keep them.
+
+        Args:
+            args: arguments of the trainer's method by position.
+            kwargs: arguments of the trainer's method by name.
+
+        Returns:
+            What the trainer returns: the batches and the number of their tokens.
+        """
+        batch_samples = super().get_batch_samples(*args, **kwargs)
+        self._batches = batch_samples[0]
+        self._joint = None
+        return batch_samples
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the trainer's training step, with its layers together with those of the other batches."""
+        """Run the trainer's training step, with its layers together with those of the other
+        batches.
+
+        Args:
+            model: the model that the trainer trains.
+            inputs: one batch of the step.
+            args: further arguments of the trainer's method by position.
+            kwargs: further arguments of the trainer's method by name.
+
+        Returns:
+            The loss of the batch.
+        """
         with (
             autograd_in_this_thread()
         ):  # so that Ctrl-C and a trainer's own handlers of signals wait for one layer only
@@ -112,7 +160,9 @@ class StreamingMixin(Below):
             step = super().training_step
             stack = self.accelerator.unwrap_model(model).stack
             model.train()  # because trainers look at it when they prepare a batch
-            self._joint = _JointStep(stack, self._prepared(), lambda batch: step(model, batch, *args, **kwargs))
+            self._joint = _JointStep(
+                stack, self._prepared(), lambda batch: step(model, batch, *args, **kwargs)
+            )
         return self._joint.loss(index)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
@@ -122,18 +172,22 @@ class StreamingMixin(Below):
         return super()._prepare_inputs(inputs)
 
     def _prepared(self) -> list[Any]:
-        """Return what the trainer below makes of the batches of the step. The trainers that make completions there
-        count batches in `_step`, after each, to know which completions are whose and when new ones are due."""
-        count, made = getattr(self, "_step", 0), []
+        """Return what the trainer below makes of the batches of the step. The trainers that make
+        completions there count batches in `_step`, after each, to know which completions are whose
+        and when new ones are due."""
+        count = getattr(self, "_step", 0)
+        prepared = []
         for number, batch in enumerate(self._batches):
             self._step = count + number
-            made.append(self._prepare_inputs(batch))
+            prepared.append(self._prepare_inputs(batch))
         self._step = count
-        return made
+        return prepared
 
 
 class _Reached(BaseException):
-    """Gives a training step up where it calls the layers. No `Exception`, because trainers catch those."""
+    """Gives a training step up where it calls the layers. No `Exception`, because trainers catch
+    those.
+    """
 
 
 @dataclass(eq=False)
@@ -141,23 +195,32 @@ class _Batch:
     """One batch of an optimizer step."""
 
     inputs: Any  # as the trainer has it
-    states: list[Tensor] = field(default_factory=list)  # what its calls of the layers return, without the layers' graph
+    states: list[Tensor] = field(
+        default_factory=list
+    )  # what its calls of the layers return, without the layers' graph
     at: int = 0  # how many of these its training step has been given this time
     call: StackCall | None = None  # the call for which it waits; None: there is none
     loss: Tensor | None = None  # what its training step has returned; None: it has not ended
 
 
 class _JointStep:
-    """The training steps of all batches of an optimizer step through the layers; `step` takes that of one."""
+    """The training steps of all batches of an optimizer step through the layers; `step` takes
+    that of one.
+    """
 
-    def __init__(self, stack: LayerStack, batches: Sequence[Any], step: Callable[[Any], Tensor]) -> None:
-        self._stack, self._step = stack, step
+    def __init__(
+        self, stack: LayerStack, batches: Sequence[Any], step: Callable[[Any], Tensor]
+    ) -> None:
+        self._stack = stack
+        self._step = step
         self._batches = [_Batch(inputs) for inputs in batches]
-        self._made: list[tuple[Tensor, Tensor]] = []  # with the layers' graph, and without
+        self._layer_outputs: list[tuple[Tensor, Tensor]] = []  # with the layers' graph, and without
         self.stepping = False  # whether a training step is being taken
 
     def loss(self, index: int) -> Tensor:
-        """Return what the training step of a batch returns; the last has gradients formed in the layers."""
+        """Return what the training step of a batch returns; the last has gradients formed in the
+        layers.
+        """
         batch = self._batches[index]
         if not batch.states:
             self._have_others_wait(index)
@@ -166,54 +229,82 @@ class _JointStep:
             if batch.loss is None:
                 self._have_others_wait(index)
         if index == len(self._batches) - 1:
-            made = [(state, leaf.grad) for state, leaf in self._made if leaf.grad is not None]
-            self._made.clear()
-            if made:
-                torch.autograd.backward([state for state, _ in made], [gradient for _, gradient in made])
+            pairs = [
+                (state, leaf.grad) for state, leaf in self._layer_outputs if leaf.grad is not None
+            ]
+            self._layer_outputs.clear()
+            if pairs:
+                torch.autograd.backward(
+                    [state for state, _ in pairs], [gradient for _, gradient in pairs]
+                )
         return batch.loss
 
     def _have_others_wait(self, index: int) -> None:
         """Take the training steps of the batches after this one as far as their next calls."""
-        for other in self._batches[index + 1 :]:
-            if other.loss is None and other.call is None:
-                self._go_on(other, leads=False)
+        for later_batch in self._batches[index + 1 :]:
+            if later_batch.loss is None and later_batch.call is None:
+                self._go_on(later_batch, leads=False)
 
     def _go_on(self, batch: _Batch, *, leads: bool) -> None:
-        """Take a batch's step as far as its next call of the layers; one that `leads` has it run for all that wait."""
-        stack, inputs = self._stack, batch.inputs
-        before, batch.at, batch.call = stack.supply, 0, None
+        """Take a batch's step as far as its next call of the layers; one that `leads` has it run
+        for all that wait.
+        """
+        stack = self._stack
+        inputs = batch.inputs
+        before = stack.supply
+        batch.at = 0
+        batch.call = None
         waiting = leads
 
         def supply(call: StackCall) -> Tensor:
             nonlocal waiting
             if call.routed:
-                how = "set router_aux_loss_coef to 0.0 in the trainer's arguments, or use one wide batch"
-                raise ConfigError("the mixin does not support the loss of routers", where="StreamingMixin", how=how)
+                how = (
+                    "set router_aux_loss_coef to 0.0 in the trainer's arguments, or use one "
+                    "wide batch"
+                )
+                raise ConfigError(
+                    "the mixin does not support the loss of routers",
+                    where="StreamingMixin",
+                    how=how,
+                )
             if batch.at == len(batch.states):
                 batch.call = call
                 if not waiting:
                     raise _Reached
-                # Here and not after the step, because the adapters of the call are the active ones only within it.
+                # Here and not after the step, because the adapters of the call are the active ones
+                # only within it.
                 waiting = False
                 self._run(call)
             batch.at += 1
             return batch.states[batch.at - 1]
 
-        stack.supply, self.stepping = supply, True
+        stack.supply = supply
+        self.stepping = True
         try:
-            # Given a copy, because a trainer may write into its batch, and this may not be the last time.
+            # Given a copy, because a trainer may write into its batch, and this may not be the last
+            # time.
             batch.loss = self._step(dict(inputs) if type(inputs) is dict else inputs)
         except _Reached:
             pass
         finally:
-            stack.supply, self.stepping = before, False
+            stack.supply = before
+            self.stepping = False
 
     def _run(self, like: StackCall) -> None:
-        """Run the calls that batches wait for and that are made as this one is, whose adapters are active now."""
-        waiting = [(batch, batch.call) for batch in self._batches if batch.call is not None and batch.call.joins(like)]
-        for (batch, _), made in zip(waiting, self._stack.run([call for _, call in waiting]), strict=True):
-            leaf = made.detach().requires_grad_(made.requires_grad)
+        """Run the calls that batches wait for and that are made as this one is, whose adapters
+        are active now.
+        """
+        waiting = [
+            (batch, batch.call)
+            for batch in self._batches
+            if batch.call is not None and batch.call.joins(like)
+        ]
+        for (batch, _), output in zip(
+            waiting, self._stack.run([call for _, call in waiting]), strict=True
+        ):
+            leaf = output.detach().requires_grad_(output.requires_grad)
             batch.states.append(leaf)
             batch.call = None
-            if made.requires_grad:
-                self._made.append((made, leaf))
+            if output.requires_grad:
+                self._layer_outputs.append((output, leaf))

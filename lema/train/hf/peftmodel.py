@@ -1,10 +1,10 @@
 """`lema.streamed`: a PEFT model whose layers stream, for any trainer, or your own loop.
 
-    model = lema.streamed("directory or hub id", LoraConfig(r=16, target_modules="all-linear"), device="cpu")
-    trainer = SFTTrainer(model, args=SFTConfig(...), train_dataset=rows)
+    model = lema.streamed("directory or hub id", LoraConfig(r=16, target_modules="all-linear"),
+    device="cpu") trainer = SFTTrainer(model, args=SFTConfig(...), train_dataset=rows)
 
-It is the model that `LemaModel` opens and `LemaTrainer` uses, with `lema.engine.stack` instead of its layers. Its base
-takes no memory: the layers' weights are on `meta`, and in no state dict.
+It is the model that `LemaModel` opens and `LemaTrainer` uses, with `lema.engine.stack` instead of
+its layers. Its base takes no memory: the layers' weights are on `meta`, and in no state dict.
 """
 
 import hashlib
@@ -60,19 +60,34 @@ def streamed(
 
     Args:
         model_name_or_path: model directory or hub id.
-        peft_config: PEFT's config of a new adapter, drawn from `seed`; or the directory of a saved one. With
-            `task_type` "SEQ_CLS" the model is that of AutoModelForSequenceClassification, which scores texts.
+        peft_config: PEFT's config of a new adapter, drawn from `seed`; or the directory of a saved
+            one. With `task_type` "SEQ_CLS" the model is that of AutoModelForSequenceClassification,
+            which scores texts.
         device: the backend to run on; None: the default of `LemaConfig`.
         dtype: type of the frozen weights; None: the checkpoint's.
-        micro_batch_size: rows that are computed at once, however many a batch has; None: the whole batch.
-        device_memory: a limit, as in `LemaConfig`; the same for `host_memory`.
+        micro_batch_size: rows that are computed at once, however many a batch has; None: the whole
+            batch.
+        device_memory: limit of device memory, as in `LemaConfig`.
+        host_memory: limit of host memory, as in `LemaConfig`.
         trust_remote_code: run the model's own code.
-        num_labels: scores of a text; None: one. If the checkpoint has no such head, it is drawn from `seed`, as
-            `from_pretrained` does, and then the adapter.
-        settings: further settings of `LemaConfig`. `gradient_checkpointing` is true unless you set it.
+        num_labels: scores of a text; None: one. If the checkpoint has no such head, it is drawn
+            from `seed`, as `from_pretrained` does, and then the adapter.
+        settings: further settings of `LemaConfig`. `gradient_checkpointing` is true unless you set
+            it.
 
-    Raises `ConfigError` if a setting is wrong, the adapter cannot stream, or several processes do not agree;
-    `MemoryLimitError` if the limits are too small.
+    Returns:
+        A PEFT model for `Trainer` of transformers and for the trainers of TRL.
+
+    Raises:
+        ConfigError: a setting is wrong, the adapter cannot stream, or several processes do not
+            agree.
+        MemoryLimitError: the limits are too small.
+
+    Example:
+        ```python
+        model = lema.streamed("Qwen/Qwen3-8B", LoraConfig(r=16), device_memory="8GB", seed=1)
+        SFTTrainer(model=model, args=SFTConfig(seed=1), train_dataset=dataset).train()
+        ```
     """
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
@@ -80,7 +95,11 @@ def streamed(
     if device is not None:
         settings["device"] = device
     task = _task_of(fresh or Path(peft_config))  # type: ignore[arg-type] # a directory, if it is no config
-    settings = {"gradient_checkpointing": True, **({} if fresh is None else settings_of(fresh, task)), **settings}
+    settings = {
+        "gradient_checkpointing": True,
+        **({} if fresh is None else settings_of(fresh, task)),
+        **settings,
+    }
     config = LemaConfig(
         model_name_or_path=str(model_name_or_path),
         dtype=dtype,
@@ -91,7 +110,9 @@ def streamed(
     )
     if num_labels is not None and task != SCORES:
         how = f'leave it out, or set task_type="{SCORES}" in the LoraConfig'
-        raise ConfigError("a causal language model has no labels for scores", where="num_labels", how=how)
+        raise ConfigError(
+            "a causal language model has no labels for scores", where="num_labels", how=how
+        )
     labels = (num_labels or 1) if task == SCORES else None
     opened = LemaModel(config, trust_remote_code=trust_remote_code, num_labels=labels)
     try:
@@ -106,29 +127,44 @@ def streamed(
 
 
 def _have_routers_asked(opened: LemaModel) -> None:
-    """Make the model compute the loss of its routers, like one of `from_pretrained`, if it is requested."""
+    """Make the model compute the loss of its routers, like one of `from_pretrained`, if it is
+    requested.
+    """
     if coefficient := coefficient_of(opened.split, opened.config, opened.directory):
         text: Any = opened.skeleton.config.get_text_config()
         text.output_router_logits = True
-        for one in (text, opened.skeleton):
-            if hasattr(one, "router_aux_loss_coef"):
-                one.router_aux_loss_coef = coefficient
+        for owner in (text, opened.skeleton):
+            if hasattr(owner, "router_aux_loss_coef"):
+                owner.router_aux_loss_coef = coefficient
 
 
 def _attach(opened: LemaModel, adapter: LoraConfig | str | PathLike[str], task: str) -> None:
-    """Attach a fresh adapter, or a saved one; of several processes each has its own, and reads and computes alone."""
-    config, replicas = opened.config, opened.backend.replicas
+    """Attach a fresh adapter, or a saved one; of several processes each has its own, and reads
+    and computes alone.
+    """
+    config = opened.config
+    replicas = opened.backend.replicas
     if opened.backend.parallel.size > 1:
-        what = "with another trainer each process opens its own model, but tensor_parallel_size makes several hold one"
-        raise ConfigError(what, where="lema.streamed", how="remove tensor_parallel_size, or train with `lema train`")
+        what = (
+            "with another trainer each process opens its own model, but tensor_parallel_size "
+            "makes several hold one"
+        )
+        raise ConfigError(
+            what,
+            where="lema.streamed",
+            how="remove tensor_parallel_size, or train with `lema train`",
+        )
     if replicas.size > 1:
-        # Because processes that divide weights wait for each other at every layer, and trainers do not evaluate so; and
-        # because the leaves that stand for adapters are others in the backward of compiled layers.
+        # Because processes that divide weights wait for each other at every layer, and trainers do
+        # not evaluate so; and because the leaves that stand for adapters are others in the backward
+        # of compiled layers.
         refused = {"shard_weights": config.shard_weights, "shard_optimizer": config.shard_optimizer}
         refused |= {"torch_compile": config.torch_compile or opened.split.lazy}
         if asked := [name for name, value in refused.items() if value]:
             what = "several processes of another trainer cannot do this"
-            raise ConfigError(what, where=f"{asked[0]} on {config.device}", how="remove it, or start one process")
+            raise ConfigError(
+                what, where=f"{asked[0]} on {config.device}", how="remove it, or start one process"
+            )
         check_alike(replicas, config.to_dict())
     if isinstance(adapter, LoraConfig):
         fresh = deepcopy(adapter)
@@ -139,19 +175,22 @@ def _attach(opened: LemaModel, adapter: LoraConfig | str | PathLike[str], task: 
 
 
 def _task_of(adapter: LoraConfig | Path) -> str:
-    """Return what an adapter, or one saved in a directory, is for; others than these two are refused elsewhere."""
+    """Return what an adapter, or one saved in a directory, is for; others than these two are
+    refused elsewhere.
+    """
     if isinstance(adapter, LoraConfig):
-        found = adapter.task_type
+        task_type = adapter.task_type
     else:
         file = adapter / CONFIG
-        found = read_json(file).get("task_type") if file.is_file() else None
-    return SCORES if found == SCORES else "CAUSAL_LM"
+        task_type = read_json(file).get("task_type") if file.is_file() else None
+    return SCORES if task_type == SCORES else "CAUSAL_LM"
 
 
 class StreamedPeftModel(PeftModel):
-    """A PEFT model, `opened`, that has its layers streamed by a `stack` in their place; `streamed` opens one, which is
-    of PEFT's class for its task as well. What would need the base's weights is refused in one sentence: another device
-    or dtype, merging, copies, and wrappers that divide the model (FSDP, DeepSpeed, DataParallel)."""
+    """A PEFT model, `opened`, that has its layers streamed by a `stack` in their place; `streamed`
+    opens one, which is of PEFT's class for its task as well. What would need the base's weights is
+    refused in one sentence: another device or dtype, merging, copies, and wrappers that divide the
+    model (FSDP, DeepSpeed, DataParallel)."""
 
     opened: LemaModel
     stack: LayerStack
@@ -161,29 +200,45 @@ class StreamedPeftModel(PeftModel):
     def around(cls, opened: LemaModel) -> Self:
         """Return the PEFT model of an opened one, as a model to others."""
         peft_model = opened.lora_manager
-        model: Any = peft_model  # not made again, because it is the adapter that `opened` saves and trains
-        model.__class__ = type(cls.__name__, (cls, type(peft_model)), {"__module__": cls.__module__})
-        skeleton, settings = opened.skeleton, opened.config
-        model.opened, model.stack = opened, LayerStack(opened.adapter, settings.micro_batch_size, _room_of(opened))
-        one = model.peft_config["default"]
+        model: Any = (
+            peft_model  # not made again, because it is the adapter that `opened` saves and trains
+        )
+        model.__class__ = type(
+            cls.__name__, (cls, type(peft_model)), {"__module__": cls.__module__}
+        )
+        skeleton = opened.skeleton
+        settings = opened.config
+        model.opened = opened
+        model.stack = LayerStack(opened.adapter, settings.micro_batch_size, _free_bytes_of(opened))
+        lora_config = model.peft_config["default"]
         model.base_files = BaseFiles(opened.gbi, opened.adapter.stream.unchanged)
         base = base_of(settings, opened.gbi, model.base_files)
-        one.base_model_name_or_path, one.revision = base.name, base.revision
+        lora_config.base_model_name_or_path = base.name
+        lora_config.revision = base.revision
         if skeleton.can_generate():
-            skeleton.generation_config = load_generation_config(opened.directory) or skeleton.generation_config
-        # PEFT's and transformers' ways to switch recomputation all come by here. Their own would recompute each layer
-        # by itself, within a visit that recomputes it already and whose lease ends before.
+            skeleton.generation_config = (
+                load_generation_config(opened.directory) or skeleton.generation_config
+            )
+        # PEFT's and transformers' ways to switch recomputation all come by here. Their own would
+        # recompute each layer by itself, within a visit that recomputes it already and whose lease
+        # ends before.
         skeleton._set_gradient_checkpointing = partial(_recompute, opened)  # type: ignore[method-assign] # its own
         _recompute(opened, enable=opened.adapter.recompute)
         digest = hashlib.sha256(base.fingerprint.encode()).digest()
-        # In the state dict, because what tells a model by its tensors shall tell one base from another.
-        model.register_buffer("base_fingerprint", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        # In the state dict, because what tells a model by its tensors shall tell one base from
+        # another.
+        model.register_buffer(
+            "base_fingerprint", torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        )
         model.register_state_dict_post_hook(_leave_out_base)
-        # DistributedDataParallel's name for tensors that the first process must not send to the others.
-        model._ddp_params_and_buffers_to_ignore = [name for name, one in model.named_parameters() if one.is_meta]
+        # DistributedDataParallel's name for tensors that the first process must not send to the
+        # others.
+        model._ddp_params_and_buffers_to_ignore = [
+            name for name, parameter in model.named_parameters() if parameter.is_meta
+        ]
         model.eval()  # as `from_pretrained` leaves a model
-        found: Self = model
-        return found
+        streamed_model: Self = model
+        return streamed_model
 
     def close(self) -> None:
         """Stop reading and free the memory. The model cannot be called after that."""
@@ -192,13 +247,21 @@ class StreamedPeftModel(PeftModel):
 
     def add_adapter(self, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
         """Add an adapter as PEFT does, with the values that PEFT draws."""
-        kwargs["low_cpu_mem_usage"] = True  # because PEFT would move it to its base, which is nowhere
-        with torch.random.fork_rng(devices=()):  # because some values are drawn already, to be thrown away
+        kwargs["low_cpu_mem_usage"] = (
+            True  # because PEFT would move it to its base, which is nowhere
+        )
+        with torch.random.fork_rng(
+            devices=()
+        ):  # because some values are drawn already, to be thrown away
             super().add_adapter(adapter_name, peft_config, *args[1:], **kwargs)
         self._make_real(adapter_name)
 
-    def add_weighted_adapter(self, adapters: list[str], weights: list[float], adapter_name: str, **kwargs: Any) -> None:
-        """Add an adapter that is a combination of others, as PEFT does (`LoraModel.add_weighted_adapter`)."""
+    def add_weighted_adapter(
+        self, adapters: list[str], weights: list[float], adapter_name: str, **kwargs: Any
+    ) -> None:
+        """Add an adapter that is a combination of others, as PEFT does
+        (`LoraModel.add_weighted_adapter`).
+        """
         lora: Any = self.base_model
         inject = lora.inject_adapter
 
@@ -214,19 +277,24 @@ class StreamedPeftModel(PeftModel):
             del lora.inject_adapter
 
     def _make_real(self, adapter: str) -> None:
-        """Give an adapter that PEFT has attached without memory its memory, and the values that PEFT draws."""
-        opened, config = self.opened, cast(LoraConfig, self.peft_config[adapter])
-        trains = {name: one.requires_grad for name, one in self.named_parameters()}
-        device, name, read = opened.backend.device, opened.split.layers_name, opened.read_stored
+        """Give an adapter that PEFT has attached without memory its memory, and the values that
+        PEFT draws.
+        """
+        opened = self.opened
+        config = cast(LoraConfig, self.peft_config[adapter])
+        trains = {name: parameter.requires_grad for name, parameter in self.named_parameters()}
+        device = opened.backend.device
+        name = opened.split.layers_name
+        read = opened.read_stored
         make_real(opened.skeleton, config, device, name, draw=True, read=read, adapter=adapter)
-        for name, one in self.named_parameters():
-            one.requires_grad_(trains[name])
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(trains[name])
         opened.split.adapters_changed()
 
     def save_pretrained(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
-        """Write adapters as PEFT does, such that they fit the class that the base's `config.json` names, too, and
-        beside each the fingerprint of the base. `WeightsError`: the base's files have changed since they were opened;
-        nothing is written then."""
+        """Write adapters as PEFT does, such that they fit the class that the base's `config.json`
+        names, too, and beside each the fingerprint of the base. `WeightsError`: the base's files
+        have changed since they were opened; nothing is written then."""
         self.base_files.check()
         super().save_pretrained(save_directory, *args, **kwargs)
         opened = self.opened
@@ -237,21 +305,31 @@ class StreamedPeftModel(PeftModel):
                 publish_files(self.opened.skeleton, directory, CONFIG, WEIGHTS)
                 write_base(directory, base)
 
-    def load_adapter(self, model_id: str | PathLike[str], adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Load an adapter as PEFT does, with the names of either class, but lose nothing of what PEFT's reader does."""
-        place = Path(model_id)
-        if not (place / WEIGHTS).is_file():
+    def load_adapter(
+        self, model_id: str | PathLike[str], adapter_name: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Load an adapter as PEFT does, with the names of either class, but lose nothing of what
+        PEFT's reader does.
+        """
+        path = Path(model_id)
+        if not (path / WEIGHTS).is_file():
             return super().load_adapter(str(model_id), adapter_name, *args, **kwargs)
-        tensors = tensors_in_own(self.opened.skeleton, read_safetensors(place / WEIGHTS), place / WEIGHTS)
+        tensors = tensors_in_own(
+            self.opened.skeleton, read_safetensors(path / WEIGHTS), path / WEIGHTS
+        )
         with TemporaryDirectory() as scratch:
-            config = LoraConfig.from_pretrained(str(place))
-            config_in_own(self.opened.skeleton, config, tensors, place).save_pretrained(scratch)
-            save_file({name: one.clone() for name, one in tensors.items()}, Path(scratch) / WEIGHTS)
+            config = LoraConfig.from_pretrained(str(path))
+            config_in_own(self.opened.skeleton, config, tensors, path).save_pretrained(scratch)
+            save_file(
+                {name: tensor.clone() for name, tensor in tensors.items()}, Path(scratch) / WEIGHTS
+            )
             outcome = super().load_adapter(scratch, adapter_name, *args, **kwargs)
         filled = fill_adapter(self, tensors, adapter_name)
         if filled is None:
             return outcome
-        filled.missing_keys[:] = [name for name in filled.missing_keys if f".{adapter_name}." in f"{name}."]
+        filled.missing_keys[:] = [
+            name for name in filled.missing_keys if f".{adapter_name}." in f"{name}."
+        ]
         return filled
 
     def delete_adapter(self, adapter_name: str) -> None:
@@ -260,21 +338,30 @@ class StreamedPeftModel(PeftModel):
         self.opened.split.adapters_changed()
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode, as every module does; refuse a trainer that is about to divide the model."""
+        """Set the mode, as every module does; refuse a trainer that is about to divide the
+        model.
+        """
         kind = processes_kind()
         if kind is not None and any(name in str(kind) for name in WRAPPERS):
-            self._refuse(f"{str(kind).rpartition('.')[2]} divides weights, but its weights are in files")
+            self._refuse(
+                f"{str(kind).rpartition('.')[2]} divides weights, but its weights are in files"
+            )
         return super().train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: ARG002 - as torch has it
         """Leave every tensor unchanged and in its place, if that is requested."""
-        here = {(one.device, one.dtype) for one in self.parameters() if not one.is_meta}
+        here = {
+            (parameter.device, parameter.dtype)
+            for parameter in self.parameters()
+            if not parameter.is_meta
+        }
         for device, dtype in here:
             like = fn(torch.empty(0, dtype=dtype, device=device))
             if (like.device, like.dtype) != (device, dtype):
                 what = f"moving from {dtype} on {device} to {like.dtype} on {like.device}"
                 self._refuse(
-                    f"{what}, because its layers come from files", "open it with lema.streamed(device=, dtype=)"
+                    f"{what}, because its layers come from files",
+                    "open it with lema.streamed(device=, dtype=)",
                 )
         return self
 
@@ -292,38 +379,53 @@ class StreamedPeftModel(PeftModel):
         self._refuse("removing its adapters", "use disable_adapter()")
 
     def _replicate_for_data_parallel(self) -> NoReturn:
-        self._refuse("running on several devices at once (DataParallel)", "make only one device visible")
+        self._refuse(
+            "running on several devices at once (DataParallel)", "make only one device visible"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse: its layers are in files that a copy would have to open."""
-        self._refuse("copying or pickling it", "call save_pretrained, then lema.streamed on the result")
+        self._refuse(
+            "copying or pickling it", "call save_pretrained, then lema.streamed on the result"
+        )
 
-    def _refuse(self, what: str, how: str = "train it in one process without a wrapper") -> NoReturn:
-        raise ConfigError(f"this is refused for a streamed model: {what}", where=type(self).__name__, how=how)
+    def _refuse(
+        self, what: str, how: str = "train it in one process without a wrapper"
+    ) -> NoReturn:
+        raise ConfigError(
+            f"this is refused for a streamed model: {what}", where=type(self).__name__, how=how
+        )
 
 
-def _room_of(opened: LemaModel) -> Callable[[], int] | None:
-    """Return what tells how many bytes may be taken beside what the steps so far have needed: half of what is free.
-    Where a limit is set there are none, because the plan counts one micro-batch of the top layer's activations."""
+def _free_bytes_of(opened: LemaModel) -> Callable[[], int] | None:
+    """Return what tells how many bytes may be taken beside what the steps so far have needed: half
+    of what is free. Where a limit is set there are none, because the plan counts one micro-batch of
+    the top layer's activations."""
     if opened.config.device_memory not in (None, "auto") or opened.config.host_memory is not None:
         return None
 
-    def room() -> int:
+    def free_bytes() -> int:
         memory = opened.backend.memory()
         free = memory_available() if memory.shared else memory.total - memory.used
         return (free - (memory.peak - memory.used)) // 2
 
-    return room
+    return free_bytes
 
 
 def _recompute(opened: LemaModel, enable: bool = True, **_: Any) -> None:
-    """Have the layers' activations recomputed in the backward, or kept; transformers reads the flag."""
+    """Have the layers' activations recomputed in the backward, or kept; transformers reads the
+    flag.
+    """
     opened.adapter.recompute = enable or opened.split.lazy
     opened.skeleton.gradient_checkpointing = opened.adapter.recompute
 
 
 def _leave_out_base(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
     """Remove tensors without bytes from a state dict."""
-    for name in [name for name, one in state.items() if name.startswith(prefix) and isinstance(one, Tensor)]:
+    for name in [
+        name
+        for name, tensor in state.items()
+        if name.startswith(prefix) and isinstance(tensor, Tensor)
+    ]:
         if state[name].is_meta:
             del state[name]

@@ -1,5 +1,6 @@
 # ruff: noqa: ARG002, T201 - transformers defines the parameters of a callback, used or not.
-"""Texts for any number of prompts, in batches of about equal lengths; a batch reads the weights once per token.
+"""Texts for any number of prompts, in batches of about equal lengths; a batch reads the weights
+once per token.
 
 A run makes such texts of the same prompts after each evaluation, to be read by people.
 """
@@ -22,7 +23,7 @@ from lema.engine import complete
 from lema.engine.generation import Finish, KeyValues, checked, encoded
 from lema.errors import ConfigError, ModelError
 from lema.plan import Allocation
-from lema.plan.inference.room import RowPlan, TextPlan, plan_texts
+from lema.plan.inference.capacity import RowPlan, TextPlan, plan_texts
 from lema.storage.atomic import replace_file
 from lema.storage.diskspace import disk_errors
 from lema.storage.modelfiles import library_errors
@@ -36,7 +37,13 @@ __all__ = ["Completion", "Samples", "batches_of", "completions", "plan_of", "pla
 
 Planned = TypeVar("Planned", TextPlan, RowPlan)
 WRONG_SETTINGS = "these settings of generation do not work", "correct the file or the options"
-WRONG_VALUES = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)  # of settings taken on trust
+WRONG_VALUES = (
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+)  # of settings taken on trust
 MOST_AT_ONCE = 64  # texts of a batch without a requested size: results come when batches end
 
 
@@ -60,33 +67,49 @@ def plan_of(
     *,
     choose: bool = False,
 ) -> TextPlan | None:
-    """Return what the batches of these prompts take, the widest of them counted; None: it cannot be told. With
-    `batch_size` None they are as many prompts as there is room for, 64 at most; `choose`: spend the limits of memory on
-    these texts, and not on a step of training. Raises `MemoryLimitError`, which names a batch that fits."""
+    """Return what the batches of these prompts take, the widest of them counted; None: it cannot be
+    told. With `batch_size` None they are as many prompts as there is room for, 64 at most;
+    `choose`: spend the limits of memory on these texts, and not on a step of training. Raises
+    `MemoryLimitError`, which names a batch that fits."""
     host = keys_values == "host"
     if host and model.backend.memory().shared:
-        warnings.warn("--kv host saves nothing on a device that computes in host memory", stacklevel=3)
-    longest, most = max(map(len, prompts)), min(len(prompts), MOST_AT_ONCE)
+        warnings.warn(
+            "--kv host saves nothing on a device that computes in host memory", stacklevel=3
+        )
+    longest = max(map(len, prompts))
+    most = min(len(prompts), MOST_AT_ONCE)
     rows = None if batch_size is None else min(batch_size, len(prompts))
 
-    def plan(held: Allocation | None) -> TextPlan:
-        return plan_texts(model.opened, longest, max_new_tokens, rows=rows, most=most, host=host, held=held)
+    def plan(current_allocation: Allocation | None) -> TextPlan:
+        return plan_texts(
+            model.opened,
+            longest,
+            max_new_tokens,
+            rows=rows,
+            most=most,
+            host=host,
+            current_allocation=current_allocation,
+        )
 
     return planned(model, plan, "them", choose=choose)
 
 
-def planned(model: LemaModel, plan: Callable[[Allocation | None], Planned], of: str, *, choose: bool) -> Planned | None:
-    """Plan with what memory is spent on already, or `choose` that too; None, with a warning: it cannot be told."""
+def planned(
+    model: LemaModel, plan: Callable[[Allocation | None], Planned], of: str, *, choose: bool
+) -> Planned | None:
+    """Plan with what memory is spent on already, or `choose` that too; None, with a warning: it
+    cannot be told.
+    """
     if choose:
         model.spend_anew()
     try:
-        made = plan(None if choose else model.allocation)
+        generation_plan = plan(None if choose else model.allocation)
     except ModelError as error:
         warnings.warn(f"{error.what}: no memory is reserved for {of}", stacklevel=4)
         return None
     if choose:
-        model.allocation = made.allocation
-    return made
+        model.allocation = generation_plan.allocation
+    return generation_plan
 
 
 def texts_of(
@@ -97,18 +120,27 @@ def texts_of(
     keys_values: KeyValues,
     options: Mapping[str, Any],
 ) -> list[str]:
-    """Return the text that follows each prompt; `batch_size` None: all at once. Errors: of `plan_of`, `completions`."""
+    """Return the text that follows each prompt; `batch_size` None: all at once. Errors: of
+    `plan_of`, `completions`.
+    """
     prompts = encoded(model.tokenizer, [prompt] if isinstance(prompt, str) else prompt)
     ids = checked(prompts, getattr(model.skeleton.config.get_text_config(), "vocab_size", None))
     size = batch_size or len(ids)
     plan_of(model, ids, max_new_tokens, size, keys_values)
     batches = completions(model, ids, max_new_tokens, size, options, keys_values=keys_values)
-    return [one.text for one in sorted((one for batch in batches for one in batch), key=lambda one: one.index)]
+    return [
+        completion.text
+        for completion in sorted(
+            (completion for batch in batches for completion in batch),
+            key=lambda completion: completion.index,
+        )
+    ]
 
 
 def batches_of(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
-    """Return the numbers of the prompts of each batch: the longest together and first, so that little is padding and
-    what does not fit shows at once; those of a batch in their own order, in which `transformers` draws for them."""
+    """Return the numbers of the prompts of each batch: the longest together and first, so that
+    little is padding and what does not fit shows at once; those of a batch in their own order, in
+    which `transformers` draws for them."""
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
     return [sorted(order[first : first + batch_size]) for first in range(0, len(order), batch_size)]
 
@@ -123,15 +155,17 @@ def completions(
     keys_values: KeyValues = "device",
     seed: int | None = None,
     done: Collection[int] = (),
-    told: Callable[[int], object] = lambda _: None,
+    on_token: Callable[[int], object] = lambda _: None,
 ) -> Iterator[list[Completion]]:
     """Yield the texts of each batch as it ends, in the order of `batches_of`.
 
-    The `options` are of `transformers`' `generate`, and `stop_strings`. Each batch begins with the `seed` and its own
-    number; None: random numbers go on where they are. Prompts that are `done` need no text; a batch of such alone is
-    left out, and no other batch changes by it. `told` is called after each token with how many texts got one.
+    The `options` are of `transformers`' `generate`, and `stop_strings`. Each batch begins with the
+    `seed` and its own number; None: random numbers go on where they are. Prompts that are `done`
+    need no text; a batch of such alone is left out, and no other batch changes by it. `on_token` is
+    called after each token with how many texts got one.
 
-    Raises `DataError` of no prompt, or one without tokens; `ConfigError` of an option, or where rows are divided.
+    Raises `DataError` of no prompt, or one without tokens; `ConfigError` of an option, or where
+    rows are divided.
     """
     _same_generators(model)
     several = int(options.get("num_return_sequences") or 1)
@@ -142,7 +176,7 @@ def completions(
         if seed is not None:
             torch.manual_seed(seed + number)
         ids = [prompts[index] for index in rows]
-        given = (
+        arguments = (
             model.split,
             model.memory,
             model.files.generation_config(),
@@ -151,34 +185,50 @@ def completions(
             max_new_tokens,
             options,
         )
-        with library_errors(model.directory / "generation_config.json", *WRONG_SETTINGS, WRONG_VALUES):
-            made = complete(*given, keys_values=keys_values, told=told, head=model.head_in_pieces())
+        with library_errors(
+            model.directory / "generation_config.json", *WRONG_SETTINGS, WRONG_VALUES
+        ):
+            continuations = complete(
+                *arguments, keys_values=keys_values, on_token=on_token, head=model.head_in_pieces()
+            )
         yield [
             Completion(
-                rows[place // several] * several + place % several,
-                _text(model.tokenizer, one.tokens, [strings] if isinstance(strings, str) else strings),
-                one.finish,
-                len(ids[place // several]),
-                one.tokens,
+                rows[position // several] * several + position % several,
+                _text(
+                    model.tokenizer,
+                    continuation.tokens,
+                    [strings] if isinstance(strings, str) else strings,
+                ),
+                continuation.finish,
+                len(ids[position // several]),
+                continuation.tokens,
             )
-            for place, one in enumerate(made)
-            if rows[place // several] not in done
+            for position, continuation in enumerate(continuations)
+            if rows[position // several] not in done
         ]
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], strings: Sequence[str]) -> str:
     """Return the text of some tokens as far as the first string that it was to stop at."""
     text = str(tokenizer.decode(list(tokens), skip_special_tokens=True))
-    return text[: min((place for one in strings if (place := text.find(one)) >= 0), default=len(text))]
+    return text[
+        : min(
+            (offset for string in strings if (offset := text.find(string)) >= 0), default=len(text)
+        )
+    ]
 
 
 def _same_generators(model: LemaModel) -> None:
     """Let processes that hold a model together draw the same tokens."""
-    parallel, backend = model.backend.parallel, model.backend
+    parallel = model.backend.parallel
+    backend = model.backend
     if parallel.size == 1:
         return
     if model.config.sequence_parallel:
-        what = f"generation makes one token at a time, and {parallel.size} processes cannot have equal parts of one"
+        what = (
+            f"generation makes one token at a time, and {parallel.size} processes cannot have "
+            "equal parts of one"
+        )
         how = "use --set sequence_parallel=false, which changes no number"
         raise ConfigError(what, where="sequence_parallel", how=how)
     state = backend.rng_state()  # the same for all: each draws every token
@@ -189,33 +239,60 @@ MOST_SAMPLES = 2**30  # bytes of the texts that a run which goes on reads again
 
 
 class Samples(TrainerCallback):
-    """Continues `eval_prompts` after each evaluation, by the likeliest token, so that no number of the run is drawn; or
-    `DataError`: a prompt cannot be read, or is too long for the model."""
+    """Continues `eval_prompts` after each evaluation, by the likeliest token, so that no number of
+    the run is drawn; or `DataError`: a prompt cannot be read, or is too long for the model."""
 
     def __init__(self, model: LemaModel) -> None:
-        given, self._new = model.config.eval_prompts, model.config.eval_prompts_max_new_tokens
-        texts = [Row({"prompt": text}, "eval_prompts", number) for number, text in enumerate(given or (), 1)]
-        self._rows = read_prompts(Path(given)) if isinstance(given, str) else texts
+        prompts = model.config.eval_prompts
+        self._new = model.config.eval_prompts_max_new_tokens
+        texts = [
+            Row({"prompt": text}, "eval_prompts", number)
+            for number, text in enumerate(prompts or (), 1)
+        ]
+        self._rows = read_prompts(Path(prompts)) if isinstance(prompts, str) else texts
         self._ids = [prompt_ids(row, model.tokenizer, chat=False) for row in self._rows]
         fitting(self._rows, self._ids, self._new, model.skeleton.config.get_text_config())
-        self._model, self._file = model, Path(model.config.output_dir) / SAMPLES
+        self._model = model
+        self._file = Path(model.config.output_dir) / SAMPLES
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Make sure that there is room for the texts, and forget those of steps that are taken again."""
+        """Make sure that there is room for the texts, and forget those of steps that are taken
+        again.
+        """
         plan_of(self._model, self._ids, self._new, min(len(self._ids), MOST_AT_ONCE))
         if state.is_world_process_zero and self._file.exists():
-            lines = read_regular(self._file, MOST_SAMPLES, inside=True).decode("utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= state.global_step]
-            replace_file(self._file, "".join(kept).encode())
+            lines = (
+                read_regular(self._file, MOST_SAMPLES, inside=True)
+                .decode("utf-8")
+                .splitlines(keepends=True)
+            )
+            past_lines = [
+                line
+                for line in lines
+                if line.endswith("\n") and json.loads(line)["step"] <= state.global_step
+            ]
+            replace_file(self._file, "".join(past_lines).encode())
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the texts; print them, and write them with their step."""
-        size, options = min(len(self._ids), MOST_AT_ONCE), {"do_sample": False}
-        made = [one for batch in completions(self._model, self._ids, self._new, size, options) for one in batch]
+        size = min(len(self._ids), MOST_AT_ONCE)
+        options = {"do_sample": False}
+        samples = [
+            completion
+            for batch in completions(self._model, self._ids, self._new, size, options)
+            for completion in batch
+        ]
         if not state.is_world_process_zero:
             return
         with disk_errors(self._file):
-            for one in sorted(made, key=lambda one: one.index):
-                row = {"step": state.global_step, **written(self._rows[one.index]), "completion": one.text}
+            for completion in sorted(samples, key=lambda completion: completion.index):
+                row = {
+                    "step": state.global_step,
+                    **written(self._rows[completion.index]),
+                    "completion": completion.text,
+                }
                 append(self._file, (json.dumps(row, ensure_ascii=False) + "\n").encode())
-                print(f"sample {one.index + 1} at step {state.global_step}: {one.text!r}")
+                print(
+                    f"sample {completion.index + 1} at step {state.global_step}: "
+                    f"{completion.text!r}"
+                )

@@ -1,4 +1,6 @@
-"""A YAML file of phases: the settings of a run, the phases that override them, and the data sets that both name."""
+"""A YAML file of phases: the settings of a run, the phases that override them, and the data sets
+that both name.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
     from lema.model.files import ModelFiles
 
 Made = TypeVar("Made", LemaConfig, LoRATrainerConfig, PhasePlan)
-EVAL_ROWS, PHASES = "eval_rows", "phases"
+EVAL_ROWS = "eval_rows"
+PHASES = "phases"
 EVALUATIONS_NAME = "evaluations.json"
 MAX_GRAD_NORM = 1.0
 ONLY = "train"  # name of the data set where the file names none
@@ -48,12 +51,22 @@ IDLE = {
     "packing": "use packed tokens in a mixture, with `style: PMD`",
     "shuffle": "each phase has its `mixture`",
     "mixture": "each phase has its own",
-    "gradient_accumulation_steps": "`batch_size` is the rows of a step, `micro_batch_size` the rows computed at once",
+    "gradient_accumulation_steps": (
+        "`batch_size` is the rows of a step, `micro_batch_size` the rows computed at once"
+    ),
     "cache_frozen_prefix": "leave it out",
-    **dict.fromkeys(BatchSettings.model_fields, "rows of phases have one length, and `batch_size` is their number"),
-    **dict.fromkeys(OF_PLAIN_RUNS, "only runs without phases have it; phases always keep the best checkpoint"),
+    **dict.fromkeys(
+        BatchSettings.model_fields,
+        "rows of phases have one length, and `batch_size` is their number",
+    ),
+    **dict.fromkeys(
+        OF_PLAIN_RUNS, "only runs without phases have it; phases always keep the best checkpoint"
+    ),
     "adapter_name_or_path": "start from it with --from",
-    **dict.fromkeys(OF_OBJECTIVES, "phases train on the tokens of rows; use a separate run for a preference objective"),
+    **dict.fromkeys(
+        OF_OBJECTIVES,
+        "phases train on the tokens of rows; use a separate run for a preference objective",
+    ),
 }
 
 # Settings of the run that a phase has, too, and takes from the run where it does not say otherwise.
@@ -70,7 +83,9 @@ class PhaseFile:
     plan: PhasePlan  # the phases, each with what it overrides
     train_data: dict[str, Any]  # files, or a directory of packed tokens, of each data set, by name
     eval_data: dict[str, Any]  # the same of what is validated on; empty: there is no validation
-    eval_rows: int | None = None  # rows of the batch that is validated on; None: as many as a step has
+    eval_rows: int | None = (
+        None  # rows of the batch that is validated on; None: as many as a step has
+    )
     # Files of the data sets that are measured whole when the last phase has ended, by name.
     evaluations: dict[str, Any] = field(default_factory=dict)
 
@@ -83,100 +98,158 @@ def has_phases(path: str | PathLike[str]) -> bool:
 
 
 def read_phase_file(path: str | PathLike[str], **overrides: Any) -> PhaseFile:
-    """Read a YAML file of phases, whose settings those given here replace; a `ConfigError` names file, line and key."""
+    """Read a YAML file of phases, whose settings those given here replace; a `ConfigError` names
+    file, line and key.
+    """
     yaml = read_yaml(path)
     try:
         return _read({**yaml.values, **overrides})
     except SettingsError as error:
-        placed = error.located(yaml.places(), overrides)
-        raise placed.located({key: f"--set {key}" for key in overrides}) from error.__cause__
+        located_error = error.located(yaml.locations(), overrides)
+        raise located_error.located({key: f"--set {key}" for key in overrides}) from error.__cause__
 
 
 def _read(values: dict[str, Any]) -> PhaseFile:
     staged = PHASES not in values
     problems = list(_unfit(values, staged=staged))
-    values = {key: value for key, value in values.items() if key not in {problem.key for problem in problems}}
-    stages, plan, rows, given = None, None, values.pop(EVAL_ROWS, None), values.pop(PHASES, None)
+    values = {
+        key: value
+        for key, value in values.items()
+        if key not in {problem.key for problem in problems}
+    }
+    stages = None
+    plan = None
+    rows = values.pop(EVAL_ROWS, None)
+    entries = values.pop(PHASES, None)
     if staged:
-        own = {key: values.pop(key) for key in list(values) if key in LoRATrainerConfig.defaults() or key in STAGES}
-        stages = _made(lambda: LoRATrainerConfig(**own), problems)
-        plan = None if stages is None else _made(stages.plan, problems)
+        stage_values = {
+            key: values.pop(key)
+            for key in list(values)
+            if key in LoRATrainerConfig.defaults() or key in STAGES
+        }
+        stages = _build(lambda: LoRATrainerConfig(**stage_values), problems)
+        plan = None if stages is None else _build(stages.plan, problems)
     run = {key: value for key, value in values.items() if key not in ONLY_OF_PHASES}
-    config = _made(lambda: LemaConfig(**run), problems)
+    config = _build(lambda: LemaConfig(**run), problems)
     if not staged:
-        plan = _made(lambda: _plan(given, values, config), problems)
+        plan = _build(lambda: _plan(entries, values, config), problems)
     if problems:
         raise SettingsError([_renamed(problem, staged=staged) for problem in problems])
     assert config is not None and plan is not None, "what could not be made has problems"
     return _file(config, plan, stages, rows)
 
 
-def _made(make: Callable[[], Made], problems: list[Problem]) -> Made | None:
-    """Return what is made; None: it could not be, and what is wrong with it is in `problems`, once for each key."""
+def _build(make: Callable[[], Made], problems: list[Problem]) -> Made | None:
+    """Return what is made; None: it could not be, and what is wrong with it is in `problems`,
+    once for each key.
+    """
     try:
         return make()
     except SettingsError as error:  # what is wrong with the run's own settings is so in the plan
-        told = {problem.key for problem in problems}
-        problems += [problem for problem in error.problems if problem.key not in told]
+        reported_keys = {problem.key for problem in problems}
+        problems += [problem for problem in error.problems if problem.key not in reported_keys]
         return None
 
 
-def _file(config: LemaConfig, plan: PhasePlan, stages: LoRATrainerConfig | None, rows: Any) -> PhaseFile:
-    train_data, eval_data = named_files(config.train_data), named_files(config.eval_data)
+def _file(
+    config: LemaConfig, plan: PhasePlan, stages: LoRATrainerConfig | None, rows: Any
+) -> PhaseFile:
+    train_data = named_files(config.train_data)
+    eval_data = named_files(config.eval_data)
     problems = list(_missing(config))
     if not train_data:
-        problems.append(Problem("train_data", "the file names no data sets", "add `train_data:` with files"))
+        problems.append(
+            Problem("train_data", "the file names no data sets", "add `train_data:` with files")
+        )
     if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
-        problems.append(Problem(EVAL_ROWS, f"{EVAL_ROWS} is a number of rows, 1 or more, not {rows!r}", "correct it"))
-    for key, one in ((EVAL_ROWS, rows), ("eval_steps", config.eval_steps)):
-        if one is not None and not eval_data:
+        problems.append(
+            Problem(
+                EVAL_ROWS, f"{EVAL_ROWS} is a number of rows, 1 or more, not {rows!r}", "correct it"
+            )
+        )
+    for key, setting in ((EVAL_ROWS, rows), ("eval_steps", config.eval_steps)):
+        if setting is not None and not eval_data:
             what = f"{key} is for validation, but there is nothing to validate on"
-            problems.append(Problem(key, what, "add `eval_data:` with files of each data set, or leave it out"))
-    used = {one.full_name for phase in plan.phases for one in phase.mixture}
+            problems.append(
+                Problem(key, what, "add `eval_data:` with files of each data set, or leave it out")
+            )
+    used = {sampling.full_name for phase in plan.phases for sampling in phase.mixture}
     for name in sorted(used - train_data.keys()) if train_data else ():
         how = meant(name, train_data) or "give its files"
-        problems.append(Problem("train_data", f"train_data has no data set {name!r}, which a phase reads", how))
+        problems.append(
+            Problem("train_data", f"train_data has no data set {name!r}, which a phase reads", how)
+        )
     validates = bool(eval_data) and (stages is None or stages.validate)
     for name in sorted(used - eval_data.keys()) if validates else ():
         how = meant(name, eval_data) or "give its files, or leave eval_data out"
-        problems.append(Problem("eval_data", f"eval_data has no data set {name!r}, which a phase trains on", how))
+        problems.append(
+            Problem(
+                "eval_data", f"eval_data has no data set {name!r}, which a phase trains on", how
+            )
+        )
     measured = stages.evaluations if stages is not None else []
-    for name in (one for one in measured if one not in eval_data):
-        problems.append(Problem("evaluations", f"eval_data has no data set {name!r} to evaluate on", "give its files"))
+    for name in (evaluation for evaluation in measured if evaluation not in eval_data):
+        problems.append(
+            Problem(
+                "evaluations",
+                f"eval_data has no data set {name!r} to evaluate on",
+                "give its files",
+            )
+        )
     if problems:
         raise SettingsError(problems)
     if stages is None:
         return PhaseFile(clipped(config), plan, train_data, eval_data, rows)
-    validated, rows = eval_data if stages.validate else {}, rows or stages.validation_steps
+    validated = eval_data if stages.validate else {}
+    rows = rows or stages.validation_steps
     evaluations = {name: eval_data[name] for name in measured}
-    return PhaseFile(clipped(stages.settings_of_run(config)), plan, train_data, validated, rows, evaluations)
+    return PhaseFile(
+        clipped(stages.settings_of_run(config)), plan, train_data, validated, rows, evaluations
+    )
 
 
 def _unfit(values: Mapping[str, Any], *, staged: bool) -> Iterator[Problem]:
     """Yield the settings that say nothing in a file of phases, or what another one there says."""
-    if not staged and (both := STAGES & values.keys()):
-        yield Problem(min(both), f"{PHASES} and {min(both)} both define the phases", "keep one")
+    if not staged and (stage_keys := STAGES & values.keys()):
+        yield Problem(
+            min(stage_keys), f"{PHASES} and {min(stage_keys)} both define the phases", "keep one"
+        )
     for key in values.keys() & IDLE.keys():
         yield Problem(key, f"{key} has no effect in a file of phases", IDLE[key])
     if not staged:
         return
-    same = {"learning_rate": "lr", "max_length": "block_size", "micro_batch_size": "per_device_batch_size"}
-    same |= {"lr_scheduler_type": "schedule", "warmup_ratio": "warmup_pct", "warmup_steps": "warmup_pct"}
+    same = {
+        "learning_rate": "lr",
+        "max_length": "block_size",
+        "micro_batch_size": "per_device_batch_size",
+    }
+    same |= {
+        "lr_scheduler_type": "schedule",
+        "warmup_ratio": "warmup_pct",
+        "warmup_steps": "warmup_pct",
+    }
     same |= dict.fromkeys(OF_ADAPTERS, "lora")
     for key in values.keys() & same.keys():
         how = f"use {same[key]}, the name of the same setting here"
-        yield Problem(key, f"{key} has no effect together with pre_lora_tokens and post_lora_tokens", how)
+        yield Problem(
+            key, f"{key} has no effect together with pre_lora_tokens and post_lora_tokens", how
+        )
 
 
-def _plan(given: Any, values: Mapping[str, Any], config: LemaConfig | None) -> PhasePlan:
-    """Return the plan of the `given` entries over `values`, the settings of the run; `config` None: these are wrong."""
-    # Because rows that are wrong are not those that are meant, no phase is then refused for having too few tokens.
+def _plan(entries: Any, values: Mapping[str, Any], config: LemaConfig | None) -> PhasePlan:
+    """Return the plan of the `entries` entries over `values`, the settings of the run; `config`
+    None: these are wrong.
+    """
+    # Because rows that are wrong are not those that are meant, no phase is then refused for having
+    # too few tokens.
     run = LemaConfig("model", batch_size=1, max_length=1) if config is None else config
     alone = list(named_files(run.train_data)) if run.train_data is not None else []
-    if isinstance(given, list):
-        given = [_entry(one, values, alone[0] if len(alone) == 1 else None) for one in given]
+    if isinstance(entries, list):
+        entries = [
+            _entry(entry, values, alone[0] if len(alone) == 1 else None) for entry in entries
+        ]
     return PhasePlan(
-        phases=given,
+        phases=entries,
         batch_size=run.batch_size,
         micro_batch_size=run.micro_batch_size,
         seed=run.seed,
@@ -185,12 +258,16 @@ def _plan(given: Any, values: Mapping[str, Any], config: LemaConfig | None) -> P
 
 
 def _entry(entry: Any, values: Mapping[str, Any], alone: str | None) -> Any:
-    """Return an entry of `phases` with the settings of the run below it; `alone` is the only data set, if one is."""
+    """Return an entry of `phases` with the settings of the run below it; `alone` is the only
+    data set, if one is.
+    """
     if not isinstance(entry, Mapping) or not all(isinstance(key, str) for key in entry):
         return entry
     taken = SHARED | OF_ADAPTERS if entry.get("trains") == "lora" else SHARED
     above = {key: value for key, value in values.items() if key in taken}
-    for keys in LENGTHS.values():  # a length in steps overrides one as a fraction, and the other way about
+    for (
+        keys
+    ) in LENGTHS.values():  # a length in steps overrides one as a fraction, and the other way about
         if entry.keys() & set(keys):
             above = {key: value for key, value in above.items() if key not in keys}
     if alone is not None and "mixture" not in entry:
@@ -202,28 +279,36 @@ def _renamed(problem: Problem, *, staged: bool) -> Problem:
     """A problem with an unknown key, with the nearest of all names that the file may have."""
     if problem.what != f"unknown setting {problem.key!r}":
         return problem
-    own = LoRATrainerConfig.defaults() if staged else [PHASES, *SHARED]
-    return unknown_setting(problem.key, [*own, *LemaConfig.model_fields, *backend_settings(), EVAL_ROWS])
+    names = LoRATrainerConfig.defaults() if staged else [PHASES, *SHARED]
+    return unknown_setting(
+        problem.key, [*names, *LemaConfig.model_fields, *backend_settings(), EVAL_ROWS]
+    )
 
 
-def named_files(given: Any) -> dict[str, Any]:
+def named_files(files: Any) -> dict[str, Any]:
     """Return the files of each data set by name; one that has none is called `train`."""
-    if given is None:
+    if files is None:
         return {}
-    return dict(given) if isinstance(given, Mapping) else {ONLY: given}
+    return dict(files) if isinstance(files, Mapping) else {ONLY: files}
 
 
 def _missing(config: LemaConfig) -> Iterator[Problem]:
     for key in ("train_data", "eval_data"):
         for name, files in named_files(getattr(config, key)).items():
             for file in [files] if isinstance(files, str) else files:
-                known = file.startswith(HUB) or any(sign in file for sign in "*?[")
-                if not known and not Path(file).exists():
-                    yield Problem(f"{key}.{name}" if name != ONLY else key, f"there is no {file}", "correct the path")
+                is_unchecked = file.startswith(HUB) or any(sign in file for sign in "*?[")
+                if not is_unchecked and not Path(file).exists():
+                    yield Problem(
+                        f"{key}.{name}" if name != ONLY else key,
+                        f"there is no {file}",
+                        "correct the path",
+                    )
 
 
 def clipped(config: LemaConfig) -> LemaConfig:
-    """Return the settings of a run of phases: gradients are clipped to a norm of 1, unless `max_grad_norm` is given."""
+    """Return the settings of a run of phases: gradients are clipped to a norm of 1, unless
+    `max_grad_norm` is given.
+    """
     if "max_grad_norm" in config.model_fields_set:
         return config
     return LemaConfig(**{**config.model_dump(exclude_unset=True), "max_grad_norm": MAX_GRAD_NORM})
@@ -236,25 +321,33 @@ def with_model(config: LemaConfig, directory: Path) -> LemaConfig:
 
 
 def phase_named(plan: PhasePlan, named: str | None) -> int:
-    """Return the place of the phase of that name, or of that number counted from 1; None: the last."""
+    """Return the place of the phase of that name, or of that number counted from 1; None: the
+    last.
+    """
     names = [str(phase.name) for phase in plan.phases]
     if named is None or named in names:
         return len(names) - 1 if named is None else names.index(named)
     if named.isdecimal() and 1 <= int(named) <= len(names):
         return int(named) - 1
-    how = meant(named, names) or f"name one of {', '.join(names)}, or give its number, from 1 to {len(names)}"
+    how = (
+        meant(named, names)
+        or f"name one of {', '.join(names)}, or give its number, from 1 to {len(names)}"
+    )
     raise ConfigError(f"the file has no phase {named!r}", where="--phase", how=how)
 
 
 def all_settings(file: PhaseFile, index: int | None = None) -> dict[str, Any]:
-    """Return every setting of a file of phases, defaults included, as such a file has them; with an `index` those that
-    are in force in this phase."""
+    """Return every setting of a file of phases, defaults included, as such a file has them; with an
+    `index` those that are in force in this phase."""
     of_phases = {*IDLE, *OF_ADAPTERS, *Phase.model_fields}
     run = {key: value for key, value in file.config.to_dict().items() if key not in of_phases}
     run |= {key: value for key, value in file.plan.to_dict().items() if key != PHASES}
     run |= {EVAL_ROWS: file.eval_rows} if file.eval_data else {"eval_steps": None}
     run |= {"evaluations": list(file.evaluations)} if file.evaluations else {}
-    phases = [values | values.pop("overrides") for values in (phase.to_dict() for phase in file.plan.phases)]
+    phases = [
+        values | values.pop("overrides")
+        for values in (phase.to_dict() for phase in file.plan.phases)
+    ]
     return {**run, PHASES: phases} if index is None else {**run, **phases[index]}
 
 
@@ -264,67 +357,86 @@ Files = str | PathLike[str] | list[str]
 def read_sources(
     config: LemaConfig,
     plan: PhasePlan,
-    given: Mapping[str, Source | Files],
+    datasets: Mapping[str, Source | Files],
     split: Literal["train", "val"],
     *,
     also: Iterable[str] = (),
-    say: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
     trust_remote_code: bool = False,
     files: ModelFiles | None = None,
 ) -> dict[str, Source]:
-    """Return the rows of every data set that a plan uses, of those `given` by name: rows, files or a directory. Text is
-    read with the tokenizer of the model that the config names, whose directory may be opened already in `files`.
-    `split` is the file of packed tokens, without its ending. Data sets that are `also` wanted are read, too. Raises
-    `ConfigError` where a packed data set is no directory, `DataError` where files are missing or malformed."""
+    """Return the rows of every data set that a plan uses, of those `datasets` by name: rows, files
+    or a directory. Text is read with the tokenizer of the model that the config names, whose
+    directory may be opened already in `files`. `split` is the file of packed tokens, without its
+    ending. Data sets that are `also` wanted are read, too. Raises `ConfigError` where a packed data
+    set is no directory, `DataError` where files are missing or malformed."""
     from lema.data.packed import PackedTokens
     from lema.model.files import ModelFiles, read_data
 
-    used = {one.full_name: one.style for phase in plan.phases for one in phase.mixture}
+    used = {
+        sampling.full_name: sampling.style for phase in plan.phases for sampling in phase.mixture
+    }
     used |= {name: Style.PADDED for name in also if name not in used}
-    found = {name: cast("Source", one) for name, one in given.items() if name in used and not _is_files(one)}
-    wanted = sorted(used.keys() & given.keys() - found.keys())
-    if not wanted:
-        return found
+    sources = {
+        name: cast("Source", source)
+        for name, source in datasets.items()
+        if name in used and not _is_files(source)
+    }
+    names = sorted(used.keys() & datasets.keys() - sources.keys())
+    if not names:
+        return sources
     settings = LemaConfig(**{**config.to_dict(), "max_length": plan.max_length})
     opened = files or ModelFiles(settings, trust_remote_code=trust_remote_code)
-    for name in wanted:
-        paths: Any = given[name]
+    for name in names:
+        paths: Any = datasets[name]
         if used[name] is Style.PMD:
             if isinstance(paths, list):
                 what = "packed tokens are one directory, but this is a list"
                 raise ConfigError(what, where=name, how="name the directory")
             vocabulary = getattr(opened.config.get_text_config(), "vocab_size", None)
-            found[name] = PackedTokens(Path(paths) / f"{split}.bin", plan.max_length, vocabulary)
+            sources[name] = PackedTokens(Path(paths) / f"{split}.bin", plan.max_length, vocabulary)
         else:
-            each = [fspath(one) for one in paths] if isinstance(paths, list) else fspath(paths)
-            found[name] = read = read_data(settings, opened, each)
-            say(f"{name}: {read.counts}")
-    return found
+            file_names = (
+                [fspath(path) for path in paths] if isinstance(paths, list) else fspath(paths)
+            )
+            sources[name] = read = read_data(settings, opened, file_names)
+            report(f"{name}: {read.counts}")
+    return sources
 
 
-def _is_files(given: Any) -> bool:
+def _is_files(source: Any) -> bool:
     """Whether files are named, rather than rows given; rows may be a list too."""
-    items = given if isinstance(given, list) else [given]
-    return bool(items) and all(isinstance(one, str | PathLike) for one in items)
+    items = source if isinstance(source, list) else [source]
+    return bool(items) and all(isinstance(entry, str | PathLike) for entry in items)
 
 
 def evaluate_end(
-    config: LemaConfig, plan: PhasePlan, end: Path, rows: Mapping[str, Source], *, trust_remote_code: bool = False
+    config: LemaConfig,
+    plan: PhasePlan,
+    end: Path,
+    rows: Mapping[str, Source],
+    *,
+    trust_remote_code: bool = False,
 ) -> dict[str, dict[str, float]]:
-    """Measure each data set whole on what the last phase has left in `end`; write that to `evaluations.json`, too."""
+    """Measure each data set whole on what the last phase has left in `end`; write that to
+    `evaluations.json`, too.
+    """
     if not rows:
         return {}
     from lema.backend.group import first_alone
     from lema.train.model import LemaModel
-    from lema.train.phases.places import Places
+    from lema.train.phases.paths import PhasePaths
 
     if plan.phases[-1].trains == "lora":
         model = LemaModel.from_pretrained(end, trust_remote_code=trust_remote_code)
     else:
-        trained = Places(Path(config.output_dir), plan).model_of(len(plan.phases) - 1)
+        trained = PhasePaths(Path(config.output_dir), plan).model_of(len(plan.phases) - 1)
         model = LemaModel(with_model(config, trained), trust_remote_code=trust_remote_code)
     with closing(model):
-        found = {name: dict(model.get_trainer().evaluate(one)) for name, one in rows.items()}
-        file, text = Path(config.output_dir) / EVALUATIONS_NAME, json.dumps(found, indent=2) + "\n"
+        evaluations = {
+            name: dict(model.get_trainer().evaluate(source)) for name, source in rows.items()
+        }
+        file = Path(config.output_dir) / EVALUATIONS_NAME
+        text = json.dumps(evaluations, indent=2) + "\n"
         first_alone(model.backend.replicas, lambda: replace_file(file, text.encode()))
-    return found
+    return evaluations

@@ -1,4 +1,5 @@
-"""The two-phase trainer: full parameters first, then adapters, under the names that two-phase trainers use.
+"""The two-phase trainer: full parameters first, then adapters, under the names that two-phase
+trainers use.
 
 It runs the phases of `lema.train.phases`, and counts what each trains on a model without weights.
 """
@@ -21,8 +22,8 @@ from lema.model import meta_model
 from lema.model.files import ModelFiles
 from lema.train.checkpoint.format import STATE, read_state
 from lema.train.phases.file import Files, clipped, evaluate_end, read_sources, with_model
+from lema.train.phases.paths import PhasePaths, find_point, find_start
 from lema.train.phases.phase import Phase
-from lema.train.phases.places import Places, find_point, find_start
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.run import date_then, run_phases
 from lema.train.phases.stage import chosen_by, of_kind
@@ -31,17 +32,25 @@ from lema.train.phases.twophase import LoRATrainerConfig
 __all__ = ["LoRATrainState", "LoRATrainer", "trainable_in", "transition_to_lora"]
 
 
-def trainable_in(config: LemaConfig, phase: Phase, *, trust_remote_code: bool = False) -> tuple[int, int]:
-    """Return how many parameters train in a phase, and how many the model has without adapters; tied ones are one."""
+def trainable_in(
+    config: LemaConfig, phase: Phase, *, trust_remote_code: bool = False
+) -> tuple[int, int]:
+    """Return how many parameters train in a phase, and how many the model has without adapters;
+    tied ones are one.
+    """
     files = ModelFiles(config, trust_remote_code=trust_remote_code)
     model = meta_model(files.config, torch.float32, trust_remote_code=trust_remote_code)
-    whole = sum(parameter.numel() for parameter in model.parameters())
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if phase.trains != "lora":
         chosen = chosen_by(phase, model)
-        return sum(weight.numel() for name, weight in model.named_parameters() if chosen(name)), whole
+        return sum(
+            weight.numel() for name, weight in model.named_parameters() if chosen(name)
+        ), num_parameters
     settings = LemaConfig(**{**config.to_dict(), **of_kind(phase)})
     lora = configured_lora(model, settings)
-    return count_lora_params(inject_lora_params(model, lora, torch.device("cpu"), seed=None)), whole
+    return count_lora_params(
+        inject_lora_params(model, lora, torch.device("cpu"), seed=None)
+    ), num_parameters
 
 
 Kind = Literal["full", "lora"]
@@ -65,20 +74,30 @@ class LoRATrainState:
 
 
 class LoRATrainer:
-    """Trains all parameters of a model in some stages, then adapters in other stages; or runs any plan of phases.
+    """Trains all parameters of a model in some stages, then adapters in other stages.
 
-    Everything is in `output_dir`: `train(resume=True)` continues a run that was stopped anywhere, bitwise as if it had
-    not been stopped. After the last stage, `evaluated` and the file `evaluations.json` have the loss and perplexity of
-    the config's `evaluations`. Raises `ConfigError` if a data set or a setting is wrong, and `DataError` if files
-    cannot be read.
+    It also runs any plan of phases. Everything is in `output_dir`: `train(resume=True)` continues a
+    run that was stopped anywhere, bitwise as if it had not been stopped. After the last stage,
+    `evaluated` and the file `evaluations.json` have the loss and perplexity of the config's
+    `evaluations`.
 
     Args:
-        model: the model, the device, `output_dir`, and settings that the stages do not have; gradients are clipped to 1
-            unless it sets another norm.
+        config: the stages, or a plan of phases.
+        model: the model, the device, `output_dir`, and settings that the stages do not have;
+            gradients are clipped to 1 unless it sets another norm.
         datasets: by name, rows of tokens or files (a directory of packed tokens for PMD).
-        eval_data: rows or files of these for validation and for the config's `evaluations`; None: no validation.
-        eval_rows: the number of these rows; None: the config's `validation_steps`, or the rows of a step of the plan.
-        callbacks: as in `lema.train.phases.run.run_phases`; so are `on_step` and `stop`.
+        eval_data: rows or files of these for validation and for the config's `evaluations`; None:
+            no validation.
+        eval_rows: the number of these rows; None: the config's `validation_steps`, or the rows of a
+            step of the plan.
+        callbacks: `transformers.TrainerCallback`s.
+        on_step: is called with the metrics of each step.
+        stop: returns the reason to stop, or None; it is called before each layer.
+        trust_remote_code: run the model's own code.
+
+    Raises:
+        ConfigError: a data set or a setting is wrong.
+        DataError: files cannot be read.
     """
 
     def __init__(
@@ -99,48 +118,83 @@ class LoRATrainer:
         self.plan = config if isinstance(config, PhasePlan) else config.plan()
         model = clipped(model if stages is None else stages.settings_of_run(model))
         files = ModelFiles(model, trust_remote_code=trust_remote_code)
-        self._places = Places(Path(model.output_dir), self.plan)
+        self._paths = PhasePaths(Path(model.output_dir), self.plan)
         # Of a run that has begun there, because its rows are those of its first day.
-        self.model = model = files.dated(model, date_then(self._places))
+        self.model = model = files.dated(model, date_then(self._paths))
         self._trust = trust_remote_code
         self._sources = read_sources(model, self.plan, datasets, "train", files=files)
-        wanted = stages.evaluations if stages is not None and stages.evaluate else []
-        if missing := [name for name in wanted if name not in (eval_data or {})]:
+        evaluated_names = stages.evaluations if stages is not None and stages.evaluate else []
+        if missing := [name for name in evaluated_names if name not in (eval_data or {})]:
             what = f"there is no data set {missing[0]!r} to evaluate on"
             raise ConfigError(what, where="evaluations", how="add it to eval_data")
-        found = read_sources(model, self.plan, eval_data or {}, "val", also=wanted, files=files)
-        self._measured = {name: found[name] for name in wanted}
+        eval_sources = read_sources(
+            model, self.plan, eval_data or {}, "val", also=evaluated_names, files=files
+        )
+        self._measured = {name: eval_sources[name] for name in evaluated_names}
         self.evaluated: dict[str, dict[str, float]] = {}
-        validated = {one.full_name for phase in self.plan.phases for one in phase.mixture} & found.keys()
+        validated = {
+            sampling.full_name for phase in self.plan.phases for sampling in phase.mixture
+        } & eval_sources.keys()
         validates = validated and (stages is None or stages.validate)
-        self._held_out = {name: found[name] for name in validated} if validates else None
+        self._eval_sources = {name: eval_sources[name] for name in validated} if validates else None
         if eval_rows is None and stages is not None:
             eval_rows = stages.validation_steps
-        options = {"callbacks": callbacks, "on_step": on_step, "stop": stop, "trust_remote_code": trust_remote_code}
+        options = {
+            "callbacks": callbacks,
+            "on_step": on_step,
+            "stop": stop,
+            "trust_remote_code": trust_remote_code,
+        }
         self._options: dict[str, Any] = {"eval_rows": eval_rows, **options}
         self._start: Path | None = None  # outside `output_dir`
-        self._here: LoRATrainState | None = None  # where `restore_from_path` or `transition_to_lora` has put it
+        self._here: LoRATrainState | None = (
+            None  # where `restore_from_path` or `transition_to_lora` has put it
+        )
         self._begun = False
-        self._counted: dict[int, tuple[int, int]] = {}  # parameters that train in a phase, and those of the model
+        self._counted: dict[
+            int, tuple[int, int]
+        ] = {}  # parameters that train in a phase, and those of the model
 
     def train(self, *, until: Literal["lora"] | None = None, resume: bool = False) -> Path:
-        """Train through all stages, from where the run is; return the directory that the last one ends with. With
-        `until` at `lora` it ends at the boundary, before the first stage of adapters. `resume`: go on where an earlier
-        run in `output_dir` stopped, as is done in any case after `restore_from_path` and another call. Raises as
-        `lema.train.phases.run.run_phases`, and `ConfigError` where nothing is before the boundary."""
+        """Train through all stages, from where the run is.
+
+        Args:
+            until: "lora" ends at the boundary, before the first stage of adapters.
+            resume: go on where an earlier run in `output_dir` stopped, as is done in any case after
+                `restore_from_path` and another call.
+
+        Returns:
+            The directory that the last stage ends with.
+
+        Raises:
+            ConfigError: nothing is before the boundary, or `output_dir` has another run.
+            Stopped: `stop` returned a reason.
+            LemaError: as in `lema.train.phases.run.run_phases`.
+        """
         plan = self.plan
         if until == "lora":
             first = self._first_lora()
             if first == 0:
-                raise ConfigError("no stage comes before the adapters", where="until", how="leave it out")
+                raise ConfigError(
+                    "no stage comes before the adapters", where="until", how="leave it out"
+                )
             plan = plan.model_copy(update={"phases": plan.phases[:first]})
         resume = resume or self._begun
-        self._begun, self._here = True, None
+        self._begun = True
+        self._here = None
         end = run_phases(
-            self.model, plan, self._sources, held_out=self._held_out, resume=resume, start=self._start, **self._options
+            self.model,
+            plan,
+            self._sources,
+            held_out=self._eval_sources,
+            resume=resume,
+            start=self._start,
+            **self._options,
         )
         if self._measured and until is None:
-            self.evaluated = evaluate_end(self.model, plan, end, self._measured, trust_remote_code=self._trust)
+            self.evaluated = evaluate_end(
+                self.model, plan, end, self._measured, trust_remote_code=self._trust
+            )
         return end
 
     @property
@@ -148,68 +202,120 @@ class LoRATrainer:
         """The position of the run: where it was restored, or its newest valid checkpoint."""
         if self._here is not None:
             return self._here
-        point = find_point(self._places, lambda _: None)
+        point = find_point(self._paths, lambda _: None)
         return self._state(0, None) if point is None else self._state(point.index, point.checkpoint)
 
     def transition_to_lora(self) -> LoRATrainState:
-        """Go over to adapters; return where the run is then: at the first step of the first stage that trains them.
-        Nothing is trained or written: that stage opens the model that the one before has left, without an optimizer.
-        `train()` goes over by itself as well. Raises `ConfigError` where steps are left before the boundary, no stage
-        trains adapters, or they train already; `ModelError` where no module matches."""
-        first, state = self._first_lora(), self.state
+        """Go over to adapters.
+
+        Nothing is trained or written: the first stage of adapters opens the model that the stage
+        before has left, without an optimizer. `train()` goes over by itself as well.
+
+        Returns:
+            Where the run is then: at the first step of the first stage that trains adapters.
+
+        Raises:
+            ConfigError: steps are left before the boundary, no stage trains adapters, or they train
+                already.
+            ModelError: no module matches the targets.
+        """
+        first = self._first_lora()
+        state = self.state
         boundary = self.plan.boundaries()[first]
         if state.stage > first or (state.stage == first and state.step > boundary.first_step):
             what = f"the run is already past it: it is at step {state.step}, in stage {state.phase}"
             raise ConfigError(what, how="continue with train()")
         if left := boundary.first_step - state.step:
-            what = f"{left} step{'s' * (left > 1)} of the {boundary.first_step} before the adapters are left"
-            how = "call train(until='lora') first, or restore_from_path with a later checkpoint or a model"
+            what = (
+                f"{left} step{'s' * (left > 1)} of the {boundary.first_step} before the "
+                "adapters are left"
+            )
+            how = (
+                "call train(until='lora') first, or restore_from_path with a later checkpoint "
+                "or a model"
+            )
             raise ConfigError(what, where=f"step {state.step}, in stage {state.phase}", how=how)
         self._here = replace(self._state(first, None), checkpoint=state.checkpoint)
         return self._here
 
     def restore_from_path(self, path: str | PathLike[str]) -> LoRATrainState:
-        """Let the run go on from a checkpoint of weights, of adapters or of a boundary, or from a model's directory.
-        What it is, is recorded in it; with a model, the first stage of adapters begins on that. In this run's
-        `output_dir` it must be the run's last checkpoint. Returns where the run is then, from where `train()` goes on.
-        Raises `ConfigError` where it is none of these, or of another plan, `AdapterError` where it is damaged."""
-        given = Path(path).absolute()
-        if is_delta(given):
+        """Let the run go on from a checkpoint of weights, of adapters or of a boundary, or from a
+        model.
+
+        What a checkpoint is, is recorded in it. With a model, the first stage of adapters begins on
+        that.
+
+        Args:
+            path: the checkpoint or the model's directory. In this run's `output_dir` it must be the
+                run's last checkpoint.
+
+        Returns:
+            Where the run is then; `train()` goes on from there.
+
+        Raises:
+            ConfigError: `path` is none of these, or of another plan.
+            AdapterError: the checkpoint is damaged.
+        """
+        directory = Path(path).absolute()
+        if is_delta(directory):
             what = "this is a delta, which has only the weights that trained"
-            raise ConfigError(what, where=str(given), how="make a model of it first: `lema merge DELTA OUT`")
-        if (given / "adapter_config.json").is_file() and not (given / STATE).is_file():
+            raise ConfigError(
+                what, where=str(directory), how="make a model of it first: `lema merge DELTA OUT`"
+            )
+        if (directory / "adapter_config.json").is_file() and not (directory / STATE).is_file():
             what = "this is an adapter without the state of a run (optimizer and step)"
-            how = "choose a checkpoint-<step> directory, or merge the adapter (`lema merge`) and name the model"
-            raise ConfigError(what, where=str(given), how=how)
-        if not (given / STATE).is_file() and (given / "config.json").is_file() and self._first_lora() == 0:
-            self.model = with_model(self.model, given)
-            self._start, self._begun = None, False
+            how = (
+                "choose a checkpoint-<step> directory, or merge the adapter (`lema merge`) and "
+                "name the model"
+            )
+            raise ConfigError(what, where=str(directory), how=how)
+        if (
+            not (directory / STATE).is_file()
+            and (directory / "config.json").is_file()
+            and self._first_lora() == 0
+        ):
+            self.model = with_model(self.model, directory)
+            self._start = None
+            self._begun = False
             self._counted.clear()
             self._here = self._state(0, None)
             return self._here
-        start = find_start(given, self._places)
-        here, begun = self._state(start.index, start.checkpoint), False
+        start = find_start(directory, self._paths)
+        here = self._state(start.index, start.checkpoint)
+        begun = False
         if start.checkpoint is not None:
-            if (kind := KINDS.get(str(read_state(start.checkpoint).get("kind", "adapters")))) != here.kind:
-                what = f"the checkpoint is of kind {kind}, and phase {here.phase} of kind {here.kind}"
-                raise AdapterError(what, where=str(start.checkpoint / STATE), how="name another checkpoint")
+            if (
+                kind := KINDS.get(str(read_state(start.checkpoint).get("kind", "adapters")))
+            ) != here.kind:
+                what = (
+                    f"the checkpoint is of kind {kind}, and phase {here.phase} of kind {here.kind}"
+                )
+                raise AdapterError(
+                    what, where=str(start.checkpoint / STATE), how="name another checkpoint"
+                )
             begun = self._is_last(start.checkpoint, start.index)
-        self._start, self._begun, self._here = None if begun else given, begun, here
+        self._start = None if begun else directory
+        self._begun = begun
+        self._here = here
         return here
 
     def _first_lora(self) -> int:
         for index, phase in enumerate(self.plan.phases):
             if phase.trains == "lora":
                 return index
-        raise ConfigError("no stage trains adapters", where="post_lora_tokens", how="set the tokens of one")
+        raise ConfigError(
+            "no stage trains adapters", where="post_lora_tokens", how="set the tokens of one"
+        )
 
     def _state(self, index: int, checkpoint: Path | None) -> LoRATrainState:
         """Return the state at a checkpoint of a phase; None: at its beginning."""
         step = 0 if checkpoint is None else int(read_state(checkpoint)["extra"]["step"])
-        phase, boundary = self.plan.phases[index], self.plan.boundaries()[index]
+        phase = self.plan.phases[index]
+        boundary = self.plan.boundaries()[index]
         if index not in self._counted:
             self._counted[index] = trainable_in(self.model, phase, trust_remote_code=self._trust)
-        lora, (num_trainable, num_parameters) = phase.adapters, self._counted[index]
+        lora = phase.adapters
+        num_trainable, num_parameters = self._counted[index]
         return LoRATrainState(
             kind="full" if lora is None else "lora",
             phase=boundary.name,
@@ -224,12 +330,14 @@ class LoRATrainer:
         )
 
     def _is_last(self, checkpoint: Path, index: int) -> bool:
-        """Whether a checkpoint is this run's own, and its last; no run goes on from an earlier one of its own."""
-        places = self._places
-        if checkpoint.parent.resolve() != places.place(index).resolve():
+        """Whether a checkpoint is this run's own, and its last; no run goes on from an earlier
+        one of its own.
+        """
+        paths = self._paths
+        if checkpoint.parent.resolve() != paths.phase_directory(index).resolve():
             return False
-        later = any(places.is_begun(number) for number in range(index + 1, len(self.plan.phases)))
-        if later or checkpoint.name != places.saved(index)[-1].name:
+        later = any(paths.is_begun(number) for number in range(index + 1, len(self.plan.phases)))
+        if later or checkpoint.name != paths.saved(index)[-1].name:
             what = "the run in that directory has continued since this checkpoint"
             how = "continue in another output_dir, or choose the last checkpoint"
             raise ConfigError(what, where=str(checkpoint), how=how)
@@ -237,5 +345,7 @@ class LoRATrainer:
 
 
 def transition_to_lora(trainer: LoRATrainer) -> LoRATrainState:
-    """Go over to adapters; return where the run of the trainer is then: `LoRATrainer.transition_to_lora`."""
+    """Go over to adapters; return where the run of the trainer is then:
+    `LoRATrainer.transition_to_lora`.
+    """
     return trainer.transition_to_lora()

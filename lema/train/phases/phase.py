@@ -1,6 +1,8 @@
-"""One phase of training: what trains, on how many tokens of what, and how fast; and what fits between phases.
+"""One phase of training: what trains, on how many tokens of what, and how fast; and what fits
+between phases.
 
-A phase has the settings of a run that may differ from phase to phase, by the same names, and a few of its own.
+A phase has the settings of a run that may differ from phase to phase, by the same names, and a few
+of its own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,16 +32,30 @@ from lema.train.phases.selection import may_overlap, selection_problems
 
 __all__ = ["LENGTHS", "OVERRIDES", "Mixture", "Phase", "between_phases"]
 
-# Each part of a schedule by the settings that say how long it is: in steps, or as a fraction of all steps.
+# Each part of a schedule by the settings that say how long it is: in steps, or as a fraction of all
+# steps.
 LENGTHS: Mapping[str, tuple[str, str]] = {
     name: (f"{name}_steps", f"{name}_ratio") for name in ("warmup", "decay", "tail")
 }
 
-# Settings of a run that a phase may override besides those it has itself: how its steps are taken, and in what memory.
+# Settings of a run that a phase may override besides those it has itself: how its steps are taken,
+# and in what memory.
 OVERRIDES = frozenset(
     [
-        *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "max_skipped_steps"),
-        *("gradient_checkpointing", "activation_offloading", "boundary_activations", "loss_chunk_tokens"),
+        *(
+            "weight_decay",
+            "adam_beta1",
+            "adam_beta2",
+            "adam_epsilon",
+            "max_grad_norm",
+            "max_skipped_steps",
+        ),
+        *(
+            "gradient_checkpointing",
+            "activation_offloading",
+            "boundary_activations",
+            "loss_chunk_tokens",
+        ),
         *("device_memory", "host_memory", "prefetch_depth"),
     ]
 )
@@ -53,9 +69,13 @@ def _items(value: Any) -> Any:
 
 
 def _sampling(**values: Any) -> Sampling:
-    known = [field.name for field in fields(Sampling)]
-    problems = [unknown_setting(key, known) for key in values if key not in known]
-    problems += [Problem(key, f"{key} is not given", f"add `{key}: ...`") for key in known[:2] if key not in values]
+    names = [field.name for field in fields(Sampling)]
+    problems = [unknown_setting(key, names) for key in values if key not in names]
+    problems += [
+        Problem(key, f"{key} is not given", f"add `{key}: ...`")
+        for key in names[:2]
+        if key not in values
+    ]
     if problems:
         raise SettingsError(problems)
     try:
@@ -77,7 +97,9 @@ def _must_name(value: Any) -> Any:
     return value
 
 
-Mixture = Annotated[list[Annotated[InstanceOf[Sampling], part(Sampling, _sampling)]], BeforeValidator(_mixture)]
+Mixture = Annotated[
+    list[Annotated[InstanceOf[Sampling], part(Sampling, _sampling)]], BeforeValidator(_mixture)
+]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
@@ -86,7 +108,9 @@ def _lower(value: Any) -> Any:
 
 
 class FadeConfig(Settings):
-    """During its first steps or tokens, the mixture of a phase gradually replaces that of the phase before."""
+    """During its first steps or tokens, the mixture of a phase gradually replaces that of the
+    phase before.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -95,30 +119,42 @@ class FadeConfig(Settings):
     tokens: Tokens | None = None
     """Instead: tokens, padding included. A rest of less than a row is left out."""
     shape: Annotated[Literal["linear", "cosine", "sigmoid"], BeforeValidator(_lower)] = "linear"
-    """How the weight of the earlier mixture falls from 1 to 0; `lema.data.interleave` has the formulas."""
+    """How the weight of the earlier mixture falls from 1 to 0; `lema.data.interleave` has the
+    formulas.
+    """
 
     def disagreements(self) -> Iterator[Problem]:
         """Yield a problem if both lengths are given, or neither."""
         if (self.steps is None) == (self.tokens is None):
-            both = self.steps is not None
-            what = "steps and tokens both give the length" if both else "neither steps nor tokens is given"
-            yield Problem("steps", what, "keep one" if both else "add one of them")
+            has_both = self.steps is not None
+            what = (
+                "steps and tokens both give the length"
+                if has_both
+                else "neither steps nor tokens is given"
+            )
+            yield Problem("steps", what, "keep one" if has_both else "add one of them")
 
     def samples(self, batch_size: int, max_length: int) -> int:
         """Return the number of samples of the fade."""
-        return self.tokens // max_length if self.steps is None and self.tokens else (self.steps or 0) * batch_size
+        return (
+            self.tokens // max_length
+            if self.steps is None and self.tokens
+            else (self.steps or 0) * batch_size
+        )
 
 
 class Phase(AdapterSettings):
-    """What a phase trains, on which tokens, and how: settings of adapters, those in `OVERRIDES`, and these."""
+    """What a phase trains, on which tokens, and how: settings of adapters, those in `OVERRIDES`,
+    and these.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     name: Label | None = None
     """Name of the phase in reports and directories; None: `phase-1`, `phase-2`, ..."""
     trains: Literal["full", "lora", "selection"]
-    """`full`: every parameter. `lora`: adapters, with the model frozen. `selection`: the weights that `trainable` and
-    `layers` select; it is the default if one of these is given."""
+    """`full`: every parameter. `lora`: adapters, with the model frozen. `selection`: the weights
+    that `trainable` and `layers` select; it is the default if one of these is given."""
     tokens: Tokens
     """Tokens to train on, padding included. A rest of less than an optimizer step is left out."""
     mixture: Mixture
@@ -126,11 +162,15 @@ class Phase(AdapterSettings):
     learning_rate: Positive = 1e-4
     """Peak learning rate."""
     lr_scheduler_type: PhaseScheduler = "linear"
-    """Schedule of the learning rate; `lema.engine.schedules` has the formulas. It counts the steps of this phase."""
+    """Schedule of the learning rate; `lema.engine.schedules` has the formulas. It counts the
+    steps of this phase.
+    """
     warmup_steps: NotNegative | None = None
     """Steps in which the learning rate rises; None: `warmup_ratio` decides."""
     warmup_ratio: Beta | None = None
-    """The same as a fraction of the schedule; None: 0.01 for wsd, wsds and cosine_rewarm, and 0 for the others."""
+    """The same as a fraction of the schedule; None: 0.01 for wsd, wsds and cosine_rewarm, and 0
+    for the others.
+    """
     decay_steps: NotNegative | None = None
     """Steps in which wsd and wsds fall; None: `decay_ratio` decides."""
     decay_ratio: Beta | None = None
@@ -140,38 +180,54 @@ class Phase(AdapterSettings):
     tail_ratio: Beta | None = None
     """The same as a fraction of the schedule; None: 0.5."""
     schedule_steps: Count | None = None
-    """Length of the schedule if the phase is only a part of it; None: the schedule ends with the phase."""
+    """Length of the schedule if the phase is only a part of it; None: the schedule ends with the
+    phase.
+    """
     schedule_start: NotNegative = 0
     """The step of the schedule with which the phase begins, if it continues a schedule."""
     optimizer: Literal["reset", "carry"] = "reset"
-    """`reset`: begin with empty moments. `carry`: parameters that trained in the phase before keep their moments."""
+    """`reset`: begin with empty moments. `carry`: parameters that trained in the phase before
+    keep their moments.
+    """
     trainable: Annotated[NameList | None, BeforeValidator(_must_name)] = None
     """Modules to train, by the ends of their names; None: all modules in `layers`."""
     layers: Annotated[list[int | str] | None, BeforeValidator(_items)] = None
-    """Layers to train: numbers from 0, "first:N", "last:N", "embeddings", "head"; None: all that `trainable` has."""
+    """Layers to train: numbers from 0, "first:N", "last:N", "embeddings", "head"; None: all that
+    `trainable` has.
+    """
     merge: bool = False
     """Merge the adapters of earlier phases into the weights before this phase begins."""
     rounding: Literal["nearest", "stochastic"] | None = None
-    """How `merge` rounds the weights to their type; None: nearest. In half precision, `nearest` loses changes that are
-    small compared with the weight. `stochastic` keeps them on average."""
+    """How `merge` rounds the weights to their type; None: nearest. In half precision, `nearest`
+    loses changes that are small compared with the weight. `stochastic` keeps them on average."""
     fade: Annotated[FadeConfig | None, part(FadeConfig, optional=True)] = None
-    """How the mixture gradually replaces that of the phase before: `{steps: 100, shape: cosine}`; None: at once."""
+    """How the mixture gradually replaces that of the phase before: `{steps: 100, shape:
+    cosine}`; None: at once.
+    """
     data: Literal["continue", "restart"] = "continue"
-    """`continue`: continue each data set where earlier phases stopped, so that no row is repeated before all rows have
-    occurred. `restart`: begin each data set in a new order."""
+    """`continue`: continue each data set where earlier phases stopped, so that no row is repeated
+    before all rows have occurred. `restart`: begin each data set in a new order."""
     save: Literal["model", "delta"] | None = None
-    """What a last phase of weights writes: a whole model, or only the weights that trained; None: the model."""
+    """What a last phase of weights writes: a whole model, or only the weights that trained;
+    None: the model.
+    """
 
     overrides: dict[str, Any] = Field(default_factory=dict)
-    """Other settings of the run that this phase changes. They may also be given like any other setting."""
+    """Other settings of the run that this phase changes. They may also be given like any other
+    setting.
+    """
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
         """Return the default of every setting by name, the phase's own first."""
         every = super().defaults()
-        own = {name: default for name, default in every.items() if name not in AdapterSettings.model_fields}
+        phase_defaults = {
+            name: default
+            for name, default in every.items()
+            if name not in AdapterSettings.model_fields
+        }
         run = LemaConfig.defaults()
-        return {**own, **every, **{name: run[name] for name in sorted(OVERRIDES)}}
+        return {**phase_defaults, **every, **{name: run[name] for name in sorted(OVERRIDES)}}
 
     @model_validator(mode="before")
     @classmethod
@@ -180,9 +236,15 @@ class Phase(AdapterSettings):
             return values
         if "trains" not in values and {"trainable", "layers"} & values.keys():
             values = {**values, "trains": "selection"}
-        if own := OVERRIDES & values.keys():
-            rest = {key: value for key, value in values.items() if key not in own}
-            values = {**rest, "overrides": {**rest.get("overrides", {}), **{key: values[key] for key in own}}}
+        if overridden := OVERRIDES & values.keys():
+            remaining = {key: value for key, value in values.items() if key not in overridden}
+            values = {
+                **remaining,
+                "overrides": {
+                    **remaining.get("overrides", {}),
+                    **{key: values[key] for key in overridden},
+                },
+            }
         return values
 
     @model_serializer(mode="wrap")
@@ -190,7 +252,11 @@ class Phase(AdapterSettings):
         values: dict[str, Any] = written(self)
         if self.trains == "lora":
             return values
-        return {name: value for name, value in values.items() if name not in AdapterSettings.model_fields}
+        return {
+            name: value
+            for name, value in values.items()
+            if name not in AdapterSettings.model_fields
+        }
 
     def disagreements(self) -> Iterator[Problem]:
         """Yield what is wrong between the settings of the phase."""
@@ -206,7 +272,9 @@ class Phase(AdapterSettings):
             yield from super().disagreements()
         else:
             defaults = AdapterSettings.defaults()
-            for key in (one for one, value in self.adapter_settings().items() if value != defaults[one]):
+            for key in (
+                name for name, value in self.adapter_settings().items() if value != defaults[name]
+            ):
                 how = f"set trains: lora, or leave {key} out (trains is {self.trains})"
                 yield Problem(key, f"{key} describes adapters, but this phase trains none", how)
         if self.rounding is not None and not self.merge:
@@ -223,7 +291,11 @@ class Phase(AdapterSettings):
         except ConfigError as error:
             yield problem_at("mixture", error.what, error.how)
         if wrong := self.overrides.keys() - OVERRIDES:
-            yield Problem("overrides", f"overrides has {min(wrong)!r}, which a phase cannot change", "leave it out")
+            yield Problem(
+                "overrides",
+                f"overrides has {min(wrong)!r}, which a phase cannot change",
+                "leave it out",
+            )
             return
         try:
             LemaConfig("model", **{"gradient_checkpointing": True, **self.overrides})
@@ -240,7 +312,17 @@ class Phase(AdapterSettings):
         return self.schedule_steps or self.schedule_start + steps
 
     def spans(self, steps: int) -> Spans:
-        """Return the lengths of the schedule's parts, where the phase has `steps`; `ConfigError` if they do not fit."""
+        """Return the lengths of the schedule's parts.
+
+        Args:
+            steps: the steps of the phase.
+
+        Returns:
+            The lengths, in steps.
+
+        Raises:
+            ConfigError: the parts do not fit into the phase.
+        """
         lengths = {part: getattr(self, self.length_key(part)) for part in LENGTHS}
         try:
             return spans_of(self.lr_scheduler_type, self.schedule_total(steps), **lengths)
@@ -259,46 +341,70 @@ def between_phases(phases: Sequence[Phase]) -> Iterator[Problem]:
     before: Phase | None = None
     attached: AdapterSettings | None = None  # adapters that are not merged yet
     names: set[str | None] = set()
-    for place, phase in enumerate(phases):
-        path = f"phases[{place}]"
+    for index, phase in enumerate(phases):
+        path = f"phases[{index}]"
         if phase.name in names:
-            yield problem_at(f"{path}.name", f"{phase.name} is the name of an earlier phase", "choose another")
+            yield problem_at(
+                f"{path}.name", f"{phase.name} is the name of an earlier phase", "choose another"
+            )
         names.add(phase.name)
         if phase.merge and attached is None:
-            yield problem_at(f"{path}.merge", "there are no adapters to merge before this phase", "leave merge out")
+            yield problem_at(
+                f"{path}.merge",
+                "there are no adapters to merge before this phase",
+                "leave merge out",
+            )
         elif attached is not None and not phase.merge and phase.trains != "lora":
             what = "this phase would change the weights for which earlier adapters were trained"
             yield problem_at(f"{path}.merge", what, "set merge: true")
         if phase.merge:
             attached = None
         if attached is not None and phase.adapters not in (None, attached):
-            what = f"the phase continues adapters of rank {attached.lora_rank}, and describes others"
-            yield problem_at(f"{path}.lora_rank", what, "use the same settings, or set merge: true for new adapters")
+            what = (
+                f"the phase continues adapters of rank {attached.lora_rank}, and describes others"
+            )
+            yield problem_at(
+                f"{path}.lora_rank",
+                what,
+                "use the same settings, or set merge: true for new adapters",
+            )
         if phase.optimizer == "carry" and (why := _nothing_carried(before, phase)):
             yield problem_at(f"{path}.optimizer", f"carry, and {why}", "set optimizer: reset")
         if phase.fade is not None:
             yield from _fading(before, phase, f"{path}.fade")
-        if phase.save is not None and place + 1 < len(phases):
-            what = "only the last phase has this setting; earlier phases write what the next one needs"
+        if phase.save is not None and index + 1 < len(phases):
+            what = (
+                "only the last phase has this setting; earlier phases write what the next one needs"
+            )
             yield problem_at(f"{path}.save", what, "leave it out, or set it in the last phase")
-        before, attached = phase, attached or phase.adapters
+        before = phase
+        attached = attached or phase.adapters
 
 
 def _fading(before: Phase | None, phase: Phase, path: str) -> Iterator[Problem]:
     if before is None:
-        yield problem_at(path, "the first phase has no earlier mixture to fade from", "leave fade out")
+        yield problem_at(
+            path, "the first phase has no earlier mixture to fade from", "leave fade out"
+        )
         return
     if rates_of(before.mixture) == rates_of(phase.mixture):
-        yield problem_at(path, "the mixture equals that of the phase before, so nothing fades", "leave fade out")
+        yield problem_at(
+            path, "the mixture equals that of the phase before, so nothing fades", "leave fade out"
+        )
     styles = {sampling.full_name: sampling.style for sampling in before.mixture}
     for sampling in phase.mixture:
         if (was := styles.get(sampling.full_name, sampling.style)) is not sampling.style:
-            what = f"{sampling.full_name} is {was} in the phase before, and {sampling.style} in this one"
+            what = (
+                f"{sampling.full_name} is {was} in the phase before, and {sampling.style} in "
+                "this one"
+            )
             yield problem_at(path, what, "give a data set one style")
 
 
 def _nothing_carried(before: Phase | None, phase: Phase) -> str:
-    """Why no moment can be carried into a phase; empty where some can, as far as the plan alone can tell."""
+    """Why no moment can be carried into a phase; empty where some can, as far as the plan alone
+    can tell.
+    """
     if before is None:
         return "there is no phase before this one"
     if phase.trains == "lora" and phase.merge:
@@ -307,7 +413,10 @@ def _nothing_carried(before: Phase | None, phase: Phase) -> str:
         return f"the phase before trains {before.trains}, so no parameter of this phase has moments"
     selections = (before.layers, before.trainable), (phase.layers, phase.trainable)
     if not {"full", "lora"} & {before.trains, phase.trains} and not may_overlap(*selections):
-        return f"the phase before trains {_selected(before)}, so no parameter of this phase has moments"
+        return (
+            f"the phase before trains {_selected(before)}, so no parameter of this phase has "
+            "moments"
+        )
     return ""
 
 

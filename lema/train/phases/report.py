@@ -1,4 +1,5 @@
-"""The forecast of a run of phases, shown before its first step: steps, learning rates, tokens, memory, bytes, hours.
+"""The forecast of a run of phases, shown before its first step: steps, learning rates, tokens,
+memory, bytes, hours.
 
 It is a table on a terminal and lines of tab-separated columns anywhere else.
 """
@@ -19,9 +20,9 @@ from lema.config.units import human_bytes, human_count, human_duration
 from lema.errors import MemoryLimitError
 from lema.plan import Machine
 from lema.plan.cost import Traffic
-from lema.plan.planner import Site, planner_of, site_of
+from lema.plan.planner import MachineState, machine_state_of, planner_of
 from lema.plan.step import StepNeeds
-from lema.train.phases.places import Places
+from lema.train.phases.paths import PhasePaths
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.stage import chosen_by, settings_of_phase, tied_note
 
@@ -35,7 +36,8 @@ class PhaseMemory:
     device: int  # of device memory; of the host's where the device computes there
     host: int  # of host memory, in addition
     mapped: int  # in files that are mapped into memory, since host memory does not hold them
-    disk: int  # of checkpoints and models when the phase has ended, but for that of the best validation loss
+    # of checkpoints and models when the phase has ended, but for that of the best validation loss
+    disk: int
     parts: dict[str, dict[str, int]]  # of device, host and disk, by their purposes
 
 
@@ -52,7 +54,9 @@ class PhaseEntry:
     tokens: int  # it is trained on, padding included
     leftover: int  # requested tokens that are less than a step
     tokens_per_source: dict[str, int]
-    rates: dict[str, float]  # learning rates: of its `first` step, the highest (`peak`), and of its `last` step
+    rates: dict[
+        str, float
+    ]  # learning rates: of its `first` step, the highest (`peak`), and of its `last` step
     moved: Traffic  # bytes read, uploaded and downloaded in the whole phase
     memory: PhaseMemory
     at_once: int  # rows that are computed at once
@@ -79,17 +83,26 @@ class PhaseReport:
     price: float | None  # of an hour; None: none was given
     steps: int
     tokens: int
-    hours: float | None  # of all phases, but for validation and what lies between phases; None: not known
+    hours: (
+        float | None
+    )  # of all phases, but for validation and what lies between phases; None: not known
     cost: float | None  # of these hours; None: not known
 
     @property
     def verdict(self) -> str:
         """Say in one sentence what each phase takes of memory; what does not fit has no report."""
-        there, told = f"{human_bytes(self.device_memory)} of device memory", []
-        for one in self.phases:
-            taken = f"{human_bytes(one.memory.device)} and {human_bytes(one.memory.host)} of host memory"
-            told.append(f"phase {one.name} takes {taken}, {one.at_once} row{'s' * (one.at_once > 1)} at once")
-        return f"fits, in {there}: {'; '.join(told)}; {self.steps:,} steps in all"
+        there = f"{human_bytes(self.device_memory)} of device memory"
+        parts = []
+        for phase in self.phases:
+            taken = (
+                f"{human_bytes(phase.memory.device)} and {human_bytes(phase.memory.host)} of "
+                "host memory"
+            )
+            parts.append(
+                f"phase {phase.name} takes {taken}, {phase.at_once} "
+                f"row{'s' * (phase.at_once > 1)} at once"
+            )
+        return f"fits, in {there}: {'; '.join(parts)}; {self.steps:,} steps in all"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON types."""
@@ -107,47 +120,58 @@ def phase_report(
     processes: int = 1,
     trust_remote_code: bool = False,
 ) -> PhaseReport:
-    """Report on a run of phases before it starts. No weights are read but to time them. It is planned for a `machine`;
-    None: for this one, with its `backend`, if that is open; to `measure` it takes seconds for each kind of phase, and
-    otherwise hours are not known. `processes` on it share each batch. Raises `MemoryLimitError`, which names the phase
-    that does not fit, or `ConfigError` of a phase."""
-    site = site_of(config, machine, backend=backend, measured=measure)
-    needs = _needs(config, plan, site, processes, trust_remote_code)
-    entries = [_entry(config, plan, index, one) for index, one in enumerate(needs)]
-    on_device, in_host = site.limits(config.device_memory, config.host_memory)
-    known_hours = [one.hours for one in entries if one.hours is not None]
+    """Report on a run of phases before it starts. No weights are read but to time them. It is
+    planned for a `machine`; None: for this one, with its `backend`, if that is open; to `measure`
+    it takes seconds for each kind of phase, and otherwise hours are not known. `processes` on it
+    share each batch. Raises `MemoryLimitError`, which names the phase that does not fit, or
+    `ConfigError` of a phase."""
+    machine_state = machine_state_of(config, machine, backend=backend, measured=measure)
+    needs = _needs(config, plan, machine_state, processes, trust_remote_code)
+    entries = [_entry(config, plan, index, step_needs) for index, step_needs in enumerate(needs)]
+    on_device, in_host = machine_state.limits(config.device_memory, config.host_memory)
+    known_hours = [entry.hours for entry in entries if entry.hours is not None]
     hours = math.fsum(known_hours) if len(known_hours) == len(entries) else None
-    notes = {one.planner.note for one in needs}
-    notes |= {tied_note(phase, one.planner.blueprint.model) for phase, one in zip(plan.phases, needs, strict=True)}
+    notes = {step_needs.planner.note for step_needs in needs}
+    notes |= {
+        tied_note(phase, step_needs.planner.blueprint.model)
+        for phase, step_needs in zip(plan.phases, needs, strict=True)
+    }
     if measure:  # else the phase tells it that begins after this
-        notes |= {told for one in needs for told in one.planner.blueprint.unmatched}
+        notes |= {note for step_needs in needs for note in step_needs.planner.blueprint.unmatched}
     return PhaseReport(
         phases=tuple(entries),
         warnings=(*map(str, plan.warnings()), *sorted(notes - {""})),
-        machine=site.machine.name,
+        machine=machine_state.machine.name,
         device_memory=on_device,
         host_memory=in_host,
-        speeds=site.speeds,
-        shared=site.machine.shared,
+        speeds=machine_state.speeds,
+        shared=machine_state.machine.shared,
         price=price,
         steps=plan.num_steps,
-        tokens=sum(one.tokens for one in entries),
+        tokens=sum(entry.tokens for entry in entries),
         hours=hours,
         cost=None if hours is None or price is None else hours * price,
     )
 
 
-def _needs(config: LemaConfig, plan: PhasePlan, site: Site, processes: int, trusted: bool) -> list[StepNeeds]:
-    """Return what a step of each phase needs; phases that train the same, and alike, need the same."""
-    known: dict[str, StepNeeds] = {}
-    kinds = [repr([one.trains, one.trainable, one.layers, one.adapters, one.overrides]) for one in plan.phases]
+def _needs(
+    config: LemaConfig, plan: PhasePlan, machine_state: MachineState, processes: int, trusted: bool
+) -> list[StepNeeds]:
+    """Return what a step of each phase needs; phases that train the same, and alike, need the
+    same.
+    """
+    needs_by_kind: dict[str, StepNeeds] = {}
+    kinds = [
+        repr([phase.trains, phase.trainable, phase.layers, phase.adapters, phase.overrides])
+        for phase in plan.phases
+    ]
     for kind, phase in zip(kinds, plan.phases, strict=True):
-        if kind in known:
+        if kind in needs_by_kind:
             continue
         try:
-            known[kind] = planner_of(
+            needs_by_kind[kind] = planner_of(
                 settings_of_phase(config, plan, phase),
-                site=site,
+                machine_state=machine_state,
                 chosen=None if phase.trains == "lora" else partial(chosen_by, phase),
                 device_memory=phase.overrides.get("device_memory", config.device_memory),
                 processes=processes,
@@ -157,19 +181,29 @@ def _needs(config: LemaConfig, plan: PhasePlan, site: Site, processes: int, trus
         except MemoryLimitError as error:
             error.where = f"phase {phase.name}: {error.where}"
             raise
-    return [known[kind] for kind in kinds]
+    return [needs_by_kind[kind] for kind in kinds]
 
 
 def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) -> PhaseEntry:
-    phase, boundary, size = plan.phases[index], plan.boundaries()[index], plan.steps(index)
+    phase = plan.phases[index]
+    boundary = plan.boundaries()[index]
+    size = plan.steps(index)
     risen = min(max(0, phase.spans(size.steps).warmup - phase.schedule_start), size.steps - 1)
     rates = [plan.learning_rate(index, step) for step in (0, risen, size.steps - 1)]
-    blueprint, seconds = needs.planner.blueprint, needs.seconds
+    blueprint = needs.planner.blueprint
+    seconds = needs.seconds
     count = math.ceil(size.steps / config.save_steps) if config.save_steps else 1
-    kept, leaves = min(count, config.save_total_limit or count), Places(Path(config.output_dir), plan).leaves_model
+    num_saved = min(count, config.save_total_limit or count)
+    leaves = PhasePaths(Path(config.output_dir), plan).leaves_model
     # What the phase leaves: checkpoints, and the model that the next phase begins with.
-    disk = {"checkpoints": kept * blueprint.checkpoint_bytes, "model": leaves(index) * blueprint.model_bytes}
-    host = sum(needs.host.values()) - needs.device["slots"] * (needs.host["ring"] > 0) * needs.demand.shared
+    disk = {
+        "checkpoints": num_saved * blueprint.checkpoint_bytes,
+        "model": leaves(index) * blueprint.model_bytes,
+    }
+    host = (
+        sum(needs.host.values())
+        - needs.device["slots"] * (needs.host["ring"] > 0) * needs.demand.shared
+    )
     parts = {"device": needs.device, "host": needs.host, "disk": disk}
     return PhaseEntry(
         name=boundary.name,
@@ -180,10 +214,14 @@ def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) ->
         last_step=boundary.stop_step,
         tokens=size.tokens,
         leftover=size.leftover,
-        tokens_per_source={name: count * plan.max_length for name, count in plan.counts(index).items()},
+        tokens_per_source={
+            name: count * plan.max_length for name, count in plan.counts(index).items()
+        },
         rates={"first": rates[0], "peak": max(rates), "last": rates[-1]},
         moved=needs.traffic(size.steps),
-        memory=PhaseMemory(sum(needs.device.values()), host, needs.mapped, sum(disk.values()), parts),
+        memory=PhaseMemory(
+            sum(needs.device.values()), host, needs.mapped, sum(disk.values()), parts
+        ),
         at_once=needs.planner.shape.micro_batch.rows,
         hours=None if seconds is None else size.steps * seconds / 3600,
     )
@@ -206,23 +244,37 @@ def report_rows(report: PhaseReport) -> Iterator[Row]:
 
 
 def show_report(report: PhaseReport, console: Console) -> None:
-    """Print the verdict, then the report; a table has its notes below it, where they may be as long as they are."""
+    """Print the verdict, then the report; a table has its notes below it, where they may be as
+    long as they are.
+    """
     console.print(report.verdict, style="bold", soft_wrap=True, markup=False, highlight=False)
-    told = (row for row in report_rows(report) if not (console.is_terminal and row[0] == "note"))
-    print_table(([cell for cell in row if cell] for row in told), console, amounts=True)
+    rows = (row for row in report_rows(report) if not (console.is_terminal and row[0] == "note"))
+    print_table(([cell for cell in row if cell] for row in rows), console, amounts=True)
     for warning in report.warnings if console.is_terminal else ():
         console.print(f"note: {warning}", soft_wrap=True, markup=False, highlight=False)
 
 
 def _phase(phase: PhaseEntry, report: PhaseReport) -> Iterator[tuple[str, str]]:
     parts = {"full": "every weight", "lora": "adapters", "selection": "a selection of weights"}
-    numbers = f"{human_count(phase.trainable)} parameters, of a model of {human_count(phase.parameters)}"
+    numbers = (
+        f"{human_count(phase.trainable)} parameters, of a model of {human_count(phase.parameters)}"
+    )
     yield "trains", f"{parts[phase.trains]}: {numbers}"
     yield "steps", f"{phase.first_step:,} to {phase.last_step:,}"
-    yield "tokens", f"{phase.tokens:,}" + (f"; {phase.leftover:,} more are less than a step" if phase.leftover else "")
-    yield from ((f"tokens of {name}", f"{tokens:,}") for name, tokens in phase.tokens_per_source.items())
-    yield "learning rate", "{first:.3g} at first, {peak:.3g} at its peak, {last:.3g} at last".format(**phase.rates)
-    memory, moved = phase.memory, phase.moved
+    yield (
+        "tokens",
+        f"{phase.tokens:,}"
+        + (f"; {phase.leftover:,} more are less than a step" if phase.leftover else ""),
+    )
+    yield from (
+        (f"tokens of {name}", f"{tokens:,}") for name, tokens in phase.tokens_per_source.items()
+    )
+    yield (
+        "learning rate",
+        "{first:.3g} at first, {peak:.3g} at its peak, {last:.3g} at last".format(**phase.rates),
+    )
+    memory = phase.memory
+    moved = phase.moved
     yield "rows at once", f"{phase.at_once:,}"
     where = "memory for computing" if report.shared else "device memory"
     yield where, f"{human_bytes(memory.device)} of {human_bytes(report.device_memory)}"
@@ -231,8 +283,8 @@ def _phase(phase: PhaseEntry, report: PhaseReport) -> Iterator[tuple[str, str]]:
         yield "in files mapped into memory", human_bytes(memory.mapped)
     yield "disk space for its results", human_bytes(memory.disk)
     copied = {"copied to the device": moved.uploaded, "copied from the device": moved.downloaded}
-    told = {"read from disk": moved.read, **copied}.items()
-    yield from ((what, human_bytes(nbytes)) for what, nbytes in told if nbytes)
+    amounts = {"read from disk": moved.read, **copied}.items()
+    yield from ((what, human_bytes(nbytes)) for what, nbytes in amounts if nbytes)
     yield "takes", _duration(phase.hours, report)
 
 

@@ -1,8 +1,10 @@
-"""Runs the phases of a plan, one after the other: `lema train` of a file of phases, up to the last model.
+"""Runs the phases of a plan, one after the other: `lema train` of a file of phases, up to the last
+model.
 
-Between phases everything goes through the disk: each ends with a checkpoint, which is a PEFT adapter where adapters
-train, and with a model in the hub's format where the next one builds on its weights; and each opens what it starts
-from. So a run that was stopped anywhere continues as if it had not been, and no phase leaves anything in memory.
+Between phases everything goes through the disk: each ends with a checkpoint, which is a PEFT
+adapter where adapters train, and with a model in the hub's format where the next one builds on its
+weights; and each opens what it starts from. So a run that was stopped anywhere continues as if it
+had not been, and no phase leaves anything in memory.
 """
 
 import gc
@@ -28,7 +30,13 @@ from lema.model.files import ModelFiles
 from lema.model.partition import open_backend
 from lema.storage.locks import one_run
 from lema.train.checkpoint.format import read_state
-from lema.train.checkpoint.resume import as_begun, check_same_run, say_changed, say_regrouped, settings_then
+from lema.train.checkpoint.resume import (
+    as_begun,
+    check_same_run,
+    report_changes,
+    report_regrouped,
+    settings_then,
+)
 from lema.train.events import NotePlan, RunEvents
 from lema.train.full.training import FullTraining
 from lema.train.inputs import check_output_dir
@@ -36,10 +44,16 @@ from lema.train.loop import RunLoop
 from lema.train.metrics import METRICS_NAME, check_unused, read_metrics, step_of
 from lema.train.model import LemaModel
 from lema.train.phases.file import PhaseFile, evaluate_end, read_sources, with_model
-from lema.train.phases.places import Places, Start, begin_at, find_start, go_on
+from lema.train.phases.paths import PhasePaths, Start, begin_at, find_start, go_on
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.report import phase_report, show_report
-from lema.train.phases.stage import PhaseRun, copy_adapter, mixture_of, settings_of_phase, trainer_of
+from lema.train.phases.stage import (
+    PhaseRun,
+    copy_adapter,
+    mixture_of,
+    settings_of_phase,
+    trainer_of,
+)
 from lema.train.stop import STOP_FILE, StopOnSignal
 from lema.train.trainer import LemaTrainer
 
@@ -60,28 +74,34 @@ def run_phases(
     backend: Backend | None = None,
     **options: Any,
 ) -> Path:
-    """Run every phase of a plan; return the directory of the last one's end. Adapters are copied to `output_dir`, too.
+    """Run every phase of a plan; return the directory of the last one's end. Adapters are copied to
+    `output_dir`, too.
 
     Args:
         resume: go on where an earlier run in `output_dir` stopped.
-        start: a checkpoint of one of these phases that lies anywhere, to go on from; or a model's directory, with which
-            the first adapters begin. With `resume`, of no further use once a phase has been begun in `output_dir`.
-        callbacks: `transformers.TrainerCallback`s; one that sets `should_training_stop` stops the run.
+        start: a checkpoint of one of these phases that lies anywhere, to go on from; or a model's
+            directory, with which the first adapters begin. With `resume`, of no further use once a
+            phase has been begun in `output_dir`.
+        callbacks: `transformers.TrainerCallback`s; one that sets `should_training_stop` stops the
+            run.
         on_step: called with every line of metrics.
         options: the other fields of `Phases`.
 
-    Raises `Stopped`, with a checkpoint of the last step there, where `stop`, `at_layer` or a callback said so;
-    `ConfigError` where a phase of an earlier run is in `output_dir` and `resume` is false, or it is of another plan, or
-    `start` is, or a selection matches nothing, or another run writes there; `AdapterError` of a damaged checkpoint;
-    `DiskFull` where there is no space for two checkpoints, or, at the end of a phase or of the run, for the last.
+    Raises `Stopped`, with a checkpoint of the last step there, where `stop`, `at_layer` or a
+    callback said so; `ConfigError` where a phase of an earlier run is in `output_dir` and `resume`
+    is false, or it is of another plan, or `start` is, or a selection matches nothing, or another
+    run writes there; `AdapterError` of a damaged checkpoint; `DiskFull` where there is no space for
+    two checkpoints, or, at the end of a phase or of the run, for the last.
     """
     for index in range(len(plan.phases)):
-        mixture_of(plan, index, sources)  # which refuses what does not fit, before the first phase begins
+        mixture_of(
+            plan, index, sources
+        )  # which refuses what does not fit, before the first phase begins
     with ExitStack() as stack:
         device = backend or stack.enter_context(closing(open_backend(config)))
         run = Phases(config, plan, sources, device, **options)
-        inside = [run.places.place(index) for index in range(len(plan.phases))]
-        stack.enter_context(one_run(device.replicas, run.places.directory, inside))
+        inside = [run.paths.phase_directory(index) for index in range(len(plan.phases))]
+        stack.enter_context(one_run(device.replicas, run.paths.directory, inside))
         return run.train(run.prepare(resume=resume, start=start), callbacks, on_step)
 
 
@@ -89,18 +109,21 @@ def run_phases(
 class Phases:
     """A plan and what its phases run on."""
 
-    # The model, the device, the optimizer's other settings, `output_dir`, and the steps of the run between checkpoints
-    # (`save_steps`), validations (`eval_steps`; each phase ends with both, whatever these say) and lines of metrics
-    # (`logging_steps`). What a plan says (learning rate, batch, adapters, seed) is the plan's.
+    # The model, the device, the optimizer's other settings, `output_dir`, and the steps of the run
+    # between checkpoints (`save_steps`), validations (`eval_steps`; each phase ends with both,
+    # whatever these say) and lines of metrics (`logging_steps`). What a plan says (learning rate,
+    # batch, adapters, seed) is the plan's.
     config: LemaConfig
     plan: PhasePlan
     sources: Mapping[str, Source]  # the rows of every data set, by name
     backend: Backend
-    held_out: Mapping[str, Source] | None = None  # rows to validate on; None: there is no validation
+    held_out: Mapping[str, Source] | None = (
+        None  # rows to validate on; None: there is no validation
+    )
     eval_rows: int | None = None  # how many of them; None: as many as a step has
     stop: Stop = lambda: None  # asked after each step; returns why to stop, None: go on
-    # The same, asked before each layer: the step or validation under way is given up then. Of several processes all
-    # give one, or none.
+    # The same, asked before each layer: the step or validation under way is given up then. Of
+    # several processes all give one, or none.
     at_layer: Stop | None = None
     trust_remote_code: bool = False
     trace: NoTrace = NO_TRACE
@@ -112,83 +135,126 @@ class Phases:
         return self.opened or ModelFiles(self.config, trust_remote_code=self.trust_remote_code)
 
     @property
-    def places(self) -> Places:
+    def paths(self) -> PhasePaths:
         """Where the phases are on disk."""
-        return Places(Path(self.config.output_dir), self.plan)
+        return PhasePaths(Path(self.config.output_dir), self.plan)
 
-    def _events(self, callbacks: Sequence[Any], told: Log) -> RunEvents:
-        plan, replicas = self.plan, self.backend.replicas
-        steps: dict[str, Any] = {"batch_size": plan.batch_size, "max_steps": plan.num_steps, "seed": plan.seed}
+    def _events(self, callbacks: Sequence[Any], on_row: Log) -> RunEvents:
+        plan = self.plan
+        replicas = self.backend.replicas
+        steps: dict[str, Any] = {
+            "batch_size": plan.batch_size,
+            "max_steps": plan.num_steps,
+            "seed": plan.seed,
+        }
         steps["learning_rate"] = max(phase.learning_rate for phase in plan.phases)
         seen = LemaConfig(**{**self.config.to_dict(), **steps})
-        return RunEvents(seen, plan.num_steps, replicas, callbacks, evaluates=self.held_out is not None, told=told)
+        return RunEvents(
+            seen,
+            plan.num_steps,
+            replicas,
+            callbacks,
+            evaluates=self.held_out is not None,
+            on_row=on_row,
+        )
 
     def prepare(self, *, resume: bool, start: str | Path | None) -> Start | None:
-        """Look at what is in `output_dir`; return where else the run begins, None: there, or at the beginning."""
-        places, replicas = self.places, self.backend.replicas
+        """Look at what is in `output_dir`; return where else the run begins, None: there, or at
+        the beginning.
+        """
+        paths = self.paths
+        replicas = self.backend.replicas
         if replicas.num_processes > 1:
-            given = {"phases": self.plan.to_dict(), "start": start and str(start)}
-            check_alike(replicas, self.config.to_dict() | given | self._rows)
-        begun = any(places.saved(index) for index in range(len(self.plan.phases)))
+            options = {"phases": self.plan.to_dict(), "start": start and str(start)}
+            check_alike(replicas, self.config.to_dict() | options | self._rows)
+        begun = any(paths.saved(index) for index in range(len(self.plan.phases)))
         if resume and (begun or start is None):
-            return go_on(replicas, places, self.config, self.say)
+            return go_on(replicas, paths, self.config, self.say)
         check_output_dir(self.config)
         if not begun:
             check_unused(self.config)
         if begun or start is None:
-            places.check_new()
-        first_alone(replicas, places.cut_record)  # of a run that was killed before its first checkpoint
+            paths.check_new()
+        first_alone(
+            replicas, paths.cut_record
+        )  # of a run that was killed before its first checkpoint
         if start is None:
             return None
-        found = find_start(start, places)
-        first_alone(replicas, lambda: begin_at(found, places))
+        start_point = find_start(start, paths)
+        first_alone(replicas, lambda: begin_at(start_point, paths))
         if replicas.first:
-            self.say(f"phase {self.plan.phases[found.index].name} begins at {start}")
-        return found
+            self.say(f"phase {self.plan.phases[start_point.index].name} begins at {start}")
+        return start_point
 
-    def train(self, begin: Start | None, callbacks: Sequence[Any], told: Log) -> Path:
-        """Run every phase that has not ended, from `begin` on; return the checkpoint the last one ends with."""
-        places, last = self.places, len(self.plan.phases) - 1
-        with closing(self._events(callbacks, told)) as events:
+    def train(self, begin: Start | None, callbacks: Sequence[Any], on_row: Log) -> Path:
+        """Run every phase that has not ended, from `begin` on; return the checkpoint the last
+        one ends with.
+        """
+        paths = self.paths
+        last = len(self.plan.phases) - 1
+        with closing(self._events(callbacks, on_row)) as events:
             try:
                 self._train_all(events, begin)
             except Stopped:
                 events.draw()
                 raise
             events.draw()
-        end = places.end_of(last)
+        end = paths.end_of(last)
         if self.plan.phases[last].trains == "lora":
-            first_alone(self.backend.replicas, lambda: copy_adapter(end, places.directory))
+            first_alone(self.backend.replicas, lambda: copy_adapter(end, paths.directory))
         return end
 
     def _train_all(self, events: RunEvents, begin: Start | None) -> None:
-        first, places = begin.index if begin else 0, self.places
-        for index in range(first, len(self.plan.phases)):  # so that what does not fit is told before any phase begins
+        first = begin.index if begin else 0
+        paths = self.paths
+        for index in range(
+            first, len(self.plan.phases)
+        ):  # so that what does not fit is told before any phase begins
             mixture_of(self.plan, index, self.sources, self.held_out)
         if begin is not None and (below := begin.rebuilt) is not None:
-            self._train(below, events, Start(below, places.end_of(below), {}, here=True))
+            self._train(below, events, Start(below, paths.end_of(below), {}, here=True))
             gc.collect()
-        if begin is not None and begin.ended:  # a kill may have come before its last checkpoint was noted
+        if (
+            begin is not None and begin.ended
+        ):  # a kill may have come before its last checkpoint was noted
             assert begin.checkpoint is not None
-            about, keep = read_state(begin.checkpoint)["extra"], self.config.save_total_limit
-            first_alone(self.backend.replicas, partial(places.note, first, about["step"], about["best"], keep))
+            about = read_state(begin.checkpoint)["extra"]
+            keep = self.config.save_total_limit
+            first_alone(
+                self.backend.replicas,
+                partial(paths.note, first, about["step"], about["best"], keep),
+            )
         for index in range(first, len(self.plan.phases)):
             here = begin is not None and begin.here
-            if (begin and index == first and begin.ended) if here else places.is_done(index):
+            if (begin and index == first and begin.ended) if here else paths.is_done(index):
                 continue
-            why = agreed(self.backend.replicas, self.at_layer()) if index > first and self.at_layer else None
+            why = (
+                agreed(self.backend.replicas, self.at_layer())
+                if index > first and self.at_layer
+                else None
+            )
             if why is not None:
                 events.end()
                 what = f"stopped by {why} before phase {self.plan.phases[index].name}"
-                raise Stopped(what, where=str(places.place(index - 1)), how="continue with --resume")
+                raise Stopped(
+                    what, where=str(paths.phase_directory(index - 1)), how="continue with --resume"
+                )
             self._train(index, events, begin)
-            gc.collect()  # objects of a phase must be freed before the next begins, even those that refer to themselves
+            # objects of a phase must be freed before the next begins, even those that refer to
+            # themselves
+            gc.collect()
 
     def _train(self, index: int, events: RunEvents, start: Start | None) -> None:
-        phase, places, under = self.plan.phases[index], self.places, self.places.based(index)
-        base = with_model(self.config, places.model_of(under - 1)) if under else self.config
-        config = settings_of_phase(base, self.plan, phase, output_dir=str(places.place(index)))
-        config = as_begun(config, start.checkpoint if start is not None and start.index == index else None)
+        phase = self.plan.phases[index]
+        paths = self.paths
+        under = self.paths.based(index)
+        base = with_model(self.config, paths.model_of(under - 1)) if under else self.config
+        config = settings_of_phase(
+            base, self.plan, phase, output_dir=str(paths.phase_directory(index))
+        )
+        config = as_begun(
+            config, start.checkpoint if start is not None and start.index == index else None
+        )
         mixture = mixture_of(self.plan, index, self.sources, self.held_out)
         with ExitStack() as stack:
             files = None if under else self._files  # else the model that an earlier phase has left
@@ -197,60 +263,81 @@ class Phases:
             stack.callback(model.close, keep_backend=True)
             # Those of the phases before as well, which another process may have trained.
             phases = self.plan.phases[: index + 1]
-            used = dict.fromkeys(name for past in phases for name in sorted({one.full_name for one in past.mixture}))
+            used = dict.fromkeys(
+                name
+                for past in phases
+                for name in sorted({sampling.full_name for sampling in past.mixture})
+            )
             for name in used:
                 if name in self.sources:
-                    model.files.note_ends(self.sources[name])
-            trainer = trainer_of(model, phase, phase.overrides.get("device_memory", self.config.device_memory))
+                    model.files.note_stop_tokens(self.sources[name])
+            trainer = trainer_of(
+                model, phase, phase.overrides.get("device_memory", self.config.device_memory)
+            )
             if isinstance(trainer, FullTraining):
                 stack.callback(trainer.close)
             stack.callback(events.release)
             rows = None if self.held_out is None else self.eval_rows or self.plan.batch_size
             rows_of = {f"data set {name}" for name in used}
             data = {name: list(about) for name, about in self._rows.items() if name in rows_of}
-            run = PhaseRun(places, index, trainer, mixture, rows, data)
+            run = PhaseRun(paths, index, trainer, mixture, rows, data)
             self._begin(index, run, trainer, start)
             if run.done < run.num_steps or run.pending is not None:
-                file, step = places.directory / METRICS_NAME, run.position(run.done).step
+                file = paths.directory / METRICS_NAME
+                step = run.position(run.done).step
                 if not events.begun and step and file.is_file():  # written by an earlier process
-                    log = [row for row in read_metrics(file) if "event" not in row and step_of(row) <= step]
+                    log = [
+                        row
+                        for row in read_metrics(file)
+                        if "event" not in row and step_of(row) <= step
+                    ]
                     events.state.log_history = log
                 trainer.require_room(2 if config.save_steps and not run.done else 1)
                 RunLoop(run, events, at_layer=self.at_layer, after_step=self.stop).run()
-            if places.leaves_model(index) and not places.model_of(index).exists():
+            if paths.leaves_model(index) and not paths.model_of(index).exists():
                 run.leave_model(model)
             if index == len(self.plan.phases) - 1:
                 events.end()
 
-    def _begin(self, index: int, run: PhaseRun, trainer: LemaTrainer | FullTraining, start: Start | None) -> None:
-        places, replicas = self.places, trainer.model.backend.replicas
+    def _begin(
+        self, index: int, run: PhaseRun, trainer: LemaTrainer | FullTraining, start: Start | None
+    ) -> None:
+        paths = self.paths
+        replicas = trainer.model.backend.replicas
         torch.manual_seed(self.plan.seed + index + len(self.plan.phases) * replicas.rank)
         if start is not None and start.index == index and start.checkpoint is not None:
             computed = trainer.model.split.dtype
             changed = check_same_run(start.checkpoint, trainer.config, None, run.data, computed)
             if replicas.first:
-                say_changed(changed, self.say)
-                say_regrouped(start.checkpoint, trainer.config, trainer.model.split.model, self.say)
+                report_changes(changed, self.say)
+                report_regrouped(
+                    start.checkpoint, trainer.config, trainer.model.split.model, self.say
+                )
             run.load(start.checkpoint)
-            trainer.take_settings({one.name for one in changed})  # the learning rate is the plan's
+            trainer.take_settings(
+                {change.name for change in changed}
+            )  # the learning rate is the plan's
             return
         if index:
-            run.count_on(places.end_of(index - 1))
-        if isinstance(trainer, FullTraining) and places.carries_moments(index):
-            trainer.carry_moments(places.end_of(index - 1))
-        elif index and not places.begins_anew(index):
-            trainer.restore(places.end_of(index - 1))
+            run.count_on(paths.end_of(index - 1))
+        if isinstance(trainer, FullTraining) and paths.carries_moments(index):
+            trainer.carry_moments(paths.end_of(index - 1))
+        elif index and not paths.has_own_base(index):
+            trainer.restore(paths.end_of(index - 1))
             if isinstance(trainer, LemaTrainer) and self.plan.phases[index].optimizer == "reset":
                 trainer.optimizer = None
 
     @cached_property
     def _rows(self) -> dict[str, Any]:
         """What tells the rows of two processes, or of two runs, apart."""
-        found = {}
+        fingerprints = {}
         for name, source in self.sources.items():
             fingerprint = getattr(source, "fingerprint", None)
-            found[f"data set {name}"] = (len(source), fingerprint() if callable(fingerprint) else None)
-        return found
+            fingerprints[f"data set {name}"] = (
+                len(source),
+                fingerprint() if callable(fingerprint) else None,
+            )
+        return fingerprints
 
 
 def train_phases(
@@ -264,54 +351,91 @@ def train_phases(
     trace: NoTrace = NO_TRACE,
     verbose: bool = False,
 ) -> Path:
-    """Train as a file of phases says, otherwise as `lema.train.run.train`; return the directory of the last end. With
-    `verbose` the whole forecast is shown, and not a sentence of it."""
-    shown, plan, config = console or Console(highlight=False), file.plan, file.config
-    say = line_printer(shown)
+    """Train as a file of phases says, otherwise as `lema.train.run.train`; return the directory of
+    the last end. With `verbose` the whole forecast is shown, and not a sentence of it."""
+    shown = console or Console(highlight=False)
+    plan = file.plan
+    config = file.config
+    report_line = line_printer(shown)
     # The one backend holds the group of processes together until the last phase has ended.
     with closing(open_backend(config)) as backend:
         first = backend.replicas.first
         shown.quiet = shown.quiet or not first
         if backend.replicas.size > 1:
-            say(f"{backend.replicas.num_processes} processes, each with its share of every batch")
+            report_line(
+                f"{backend.replicas.num_processes} processes, each with its share of every batch"
+            )
         shared: dict[str, Any] = {"trust_remote_code": trust_remote_code, "backend": backend}
         # Now, because what does not fit should be known before any data is read.
         report = phase_report(config, plan, processes=backend.replicas.size, **shared)
         if verbose:
             show_report(report, shown)
         else:
-            say("\n".join((f"plan: {report.verdict}", *(f"note: {one}" for one in report.warnings))))
+            report_line(
+                "\n".join(
+                    (
+                        f"plan: {report.verdict}",
+                        *(f"note: {warning}" for warning in report.warnings),
+                    )
+                )
+            )
         files = ModelFiles(config, trust_remote_code=trust_remote_code)
-        then = date_then(Places(Path(config.output_dir), plan)) if resume else None
+        then = date_then(PhasePaths(Path(config.output_dir), plan)) if resume else None
         config = first_alone(backend.replicas, partial(files.dated, config, then))
-        read = partial(read_sources, config, plan, say=say, files=files)
-        sources, held_out = read(file.train_data, "train"), read(file.eval_data, "val") or None
+        read = partial(read_sources, config, plan, report=report_line, files=files)
+        sources = read(file.train_data, "train")
+        eval_sources = read(file.eval_data, "val") or None
         measured = read(file.evaluations, "val", also=file.evaluations)
         with StopOnSignal(Path(config.output_dir) / STOP_FILE) as stop:
-            rows: dict[str, Any] = {"held_out": held_out, "eval_rows": file.eval_rows, "opened": files}
+            rows: dict[str, Any] = {
+                "held_out": eval_sources,
+                "eval_rows": file.eval_rows,
+                "opened": files,
+            }
             asked: dict[str, Any] = {"resume": resume, "start": start, "at_layer": stop.why}
             about = {"given": sorted(config.model_fields_set), "used": backend.memory().used}
             heard = [*callbacks, NotePlan(config, report.to_dict(), **about)] if first else ()
-            told: dict[str, Any] = {"on_step": partial(_tell, say), "callbacks": heard, "say": say}
-            end = run_phases(config, plan, sources, **rows, **asked, **told, trace=trace, **shared)
-        say(f"the last phase ended in {end}")
-        for name, numbers in evaluate_end(config, plan, end, measured, trust_remote_code=trust_remote_code).items():
-            say(f"{name}: loss {numbers['eval_loss']:.4f}, perplexity {numbers['eval_perplexity']:.4g}")
+            reporting: dict[str, Any] = {
+                "on_step": partial(_report_event, report_line),
+                "callbacks": heard,
+                "say": report_line,
+            }
+            end = run_phases(
+                config, plan, sources, **rows, **asked, **reporting, trace=trace, **shared
+            )
+        report_line(f"the last phase ended in {end}")
+        for name, numbers in evaluate_end(
+            config, plan, end, measured, trust_remote_code=trust_remote_code
+        ).items():
+            report_line(
+                f"{name}: loss {numbers['eval_loss']:.4f}, perplexity "
+                f"{numbers['eval_perplexity']:.4g}"
+            )
     return end
 
 
-def date_then(places: Places) -> str | None:
-    """Return the date that the chat template was told when the run began; None: it was told none."""
-    saved = [checkpoint for index in range(len(places.plan.phases)) for checkpoint in places.saved(index)]
+def date_then(paths: PhasePaths) -> str | None:
+    """Return the date that the chat template was told when the run began; None: it was told
+    none.
+    """
+    saved = [
+        checkpoint for index in range(len(paths.plan.phases)) for checkpoint in paths.saved(index)
+    ]
     return settings_then(saved[-1]).get("template_date") if saved else None
 
 
-def _tell(say: Callable[[str], None], row: dict[str, Any]) -> None:
+def _report_event(report: Callable[[str], None], row: dict[str, Any]) -> None:
     """Say what happened at a boundary; the steps between are the callbacks' to show."""
     match row.get("event"):
         case "phase_begin":
-            say(f"phase {row['phase']} begins: {row['trains']}")
+            report(f"phase {row['phase']} begins: {row['trains']}")
         case "phase_end":
-            loss = "" if row["final_eval_loss"] is None else f", loss on held-out rows {row['final_eval_loss']:.4f}"
-            dead = "" if (why := row.get("dead")) is None else f"; it may have learnt nothing: {why}"
-            say(f"phase {row['phase']} has ended after step {row['step']}{loss}{dead}")
+            loss = (
+                ""
+                if row["final_eval_loss"] is None
+                else f", loss on held-out rows {row['final_eval_loss']:.4f}"
+            )
+            dead = (
+                "" if (why := row.get("dead")) is None else f"; it may have learnt nothing: {why}"
+            )
+            report(f"phase {row['phase']} has ended after step {row['step']}{loss}{dead}")

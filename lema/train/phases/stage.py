@@ -1,4 +1,6 @@
-"""One phase of a run: its settings, its rows, what trains in it, its checkpoints, and the model that it leaves."""
+"""One phase of a run: its settings, its rows, what trains in it, its checkpoints, and the model
+that it leaves.
+"""
 
 import shutil
 from collections.abc import Callable, Mapping
@@ -22,7 +24,7 @@ from lema.engine.optim import follow
 from lema.errors import AdapterError, ConfigError, DiskError
 from lema.model.skeleton import find_layers, find_towers, is_in
 from lema.plan.machine import Memory
-from lema.plan.planner import settled
+from lema.plan.planner import fitted_planner
 from lema.plan.trainable_bytes import trained_bytes
 from lema.storage.atomic import commit, replacing
 from lema.storage.diskspace import disk_errors
@@ -37,8 +39,8 @@ from lema.train.health.signs import is_sound
 from lema.train.loop import Drawn, Pending
 from lema.train.metrics import NO_SUMS
 from lema.train.model import LemaModel
+from lema.train.phases.paths import PhasePaths
 from lema.train.phases.phase import Phase
-from lema.train.phases.places import Places
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.selection import layer_selection
 from lema.train.steps import Steps
@@ -47,9 +49,12 @@ from lema.train.trainer import LemaTrainer
 __all__ = ["PhaseRun", "chosen_by", "copy_adapter", "mixture_of", "settings_of_phase", "trainer_of"]
 
 
-def trainer_of(model: LemaModel, phase: Phase, device_memory: Memory = None) -> LemaTrainer | FullTraining:
-    """Return what takes the steps of a phase on an opened model, which has no adapters yet. Weights that train have
-    `device_memory` for their limit, as the plan of the phases has it, and as many rows are computed at once as fit."""
+def trainer_of(
+    model: LemaModel, phase: Phase, device_memory: Memory = None
+) -> LemaTrainer | FullTraining:
+    """Return what takes the steps of a phase on an opened model, which has no adapters yet. Weights
+    that train have `device_memory` for their limit, as the plan of the phases has it, and as many
+    rows are computed at once as fit."""
     if phase.trains == "lora":
         model.initialize_lora()
         return model.get_trainer()
@@ -59,7 +64,9 @@ def trainer_of(model: LemaModel, phase: Phase, device_memory: Memory = None) -> 
     opened = model.opened
     trained = trained_bytes(model.skeleton, opened.blueprint.layers, chosen)
     blueprint = replace(opened.blueprint, trained=trained, adapter_bytes=trained.on_device)
-    planner = settled(replace(opened, blueprint=blueprint, device_memory=device_memory), trains=True)
+    planner = fitted_planner(
+        replace(opened, blueprint=blueprint, device_memory=device_memory), trains=True
+    )
     model.config = model.config.model_copy(update=planner.chosen)
     add_router_loss(model.adapter, model.config, model.directory, "weights that train themselves")
     return FullTraining(model.adapter, model.config, chosen, model.gbi)
@@ -73,54 +80,66 @@ def copy_adapter(end: Path, out: Path) -> None:
                 shutil.copyfileobj(source, copy)
         carry_rendering(end, out)
     except OSError as error:
-        raise DiskError(f"the adapter cannot be copied: {error.strerror}", where=str(out)) from error
+        raise DiskError(
+            f"the adapter cannot be copied: {error.strerror}", where=str(out)
+        ) from error
 
 
 def chosen_by(phase: Phase, model: PreTrainedModel) -> Callable[[str], bool]:
-    """Return what says of a parameter's name whether it trains in a phase; `ConfigError` where none does."""
+    """Return what says of a parameter's name whether it trains in a phase; `ConfigError` where
+    none does.
+    """
     layers_name, stack = find_layers(model)
     selection = None if phase.layers is None else layer_selection(phase.layers, len(stack))
     embeddings, head = (set(), set()) if selection is None else (_embeddings(model), _head(model))
     named = {"embeddings", "head"} & set(phase.layers or ())
-    found, unmatched, towers = set(), set(phase.trainable or ()), find_towers(model)
+    chosen_names = set()
+    unmatched = set(phase.trainable or ())
+    towers = find_towers(model)
     for name, parameter in model.named_parameters():
         inside = name.startswith(f"{layers_name}.")
         module = name.rpartition(".")[0]
         if is_in(module, towers):
-            wanted = False
+            is_chosen = False
         elif phase.trains == "full":
-            wanted = True
+            is_chosen = True
         elif inside:
             number = int(name.removeprefix(f"{layers_name}.").partition(".")[0])
             within = selection is None or number in selection
-            ends = {end for end in phase.trainable or () if f".{module}".endswith(f".{end}")}
-            unmatched -= ends
-            wanted = within and (phase.trainable is None or bool(ends))
+            matches = {end for end in phase.trainable or () if f".{module}".endswith(f".{end}")}
+            unmatched -= matches
+            is_chosen = within and (phase.trainable is None or bool(matches))
         else:
-            # A tied head is the embeddings' weight, which trains with either, as it does in the whole model.
-            wanted = ("embeddings" in named and id(parameter) in embeddings) or (
+            # A tied head is the embeddings' weight, which trains with either, as it does in the
+            # whole model.
+            is_chosen = ("embeddings" in named and id(parameter) in embeddings) or (
                 "head" in named and (id(parameter) in head or id(parameter) not in embeddings)
             )
-        if wanted:
-            found.add(name)
-    if unmatched and found:
+        if is_chosen:
+            chosen_names.add(name)
+    if unmatched and chosen_names:
         what = f"no module of the layers ends with {min(unmatched)}"
         raise ConfigError(what, where="trainable", how="correct it, or leave it out")
-    if not found:
+    if not chosen_names:
         what = f"no weight of the model is selected by phase {phase.name} trains"
         how = "name the ends of modules' names, such as those that `lema models DIRECTORY` prints"
         raise ConfigError(what, where="trainable" if phase.trainable else "layers", how=how)
-    return found.__contains__
+    return chosen_names.__contains__
 
 
 def tied_note(phase: Phase, model: PreTrainedModel) -> str:
-    """Say that embeddings and head are one weight, where a phase selects one of them by name; empty: they are not."""
+    """Say that embeddings and head are one weight, where a phase selects one of them by name;
+    empty: they are not.
+    """
     named = {"embeddings", "head"} & set(phase.layers or ())
     if len(named) != 1 or not _embeddings(model) & _head(model):
         return ""
     (name,) = named
-    other = "the embeddings" if name == "head" else "the head"
-    return f"phase {phase.name}: {name} trains {other} too, because the model has one weight for both (they are tied)"
+    tied_name = "the embeddings" if name == "head" else "the head"
+    return (
+        f"phase {phase.name}: {name} trains {tied_name} too, because the model has one weight "
+        "for both (they are tied)"
+    )
 
 
 def _head(model: PreTrainedModel) -> set[int]:
@@ -133,14 +152,25 @@ def _embeddings(model: PreTrainedModel) -> set[int]:
         return {id(parameter) for parameter in model.get_input_embeddings().parameters()}
     except NotImplementedError as error:  # of a model whose code does not say
         what = f"the model does not name its embeddings: {error}"
-        raise ConfigError(what, where="layers", how="remove layers, and name modules with `trainable`") from error
+        raise ConfigError(
+            what, where="layers", how="remove layers, and name modules with `trainable`"
+        ) from error
 
 
 def settings_of_phase(config: LemaConfig, plan: PhasePlan, phase: Phase, **more: Any) -> LemaConfig:
-    """Return the settings of a phase: the run's, but for what the plan and the phase say, and for `more`."""
-    rows = {name: getattr(plan, name) for name in ("batch_size", "micro_batch_size", "max_length", "seed")}
-    said = {"gradient_accumulation_steps": 1, "learning_rate": phase.learning_rate, **phase.overrides}
-    settings = {**config.to_dict(), **rows, **said, **of_kind(phase), **more}
+    """Return the settings of a phase: the run's, but for what the plan and the phase say, and
+    for `more`.
+    """
+    rows = {
+        name: getattr(plan, name)
+        for name in ("batch_size", "micro_batch_size", "max_length", "seed")
+    }
+    phase_settings = {
+        "gradient_accumulation_steps": 1,
+        "learning_rate": phase.learning_rate,
+        **phase.overrides,
+    }
+    settings = {**config.to_dict(), **rows, **phase_settings, **of_kind(phase), **more}
     if phase.adapters is None and settings["compute_dtype"] == "auto":
         settings["compute_dtype"] = "weights"  # because they are written to as they are stored
     return LemaConfig(**settings)
@@ -150,34 +180,50 @@ def of_kind(phase: Phase) -> dict[str, Any]:
     """Return the settings that go with what a phase trains."""
     if (lora := phase.adapters) is None:
         # The weights change: they are kept where they can be written to.
-        return {"strategy": MemoryStrategy.RESIDENT, "device_memory": None, "lora_target_modules": None}
+        return {
+            "strategy": MemoryStrategy.RESIDENT,
+            "device_memory": None,
+            "lora_target_modules": None,
+        }
     return lora.adapter_settings()
 
 
 def mixture_of(
-    plan: PhasePlan, index: int, sources: Mapping[str, Source], held_out: Mapping[str, Source] | None = None
+    plan: PhasePlan,
+    index: int,
+    sources: Mapping[str, Source],
+    eval_sources: Mapping[str, Source] | None = None,
 ) -> Mixture:
-    """Return the rows of a phase, `held_out` those to validate on; `ConfigError` where the data sets do not fit it."""
-    options: dict[str, Any] = {"stage": index, "held_out": held_out}
+    """Return the rows of a phase, `eval_sources` those to validate on; `ConfigError` where the
+    data sets do not fit it.
+    """
+    options: dict[str, Any] = {"stage": index, "eval_sources": eval_sources}
     options |= {"fade": plan.fade(index), "starts": plan.starts()[index]}
     return Mixture(plan.phases[index].mixture, sources, plan.seed, plan.max_length, **options)
 
 
 class PhaseRun:
-    """A phase that is being trained; see `lema.train.loop.Stage`. Without `eval_rows` there is no validation."""
+    """A phase that is being trained; see `lema.train.loop.Stage`. Without `eval_rows` there is
+    no validation.
+    """
 
     def __init__(
         self,
-        places: Places,
+        paths: PhasePaths,
         index: int,
         steps: Steps,
         mixture: Mixture,
         eval_rows: int | None = None,
         data: Mapping[str, Any] | None = None,
     ) -> None:
-        self._places, self._index, self._plan = places, index, places.plan
-        self._phase, self._boundary = places.plan.phases[index], places.plan.boundaries()[index]
-        self.steps, self._mixture, self._eval_rows = steps, mixture, eval_rows
+        self._paths = paths
+        self._index = index
+        self._plan = paths.plan
+        self._phase = paths.plan.phases[index]
+        self._boundary = paths.plan.boundaries()[index]
+        self.steps = steps
+        self._mixture = mixture
+        self._eval_rows = eval_rows
         self.evaluates = eval_rows is not None
         self.data = dict(data or {})
         self.trains: str | None = self._phase.trains
@@ -194,17 +240,26 @@ class PhaseRun:
     @cached_property
     def schedule(self) -> LRScheduler:
         """The schedule of the learning rate, at the phase's step when it is first used."""
-        return follow(self.steps.ready(), self._plan.factor(self._index), self._phase.learning_rate, self.done)
+        return follow(
+            self.steps.ready(), self._plan.factor(self._index), self._phase.learning_rate, self.done
+        )
 
     def load(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint of this phase; `AdapterError` where it is damaged, or of another kind of training."""
+        """Go on from a checkpoint of this phase; `AdapterError` where it is damaged, or of
+        another kind of training.
+        """
         about = self.steps.restore(checkpoint)
-        self.done, self.eval_loss, self.best = int(about["step"]), about["eval_loss"], about["best"]
-        self.pending, self.saved = about["left"], self.done
+        self.done = int(about["step"])
+        self.eval_loss = about["eval_loss"]
+        self.best = about["best"]
+        self.pending = about["left"]
+        self.saved = self.done
         self.carried = {"window": about.get("window") or about["unlogged"]}  # its earlier name
         self.carried |= {"whole": about.get("whole", NO_SUMS), "signs": about.get("signs")}
         self.sound = self.done if is_sound(self.carried) else None
-        if checkpoint != self._places.checkpoint(self._index, self.done):  # of another run: this one has one of its own
+        if checkpoint != self._paths.checkpoint(
+            self._index, self.done
+        ):  # of another run: this one has one of its own
             if self.best is not None and self.best["step"] != self.done:
                 self.best = None  # that checkpoint stayed behind
             self.save(None, self.pending)
@@ -212,35 +267,52 @@ class PhaseRun:
             self._note()
 
     def count_on(self, before: Path) -> None:
-        """Go on to count tokens where the phase before has ended, in a checkpoint that the phase may do without."""
+        """Go on to count tokens where the phase before has ended, in a checkpoint that the phase
+        may do without.
+        """
         with suppress(AdapterError):
-            self.carried = {"whole": [*NO_SUMS[:3], read_state(before)["extra"].get("whole", NO_SUMS)[3]]}
+            self.carried = {
+                "whole": [*NO_SUMS[:3], read_state(before)["extra"].get("whole", NO_SUMS)[3]]
+            }
 
     def position(self, done: int) -> Position:
         """Return where the run is after so many steps of the phase."""
-        step, per_step = self._boundary.first_step + done, self._plan.batch_size * self._plan.max_length
+        step = self._boundary.first_step + done
+        per_step = self._plan.batch_size * self._plan.max_length
         tokens = self._boundary.first_token + done * per_step
-        name, where = self._boundary.name, self._places.checkpoint(self._index, done)
-        row = {"phase": name, "stage": self._index, "step": step, "step_in_phase": done, "tokens": tokens}
+        name = self._boundary.name
+        where = self._paths.checkpoint(self._index, done)
+        row = {
+            "phase": name,
+            "stage": self._index,
+            "step": step,
+            "step_in_phase": done,
+            "tokens": tokens,
+        }
         return Position(step, None, row, f"step {done} of phase {name}", where)
 
     def draw(self, step: int) -> Drawn:
         """Return this process's rows of a step of the phase, counted from 0."""
-        count, size, replicas = self._plan.batch_size, self.steps.config.micro_batch_size, self._replicas
+        count = self._plan.batch_size
+        size = self.steps.config.micro_batch_size
+        replicas = self._replicas
         drawn = self._mixture.rows(step * count, count, replicas.rank, replicas.size, size)
         batch = self._mixture.collated(drawn, replicas.size)
-        where = f", rows {', '.join(f'{one.row} of {one.source}' for one in drawn)}"
+        where = f", rows {', '.join(f'{sample.row} of {sample.source}' for sample in drawn)}"
         return Drawn([] if batch is None else split_batch(batch, size), where, {})
 
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss of the rows to validate on."""
         assert self._eval_rows is not None, "there is no validation"
-        size, given = self.steps.config.micro_batch_size, (self._mixture, self._eval_rows, self._replicas)
-        passes = passes_of_mixture(*given, at_once=self._plan.batch_size, micro_batch_size=size)
+        size = self.steps.config.micro_batch_size
+        arguments = (self._mixture, self._eval_rows, self._replicas)
+        passes = passes_of_mixture(*arguments, at_once=self._plan.batch_size, micro_batch_size=size)
         return evaluate(self.steps.model, passes)
 
     def save(self, events: RunEvents | None, pending: Pending | None) -> None:
-        """Write a checkpoint of the step just taken and note it; `events` None: callbacks know nothing yet."""
+        """Write a checkpoint of the step just taken and note it; `events` None: callbacks know
+        nothing yet.
+        """
         base = Path(self.steps.config.model_name_or_path)
         about = {
             "plan": self._plan.numbers(self._index + 1),
@@ -255,27 +327,45 @@ class PhaseRun:
             "best": self.best,
             **(self.carried if events is None else events.carried),
         }
-        directory = self._places.checkpoint(self._index, self.done)
+        directory = self._paths.checkpoint(self._index, self.done)
         self.steps.save_checkpoint(directory, about, [] if events is None else [events.save_state])
         self._note()
 
     def _note(self) -> None:
         keep = self.steps.config.save_total_limit
-        first_alone(self._replicas, partial(self._places.note, self._index, self.done, self.best, keep, self.sound))
+        first_alone(
+            self._replicas,
+            partial(self._paths.note, self._index, self.done, self.best, keep, self.sound),
+        )
 
     def leave_model(self, model: LemaModel) -> None:
-        """Write the start of the next phase: the trained weights, or the base with the adapters. Or `DiskError`."""
-        out, end, phases = self._places.model_of(self._index), self._places.end_of(self._index), self._plan.phases
+        """Write the start of the next phase: the trained weights, or the base with the adapters.
+        Or `DiskError`.
+        """
+        out = self._paths.model_of(self._index)
+        end = self._paths.end_of(self._index)
+        phases = self._plan.phases
         write: Callable[[Path], object]
         if isinstance(self.steps, FullTraining):
-            write = partial(save_delta if self._phase.save == "delta" else save_trained, model, self.steps.places)
+            write = partial(
+                save_delta if self._phase.save == "delta" else save_trained,
+                model,
+                self.steps.master_store,
+            )
         else:
-            rounding = (phases[self._index + 1].rounding if self._index + 1 < len(phases) else None) or "nearest"
-            options: dict[str, Any] = {"seed": model.config.seed, "trust_remote_code": model.trusted}
+            rounding = (
+                phases[self._index + 1].rounding if self._index + 1 < len(phases) else None
+            ) or "nearest"
+            options: dict[str, Any] = {
+                "seed": model.config.seed,
+                "trust_remote_code": model.trusted,
+            }
             write = partial(merge_adapter, end, rounding=rounding, **options)
 
         def written() -> None:
-            for left in out.parent.glob(f"..{out.name}.*.part"):  # of a run that was killed while it wrote a model
+            for left in out.parent.glob(
+                f"..{out.name}.*.part"
+            ):  # of a run that was killed while it wrote a model
                 shutil.rmtree(left, ignore_errors=True)
             with disk_errors(out):
                 commit(out, write)

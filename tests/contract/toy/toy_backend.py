@@ -1,4 +1,6 @@
-"""A backend in fifty lines: a device with slots of its own, which happens to be made of host memory."""
+"""A backend in fifty lines: a device with slots of its own, which happens to be made of host
+memory.
+"""
 
 import mmap
 import os
@@ -12,7 +14,8 @@ from lema.backend import Alone, Downloaded, MemoryStats, SingleProcess, SlotLayo
 
 class ToySlots:
     def __init__(self, nbytes, count):
-        self.slots, self.free = torch.empty(count, nbytes, dtype=torch.uint8), set(range(count))
+        self.slots = torch.empty(count, nbytes, dtype=torch.uint8)
+        self.free = set(range(count))
 
     def upload(self, source, layout=None):
         slot = self.free.pop()
@@ -32,8 +35,12 @@ class ToyUpload:
 
 
 class ToyBackend:
-    name, device, parallel, replicas = "toy", torch.device("cpu"), SingleProcess(), Alone()
-    rng_state, set_rng_state = staticmethod(torch.get_rng_state), staticmethod(torch.set_rng_state)
+    name = "toy"
+    device = torch.device("cpu")
+    parallel = SingleProcess()
+    replicas = Alone()
+    rng_state = staticmethod(torch.get_rng_state)
+    set_rng_state = staticmethod(torch.set_rng_state)
     device_slots = staticmethod(ToySlots)
     end_step = synchronize = close = staticmethod(lambda: None)
 
@@ -42,7 +49,9 @@ class ToyBackend:
 
     def host_buffer(self, nbytes, memory=None):
         return (
-            memory if memory is not None else torch.frombuffer(mmap.mmap(-1, nbytes or 1), dtype=torch.uint8)[:nbytes]
+            memory
+            if memory is not None
+            else torch.frombuffer(mmap.mmap(-1, nbytes or 1), dtype=torch.uint8)[:nbytes]
         )
 
     def download(self, source, target):

@@ -1,7 +1,8 @@
-"""A device that is not the CPU, made on the CPU: `device.cpp`, compiled once, and its module for torch.
+"""A device that is not the CPU, made on the CPU: `device.cpp`, compiled once, and its module for
+torch.
 
-`install` makes torch know the device `second` for the rest of the process, where it then is torch's accelerator. So
-tests that use it run in processes of their own: those marked `seconddevice`.
+`install` makes torch know the device `second` for the rest of the process, where it then is torch's
+accelerator. So tests that use it run in processes of their own: those marked `seconddevice`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from types import ModuleType
 from typing import Any
 
 NAME = "second"
-# Of the backend that LEMA finds by `device: second`, for this process; for others it goes to PYTHONPATH, with the
-# folder above this one.
+# Of the backend that LEMA finds by `device: second`, for this process; for others it goes to
+# PYTHONPATH, with the folder above this one.
 INSTALLED = Path(__file__).with_name("installed")
 SOURCE = Path(__file__).with_name("device.cpp")
 BUILD = Path(__file__).parents[3] / "build" / "seconddevice"  # which git ignores
@@ -33,8 +34,8 @@ class NoCompiler(RuntimeError):
 
 
 def build() -> Path:
-    """Return the compiled extension, for this torch and source; compile it if it is not there, which takes half a
-    minute. Several processes may call this at once.
+    """Return the compiled extension, for this torch and source; compile it if it is not there,
+    which takes half a minute. Several processes may call this at once.
 
     Raises:
         NoCompiler: there is no compiler.
@@ -55,7 +56,17 @@ def build() -> Path:
         if not library.exists():
             home = Path(torch.__file__).parent
             unfinished = library.with_suffix(f".{os.getpid()}")
-            command = [compiler, "-std=c++20", "-O1", "-fPIC", "-shared", "-w", str(SOURCE), "-o", str(unfinished)]
+            command = [
+                compiler,
+                "-std=c++20",
+                "-O1",
+                "-fPIC",
+                "-shared",
+                "-w",
+                str(SOURCE),
+                "-o",
+                str(unfinished),
+            ]
             command += [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
             command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
             command += [f"-L{home / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
@@ -67,8 +78,8 @@ def build() -> Path:
 
 
 def built_or_skipped() -> Path:
-    """Return the compiled extension, for a test. Where nothing compiles it the test is skipped, but not in continuous
-    integration."""
+    """Return the compiled extension, for a test. Where nothing compiles it the test is skipped, but
+    not in continuous integration."""
     import pytest
 
     try:
@@ -91,7 +102,9 @@ def install() -> SecondDevice:
     torch.utils.rename_privateuse1_backend(NAME)
     second.begin()
     torch._register_device_module(NAME, _module(second))
-    torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
+    torch.utils.generate_methods_for_privateuse1_backend(
+        for_tensor=True, for_module=True, for_storage=True
+    )
     return second
 
 
@@ -131,7 +144,9 @@ class SecondDevice:
 
     @property
     def host_waits(self) -> int:
-        """How often the host waited for the device, in copies and in kernels whose results it needs."""
+        """How often the host waited for the device, in copies and in kernels whose results it
+        needs.
+        """
         return int(self._library.second_host_waits())
 
     @property
@@ -149,13 +164,18 @@ class SecondDevice:
         self._library.second_register(ctypes.c_size_t(address), ctypes.c_size_t(nbytes))
 
     def unregister(self, address: int) -> None:
-        """Unlock it. A copy that is still under way with it is told as an error by the next kernel."""
+        """Unlock it. A copy that is still under way with it is told as an error by the next
+        kernel.
+        """
         self._library.second_unregister(ctypes.c_size_t(address))
 
     def waits(self) -> dict[str, int]:
         """Return how often the host waited, by what for."""
         text = self._library.second_waits().decode()
-        return {name: int(count) for name, count in (entry.split("=") for entry in text.split(";") if entry)}
+        return {
+            name: int(count)
+            for name, count in (entry.split("=") for entry in text.split(";") if entry)
+        }
 
     def forget_waits(self) -> None:
         """Count from zero."""
@@ -177,8 +197,9 @@ class SecondDevice:
 
     @contextmanager
     def course(self, seed: int | None = None, *, order_checked: bool = True) -> Iterator[None]:
-        """Let streams run when chance will have it, by `seed`; None: as late as can be, as outside of this context.
-        Where the order is not checked, work that does not wait for what it depends on takes wrong numbers."""
+        """Let streams run when chance will have it, by `seed`; None: as late as can be, as outside
+        of this context. Where the order is not checked, work that does not wait for what it depends
+        on takes wrong numbers."""
         self._library.second_set_course(ctypes.c_long(-1 if seed is None else seed))
         self._library.second_check_order(order_checked)
         try:
@@ -222,7 +243,8 @@ def _module(second: SecondDevice) -> ModuleType:
     module.synchronize = lambda device=None: torch.accelerator.synchronize()
     module.current_stream = lambda device=None: torch.accelerator.current_stream()
     module.cudart = lambda: _Runtime(second)
-    module.Stream, module.Event = torch.Stream, torch.Event
+    module.Stream = torch.Stream
+    module.Event = torch.Event
     module.memory_allocated = lambda device=None: second.used
     module.max_memory_allocated = lambda device=None: second.peak
     module.reset_peak_memory_stats = lambda device=None: second.reset_peak()

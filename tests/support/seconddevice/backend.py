@@ -1,4 +1,6 @@
-"""The backend of `device: second`: that of every accelerator which torch knows, with nothing of its own."""
+"""The backend of `device: second`: that of every accelerator which torch knows, with nothing of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ class SecondBackend(AcceleratorBackend):
     proven: ClassVar = {seconddevice.NAME: "a device of the tests, computed by the CPU"}
 
     def __init__(
-        self, device: str = seconddevice.NAME, options: BackendOptions | None = None, *, unified: bool | None = None
+        self,
+        device: str = seconddevice.NAME,
+        options: BackendOptions | None = None,
+        *,
+        unified: bool | None = None,
     ) -> None:
         seconddevice.install()
         super().__init__(device, options, unified=unified)

@@ -1,4 +1,6 @@
-"""Random courses of uploads, downloads and gatherings on the second device's streams, and whether a byte was wrong."""
+"""Random courses of uploads, downloads and gatherings on the second device's streams, and
+whether a byte was wrong.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ class Course:
     """One course.
 
     Args:
-        code: `Copies`, `Slots`, `CopyDown`, `QueuedReplicas` and `queues`, which makes the queues of a device.
+        code: `Copies`, `Slots`, `CopyDown`, `QueuedReplicas` and `queues`, which makes the queues
+            of a device.
         seed: of what is done.
     """
 
@@ -123,7 +126,9 @@ class Course:
     def make_ring(self) -> None:
         if len(self.rings) < 3:
             count = self.chance.choice((1, 1, 2, 3))
-            pieces = [torch.empty(NBYTES, dtype=torch.uint8, device=self.device) for _ in range(count)]
+            pieces = [
+                torch.empty(NBYTES, dtype=torch.uint8, device=self.device) for _ in range(count)
+            ]
             self.rings.append(Ring(self.code.Slots(self.copies, pieces), deque(range(count))))
 
     def drop_ring(self) -> None:
@@ -154,7 +159,9 @@ class Course:
             self.read(entry.upload.wait(), entry.value, "a slot on lease")
 
     def lease_again(self) -> None:
-        if entry := self.pick([entry for entry in self.held if entry.released and not entry.refilled]):
+        if entry := self.pick(
+            [entry for entry in self.held if entry.released and not entry.refilled]
+        ):
             memory = entry.upload.wait()
             entry.released = False
             entry.ring.free.remove(entry.place)
@@ -185,9 +192,12 @@ class Course:
 
     def download(self) -> None:
         value = self.fresh()
-        source, target = self.on_device(value), self.on_host()
+        source = self.on_device(value)
+        target = self.on_host()
         download = self.code.CopyDown(self.copies, source, target)
-        self.downloads.append((download, source if self.chance.random() < 0.5 else None, target, value))
+        self.downloads.append(
+            (download, source if self.chance.random() < 0.5 else None, target, value)
+        )
         if self.chance.random() < 0.5:
             self.brought.append((target, value))
 
@@ -210,7 +220,9 @@ class Course:
             whole = self.on_device()
             self.read(whole, GARBAGE, "memory before it is gathered to")
             gathering = self.replicas.gather(entry.upload, whole)
-            self.gatherings.append((gathering, whole if self.chance.random() < 0.7 else None, entry.value))
+            self.gatherings.append(
+                (gathering, whole if self.chance.random() < 0.7 else None, entry.value)
+            )
             self.after_release(entry)
 
     def end_gather(self) -> None:
@@ -227,19 +239,22 @@ class Faulty:
 
     Args:
         queue: the true one.
-        fault: `"waits for nothing"`; `"happens early"`: its events come before the last work; `"another stream"`: its
-            work is queued on another one than it says.
+        fault: `"waits for nothing"`; `"happens early"`: its events come before the last work;
+            `"another stream"`: its work is queued on another one than it says.
         other: that stream.
     """
 
     def __init__(self, queue: Any, fault: str, other: Any) -> None:
-        self._queue, self._fault, self._other = queue, fault, other
+        self._queue = queue
+        self._fault = fault
+        self._other = other
         self._early = queue.record()
 
     def record(self) -> Any:
         if self._fault != "happens early":
             return self._queue.record()
-        before, self._early = self._early, self._queue.record()
+        before = self._early
+        self._early = self._queue.record()
         return before
 
     def wait(self, event: Any) -> None:

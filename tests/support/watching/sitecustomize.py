@@ -1,6 +1,8 @@
-"""Python imports this in every process that a test starts: what LEMA reads through pickle there ends it with 97.
+"""Python imports this in every process that a test starts: what LEMA reads through pickle there
+ends it with 97.
 
-Where OTHER_SYSTEM is set, what is not on every system is hidden from LEMA (`tests/support/othersystem.py`).
+Where OTHER_SYSTEM is set, what is not on every system is hidden from LEMA
+(`tests/support/othersystem.py`).
 """
 
 import atexit
@@ -14,7 +16,9 @@ UNPICKLED = 97
 
 
 def _supporting(name: str) -> Any:
-    """Import a file of `tests/support`, whatever the path is, under the name that tests know it by."""
+    """Import a file of `tests/support`, whatever the path is, under the name that tests know it
+    by.
+    """
     spec = spec_from_file_location(name, Path(__file__).parents[1] / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = module_from_spec(spec)

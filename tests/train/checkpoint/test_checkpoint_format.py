@@ -47,8 +47,17 @@ def model(llama: Path, tmp_path: Path) -> Iterator[LemaModel]:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_json_and_safetensors_with_all_that_a_run_goes_on_from(llama: Path, tmp_path: Path) -> None:
-    config = settings(llama, tmp_path / "out", max_steps=5, save_steps=5, batch_size=2, gradient_accumulation_steps=2)
+def test_a_checkpoint_is_json_and_safetensors_with_all_that_a_run_goes_on_from(
+    llama: Path, tmp_path: Path
+) -> None:
+    config = settings(
+        llama,
+        tmp_path / "out",
+        max_steps=5,
+        save_steps=5,
+        batch_size=2,
+        gradient_accumulation_steps=2,
+    )
     before = os.umask(0o022)
     try:
         run_fit(config, token_rows(6))
@@ -59,14 +68,22 @@ def test_a_checkpoint_is_json_and_safetensors_with_all_that_a_run_goes_on_from(l
     assert {path.name for path in directory.iterdir()} == FILES
     assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {0o644}
     assert directory.stat().st_mode & 0o777 == 0o755
-    state = {path.name: json.loads(path.read_text()) for path in directory.glob("*.json")}["state.json"]
+    state = {path.name: json.loads(path.read_text()) for path in directory.glob("*.json")}[
+        "state.json"
+    ]
     assert state["kind"] == "adapters" and state["global_step"] == 5
     # Ten batches of three to an epoch.
-    assert state["extra"]["position"] == {"epoch": 3, "batch": 1} and state["extra"]["data"]["rows"] == 6
+    assert (
+        state["extra"]["position"] == {"epoch": 3, "batch": 1}
+        and state["extra"]["data"]["rows"] == 6
+    )
     assert state["schedule"]["last_epoch"] == 5 and "scaler" in state
     assert state["generators"].keys() == {"python", "numpy", "torch", "device", "kind"}
     versions = {name: version(name) for name in ("torch", "transformers", "peft", "safetensors")}
-    assert state["versions"] == versions | {"lema": version("lema-lora"), "python": platform.python_version()}
+    assert state["versions"] == versions | {
+        "lema": version("lema-lora"),
+        "python": platform.python_version(),
+    }
     saved = json.loads((directory / "lema_config.json").read_text())
     assert saved == config.to_dict()
     assert state["config"] == hashlib.sha256(json.dumps(saved, sort_keys=True).encode()).hexdigest()
@@ -90,22 +107,36 @@ def test_without_fit_there_is_a_trainer_state_too(model: LemaModel, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["adapter", "moment"])
-def test_nothing_that_is_not_finite_is_ever_saved(model: LemaModel, where: str, tmp_path: Path) -> None:
+def test_nothing_that_is_not_finite_is_ever_saved(
+    model: LemaModel, where: str, tmp_path: Path
+) -> None:
     trainer = model.get_trainer()
     trainer.train_step(batch(1))
     trainer.save_checkpoint(tmp_path / "saved")
     before = {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
-    named = [(name, one) for name, one in trainer._adapters().named_parameters() if one.requires_grad]
+    named = [
+        (name, one) for name, one in trainer._adapters().named_parameters() if one.requires_grad
+    ]
     number = next(number for number, (name, _) in enumerate(named) if ".7." in name)
     name, parameter = named[number]
-    spoilt = parameter.detach() if where == "adapter" else trainer.ready().state[parameter]["exp_avg_sq"]
-    said = name.replace(".default", "") if where == "adapter" else f"the optimizer's {number}.exp_avg_sq"
+    spoilt = (
+        parameter.detach() if where == "adapter" else trainer.ready().state[parameter]["exp_avg_sq"]
+    )
+    said = (
+        name.replace(".default", "")
+        if where == "adapter"
+        else f"the optimizer's {number}.exp_avg_sq"
+    )
     for value in ("nan", "inf", "-inf"):
         spoilt.view(-1)[3] = float(value)
         for directory in ("saved", "new"):
-            with pytest.raises(NonFiniteError, match=r"1 of its [\d,]+ numbers are NaN or infinite") as caught:
+            with pytest.raises(
+                NonFiniteError, match=r"1 of its [\d,]+ numbers are NaN or infinite"
+            ) as caught:
                 trainer.save_checkpoint(tmp_path / directory)
-            assert caught.value.what.startswith(f"{said} is not saved") and caught.value.exit_code == 5
+            assert (
+                caught.value.what.startswith(f"{said} is not saved") and caught.value.exit_code == 5
+            )
         if where == "adapter":
             with pytest.raises(NonFiniteError):
                 model.save_pretrained(tmp_path / "last")
@@ -142,7 +173,8 @@ def one_less(tensors: dict[str, Any]) -> None:
 def test_what_is_on_disk_is_compared_with_memory_before_the_checkpoint_gets_its_name(
     file: str, model: LemaModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checked, spoils = savedtensors.check_written, [wrong_value, wrong_shape, wrong_type, another_name, one_less]
+    checked = savedtensors.check_written
+    spoils = [wrong_value, wrong_shape, wrong_type, another_name, one_less]
 
     def written(path: Path, *expected: Any) -> None:
         if path.name == file:
@@ -164,7 +196,9 @@ def test_what_is_on_disk_is_compared_with_memory_before_the_checkpoint_gets_its_
 def test_an_adapter_that_would_be_saved_empty_is_found(
     model: LemaModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where processes hold parts of it, and none the whole: PEFT's own list of what to save has nothing in it."""
+    """As where processes hold parts of it, and none the whole: PEFT's own list of what to save
+    has nothing in it.
+    """
     monkeypatch.setattr("lema.lora.files.saved_tensors", lambda *_: {})
     monkeypatch.setattr("peft.peft_model.get_peft_model_state_dict", lambda *_, **__: {})
     with pytest.raises(DiskError, match=r"0 numbers are in it, and [\d,]+ train"):
@@ -176,7 +210,9 @@ def test_old_checkpoints_go_only_when_the_new_one_has_been_read_back(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def damaged(directory: Path) -> None:
-        raise AdapterError("a file has changed: its SHA-256 differs", where=str(directory / "state.json"))
+        raise AdapterError(
+            "a file has changed: its SHA-256 differs", where=str(directory / "state.json")
+        )
 
     with opened(settings(llama, tmp_path / "out", save_steps=1, save_total_limit=2)) as model:
         trainer = model.get_trainer()
@@ -185,11 +221,17 @@ def test_old_checkpoints_go_only_when_the_new_one_has_been_read_back(
         with monkeypatch.context() as patch, pytest.raises(DiskError, match="returns other bytes"):
             patch.setattr(commits, "check_manifest", damaged)
             trainer.train_step(batch(2))
-        assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-1", "checkpoint-2"]
+        assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+            "checkpoint-1",
+            "checkpoint-2",
+        ]
         for one in checkpoints(Path(trainer.config.output_dir)):
             check_manifest(one)
         save_step(trainer)
-        assert [path.name for path in checkpoints(Path(trainer.config.output_dir))] == ["checkpoint-2", "checkpoint-3"]
+        assert [path.name for path in checkpoints(Path(trainer.config.output_dir))] == [
+            "checkpoint-2",
+            "checkpoint-3",
+        ]
 
 
 @pytest.mark.slow
@@ -203,7 +245,9 @@ def test_a_checkpoint_of_the_same_name_is_replaced(model: LemaModel, tmp_path: P
     assert trainer.load_checkpoint(tmp_path / "saved") == {"which": 2}
 
 
-def test_a_run_sweeps_what_killed_ones_have_left_and_puts_back_what_was_aside(llama: Path, tmp_path: Path) -> None:
+def test_a_run_sweeps_what_killed_ones_have_left_and_puts_back_what_was_aside(
+    llama: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     config = settings(llama, out, save_steps=1, max_steps=2)
     ended, _ = run_fit(config, token_rows(8))
@@ -213,5 +257,8 @@ def test_a_run_sweeps_what_killed_ones_have_left_and_puts_back_what_was_aside(ll
     result, _ = run_fit(config, token_rows(8), resume=True)
     # The run had come to its end: what was aside is its last checkpoint.
     assert result["train_loss"] == ended["train_loss"]
-    assert sorted(path.name for path in out.iterdir() if path.is_dir()) == ["checkpoint-1", "checkpoint-2"]
+    assert sorted(path.name for path in out.iterdir() if path.is_dir()) == [
+        "checkpoint-1",
+        "checkpoint-2",
+    ]
     assert (out / "checkpoint-2" / MANIFEST).is_file()

@@ -1,4 +1,6 @@
-"""The newest checkpoint that is whole is gone on from; of the others it is said, file by file, why they are not."""
+"""The newest checkpoint that is whole is gone on from; of the others it is said, file by file,
+why they are not.
+"""
 
 import json
 import logging
@@ -17,7 +19,8 @@ from lema.errors import AdapterError
 from lema.storage.manifest import MANIFEST, write_manifest
 from lema.train.checkpoint.resume import CLASSES, as_begun, changed_settings, newest_sound
 
-ADAPTER, OPTIMIZER = "adapter_model.safetensors", "optimizer.safetensors"
+ADAPTER = "adapter_model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
 
 
 def written(directory: Path, step: int) -> Path:
@@ -26,7 +29,14 @@ def written(directory: Path, step: int) -> Path:
     place.mkdir(parents=True)
     for name in (ADAPTER, OPTIMIZER):
         save_file({"values": torch.full((4,), float(step))}, place / name)
-    state = {"global_step": step, "schedule": None, "scaler": {}, "generators": {}, "extra": {}, "optimizer": {}}
+    state = {
+        "global_step": step,
+        "schedule": None,
+        "scaler": {},
+        "generators": {},
+        "extra": {},
+        "optimizer": {},
+    }
     (place / "state.json").write_text(json.dumps(state))
     (place / "adapter_config.json").write_text("{}")
     (place / "lema_config.json").write_text("{}")
@@ -76,7 +86,9 @@ def test_a_damaged_one_is_passed_over_and_said(
     said: list[str] = []
     assert newest_sound(found, said.append) == found[1]
     assert len(said) == 1 and str(found[-1] / name) in said[0] and "passed over" in said[0]
-    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [(logging.WARNING, said[0])]
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
+        (logging.WARNING, said[0])
+    ]
     assert {path: path.read_bytes() for path in found[-1].iterdir()} == before
 
 
@@ -88,7 +100,9 @@ def test_a_file_of_another_checkpoint_is_none_of_this_one(found: list[Path], nam
     assert name in said[0]
 
 
-def test_a_whole_checkpoint_under_the_name_of_another_step_is_passed_over(found: list[Path]) -> None:
+def test_a_whole_checkpoint_under_the_name_of_another_step_is_passed_over(
+    found: list[Path],
+) -> None:
     stale(found[-1] / ADAPTER)
     said: list[str] = []
     assert newest_sound(found, said.append) == found[1]
@@ -129,7 +143,9 @@ def test_where_none_is_sound_each_is_listed_with_its_fault(found: list[Path]) ->
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_for_the_weights_alone_one_without_its_optimizer_will_do(found: list[Path], damage: str) -> None:
+def test_for_the_weights_alone_one_without_its_optimizer_will_do(
+    found: list[Path], damage: str
+) -> None:
     DAMAGES[damage](found[-1] / OPTIMIZER)
     said: list[str] = []
     assert newest_sound(found, said.append, weights_only=True) == found[-1]
@@ -150,7 +166,7 @@ def test_what_differs_is_told_by_its_class_and_what_is_missing_counts_as_the_sam
     now = LemaConfig("moved", learning_rate=0.2, seed=2, save_steps=6).to_dict()
     told = {change: [str(one) for one in changed_settings(then, now, change)] for change in Change}
     assert told[Change.REFUSED] == ["seed: 1 -> 2"]
-    assert told[Change.SAID] == ["learning_rate: 0.1 -> 0.2"]
+    assert told[Change.REPORTED] == ["learning_rate: 0.1 -> 0.2"]
     assert told[Change.SILENT] == ["model_name_or_path: 'model' -> 'moved'", "save_steps: 5 -> 6"]
     assert told[Change.DATA] == told[Change.ADAPTER] == []
     del then["seed"]
@@ -158,8 +174,12 @@ def test_what_differs_is_told_by_its_class_and_what_is_missing_counts_as_the_sam
 
 
 def test_going_on_says_no_more_of_the_settings_than_was_said(tmp_path: Path) -> None:
-    """A run that goes on has a card like that of the run that was not stopped, which lists what was given."""
+    """A run that goes on has a card like that of the run that was not stopped, which lists what
+    was given.
+    """
     config = LemaConfig(str(tmp_path / "model"), device="cpu")
-    (tmp_path / CONFIG_NAME).write_text(json.dumps({"micro_batch_size": None, "loss_chunk_tokens": 64}))
+    (tmp_path / CONFIG_NAME).write_text(
+        json.dumps({"micro_batch_size": None, "loss_chunk_tokens": 64})
+    )
     given = {*config.model_fields_set, "loss_chunk_tokens"}
     assert as_begun(config, tmp_path).model_fields_set == given

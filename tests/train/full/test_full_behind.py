@@ -1,4 +1,6 @@
-"""Behind the backward of the next layer the one before is stepped: what is held meanwhile, waited for, and refused."""
+"""Behind the backward of the next layer the one before is stepped: what is held meanwhile,
+waited for, and refused.
+"""
 
 import threading
 from collections.abc import Callable
@@ -18,19 +20,26 @@ from transformers import AutoModelForCausalLM
 from lema.errors import NonFiniteError
 from lema_cpu import CpuBackend
 
-PATIENCE = 20  # seconds that a thread waits for another before the test fails; nothing waits so long that works
+# seconds that a thread waits for another before the test fails; nothing waits so long that works
+PATIENCE = 20
 
 
 def layer_of(name: str) -> int:
     return int(name.split(".")[2])
 
 
-def test_a_layer_is_stepped_while_the_next_one_goes_back(checkpoint_of: Callable[..., Checkpoint]) -> None:
-    """Each step but the lowest layer's waits until the backward below it has begun: in one thread, for ever."""
+def test_a_layer_is_stepped_while_the_next_one_goes_back(
+    checkpoint_of: Callable[..., Checkpoint],
+) -> None:
+    """Each step but the lowest layer's waits until the backward below it has begun: in one
+    thread, for ever.
+    """
     checkpoint = checkpoint_of("llama")
     with opened(checkpoint) as (model, training):
         begun = [threading.Event() for _ in range(NUM_LAYERS)]
-        engine, step, order = model.adapter.engine, training._step_layer, []
+        engine = model.adapter.engine
+        step = training._step_layer
+        order = []
         leased = engine.leased
 
         def note(layer: int, way: Any) -> Any:
@@ -44,7 +53,8 @@ def test_a_layer_is_stepped_while_the_next_one_goes_back(checkpoint_of: Callable
             order.append(layer)
             step(layer, gradients)
 
-        engine.leased, training._step_layer = note, wait
+        engine.leased = note
+        training._step_layer = wait
         training.accumulate(micro_batches(2))
         assert order == list(reversed(range(NUM_LAYERS)))
         found = {name: master.detach().clone() for name, master in training.masters.items()}
@@ -53,8 +63,13 @@ def test_a_layer_is_stepped_while_the_next_one_goes_back(checkpoint_of: Callable
     assert not [name for name, weight in expected.items() if not torch.equal(found[name], weight)]
 
 
-def test_gradients_of_two_layers_exist_at_a_time_without_clipping(checkpoint_of: Callable[..., Checkpoint]) -> None:
-    with opened(checkpoint_of("llama"), lambda name: ".layers." in name, CpuBackend()) as (model, training):
+def test_gradients_of_two_layers_exist_at_a_time_without_clipping(
+    checkpoint_of: Callable[..., Checkpoint],
+) -> None:
+    with opened(checkpoint_of("llama"), lambda name: ".layers." in name, CpuBackend()) as (
+        model,
+        training,
+    ):
         formed: dict[int, list[StorageWeakRef]] = {}
         most: list[int] = []
         done = training._done
@@ -75,7 +90,8 @@ def test_a_lease_of_a_layer_that_is_being_stepped_waits_until_it_has_been(
 ) -> None:
     for backend in (CpuBackend(), CpuBackend(poison=True), LateDevice(None)):
         with opened(checkpoint_of("llama"), backend=backend) as (model, training):
-            stream, top = model.memory, NUM_LAYERS - 1
+            stream = model.memory
+            top = NUM_LAYERS - 1
             stored = next(iter(stream.stored(top).values()))
             with stream.lease(top):
                 pass
@@ -93,9 +109,12 @@ def test_a_lease_of_a_layer_that_is_being_stepped_waits_until_it_has_been(
                 assert bool((next(iter(lease.weights.values())) == 7.0).all())
 
 
-def test_what_fails_in_the_thread_is_raised_by_the_step(checkpoint_of: Callable[..., Checkpoint]) -> None:
+def test_what_fails_in_the_thread_is_raised_by_the_step(
+    checkpoint_of: Callable[..., Checkpoint],
+) -> None:
     with opened(checkpoint_of("llama")) as (_, training):
-        step, failing = training._step_layer, [0, 5]
+        step = training._step_layer
+        failing = [0, 5]
 
         def fail(layer: int, gradients: Weights) -> None:
             if layer in failing:
@@ -116,7 +135,9 @@ def test_what_fails_in_the_thread_is_raised_by_the_step(checkpoint_of: Callable[
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("clipped", [None, 0.5])
-def test_the_norm_of_a_step_is_known(clipped: float | None, checkpoint_of: Callable[..., Checkpoint]) -> None:
+def test_the_norm_of_a_step_is_known(
+    clipped: float | None, checkpoint_of: Callable[..., Checkpoint]
+) -> None:
     checkpoint = checkpoint_of("llama")
     model = AutoModelForCausalLM.from_pretrained(checkpoint.published).train()
     model.config.use_cache = False
@@ -146,12 +167,18 @@ def test_a_gradient_that_is_not_finite_is_refused_before_its_layer_is_stepped(
         trained._done = spoilt
         with pytest.raises(NonFiniteError, match=rf"gradient of model\.layers\.{bad}\.") as raised:
             training.accumulate(micro_batches(2))
-        changed = {name for name, master in training.masters.items() if not torch.equal(master, before[name])}
+        changed = {
+            name
+            for name, master in training.masters.items()
+            if not torch.equal(master, before[name])
+        }
         layers = {layer_of(name) for name in changed}
         if clipped is None:
             assert "the layers above it are already updated" in raised.value.where
             assert "resume from the last checkpoint" in raised.value.how
-            assert layers == set(range(bad + 1, NUM_LAYERS)) and all(".layers." in name for name in changed)
+            assert layers == set(range(bad + 1, NUM_LAYERS)) and all(
+                ".layers." in name for name in changed
+            )
         else:
             assert "no weight was updated" in raised.value.where
             assert not changed
@@ -161,7 +188,9 @@ def test_a_gradient_that_is_not_finite_is_refused_before_its_layer_is_stepped(
         assert training.global_step == 1
 
 
-def test_a_gradient_outside_the_layers_that_is_not_finite_is_refused(checkpoint_of: Callable[..., Checkpoint]) -> None:
+def test_a_gradient_outside_the_layers_that_is_not_finite_is_refused(
+    checkpoint_of: Callable[..., Checkpoint],
+) -> None:
     with opened(checkpoint_of("llama")) as (model, training):
         norm = model.skeleton.get_parameter("model.norm.weight")
         before = {name: master.detach().clone() for name, master in training.masters.items()}
@@ -170,7 +199,9 @@ def test_a_gradient_outside_the_layers_that_is_not_finite_is_refused(checkpoint_
             training.accumulate(micro_batches(2))
         assert "the layers are already updated" in raised.value.where
         outside = [name for name in before if ".layers." not in name]
-        assert outside and all(torch.equal(training.masters[name], before[name]) for name in outside)
+        assert outside and all(
+            torch.equal(training.masters[name], before[name]) for name in outside
+        )
 
 
 def test_ends_alone_may_train(checkpoint_of: Callable[..., Checkpoint]) -> None:

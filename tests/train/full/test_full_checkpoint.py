@@ -1,4 +1,6 @@
-"""Checkpoints of weights that train themselves: taken up by another selection, from files, and damaged."""
+"""Checkpoints of weights that train themselves: taken up by another selection, from files, and
+damaged.
+"""
 
 import json
 from collections.abc import Callable
@@ -20,7 +22,9 @@ def test_moments_are_carried_to_another_selection_by_name(
         for _ in range(2):
             training.accumulate(micro_batches(2))
         training.save_checkpoint(tmp_path / "there", {"phase": 1})
-        before = {name: training.optimizer.state[master] for name, master in training.masters.items()}
+        before = {
+            name: training.optimizer.state[master] for name, master in training.masters.items()
+        }
 
     def wider(name: str) -> bool:
         return "norm" in name or (".11." in name and "proj" in name)
@@ -34,13 +38,17 @@ def test_moments_are_carried_to_another_selection_by_name(
             assert torch.equal(master, masters[name]), "masters are what the phase began with"
             state = training.optimizer.state[master]
             for key, tensor in state.items():
-                assert torch.equal(tensor, before[name][key] if name in both else torch.zeros_like(tensor)), key
+                assert torch.equal(
+                    tensor, before[name][key] if name in both else torch.zeros_like(tensor)
+                ), key
             assert (float(state["step"]), bool(state["exp_avg"].any())) == (
                 (2.0, True) if name in both else (0.0, False)
             )
         assert training.global_step == 0
         training.accumulate(micro_batches(2))
-        assert {float(training.optimizer.state[one]["step"]) for one in training.masters.values()} == {1.0, 3.0}
+        assert {
+            float(training.optimizer.state[one]["step"]) for one in training.masters.values()
+        } == {1.0, 3.0}
 
 
 def test_moments_of_a_shape_that_is_another_are_not_carried(
@@ -66,34 +74,49 @@ def test_a_run_with_masters_in_a_file_goes_on_from_one_without(
         training.accumulate(micro_batches(2))
         training.save_checkpoint(tmp_path / "there")
         expected = training.accumulate(micro_batches(2)).loss
-        anyway, _ = training.places._limits(model.config)
+        anyway, _ = training.master_store._limits(model.config)
         masters = training.masters
     with opened(checkpoint, host_memory=anyway, offload_dir=str(tmp_path)) as (_, resumed):
-        taken = resumed.places.host_bytes, resumed.places.mapped_bytes
-        places = [one.data_ptr() for state in resumed.optimizer.state.values() for one in state.values()]
+        taken = resumed.master_store.host_bytes, resumed.master_store.mapped_bytes
+        places = [
+            one.data_ptr() for state in resumed.optimizer.state.values() for one in state.values()
+        ]
         resumed.restore(tmp_path / "there")
-        assert places == [one.data_ptr() for state in resumed.optimizer.state.values() for one in state.values()]
-        assert resumed.places.mapped and taken == (resumed.places.host_bytes, resumed.places.mapped_bytes)
+        assert places == [
+            one.data_ptr() for state in resumed.optimizer.state.values() for one in state.values()
+        ]
+        assert resumed.master_store.mapped and taken == (
+            resumed.master_store.host_bytes,
+            resumed.master_store.mapped_bytes,
+        )
         assert resumed.accumulate(micro_batches(2)).loss == expected
         assert all(torch.equal(resumed.masters[name], master) for name, master in masters.items())
 
 
-def test_settings_of_the_optimizer_come_back(tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]) -> None:
+def test_settings_of_the_optimizer_come_back(
+    tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]
+) -> None:
     with opened(checkpoint_of("llama"), one_in_the_middle) as (_, training):
         training.optimizer.param_groups[0]["lr"] = 0.125
         training.save_checkpoint(tmp_path / "there")
         training.optimizer.param_groups[0]["lr"] = 0.5
         groups = training.optimizer.param_groups
         training.restore(tmp_path / "there")
-        assert training.optimizer.param_groups is groups, "a schedule that holds them would set nothing any more"
+        assert training.optimizer.param_groups is groups, (
+            "a schedule that holds them would set nothing any more"
+        )
         assert groups[0]["lr"] == 0.125
 
 
-def test_a_damaged_checkpoint_is_refused(tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]) -> None:
+def test_a_damaged_checkpoint_is_refused(
+    tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]
+) -> None:
     with opened(checkpoint_of("llama")) as (_, training):
         training.save_checkpoint(tmp_path / "there")
         files = sorted((tmp_path / "there").glob("full-*.safetensors"))
-        assert len(files) == 1 + len({name.split(".")[2] for name in training.masters if ".layers." in name})
+        assert len(files) == 1 + len(
+            {name.split(".")[2] for name in training.masters if ".layers." in name}
+        )
         whole = files[0].read_bytes()
         files[0].write_bytes(whole[: len(whole) // 2])
         for read in (training.restore, training.carry_moments):

@@ -24,19 +24,27 @@ STEPS = 5
 def whole(
     checkpoint: Checkpoint, config: LemaConfig, chosen: Callable[[str], bool], count: int
 ) -> tuple[list[Tensor], Weights, Weights]:
-    """Train masters in fp32 of a model in bfloat16; return the losses, the masters and the weights."""
+    """Train masters in fp32 of a model in bfloat16; return the losses, the masters and the
+    weights.
+    """
     model = AutoModelForCausalLM.from_pretrained(checkpoint.published, dtype=torch.bfloat16)
     model.config.use_cache = False
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(chosen(name))
-    weights = {name: parameter for name, parameter in model.train().named_parameters() if parameter.requires_grad}
+    weights = {
+        name: parameter
+        for name, parameter in model.train().named_parameters()
+        if parameter.requires_grad
+    }
     masters = {name: nn.Parameter(weight.detach().float()) for name, weight in weights.items()}
-    optimizer, losses = make_optimizer(masters.values(), config, model, masters), []
+    optimizer = make_optimizer(masters.values(), config, model, masters)
+    losses = []
     for _ in range(STEPS):
         losses.append(accumulate(model, micro_batches(count), autocast=torch.bfloat16).detach())
         for name, weight in weights.items():
             assert weight.grad is not None and weight.grad.dtype == torch.bfloat16
-            masters[name].grad, weight.grad = weight.grad.float(), None
+            masters[name].grad = weight.grad.float()
+            weight.grad = None
         if config.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(masters.values(), config.max_grad_norm)
         optimizer.step()
@@ -65,7 +73,9 @@ def test_steps_are_those_of_a_whole_model_with_masters_in_fp32(
     checkpoint_of: Callable[..., Checkpoint],
 ) -> None:
     checkpoint = checkpoint_of("llama", False, 0.0, "bfloat16")
-    config = config_of(checkpoint, max_grad_norm=clipped, gradient_checkpointing=True, learning_rate=1e-3)
+    config = config_of(
+        checkpoint, max_grad_norm=clipped, gradient_checkpointing=True, learning_rate=1e-3
+    )
     losses, masters, weights = whole(checkpoint, config, selection, count)
     model = LemaModel(config, backend=backend())
     try:
@@ -77,21 +87,25 @@ def test_steps_are_those_of_a_whole_model_with_masters_in_fp32(
         for name, master in masters.items():
             assert training.masters[name].dtype == torch.float32
             assert torch.equal(training.masters[name], master), name
-            assert torch.equal(training.places.weights[name], weights[name]), name
+            assert torch.equal(training.master_store.weights[name], weights[name]), name
     finally:
         model.close()
 
 
-def test_a_step_too_small_for_the_weights_is_kept_by_the_masters(checkpoint_of: Callable[..., Checkpoint]) -> None:
+def test_a_step_too_small_for_the_weights_is_kept_by_the_masters(
+    checkpoint_of: Callable[..., Checkpoint],
+) -> None:
     checkpoint = checkpoint_of("llama", False, 0.0, "bfloat16")
     config = config_of(checkpoint, learning_rate=1e-5)
     model = LemaModel(config, backend=CpuBackend(poison=True))
     training = FullTraining(model.adapter, config)
     before = {name: master.detach().clone() for name, master in training.masters.items()}
-    rounded = {name: training.places.weights[name].clone() for name in before}
+    rounded = {name: training.master_store.weights[name].clone() for name in before}
     training.accumulate(micro_batches(2))
     assert all(not torch.equal(master, before[name]) for name, master in training.masters.items())
-    lost = [name for name in before if torch.equal(training.places.weights[name], rounded[name])]
+    lost = [
+        name for name in before if torch.equal(training.master_store.weights[name], rounded[name])
+    ]
     assert lost, "the step was large enough for bfloat16: nothing is shown here"
     model.close()
 

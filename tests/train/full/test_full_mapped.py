@@ -1,4 +1,6 @@
-"""Masters and moments that host memory does not hold lie in a file, and the training is the same, bit for bit."""
+"""Masters and moments that host memory does not hold lie in a file, and the training is the
+same, bit for bit.
+"""
 
 import gc
 from collections.abc import Callable
@@ -22,12 +24,17 @@ STEPS = 3
 
 
 def mapped_here(directory: Path) -> list[str]:
-    """Files under a directory that are mapped into this process's memory, with a name or without."""
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(directory) in line]
+    """Files under a directory that are mapped into this process's memory, with a name or
+    without.
+    """
+    return [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if str(directory) in line
+    ]
 
 
 def trained(training: FullTraining) -> tuple[list[Tensor], Weights, list[float | None]]:
-    losses, norms = [], []
+    losses = []
+    norms = []
     for _ in range(STEPS):
         losses.append(torch.tensor(training.accumulate(micro_batches(2)).loss))
         norms.append(training.grad_norm)
@@ -72,17 +79,24 @@ def test_a_file_holds_what_the_limit_does_not(
     checkpoint = checkpoint_of("llama", False, 0.0, dtype)
     settings = {"max_grad_norm": clipped, "learning_rate": 1e-3, "offload_dir": str(tmp_path)}
     with opened(checkpoint, selection, backend(), **settings) as (model, training):
-        assert training.places.mapped_bytes == 0 and not training.places.mapped
+        assert training.master_store.mapped_bytes == 0 and not training.master_store.mapped
         expected = trained(training)
         kind = getattr(torch, dtype)
-        layers = {layer: trainable_bytes([("", count, kind)]) for layer, count in counts(training).items()}
+        layers = {
+            layer: trainable_bytes([("", count, kind)]) for layer, count in counts(training).items()
+        }
         whole = {layer: one.movable(clipped=clipped is not None) for layer, one in layers.items()}
         in_layers = sum(one.nbytes + whole[layer] for layer, one in layers.items())
-        outside = training.places.host_bytes - in_layers
-        assert 0 <= outside <= 12 * sum(m.numel() for n, m in training.masters.items() if ".layers." not in n)
-        anyway, _ = training.places._limits(model.config)
+        outside = training.master_store.host_bytes - in_layers
+        assert (
+            0
+            <= outside
+            <= 12 * sum(m.numel() for n, m in training.masters.items() if ".layers." not in n)
+        )
+        anyway, _ = training.master_store._limits(model.config)
     order = sorted(whole)
-    stay, go = order[len(order) // 2 :], order[: len(order) // 2]
+    stay = order[len(order) // 2 :]
+    go = order[: len(order) // 2]
     limit = anyway + sum(whole[layer] for layer in stay)
 
     taken: list[int] = []
@@ -92,35 +106,51 @@ def test_a_file_holds_what_the_limit_does_not(
         return anonymous(nbytes)
 
     monkeypatch.setattr(lema.train.full.masters, "anonymous", counted)
-    with opened(checkpoint, selection, backend(), host_memory=limit, **settings) as (model, training):
-        assert training.places.mapped == set(go)
-        assert training.places.mapped_bytes == sum(whole[layer] for layer in go)
-        assert training.places.host_bytes == in_layers + outside - training.places.mapped_bytes
+    with opened(checkpoint, selection, backend(), host_memory=limit, **settings) as (
+        model,
+        training,
+    ):
+        assert training.master_store.mapped == set(go)
+        assert training.master_store.mapped_bytes == sum(whole[layer] for layer in go)
+        assert (
+            training.master_store.host_bytes
+            == in_layers + outside - training.master_store.mapped_bytes
+        )
         streams = sum(model.memory.layers[layer].nbytes for layer in model.memory.host_cached)
         assert sum(taken) + streams <= limit
-        before = training.places.host_bytes, training.places.mapped_bytes, list(taken)
+        before = training.master_store.host_bytes, training.master_store.mapped_bytes, list(taken)
         assert mapped_here(tmp_path) and not list(tmp_path.iterdir()), "the file has a name"
         found = trained(training)
-        assert before == (training.places.host_bytes, training.places.mapped_bytes, taken), "a step took more"
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found[0], expected[0], strict=True))
+        assert before == (
+            training.master_store.host_bytes,
+            training.master_store.mapped_bytes,
+            taken,
+        ), "a step took more"
+        assert all(
+            torch.equal(mine, theirs) for mine, theirs in zip(found[0], expected[0], strict=True)
+        )
         assert found[1].keys() == expected[1].keys() and found[2] == expected[2]
-        assert not [name for name, one in found[1].items() if not torch.equal(one, expected[1][name])]
+        assert not [
+            name for name, one in found[1].items() if not torch.equal(one, expected[1][name])
+        ]
     del model, training
     gc.collect()
     assert not mapped_here(tmp_path)
 
 
-def test_a_limit_that_does_not_hold_what_streams_is_refused(checkpoint_of: Callable[..., Checkpoint]) -> None:
+def test_a_limit_that_does_not_hold_what_streams_is_refused(
+    checkpoint_of: Callable[..., Checkpoint],
+) -> None:
     checkpoint = checkpoint_of("llama", False, 0.0, "bfloat16")
     with opened(checkpoint) as (model, training):
         streams = sum(model.memory.layers[layer].nbytes for layer in model.memory.host_cached)
-        anyway, _ = training.places._limits(model.config)
+        anyway, _ = training.master_store._limits(model.config)
     assert streams < anyway
     refused = pytest.raises(MemoryLimitError, match=f"needs {anyway:,} bytes of host memory")
     with refused, opened(checkpoint, host_memory=anyway - 1):
         pass
     with opened(checkpoint, host_memory=anyway) as (_, training):
-        assert training.places.mapped == set(range(NUM_LAYERS))
+        assert training.master_store.mapped == set(range(NUM_LAYERS))
 
 
 def test_free_space_is_looked_at_first(
@@ -128,7 +158,7 @@ def test_free_space_is_looked_at_first(
 ) -> None:
     checkpoint = checkpoint_of("llama", False, 0.0, "bfloat16")
     with opened(checkpoint) as (model, training):
-        anyway, _ = training.places._limits(model.config)
+        anyway, _ = training.master_store._limits(model.config)
 
     def full(self: object, nbytes: int) -> None:
         raise DiskError(f"{nbytes:,} bytes are needed", where=str(tmp_path))
@@ -141,13 +171,16 @@ def test_free_space_is_looked_at_first(
 
 @pytest.mark.parametrize("free", [10_000, None])
 def test_without_a_limit_it_is_what_is_free(
-    free: int | None, tmp_path: Path, checkpoint_of: Callable[..., Checkpoint], monkeypatch: pytest.MonkeyPatch
+    free: int | None,
+    tmp_path: Path,
+    checkpoint_of: Callable[..., Checkpoint],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lema.train.full.masters, "memory_left", lambda: free)
     checkpoint = checkpoint_of("llama", False, 0.0, "bfloat16")
     if free is None:
         with opened(checkpoint) as (_, training):
-            assert not training.places.mapped
+            assert not training.master_store.mapped
     else:
         with pytest.raises(MemoryLimitError), opened(checkpoint, offload_dir=str(tmp_path)):
             pass

@@ -1,4 +1,6 @@
-"""Several processes train the weights of one model as one does: masters are alike in all, to the last bit."""
+"""Several processes train the weights of one model as one does: masters are alike in all, to the
+last bit.
+"""
 
 import json
 from collections.abc import Callable
@@ -88,10 +90,14 @@ model.close()
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_does(tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]) -> None:
+def test_two_processes_train_as_one_does(
+    tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]
+) -> None:
     checkpoint = checkpoint_of("llama", False)
     # A small epsilon makes a step of the sign of every gradient: roundings of those near zero grow.
-    config = config_of(checkpoint, output_dir=str(tmp_path), adam_epsilon=1e-2, gradient_checkpointing=True)
+    config = config_of(
+        checkpoint, output_dir=str(tmp_path), adam_epsilon=1e-2, gradient_checkpointing=True
+    )
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     settings = {key: value for key, value in config.to_dict().items() if key != "max_grad_norm"}
@@ -99,7 +105,9 @@ def test_two_processes_train_as_one_does(tmp_path: Path, checkpoint_of: Callable
     assert done.returncode == 0, done.stdout + done.stderr[-9000:]
     for chosen, clipped in ((everything, None), (one_in_the_middle, 0.5)):
         there = tmp_path / chosen.__name__
-        found, losses, norms = torch.load(there / "found"), [], []
+        found = torch.load(there / "found")
+        losses = []
+        norms = []
         with opened(checkpoint, chosen, max_grad_norm=clipped, adam_epsilon=1e-2) as (_, training):
             for _ in range(4):
                 losses.append(training.accumulate(micro_batches(4)).loss)
@@ -109,6 +117,11 @@ def test_two_processes_train_as_one_does(tmp_path: Path, checkpoint_of: Callable
             assert found["masters"].keys() == training.masters.keys()
             for name, master in training.masters.items():
                 expected = master.detach()
-                assert float((found["masters"][name] - expected).norm()) <= 1e-5 * float(expected.norm()), name
-        assert {path.name for path in (there / "checkpoint").iterdir()} >= {"state.json", "optimizer.safetensors"}
+                assert float((found["masters"][name] - expected).norm()) <= 1e-5 * float(
+                    expected.norm()
+                ), name
+        assert {path.name for path in (there / "checkpoint").iterdir()} >= {
+            "state.json",
+            "optimizer.safetensors",
+        }
         assert not [path for path in there.iterdir() if path.name.endswith((".part", ".old"))]

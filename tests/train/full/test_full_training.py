@@ -1,4 +1,6 @@
-"""A model whose own weights train while they stream is, step after step, the model that trains in memory."""
+"""A model whose own weights train while they stream is, step after step, the model that trains
+in memory.
+"""
 
 import json
 from collections.abc import Callable
@@ -54,11 +56,16 @@ def test_ten_steps_are_bitwise_those_in_memory(
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 @pytest.mark.parametrize("clipped", [None, 0.5])
 def test_any_subset_may_train(
-    name: str, selection: Callable[[str], bool], clipped: float | None, checkpoint_of: Callable[..., Checkpoint]
+    name: str,
+    selection: Callable[[str], bool],
+    clipped: float | None,
+    checkpoint_of: Callable[..., Checkpoint],
 ) -> None:
     checkpoint = checkpoint_of(name)
     config = config_of(checkpoint, max_grad_norm=clipped)
-    assert_same(streamed(config, selection, 2, steps=4), whole(checkpoint, config, selection, 2, steps=4))
+    assert_same(
+        streamed(config, selection, 2, steps=4), whole(checkpoint, config, selection, 2, steps=4)
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -69,7 +76,9 @@ def test_a_head_that_is_selected_trains_what_is_tied_to_it(
     """As in a plain loop over the whole model, of which the same module was told to train."""
     checkpoint = checkpoint_of("llama", tied)
     config = config_of(checkpoint, max_grad_norm=0.5)
-    phase = Phase(layers=["last:2", *ends], tokens=1, mixture=[{"name": "x", "rate": 1.0}], learning_rate=1e-3)
+    phase = Phase(
+        layers=["last:2", *ends], tokens=1, mixture=[{"name": "x", "rate": 1.0}], learning_rate=1e-3
+    )
     model = AutoModelForCausalLM.from_pretrained(checkpoint.published).requires_grad_(False)
     for part in model.model.layers[-2:], *([model.lm_head, model.model.norm] * (ends == ["head"])):
         part.requires_grad_(True)
@@ -92,7 +101,9 @@ def test_what_was_written_is_what_the_next_lease_has_on_every_device(
 ) -> None:
     checkpoint = checkpoint_of("llama")
     for clipped in (None, 0.5):
-        config = config_of(checkpoint, max_grad_norm=clipped, gradient_checkpointing=True, prefetch_depth=4)
+        config = config_of(
+            checkpoint, max_grad_norm=clipped, gradient_checkpointing=True, prefetch_depth=4
+        )
         expected = whole(checkpoint, config, everything, 2, steps=4)
         assert_same(streamed(config, everything, 2, backend(), steps=4), expected)
 
@@ -104,7 +115,9 @@ def test_a_run_that_was_resumed_is_the_run_that_was_not(
     clipped: float | None, dtype: str, tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]
 ) -> None:
     checkpoint = checkpoint_of("llama", False, 0.1, dtype)
-    config = config_of(checkpoint, max_grad_norm=clipped, gradient_checkpointing=True, learning_rate=1e-3)
+    config = config_of(
+        checkpoint, max_grad_norm=clipped, gradient_checkpointing=True, learning_rate=1e-3
+    )
 
     def opened() -> tuple[LemaModel, FullTraining]:
         model = LemaModel(config, backend=CpuBackend(poison=True))
@@ -123,11 +136,15 @@ def test_a_run_that_was_resumed_is_the_run_that_was_not(
     assert resumed.global_step == 2
     found = [resumed.accumulate(micro_batches(2)).loss for _ in range(2)]
     assert found == expected
-    assert all(torch.equal(resumed.masters[name], master) for name, master in training.masters.items())
+    assert all(
+        torch.equal(resumed.masters[name], master) for name, master in training.masters.items()
+    )
     again.close()
 
 
-def test_checkpoints_of_something_else_are_refused(tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]) -> None:
+def test_checkpoints_of_something_else_are_refused(
+    tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]
+) -> None:
     config = config_of(checkpoint_of("llama"))
     model = LemaModel(config)
     FullTraining(model.adapter, config, one_in_the_middle).save_checkpoint(tmp_path / "part")
@@ -153,12 +170,15 @@ def test_what_is_saved_is_the_model_that_was_trained(
     training = FullTraining(model.adapter, config, one_in_the_middle if tied else everything)
     for _ in range(2):
         training.accumulate(micro_batches(2))
-    out = save_trained(model, training.places, tmp_path / "out", max_shard_size=200_000)
+    out = save_trained(model, training.master_store, tmp_path / "out", max_shard_size=200_000)
     with pytest.raises(ConfigError, match="the directory is not empty"):
-        save_trained(model, training.places, out)
+        save_trained(model, training.master_store, out)
     model.close()
     assert len(list(out.glob("*.safetensors"))) > 1 and not list(tmp_path.glob(".*"))
-    saved, base = (AutoModelForCausalLM.from_pretrained(place).state_dict() for place in (out, checkpoint.published))
+    saved, base = (
+        AutoModelForCausalLM.from_pretrained(place).state_dict()
+        for place in (out, checkpoint.published)
+    )
     assert saved.keys() == base.keys()
     for key, weight in saved.items():
         expected = training.masters[key].detach() if key in training.masters else base[key]
@@ -193,7 +213,9 @@ def test_quantised_weights_do_not_train(tmp_path: Path) -> None:
     model.close()
 
 
-def test_layers_that_are_read_from_disk_do_not_train(checkpoint_of: Callable[..., Checkpoint]) -> None:
+def test_layers_that_are_read_from_disk_do_not_train(
+    checkpoint_of: Callable[..., Checkpoint],
+) -> None:
     config = config_of(checkpoint_of("llama"), strategy="streaming")
     model = LemaModel(config)
     with pytest.raises(ConfigError, match="not kept in host memory"):
@@ -203,7 +225,9 @@ def test_layers_that_are_read_from_disk_do_not_train(checkpoint_of: Callable[...
     model.close()
 
 
-def test_layers_that_processes_hold_together_do_not_train(checkpoint_of: Callable[..., Checkpoint]) -> None:
+def test_layers_that_processes_hold_together_do_not_train(
+    checkpoint_of: Callable[..., Checkpoint],
+) -> None:
     with closing(LemaModel(config_of(checkpoint_of("llama")))) as model:
         model.adapter.backend._parallel = SimpleNamespace(size=2)  # type: ignore[attr-defined]
         with pytest.raises(ConfigError, match="hold together"):

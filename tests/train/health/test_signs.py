@@ -13,13 +13,16 @@ from lema.train.steps import StepResult
 GUESS = math.log(32_000)
 
 
-def seen(steps: Iterable[dict[str, Any]], vocabulary: int | None = 32_000, **settings: Any) -> tuple[list[str], Signs]:
+def seen(
+    steps: Iterable[dict[str, Any]], vocabulary: int | None = 32_000, **settings: Any
+) -> tuple[list[str], Signs]:
     """Return what is told of steps, with the number of each, and the signs after the last."""
-    signs, told = Signs(LemaConfig("m", **settings), vocabulary), []
+    signs = Signs(LemaConfig("m", **settings), vocabulary)
+    told = []
     for number, step in enumerate(steps, 1):
         about = {"loss": 2.0, "trained_tokens": 50, "tokens": 60, "grad_norm": 0.3} | step
         rate = about.pop("rate", 1e-4)
-        told += [f"{sign.kind} at {number}" for sign in signs.look(StepResult(**about), rate)]
+        told += [f"{sign.kind} at {number}" for sign in signs.observe(StepResult(**about), rate)]
     return told, signs
 
 
@@ -46,7 +49,9 @@ def test_a_dead_run_is_told_once_and_is_dead_after_twenty_steps(
 
 
 def test_a_loss_that_hard_rows_may_have_is_told_and_ends_nothing() -> None:
-    found, signs = seen([*[{"loss": 2.0}] * 4, *[{"loss": 7.5}] * 40])  # beyond halfway from 2.0 to that of a guess
+    found, signs = seen(
+        [*[{"loss": 2.0}] * 4, *[{"loss": 7.5}] * 40]
+    )  # beyond halfway from 2.0 to that of a guess
     assert found == ["rising at 7"]
     assert signs.steps == 0
     assert signs.verdict is not None and "7.5" in signs.verdict
@@ -68,14 +73,19 @@ def test_a_norm_that_cuts_gradients_to_nothing_is_odd() -> None:
         ([{"loss": math.log(2)}] * 40, None, {}),
         ([{"loss": 0.5}] * 40, 32_000, {"objective": "kto"}),
         # A hinge is 0 where all pairs are in order.
-        ([{"loss": 1.0}, *[{"loss": 0.0, "grad_norm": 0.0}] * 40], 32_000, {"objective": "dpo", "loss_type": "hinge"}),
+        (
+            [{"loss": 1.0}, *[{"loss": 0.0, "grad_norm": 0.0}] * 40],
+            32_000,
+            {"objective": "dpo", "loss_type": "hinge"},
+        ),
         # A warm-up begins at 0, and a schedule may end there.
         ([{"rate": 0.0}, *[{"rate": 1e-5}] * 20, {"rate": 0.0}], 32_000, {"warmup_steps": 10}),
         # A batch in which nothing is to be learnt.
         ([{"loss": 0.0, "grad_norm": 0.0, "trained_tokens": 0}] * 40, 32_000, {}),
         # Passes that accumulate have no norm.
         ([{"grad_norm": None}] * 40, 32_000, {}),
-        # A model with random weights begins a little above ln of its vocabulary, and comes down slowly.
+        # A model with random weights begins a little above ln of its vocabulary, and comes down
+        # slowly.
         ([{"loss": GUESS + 0.006 - step * 2e-3} for step in range(60)], 32_000, {}),
         ([{"loss": math.log(300) * (1 + 0.1 * (-1) ** step)} for step in range(60)], 300, {}),
         # Single batches of few tokens that are surprising, up to two in succession.
@@ -115,7 +125,7 @@ def test_a_run_that_goes_on_counts_on() -> None:
     _, before = seen([{}, *[{"grad_norm": 0.0, "loss": 9.0}] * 12])
     found, after = seen([], learning_rate=1e-3)
     after.go_on(before.state)
-    told = [sign.kind for sign in after.look(StepResult(9.0, 50, 60, 0.0), 1e-4)]
+    told = [sign.kind for sign in after.observe(StepResult(9.0, 50, 60, 0.0), 1e-4)]
     assert (found, told, after.steps) == ([], ["gradient", "rising"], 13)  # the first loss was 2
     after.go_on(None)  # of an earlier version
     assert after.steps == 0

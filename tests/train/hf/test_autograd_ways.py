@@ -1,4 +1,6 @@
-"""Ways to differentiate a streamed model: `torch.autograd.grad`, a graph that is kept, some inputs alone."""
+"""Ways to differentiate a streamed model: `torch.autograd.grad`, a graph that is kept, some
+inputs alone.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ WAYS: list[dict[str, Any]] = [
 
 
 def lora(**options: Any) -> LoraConfig:
-    return LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM", **options)
+    return LoraConfig(
+        r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM", **options
+    )
 
 
 def whole(checkpoint: Checkpoint, **options: Any) -> Any:
@@ -40,7 +44,9 @@ def whole(checkpoint: Checkpoint, **options: Any) -> Any:
 
 
 def streamed(checkpoint: Checkpoint, adapter: dict[str, Any] | None = None, **options: Any) -> Any:
-    return lema.streamed(checkpoint.streamed, lora(**(adapter or {})), device="cpu", seed=1, **options).train()
+    return lema.streamed(
+        checkpoint.streamed, lora(**(adapter or {})), device="cpu", seed=1, **options
+    ).train()
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -54,7 +60,9 @@ def loss_of(model: Any, ids: Tensor = IDS) -> Tensor:
 
 def asked(model: Any, loss: Tensor, **options: Any) -> Gradients:
     parameters = trained(model)
-    return dict(zip(parameters, torch.autograd.grad(loss, [*parameters.values()], **options), strict=True))
+    return dict(
+        zip(parameters, torch.autograd.grad(loss, [*parameters.values()], **options), strict=True)
+    )
 
 
 def added(model: nn.Module) -> Gradients:
@@ -65,7 +73,9 @@ def assert_same(found: Gradients, expected: Gradients) -> None:
     assert found.keys() == expected.keys() and any(one is not None for one in expected.values())
     for name, one in expected.items():
         other = found[name]
-        assert one is other is None or (one is not None and other is not None and torch.equal(one, other)), name
+        assert one is other is None or (
+            one is not None and other is not None and torch.equal(one, other)
+        ), name
 
 
 @pytest.mark.parametrize("settings", WAYS, ids=str)
@@ -73,7 +83,8 @@ def test_gradients_that_are_asked_for_are_returned(
     checkpoint_of: CheckpointOf, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """And `.grad` stays as it was; afterwards a backward adds to it."""
-    checkpoint, outcomes = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    outcomes = []
     for model in (whole(checkpoint), streamed(checkpoint, offload_dir=str(tmp_path), **settings)):
         loss_of(model).backward()
         before = {name: None if one is None else one.clone() for name, one in added(model).items()}
@@ -91,7 +102,8 @@ def test_a_graph_that_is_kept_is_differentiated_again(
     checkpoint_of: CheckpointOf, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """Also when another step has come between."""
-    checkpoint, outcomes = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    outcomes = []
     for model in (whole(checkpoint), streamed(checkpoint, offload_dir=str(tmp_path), **settings)):
         loss = loss_of(model)
         loss.backward(retain_graph=True)
@@ -107,7 +119,8 @@ def test_a_graph_that_is_kept_is_differentiated_again(
 
 def test_a_layer_whose_graph_was_freed_says_so(checkpoint_of: CheckpointOf) -> None:
     """A probe of a hook is differentiated by itself, from its layer downwards."""
-    checkpoint, outcomes = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    outcomes = []
     for model in (whole(checkpoint), streamed(checkpoint)):
         probed = list[Tensor]()
         layer = next(one for name, one in model.named_modules() if name.endswith("layers.2"))
@@ -117,13 +130,19 @@ def test_a_layer_whose_graph_was_freed_says_so(checkpoint_of: CheckpointOf) -> N
             probed[0].sum().backward(retain_graph=kept)
         outcomes.append(added(model))
     assert_same(outcomes[1], outcomes[0])
-    with pytest.raises(ConfigError, match="differentiated again, and it was freed by an earlier backward"):
+    with pytest.raises(
+        ConfigError, match="differentiated again, and it was freed by an earlier backward"
+    ):
         probed[0].sum().backward()
 
 
 def test_micro_batches_are_added_up_one_after_the_other(checkpoint_of: CheckpointOf) -> None:
-    checkpoint, outcomes = checkpoint_of("llama"), []
-    for model, parts in ((whole(checkpoint), IDS.split(2)), (streamed(checkpoint, micro_batch_size=2), [IDS])):
+    checkpoint = checkpoint_of("llama")
+    outcomes = []
+    for model, parts in (
+        (whole(checkpoint), IDS.split(2)),
+        (streamed(checkpoint, micro_batch_size=2), [IDS]),
+    ):
         found: Gradients = dict.fromkeys(trained(model))
         for part in parts:
             logits = model(input_ids=part).logits
@@ -134,9 +153,14 @@ def test_micro_batches_are_added_up_one_after_the_other(checkpoint_of: Checkpoin
     assert_same(outcomes[1], outcomes[0])
 
 
-@pytest.mark.parametrize("adapter", [{"modules_to_save": ["embed_tokens"]}, {"modules_to_save": ["lm_head"]}], ids=str)
-def test_what_trains_around_the_layers_is_asked_for_too(checkpoint_of: CheckpointOf, adapter: dict[str, Any]) -> None:
-    checkpoint, outcomes = checkpoint_of("llama"), []
+@pytest.mark.parametrize(
+    "adapter", [{"modules_to_save": ["embed_tokens"]}, {"modules_to_save": ["lm_head"]}], ids=str
+)
+def test_what_trains_around_the_layers_is_asked_for_too(
+    checkpoint_of: CheckpointOf, adapter: dict[str, Any]
+) -> None:
+    checkpoint = checkpoint_of("llama")
+    outcomes = []
     for model in (whole(checkpoint, **adapter), streamed(checkpoint, adapter)):
         loss = loss_of(model)
         found = asked(model, loss, retain_graph=True)
@@ -149,7 +173,8 @@ def test_what_trains_around_the_layers_is_asked_for_too(checkpoint_of: Checkpoin
 
 def test_some_inputs_alone(checkpoint_of: CheckpointOf) -> None:
     """Of embeddings that are given, and of one adapter; nothing is added to the others' `.grad`."""
-    checkpoint, outcomes = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    outcomes = []
     for model in (whole(checkpoint), streamed(checkpoint)):
         embeds = model.get_input_embeddings()(IDS).detach().requires_grad_()
         (by_embeds,) = torch.autograd.grad(model(inputs_embeds=embeds, labels=IDS).loss, [embeds])
@@ -163,7 +188,8 @@ def test_some_inputs_alone(checkpoint_of: CheckpointOf) -> None:
 
 
 def test_experts_that_are_leased_in_groups(checkpoint_of: CheckpointOf) -> None:
-    checkpoint, outcomes = checkpoint_of("mixtral"), []
+    checkpoint = checkpoint_of("mixtral")
+    outcomes = []
     for options in ({}, {"experts_per_slot": 2}):
         model = streamed(checkpoint, {"target_parameters": ["experts.down_proj"]}, **options)
         loss = loss_of(model)
@@ -186,7 +212,8 @@ def test_gradients_of_gradients_are_refused(checkpoint_of: CheckpointOf) -> None
 
 
 def test_hooks_of_parameters_see_gradients_only(checkpoint_of: CheckpointOf) -> None:
-    model, seen = streamed(checkpoint_of("llama")), list[Any]()
+    model = streamed(checkpoint_of("llama"))
+    seen = list[Any]()
     one = next(iter(trained(model).values()))
     one.register_hook(seen.append)
     loss = loss_of(model)
@@ -196,7 +223,9 @@ def test_hooks_of_parameters_see_gradients_only(checkpoint_of: CheckpointOf) -> 
         asked(model, loss)
 
 
-@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": False}, {"micro_batch_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"gradient_checkpointing": False}, {"micro_batch_size": 2}], ids=str
+)
 def test_adapters_that_changed_after_the_forward_are_seen(
     checkpoint_of: CheckpointOf, settings: dict[str, Any]
 ) -> None:

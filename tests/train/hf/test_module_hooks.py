@@ -1,4 +1,6 @@
-"""Hooks that a user registers on the modules of a streamed model see what they see of the whole model, as often."""
+"""Hooks that a user registers on the modules of a streamed model see what they see of the whole
+model, as often.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def part(model: Any, target: str) -> nn.Module:
     return next(one for name, one in model.named_modules() if name.endswith(target))
 
 
-def step(model: Any, *, before_backward: Callable[[], None] = lambda: None) -> tuple[Tensor, dict[str, Tensor]]:
+def step(
+    model: Any, *, before_backward: Callable[[], None] = lambda: None
+) -> tuple[Tensor, dict[str, Tensor]]:
     out = model(input_ids=IDS, labels=IDS)
     before_backward()
     out.loss.backward()
@@ -52,7 +56,9 @@ def step(model: Any, *, before_backward: Callable[[], None] = lambda: None) -> t
     return out.logits.detach(), found
 
 
-def assert_same(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
+def assert_same(
+    found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]
+) -> None:
     assert torch.equal(found[0], expected[0])
     assert found[1].keys() == expected[1].keys()
     for name, gradient in expected[1].items():
@@ -73,7 +79,8 @@ def test_a_forward_hook_fires_once_and_what_it_returns_counts(
     checkpoint_of: CheckpointOf, target: str, recomputed: bool
 ) -> None:
     """The first forward included, in which a streamed model learns what its layers return."""
-    checkpoint, outcomes = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    outcomes = []
     for model in (whole(checkpoint), streamed(checkpoint, gradient_checkpointing=recomputed)):
         seen: list[Tensor] = []
 
@@ -91,14 +98,20 @@ def test_a_forward_hook_fires_once_and_what_it_returns_counts(
 
 
 @pytest.mark.parametrize("target", LAYERS)
-def test_a_hook_before_the_forward_may_change_what_a_layer_is_given(checkpoint_of: CheckpointOf, target: str) -> None:
-    checkpoint, outcomes = checkpoint_of("llama"), []
+def test_a_hook_before_the_forward_may_change_what_a_layer_is_given(
+    checkpoint_of: CheckpointOf, target: str
+) -> None:
+    checkpoint = checkpoint_of("llama")
+    outcomes = []
     for model in (whole(checkpoint), streamed(checkpoint)):
         seen: list[Any] = []
 
         def change(_: nn.Module, args: Any, kwargs: Any, seen: list[Any] = seen) -> Any:
             seen.append((args[0].detach().clone(), sorted(kwargs)))
-            return (args[0] * 1.5, *args[1:]), {**kwargs, "position_embeddings": kwargs["position_embeddings"][::-1]}
+            return (args[0] * 1.5, *args[1:]), {
+                **kwargs,
+                "position_embeddings": kwargs["position_embeddings"][::-1],
+            }
 
         part(model, target).register_forward_pre_hook(change, with_kwargs=True)
         outcomes.append((step(model), seen))
@@ -110,8 +123,11 @@ def test_a_hook_before_the_forward_may_change_what_a_layer_is_given(checkpoint_o
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("target", LAYERS)
-def test_a_backward_hook_sees_the_gradients_once_and_may_change_them(checkpoint_of: CheckpointOf, target: str) -> None:
-    checkpoint, outcomes = checkpoint_of("llama"), []
+def test_a_backward_hook_sees_the_gradients_once_and_may_change_them(
+    checkpoint_of: CheckpointOf, target: str
+) -> None:
+    checkpoint = checkpoint_of("llama")
+    outcomes = []
     for model in (whole(checkpoint), streamed(checkpoint)):
         seen: list[Any] = []
 
@@ -120,7 +136,9 @@ def test_a_backward_hook_sees_the_gradients_once_and_may_change_them(checkpoint_
             return None if given[0] is None else (given[0] * 0.5, *given[1:])
 
         part(model, target).register_full_backward_hook(change)
-        part(model, target).register_full_backward_pre_hook(lambda _, made: (made[0] * 2, *made[1:]))
+        part(model, target).register_full_backward_pre_hook(
+            lambda _, made: (made[0] * 2, *made[1:])
+        )
         outcomes.append((step(model), seen))
     (expected, true), (found, fired) = outcomes
     assert_same(found, expected)
@@ -130,10 +148,14 @@ def test_a_backward_hook_sees_the_gradients_once_and_may_change_them(checkpoint_
 
 
 def test_what_a_hook_trains_gets_its_gradient(checkpoint_of: CheckpointOf) -> None:
-    """A steering vector that is added to a layer's output, and a loss that is formed of another layer's."""
-    checkpoint, vectors = checkpoint_of("llama"), []
+    """A steering vector that is added to a layer's output, and a loss that is formed of another
+    layer's.
+    """
+    checkpoint = checkpoint_of("llama")
+    vectors = []
     for model in (whole(checkpoint), streamed(checkpoint)):
-        vector, probed = nn.Parameter(torch.full((model.config.hidden_size,), 0.1)), list[Tensor]()
+        vector = nn.Parameter(torch.full((model.config.hidden_size,), 0.1))
+        probed = list[Tensor]()
 
         def steer(_: nn.Module, __: Any, out: Any, vector: Tensor = vector) -> Any:
             return with_first(out, first(out) + vector)
@@ -145,7 +167,9 @@ def test_what_a_hook_trains_gets_its_gradient(checkpoint_of: CheckpointOf) -> No
         part(model, "layers.2").register_forward_hook(probe)
         loss = model(input_ids=IDS, labels=IDS).loss + sum(probed)
         loss.backward()
-        vectors.append((vector.grad, {name: p.grad for name, p in model.named_parameters() if p.requires_grad}))
+        vectors.append(
+            (vector.grad, {name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+        )
     (true, expected), (found, gradients) = vectors
     assert torch.equal(found, true)
     assert all(torch.equal(gradients[name], one) for name, one in expected.items())
@@ -153,7 +177,8 @@ def test_what_a_hook_trains_gets_its_gradient(checkpoint_of: CheckpointOf) -> No
 
 def test_a_hook_inside_a_layer_is_there_in_the_recomputation(checkpoint_of: CheckpointOf) -> None:
     """It may be gone when the backward begins, and another one may have come."""
-    checkpoint, outcomes = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    outcomes = []
     for model in (whole(checkpoint), streamed(checkpoint)):
         mlp = part(model, "layers.2.mlp")
         handle = mlp.register_forward_hook(lambda _, __, out: out * 1.5)
@@ -170,14 +195,21 @@ def test_each_micro_batch_comes_by_once(checkpoint_of: CheckpointOf) -> None:
     fired: dict[str, list[Any]] = {target: [] for target in (*LAYERS, *AROUND)}
     model = streamed(checkpoint_of("llama"), micro_batch_size=2)
     for target, seen in fired.items():
-        part(model, target).register_forward_hook(lambda _, __, out, seen=seen: seen.append(len(first(out))))
+        part(model, target).register_forward_hook(
+            lambda _, __, out, seen=seen: seen.append(len(first(out)))
+        )
     step(model)
     cut = [2, 2]
-    assert fired == {**dict.fromkeys([*LAYERS, "embed_tokens"], cut), "model.norm": [4], "lm_head": [4]}
+    assert fired == {
+        **dict.fromkeys([*LAYERS, "embed_tokens"], cut),
+        "model.norm": [4],
+        "lm_head": [4],
+    }
 
 
 def test_hooks_fire_once_for_every_token(checkpoint_of: CheckpointOf) -> None:
-    checkpoint, outcomes = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    outcomes = []
     for model in (whole(checkpoint), streamed(checkpoint)):
         fired: list[Tensor] = []
 
@@ -209,13 +241,19 @@ def test_hooks_below_all_adapters_train_nothing(checkpoint_of: CheckpointOf) -> 
     adapter = lora(target_modules=["q_proj"], layers_to_transform=[2, 3])
     model = lema.streamed(checkpoint_of("llama").streamed, adapter, device="cpu").train()
     vector = nn.Parameter(torch.zeros(model.config.hidden_size))
-    handle = part(model, "layers.1").register_forward_hook(lambda _, __, out: with_first(out, first(out) + vector))
-    with pytest.raises(ConfigError, match=r"(?s)trains something below the lowest layer.*layers\.1"):
+    handle = part(model, "layers.1").register_forward_hook(
+        lambda _, __, out: with_first(out, first(out) + vector)
+    )
+    with pytest.raises(
+        ConfigError, match=r"(?s)trains something below the lowest layer.*layers\.1"
+    ):
         model(input_ids=IDS)
     with torch.no_grad():
         model(input_ids=IDS)
     handle.remove()
-    part(model, "layers.2").register_forward_hook(lambda _, __, out: with_first(out, first(out) + vector))
+    part(model, "layers.2").register_forward_hook(
+        lambda _, __, out: with_first(out, first(out) + vector)
+    )
     model(input_ids=IDS, labels=IDS).loss.backward()
     assert vector.grad is not None
 
@@ -238,13 +276,15 @@ def test_lemas_own_training_refuses_hooks_of_layers(checkpoint_of: CheckpointOf)
 @pytest.mark.parametrize("rows", [None, 2])
 def test_an_adapter_for_each_row(checkpoint_of: CheckpointOf, rows: int | None) -> None:
     """PEFT tells modules the names by hooks that are gone when the backward begins."""
-    checkpoint, outcomes = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    outcomes = []
     names = ["default", "other", "__base__", "default"]
     for model in (whole(checkpoint), streamed(checkpoint, micro_batch_size=rows)):
         torch.manual_seed(2)
         model.add_adapter("other", lora())
         model.eval()
-        cut = rows is not None and not outcomes  # the whole model takes the micro-batches one by one
+        # the whole model takes the micro-batches one by one
+        cut = rows is not None and not outcomes
         logits = []
         for own in [slice(2), slice(2, 4)] if cut else [slice(4)]:
             out = model(input_ids=IDS[own], adapter_names=names[own])

@@ -1,4 +1,6 @@
-"""An adapter that is added after a forward covers what the first one covers, whatever kind of experts a model has."""
+"""An adapter that is added after a forward covers what the first one covers, whatever kind of
+experts a model has.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ CheckpointOf = Callable[..., Checkpoint]
 
 IDS = torch.randint(3, 60, (2, 6), generator=torch.Generator().manual_seed(5))
 
-# Types with stacked weights that `transformers` does not compute by its `ExpertsInterface`, and one that it does.
+# Types with stacked weights that `transformers` does not compute by its `ExpertsInterface`, and one
+# that it does.
 PARAMETERS = {
     "inkling_text": "down_proj",
     "jetmoe": "input_linear.weight",
@@ -36,7 +39,9 @@ PARAMETERS = {
 def lora(model_type: str) -> LoraConfig:
     modules = ["k_proj", "kv_proj", "o_proj", "kv_a_proj_with_mqa", "wk"]
     parameters = [PARAMETERS[model_type]]
-    return LoraConfig(r=2, target_modules=modules, target_parameters=parameters, task_type="CAUSAL_LM")
+    return LoraConfig(
+        r=2, target_modules=modules, target_parameters=parameters, task_type="CAUSAL_LM"
+    )
 
 
 def covered(model: Any, adapter: str) -> set[str]:
@@ -55,15 +60,20 @@ def logits(model: Any) -> Tensor:
 def test_it_covers_the_experts(model_type: str, tmp_path: Path) -> None:
     """TRL adds its adapter `ref` like this, to one that was trained before."""
     directory = write_model(tiny_config(model_type), tmp_path / "published")
-    model = lema.streamed(directory, lora(model_type), device="cpu", dtype="float32", seed=1).train()
+    model = lema.streamed(
+        directory, lora(model_type), device="cpu", dtype="float32", seed=1
+    ).train()
     names = [name for name, _ in model.named_parameters()]
     model(input_ids=IDS, labels=IDS).loss.backward()
     assert [name for name, _ in model.named_parameters()] == names
     model.add_adapter("ref", model.peft_config["default"])
     assert covered(model, "ref") == covered(model, "default")
-    adapted = [part for part in model.modules() if isinstance(part, ParamWrapper) and "ref" in part.lora_A]
+    adapted = [
+        part for part in model.modules() if isinstance(part, ParamWrapper) and "ref" in part.lora_A
+    ]
     assert len(adapted) >= 2
-    generator, values = torch.Generator().manual_seed(3), {}
+    generator = torch.Generator().manual_seed(3)
+    values = {}
     for name, one in model.named_parameters():
         if ".ref." in name:
             one.data.normal_(std=0.1, generator=generator)
@@ -80,8 +90,11 @@ def test_it_covers_the_experts(model_type: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["linear", "cat", "svd", "ties", "dare_ties", "magnitude_prune"])
 def test_adapters_are_combined_as_peft_combines_them(checkpoint_of: CheckpointOf, way: str) -> None:
-    checkpoint, found = checkpoint_of("llama"), []
-    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    checkpoint = checkpoint_of("llama")
+    found = []
+    config = LoraConfig(
+        r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     for streams in (False, True):
         if streams:
             model: Any = lema.streamed(checkpoint.streamed, config, device="cpu", seed=1)
@@ -93,7 +106,9 @@ def test_adapters_are_combined_as_peft_combines_them(checkpoint_of: CheckpointOf
         model.add_adapter("other", config)
         options = {"density": 0.5} if way in ("ties", "dare_ties", "magnitude_prune") else {}
         torch.manual_seed(3)
-        model.add_weighted_adapter(["default", "other"], [0.5, 0.7], "sum", combination_type=way, **options)
+        model.add_weighted_adapter(
+            ["default", "other"], [0.5, 0.7], "sum", combination_type=way, **options
+        )
         model.set_adapter("sum")
         found.append((logits(model.eval()), torch.rand(1)))
         model.set_adapter("default")

@@ -1,4 +1,6 @@
-"""`lema.streamed` returns a PEFT model: `transformers`' Trainer, with and without the mixin, and what is refused."""
+"""`lema.streamed` returns a PEFT model: `transformers`' Trainer, with and without the mixin, and
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,21 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from libraryversions import recomputation
-from peft import AdaLoraConfig, LoraConfig, PeftModel, PeftModelForSequenceClassification, get_peft_model
+from peft import (
+    AdaLoraConfig,
+    LoraConfig,
+    PeftModel,
+    PeftModelForSequenceClassification,
+    get_peft_model,
+)
 from tiny import NUM_LAYERS, VOCABULARY, Checkpoint
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+)
 
 import lema
 from lema import LemaTrainer, StreamingMixin
@@ -29,7 +42,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:`pin_memory`|.*pin_memory.*:User
 def rows() -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(3)
     drawn = [torch.randint(3, VOCABULARY, (10,), generator=generator) for _ in range(24)]
-    return [{"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)} for ids in drawn]
+    return [
+        {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+        for ids in drawn
+    ]
 
 
 def lora(**options: Any) -> LoraConfig:
@@ -63,7 +79,12 @@ class Streaming(StreamingMixin, Kept):
 
 
 def arguments(directory: Path, **options: Any) -> TrainingArguments:
-    defaults = {"max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "save_strategy": "no"}
+    defaults = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
+    }
     quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_strategy": "no"}
     return TrainingArguments(str(directory), **{**defaults, **quiet, **options})
 
@@ -73,7 +94,11 @@ def trained(
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     trainer = kind(model, arguments(directory, **options), train_dataset=rows())
     trainer.train()
-    found = {name: one.detach().clone() for name, one in trainer.model.named_parameters() if one.requires_grad}
+    found = {
+        name: one.detach().clone()
+        for name, one in trainer.model.named_parameters()
+        if one.requires_grad
+    }
     return trainer.losses, found
 
 
@@ -85,18 +110,22 @@ def assert_equal(
     assert all(torch.equal(one, expected[1][name]) for name, one in found[1].items())
 
 
-def test_a_trainer_that_knows_nothing_of_it_trains_it(checkpoint_of: CheckpointOf, model: Any, tmp_path: Path) -> None:
+def test_a_trainer_that_knows_nothing_of_it_trains_it(
+    checkpoint_of: CheckpointOf, model: Any, tmp_path: Path
+) -> None:
     assert_equal(trained(model, tmp_path), trained(whole(checkpoint_of("llama")), tmp_path))
     assert model.opened.memory.counters.leases == 2 * NUM_LAYERS * STEPS + 1
-    base = [one for name, one in model.named_parameters() if ".layers." in name and "lora_" not in name]
+    base = [
+        one for name, one in model.named_parameters() if ".layers." in name and "lora_" not in name
+    ]
     assert all(one.is_meta for one in base) and base
 
 
-def test_the_mixin_takes_an_optimizer_step_through_each_layer_once(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
-    checkpoint, options = (
-        checkpoint_of("llama"),
-        {"gradient_accumulation_steps": 3, "num_train_epochs": 1, "max_steps": -1},
-    )
+def test_the_mixin_takes_an_optimizer_step_through_each_layer_once(
+    checkpoint_of: CheckpointOf, tmp_path: Path
+) -> None:
+    checkpoint = checkpoint_of("llama")
+    options = {"gradient_accumulation_steps": 3, "num_train_epochs": 1, "max_steps": -1}
     options["per_device_train_batch_size"] = 3  # eight batches: the last step has two
     expected = trained(whole(checkpoint), tmp_path, **options)
     made: list[Any] = []
@@ -111,18 +140,30 @@ def test_the_mixin_takes_an_optimizer_step_through_each_layer_once(checkpoint_of
     made[0].close()
 
 
-def test_autocast_of_a_trainer_is_followed(checkpoint_of: CheckpointOf, model: Any, tmp_path: Path) -> None:
+def test_autocast_of_a_trainer_is_followed(
+    checkpoint_of: CheckpointOf, model: Any, tmp_path: Path
+) -> None:
     options = {"bf16": True, recomputation(): True}
-    assert_equal(trained(model, tmp_path, **options), trained(whole(checkpoint_of("llama")), tmp_path, **options))
+    assert_equal(
+        trained(model, tmp_path, **options),
+        trained(whole(checkpoint_of("llama")), tmp_path, **options),
+    )
 
 
-def test_evaluation_and_resumption_are_the_trainer_s_own(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
+def test_evaluation_and_resumption_are_the_trainer_s_own(
+    checkpoint_of: CheckpointOf, tmp_path: Path
+) -> None:
     options = {"save_strategy": "steps", "save_steps": 2}
-    checkpoint, found = checkpoint_of("llama"), []
+    checkpoint = checkpoint_of("llama")
+    found = []
     for name in ("once", "resumed"):
         model = lema.streamed(checkpoint.streamed, lora(), device="cpu")
-        trainer = Kept(model, arguments(tmp_path, **options), train_dataset=rows(), eval_dataset=rows()[:5])
-        trainer.train(resume_from_checkpoint=None if name == "once" else str(tmp_path / "checkpoint-2"))
+        trainer = Kept(
+            model, arguments(tmp_path, **options), train_dataset=rows(), eval_dataset=rows()[:5]
+        )
+        trainer.train(
+            resume_from_checkpoint=None if name == "once" else str(tmp_path / "checkpoint-2")
+        )
         found.append((trainer.losses[-2:], trainer.evaluate()["eval_loss"]))
         model.close()
     assert found[0] == found[1]
@@ -157,14 +198,18 @@ def test_recomputation_is_switched_as_a_model_s_is(model: Any) -> None:
             before = model.opened.adapter.arena.memory_bytes
             model(**batch).loss.backward()
             assert (model.opened.adapter.arena.memory_bytes == before) is (kept or bool(before))
-            gradients.append({name: one.grad for name, one in model.named_parameters() if one.requires_grad})
+            gradients.append(
+                {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
+            )
             model.zero_grad()
     assert not any(layer.gradient_checkpointing for layer in model.opened.split.layers)
     for other in gradients[1:]:
         assert all(torch.equal(one, gradients[0][name]) for name, one in other.items())
 
 
-def test_a_model_is_one_to_everybody(checkpoint_of: CheckpointOf, model: Any, tmp_path: Path) -> None:
+def test_a_model_is_one_to_everybody(
+    checkpoint_of: CheckpointOf, model: Any, tmp_path: Path
+) -> None:
     reference = whole(checkpoint_of("llama"))
     assert isinstance(model, PeftModel)
     assert model.num_parameters() == reference.num_parameters()
@@ -191,16 +236,22 @@ def test_a_model_is_one_to_everybody(checkpoint_of: CheckpointOf, model: Any, tm
     ],
     ids=str,
 )
-def test_a_second_adapter_begins_as_peft_s(checkpoint_of: CheckpointOf, options: dict[str, Any]) -> None:
-    checkpoint, batch = checkpoint_of("llama"), {"input_ids": rows()[0]["input_ids"][None]}
+def test_a_second_adapter_begins_as_peft_s(
+    checkpoint_of: CheckpointOf, options: dict[str, Any]
+) -> None:
+    checkpoint = checkpoint_of("llama")
+    batch = {"input_ids": rows()[0]["input_ids"][None]}
     model = lema.streamed(checkpoint.streamed, lora(**options), device="cpu")
-    found, trains = list[Any](), list[set[str]]()
+    found = list[Any]()
+    trains = list[set[str]]()
     for one in (whole(checkpoint, **options), model):
         torch.manual_seed(5)
         one.add_adapter("ref", lora(**options))
         for name, parameter in one.named_parameters():
             if ".lora_B.ref." in name:
-                torch.nn.init.normal_(parameter.data, generator=torch.Generator().manual_seed(len(name)))
+                torch.nn.init.normal_(
+                    parameter.data, generator=torch.Generator().manual_seed(len(name))
+                )
         one.eval()
         with torch.no_grad():
             first = one(**batch).logits
@@ -210,7 +261,9 @@ def test_a_second_adapter_begins_as_peft_s(checkpoint_of: CheckpointOf, options:
             with one.disable_adapter():
                 none = one(**batch).logits
         found.append((first, second, none))
-        trains.append({name for name, parameter in one.named_parameters() if parameter.requires_grad})
+        trains.append(
+            {name for name, parameter in one.named_parameters() if parameter.requires_grad}
+        )
         values = {name: parameter for name, parameter in one.named_parameters() if ".ref" in name}
         assert values and not any(parameter.is_meta for parameter in values.values())
     assert not torch.equal(found[0][0], found[0][1])
@@ -222,7 +275,9 @@ def test_a_second_adapter_begins_as_peft_s(checkpoint_of: CheckpointOf, options:
     model.close()
 
 
-def test_adapters_are_loaded_as_peft_loads_them(checkpoint_of: CheckpointOf, model: Any, tmp_path: Path) -> None:
+def test_adapters_are_loaded_as_peft_loads_them(
+    checkpoint_of: CheckpointOf, model: Any, tmp_path: Path
+) -> None:
     reference = whole(checkpoint_of("llama"))
     for name, parameter in reference.named_parameters():
         if "lora_" in name:
@@ -245,7 +300,13 @@ def test_tokens_are_generated_in_wide_batches(checkpoint_of: CheckpointOf, model
     mask = torch.ones_like(ids)
     for row in range(3):
         ids[row, : row + 1], mask[row, : row + 1] = 0, 0
-    options = {"attention_mask": mask, "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    options = {
+        "attention_mask": mask,
+        "max_new_tokens": 5,
+        "min_new_tokens": 5,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
     expected = whole(checkpoint_of("llama")).eval().generate(input_ids=ids, **options)
     before = model.opened.memory.counters.leases
     assert torch.equal(model.generate(input_ids=ids, **options), expected)
@@ -255,11 +316,17 @@ def test_tokens_are_generated_in_wide_batches(checkpoint_of: CheckpointOf, model
 @pytest.mark.parametrize(
     ("use", "refusal"),
     [
-        (lambda model: model.to(torch.bfloat16), "moving from torch.float32 on cpu to torch.bfloat16"),
+        (
+            lambda model: model.to(torch.bfloat16),
+            "moving from torch.float32 on cpu to torch.bfloat16",
+        ),
         (lambda model: model.half(), "to torch.float16"),
         (lambda model: model.to("meta"), "on meta"),
         (lambda model: model.merge_adapter(), "merging an adapter into weights that are in files"),
-        (lambda model: model.merge_and_unload(), "merging an adapter into weights that are in files"),
+        (
+            lambda model: model.merge_and_unload(),
+            "merging an adapter into weights that are in files",
+        ),
         (lambda model: model.unload(), "removing its adapters"),
         (copy.deepcopy, "copying or pickling"),
         (lambda model: model._replicate_for_data_parallel(), "several devices at once"),
@@ -271,13 +338,19 @@ def test_what_cannot_work_is_refused(model: Any, use: Callable[[Any], Any], refu
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
-def test_wrappers_that_divide_a_model_are_refused(model: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(AcceleratorState._shared_state, "distributed_type", f"DistributedType.{kind}")
+def test_wrappers_that_divide_a_model_are_refused(
+    model: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        AcceleratorState._shared_state, "distributed_type", f"DistributedType.{kind}"
+    )
     with pytest.raises(ConfigError, match=f"{kind} divides weights, but its weights are in files"):
         model.train()
 
 
-def test_adapters_that_do_not_stream_are_refused(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
+def test_adapters_that_do_not_stream_are_refused(
+    checkpoint_of: CheckpointOf, tmp_path: Path
+) -> None:
     directory = checkpoint_of("llama").streamed
     for options in ({"init_lora_weights": "pissa"}, {"task_type": "TOKEN_CLS"}):
         with pytest.raises(ConfigError, match=next(iter(options.values()))):
@@ -290,7 +363,9 @@ def test_adapters_that_do_not_stream_are_refused(checkpoint_of: CheckpointOf, tm
         lema.streamed(directory, lora(), device="cpu", device_memory="1KB")
 
 
-def test_the_mixin_is_for_streamed_models(checkpoint_of: CheckpointOf, model: Any, tmp_path: Path) -> None:
+def test_the_mixin_is_for_streamed_models(
+    checkpoint_of: CheckpointOf, model: Any, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="and its layers do not stream"):
         Streaming(whole(checkpoint_of("llama")), arguments(tmp_path))
     with pytest.raises(ConfigError, match=r"give them to lema\.streamed"):
@@ -306,13 +381,17 @@ UNUSED_HEAD = pytest.mark.filterwarnings("ignore:.*tensors on disk are not used.
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("architecture", "targets"), [("llama", "all-linear"), ("gpt2", "all-linear"), ("mixtral", ["q_proj", "v_proj"])]
+    ("architecture", "targets"),
+    [("llama", "all-linear"), ("gpt2", "all-linear"), ("mixtral", ["q_proj", "v_proj"])],
 )
 def test_a_model_that_scores_texts_is_the_whole_one(
     checkpoint_of: CheckpointOf, architecture: str, targets: Any, tmp_path: Path
 ) -> None:
-    checkpoint, adapter = checkpoint_of(architecture), LoraConfig(r=4, target_modules=targets, task_type="SEQ_CLS")
-    streamed = lema.streamed(checkpoint.streamed, adapter, device="cpu", num_labels=3, device_memory="1GB")
+    checkpoint = checkpoint_of(architecture)
+    adapter = LoraConfig(r=4, target_modules=targets, task_type="SEQ_CLS")
+    streamed = lema.streamed(
+        checkpoint.streamed, adapter, device="cpu", num_labels=3, device_memory="1GB"
+    )
     state = torch.get_rng_state()
     torch.manual_seed(42)
     base = AutoModelForSequenceClassification.from_pretrained(checkpoint.published, num_labels=3)
@@ -324,7 +403,12 @@ def test_a_model_that_scores_texts_is_the_whole_one(
         model.config.pad_token_id = 0
         trainer = Kept(model, arguments(tmp_path), train_dataset=given)
         trainer.train()
-        found.append((trainer.losses, {name: one for name, one in model.named_parameters() if one.requires_grad}))
+        found.append(
+            (
+                trainer.losses,
+                {name: one for name, one in model.named_parameters() if one.requires_grad},
+            )
+        )
     assert_equal(found[1], found[0])
     assert any("score" in name for name in found[0][1])
     streamed.save_pretrained(tmp_path)
@@ -337,9 +421,14 @@ def test_a_model_that_scores_texts_is_the_whole_one(
     streamed.close()
 
 
-def test_adapted_routers_are_themselves_again_after_a_step_was_measured(checkpoint_of: CheckpointOf) -> None:
-    """PEFT parametrizes a router in each forward, and under a limit a step is measured before there is one."""
-    checkpoint, batch = checkpoint_of("mixtral"), {"input_ids": rows()[0]["input_ids"][None]}
+def test_adapted_routers_are_themselves_again_after_a_step_was_measured(
+    checkpoint_of: CheckpointOf,
+) -> None:
+    """PEFT parametrizes a router in each forward, and under a limit a step is measured before
+    there is one.
+    """
+    checkpoint = checkpoint_of("mixtral")
+    batch = {"input_ids": rows()[0]["input_ids"][None]}
     found = []
     for limit in (None, "1GB"):
         model = lema.streamed(checkpoint.streamed, lora(), device="cpu", device_memory=limit)
@@ -350,20 +439,30 @@ def test_adapted_routers_are_themselves_again_after_a_step_was_measured(checkpoi
 
 
 @UNUSED_HEAD
-def test_what_scores_texts_is_no_language_model(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
+def test_what_scores_texts_is_no_language_model(
+    checkpoint_of: CheckpointOf, tmp_path: Path
+) -> None:
     checkpoint = checkpoint_of("llama")
     model = lema.streamed(checkpoint.streamed, lora(task_type="SEQ_CLS"), device="cpu")
     assert model.config.num_labels == 1
     assert isinstance(model, PeftModelForSequenceClassification)
     with torch.no_grad():
         assert model(input_ids=rows()[0]["input_ids"][None]).logits.shape == (1, 1)
-    assert model.opened.split.head(torch.zeros(1, 2, 32)).shape == (1, 2, 1)  # no vocabulary for a plan to count
-    with pytest.raises(ConfigError, match="the model scores texts, but LemaTrainer has only losses of tokens"):
+    assert model.opened.split.head(torch.zeros(1, 2, 32)).shape == (
+        1,
+        2,
+        1,
+    )  # no vocabulary for a plan to count
+    with pytest.raises(
+        ConfigError, match="the model scores texts, but LemaTrainer has only losses of tokens"
+    ):
         model.opened.get_trainer()
     model.save_pretrained(tmp_path)
     model.close()
     with pytest.raises(AdapterError, match="task_type SEQ_CLS, which is not that of a causal"):
-        lema.LemaModel.from_pretrained(tmp_path, model_name_or_path=str(checkpoint.streamed), device="cpu")
+        lema.LemaModel.from_pretrained(
+            tmp_path, model_name_or_path=str(checkpoint.streamed), device="cpu"
+        )
     with pytest.raises(ConfigError, match="a causal language model has no labels for scores"):
         lema.streamed(checkpoint.streamed, lora(), device="cpu", num_labels=2)
 
@@ -383,14 +482,19 @@ class Rewards(StreamingMixin, RewardTrainer):
 
 
 @pytest.mark.filterwarnings("ignore:.*lm_head", "ignore:.*score")
-def test_a_trainer_of_rewards_gets_a_model_that_scores(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
+def test_a_trainer_of_rewards_gets_a_model_that_scores(
+    checkpoint_of: CheckpointOf, tmp_path: Path
+) -> None:
     """TRL's opens such a model by its name, whatever the config says."""
-    name, given = str(checkpoint_of("llama").streamed), LoraConfig(r=4, target_modules="all-linear")
+    name = str(checkpoint_of("llama").streamed)
+    given = LoraConfig(r=4, target_modules="all-linear")
     trainer = Rewards(name, arguments(tmp_path), train_dataset=rows(), peft_config=given)
     assert isinstance(trainer.model, PeftModelForSequenceClassification)
     assert given.task_type is None
     model = lema.streamed(name, given, device="cpu")
-    with pytest.raises(ConfigError, match=r"(?s)needs a model that scores texts.*task_type=\"SEQ_CLS\""):
+    with pytest.raises(
+        ConfigError, match=r"(?s)needs a model that scores texts.*task_type=\"SEQ_CLS\""
+    ):
         Rewards(model, arguments(tmp_path), train_dataset=rows())
 
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def _libraries() -> None:
-    """Import them, and have the collection between phases leave alone what they have made for good."""
+    """Import them, and have the collection between phases leave alone what they have made for
+    good.
+    """
     import lema.train.phases.run
 
     assert lema.train.phases
@@ -31,14 +33,23 @@ def config_of(
     monkeypatch: pytest.MonkeyPatch,
     _libraries: None,
 ) -> Callable[..., LemaConfig]:
-    """Return the settings of a run in a directory of that name: `(name="run", dropout=0.0, **settings)`."""
+    """Return the settings of a run in a directory of that name: `(name="run", dropout=0.0,
+    **settings)`.
+    """
     from lema import LemaConfig
     from lema.storage import atomic as commit
 
-    monkeypatch.setattr(commit, "flush", lambda _: None)  # a loss of power is not what is tested here
+    monkeypatch.setattr(
+        commit, "flush", lambda _: None
+    )  # a loss of power is not what is tested here
 
     def make(name: str = "run", dropout: float = 0.0, **settings: Any) -> LemaConfig:
-        fixed = {"device": "cpu", "gradient_checkpointing": True, "save_steps": 1, "max_grad_norm": 1.0}
+        fixed = {
+            "device": "cpu",
+            "gradient_checkpointing": True,
+            "save_steps": 1,
+            "max_grad_norm": 1.0,
+        }
         streamed = checkpoint_of("llama", dropout=dropout).streamed
         return LemaConfig(str(streamed), output_dir=str(tmp_path / name), **{**fixed, **settings})
 

@@ -1,4 +1,6 @@
-"""A two-phase trainer under the names such trainers have: it goes through its stages, over the boundary, and back."""
+"""A two-phase trainer under the names such trainers have: it goes through its stages, over the
+boundary, and back.
+"""
 
 import json
 import shutil
@@ -32,16 +34,20 @@ from lema.errors import AdapterError, ConfigError, ModelError, Stopped
 from lema.storage.manifest import write_manifest
 from lema.train.phases.run import run_phases
 
-BLOCK, ROWS = 12, 4
+BLOCK = 12
+ROWS = 4
 STEP = BLOCK * ROWS
-PRE, POST = 3, 4  # steps
+PRE = 3
+POST = 4  # steps
 HALF = [Sampling("one", 0.5), Sampling("two", 0.5)]
 TARGETS = ["q_proj", "down_proj"]
 
 
 def rows(seed: int, count: int = 12) -> list[dict[str, list[int]]]:
     generator = torch.Generator().manual_seed(seed)
-    tokens = [torch.randint(3, VOCABULARY, (BLOCK,), generator=generator).tolist() for _ in range(count)]
+    tokens = [
+        torch.randint(3, VOCABULARY, (BLOCK,), generator=generator).tolist() for _ in range(count)
+    ]
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
@@ -67,7 +73,9 @@ def stages(**changes: Any) -> LoRATrainerConfig:
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory, checkpoint_of: Callable[..., Checkpoint]) -> Path:
+def straight(
+    tmp_path_factory: pytest.TempPathFactory, checkpoint_of: Callable[..., Checkpoint]
+) -> Path:
     """What the run ends with that was never stopped, and not begun by a trainer either."""
     place = str(tmp_path_factory.mktemp("straight"))
     model = str(checkpoint_of("llama").streamed)
@@ -76,8 +84,12 @@ def straight(tmp_path_factory: pytest.TempPathFactory, checkpoint_of: Callable[.
 
 
 @pytest.fixture
-def trainer_of(tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]) -> Callable[..., LoRATrainer]:
-    def make(name: str = "run", config: Any = None, model: dict[str, Any] | None = None, **given: Any) -> LoRATrainer:
+def trainer_of(
+    tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]
+) -> Callable[..., LoRATrainer]:
+    def make(
+        name: str = "run", config: Any = None, model: dict[str, Any] | None = None, **given: Any
+    ) -> LoRATrainer:
         fixed = {
             "device": "cpu",
             "save_steps": 1,
@@ -85,7 +97,11 @@ def trainer_of(tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]) -> Call
             "max_grad_norm": 1.0,
             "output_dir": str(tmp_path / name),
         }
-        settings = {"model_name_or_path": str(checkpoint_of("llama").streamed), **fixed, **(model or {})}
+        settings = {
+            "model_name_or_path": str(checkpoint_of("llama").streamed),
+            **fixed,
+            **(model or {}),
+        }
         return LoRATrainer(config or stages(), LemaConfig(**settings), SOURCES, **given)
 
     return make
@@ -107,11 +123,16 @@ def stopped_at(trainer_of: Callable[..., LoRATrainer], name: str, step: int) -> 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
     found = {file.name: load_file(file) for file in sorted(directory.glob("*.safetensors"))}
     assert found
-    return {f"{file}/{name}": tensor for file, tensors in found.items() for name, tensor in tensors.items()}
+    return {
+        f"{file}/{name}": tensor
+        for file, tensors in found.items()
+        for name, tensor in tensors.items()
+    }
 
 
 def assert_same(one: Path, other: Path) -> None:
-    mine, theirs = weights(one), weights(other)
+    mine = weights(one)
+    theirs = weights(other)
     assert mine.keys() == theirs.keys()
     assert not [name for name in mine if not torch.equal(mine[name], theirs[name])]
 
@@ -129,23 +150,35 @@ def test_it_goes_through_all_stages_and_says_where_it_is(
     end = trainer.train()
     assert end == tmp_path / "run" / "post-lora-1" / f"checkpoint-{POST}"
     shapes = [
-        model.get_submodule(f"model.layers.0.{name}").weight.shape for name in ("self_attn.q_proj", "mlp.down_proj")
+        model.get_submodule(f"model.layers.0.{name}").weight.shape
+        for name in ("self_attn.q_proj", "mlp.down_proj")
     ]
     adapters = NUM_LAYERS * 3 * sum(sum(shape) for shape in shapes)
     steps = PRE + POST
-    assert trainer.state == LoRATrainState("lora", "post-lora-1", 1, steps, steps * STEP, end, 3, 6.0, adapters, whole)
-    assert [row["step"] for row in seen if "loss" in row and "learning_rate" in row] == list(range(1, steps + 1))
-    assert adapters == sum(tensor.numel() for tensor in load_file(end / "adapter_model.safetensors").values())
+    assert trainer.state == LoRATrainState(
+        "lora", "post-lora-1", 1, steps, steps * STEP, end, 3, 6.0, adapters, whole
+    )
+    assert [row["step"] for row in seen if "loss" in row and "learning_rate" in row] == list(
+        range(1, steps + 1)
+    )
+    assert adapters == sum(
+        tensor.numel() for tensor in load_file(end / "adapter_model.safetensors").values()
+    )
     assert_same(end, straight)
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_not_where_the_run_is(trainer_of: Callable[..., LoRATrainer]) -> None:
+def test_a_damaged_checkpoint_is_not_where_the_run_is(
+    trainer_of: Callable[..., LoRATrainer],
+) -> None:
     end = trainer_of().train()
     file = end / "optimizer.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     state = trainer_of().state
-    assert (state.checkpoint, state.step) == (end.with_name(f"checkpoint-{POST - 1}"), PRE + POST - 1)
+    assert (state.checkpoint, state.step) == (
+        end.with_name(f"checkpoint-{POST - 1}"),
+        PRE + POST - 1,
+    )
 
 
 @pytest.mark.slow
@@ -161,7 +194,12 @@ def test_over_the_boundary_by_hand_is_over_the_boundary(
     assert (before.kind, before.step, before.checkpoint) == ("full", PRE, boundary)
     after = trainer.transition_to_lora()
     assert after == trainer.state and transition_to_lora(trainer) == after
-    assert (after.kind, after.phase, after.step, after.tokens) == ("lora", "post-lora-1", PRE, PRE * STEP)
+    assert (after.kind, after.phase, after.step, after.tokens) == (
+        "lora",
+        "post-lora-1",
+        PRE,
+        PRE * STEP,
+    )
     assert (after.lora_rank, after.lora_alpha, after.checkpoint) == (3, 6.0, boundary)
     assert after.num_trainable < before.num_trainable == before.num_parameters
     end = trainer.train()
@@ -170,7 +208,9 @@ def test_over_the_boundary_by_hand_is_over_the_boundary(
         trainer.transition_to_lora()
 
 
-def test_before_the_boundary_it_says_how_many_steps_are_left(trainer_of: Callable[..., LoRATrainer]) -> None:
+def test_before_the_boundary_it_says_how_many_steps_are_left(
+    trainer_of: Callable[..., LoRATrainer],
+) -> None:
     trainer = stopped_at(trainer_of, "early", 2)
     assert (trainer.state.kind, trainer.state.step) == ("full", 2)
     with pytest.raises(ConfigError, match="1 step of the 3 before the adapters are left"):
@@ -209,7 +249,12 @@ def test_a_model_is_what_the_first_adapters_begin_with(
     base = checkpoint_of("llama", True).streamed
     trainer = trainer_of()
     state = trainer.restore_from_path(base)
-    assert (state.kind, state.phase, state.step, state.checkpoint) == ("lora", "post-lora-1", PRE, None)
+    assert (state.kind, state.phase, state.step, state.checkpoint) == (
+        "lora",
+        "post-lora-1",
+        PRE,
+        None,
+    )
     end = trainer.train()
     assert not (Path(trainer.model.output_dir) / "pre-lora-1" / f"checkpoint-{PRE}").exists()
     only = trainer_of("only", stages(**ONLY_ADAPTERS))
@@ -217,7 +262,10 @@ def test_a_model_is_what_the_first_adapters_begin_with(
     found = only.restore_from_path(base)
     assert (found.kind, found.step, only.model.model_name_or_path) == ("lora", 0, str(base))
     begun = only.train()
-    assert load_file(end / "adapter_model.safetensors").keys() == load_file(begun / "adapter_model.safetensors").keys()
+    assert (
+        load_file(end / "adapter_model.safetensors").keys()
+        == load_file(begun / "adapter_model.safetensors").keys()
+    )
     with pytest.raises(ConfigError, match="no stage comes before"):
         only.train(until="lora")
 
@@ -229,7 +277,9 @@ def test_what_it_cannot_go_on_from_is_refused_with_what_it_is(
     trainer = trainer_of()
     end = trainer.train()
     earlier = end.with_name("checkpoint-1")
-    with pytest.raises(ConfigError, match="the run in that directory has continued since this checkpoint"):
+    with pytest.raises(
+        ConfigError, match="the run in that directory has continued since this checkpoint"
+    ):
         trainer.restore_from_path(earlier)
     with pytest.raises(ConfigError, match="adapter without the state of a run"):
         trainer.restore_from_path(trainer.model.output_dir)
@@ -244,7 +294,9 @@ def test_what_it_cannot_go_on_from_is_refused_with_what_it_is(
     (liar / "state.json").write_text(json.dumps(state | {"kind": "full"}))
     write_manifest(liar)
     (tmp_path / "pre-lora-1").mkdir()
-    shutil.copytree(Path(trainer.model.output_dir) / "pre-lora-1" / "model", tmp_path / "pre-lora-1" / "model")
+    shutil.copytree(
+        Path(trainer.model.output_dir) / "pre-lora-1" / "model", tmp_path / "pre-lora-1" / "model"
+    )
     nested = tmp_path / "post-lora-1" / "checkpoint-1"
     shutil.copytree(liar, nested)
     with pytest.raises(AdapterError, match="of kind full, and phase post-lora-1 of kind lora"):
@@ -256,15 +308,21 @@ def test_what_it_cannot_go_on_from_is_refused_with_what_it_is(
         trainer.restore_from_path(delta)
 
 
-def test_targets_that_match_nothing_are_said_before_anything_trains(trainer_of: Callable[..., LoRATrainer]) -> None:
-    trainer = trainer_of(config=stages(**ONLY_ADAPTERS, lora=LoRAConfig(target_modules=["no_such"])))
+def test_targets_that_match_nothing_are_said_before_anything_trains(
+    trainer_of: Callable[..., LoRATrainer],
+) -> None:
+    trainer = trainer_of(
+        config=stages(**ONLY_ADAPTERS, lora=LoRAConfig(target_modules=["no_such"]))
+    )
     with pytest.raises(ModelError, match="does not fit") as raised:
         assert trainer.state
     assert "q_proj" in raised.value.how
 
 
 def test_any_plan_of_phases_may_be_given(trainer_of: Callable[..., LoRATrainer]) -> None:
-    phases = [Phase(trains="selection", layers=["last:1"], tokens=STEP, mixture=HALF, learning_rate=1e-3)]
+    phases = [
+        Phase(trains="selection", layers=["last:1"], tokens=STEP, mixture=HALF, learning_rate=1e-3)
+    ]
     trainer = trainer_of(config=PhasePlan(phases=phases, batch_size=ROWS, max_length=BLOCK))
     state = trainer.state
     assert state.kind == "full" and state.phase == "phase-1"
@@ -274,10 +332,17 @@ def test_any_plan_of_phases_may_be_given(trainer_of: Callable[..., LoRATrainer])
 
 
 @pytest.mark.slow
-def test_the_adapter_at_every_boundary_is_one_of_pefts(trainer_of: Callable[..., LoRATrainer], tmp_path: Path) -> None:
+def test_the_adapter_at_every_boundary_is_one_of_pefts(
+    trainer_of: Callable[..., LoRATrainer], tmp_path: Path
+) -> None:
     full = {"trains": "full", "tokens": STEP, "mixture": HALF, "learning_rate": 1e-3}
     lora = {"trains": "lora", "tokens": 2 * STEP, "mixture": HALF, "learning_rate": 1e-2}
-    phases = [Phase(**full), Phase(**lora), Phase(**lora, merge=True), Phase(**lora, optimizer="carry")]
+    phases = [
+        Phase(**full),
+        Phase(**lora),
+        Phase(**lora, merge=True),
+        Phase(**lora, optimizer="carry"),
+    ]
     trainer = trainer_of(config=PhasePlan(phases=phases, batch_size=ROWS, max_length=BLOCK))
     trainer.train()
     ids = micro_batches(1)[0]["input_ids"]
@@ -299,14 +364,18 @@ def test_the_adapter_at_every_boundary_is_one_of_pefts(trainer_of: Callable[...,
 
 
 @pytest.mark.slow
-def test_files_may_be_named_in_place_of_rows(trainer_of: Callable[..., LoRATrainer], tmp_path: Path) -> None:
+def test_files_may_be_named_in_place_of_rows(
+    trainer_of: Callable[..., LoRATrainer], tmp_path: Path
+) -> None:
     for name, found in SOURCES.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
     given = trainer_of("rows", stages(**ONLY_ADAPTERS))
     files = {"one": str(tmp_path / "one.jsonl"), "two": [tmp_path / "two.jsonl"]}
     named = LoRATrainer(given.config, given.model, files)
     expected = run_phases(
-        LemaConfig(**{**given.model.to_dict(), "output_dir": str(tmp_path / "x")}), given.plan, SOURCES
+        LemaConfig(**{**given.model.to_dict(), "output_dir": str(tmp_path / "x")}),
+        given.plan,
+        SOURCES,
     )
     assert_same(named.train(), expected)
 
@@ -315,17 +384,36 @@ def test_files_may_be_named_in_place_of_rows(trainer_of: Callable[..., LoRATrain
 def test_intervals_and_evaluations_are_those_of_the_config(
     tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]
 ) -> None:
-    often = {"report_interval": 2, "checkpoint_interval": 3, "validation_interval": 2, "validation_steps": 5}
+    often = {
+        "report_interval": 2,
+        "checkpoint_interval": 3,
+        "validation_interval": 2,
+        "validation_steps": 5,
+    }
     config = stages(**often, evaluations=["exam"])
-    model = LemaConfig(str(checkpoint_of("llama").streamed), device="cpu", output_dir=str(tmp_path / "run"))
+    model = LemaConfig(
+        str(checkpoint_of("llama").streamed), device="cpu", output_dir=str(tmp_path / "run")
+    )
     held = {"one": rows(3), "two": rows(4), "exam": rows(5, 7)}
     seen: list[dict[str, Any]] = []
     trainer = LoRATrainer(config, model, SOURCES, eval_data=held, on_step=seen.append)
-    assert (trainer.model.logging_steps, trainer.model.save_steps, trainer.model.eval_steps) == (2, 3, 2)
+    assert (trainer.model.logging_steps, trainer.model.save_steps, trainer.model.eval_steps) == (
+        2,
+        3,
+        2,
+    )
     end = trainer.train()
-    names = {f"{place.parent.name}-{place.name}" for place in (tmp_path / "run").glob("*/checkpoint-*")}
-    assert {"pre-lora-1-checkpoint-3", "post-lora-1-checkpoint-3", f"post-lora-1-checkpoint-{POST}"} <= names
-    assert "post-lora-1-checkpoint-2" not in names  # neither the best, nor at a third step of the run
+    names = {
+        f"{place.parent.name}-{place.name}" for place in (tmp_path / "run").glob("*/checkpoint-*")
+    }
+    assert {
+        "pre-lora-1-checkpoint-3",
+        "post-lora-1-checkpoint-3",
+        f"post-lora-1-checkpoint-{POST}",
+    } <= names
+    assert (
+        "post-lora-1-checkpoint-2" not in names
+    )  # neither the best, nor at a third step of the run
     assert [row["step"] for row in seen if "eval_loss" in row] == [2, 3, 4, 6, 7]
     with closing(LemaModel.from_pretrained(end)) as opened:
         expected = opened.get_trainer().evaluate(held["exam"])
@@ -333,15 +421,23 @@ def test_intervals_and_evaluations_are_those_of_the_config(
     assert json.loads((tmp_path / "run" / "evaluations.json").read_text()) == {"exam": expected}
 
 
-def test_what_is_validated_and_reported_is_what_the_config_says(trainer_of: Callable[..., LoRATrainer]) -> None:
+def test_what_is_validated_and_reported_is_what_the_config_says(
+    trainer_of: Callable[..., LoRATrainer],
+) -> None:
     held = {"one": rows(3), "two": rows(4)}
     for validate in (True, False):
         trainer = trainer_of(config=stages(validate=validate, validation_steps=9), eval_data=held)
-        assert (trainer._held_out is not None) is validate and trainer._options["eval_rows"] == 9
-    reports = trainer_of(config=stages(wandb=True), model={"report_to": "tensorboard"}).model.report_to
+        assert (trainer._eval_sources is not None) is validate and trainer._options[
+            "eval_rows"
+        ] == 9
+    reports = trainer_of(
+        config=stages(wandb=True), model={"report_to": "tensorboard"}
+    ).model.report_to
     assert reports == ["tensorboard", "wandb"]
     assert trainer_of(config=stages()).model.report_to == []
-    with pytest.raises(ConfigError, match="checkpoint_interval is 7, and save_steps, which is the same, is 1"):
+    with pytest.raises(
+        ConfigError, match="checkpoint_interval is 7, and save_steps, which is the same, is 1"
+    ):
         trainer_of(config=stages(checkpoint_interval=7))
     with pytest.raises(ConfigError, match="no data set 'exam' to evaluate on"):
         trainer_of(config=stages(evaluations=["exam"]), eval_data=held)
@@ -350,7 +446,15 @@ def test_what_is_validated_and_reported_is_what_the_config_says(trainer_of: Call
 
 
 def test_the_names_cost_nothing_until_they_are_used() -> None:
-    names = ["LoRATrainer", "LoRATrainerConfig", "LoRATrainState", "LoRAConfig", "PhasePlan", "Phase", "Sampling"]
+    names = [
+        "LoRATrainer",
+        "LoRATrainerConfig",
+        "LoRATrainState",
+        "LoRAConfig",
+        "PhasePlan",
+        "Phase",
+        "Sampling",
+    ]
     code = (
         "import sys, lema, lema.cli\n"
         f"assert not set({names!r}) - set(dir(lema))\n"

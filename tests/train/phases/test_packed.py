@@ -51,13 +51,27 @@ def header_of(directory: Path, **changes: object) -> None:
         [torch.tensor(row) for row in ROWS if row],
         np.array(FLAT, np.int32),
     ],
-    ids=["rows", "ids", "ids taken once", "rows taken once", "dictionaries", "arrays", "tensors", "one array"],
+    ids=[
+        "rows",
+        "ids",
+        "ids taken once",
+        "rows taken once",
+        "dictionaries",
+        "arrays",
+        "tensors",
+        "one array",
+    ],
 )
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 def test_tokens_come_back_in_whole_blocks(tmp_path: Path, tokens: object, dtype: str) -> None:
     given_tokens = tokens() if callable(tokens) else tokens
-    file = write_packed(given_tokens, tmp_path / "text_small", dtype, vocab_size=12, tokenizer="tiny")
-    assert file == tmp_path / "text_small" / "train.bin" and names(file.parent) == {"train.bin", "train.json"}
+    file = write_packed(
+        given_tokens, tmp_path / "text_small", dtype, vocab_size=12, tokenizer="tiny"
+    )
+    assert file == tmp_path / "text_small" / "train.bin" and names(file.parent) == {
+        "train.bin",
+        "train.json",
+    }
     assert file.read_bytes() == np.array(FLAT, {"uint16": "<u2", "uint32": "<u4"}[dtype]).tobytes()
     found = PackedTokens(file, 3)
     assert len(found) == 3 and found.header.tokenizer == "tiny" and found.header.num_tokens == 11
@@ -83,8 +97,12 @@ def test_both_parts_of_a_data_set_lie_in_its_directory(tmp_path: Path) -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(tokens=st.lists(st.integers(0, 2**16 - 1), min_size=2, max_size=200), block=st.integers(2, 60))
-def test_blocks_are_the_tokens_cut(tmp_path_factory: pytest.TempPathFactory, tokens: list[int], block: int) -> None:
+@given(
+    tokens=st.lists(st.integers(0, 2**16 - 1), min_size=2, max_size=200), block=st.integers(2, 60)
+)
+def test_blocks_are_the_tokens_cut(
+    tmp_path_factory: pytest.TempPathFactory, tokens: list[int], block: int
+) -> None:
     file = write_packed(tokens, tmp_path_factory.mktemp("cut"))
     if len(tokens) < block:
         with pytest.raises(DataError, match="fewer than one block"):
@@ -115,7 +133,9 @@ def test_a_file_larger_than_memory_is_read_a_block_at_a_time(tmp_path: Path) -> 
     with file.open("r+b") as out:
         out.seek(-2 * 1024, os.SEEK_END)
         out.write(np.full(1024, 7, "<u2").tobytes())
-    found = PackedTokens(tmp_path, 1024)  # whose header is read as any text is, through a buffer of a megabyte
+    found = PackedTokens(
+        tmp_path, 1024
+    )  # whose header is read as any text is, through a buffer of a megabyte
     assert len(found) == 2**25
     tracemalloc.start()
     assert found.block(len(found) - 1).tolist() == [7] * 1024
@@ -137,11 +157,26 @@ def test_rows_are_written_without_being_gathered(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tokens", "options", "what", "where"),
     [
-        ([[1, 2], [3, 70_000]], {}, "id 70000 is outside the vocabulary of 65,536", "row 1, position 1"),
-        ([[1, 2], [3, 50]], {"vocab_size": 50}, "id 50 is outside the vocabulary of 50", "row 1, position 1"),
+        (
+            [[1, 2], [3, 70_000]],
+            {},
+            "id 70000 is outside the vocabulary of 65,536",
+            "row 1, position 1",
+        ),
+        (
+            [[1, 2], [3, 50]],
+            {"vocab_size": 50},
+            "id 50 is outside the vocabulary of 50",
+            "row 1, position 1",
+        ),
         ([[1, -2]], {}, "id -2 is outside", "row 0, position 1"),
         ([1, 2, 2**16], {}, "id 65536 is outside", "tokens from 0 on, position 2"),
-        ([1, 2, 2**32], {"dtype": "uint32"}, "id 4294967296 is outside", "tokens from 0 on, position 2"),
+        (
+            [1, 2, 2**32],
+            {"dtype": "uint32"},
+            "id 4294967296 is outside",
+            "tokens from 0 on, position 2",
+        ),
         ([1] * 70_000 + [-1], {}, "id -1 is outside", "tokens from 65,536 on, position 4464"),
         ([[1.5, 2.0]], {}, "not a list of token ids", "row 0"),
         ([[1], ["a"]], {}, "not a list of token ids", "row 1"),
@@ -186,7 +221,9 @@ def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
     with pytest.raises(DataError, match=f"{missing} is missing") as caught:
         PackedTokens(tmp_path, 2)
     assert caught.value.where == str(tmp_path / missing)
-    assert "write_packed" in caught.value.how and (missing == "train.json" or "val.bin" in caught.value.how)
+    assert "write_packed" in caught.value.how and (
+        missing == "train.json" or "val.bin" in caught.value.how
+    )
 
 
 def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -222,7 +259,9 @@ def test_a_header_is_distrusted(tmp_path: Path, changes: dict, message: str) -> 
     assert str(tmp_path) in caught.value.where and caught.value.how
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"format": "lema packed tokens", "version": 1}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"\xff\xfe", b'{"format": "lema packed tokens", "version": 1}']
+)
 def test_a_header_that_is_none_is_damaged(tmp_path: Path, content: bytes) -> None:
     write_packed(FLAT, tmp_path)
     (tmp_path / "train.json").write_bytes(content)
@@ -254,7 +293,9 @@ def test_a_token_beyond_the_vocabulary_is_named_by_its_place(tmp_path: Path) -> 
         found.block(1)
     assert caught.value.where == f"{file}, token 5" and "tiny" in caught.value.how
     assert PackedTokens(file, 3, vocab_size=31).block(1).tolist() == [4, 5, 30]
-    header_of(tmp_path, vocab_size=10)  # what the header says is checked too, whatever the model knows
+    header_of(
+        tmp_path, vocab_size=10
+    )  # what the header says is checked too, whatever the model knows
     with pytest.raises(DataError, match="vocabulary of 10 tokens"):
         PackedTokens(file, 3, vocab_size=31).block(1)
 
@@ -291,11 +332,15 @@ def test_a_failure_leaves_the_old_the_new_or_nothing_that_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, good: int
 ) -> None:
     write_packed([1, 2, 3, 4], tmp_path)
-    target, name = {"open_partial": (atomic, step), "os.fsync": (os, "fsync")}.get(step, (Path, step[5:]))
+    target, name = {"open_partial": (atomic, step), "os.fsync": (os, "fsync")}.get(
+        step, (Path, step[5:])
+    )
     with monkeypatch.context() as patched:
         patched.setattr(target, name, fail_after(good, getattr(target, name)))
         if step == "Path.unlink" and good:
-            write_packed([5, 6, 7, 8], tmp_path)  # only the old header is removed where all goes well
+            write_packed(
+                [5, 6, 7, 8], tmp_path
+            )  # only the old header is removed where all goes well
         else:
             with pytest.raises(DiskError, match=r"train\.bin could not be written"):
                 write_packed([5, 6, 7, 8], tmp_path)

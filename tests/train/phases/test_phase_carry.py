@@ -11,7 +11,13 @@ from lema import LemaConfig
 from lema.train.full.training import FullTraining
 from lema.train.phases.run import run_phases
 
-PART = {"trainable": ["q_proj", "k_proj"], "tokens": STEP, "mixture": HALF, "learning_rate": 3e-3, "name": "part"}
+PART = {
+    "trainable": ["q_proj", "k_proj"],
+    "tokens": STEP,
+    "mixture": HALF,
+    "learning_rate": 3e-3,
+    "name": "part",
+}
 
 
 def moments(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
@@ -24,7 +30,9 @@ def moments(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
             state = self.optimizer.state
             found.append(
                 {
-                    name: float(state[master]["exp_avg"].abs().sum()) if "exp_avg" in state.get(master, {}) else 0.0
+                    name: float(state[master]["exp_avg"].abs().sum())
+                    if "exp_avg" in state.get(master, {})
+                    else 0.0
                     for name, master in self.masters.items()
                 }
             )
@@ -46,7 +54,9 @@ def test_what_trained_before_keeps_its_moments(
     assert set(first.values()) == {0.0}
     known = {name for name in second if ".k_proj." in name}
     assert known and known != set(second)
-    assert {name for name, size in second.items() if size > 0} == (known if policy == "carry" else set())
+    assert {name for name, size in second.items() if size > 0} == (
+        known if policy == "carry" else set()
+    )
 
 
 @pytest.mark.slow
@@ -64,4 +74,6 @@ def test_stopped_at_the_boundary_it_carries_all_the_same(
         assert_same(run_phases(config, plan, SOURCES, resume=True), expected)
     # From elsewhere, too: there the checkpoint is needed besides the model.
     there = Path(config_of("straight").output_dir) / "whole" / "checkpoint-1"
-    assert_same(run_phases(config_of("elsewhere", save_steps=0), plan, SOURCES, start=there), expected)
+    assert_same(
+        run_phases(config_of("elsewhere", save_steps=0), plan, SOURCES, start=there), expected
+    )

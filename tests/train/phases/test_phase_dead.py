@@ -24,7 +24,7 @@ def dead_from(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
             yield Sign("gradient", "it is dead")
 
     counts: dict[Signs, int] = {}
-    monkeypatch.setattr(Signs, "_found", found)
+    monkeypatch.setattr(Signs, "_signs_of", found)
     monkeypatch.setattr("lema.train.loop.DEAD_STEPS", 2)
 
 
@@ -33,14 +33,22 @@ def test_a_phase_that_learns_nothing_ends_the_run(
 ) -> None:
     dead_from(monkeypatch, 3)
     config = config_of(save_steps=1, save_total_limit=2)
-    with pytest.warns(UserWarning, match="step 3 of phase whole: it is dead"), pytest.raises(DeadRun) as caught:
+    with (
+        pytest.warns(UserWarning, match="step 3 of phase whole: it is dead"),
+        pytest.raises(DeadRun) as caught,
+    ):
         run_phases(config, two(6), SOURCES)
     place = Path(config.output_dir) / "whole"
-    assert caught.value.where == f"step 4 of phase whole; the checkpoint of before is {place / 'checkpoint-2'}"
+    assert (
+        caught.value.where
+        == f"step 4 of phase whole; the checkpoint of before is {place / 'checkpoint-2'}"
+    )
     assert {one.name for one in place.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3"}
 
 
-def test_the_end_of_a_phase_tells_it(config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_phase_tells_it(
+    config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     dead_from(monkeypatch, 3)
     config = config_of(stop_when_dead=False)
     with pytest.warns(UserWarning, match="may learn nothing") as told:

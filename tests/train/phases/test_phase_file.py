@@ -76,13 +76,21 @@ def written(tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]) -> Callabl
 def test_both_forms_are_read(written: Callable[..., Path]) -> None:
     file = read_phase_file(written(PHASES))
     assert [phase.trains for phase in file.plan.phases] == ["full", "lora"]
-    assert file.config.save_steps == 0 and set(file.train_data) == set(file.eval_data) == {"rows", "packed"}
+    assert file.config.save_steps == 0 and set(file.train_data) == set(file.eval_data) == {
+        "rows",
+        "packed",
+    }
     stages = read_phase_file(written(STAGES), block_size=6)
-    assert [(phase.trains, phase.tokens) for phase in stages.plan.phases] == [("full", 144), ("lora", 96)]
+    assert [(phase.trains, phase.tokens) for phase in stages.plan.phases] == [
+        ("full", 144),
+        ("lora", 96),
+    ]
     assert stages.plan.max_length == 6 and stages.plan.phases[0].learning_rate == 1e-3
 
 
-@pytest.mark.parametrize(("line", "norm"), [("", 1.0), ("max_grad_norm: 0.3\n", 0.3), ("max_grad_norm: null\n", None)])
+@pytest.mark.parametrize(
+    ("line", "norm"), [("", 1.0), ("max_grad_norm: 0.3\n", 0.3), ("max_grad_norm: null\n", None)]
+)
 def test_gradients_are_clipped_unless_the_file_says_otherwise(
     written: Callable[..., Path], line: str, norm: float | None
 ) -> None:
@@ -104,15 +112,23 @@ def test_other_files_are_not_taken_for_one(tmp_path: Path) -> None:
         ([("trains: lora, tokens: 144", "trains: lora, tokens: 0")], "phases.1..tokens"),
         ([("save_steps: 0", "save_step: 0")], "save_step"),
         ([("rows.jsonl\n", "nowhere.jsonl\n")], "there is no .*nowhere"),
-        ([("save_steps: 0\n", "save_steps: 0\nmax_steps: 3\n")], "max_steps has no effect in a file of phases"),
+        (
+            [("save_steps: 0\n", "save_steps: 0\nmax_steps: 3\n")],
+            "max_steps has no effect in a file of phases",
+        ),
         (
             [("rows.jsonl, packed: ", "rows.jsonl, other: ")],
             "eval_data has no data set 'packed', which a phase trains on",
         ),
-        ([("max_length: 12\n", "max_length: 12\npost_lora_tokens: [1]\n")], "both define the phases"),
+        (
+            [("max_length: 12\n", "max_length: 12\npost_lora_tokens: [1]\n")],
+            "both define the phases",
+        ),
     ],
 )
-def test_bad_input_names_the_key(changes: list[tuple[str, str]], message: str, written: Callable[..., Path]) -> None:
+def test_bad_input_names_the_key(
+    changes: list[tuple[str, str]], message: str, written: Callable[..., Path]
+) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
         read_phase_file(written(PHASES, *changes))
     assert "run.yaml" in str(raised.value)
@@ -120,13 +136,20 @@ def test_bad_input_names_the_key(changes: list[tuple[str, str]], message: str, w
 
 def test_a_file_without_data_sets_is_refused(written: Callable[..., Path]) -> None:
     path = written(STAGES)
-    path.write_text("".join(line for line in path.read_text().splitlines(True) if "train_data" not in line))
+    path.write_text(
+        "".join(line for line in path.read_text().splitlines(True) if "train_data" not in line)
+    )
     with pytest.raises(ConfigError, match="no data sets"):
         read_phase_file(path)
 
 
-def test_the_settings_of_a_run_hold_in_every_phase_that_does_not_override_them(written: Callable[..., Path]) -> None:
-    above = "learning_rate: 3e-4\nlr_scheduler_type: wsd\nwarmup_ratio: 0.5\nlora_rank: 4\nweight_decay: 0.1\n"
+def test_the_settings_of_a_run_hold_in_every_phase_that_does_not_override_them(
+    written: Callable[..., Path],
+) -> None:
+    above = (
+        "learning_rate: 3e-4\nlr_scheduler_type: wsd\nwarmup_ratio: 0.5\nlora_rank: "
+        "4\nweight_decay: 0.1\n"
+    )
     entries = """\
   - {trains: full, tokens: 144, mixture: {rows: 0.5, packed: 0.5}, weight_decay: 0.2}
   - {trains: lora, tokens: 144, mixture: {rows: 1.0}, lr_scheduler_type: cosine, warmup_steps: 1, lora_dropout: 0.1}
@@ -138,20 +161,34 @@ def test_the_settings_of_a_run_hold_in_every_phase_that_does_not_override_them(w
     phases = file.plan.phases
     assert [phase.learning_rate for phase in phases] == [3e-4, 3e-4, 1e-2]
     assert [phase.lr_scheduler_type for phase in phases] == ["wsd", "cosine", "wsd"]
-    assert [(phase.warmup_steps, phase.warmup_ratio) for phase in phases] == [(None, 0.5), (1, None), (None, 0.5)]
+    assert [(phase.warmup_steps, phase.warmup_ratio) for phase in phases] == [
+        (None, 0.5),
+        (1, None),
+        (None, 0.5),
+    ]
     assert [phase.adapters and phase.adapters.lora_rank for phase in phases] == [None, 4, 8]
     assert phases[1].lora_dropout == 0.1 and phases[0].overrides == {"weight_decay": 0.2}
-    assert (file.config.weight_decay, file.config.learning_rate, file.plan.max_length) == (0.1, 3e-4, 12)
+    assert (file.config.weight_decay, file.config.learning_rate, file.plan.max_length) == (
+        0.1,
+        3e-4,
+        12,
+    )
 
 
-def test_one_source_needs_no_name_and_no_mixture(written: Callable[..., Path], tmp_path: Path) -> None:
+def test_one_source_needs_no_name_and_no_mixture(
+    written: Callable[..., Path], tmp_path: Path
+) -> None:
     path = written(STAGES)
     path.write_text(
-        f"model_name_or_path: {tmp_path}\ntrain_data: {tmp_path}/rows.jsonl\neval_data: [{tmp_path}/rows.jsonl]\n"
-        "batch_size: 4\nmax_length: 12\nphases: [{trains: full, tokens: 144}, {trains: lora, tokens: 144}]\n"
+        f"model_name_or_path: {tmp_path}\ntrain_data: {tmp_path}/rows.jsonl\neval_data: "
+        f"[{tmp_path}/rows.jsonl]\n"
+        "batch_size: 4\nmax_length: 12\nphases: [{trains: full, tokens: 144}, {trains: "
+        "lora, tokens: 144}]\n"
     )
     file = read_phase_file(path)
-    assert [[(one.name, one.rate) for one in phase.mixture] for phase in file.plan.phases] == [[("train", 1.0)]] * 2
+    assert [[(one.name, one.rate) for one in phase.mixture] for phase in file.plan.phases] == [
+        [("train", 1.0)]
+    ] * 2
     assert (list(file.train_data), list(file.eval_data)) == (["train"], ["train"])
     assert [phase.learning_rate for phase in file.plan.phases] == [1e-4, 1e-4]
 
@@ -167,7 +204,9 @@ def test_one_source_needs_no_name_and_no_mixture(written: Callable[..., Path], t
         ("lora: {rank: 3}", "lora_rank"),
     ],
 )
-def test_another_name_for_a_setting_leads_to_its_own(written: Callable[..., Path], line: str, near: str) -> None:
+def test_another_name_for_a_setting_leads_to_its_own(
+    written: Callable[..., Path], line: str, near: str
+) -> None:
     with pytest.raises(ConfigError, match="unknown setting") as raised:
         read_phase_file(written(PHASES, ("save_steps: 0\n", f"save_steps: 0\n{line}\n")))
     assert f"did you mean {near}?" in str(raised.value) and "run.yaml:6" in str(raised.value)
@@ -188,18 +227,31 @@ def test_all_that_is_wrong_is_told_at_once_with_its_line(written: Callable[..., 
         (17, "lora_rank"),
         (17, "leaning_rate"),
     ):
-        assert any(f"run.yaml:{place}: " in line and key in line for line in said.splitlines()), (key, said)
+        assert any(f"run.yaml:{place}: " in line and key in line for line in said.splitlines()), (
+            key,
+            said,
+        )
 
 
 def test_stages_say_how_often_under_their_own_names(written: Callable[..., Path]) -> None:
-    more = "report_interval: 2\ncheckpoint_interval: 3\nvalidation_interval: 4\nvalidation_steps: 5\n"
-    changes = ("batch_size: 4\n", "batch_size: 4\neval_data: {rows: {place}/rows.jsonl}\nevaluations: [rows]\n" + more)
+    more = (
+        "report_interval: 2\ncheckpoint_interval: 3\nvalidation_interval: 4\nvalidation_steps: 5\n"
+    )
+    changes = (
+        "batch_size: 4\n",
+        "batch_size: 4\neval_data: {rows: {place}/rows.jsonl}\nevaluations: [rows]\n" + more,
+    )
     changes = (changes[0], changes[1].replace("{place}", "."))
     path = written(STAGES, changes)
     path.write_text(path.read_text().replace("./rows.jsonl", str(path.with_name("rows.jsonl"))))
     file = read_phase_file(path)
     config = file.config
-    assert (config.logging_steps, config.save_steps, config.eval_steps, file.eval_rows) == (2, 3, 4, 5)
+    assert (config.logging_steps, config.save_steps, config.eval_steps, file.eval_rows) == (
+        2,
+        3,
+        4,
+        5,
+    )
     assert list(file.eval_data) == list(file.evaluations) == ["rows"]
     assert read_phase_file(path, validate=False).eval_data == {}
     with pytest.raises(ConfigError, match="save_steps, which is the same, is 9"):
@@ -213,17 +265,24 @@ def test_stages_say_how_often_under_their_own_names(written: Callable[..., Path]
 def test_the_command_traces_a_run_and_begins_one_elsewhere(
     written: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, trace = str(written(PHASES, ("save_steps: 0", "save_steps: 1"))), tmp_path / "trace.json"
+    file = str(written(PHASES, ("save_steps: 0", "save_steps: 1")))
+    trace = tmp_path / "trace.json"
     assert run(app, ["train", file, "--trace", str(trace)]) == 0
     assert "optimizer" in trace.read_text()
     said = capsys.readouterr().out
-    assert "phase whole begins: full" in said and "phase adapters has ended after step 6, loss on held-out" in said
+    assert (
+        "phase whole begins: full" in said
+        and "phase adapters has ended after step 6, loss on held-out" in said
+    )
     assert "step 4/6" in said
     there = tmp_path / "out" / "whole" / "checkpoint-2"
     arguments = ["--set", f"output_dir={tmp_path}/other", "--from", str(there)]
     assert run(app, ["train", file, *arguments]) == 0
     assert f"phase whole begins at {there}" in capsys.readouterr().out
-    ends = [tmp_path / name / "adapters" / "checkpoint-3" / "adapter_model.safetensors" for name in ("out", "other")]
+    ends = [
+        tmp_path / name / "adapters" / "checkpoint-3" / "adapter_model.safetensors"
+        for name in ("out", "other")
+    ]
     assert ends[0].read_bytes() == ends[1].read_bytes()
 
 
@@ -233,7 +292,9 @@ def test_only_phases_begin_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "--from here" in capsys.readouterr().err
 
 
-def test_validation_every_so_many_steps_needs_something_to_validate_on(written: Callable[..., Path]) -> None:
+def test_validation_every_so_many_steps_needs_something_to_validate_on(
+    written: Callable[..., Path],
+) -> None:
     more = ("save_steps: 0\n", "save_steps: 0\neval_steps: 2\neval_rows: 6\n")
     file = read_phase_file(written(PHASES, more))
     assert (file.config.eval_steps, file.eval_rows) == (2, 6)
@@ -252,7 +313,9 @@ def quiet() -> Console:
 
 
 @pytest.mark.slow
-def test_train_goes_through_it_with_packed_tokens_and_validation(written: Callable[..., Path]) -> None:
+def test_train_goes_through_it_with_packed_tokens_and_validation(
+    written: Callable[..., Path],
+) -> None:
     file = read_phase_file(written(PHASES))
     end = train_phases(file, console=quiet())
     assert (end / "adapter_model.safetensors").is_file()
@@ -310,6 +373,8 @@ def test_a_run_opens_its_device_and_its_model_once(
         count(module, "open_backend")
     for module in (lema.train.model, lema.plan.blueprint):
         count(module, "meta_model")
-    count(lema.model.files, "read_config")  # of the model given, and of the one that the first phase leaves
+    count(
+        lema.model.files, "read_config"
+    )  # of the model given, and of the one that the first phase leaves
     train_phases(read_phase_file(written(PHASES)), console=Console(quiet=True))
     assert counts == {"open_backend": 1, "meta_model": 4, "read_config": 2}

@@ -19,13 +19,16 @@ Living = Callable[[], dict[str, int]]
 
 @pytest.fixture
 def living(monkeypatch: pytest.MonkeyPatch) -> Living:
-    """Count what lives of the phase of weights, by kind; watching begins when its optimizer has stepped."""
+    """Count what lives of the phase of weights, by kind; watching begins when its optimizer has
+    stepped.
+    """
     watched: dict[str, list[weakref.ref[Any]]] = {"masters": [], "moments": [], "streams": []}
     step = FullTraining.accumulate
 
     def watching(self: FullTraining, *given: Any, **options: Any) -> Any:
         result = step(self, *given, **options)
-        groups, state = self.optimizer.param_groups, self.optimizer.state
+        groups = self.optimizer.param_groups
+        state = self.optimizer.state
         masters = [parameter for group in groups for parameter in group["params"]]
         watched["masters"] = [weakref.ref(master) for master in masters]
         watched["moments"] = [
@@ -38,13 +41,18 @@ def living(monkeypatch: pytest.MonkeyPatch) -> Living:
         return result
 
     monkeypatch.setattr(FullTraining, "accumulate", watching)
-    return lambda: {kind: sum(one() is not None for one in found) for kind, found in watched.items()}
+    return lambda: {
+        kind: sum(one() is not None for one in found) for kind, found in watched.items()
+    }
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, living: Living) -> list[dict[str, int]]:
-    """Note what lives when adapters are about to be made, and right after the last step of weights."""
+    """Note what lives when adapters are about to be made, and right after the last step of
+    weights.
+    """
     found: list[dict[str, int]] = []
-    attach, save = LemaModel.initialize_lora, FullTraining.save_checkpoint
+    attach = LemaModel.initialize_lora
+    save = FullTraining.save_checkpoint
 
     def attaching(self: LemaModel) -> None:
         found.append(living())

@@ -1,4 +1,6 @@
-"""The names and numbers of a two-phase trainer, one by one, and what is said of plans that are wrong in one place."""
+"""The names and numbers of a two-phase trainer, one by one, and what is said of plans that are
+wrong in one place.
+"""
 
 import copy
 import math
@@ -15,7 +17,8 @@ from lema.train.phases.plan import PhasePlan
 from lema.train.phases.twophase import LoRATrainerConfig
 
 A, B, C = ([{"name": name, "rate": 1.0}] for name in "abc")
-ROWS, BLOCK = 4, 16
+ROWS = 4
+BLOCK = 16
 PER_STEP = ROWS * BLOCK
 
 
@@ -33,7 +36,9 @@ def stages(**settings: Any) -> LoRATrainerConfig:
 
 @pytest.mark.parametrize("key", ["pre_lora", "post_lora"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_t1_lists_of_stages_that_are_not_equally_long_are_refused_by_key(key: str, count: int) -> None:
+def test_t1_lists_of_stages_that_are_not_equally_long_are_refused_by_key(
+    key: str, count: int
+) -> None:
     with pytest.raises(SettingsError) as caught:
         stages(**{f"{key}_tokens": [PER_STEP] * 2, f"{key}_datasets": [A] * count})
     (problem,) = caught.value.problems
@@ -52,7 +57,9 @@ def test_t4_the_stage_of_every_token() -> None:
     names = ["pre-lora-1", "pre-lora-2", "post-lora-1"]
     trace = [stage_of(token) for token in range(ends[-1])]
     assert trace == [
-        name for name, first, stop in zip(names, [0, *ends], ends, strict=False) for _ in range(first, stop)
+        name
+        for name, first, stop in zip(names, [0, *ends], ends, strict=False)
+        for _ in range(first, stop)
     ]
     straight = stages(pre_lora_tokens=[], pre_lora_datasets=[]).plan()
     assert {one.trains for one in straight.phases} == {"lora"}
@@ -74,7 +81,9 @@ def test_t5_samplings_are_dictionaries_whose_rates_hold(style: str) -> None:
     plan = stages(pre_lora_datasets=[given, B], pre_lora_tokens=[1000 * PER_STEP, PER_STEP]).plan()
     mixture = Mixture(plan.phases[0].mixture, {"a": Rows(), "b-x": Rows()}, plan.seed, BLOCK)
     drawn = Counter(mixture.sample(index).source for index in range(4000))
-    assert drawn["a"] / 4000 == pytest.approx(0.7, abs=0.01)  # drawn at random, one deviation would be 0.007
+    assert drawn["a"] / 4000 == pytest.approx(
+        0.7, abs=0.01
+    )  # drawn at random, one deviation would be 0.007
     assert plan.counts(0) == drawn
 
 
@@ -91,19 +100,26 @@ def test_t5_contrastive_is_refused_by_name_with_what_to_do(style: str) -> None:
 @pytest.mark.parametrize("rates", [(0.5, 0.4), (0.5, 0.500002), (1.0, 1.0)])
 def test_t5_rates_sum_to_one(rates: tuple[float, float]) -> None:
     given = [{"name": name, "rate": rate} for name, rate in zip("ab", rates, strict=True)]
-    with pytest.raises(SettingsError, match=f"sum to {sum(rates):.9g}, not to 1: a {rates[0]:g}, b {rates[1]:g}"):
+    with pytest.raises(
+        SettingsError, match=f"sum to {sum(rates):.9g}, not to 1: a {rates[0]:g}, b {rates[1]:g}"
+    ):
         stages(pre_lora_datasets=[A, given])
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 def test_t6_there_are_as_many_steps_as_tokens_make_and_none_more(accumulation: int) -> None:
-    plan = stages(per_device_batch_size=ROWS // accumulation, pre_lora_tokens=[8 * PER_STEP, 3 * PER_STEP]).plan()
+    plan = stages(
+        per_device_batch_size=ROWS // accumulation, pre_lora_tokens=[8 * PER_STEP, 3 * PER_STEP]
+    ).plan()
     assert [plan.steps(index).steps for index in range(3)] == [8, 3, 5]
     assert plan.num_steps == sum(phase.tokens for phase in plan.phases) // PER_STEP
-    assert sum(plan.steps(index).tokens for index in range(3)) == sum(phase.tokens for phase in plan.phases)
+    assert sum(plan.steps(index).tokens for index in range(3)) == sum(
+        phase.tokens for phase in plan.phases
+    )
 
 
-# Of ten steps each, warm-up of two, decay of three, tail of four: every rate that a phase takes, peak 1.
+# Of ten steps each, warm-up of two, decay of three, tail of four: every rate that a phase takes,
+# peak 1.
 TRACES = {
     "constant": [1.0] * 10,
     "constant_with_warmup": [0.0, 0.5, 1, 1, 1, 1, 1, 1, 1, 1],
@@ -111,13 +127,28 @@ TRACES = {
     "cosine": [0.0, 0.5, 1, 0.961940, 0.853553, 0.691342, 0.5, 0.308658, 0.146447, 0.038060],
     "wsd": [0.01, 0.505, 1, 1, 1, 1, 1, 1, 0.67, 0.34],
     "wsds": [0.01, 0.505, 1, 1, 0.7, 0.4, 0.1, 0.1, 0.1, 0.1],
-    "cosine_rewarm": [0.01, 0.505, 1, 0.962321, 0.855018, 0.694428, 0.505, 0.315572, 0.154982, 0.047679],
+    "cosine_rewarm": [
+        0.01,
+        0.505,
+        1,
+        0.962321,
+        0.855018,
+        0.694428,
+        0.505,
+        0.315572,
+        0.154982,
+        0.047679,
+    ],
 }
 
 
 @pytest.mark.parametrize("schedule", sorted(TRACES))
-def test_t7_the_learning_rate_of_every_step_counts_from_the_beginning_of_its_phase(schedule: str) -> None:
-    parts = {f"{part}_steps": {"warmup": 2, "decay": 3, "tail": 4}[part] for part in takes(schedule)}
+def test_t7_the_learning_rate_of_every_step_counts_from_the_beginning_of_its_phase(
+    schedule: str,
+) -> None:
+    parts = {
+        f"{part}_steps": {"warmup": 2, "decay": 3, "tail": 4}[part] for part in takes(schedule)
+    }
     one = {
         "trains": "full",
         "tokens": 10 * PER_STEP,
@@ -126,13 +157,25 @@ def test_t7_the_learning_rate_of_every_step_counts_from_the_beginning_of_its_pha
         "lr_scheduler_type": schedule,
         **parts,
     }
-    plan = PhasePlan(phases=[one, {**one, "trains": "lora", "learning_rate": 0.5}], batch_size=ROWS, max_length=BLOCK)
-    trace = [plan.learning_rate(index, step) for index in range(2) for step in range(plan.steps(index).steps)]
-    assert trace == pytest.approx([*TRACES[schedule], *(rate / 2 for rate in TRACES[schedule])], abs=1e-6)
+    plan = PhasePlan(
+        phases=[one, {**one, "trains": "lora", "learning_rate": 0.5}],
+        batch_size=ROWS,
+        max_length=BLOCK,
+    )
+    trace = [
+        plan.learning_rate(index, step)
+        for index in range(2)
+        for step in range(plan.steps(index).steps)
+    ]
+    assert trace == pytest.approx(
+        [*TRACES[schedule], *(rate / 2 for rate in TRACES[schedule])], abs=1e-6
+    )
 
 
 def test_t7_the_finding_a_second_phase_that_ends_inside_the_warm_up_of_the_run() -> None:
-    """19,168 steps, of which 191 are warm-up: the 95 of the adapters see no more of the schedule than that."""
+    """19,168 steps, of which 191 are warm-up: the 95 of the adapters see no more of the schedule
+    than that.
+    """
     shipped: dict[str, Any] = {
         "batch_size": 512,
         "block_size": 2048,
@@ -145,11 +188,20 @@ def test_t7_the_finding_a_second_phase_that_ends_inside_the_warm_up_of_the_run()
         "decay_pct": 0.01,
     }
     plan = LoRATrainerConfig(**shipped, schedule_spans="run").plan()
-    assert (plan.num_steps, plan.steps(1).steps, plan.phases[1].spans(95).warmup) == (19168, 95, 191)
+    assert (plan.num_steps, plan.steps(1).steps, plan.phases[1].spans(95).warmup) == (
+        19168,
+        95,
+        191,
+    )
     rates = [plan.learning_rate(1, step) for step in range(95)]
-    assert (rates[0], rates[-1], math.fsum(rates) / 95) == pytest.approx((3e-6, 1.5e-4, 7.6e-5), rel=0.01)
+    assert (rates[0], rates[-1], math.fsum(rates) / 95) == pytest.approx(
+        (3e-6, 1.5e-4, 7.6e-5), rel=0.01
+    )
     (warning,) = [one for one in plan.warnings() if one.key == "phases[1].warmup_ratio"]
-    assert "phase 2 (post-lora-1) ends inside its warm-up: 95 steps, and 191 of warm-up" in warning.what
+    assert (
+        "phase 2 (post-lora-1) ends inside its warm-up: 95 steps, and 191 of warm-up"
+        in warning.what
+    )
     assert "goes from 3e-06 to 0.00015, and never reaches 0.0003" in warning.what
     assert warning.how == "shorten the warm-up, or give the phase more tokens"
     own = LoRATrainerConfig(**shipped).plan()  # each phase has a schedule of its own
@@ -257,7 +309,8 @@ STAGES: dict[str, Any] = {
     "validation_steps": 4,
     "wandb": False,
 }
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 # What is no value of a kind, in any setting.
 WRONG: dict[type, list[Any]] = {
     bool: ["yes", 2, [], {"a": 1}, NAN],
@@ -268,7 +321,8 @@ WRONG: dict[type, list[Any]] = {
     dict: [99.5, "a", [1], object()],
 }
 NAMES_OF_MODULES = ("lora_rank_pattern", "lora_alpha_pattern")
-NEEDED, NEEDED_OF_DATA = ("tokens", "mixture"), ("name", "rate")
+NEEDED = ("tokens", "mixture")
+NEEDED_OF_DATA = ("name", "rate")
 TAKEN = [  # for all that
     ("suffix", ""),
     ("lora_init", True),
@@ -281,7 +335,13 @@ def walk(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ..
     """Yield every value of a plan with its path."""
     if path:
         yield path, value
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inside = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in inside:
         yield from walk(inner, (*path, key))
 
@@ -308,7 +368,9 @@ def drop(holder: Any, key: Any) -> None:
 
 
 def written(path: tuple[Any, ...]) -> str:
-    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(
+        "."
+    )
 
 
 def mutations(plan: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
@@ -320,16 +382,27 @@ def mutations(plan: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
                 yield changed(plan, path, put(wrong)), written(path)
         if isinstance(value, dict) and path[-1] not in NAMES_OF_MODULES:
             for unknown in ("zzz", "tokns", 5):
-                yield changed(plan, (*path, unknown), put(1)), written((*path, unknown) if unknown != 5 else path)
+                yield (
+                    changed(plan, (*path, unknown), put(1)),
+                    written((*path, unknown) if unknown != 5 else path),
+                )
         if path[-1] == "rate":
             for off in (value / 2, value + 1e-5):
                 yield changed(plan, path, put(off)), written(path[:-2])
-        if path[-1] in (NEEDED if path[0] == "phases" and len(path) == 3 else NEEDED_OF_DATA if len(path) > 3 else ()):
+        if path[-1] in (
+            NEEDED
+            if path[0] == "phases" and len(path) == 3
+            else NEEDED_OF_DATA
+            if len(path) > 3
+            else ()
+        ):
             yield changed(plan, path, drop), written(path)
 
 
 def said_where(problem_key: str, path: str) -> bool:
-    """Whether a problem is of what stands at a path, or of what stands in it, or of the setting that holds it."""
+    """Whether a problem is of what stands at a path, or of what stands in it, or of the setting
+    that holds it.
+    """
     longer, shorter = sorted((problem_key, path), key=len, reverse=True)
     return (
         bool(shorter)
@@ -338,16 +411,26 @@ def said_where(problem_key: str, path: str) -> bool:
     )
 
 
-@pytest.mark.parametrize(("make", "plan"), [(PhasePlan, PLAN), (LoRATrainerConfig, STAGES)], ids=["phases", "stages"])
-def test_whatever_is_wrong_in_one_place_is_said_of_that_place(make: Any, plan: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("make", "plan"), [(PhasePlan, PLAN), (LoRATrainerConfig, STAGES)], ids=["phases", "stages"]
+)
+def test_whatever_is_wrong_in_one_place_is_said_of_that_place(
+    make: Any, plan: dict[str, Any]
+) -> None:
     make(**copy.deepcopy(plan))
-    count, passed, elsewhere = 0, [], []
+    count = 0
+    passed = []
+    elsewhere = []
     for wrong, path in mutations(plan):
         count += 1
         try:
             make(**wrong)
         except SettingsError as error:
-            said = [problem for problem in error.problems if path in problem.what or said_where(problem.key, path)]
+            said = [
+                problem
+                for problem in error.problems
+                if path in problem.what or said_where(problem.key, path)
+            ]
             if not any(problem.key in str(error) for problem in said):
                 elsewhere.append((path, str(error)))
         else:

@@ -1,4 +1,6 @@
-"""The phases of a run as data: where each begins, what is refused and in which words, and what identifies a plan."""
+"""The phases of a run as data: where each begins, what is refused and in which words, and what
+identifies a plan.
+"""
 
 import json
 import subprocess
@@ -32,7 +34,9 @@ def phase(trains: str | None = "full", steps: int = 10, **settings: Any) -> dict
 
 
 def plan(*phases: Any, **settings: Any) -> PhasePlan:
-    return PhasePlan(**{"phases": list(phases), "batch_size": 4, "max_length": 16, "seed": 7, **settings})
+    return PhasePlan(
+        **{"phases": list(phases), "batch_size": 4, "max_length": 16, "seed": 7, **settings}
+    )
 
 
 def problems(make: Callable[[], Any]) -> dict[str, str]:
@@ -51,29 +55,44 @@ THREE = (
 
 def test_phases_begin_at_the_exact_step_and_token() -> None:
     found = plan(*THREE[:2], phase("lora", 6, merge=True, tokens=6 * STEP + STEP - 1))
-    assert [(one.name, one.first_step, one.stop_step, one.first_token) for one in found.boundaries()] == [
+    assert [
+        (one.name, one.first_step, one.stop_step, one.first_token) for one in found.boundaries()
+    ] == [
         ("text", 0, 10, 0),
         ("phase-2", 10, 15, 10 * STEP),
         ("phase-3", 15, 21, 15 * STEP),
     ]
     sizes = [found.steps(index) for index in range(3)]
-    assert [(one.tokens, one.leftover) for one in sizes] == [(10 * STEP, 0), (5 * STEP, 0), (6 * STEP, STEP - 1)]
+    assert [(one.tokens, one.leftover) for one in sizes] == [
+        (10 * STEP, 0),
+        (5 * STEP, 0),
+        (6 * STEP, STEP - 1),
+    ]
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(1, 9), st.integers(1, 64))
-def test_every_step_is_in_one_phase_and_tokens_are_steps(lengths: list[int], rows: int, block: int) -> None:
+def test_every_step_is_in_one_phase_and_tokens_are_steps(
+    lengths: list[int], rows: int, block: int
+) -> None:
     phases = [phase("full", tokens=count * rows * block) for count in lengths]
     found = plan(*phases, batch_size=rows, max_length=block)
     assert found.num_steps == sum(lengths)
     assert [one.stop_step - one.first_step for one in found.boundaries()] == lengths
     assert all(one.stop_step == after.first_step for one, after in pairwise(found.boundaries()))
-    assert found.boundaries()[-1].stop_step * rows * block == sum(one.tokens for one in found.phases)
+    assert found.boundaries()[-1].stop_step * rows * block == sum(
+        one.tokens for one in found.phases
+    )
 
 
 def test_the_learning_rate_of_each_phase_counts_from_its_own_beginning() -> None:
     found = plan(*THREE)
-    traces = [[found.learning_rate(index, step) for step in range(found.steps(index).steps)] for index in range(3)]
-    assert traces[0] == pytest.approx([1e-5, 5.05e-4, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 6.7e-4, 3.4e-4])
+    traces = [
+        [found.learning_rate(index, step) for step in range(found.steps(index).steps)]
+        for index in range(3)
+    ]
+    assert traces[0] == pytest.approx(
+        [1e-5, 5.05e-4, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 6.7e-4, 3.4e-4]
+    )
     assert traces[1][0] == 1e-3
     assert traces[1][-1] == pytest.approx(9.549e-5, rel=1e-3)
     assert traces[2] == [1e-3] * 6
@@ -81,15 +100,24 @@ def test_the_learning_rate_of_each_phase_counts_from_its_own_beginning() -> None
 
 def test_one_schedule_can_go_on_over_a_boundary() -> None:
     settings = {"lr_scheduler_type": "cosine", "schedule_steps": 16, "warmup_ratio": 0.25}
-    found = plan(phase(steps=10, **settings), phase(steps=6, schedule_start=10, optimizer="carry", **settings))
+    found = plan(
+        phase(steps=10, **settings),
+        phase(steps=6, schedule_start=10, optimizer="carry", **settings),
+    )
     whole = plan(phase(steps=16, lr_scheduler_type="cosine", warmup_steps=4))
-    trace = [found.learning_rate(index, step) for index, steps in enumerate((10, 6)) for step in range(steps)]
+    trace = [
+        found.learning_rate(index, step)
+        for index, steps in enumerate((10, 6))
+        for step in range(steps)
+    ]
     assert trace == [whole.learning_rate(0, step) for step in range(16)]
     assert found.warnings() == ()
 
 
 def test_a_plan_comes_back_from_its_settings() -> None:
-    found = plan(*THREE, phase(None, trainable=["q_proj"], layers=["last:2", 0, "head"], merge=True))
+    found = plan(
+        *THREE, phase(None, trainable=["q_proj"], layers=["last:2", 0, "head"], merge=True)
+    )
     again = PhasePlan(**json.loads(json.dumps(found.to_dict())))
     assert again == found
     assert again.fingerprint() == found.fingerprint()
@@ -123,7 +151,9 @@ def test_a_plan_is_read_from_yaml(tmp_path: Path) -> None:
     found = PhasePlan.from_yaml(file, seed=3)
     assert found.seed == 3
     assert found.phases[0].mixture[0] == Sampling("almanac", 0.75, Style.PMD, "-v2")
-    assert found.phases[1].adapters == AdapterSettings(lora_rank=8, lora_target_modules=["q_proj", "v_proj"])
+    assert found.phases[1].adapters == AdapterSettings(
+        lora_rank=8, lora_target_modules=["q_proj", "v_proj"]
+    )
     assert [one.steps for one in map(found.steps, range(2))] == [156, 16]
 
 
@@ -139,7 +169,7 @@ def test_every_problem_of_a_file_is_told_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(SettingsError) as caught:
         PhasePlan.from_yaml(file)
     lines = wrong.splitlines()
-    placed = {one.key: (one.place, one.how) for one in caught.value.problems}
+    placed = {one.key: (one.location, one.how) for one in caught.value.problems}
 
     def at(text: str) -> str:
         return f"{file}:{next(number for number, line in enumerate(lines, 1) if text in line)}"
@@ -157,20 +187,36 @@ def test_every_problem_of_a_file_is_told_with_its_line(tmp_path: Path) -> None:
 def test_an_alias_in_a_file_has_one_place(tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
     text = (
-        "phases:\n- &one\n  trains: full\n  tokens: 0\n  mixture: &m [{name: a, rate: 1}]\n  learning_rate: 1\n- *one\n"
+        "phases:\n- &one\n  trains: full\n  tokens: 0\n  mixture: &m [{name: a, rate: 1}]\n  "
+        "learning_rate: 1\n- *one\n"
     )
     file.write_text(text, encoding="utf-8")
     with pytest.raises(SettingsError) as caught:
         PhasePlan.from_yaml(file)
-    assert [one.place for one in caught.value.problems] == [f"{file}:4", f"{file}:2"]
+    assert [one.location for one in caught.value.problems] == [f"{file}:4", f"{file}:2"]
 
 
 BAD = [
-    (phase(mixture=[{"name": "a", "rate": 0.5}, {"name": "b", "rate": 0.4}]), "mixture", "sum to 0.9", "sum to 1"),
+    (
+        phase(mixture=[{"name": "a", "rate": 0.5}, {"name": "b", "rate": 0.4}]),
+        "mixture",
+        "sum to 0.9",
+        "sum to 1",
+    ),
     (phase(mixture=[]), "mixture", "no data sets", "give at least one, with rate: 1.0"),
-    (phase(mixture=[{"nmae": "a", "name": "b", "rate": 1}]), "mixture[0].nmae", "unknown", "did you mean name?"),
+    (
+        phase(mixture=[{"nmae": "a", "name": "b", "rate": 1}]),
+        "mixture[0].nmae",
+        "unknown",
+        "did you mean name?",
+    ),
     (phase(mixture=[{"name": "a"}]), "mixture[0].rate", "not given", "add `rate: ...`"),
-    (phase(mixture=[{"name": "a", "rate": 1.0, "style": "CONTRASTIVE"}]), "mixture[0].style", "not supported", "PMD"),
+    (
+        phase(mixture=[{"name": "a", "rate": 1.0, "style": "CONTRASTIVE"}]),
+        "mixture[0].style",
+        "not supported",
+        "PMD",
+    ),
     (phase(mixture=["a"]), "mixture[0]", "this must have settings", "write them as"),
     (phase(tokens=0), "tokens", "must be at least 1, not 0", "leave out"),
     (phase(tokens=STEP - 1), "tokens", "do not make one step", f"give at least {STEP} tokens"),
@@ -195,7 +241,12 @@ BAD = [
     (phase(lr_scheduler_type="linear", decay_steps=5), "decay_steps", "linear has no decay", "wsd"),
     (phase(warmup_ratio=1.5), "warmup_ratio", "less than 1", ""),
     (phase(warmup_steps=1, warmup_ratio=0.1), "warmup_ratio", "both set this length", "keep one"),
-    (phase(lr_scheduler_type="constant", warmup_steps=1), "warmup_steps", "constant has no warmup", "with_warmup"),
+    (
+        phase(lr_scheduler_type="constant", warmup_steps=1),
+        "warmup_steps",
+        "constant has no warmup",
+        "with_warmup",
+    ),
     (phase(weight_decay=-1.0), "weight_decay", "at least 0", ""),
     (phase(activation_offloading=3), "activation_offloading", "must be true, false", ""),
     (phase(wieght_decay=0.1), "wieght_decay", "unknown setting", "did you mean weight_decay?"),
@@ -214,13 +265,22 @@ BAD = [
     (phase("lora", save="model"), "save", "save is for phases of weights", "leave save out"),
     (phase(learning_rate=1e300), "learning_rate", "must be at most", ""),
     (phase(adam_epsilon=1e-300), "adam_epsilon", "must be 0 or at least", ""),
-    (phase(mixture=[{"name": "almanac", "rate": 10**30}]), "mixture[0].rate", "must be at most", ""),
+    (
+        phase(mixture=[{"name": "almanac", "rate": 10**30}]),
+        "mixture[0].rate",
+        "must be at most",
+        "",
+    ),
     (phase(save="weights"), "save", "one of 'model' or 'delta'", ""),
 ]
 
 
-@pytest.mark.parametrize(("settings", "key", "what", "how"), BAD, ids=[f"{one[1]}-{i}" for i, one in enumerate(BAD)])
-def test_bad_input_names_its_key_and_how_to_mend_it(settings: dict[str, Any], key: str, what: str, how: str) -> None:
+@pytest.mark.parametrize(
+    ("settings", "key", "what", "how"), BAD, ids=[f"{one[1]}-{i}" for i, one in enumerate(BAD)]
+)
+def test_bad_input_names_its_key_and_how_to_mend_it(
+    settings: dict[str, Any], key: str, what: str, how: str
+) -> None:
     found = problems(lambda: plan(settings))
     assert list(found) == [f"phases[0].{key}"]
     (said,) = found.values()
@@ -232,7 +292,11 @@ def test_bad_input_names_its_key_and_how_to_mend_it(settings: dict[str, Any], ke
 BETWEEN = [
     ((phase(name="a"), phase(name="a")), "phases[1].name", "choose another"),
     ((phase(), phase("lora", optimizer="carry")), "phases[1].optimizer", "trains full"),
-    ((phase("lora"), phase("lora", merge=True, optimizer="carry")), "phases[1].optimizer", "are new"),
+    (
+        (phase("lora"), phase("lora", merge=True, optimizer="carry")),
+        "phases[1].optimizer",
+        "are new",
+    ),
     ((phase("lora"), phase("full")), "phases[1].merge", "set merge: true"),
     ((phase("lora"), phase("lora", lora_rank=4)), "phases[1].lora_rank", "merge: true"),
     ((phase(save="delta"), phase("lora")), "phases[0].save", "set it in the last phase"),
@@ -250,16 +314,24 @@ BETWEEN = [
 
 
 @pytest.mark.parametrize(("phases", "key", "said"), BETWEEN, ids=[one[1] for one in BETWEEN])
-def test_what_one_phase_leaves_the_next_must_fit(phases: tuple[dict[str, Any], ...], key: str, said: str) -> None:
+def test_what_one_phase_leaves_the_next_must_fit(
+    phases: tuple[dict[str, Any], ...], key: str, said: str
+) -> None:
     found = problems(lambda: plan(*phases))
     assert list(found) == [key]
     assert said in found[key]
 
 
 def test_phases_that_fit_are_taken() -> None:
-    plan(phase("full"), phase(None, layers=["last:1"], optimizer="carry"), phase("full", optimizer="carry"))
+    plan(
+        phase("full"),
+        phase(None, layers=["last:1"], optimizer="carry"),
+        phase("full", optimizer="carry"),
+    )
     plan(phase("lora"), phase("lora", optimizer="carry"), phase("full", merge=True), phase("lora"))
-    plan(phase("full"), phase("lora"), phase("lora", merge=True, lora_rank=4, rounding="stochastic"))
+    plan(
+        phase("full"), phase("lora"), phase("lora", merge=True, lora_rank=4, rounding="stochastic")
+    )
     plan(phase("lora"), phase("full", merge=True, save="delta"))
 
 
@@ -282,10 +354,18 @@ SELECTIONS = [
 
 
 @pytest.mark.parametrize(("one", "other", "overlap"), SELECTIONS)
-def test_moments_are_carried_where_two_selections_may_share_a_weight(one: Any, other: Any, overlap: bool) -> None:
+def test_moments_are_carried_where_two_selections_may_share_a_weight(
+    one: Any, other: Any, overlap: bool
+) -> None:
     def of(choice: Any, **options: Any) -> dict[str, Any]:
         return phase(
-            None, **{key: value for key, value in zip(("layers", "trainable"), choice, strict=True) if value}, **options
+            None,
+            **{
+                key: value
+                for key, value in zip(("layers", "trainable"), choice, strict=True)
+                if value
+            },
+            **options,
         )
 
     for before, after in ((one, other), (other, one)):
@@ -293,7 +373,9 @@ def test_moments_are_carried_where_two_selections_may_share_a_weight(one: Any, o
         if overlap:
             assert plan(*phases).phases[1].optimizer == "carry"
         else:
-            assert list(problems(lambda given_phases=phases: plan(*given_phases))) == ["phases[1].optimizer"]
+            assert list(problems(lambda given_phases=phases: plan(*given_phases))) == [
+                "phases[1].optimizer"
+            ]
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
@@ -350,12 +432,16 @@ SAME = [
 
 
 @pytest.mark.parametrize(("outer", "inner"), NUMBERS)
-def test_what_decides_numbers_changes_the_fingerprint(outer: dict[str, Any], inner: dict[str, Any]) -> None:
+def test_what_decides_numbers_changes_the_fingerprint(
+    outer: dict[str, Any], inner: dict[str, Any]
+) -> None:
     assert plan(phase(**inner), **outer).fingerprint() != plan(phase()).fingerprint()
 
 
 @pytest.mark.parametrize(("outer", "inner"), SAME)
-def test_what_decides_no_number_leaves_the_fingerprint(outer: dict[str, Any], inner: dict[str, Any]) -> None:
+def test_what_decides_no_number_leaves_the_fingerprint(
+    outer: dict[str, Any], inner: dict[str, Any]
+) -> None:
     assert plan(phase(**inner), **outer).fingerprint() == plan(phase()).fingerprint()
 
 
@@ -369,14 +455,18 @@ def test_rounding_decides_numbers_where_something_is_merged() -> None:
 def test_the_fingerprint_is_the_same_in_every_process() -> None:
     found = plan(phase(), phase("lora", lora_target_modules=["v_proj", "q_proj"]))
     again = plan(phase(), phase("lora", lora_rank=16, lora_target_modules=["q_proj", "v_proj"]))
-    code = f"from lema.train.phases.plan import PhasePlan; print(PhasePlan(**{found.to_dict()!r}).fingerprint())"
+    code = (
+        "from lema.train.phases.plan import PhasePlan; "
+        f"print(PhasePlan(**{found.to_dict()!r}).fingerprint())"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == found.fingerprint() == again.fingerprint()
     assert len(found.fingerprint()) == 64
 
 
 def test_phases_may_be_added_after_the_one_of_a_checkpoint() -> None:
-    short, longer = plan(phase()), plan(phase(), phase("lora"))
+    short = plan(phase())
+    longer = plan(phase(), phase("lora"))
     assert longer.fingerprint(1) == short.fingerprint()
     longer.check_same(short.numbers(), "checkpoint-5", num_phases=1)
     with pytest.raises(ConfigError, match="another plan") as caught:
@@ -405,14 +495,24 @@ def test_warnings_are_data() -> None:
     )
     said = {one.key: str(one) for one in found.warnings()}
     assert list(said) == ["phases[0].schedule_steps", "phases[1].warmup_steps", "phases[2].tokens"]
-    assert "phase 1 (phase-1) ends at step 10 of a schedule of 95" in said["phases[0].schedule_steps"]
+    assert (
+        "phase 1 (phase-1) ends at step 10 of a schedule of 95" in said["phases[0].schedule_steps"]
+    )
     assert f"leaves out {STEP - 1} of {2 * STEP - 1} tokens" in said["phases[2].tokens"]
     assert f"give {STEP} or {2 * STEP}" in said["phases[2].tokens"]
     assert plan(*THREE).warnings() == ()
 
 
 def test_layers_are_selected_by_number_and_from_both_ends() -> None:
-    assert layer_selection(["last:4", "first:2", 3, "embeddings", "head"], 10) == {0, 1, 3, 6, 7, 8, 9}
+    assert layer_selection(["last:4", "first:2", 3, "embeddings", "head"], 10) == {
+        0,
+        1,
+        3,
+        6,
+        7,
+        8,
+        9,
+    }
     assert layer_selection(["last:3", "first:3", 1], 4) == set(range(4))
     assert layer_selection(["head"], 4) == set()
 
@@ -452,8 +552,16 @@ def test_plans_need_no_torch() -> None:
     code = "import sys; from lema.train.phases.plan import PhasePlan; import lema.train.phases.file"
     code += "; from lema.train.phases.twophase import LoRATrainerConfig"
     code += f"; PhasePlan(**{plan(*THREE).to_dict()!r}).warnings()"
-    code += "; LoRATrainerConfig().plan(); print(sorted({'torch', 'transformers', 'peft'} & sys.modules.keys()))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    code += (
+        "; LoRATrainerConfig().plan(); print(sorted({'torch', 'transformers', 'peft'} & "
+        "sys.modules.keys()))"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )
 
 
 def test_the_trainers_are_the_same_settings() -> None:
@@ -467,4 +575,4 @@ def test_what_does_not_stand_in_the_file_is_not_said_to(tmp_path: Path) -> None:
     file.write_text(YAML, encoding="utf-8")
     with pytest.raises(SettingsError) as caught:
         PhasePlan.from_yaml(file, seed=-1)
-    assert [(one.key, one.place) for one in caught.value.problems] == [("seed", "")]
+    assert [(one.key, one.location) for one in caught.value.problems] == [("seed", "")]

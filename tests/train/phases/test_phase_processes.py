@@ -1,4 +1,6 @@
-"""Several processes go through phases as one does, and a run goes on with another number of them."""
+"""Several processes go through phases as one does, and a run goes on with another number of
+them.
+"""
 
 import json
 from collections.abc import Callable
@@ -37,18 +39,24 @@ phases:
 def train(tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]) -> Callable[..., Path]:
     """Train with so many processes; return the output directory."""
     for name, seed in (("one", 1), ("held", 2)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(seed)))
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows(seed))
+        )
 
     def start(name: str, count: int, *arguments: str) -> Path:
         file = tmp_path / f"{name}.yaml"
         sizes = {"rows": ROWS, "block": BLOCK, "tokens": 2 * STEP}
-        file.write_text(FILE.format(model=checkpoint_of("llama").streamed, place=tmp_path, name=name, **sizes))
+        file.write_text(
+            FILE.format(model=checkpoint_of("llama").streamed, place=tmp_path, name=name, **sizes)
+        )
         if count == 1:
             assert run(app, ["train", str(file), *arguments]) == 0
         else:
             done = run_program(["-m", "lema", "train", str(file), *arguments], count, tmp_path)
             assert done.returncode == 0, done.stderr[-4000:]
-            assert done.stdout.count("phase whole") <= 3  # one of them speaks: it begins, ends, and goes on
+            assert (
+                done.stdout.count("phase whole") <= 3
+            )  # one of them speaks: it begins, ends, and goes on
         return tmp_path / name
 
     return start
@@ -56,16 +64,29 @@ def train(tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]) -> Callable[
 
 @pytest.mark.slow
 @pytest.mark.picture  # which the processes draw
-def test_processes_go_through_phases_as_one_does_and_one_goes_on_alone(train: Callable[..., Path]) -> None:
-    alone, together = train("alone", 1), train("together", 2)
+def test_processes_go_through_phases_as_one_does_and_one_goes_on_alone(
+    train: Callable[..., Path],
+) -> None:
+    alone = train("alone", 1)
+    together = train("together", 2)
     moved = train("moved", 1, "--from", str(together / "whole" / "checkpoint-1"))
     expected = weights(alone / "adapters" / "checkpoint-2")
     for place in (together, moved):
         found = weights(place / "adapters" / "checkpoint-2")
         assert found.keys() == expected.keys()
         for name in expected:
-            assert float((found[name] - expected[name]).norm()) <= 1e-4 * float(expected[name].norm()) + 1e-6, name
-    for key in ("loss", "grad_norm", "eval_loss", "tokens"):  # the same samples, or the losses were others
+            assert (
+                float((found[name] - expected[name]).norm())
+                <= 1e-4 * float(expected[name].norm()) + 1e-6
+            ), name
+    for key in (
+        "loss",
+        "grad_norm",
+        "eval_loss",
+        "tokens",
+    ):  # the same samples, or the losses were others
         assert logged(together, key) == pytest.approx(logged(alone, key), rel=1e-4), key
         assert len(logged(together, key)) == (2 if key == "eval_loss" else len(logged(alone, key)))
-    assert sorted(path.name for path in together.iterdir()) == sorted(path.name for path in alone.iterdir())
+    assert sorted(path.name for path in together.iterdir()) == sorted(
+        path.name for path in alone.iterdir()
+    )

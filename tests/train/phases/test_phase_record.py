@@ -1,4 +1,6 @@
-"""The record of phases that were killed, anywhere and any number of times, is that of phases that nothing disturbed."""
+"""The record of phases that were killed, anywhere and any number of times, is that of phases
+that nothing disturbed.
+"""
 
 import json
 from collections.abc import Callable
@@ -37,7 +39,9 @@ def told_of(out: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def straight(config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], dict[str, Any]]:
+def straight(
+    config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[str], dict[str, Any]]:
     """The changes of the disk that a run makes which nothing disturbs, and what it tells."""
     config = config_of("straight", dropout=0.1, **WAYS)
     every = killed(Path(config.output_dir), monkeypatch, lambda: go_on(config), -1)
@@ -49,11 +53,15 @@ def difference(told: dict[str, Any], whole: dict[str, Any]) -> str:
     names = [name for name in whole.keys() | told.keys() if told.get(name) != whole.get(name)]
     lines = [row for row in whole["metrics"] if row not in told["metrics"]]
     more = [row for row in told["metrics"] if row not in whole["metrics"]]
-    return f"{names}; {len(told['metrics'])} lines for {len(whole['metrics'])}; missing {lines}, more {more}"
+    return (
+        f"{names}; {len(told['metrics'])} lines for {len(whole['metrics'])}; missing {lines}, "
+        f"more {more}"
+    )
 
 
 @pytest.mark.parametrize(
-    "stride", [pytest.param(19, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
+    "stride",
+    [pytest.param(19, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)],
 )
 def test_killed_at_any_change_of_the_disk_they_leave_the_record_of_the_run(
     stride: int,
@@ -80,8 +88,11 @@ def test_killed_again_and_again_they_leave_the_record_of_the_run(
 ) -> None:
     _, whole = straight
     config = config_of("cut", dropout=0.1, **WAYS)
-    place, kills, lives = Path(config.output_dir), 0, 11  # changes that a process lives to make: more and more
+    place = Path(config.output_dir)
+    kills = 0
+    lives = 11  # changes that a process lives to make: more and more
     while len(killed(place, monkeypatch, lambda: go_on(config), lives, last=True)) > lives:
-        kills, lives = kills + 1, lives + 7
+        kills = kills + 1
+        lives = lives + 7
     assert kills >= 2
     assert (told := told_of(place)) == whole, difference(told, whole)

@@ -1,4 +1,6 @@
-"""What phases leave, models, deltas and adapters, renders and ends its texts as those that it was trained on."""
+"""What phases leave, models, deltas and adapters, renders and ends its texts as those that it
+was trained on.
+"""
 
 import json
 from collections.abc import Callable
@@ -22,7 +24,8 @@ from lema.train.phases.file import read_phase_file
 from lema.train.phases.loratrainer import LoRATrainer
 from lema.train.phases.run import train_phases
 
-END, LATER = "@", "#"  # tokens of the vocabulary that the base model does not end at
+END = "@"
+LATER = "#"  # tokens of the vocabulary that the base model does not end at
 TEMPLATE = "{% for m in messages %}{{ m.content + '@' }}{% endfor %}"
 FULL = {"trains": "full", "tokens": 64, "learning_rate": 1e-3}
 LORA = {"trains": "lora", "tokens": 64, "learning_rate": 1e-2, "lora_rank": 2}
@@ -40,7 +43,11 @@ def without_settings_of_generation(model: Path) -> None:
 
 def with_two_ends(model: Path) -> None:
     file = model / "generation_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [0, 7], "top_k": 3, "do_sample": True}))
+    file.write_text(
+        json.dumps(
+            json.loads(file.read_text()) | {"eos_token_id": [0, 7], "top_k": 3, "do_sample": True}
+        )
+    )
 
 
 def without_template(model: Path) -> None:
@@ -58,7 +65,8 @@ BASES: dict[str, tuple[Edit, list[int]]] = {
 
 def base_of(place: Path, edit: Edit) -> Path:
     """Write a model whose tokenizer has two special tokens more than ends."""
-    base, encode = write_model(place / "base"), tokenizer()
+    base = write_model(place / "base")
+    encode = tokenizer()
     encode.add_special_tokens({"additional_special_tokens": [END, LATER]})
     encode.save_pretrained(base)
     edit(base)
@@ -71,13 +79,23 @@ def number_of(token: str) -> int:
 
 
 def run_file(place: Path, base: Path, *phases: dict[str, Any], **settings: Any) -> Path:
-    """Write a file of phases whose first reads chats, and whose second, if any, tokens that end otherwise."""
-    chat = [{"role": "user", "content": "the miller of"}, {"role": "assistant", "content": "corn and the river"}]
+    """Write a file of phases whose first reads chats, and whose second, if any, tokens that end
+    otherwise.
+    """
+    chat = [
+        {"role": "user", "content": "the miller of"},
+        {"role": "assistant", "content": "corn and the river"},
+    ]
     (place / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 8)
     ids = tokenizer()(f"the miller of corn{LATER}").input_ids
     (place / "tokens.jsonl").write_text((json.dumps({"input_ids": ids, "labels": ids}) + "\n") * 8)
     data = {"chats": str(place / "chats.jsonl"), "tokens": str(place / "tokens.jsonl")}
-    given = {"model_name_or_path": str(base), "device": "cpu", "output_dir": str(place / "out"), "save_steps": 0}
+    given = {
+        "model_name_or_path": str(base),
+        "device": "cpu",
+        "output_dir": str(place / "out"),
+        "save_steps": 0,
+    }
     given |= {"train_data": data, "batch_size": 4, "max_length": 16, "chat_template": TEMPLATE}
     named = [
         {**phase, "name": f"phase{index}", "mixture": [{"name": name, "rate": 1.0}]}
@@ -104,12 +122,16 @@ def assert_says(directory: Path, ends: list[int], template: str | None = TEMPLAT
 
 def files(directory: Path) -> dict[str, bytes]:
     """What is in a directory, but for the list of what is."""
-    return {file.name: file.read_bytes() for file in directory.iterdir() if file.name != "manifest.json"}
+    return {
+        file.name: file.read_bytes() for file in directory.iterdir() if file.name != "manifest.json"
+    }
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BASES)
-def test_weights_that_train_leave_a_model_and_a_delta_that_say_the_same(name: str, tmp_path: Path) -> None:
+def test_weights_that_train_leave_a_model_and_a_delta_that_say_the_same(
+    name: str, tmp_path: Path
+) -> None:
     edit, ends = BASES[name]
     base = base_of(tmp_path, edit)
     before = files(base)
@@ -128,7 +150,9 @@ def test_weights_that_train_leave_a_model_and_a_delta_that_say_the_same(name: st
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BASES)
-def test_adapters_after_weights_end_as_both_and_so_does_what_they_are_merged_to(name: str, tmp_path: Path) -> None:
+def test_adapters_after_weights_end_as_both_and_so_does_what_they_are_merged_to(
+    name: str, tmp_path: Path
+) -> None:
     edit, ends = BASES[name]
     base = base_of(tmp_path, edit)
     run(run_file(tmp_path, base, FULL, LORA))
@@ -155,7 +179,9 @@ def test_adapters_that_are_merged_between_phases_leave_a_model_that_ends_so(tmp_
     base = base_of(tmp_path, as_published)
     run(run_file(tmp_path, base, LORA, {**LORA, "merge": True}))
     assert_says(tmp_path / "out" / "phase0" / "model", [0, number_of(END)])
-    assert_says(merge_adapter(tmp_path / "out", tmp_path / "merged"), [0, number_of(END), number_of(LATER)])
+    assert_says(
+        merge_adapter(tmp_path / "out", tmp_path / "merged"), [0, number_of(END), number_of(LATER)]
+    )
 
 
 class Crash(TrainerCallback):
@@ -180,7 +206,9 @@ def test_texts_without_a_template_leave_the_model_without_one(tmp_path: Path) ->
     file = run_file(tmp_path, base, FULL)
     said = json.loads(file.read_text())
     said["train_data"]["chats"] = str(tmp_path / "texts.jsonl")
-    (tmp_path / "texts.jsonl").write_text((json.dumps({"prompt": "the miller", "completion": " of corn"}) + "\n") * 8)
+    (tmp_path / "texts.jsonl").write_text(
+        (json.dumps({"prompt": "the miller", "completion": " of corn"}) + "\n") * 8
+    )
     del said["chat_template"]
     file.write_text(json.dumps(said))
     run(file)
@@ -193,11 +221,15 @@ def test_trainer_of_stages_goes_on_the_next_day_with_the_date_of_its_first(
     file = run_file(tmp_path, base_of(tmp_path, as_published), LORA)
     template = "{{ strftime_now('%d') }}" + TEMPLATE
     read = read_phase_file(file, chat_template=template, save_steps=1)
-    plan = read.plan.model_copy(update={"phases": [read.plan.phases[0].model_copy(update={"tokens": 128})]})
+    plan = read.plan.model_copy(
+        update={"phases": [read.plan.phases[0].model_copy(update={"tokens": 128})]}
+    )
 
     def trainer(*callbacks: TrainerCallback, **changes: Any) -> LoRATrainer:
         config = read.config.model_copy(update=changes)
-        return LoRATrainer(plan, config, {"chats": str(tmp_path / "chats.jsonl")}, callbacks=callbacks)
+        return LoRATrainer(
+            plan, config, {"chats": str(tmp_path / "chats.jsonl")}, callbacks=callbacks
+        )
 
     set_day(monkeypatch, "2026-11-28")
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,6 @@
-"""A run of phases goes on from its newest sound point, says what it passes over, and never begins afresh in silence."""
+"""A run of phases goes on from its newest sound point, says what it passes over, and never
+begins afresh in silence.
+"""
 
 import json
 import shutil
@@ -15,7 +17,7 @@ from lema import LemaConfig
 from lema.errors import AdapterError, ConfigError
 from lema.storage.manifest import MANIFEST, check_manifest, write_manifest
 from lema.train.phases import stage as phases
-from lema.train.phases.places import Places, find_point
+from lema.train.phases.paths import PhasePaths, find_point
 from lema.train.phases.run import run_phases
 
 
@@ -26,13 +28,20 @@ def flip(file: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(checkpoint_of: Callable[..., Checkpoint], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(
+    checkpoint_of: Callable[..., Checkpoint], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """Where a run of weights and of adapters, two steps each, was not stopped."""
     out = tmp_path_factory.mktemp("whole")
     streamed = str(checkpoint_of("llama", dropout=0.0).streamed)
     run_phases(
         LemaConfig(
-            streamed, device="cpu", gradient_checkpointing=True, save_steps=1, max_grad_norm=1.0, output_dir=str(out)
+            streamed,
+            device="cpu",
+            gradient_checkpointing=True,
+            save_steps=1,
+            max_grad_norm=1.0,
+            output_dir=str(out),
         ),
         two(),
         SOURCES,
@@ -68,8 +77,14 @@ def lose_model(run: Path) -> None:
 
 PASSED = "is damaged and passed over"
 CASES: dict[str, tuple[Callable[[Path], None], list[str]]] = {
-    "the newest": (spoil_newest, [PASSED, "resuming from {run}/adapters/checkpoint-1 (step 1 of 2 of adapters)"]),
-    "a whole phase": (spoil_phase, [PASSED, PASSED, "phase adapters begins again: none of its checkpoints is valid"]),
+    "the newest": (
+        spoil_newest,
+        [PASSED, "resuming from {run}/adapters/checkpoint-1 (step 1 of 2 of adapters)"],
+    ),
+    "a whole phase": (
+        spoil_phase,
+        [PASSED, PASSED, "phase adapters begins again: none of its checkpoints is valid"],
+    ),
     "a phase, the model below it, and the end of the one before": (
         spoil_phase_and_lose_model,
         [PASSED, PASSED, PASSED, "resuming from {run}/whole/checkpoint-1 (step 1 of 2 of whole)"],
@@ -105,7 +120,8 @@ def test_whatever_is_damaged_it_ends_bitwise_as_if_nothing_had_been(
 def test_a_model_that_is_damaged_is_named_and_is_written_again_when_it_is_gone(
     straight: Path, config_of: Callable[..., LemaConfig]
 ) -> None:
-    model, config = straight / "whole" / "model", config_of("straight")
+    model = straight / "whole" / "model"
+    config = config_of("straight")
     (file, *_) = sorted(model.glob("*.safetensors"))
     before = {name: tensor.clone() for name, tensor in weights(model).items()}
     flip(file)
@@ -141,7 +157,8 @@ def test_what_may_change_holds_from_there_on(
 def test_where_nothing_is_sound_or_the_run_is_another_it_is_refused(
     straight: Path, config_of: Callable[..., LemaConfig], tmp_path: Path
 ) -> None:
-    config, quiet = config_of("straight"), {"resume": True, "say": lambda _: None}
+    config = config_of("straight")
+    quiet = {"resume": True, "say": lambda _: None}
     shutil.rmtree(straight / "adapters" / "checkpoint-2")  # there is something left to train
     more = {"one": rows(1, 13), "two": rows(2)}
     with pytest.raises(ConfigError, match="data set one: ") as refused:
@@ -155,7 +172,9 @@ def test_where_nothing_is_sound_or_the_run_is_another_it_is_refused(
     (other / "config.json").write_text(json.dumps(about | {"rms_norm_eps": 0.1}))
     elsewhere = config.model_copy(update={"model_name_or_path": str(other)})
     (straight / "whole" / "checkpoint-2" / MANIFEST).unlink()
-    with pytest.raises(AdapterError, match=r"config has changed since the training: rms_norm_eps is 0\.1"):
+    with pytest.raises(
+        AdapterError, match=r"config has changed since the training: rms_norm_eps is 0\.1"
+    ):
         run_phases(elsewhere, two(), SOURCES, **quiet)
     for file in sorted(other.glob("*.safetensors")):
         flip(file)
@@ -170,7 +189,7 @@ def test_where_nothing_is_sound_or_the_run_is_another_it_is_refused(
         "  - whole/checkpoint-1",
     ]
     said: list[str] = []
-    assert find_point(Places(tmp_path / "nothing", two()), said.append) is None and said == []
+    assert find_point(PhasePaths(tmp_path / "nothing", two()), said.append) is None and said == []
     write_manifest(straight / "whole" / "checkpoint-1")
-    found = find_point(Places(straight, two()), said.append)
+    found = find_point(PhasePaths(straight, two()), said.append)
     assert found is not None and (found.index, found.ended) == (0, False)

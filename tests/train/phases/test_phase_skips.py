@@ -19,7 +19,8 @@ from lema.train.phases.run import run_phases
 
 def spoil(monkeypatch: pytest.MonkeyPatch, *calls: int) -> None:
     """Make NaN of the losses of some calls, counted from 1 over all phases."""
-    count, loss = itertools.count(1), StreamedModel.loss
+    count = itertools.count(1)
+    loss = StreamedModel.loss
 
     def called(model: StreamedModel, *arguments: Any, **options: Any) -> Tensor:
         found = loss(model, *arguments, **options)
@@ -37,10 +38,18 @@ def test_a_step_of_each_kind_of_phase_is_dropped(
     with pytest.warns(UserWarning, match="was dropped, 1 of at most 1"):
         end = run_phases(config, two(3), SOURCES)
     rows = read_metrics(Path(config.output_dir) / "metrics.jsonl")
-    told = [(row["phase"], row["step_in_phase"], row["skipped"]) for row in rows if row.get("event") == "skipped"]
+    told = [
+        (row["phase"], row["step_in_phase"], row["skipped"])
+        for row in rows
+        if row.get("event") == "skipped"
+    ]
     assert told == [("whole", 2, 1), ("adapters", 1, 1)]
     assert [row["step"] for row in rows if "loss" in row] == [1, 3, 5, 6]
-    assert all(bool(tensor.isfinite().all()) for tensor in weights(end).values() if tensor.is_floating_point())
+    assert all(
+        bool(tensor.isfinite().all())
+        for tensor in weights(end).values()
+        if tensor.is_floating_point()
+    )
 
 
 @pytest.mark.slow
@@ -53,8 +62,12 @@ def test_the_rows_and_their_data_sets_are_named(
     with pytest.raises(NonFiniteError, match="the loss is nan") as caught:
         run_phases(config, two(2), SOURCES)
     place = caught.value.where.partition(";")[0]
-    assert place.startswith("step 2, rows ") and place.count(" of one") + place.count(" of two") == 4
+    assert (
+        place.startswith("step 2, rows ") and place.count(" of one") + place.count(" of two") == 4
+    )
     saved = Path(config.output_dir) / phase
     assert [path.name for path in saved.glob("checkpoint-*")] == ["checkpoint-1"]
     found = weights(saved / "checkpoint-1")
-    assert all(bool(tensor.isfinite().all()) for tensor in found.values() if tensor.is_floating_point())
+    assert all(
+        bool(tensor.isfinite().all()) for tensor in found.values() if tensor.is_floating_point()
+    )

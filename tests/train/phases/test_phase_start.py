@@ -1,4 +1,6 @@
-"""A run of phases begins anywhere: at a checkpoint of either kind that lies elsewhere, or with a plain model."""
+"""A run of phases begins anywhere: at a checkpoint of either kind that lies elsewhere, or with a
+plain model.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from phaseruns import FULL, LORA, SOURCES, STEP, assert_same, logged, plan_of, t
 
 from lema import LemaConfig
 from lema.errors import ConfigError, LemaError
-from lema.train.phases.places import Places, find_start
+from lema.train.phases.paths import PhasePaths, find_start
 from lema.train.phases.run import run_phases
 
 
@@ -35,7 +37,9 @@ def test_from_anywhere_it_ends_as_the_run_that_was_not_stopped(
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
     for phase, step in (("whole", 1), ("whole", 2), ("adapters", 1)):
-        shutil.copytree(straight.place / phase / f"checkpoint-{step}", elsewhere / phase / f"checkpoint-{step}")
+        shutil.copytree(
+            straight.place / phase / f"checkpoint-{step}", elsewhere / phase / f"checkpoint-{step}"
+        )
     shutil.copytree(straight.place / "whole" / "model", tmp_path / "plain")
     places: dict[str, Path] = {
         "in the midst of the weights": elsewhere / "whole" / "checkpoint-1",
@@ -64,7 +68,8 @@ def test_another_micro_batch_size_goes_on_from_a_checkpoint(
     for phase in ("whole", "adapters"):
         path = straight.place / phase / "checkpoint-1"
         end = run_phases(config_of(f"other-{phase}"), two(micro_batch_size=1), SOURCES, start=path)
-        found, expected = weights(end), weights(straight.end)
+        found = weights(end)
+        expected = weights(straight.end)
         for name in expected:
             assert float((found[name] - expected[name]).abs().max()) < 1e-3, name
 
@@ -74,7 +79,7 @@ def test_what_is_no_beginning_is_refused_in_words(
     straight: Straight, config_of: Callable[..., LemaConfig], tmp_path: Path
 ) -> None:
     def refused(path: Path, plan: Any = None) -> str:
-        places = Places(tmp_path / "new", plan or two())
+        places = PhasePaths(tmp_path / "new", plan or two())
         with pytest.raises(LemaError) as raised:
             find_start(path, places)
         assert raised.value.where and raised.value.how
@@ -82,9 +87,12 @@ def test_what_is_no_beginning_is_refused_in_words(
 
     assert "neither" in refused(tmp_path / "nothing")
     assert "such as checkpoint-2" in refused(straight.place / "whole")
-    model, checkpoint = straight.place / "whole" / "model", straight.place / "adapters" / "checkpoint-1"
+    model = straight.place / "whole" / "model"
+    checkpoint = straight.place / "adapters" / "checkpoint-1"
     assert "set model_name_or_path" in refused(model, plan_of({**LORA, "tokens": STEP}))
-    assert "no phase of the plan trains adapters" in refused(model, plan_of({**FULL, "tokens": STEP}))
+    assert "no phase of the plan trains adapters" in refused(
+        model, plan_of({**FULL, "tokens": STEP})
+    )
     assert "another plan" in refused(checkpoint, two(4))
     assert "has no such phase" in refused(checkpoint, plan_of({**FULL, "tokens": STEP}))
     moved = tmp_path / "moved" / "adapters" / "checkpoint-1"
@@ -93,14 +101,17 @@ def test_what_is_no_beginning_is_refused_in_words(
     assert "the model that phase whole wrote" in refused(moved)
     (moved.parent.parent / "whole").mkdir()
     shutil.copytree(tmp_path / "gone", moved.parent.parent / "whole" / "model")  # as it was told
-    assert find_start(moved, Places(tmp_path / "new", two())).models == {0: moved.parent.parent / "whole" / "model"}
+    assert find_start(moved, PhasePaths(tmp_path / "new", two())).models == {
+        0: moved.parent.parent / "whole" / "model"
+    }
 
 
 @pytest.mark.slow
 def test_a_base_that_is_gone_later_is_missed_rather_than_trained_again(
     straight: Straight, config_of: Callable[..., LemaConfig], tmp_path: Path
 ) -> None:
-    config, plain = config_of("begun"), tmp_path / "plain"
+    config = config_of("begun")
+    plain = tmp_path / "plain"
     shutil.copytree(straight.place / "whole" / "model", plain)
     run_phases(config, two(), SOURCES, start=plain)
     shutil.rmtree(plain)
@@ -112,4 +123,6 @@ def test_a_base_that_is_gone_later_is_missed_rather_than_trained_again(
     with pytest.raises(ConfigError, match="wrote is missing"):
         run_phases(config, two(), SOURCES, resume=True)
     with pytest.raises(ConfigError, match="has already begun there"):
-        run_phases(config_of("straight"), two(), SOURCES, start=straight.place / "whole" / "checkpoint-1")
+        run_phases(
+            config_of("straight"), two(), SOURCES, start=straight.place / "whole" / "checkpoint-1"
+        )

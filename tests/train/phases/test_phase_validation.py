@@ -1,4 +1,6 @@
-"""Validation looks on: it changes no number, is kept with the checkpoint it belongs to, and finds each phase's best."""
+"""Validation looks on: it changes no number, is kept with the checkpoint it belongs to, and
+finds each phase's best.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -7,7 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from phaseruns import BLOCK, HELD, LORA, SOURCES, STEP, Killed, assert_same, count_writes, logged, plan_of, two
+from phaseruns import (
+    BLOCK,
+    HELD,
+    LORA,
+    SOURCES,
+    STEP,
+    Killed,
+    assert_same,
+    count_writes,
+    logged,
+    plan_of,
+    two,
+)
 from transformers import AutoModelForCausalLM
 
 from lema import LemaConfig
@@ -21,8 +35,12 @@ from lema.train.phases.run import run_phases
 
 
 @pytest.mark.slow
-def test_it_changes_no_number_and_is_what_the_whole_model_says(config_of: Callable[..., LemaConfig]) -> None:
-    plan, without, with_it = two(), config_of("without", dropout=0.1), config_of("with", dropout=0.1, eval_steps=1)
+def test_it_changes_no_number_and_is_what_the_whole_model_says(
+    config_of: Callable[..., LemaConfig],
+) -> None:
+    plan = two()
+    without = config_of("without", dropout=0.1)
+    with_it = config_of("with", dropout=0.1, eval_steps=1)
     ends = [
         run_phases(without, plan, SOURCES),
         run_phases(with_it, plan, SOURCES, held_out=HELD, eval_rows=6),
@@ -32,8 +50,9 @@ def test_it_changes_no_number_and_is_what_the_whole_model_says(config_of: Callab
     assert logged(place, "loss") == logged(Path(without.output_dir), "loss")
     found = logged(place, "eval_loss")
     assert len(found) == len(set(found)) == 4  # after every step, of what it has trained
-    # The first phase has left its model: transformers' own loss of the same rows is what was measured last.
-    mixture = Mixture(plan.phases[0].mixture, SOURCES, plan.seed, BLOCK, held_out=HELD)
+    # The first phase has left its model: transformers' own loss of the same rows is what was
+    # measured last.
+    mixture = Mixture(plan.phases[0].mixture, SOURCES, plan.seed, BLOCK, eval_sources=HELD)
     batch = mixture.validation(6)
     assert batch is not None
     model = AutoModelForCausalLM.from_pretrained(place / "whole" / "model").eval()
@@ -47,7 +66,9 @@ def test_at_a_boundary_it_comes_before_the_checkpoint_and_is_neither_lost_nor_re
     config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(save_steps=0)
-    plan = plan_of({**LORA, "tokens": STEP, "name": "first"}, {**LORA, "tokens": STEP, "merge": True})
+    plan = plan_of(
+        {**LORA, "tokens": STEP, "name": "first"}, {**LORA, "tokens": STEP, "merge": True}
+    )
     with monkeypatch.context() as patch:
         count_writes(patch, after=3)  # the phase begins, ends, and its checkpoint is written
         with pytest.raises(Killed):
@@ -89,8 +110,13 @@ def test_the_best_of_each_phase_is_kept_and_the_next_phase_looks_for_its_own(
     losses_of(monkeypatch, 3.0, 2.0, 2.5, 4.0, 9.0, 8.0, 7.0, 8.0)
     run_phases(config, two(4), SOURCES, held_out=HELD)
     place = Path(config.output_dir)
-    best = [json.loads((place / phase / "best.json").read_text()) for phase in ("whole", "adapters")]
-    assert [(one["checkpoint"], one["eval_loss"]) for one in best] == [("checkpoint-2", 2.0), ("checkpoint-3", 7.0)]
+    best = [
+        json.loads((place / phase / "best.json").read_text()) for phase in ("whole", "adapters")
+    ]
+    assert [(one["checkpoint"], one["eval_loss"]) for one in best] == [
+        ("checkpoint-2", 2.0),
+        ("checkpoint-3", 7.0),
+    ]
     # Beside it the end alone; what was best for a while only went with the next best.
     assert [kept(place / phase) for phase in ("whole", "adapters")] == [
         ["checkpoint-2", "checkpoint-4"],
@@ -99,17 +125,25 @@ def test_the_best_of_each_phase_is_kept_and_the_next_phase_looks_for_its_own(
     ends = [row for row in read_metrics(place / "metrics.jsonl") if row.get("event") == "phase_end"]
     assert [(row["final_eval_loss"], row["best"]["step"]) for row in ends] == [(4.0, 2), (8.0, 3)]
     latest = json.loads((place / "latest.json").read_text())
-    assert latest == {"phase": "adapters", "checkpoint": "adapters/checkpoint-4", "step": 8, "step_in_phase": 4}
+    assert latest == {
+        "phase": "adapters",
+        "checkpoint": "adapters/checkpoint-4",
+        "step": 8,
+        "step_in_phase": 4,
+    }
 
 
 @pytest.mark.slow
 def test_the_best_is_remembered_by_a_run_that_goes_on(
     config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, plan = config_of(save_steps=1, eval_steps=1, save_total_limit=2), plan_of({**LORA, "tokens": 4 * STEP})
+    config = config_of(save_steps=1, eval_steps=1, save_total_limit=2)
+    plan = plan_of({**LORA, "tokens": 4 * STEP})
     losses_of(monkeypatch, 2.0, 3.0, 3.0, 3.0)
     with monkeypatch.context() as patch:
-        count_writes(patch, after=1 + 2 * 4 + 1)  # in the third step, whose checkpoint was written and not noted yet
+        count_writes(
+            patch, after=1 + 2 * 4 + 1
+        )  # in the third step, whose checkpoint was written and not noted yet
         with pytest.raises(Killed):
             run_phases(config, plan, SOURCES, held_out=HELD)
     place = Path(config.output_dir) / "adapters"
@@ -125,7 +159,8 @@ def test_a_kill_as_the_best_changes_leaves_no_checkpoint_that_nothing_knows_of(
     deleted: bool, config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the end of a phase: the one before was kept as the best alone, and goes."""
-    config, plan = config_of(save_steps=0, eval_steps=1, save_total_limit=2), plan_of({**LORA, "tokens": 2 * STEP})
+    config = config_of(save_steps=0, eval_steps=1, save_total_limit=2)
+    plan = plan_of({**LORA, "tokens": 2 * STEP})
     losses_of(monkeypatch, 3.0, 2.0)
 
     def killed(directory: Path, what: str) -> None:

@@ -1,4 +1,6 @@
-"""A data set's place in a mixture: rates that sum to 1, styles by name, and the order of any number of rows."""
+"""A data set's place in a mixture: rates that sum to 1, styles by name, and the order of any
+number of rows.
+"""
 
 import math
 import tracemalloc
@@ -17,12 +19,25 @@ from lema.data.sampling import SamplingError, Style, check_rates
 from lema.errors import ConfigError
 
 RATES = st.lists(st.floats(1e-4, 1), min_size=1, max_size=7).map(
-    lambda weights: {f"data{place}": weight / math.fsum(weights) for place, weight in enumerate(weights)}
+    lambda weights: {
+        f"data{place}": weight / math.fsum(weights) for place, weight in enumerate(weights)
+    }
 )
 
 ORDER = [7, 3, 5, 4, 6, 0, 2, 1, 9, 8]
 EPOCHS = [1, 4, 3, 0, 2, 0, 3, 4, 1, 2]
-SLOTS = [("b", 0), ("a", 0), ("c", 0), ("a", 1), ("b", 1), ("a", 2), ("c", 1), ("a", 3), ("b", 2), ("a", 4)]
+SLOTS = [
+    ("b", 0),
+    ("a", 0),
+    ("c", 0),
+    ("a", 1),
+    ("b", 1),
+    ("a", 2),
+    ("c", 1),
+    ("a", 3),
+    ("b", 2),
+    ("a", 4),
+]
 SAMPLES = [("b", 0), ("a", 0), ("a", 1), ("c", 0), ("b", 1)]
 
 
@@ -62,14 +77,16 @@ def test_contrastive_is_refused_by_its_name(style: str) -> None:
 def test_values_that_make_no_sampling_are_refused(values: tuple, where: str) -> None:
     with pytest.raises(SamplingError) as caught:
         Sampling(*values)
-    assert caught.value.where == where and repr(values[["name", "rate", "style", "suffix"].index(where)]) in str(
-        caught.value
-    )
+    assert caught.value.where == where and repr(
+        values[["name", "rate", "style", "suffix"].index(where)]
+    ) in str(caught.value)
 
 
 def test_pydantic_reads_samplings_and_lists_what_is_wrong_with_all_of_them() -> None:
     adapter = TypeAdapter(list[Sampling])
-    read = adapter.validate_python([{"name": "text", "rate": 1, "style": "pmd"}, {"name": "chat", "rate": 0.25}])
+    read = adapter.validate_python(
+        [{"name": "text", "rate": 1, "style": "pmd"}, {"name": "chat", "rate": 0.25}]
+    )
     assert read == [Sampling("text", 1.0, Style.PMD), Sampling("chat", 0.25)]
     assert adapter.validate_json(adapter.dump_json(read)) == read
     wrong = [
@@ -84,7 +101,9 @@ def test_pydantic_reads_samplings_and_lists_what_is_wrong_with_all_of_them() -> 
     assert {error["loc"][0] for error in caught.value.errors()} == set(range(len(wrong)))
 
 
-@pytest.mark.parametrize("rates", [[1.0], [0.7, 0.3], [1 / 3] * 3, [0.3333333] * 3, [0.1] * 10, [0.999999, 1e-6]])
+@pytest.mark.parametrize(
+    "rates", [[1.0], [0.7, 0.3], [1 / 3] * 3, [0.3333333] * 3, [0.1] * 10, [0.999999, 1e-6]]
+)
 def test_rates_that_sum_to_one_are_a_mixture(rates: list[float]) -> None:
     check_rates([Sampling(f"data{place}", rate) for place, rate in enumerate(rates)])
 
@@ -92,8 +111,13 @@ def test_rates_that_sum_to_one_are_a_mixture(rates: list[float]) -> None:
 @pytest.mark.parametrize("rates", [[0.5], [0.7, 0.2], [0.6, 0.6], [0.5, 0.500002], [0.333] * 3])
 def test_rates_that_do_not_are_refused_with_their_sum(rates: list[float]) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_rates([Sampling(f"data{place}", rate) for place, rate in enumerate(rates)], "post_lora_datasets[1]")
-    assert f"{sum(rates):.9g}" in caught.value.what and caught.value.where == "post_lora_datasets[1]"
+        check_rates(
+            [Sampling(f"data{place}", rate) for place, rate in enumerate(rates)],
+            "post_lora_datasets[1]",
+        )
+    assert (
+        f"{sum(rates):.9g}" in caught.value.what and caught.value.where == "post_lora_datasets[1]"
+    )
     assert all(f"data{place} {rate:g}" in caught.value.what for place, rate in enumerate(rates))
 
 
@@ -120,13 +144,19 @@ def test_an_order_of_few_has_everything_once() -> None:
 @given(count=st.integers(2**40, 2**62), place=st.integers(0, 2**39))
 def test_an_order_of_very_many_takes_no_memory(count: int, place: int) -> None:
     order = Permutation(count, 1)
-    assert 0 <= order(place) < count and order(place) == Permutation(count, 1)(place) != order(place + 1)
+    assert 0 <= order(place) < count and order(place) == Permutation(count, 1)(place) != order(
+        place + 1
+    )
 
 
 def test_every_order_of_few_is_as_likely() -> None:
-    """Chi-squared over the orders that 3,000 keys give: for each count, within five deviations of its mean."""
+    """Chi-squared over the orders that 3,000 keys give: for each count, within five deviations
+    of its mean.
+    """
     for count in (2, 3, 4):
-        found = Counter(tuple(map(Permutation(count, "likely", key), range(count))) for key in range(3_000))
+        found = Counter(
+            tuple(map(Permutation(count, "likely", key), range(count))) for key in range(3_000)
+        )
         expected = 3_000 / math.factorial(count)
         chi = sum((found[order] - expected) ** 2 / expected for order in permutations(range(count)))
         degrees = math.factorial(count) - 1
@@ -134,10 +164,15 @@ def test_every_order_of_few_is_as_likely() -> None:
 
 
 def test_what_follows_a_row_is_any_other_row() -> None:
-    """Chi-squared over pairs of neighbours within a long order: those of a poor shuffle keep their distance."""
-    count, bins = 20_000, 20
+    """Chi-squared over pairs of neighbours within a long order: those of a poor shuffle keep
+    their distance.
+    """
+    count = 20_000
+    bins = 20
     row = list(map(Permutation(count, "neighbours"), range(count)))
-    found = Counter((first * bins // count, second * bins // count) for first, second in pairwise(row))
+    found = Counter(
+        (first * bins // count, second * bins // count) for first, second in pairwise(row)
+    )
     expected = (count - 1) / bins**2
     chi = sum((found[a, b] - expected) ** 2 / expected for a in range(bins) for b in range(bins))
     assert abs(chi - bins**2) < 5 * math.sqrt(2 * bins**2)
@@ -163,8 +198,11 @@ def test_places_that_are_none_are_refused() -> None:
 @given(count=st.integers(1, 60), epoch=st.integers(0, 50), key=st.integers(0, 9))
 def test_every_row_comes_once_an_epoch_in_another_order(count: int, epoch: int, key: int) -> None:
     drawn = [shuffled_row(count, index, key) for index in range(epoch * count, (epoch + 2) * count)]
-    first, second = drawn[:count], drawn[count:]
-    assert {number for number, _ in first} == {epoch} and {number for number, _ in second} == {epoch + 1}
+    first = drawn[:count]
+    second = drawn[count:]
+    assert {number for number, _ in first} == {epoch} and {number for number, _ in second} == {
+        epoch + 1
+    }
     assert sorted(row for _, row in first) == sorted(row for _, row in second) == list(range(count))
     if count > 30:  # the odds that two orders are alike are none
         assert [row for _, row in first] != [row for _, row in second]
@@ -172,7 +210,9 @@ def test_every_row_comes_once_an_epoch_in_another_order(count: int, epoch: int, 
 
 @settings(deadline=None)
 @given(rates=RATES, first=st.integers(0, 10**12), count=st.integers(1, 80))
-def test_turns_are_counted_without_being_counted(rates: dict[str, float], first: int, count: int) -> None:
+def test_turns_are_counted_without_being_counted(
+    rates: dict[str, float], first: int, count: int
+) -> None:
     """What a slot says of the slots before it agrees with going through them, from any place on."""
     turns = Interleaving(rates)
     seen: dict[str, int] = {}
@@ -180,7 +220,9 @@ def test_turns_are_counted_without_being_counted(rates: dict[str, float], first:
         name, taken = turns.slot(slot)
         assert seen.get(name, taken) == taken
         seen[name] = taken + 1
-        assert abs(taken - slot * rates[name]) < (0.5 if len(rates) == 2 else 2) + 1e-3  # rates are not quite exact
+        assert (
+            abs(taken - slot * rates[name]) < (0.5 if len(rates) == 2 else 2) + 1e-3
+        )  # rates are not quite exact
     assert len(rates) > 1 or turns.slot(first) == ("data0", first)
 
 
@@ -195,21 +237,30 @@ def test_rates_hold_over_any_number_of_windows(rates: dict[str, float], window: 
 
 @settings(max_examples=8, deadline=None)
 @given(rates=RATES, window=st.integers(0, 10**6), rest=st.integers(0, WINDOW))
-def test_samples_of_a_window_are_its_slots_in_another_order(rates: dict[str, float], window: int, rest: int) -> None:
+def test_samples_of_a_window_are_its_slots_in_another_order(
+    rates: dict[str, float], window: int, rest: int
+) -> None:
     turns = Interleaving(rates, "turns", 5)
     first = window * WINDOW
     samples = [turns.sample(index) for index in range(first, first + WINDOW)]
     slots = [turns.slot(slot) for slot in range(first, first + WINDOW)]
     assert sorted(samples) == sorted(slots)
     most = max(Counter(name for name, _ in slots).values())
-    assert WINDOW - most < 20 or samples != slots  # the odds that so many come in the same order are none
+    assert (
+        WINDOW - most < 20 or samples != slots
+    )  # the odds that so many come in the same order are none
     taken: dict[str, list[int]] = {}
     for name, which in samples:
         taken.setdefault(name, []).append(which)
-    assert all(numbers == list(range(numbers[0], numbers[0] + len(numbers))) for numbers in taken.values())
-    before, after = turns.counts(first), turns.counts(first + rest)
+    assert all(
+        numbers == list(range(numbers[0], numbers[0] + len(numbers))) for numbers in taken.values()
+    )
+    before = turns.counts(first)
+    after = turns.counts(first + rest)
     given_by = Counter(name for name, _ in samples[:rest])
-    assert {name: after[name] - before[name] for name in rates} == {name: given_by[name] for name in rates}
+    assert {name: after[name] - before[name] for name in rates} == {
+        name: given_by[name] for name in rates
+    }
 
 
 def test_the_order_in_which_data_sets_are_listed_changes_nothing() -> None:

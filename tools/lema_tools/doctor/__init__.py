@@ -1,4 +1,6 @@
-"""`lema doctor`: whether this machine is ready (versions, limits, devices, disk), and how to fix what is not."""
+"""`lema doctor`: whether this machine is ready (versions, limits, devices, disk), and how to fix
+what is not.
+"""
 
 import contextlib
 import json
@@ -14,13 +16,20 @@ def doctor(
     directory: Annotated[
         Path,
         typer.Option(
-            metavar="DIR", exists=True, file_okay=False, help="Directory on the disk to measure. Nothing remains there."
+            metavar="DIR",
+            exists=True,
+            file_okay=False,
+            help="Directory on the disk to measure. Nothing remains there.",
         ),
     ] = Path(),
-    quick: Annotated[bool, typer.Option("--quick", help="Do not time disk and link, which takes seconds.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Do not time disk and link, which takes seconds.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check whether this machine is ready: versions, limits, devices, link and disk, and say how to fix problems."""
+    """Check whether this machine is ready: versions, limits, devices, link and disk, and say how
+    to fix problems.
+    """
     from rich.console import Console
 
     from lema_tools.doctor.report import examine, show_report

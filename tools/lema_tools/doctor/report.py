@@ -1,7 +1,8 @@
-"""The doctor's report: runs every examination, one after the other, and shows the findings to a reader.
+"""The doctor's report: runs every examination, one after the other, and shows the findings to a
+reader.
 
-An examination that fails becomes a finding, and the others go on. The report is a table on a terminal and lines of
-tab-separated columns anywhere else.
+An examination that fails becomes a finding, and the others go on. The report is a table on a
+terminal and lines of tab-separated columns anywhere else.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +25,7 @@ __all__ = ["Report", "examine", "show_report"]
 
 FORMAT = 1  # of the JSON; it grows when a key goes or changes its meaning
 NOT_READY = 2  # the exit code of a config that cannot run here
-Look = Callable[[], Iterable[Finding]]
+Examination = Callable[[], Iterable[Finding]]
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,9 @@ class Report:
         return sum(finding.level is level for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data; `findings` is a list, each with the keys of `Finding.to_dict`."""
+        """Return it as plain data; `findings` is a list, each with the keys of
+        `Finding.to_dict`.
+        """
         return {
             "format": FORMAT,
             "ready": self.ready,
@@ -61,15 +64,28 @@ class Report:
 
 
 def examine(directory: Path, *, measure: bool = True) -> Report:
-    """Look at everything, at the disk that `directory` is on too; timing disk and links takes some seconds."""
-    looks: list[tuple[str, Look]] = [("versions", versions), ("machine", machine), ("environment", environment)]
-    looks.append(("devices", devices))
+    """Look at everything, at the disk that `directory` is on too; timing disk and links takes
+    some seconds.
+    """
+    examinations: list[tuple[str, Examination]] = [
+        ("versions", versions),
+        ("machine", machine),
+        ("environment", environment),
+    ]
+    examinations.append(("devices", devices))
     of_backends = sorted(entry_points(group="lema.doctors"), key=lambda point: point.name)
-    looks += [(point.name, partial(_asked, point)) for point in of_backends]
+    examinations += [(point.name, partial(_asked, point)) for point in of_backends]
     if measure:
-        looks.append(("link", links))
-    looks.append(("disk", partial(disk, directory, measure=measure)))
-    return Report(tuple(finding for section, look in looks for finding in _careful(section, look)), measure)
+        examinations.append(("link", links))
+    examinations.append(("disk", partial(disk, directory, measure=measure)))
+    return Report(
+        tuple(
+            finding
+            for section, examination in examinations
+            for finding in _careful(section, examination)
+        ),
+        measure,
+    )
 
 
 def _asked(point: EntryPoint) -> Iterable[Finding]:
@@ -77,10 +93,10 @@ def _asked(point: EntryPoint) -> Iterable[Finding]:
     return findings
 
 
-def _careful(section: str, look: Look) -> Iterator[Finding]:
+def _careful(section: str, examination: Examination) -> Iterator[Finding]:
     """Yield what a look finds; what it raises is one more finding."""
     try:
-        for finding in look():
+        for finding in examination():
             if not isinstance(finding, Finding):
                 raise TypeError(f"{finding!r} is no finding")
             yield finding
@@ -93,28 +109,43 @@ STYLES = {Level.OK: "green", Level.NOTE: "cyan", Level.WARNING: "yellow", Level.
 
 
 def show_report(report: Report, console: Console) -> None:
-    """Print the report: columns are section, what was looked at, level, and the sentence with how to fix it; a table
-    leaves out the second, which the sentence says."""
+    """Print the report: columns are section, what was looked at, level, and the sentence with how
+    to fix it; a table leaves out the second, which the sentence says."""
     if console.is_terminal:
-        levels = (Text(one.level.value, STYLES[one.level]) for one in report.findings)
-        sentences = (_sentence(one, "\n") for one in report.findings)
-        print_table(zip((one.section for one in report.findings), levels, sentences, strict=True), console)
+        levels = (Text(finding.level.value, STYLES[finding.level]) for finding in report.findings)
+        sentences = (_sentence(finding, "\n") for finding in report.findings)
+        print_table(
+            zip((finding.section for finding in report.findings), levels, sentences, strict=True),
+            console,
+        )
         console.print(Text(_summary(report), style=STYLES[_level(report)]))
         return
-    cells = [(one.section, one.name, one.level.value, _sentence(one, " ")) for one in report.findings]
+    cells = [
+        (finding.section, finding.name, finding.level.value, _sentence(finding, " "))
+        for finding in report.findings
+    ]
     print_table([*cells, ("in all", "", _level(report).value, _summary(report))], console)
 
 
 def _sentence(finding: Finding, between: str) -> Text:
-    fix, see = finding.how and f"fix: {finding.how}", finding.source and f"see: {finding.source}"
+    fix = finding.how and f"fix: {finding.how}"
+    see = finding.source and f"see: {finding.source}"
     return Text(between.join(filter(None, (finding.what, fix, see))))
 
 
 def _level(report: Report) -> Level:
-    return max((finding.level for finding in report.findings), key=lambda level: level.rank, default=Level.OK)
+    return max(
+        (finding.level for finding in report.findings),
+        key=lambda level: level.rank,
+        default=Level.OK,
+    )
 
 
 def _summary(report: Report) -> str:
-    counts = [(report.count(level), level.value) for level in (Level.PROBLEM, Level.WARNING, Level.NOTE)]
-    found = ", ".join(f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts if count)
-    return f"{'Ready' if report.ready else 'Not ready'}: {found or 'nothing to fix'}."
+    counts = [
+        (report.count(level), level.value) for level in (Level.PROBLEM, Level.WARNING, Level.NOTE)
+    ]
+    counted = ", ".join(
+        f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts if count
+    )
+    return f"{'Ready' if report.ready else 'Not ready'}: {counted or 'nothing to fix'}."

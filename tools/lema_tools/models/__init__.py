@@ -1,1 +1,3 @@
-"""Public checkpoints without their weights: what is known of them offline, and what `lema init` chooses for them."""
+"""Public checkpoints without their weights: what is known of them offline, and what `lema init`
+chooses for them.
+"""

@@ -1,7 +1,9 @@
-"""Public checkpoints by name: their type, the form in which they are published, and the sizes in their config.json.
+"""Public checkpoints by name: their type, the form in which they are published, and the sizes in
+their config.json.
 
-The sizes are copied from the publishers' config.json; nothing is downloaded. If `transformers` documents the class of a
-config with the checkpoint, its defaults are the sizes, and `sizes` has only the differences.
+The sizes are copied from the publishers' config.json; nothing is downloaded. If `transformers`
+documents the class of a config with the checkpoint, its defaults are the sizes, and `sizes` has
+only the differences.
 """
 
 from collections.abc import Mapping
@@ -56,7 +58,9 @@ VOCABULARIES = {  # by how names begin, where they are not the defaults of the c
     "MiniMax-M2": 200064,
     "Devstral-2": 131072,
 }
-PARAMETERS = {  # in billions, as their publishers count them; `tests/model/test_coverage_page.py` compares the sizes
+# in billions, as their publishers count them; `tests/model/test_coverage_page.py` compares the
+# sizes
+PARAMETERS = {
     "Qwen3-8B": 8.2,
     "Qwen3-32B": 32.8,
     "Qwen2.5-7B-Instruct": 7.6,
@@ -99,7 +103,9 @@ PARAMETERS = {  # in billions, as their publishers count them; `tests/model/test
     "Qwen3-Next-80B-A3B": 80,
     "Nemotron-3-Nano-30B-A3B": 31.6,
 }
-NEAR = 0.02  # how far the count of a checkpoint's sizes may be from its publisher's, which is rounded
+NEAR = (
+    0.02  # how far the count of a checkpoint's sizes may be from its publisher's, which is rounded
+)
 
 
 @dataclass(frozen=True)
@@ -110,8 +116,8 @@ class Checkpoint:
         name: its usual name.
         model_type: the type in its `config.json`, or the one that makes it stream, as `needs` says.
         form: how its weights are published: a key of `FORMS`.
-        sizes: settings of the part that reads text. Empty: the defaults of its config's class. None: the sizes are
-            not known, and no bytes are computed.
+        sizes: settings of the part that reads text. Empty: the defaults of its config's class.
+            None: the sizes are not known, and no bytes are computed.
         needs: what a user must do first.
     """
 
@@ -128,7 +134,9 @@ class Checkpoint:
         return f"{owner}/{HUB_NAMES.get(self.name, self.name)}"
 
 
-def dense(hidden: int, layers: int, wide: int, heads: int, shared: int, width: int = 128) -> dict[str, Any]:
+def dense(
+    hidden: int, layers: int, wide: int, heads: int, shared: int, width: int = 128
+) -> dict[str, Any]:
     """The settings of a model without experts."""
     return {
         "hidden_size": hidden,
@@ -141,22 +149,48 @@ def dense(hidden: int, layers: int, wide: int, heads: int, shared: int, width: i
     }
 
 
-def moe(hidden: int, layers: int, wide: int, experts: int, heads: int, shared: int, **others: Any) -> dict[str, Any]:
+def moe(
+    hidden: int, layers: int, wide: int, experts: int, heads: int, shared: int, **overrides: Any
+) -> dict[str, Any]:
     """The settings of a model with experts."""
-    made = dense(hidden, layers, wide, heads, shared) | {"moe_intermediate_size": wide, "num_experts": experts}
-    return made | others
+    settings = dense(hidden, layers, wide, heads, shared) | {
+        "moe_intermediate_size": wide,
+        "num_experts": experts,
+    }
+    return settings | overrides
 
 
 LLAMA_70B = dense(8192, 80, 28672, 64, 8)
-GLM_4_6 = moe(5120, 92, 1536, 160, 96, 8, n_routed_experts=160, intermediate_size=12288, first_k_dense_replace=3) | {
+GLM_4_6 = moe(
+    5120,
+    92,
+    1536,
+    160,
+    96,
+    8,
+    n_routed_experts=160,
+    intermediate_size=12288,
+    first_k_dense_replace=3,
+) | {
     "attention_bias": True,
     "use_qk_norm": True,
 }
-KIMI_K2 = {"n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "first_k_dense_replace": 1}
-_KINDS = {"M": "linear_attention", "E": "moe", "*": "full_attention"}  # of layers, as config.json writes their order
+KIMI_K2 = {
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "first_k_dense_replace": 1,
+}
+_KINDS = {
+    "M": "linear_attention",
+    "E": "moe",
+    "*": "full_attention",
+}  # of layers, as config.json writes their order
 NEMOTRON_3_NANO = {
     "hidden_size": 2688,
-    "layers_block_type": [_KINDS[one] for one in "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"],
+    "layers_block_type": [
+        _KINDS[letter] for letter in "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+    ],
     "intermediate_size": 1856,
     "num_attention_heads": 32,
     "num_key_value_heads": 2,
@@ -167,7 +201,9 @@ NEMOTRON_3_NANO = {
     "moe_shared_expert_intermediate_size": 3712,
 }
 QWEN3_5_27B = dense(5120, 64, 17408, 24, 4, 256) | {"linear_num_value_heads": 48}
-TYPE_OF_K2 = 'model_type "deepseek_v3" in its config.json, because transformers has no type "kimi_k2"'
+TYPE_OF_K2 = (
+    'model_type "deepseek_v3" in its config.json, because transformers has no type "kimi_k2"'
+)
 CHECKPOINTS = (
     Checkpoint("Qwen3-8B", "qwen3", sizes=dense(4096, 36, 12288, 32, 8)),
     Checkpoint("Qwen3-32B", "qwen3", sizes=dense(5120, 64, 25600, 64, 8)),
@@ -219,7 +255,12 @@ CHECKPOINTS = (
     Checkpoint("DeepSeek-V3.1", "deepseek_v3", "fp8 in blocks", {}),
     Checkpoint("DeepSeek-V3.2", "deepseek_v32", "fp8 in blocks", {}),
     Checkpoint("Kimi-K2-Instruct", "deepseek_v3", "fp8 in blocks", KIMI_K2, TYPE_OF_K2),
-    Checkpoint("MiniMax-M2", "minimax_m2", "fp8 in blocks", moe(3072, 62, 1536, 256, 48, 8, num_local_experts=256)),
+    Checkpoint(
+        "MiniMax-M2",
+        "minimax_m2",
+        "fp8 in blocks",
+        moe(3072, 62, 1536, 256, 48, 8, num_local_experts=256),
+    ),
     Checkpoint("MiMo-V2-Flash", "mimo_v2_flash", "fp8 in blocks", {}),
     Checkpoint("GLM-5.3", "glm_moe_dsa", "fp8 in blocks"),
     Checkpoint("GLM-5.3-Flash", "glm5_next", "fp8 in blocks", {}),
@@ -228,7 +269,10 @@ CHECKPOINTS = (
     Checkpoint("DeepSeek-V4-Flash", "deepseek_v4", "fp4 experts, fp8", {}),
     Checkpoint("DeepSeek-V4-Pro", "deepseek_v4", "fp4 experts, fp8"),
     Checkpoint(
-        "gpt-oss-20b", "gpt_oss", "mxfp4", {"num_hidden_layers": 24, "num_local_experts": 32, "layer_types": None}
+        "gpt-oss-20b",
+        "gpt_oss",
+        "mxfp4",
+        {"num_hidden_layers": 24, "num_local_experts": 32, "layer_types": None},
     ),
     Checkpoint("gpt-oss-120b", "gpt_oss", "mxfp4", {}),
     Checkpoint("Kimi-K2-Thinking", "deepseek_v3", "int4 experts", KIMI_K2, TYPE_OF_K2),
@@ -244,20 +288,37 @@ CHECKPOINTS = (
 
 
 def named(name: str) -> Checkpoint | None:
-    """Return the checkpoint with this name or hub id, in upper or lower case; None: it is not known."""
-    wanted = name.lower()
-    return next((one for one in CHECKPOINTS if wanted in (one.name.lower(), one.hub_id.lower())), None)
+    """Return the checkpoint with this name or hub id, in upper or lower case; None: it is not
+    known.
+    """
+    lowered = name.lower()
+    return next(
+        (
+            checkpoint
+            for checkpoint in CHECKPOINTS
+            if lowered in (checkpoint.name.lower(), checkpoint.hub_id.lower())
+        ),
+        None,
+    )
 
 
 def config_of(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """Return the config of a checkpoint with known sizes; `KeyError`: `transformers` has no such type."""
+    """Return the config of a checkpoint with known sizes; `KeyError`: `transformers` has no such
+    type.
+    """
     kind = CONFIG_MAPPING[checkpoint.model_type]
     default = kind()
     text = default.get_text_config()
-    words = next((size for start, size in VOCABULARIES.items() if checkpoint.name.startswith(start)), text.vocab_size)
+    words = next(
+        (size for start, size in VOCABULARIES.items() if checkpoint.name.startswith(start)),
+        text.vocab_size,
+    )
     sizes = {**(checkpoint.sizes or {}), "vocab_size": words}
-    # Some classes, such as Qwen3Moe and Glm4Moe, read `head_dim` from config.json without declaring it.
-    wanted = {name: size for name, size in sizes.items() if name == "head_dim" or hasattr(text, name)}
-    own = wanted if text is default else {"text_config": text.to_dict() | wanted}
-    made: PreTrainedConfig = kind(**own)
-    return made
+    # Some classes, such as Qwen3Moe and Glm4Moe, read `head_dim` from config.json without declaring
+    # it.
+    text_sizes = {
+        name: size for name, size in sizes.items() if name == "head_dim" or hasattr(text, name)
+    }
+    arguments = text_sizes if text is default else {"text_config": text.to_dict() | text_sizes}
+    config: PreTrainedConfig = kind(**arguments)
+    return config

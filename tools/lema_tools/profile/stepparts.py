@@ -1,9 +1,11 @@
-"""What a training step spends its time on: every operation is timed and put to a part, and what is left is Python.
+"""What a training step spends its time on: every operation is timed and put to a part, and what is
+left is Python.
 
-Each step is taken twice: as it is, for its seconds, and watched by a dispatch mode, for the shares of its parts. A
-part's own limit is the time that its work would take alone: a matrix product that of the same product measured by
-itself, attention that of its arithmetic at the best of these speeds, all else that of its bytes at the speed of memory,
-and waiting for weights what reading takes longer than computing.
+Each step is taken twice: as it is, for its seconds, and watched by a dispatch mode, for the shares
+of its parts. A part's own limit is the time that its work would take alone: a matrix product that
+of the same product measured by itself, attention that of its arithmetic at the best of these
+speeds, all else that of its bytes at the speed of memory, and waiting for weights what reading
+takes longer than computing.
 """
 
 from __future__ import annotations
@@ -36,16 +38,25 @@ from lema.train.run import load_data
 __all__ = ["PARTS", "Part", "PhaseSteps", "Spans", "StepProfile", "Watched", "profile_steps"]
 
 aten = torch.ops.aten
-BASE, ADAPTER, ATTENTION, ELEMENTWISE = "base matmuls", "adapter matmuls", "attention", "norms and elementwise"
-CASTS, LOSS, PYTHON, WAITING, OPTIMIZER = "casts and copies", "loss", "Python", "waiting for weights", "optimizer"
+BASE = "base matmuls"
+ADAPTER = "adapter matmuls"
+ATTENTION = "attention"
+ELEMENTWISE = "norms and elementwise"
+CASTS = "casts and copies"
+LOSS = "loss"
+PYTHON = "Python"
+WAITING = "waiting for weights"
+OPTIMIZER = "optimizer"
 PARTS = BASE, ADAPTER, ATTENTION, ELEMENTWISE, CASTS, LOSS, OPTIMIZER, WAITING, PYTHON
 PRODUCTS = {aten.mm, aten.addmm}
 IN_ATTENTION = {aten.bmm, aten.baddbmm, aten._softmax, aten._softmax_backward_data}
-IN_PLACE = {aten.addmm_: aten.addmm}  # what the same is called where it makes a tensor
+FUNCTIONAL_FORMS = {aten.addmm_: aten.addmm}  # what the same is called where it makes a tensor
 PICKS = {aten.embedding, aten.index, aten.index_select, aten.gather}
 COPIES = {aten._to_copy, aten.copy_, aten.clone}
 TOGETHER = 4  # adapters that `arithmetic: fast` multiplies together, at most
-MEASURED = 64  # shapes of products that are measured apart, those that took longest; others go by these
+MEASURED = (
+    64  # shapes of products that are measured apart, those that took longest; others go by these
+)
 CALLS = 1000  # of an operation, by which the cost of watching one is measured
 RUNS = 8  # of each thing that a limit goes by
 BANDWIDTH_ELEMENTS = 1 << 24
@@ -54,7 +65,9 @@ Shape = tuple[Any, ...]
 
 
 class Spans(NoTrace):
-    """A trace that knows which part of a step runs now, where operations do not tell: the loss, the optimizer, none."""
+    """A trace that knows which part of a step runs now, where operations do not tell: the loss,
+    the optimizer, none.
+    """
 
     def __init__(self) -> None:
         self.where = ""
@@ -66,7 +79,8 @@ class Spans(NoTrace):
         if not part:
             yield
             return
-        before, self.where = self.where, part
+        before = self.where
+        self.where = part
         try:
             yield
         finally:
@@ -84,13 +98,16 @@ class Work:
 
 
 class Watched(TorchDispatchMode):
-    """Times the operations in the `with` block, and waits for the device after each. `ranks` are those of the adapters:
-    a matrix product with one of them among its three sizes is an adapter's. As attributes it has the work of each part,
-    `parts`, how many operations there were, and the seconds and floating-point operations of each shape of product."""
+    """Times the operations in the `with` block, and waits for the device after each. `ranks` are
+    those of the adapters: a matrix product with one of them among its three sizes is an adapter's.
+    As attributes it has the work of each part, `parts`, how many operations there were, and the
+    seconds and floating-point operations of each shape of product."""
 
     def __init__(self, spans: Spans, backend: Backend, ranks: frozenset[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's is
-        self._spans, self._backend, self._ranks = spans, backend, ranks
+        self._spans = spans
+        self._backend = backend
+        self._ranks = ranks
         self.parts: dict[str, Work] = defaultdict(Work)
         self.count = 0
         self.seconds: dict[Shape, float] = defaultdict(float)
@@ -98,9 +115,10 @@ class Watched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation, and put its time to a part."""
-        given, packet = kwargs or {}, IN_PLACE.get(func.overloadpacket, func.overloadpacket)
+        keywords = kwargs or {}
+        packet = FUNCTIONAL_FORMS.get(func.overloadpacket, func.overloadpacket)
         began = time.perf_counter()
-        out = func(*args, **given)
+        out = func(*args, **keywords)
         self._backend.synchronize()
         seconds = time.perf_counter() - began
         self.count += 1
@@ -109,7 +127,7 @@ class Watched(TorchDispatchMode):
         work = self.parts[self._part(packet, args)]
         work.seconds += seconds
         if packet in FORMULAS:
-            flops = int(FORMULAS[packet](*args, **given, out_val=out))
+            flops = int(FORMULAS[packet](*args, **keywords, out_val=out))
             work.flops += flops
             shape = _shape(packet, args)
             work.products[shape] += 1
@@ -117,9 +135,11 @@ class Watched(TorchDispatchMode):
             self.flops[shape] = flops
         else:
             # Of what is picked out of a table by row no more is read than is made.
-            trees = (out, *args[1:], out) if packet in PICKS else (args, given, out)
-            tensors = [one for one in tree_leaves(trees) if isinstance(one, Tensor)]
-            work.nbytes += sum(min(one.nbytes, one.untyped_storage().nbytes()) for one in tensors)
+            trees = (out, *args[1:], out) if packet in PICKS else (args, keywords, out)
+            tensors = [tensor for tensor in tree_leaves(trees) if isinstance(tensor, Tensor)]
+            work.nbytes += sum(
+                min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors
+            )
         return out
 
     def _part(self, packet: Any, args: Any) -> str:
@@ -137,7 +157,9 @@ class Watched(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a step's time; numbers are means of one step. `limit_seconds`: None, it has none."""
+    """One part of a step's time; numbers are means of one step. `limit_seconds`: None, it has
+    none.
+    """
 
     seconds: float
     flops: float = 0.0
@@ -147,13 +169,17 @@ class Part:
     @property
     def of_limit(self) -> float | None:
         """The part's limit by its seconds; None: there is none, or it took no time."""
-        return self.limit_seconds / self.seconds if self.limit_seconds is not None and self.seconds else None
+        return (
+            self.limit_seconds / self.seconds
+            if self.limit_seconds is not None and self.seconds
+            else None
+        )
 
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Where the time of a step went. `step_seconds` is of steps as they are, `watched_seconds` of those watched;
-    speeds are bytes, or floating-point operations, per second."""
+    """Where the time of a step went. `step_seconds` is of steps as they are, `watched_seconds` of
+    those watched; speeds are bytes, or floating-point operations, per second."""
 
     device: str
     steps: int
@@ -173,16 +199,26 @@ class StepProfile:
 
     @property
     def limit_seconds(self) -> float:
-        """What a step would take if each part were at its limit, and reading went on beside the others."""
-        computing = sum(part.limit_seconds or 0.0 for name, part in self.parts.items() if name != WAITING)
+        """What a step would take if each part were at its limit, and reading went on beside the
+        others.
+        """
+        computing = sum(
+            part.limit_seconds or 0.0 for name, part in self.parts.items() if name != WAITING
+        )
         return max(computing, self.bytes_read / self.disk_speed)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON types."""
-        parts = {name: {**asdict(part), "of_limit": part.of_limit} for name, part in self.parts.items()}
+        parts = {
+            name: {**asdict(part), "of_limit": part.of_limit} for name, part in self.parts.items()
+        }
         for part in parts.values():
             part["share"] = part["seconds"] / self.step_seconds
-        return asdict(self) | {"parts": parts, "flops": self.flops, "limit_seconds": self.limit_seconds}
+        return asdict(self) | {
+            "parts": parts,
+            "flops": self.flops,
+            "limit_seconds": self.limit_seconds,
+        }
 
 
 @dataclass
@@ -198,36 +234,50 @@ class Totals:
 
 
 class PhaseSteps:
-    """The steps of one phase of a file, which trains adapters. It begins on the base model here, whatever the phases
-    before it make of that: seconds do not depend on it. As an attribute it has the `settings` of the phase."""
+    """The steps of one phase of a file, which trains adapters. It begins on the base model here,
+    whatever the phases before it make of that: seconds do not depend on it. As an attribute it has
+    the `settings` of the phase."""
 
     def __init__(self, file: PhaseFile, index: int) -> None:
-        self._file, self._index = file, index
+        self._file = file
+        self._index = index
         self.settings = settings_of_phase(file.config, file.plan, file.plan.phases[index])
 
     def draw(self, model: LemaModel, count: int) -> list[Any]:
         """Return the micro-batches of the first steps of the phase."""
-        plan, replicas, size = self._file.plan, model.backend.replicas, model.config.micro_batch_size
-        sources = read_sources(self.settings, plan, self._file.train_data, "train", files=model.files)
-        mixture, rows = mixture_of(plan, self._index, sources), plan.batch_size
-        given = replicas.rank, replicas.size, size
-        batches = (mixture.collated(mixture.rows(step * rows, rows, *given), replicas.size) for step in range(count))
+        plan = self._file.plan
+        replicas = model.backend.replicas
+        size = model.config.micro_batch_size
+        sources = read_sources(
+            self.settings, plan, self._file.train_data, "train", files=model.files
+        )
+        mixture = mixture_of(plan, self._index, sources)
+        rows = plan.batch_size
+        row_arguments = replicas.rank, replicas.size, size
+        batches = (
+            mixture.collated(mixture.rows(step * rows, rows, *row_arguments), replicas.size)
+            for step in range(count)
+        )
         return [[] if batch is None else split_batch(batch, size) for batch in batches]
 
 
-def profile_steps(model: LemaModel, spans: Spans, steps: int, phase: PhaseSteps | None = None) -> StepProfile:
-    """Take steps of a model's own data, from the first on, or of a `phase`: one to warm up, then `steps` of them, each
-    as it is and watched. The model has no adapter yet, and `spans` is its trace. Nothing is written. Raises what
-    `lema.train.run.train` does before its first step."""
+def profile_steps(
+    model: LemaModel, spans: Spans, steps: int, phase: PhaseSteps | None = None
+) -> StepProfile:
+    """Take steps of a model's own data, from the first on, or of a `phase`: one to warm up, then
+    `steps` of them, each as it is and watched. The model has no adapter yet, and `spans` is its
+    trace. Nothing is written. Raises what `lema.train.run.train` does before its first step."""
     model.initialize_lora()
     model.settle_tokens()
-    trainer, watched = model.get_trainer(), Watched(spans, model.backend, _ranks(model))
+    trainer = model.get_trainer()
+    watched = Watched(spans, model.backend, _ranks(model))
     if phase is None:
         run = PlainRun(trainer, load_data(model)[0], None, lambda _: None)
         drawn = [run.draw(number % run.num_steps).micro_batches for number in range(steps + 1)]
     else:
         drawn = phase.draw(model, steps + 1)
-    totals, step = Totals(), _step_of(model, trainer)
+    totals = Totals()
+    step = _step_of(model, trainer)
     step(drawn[0])
     for micro_batches in drawn[1:]:
         before = model.adapter.counters
@@ -235,30 +285,40 @@ def profile_steps(model: LemaModel, spans: Spans, steps: int, phase: PhaseSteps 
         after = model.adapter.counters
         totals.waited += _waited(after) - _waited(before)
         totals.nbytes += after.bytes_read - before.bytes_read
-        totals.tokens += sum(one["input_ids"].numel() for one in micro_batches)
+        totals.tokens += sum(micro_batch["input_ids"].numel() for micro_batch in micro_batches)
         with watched:
             totals.watched += step(micro_batches)
         totals.watched_waited += _waited(model.adapter.counters) - _waited(after)
     model.adapter.stream.cancel()
-    return _told(model, watched, totals, steps)
+    return _profile_of(model, watched, totals, steps)
 
 
-def _told(model: LemaModel, watched: Watched, totals: Totals, steps: int) -> StepProfile:
+def _profile_of(model: LemaModel, watched: Watched, totals: Totals, steps: int) -> StepProfile:
     """Return the profile of what was measured, and measure what the parts' limits go by."""
     seconds = _seconds(watched, totals, _watching(model.backend))
-    memory, disk, alone = _memory_speed(model.backend), _disk_speed(model), _alone(watched, model.backend)
-    best = max((watched.flops[shape] / one for shape, one in alone.items()), default=1.0)
+    memory = _memory_speed(model.backend)
+    disk = _disk_speed(model)
+    alone = _alone(watched, model.backend)
+    best = max(
+        (watched.flops[shape] / alone_seconds for shape, alone_seconds in alone.items()),
+        default=1.0,
+    )
     parts = {}
     for name in PARTS:
-        own, limit = watched.parts[name], None
+        work = watched.parts[name]
+        limit = None
         if name == WAITING:
             limit = max(0.0, totals.nbytes / disk - (totals.plain - totals.waited))
-        elif own.flops or own.nbytes:
-            products = own.products.items()
-            limit = sum(count * alone.get(shape, watched.flops[shape] / best) for shape, count in products)
-            limit += own.nbytes / memory
-        each = None if limit is None else limit / steps
-        parts[name] = Part(seconds[name] / steps, own.flops / steps, own.nbytes / steps, each)
+        elif work.flops or work.nbytes:
+            products = work.products.items()
+            limit = sum(
+                count * alone.get(shape, watched.flops[shape] / best) for shape, count in products
+            )
+            limit += work.nbytes / memory
+        limit_per_step = None if limit is None else limit / steps
+        parts[name] = Part(
+            seconds[name] / steps, work.flops / steps, work.nbytes / steps, limit_per_step
+        )
     return StepProfile(
         device=str(model.backend.device),
         steps=steps,
@@ -274,31 +334,37 @@ def _told(model: LemaModel, watched: Watched, totals: Totals, steps: int) -> Ste
 
 
 def _seconds(watched: Watched, totals: Totals, watching: float) -> dict[str, float]:
-    """Return the seconds of each part, which add up to those of the steps as they are: these are divided, but for the
-    waiting in them, as the steps that were watched are. Python has what is neither an operation nor `watching` one."""
+    """Return the seconds of each part, which add up to those of the steps as they are: these are
+    divided, but for the waiting in them, as the steps that were watched are. Python has what is
+    neither an operation nor `watching` one."""
     seconds = {name: watched.parts[name].seconds for name in PARTS}
     between = totals.watched - totals.watched_waited - sum(seconds.values())
     seconds[PYTHON] = max(0.0, between - watched.count * watching)
     factor = (totals.plain - totals.waited) / max(sum(seconds.values()), 1e-9)
-    return {name: one * factor for name, one in seconds.items()} | {WAITING: totals.waited}
+    return {name: part_seconds * factor for name, part_seconds in seconds.items()} | {
+        WAITING: totals.waited
+    }
 
 
 def _watching(backend: Backend) -> float:
     """Return the seconds that it takes to watch one operation, beside those of the operation."""
-    one, watched = torch.ones(1, device=backend.device), Watched(Spans(), backend, frozenset())
+    operand = torch.ones(1, device=backend.device)
+    watched = Watched(Spans(), backend, frozenset())
 
     def work() -> None:
         for _ in range(CALLS):
-            torch.add(one, one)
+            torch.add(operand, operand)
 
     alone = median_seconds(work, backend)
     with watched:
-        both = median_seconds(work, backend)
-    return max(0.0, both - alone) / CALLS
+        watched_seconds = median_seconds(work, backend)
+    return max(0.0, watched_seconds - alone) / CALLS
 
 
 def _step_of(model: LemaModel, trainer: Any) -> Callable[[Any], float]:
-    """Return what takes a step and returns its seconds; the step after it is announced, as in a run."""
+    """Return what takes a step and returns its seconds; the step after it is announced, as in a
+    run.
+    """
 
     def step(micro_batches: Any) -> float:
         began = time.perf_counter()
@@ -310,40 +376,64 @@ def _step_of(model: LemaModel, trainer: Any) -> Callable[[Any], float]:
 
 
 def _ranks(model: LemaModel) -> frozenset[int]:
-    """Return the sides by which products with an adapter are known: its rank, or the ranks of a product they share."""
+    """Return the sides by which products with an adapter are known: its rank, or the ranks of a
+    product they share.
+    """
     assert model.lora_manager is not None
     parts: list[Any] = list(model.lora_manager.modules())
-    given = (getattr(module, "r", None) for module in parts)
-    ranks = frozenset(rank for one in given if isinstance(one, dict) for rank in one.values())
+    rank_maps = (getattr(module, "r", None) for module in parts)
+    ranks = frozenset(
+        rank for rank_map in rank_maps if isinstance(rank_map, dict) for rank in rank_map.values()
+    )
     bases = (part.base_layer for part in parts if hasattr(part, "base_layer"))
-    sides = {side for base in bases for weight in base.parameters(recurse=False) for side in weight.shape[-2:]}
+    sides = {
+        side
+        for base in bases
+        for weight in base.parameters(recurse=False)
+        for side in weight.shape[-2:]
+    }
     return ranks | {number * rank for rank in ranks for number in range(2, TOGETHER + 1)} - sides
 
 
 def _waited(counters: Any) -> float:
-    return float(counters.seconds_blocked_disk + counters.seconds_blocked_upload + counters.seconds_blocked_gather)
+    return float(
+        counters.seconds_blocked_disk
+        + counters.seconds_blocked_upload
+        + counters.seconds_blocked_gather
+    )
 
 
 def _shape(packet: Any, args: Any) -> Shape:
-    """Return what tells one product from another: how its matrices lie in memory, and of what dtype they are."""
-    told = ((one.shape, one.stride(), one.dtype) if isinstance(one, Tensor) else None for one in args)
-    return packet, *told
+    """Return what tells one product from another: how its matrices lie in memory, and of what
+    dtype they are.
+    """
+    signatures = (
+        (argument.shape, argument.stride(), argument.dtype)
+        if isinstance(argument, Tensor)
+        else None
+        for argument in args
+    )
+    return packet, *signatures
 
 
 def _alone(watched: Watched, backend: Backend) -> dict[Shape, float]:
-    """Return the seconds that matrix products take by themselves, of the shapes that took longest."""
+    """Return the seconds that matrix products take by themselves, of the shapes that took
+    longest.
+    """
     longest = sorted(watched.seconds, key=watched.seconds.__getitem__, reverse=True)
-    wanted = (shape for shape in longest if shape[0] in (*PRODUCTS, aten.bmm))
-    found = {}
-    for shape in islice(wanted, MEASURED):
-        packet, *told = shape
-        args = [_tensor(backend, *one) for one in told if one is not None]
-        found[shape] = _fastest(partial(packet, *args), backend)
-    return found
+    shapes = (shape for shape in longest if shape[0] in (*PRODUCTS, aten.bmm))
+    seconds_by_shape = {}
+    for shape in islice(shapes, MEASURED):
+        packet, *signatures = shape
+        args = [_tensor(backend, *signature) for signature in signatures if signature is not None]
+        seconds_by_shape[shape] = _fastest(partial(packet, *args), backend)
+    return seconds_by_shape
 
 
 def _fastest(work: Callable[[], object], backend: Backend) -> float:
-    """Return the least seconds of some runs of `work`: a limit is what the machine reaches when it is left alone."""
+    """Return the least seconds of some runs of `work`: a limit is what the machine reaches when
+    it is left alone.
+    """
     seconds = []
     for _ in range(RUNS):
         began = time.perf_counter()
@@ -353,19 +443,25 @@ def _fastest(work: Callable[[], object], backend: Backend) -> float:
     return max(min(seconds), 1e-9)
 
 
-def _tensor(backend: Backend, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    extent = 1 + sum((one - 1) * step for one, step in zip(size, stride, strict=True))
+def _tensor(
+    backend: Backend, size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    extent = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
     return torch.randn(max(extent, 1), device=backend.device).to(dtype).as_strided(size, stride)
 
 
 def _memory_speed(backend: Backend) -> float:
-    """Return the bytes per second at which the device's memory is read and written by an addition."""
-    one, other, made = (torch.ones(BANDWIDTH_ELEMENTS, device=backend.device) for _ in range(3))
-    return 3 * one.nbytes / _fastest(partial(torch.add, one, other, out=made), backend)
+    """Return the bytes per second at which the device's memory is read and written by an
+    addition.
+    """
+    left, right, out = (torch.ones(BANDWIDTH_ELEMENTS, device=backend.device) for _ in range(3))
+    return 3 * left.nbytes / _fastest(partial(torch.add, left, right, out=out), backend)
 
 
 def _disk_speed(model: LemaModel) -> float:
-    """Return the bytes per second at which some of the model's layers are read, past the page cache."""
+    """Return the bytes per second at which some of the model's layers are read, past the page
+    cache.
+    """
     layers = list(model.memory.layers)[:4]
     nbytes = max(layer.nbytes for layer in layers)
     return read_speed(layers, [model.backend.host_buffer(nbytes) for _ in range(2)])

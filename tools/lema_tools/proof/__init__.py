@@ -1,1 +1,3 @@
-"""The comparison of a streamed run with `transformers` and PEFT on the whole model, and the certificate of it."""
+"""The comparison of a streamed run with `transformers` and PEFT on the whole model, and the
+certificate of it.
+"""

@@ -13,6 +13,6 @@ if __name__ == "__main__":
 
     from lema_tools.proof.arms import ARMS, Case
 
-    name, given, result = sys.argv[1:]
-    outcome = ARMS[name](Case(**json.loads(given)))
+    name, case_json, result = sys.argv[1:]
+    outcome = ARMS[name](Case(**json.loads(case_json)))
     torch.save(dict(vars(outcome)), result)

@@ -33,7 +33,9 @@ class PromiseBroken(LemaError):
 
 @dataclass(frozen=True)
 class Compared:
-    """Tensors of both runs: how many, how many of them are the same bit by bit, and how far the others are apart."""
+    """Tensors of both runs: how many, how many of them are the same bit by bit, and how far the
+    others are apart.
+    """
 
     count: int
     bitwise: int
@@ -48,49 +50,69 @@ class Compared:
 
 
 def tolerance(device: str, dtype: str) -> float:
-    """Return how far norms may be apart, relative: 0, bitwise, in fp32 on the processor; elsewhere rounding, because
-    other kernels may be taken: 1e-5 in fp32, and in half precision 2**-8, the distance of two bf16 numbers near 1."""
+    """Return how far norms may be apart, relative: 0, bitwise, in fp32 on the processor; elsewhere
+    rounding, because other kernels may be taken: 1e-5 in fp32, and in half precision 2**-8, the
+    distance of two bf16 numbers near 1."""
     if dtype != "float32":
         return 2.0**-8
     return 0.0 if device.partition(":")[0] == "cpu" else 1e-5
 
 
-def compared(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Compared:
+def compared(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Compared:
     """Compare tensors by name; a NaN is like no other number."""
-    both = sorted(one.keys() & other.keys())
-    pairs = [(one[name], other[name]) for name in both]
+    shared_names = sorted(actual.keys() & expected.keys())
+    pairs = [(actual[name], expected[name]) for name in shared_names]
     fitting = [(mine, theirs) for mine, theirs in pairs if mine.shape == theirs.shape]
-    apart = [mine.double() - theirs.double() for mine, theirs in fitting]
-    largest = max((float(each.abs().max()) for each in apart if each.numel()), default=0.0)
+    differences = [mine.double() - theirs.double() for mine, theirs in fitting]
+    largest = max(
+        (float(difference.abs().max()) for difference in differences if difference.numel()),
+        default=0.0,
+    )
     norm = sum(float(theirs.double().square().sum()) for _, theirs in fitting) ** 0.5
-    missing = sorted(one.keys() ^ other.keys()) + [
-        name for name, (mine, theirs) in zip(both, pairs, strict=True) if mine.shape != theirs.shape
+    missing = sorted(actual.keys() ^ expected.keys()) + [
+        name
+        for name, (mine, theirs) in zip(shared_names, pairs, strict=True)
+        if mine.shape != theirs.shape
     ]
     return Compared(
-        len(both),
+        len(shared_names),
         sum(mine.dtype == theirs.dtype and torch.equal(mine, theirs) for mine, theirs in fitting),
         largest,
-        sum(float(each.square().sum()) for each in apart) ** 0.5 / (norm or 1.0),
+        sum(float(difference.square().sum()) for difference in differences) ** 0.5 / (norm or 1.0),
         missing,
     )
 
 
-def certify(case: Case, streamed: Outcome, whole: Outcome, command: str) -> dict[str, Any]:
+def certify(case: Case, streamed: Outcome, reference: Outcome, command: str) -> dict[str, Any]:
     """Return the certificate as plain JSON types; `holds` says whether the promise does."""
-    told = streamed.told
-    allowed = tolerance(told.get("device", case.device), case.dtype)
-    gradients, adapter = (compared(getattr(streamed, one), getattr(whole, one)) for one in ("gradients", "adapter"))
+    details = streamed.details
+    allowed = tolerance(details.get("device", case.device), case.dtype)
+    gradients, adapter = (
+        compared(getattr(streamed, field), getattr(reference, field))
+        for field in ("gradients", "adapter")
+    )
     losses = [
         {"step": at, "streamed": mine, "whole": theirs, "difference": abs(mine - theirs)}
-        for at, (mine, theirs) in enumerate(zip(streamed.losses, whole.losses, strict=True), start=1)
+        for at, (mine, theirs) in enumerate(
+            zip(streamed.losses, reference.losses, strict=True), start=1
+        )
     ]
-    bitwise = gradients.same and adapter.same and all(row["streamed"] == row["whole"] for row in losses)
+    bitwise = (
+        gradients.same and adapter.same and all(row["streamed"] == row["whole"] for row in losses)
+    )
     near = (
-        all(one.count and not one.missing and one.relative <= allowed for one in (gradients, adapter))
+        all(
+            comparison.count and not comparison.missing and comparison.relative <= allowed
+            for comparison in (gradients, adapter)
+        )
         and all(row["difference"] <= allowed * abs(row["whole"]) for row in losses)
         and len(losses) == case.steps
     )
-    planned = sum(size for part, size in told["plan"].items() if streamed.memory["before"] or part.startswith("device"))
+    planned = sum(
+        size
+        for part, size in details["plan"].items()
+        if streamed.memory["before"] or part.startswith("device")
+    )
     return {
         "holds": bitwise if allowed == 0 else near,
         "bitwise": bitwise,
@@ -101,22 +123,30 @@ def certify(case: Case, streamed: Outcome, whole: Outcome, command: str) -> dict
         "memory": {
             "of": "the process" if streamed.memory["before"] else "the device",
             "streamed": streamed.memory,
-            "whole": whole.memory,
+            "whole": reference.memory,
             "planned_peak": streamed.memory["before"] + planned,
-            "plan": told["plan"],
+            "plan": details["plan"],
         },
-        "seconds": {"streamed": streamed.seconds, "whole": whole.seconds},
-        "model": {key: told[key] for key in MODEL},
-        "bytes_read_per_step": told["bytes_read_per_step"],
+        "seconds": {"streamed": streamed.seconds, "whole": reference.seconds},
+        "model": {key: details[key] for key in MODEL},
+        "bytes_read_per_step": details["bytes_read_per_step"],
         "case": {key: value for key, value in asdict(case).items() if key != "scratch"},
-        "machine": _machine(told["device"]),
+        "machine": _machine(details["device"]),
         "versions": {"python": platform.python_version(), **program_versions(*PACKAGES)},
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": command,
     }
 
 
-MODEL = ("model_type", "parameters", "adapter_parameters", "layers", "slots", "layer_bytes", "model_bytes")
+MODEL = (
+    "model_type",
+    "parameters",
+    "adapter_parameters",
+    "layers",
+    "slots",
+    "layer_bytes",
+    "model_bytes",
+)
 
 
 def _machine(device: str) -> dict[str, Any]:
@@ -128,9 +158,9 @@ TITLE = "# Streamed, and whole: one certificate"
 BEGINS = {"certificate.json": b'{\n "holds": ', "certificate.md": TITLE.encode()}
 
 
-def check_place(directory: Path) -> None:
-    """Make sure that a certificate replaces at most another one in a directory. `ConfigError`: it would replace what is
-    none."""
+def check_replaceable(directory: Path) -> None:
+    """Make sure that a certificate replaces at most another one in a directory. `ConfigError`: it
+    would replace what is none."""
     for name, begins in BEGINS.items():
         check_target(directory / name)
         check_kind(directory / name, begins)
@@ -147,7 +177,9 @@ def write(certificate: Mapping[str, Any], directory: Path) -> tuple[Path, Path]:
 
 def markdown(certificate: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of the certificate as people read it."""
-    case, model, memory = certificate["case"], certificate["model"], certificate["memory"]
+    case = certificate["case"]
+    model = certificate["model"]
+    memory = certificate["memory"]
     yield TITLE
     yield ""
     yield f"**{_verdict(certificate)}**"
@@ -155,21 +187,38 @@ def markdown(certificate: Mapping[str, Any]) -> Iterator[str]:
     about = f"{model['layers']} layers and {human_count(model['parameters'])} parameters"
     rows = f"{case['micro_batches']} rows with {case['tokens']} tokens"
     adapter = f"{human_count(model['adapter_parameters'])} parameters, rank {case['rank']}"
-    yield f"A {code(model['model_type'])} with {about} was trained for {case['steps']} steps of {rows},"
-    yield f"in {case['dtype']} on `{certificate['machine']['device']}`: once by LEMA, {model['slots']} layers in memory"
-    yield "at a time, and once by `transformers` and PEFT with the whole model, with the same rows, seed and adapter"
+    yield (
+        f"A {code(model['model_type'])} with {about} was trained for {case['steps']} steps of "
+        f"{rows},"
+    )
+    yield (
+        f"in {case['dtype']} on `{certificate['machine']['device']}`: once by LEMA, "
+        f"{model['slots']} layers in memory"
+    )
+    yield (
+        "at a time, and once by `transformers` and PEFT with the whole model, with the same "
+        "rows, seed and adapter"
+    )
     yield f"({adapter})."
     yield ""
     yield "| step | loss, streamed | loss, whole | difference |"
     yield "|---|---|---|---|"
     for row in certificate["losses"]:
-        yield f"| {row['step']} | {row['streamed']:.9g} | {row['whole']:.9g} | {row['difference']:.2g} |"
+        yield (
+            f"| {row['step']} | {row['streamed']:.9g} | {row['whole']:.9g} | "
+            f"{row['difference']:.2g} |"
+        )
     yield ""
     yield "| tensors | compared | the same bit by bit | largest difference | relative |"
     yield "|---|---|---|---|---|"
     for name in ("gradients_of_first_step", "adapter_after_last_step"):
-        one = certificate[name]
-        cells = one["count"], one["bitwise"], f"{one['largest']:.2g}", f"{one['relative']:.2g}"
+        comparison = certificate[name]
+        cells = (
+            comparison["count"],
+            comparison["bitwise"],
+            f"{comparison['largest']:.2g}",
+            f"{comparison['relative']:.2g}",
+        )
         yield f"| {name.replace('_', ' ')} | {' | '.join(map(str, cells))} |"
     yield ""
     yield f"| memory of {memory['of']} | streamed | whole |"
@@ -178,12 +227,24 @@ def markdown(certificate: Mapping[str, Any]) -> Iterator[str]:
     for name, key in (("before the model was opened", "before"), ("at the peak", "peak")):
         yield f"| {name} | {' | '.join(human_bytes(arm[key]) for arm in arms)} |"
     yield f"| the plan had for the peak | {human_bytes(memory['planned_peak'])} | |"
-    yield f"| weights of the model | {human_bytes(model['model_bytes'])} | {human_bytes(model['model_bytes'])} |"
-    yield f"| weights read in a step | {human_bytes(int(certificate['bytes_read_per_step']))} | none |"
+    yield (
+        f"| weights of the model | {human_bytes(model['model_bytes'])} | "
+        f"{human_bytes(model['model_bytes'])} |"
+    )
+    yield (
+        f"| weights read in a step | {human_bytes(int(certificate['bytes_read_per_step']))} | "
+        "none |"
+    )
     yield ""
     machine = certificate["machine"]
-    yield f"Machine: {machine['system']}, {machine['cores']} cores, {human_bytes(machine['memory'])} of memory."
-    yield f"Versions: {', '.join(f'{name} {number}' for name, number in certificate['versions'].items())}."
+    yield (
+        f"Machine: {machine['system']}, {machine['cores']} cores, "
+        f"{human_bytes(machine['memory'])} of memory."
+    )
+    yield (
+        "Versions: "
+        f"{', '.join(f'{name} {number}' for name, number in certificate['versions'].items())}."
+    )
     yield f"Date: {certificate['date']}. Command: {code(certificate['command'])}"
 
 
@@ -193,6 +254,10 @@ def _verdict(certificate: Mapping[str, Any]) -> str:
     if certificate["bitwise"]:
         count = certificate["gradients_of_first_step"]["count"]
         return (
-            f"The numbers are bitwise the same: every loss, all {count} gradients, and the adapter after the last step."
+            f"The numbers are bitwise the same: every loss, all {count} gradients, and the "
+            "adapter after the last step."
         )
-    return f"The numbers are the same within {certificate['tolerance']:.1g}, relative, which is rounding."
+    return (
+        f"The numbers are the same within {certificate['tolerance']:.1g}, relative, which is "
+        "rounding."
+    )

@@ -13,14 +13,19 @@ __all__ = ["models"]
 def models(
     context: typer.Context,
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="TYPE|MODEL", help="Types, or directories and cached hub ids.")
+        list[str] | None,
+        typer.Argument(metavar="TYPE|MODEL", help="Types, or directories and cached hub ids."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/models.md.")] = False,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the page docs/models.md.")
+    ] = False,
     revision: Revision = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """List the types of models: which types stream, which adapters train in them, and why some do not stream."""
+    """List the types of models: which types stream, which adapters train in them, and why some
+    do not stream.
+    """
     import_libraries(context, trusted=trust_remote_code)
     from rich.console import Console
 

@@ -1,8 +1,10 @@
-"""Whether a model type streams, what an adapter trains in it, and why not where it does not: found out by trying.
+"""Whether a model type streams, what an adapter trains in it, and why not where it does not: found
+out by trying.
 
-LEMA has no list of models. `transformers` names the types and has a default config for most. The model is built on
-`meta`, and its own forward is run up to the layers, and from the layers to the logits, on tensors that have shapes and
-no values. That tries all that training needs of a model, in a fraction of a second and without memory.
+LEMA has no list of models. `transformers` names the types and has a default config for most. The
+model is built on `meta`, and its own forward is run up to the layers, and from the layers to the
+logits, on tensors that have shapes and no values. That tries all that training needs of a model, in
+a fraction of a second and without memory.
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ import torch
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.utils import logging
@@ -39,7 +45,11 @@ from lema.storage.modelfiles import known_types
 __all__ = ["Row", "model_types", "survey", "survey_model", "try_model"]
 
 TOKENS = 8
-VALUES_NEEDED = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+VALUES_NEEDED = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
 LONGEST_REASON = 200  # characters
 
 
@@ -49,15 +59,20 @@ class Row:
 
     model_type: str  # the `model_type` of its `config.json`
     streams: bool | None  # None where it cannot be told without another config
-    targets: tuple[str, ...] = ()  # the linear modules and experts of its layers that an adapter trains by default
-    reason: str = ""  # why it does not stream, why that is not known, or why adapters do not fit; one sentence
+    targets: tuple[
+        str, ...
+    ] = ()  # the linear modules and experts of its layers that an adapter trains by default
+    # why it does not stream, why that is not known, or why adapters do not fit; one sentence
+    reason: str = ""
     source: str = ""  # where its weights are; empty where only the type was asked for
     # Whether its weights are rearranged whenever they are read; None: no weights were looked at.
     prepare: bool | None = None
 
 
 def model_types() -> list[str]:
-    """Every type of which the installed `transformers` has a causal language model, or one of images and text."""
+    """Every type of which the installed `transformers` has a causal language model, or one of
+    images and text.
+    """
     return sorted(known_types())
 
 
@@ -66,7 +81,9 @@ def survey(model_type: str) -> Row:
     with _quiet():
         try:
             config = CONFIG_MAPPING[model_type]()
-            if hasattr(config, "is_decoder"):  # models that can be encoders are causal language models here
+            if hasattr(
+                config, "is_decoder"
+            ):  # models that can be encoders are causal language models here
                 config.is_decoder = True
             model = meta_model(config, torch.float32)
         # Any error at all: configs and models are others' code, and what they say is passed on.
@@ -75,11 +92,16 @@ def survey(model_type: str) -> Row:
     return try_model(model, model_type)
 
 
-def survey_model(name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Row:
-    """Try a model that is on disk, with its own config, and see whether its weights stream as they are stored. It is
-    named by its directory, a `.safetensors` file in one, or the hub id of a model in the cache. `ConfigError` or
-    `WeightsError`: there is no such model, or it is none that can be tried."""
-    directory = resolve_model(name_or_path, revision=revision, trust_remote_code=trust_remote_code, download=False)
+def survey_model(
+    name_or_path: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Row:
+    """Try a model that is on disk, with its own config, and see whether its weights stream as they
+    are stored. It is named by its directory, a `.safetensors` file in one, or the hub id of a model
+    in the cache. `ConfigError` or `WeightsError`: there is no such model, or it is none that can be
+    tried."""
+    directory = resolve_model(
+        name_or_path, revision=revision, trust_remote_code=trust_remote_code, download=False
+    )
     config = read_config(directory, trust_remote_code=trust_remote_code)
     index = GlobalBinaryIndex(own_weights(name_or_path, directory))
     with _quiet():
@@ -105,11 +127,19 @@ def try_model(model: PreTrainedModel, model_type: str) -> Row:
                     split.head(prelude.hidden)
         except Exception as error:  # noqa: BLE001 - a model's own code raises anything
             if isinstance(error.__cause__ or error, VALUES_NEEDED):
-                return Row(model_type, None, reason="unknown without weights: its computation depends on values")
+                return Row(
+                    model_type,
+                    None,
+                    reason="unknown without weights: its computation depends on values",
+                )
             refused = isinstance(error, LemaError)
-            if not (refused and error.__cause__ is None) and (own := _own_failure(model)):
-                return Row(model_type, None, reason=_unknown(own))  # not for our reasons
-            reason = _sentence(error) if refused else f"it runs whole, but not layer by layer: {_sentence(error)}"
+            if not (refused and error.__cause__ is None) and (model_error := _own_failure(model)):
+                return Row(model_type, None, reason=_unknown(model_error))  # not for our reasons
+            reason = (
+                _sentence(error)
+                if refused
+                else f"it runs whole, but not layer by layer: {_sentence(error)}"
+            )
             return Row(model_type, False, reason=reason)
         try:
             return Row(model_type, True, _adapted(model))
@@ -129,7 +159,9 @@ def _own_failure(model: PreTrainedModel) -> Exception | None:
 
 def _adapted(model: PreTrainedModel) -> tuple[str, ...]:
     """Attach the default adapter, and return the names of the modules that got one."""
-    layers, seen, found = find_layers(model)[1], set(), set()
+    layers = find_layers(model)[1]
+    seen = set()
+    targets = set()
     for index, layer in enumerate(layers):
         made_of = tuple((name, type(module)) for name, module in layer.named_modules())
         if made_of in seen:  # adapters fit both or neither
@@ -138,24 +170,25 @@ def _adapted(model: PreTrainedModel) -> tuple[str, ...]:
     config = configured_lora(model, LemaConfig("-", lora_rank=1))
     inject_lora_params(model, config, torch.device("cpu"), seed=None)
     for name, module in model.named_modules():
-        own = name.replace(".base_layer", "").rpartition(".")[2]
+        leaf = name.replace(".base_layer", "").rpartition(".")[2]
         if isinstance(module, ParamWrapper):  # a parameter of a module that has several
-            found.add(f"{own}.{module.parameter_name}")
+            targets.add(f"{leaf}.{module.parameter_name}")
         elif isinstance(module, LoraLayer):
-            found.add(own)
-    return tuple(sorted(found))
+            targets.add(leaf)
+    return tuple(sorted(targets))
 
 
 @contextmanager
 def _shapes_only(model: PreTrainedModel, not_run: Collection[nn.Module] = ()) -> Iterator[None]:
-    """Run what is inside without values: parameters seem to be in memory, but only shapes and dtypes are computed.
-    Those of modules that are `not_run` stay as they are, because a large model has most of its parameters in them."""
+    """Run what is inside without values: parameters seem to be in memory, but only shapes and
+    dtypes are computed. Those of modules that are `not_run` stay as they are, because a large model
+    has most of its parameters in them."""
     # The other implementations of experts sort tokens by values, or compute in half precision only.
     model.set_experts_implementation("batched_mm")
-    kept = {id(one) for module in not_run for one in module._parameters.values()}
+    unrun_ids = {id(parameter) for module in not_run for parameter in module._parameters.values()}
 
     def like(tensor: Tensor) -> Tensor:
-        if id(tensor) in kept or not isinstance(tensor, nn.Parameter):
+        if id(tensor) in unrun_ids or not isinstance(tensor, nn.Parameter):
             return tensor
         return nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype), requires_grad=False)
 
@@ -174,16 +207,20 @@ def _unknown(error: BaseException) -> str:
 
 def _sentence(error: BaseException) -> str:
     """Return an error's words in one line that is not too long."""
-    said = error.what if isinstance(error, LemaError) else f"{type(error).__name__}: {error}"
-    return textwrap.shorten(said, LONGEST_REASON, placeholder=" ...")
+    message = error.what if isinstance(error, LemaError) else f"{type(error).__name__}: {error}"
+    return textwrap.shorten(message, LONGEST_REASON, placeholder=" ...")
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence warnings and logs about a config that is only tried; errors are raised, and told in the row."""
-    level, tracer = logging.get_verbosity(), getLogger("torch._subclasses.fake_tensor")
+    """Silence warnings and logs about a config that is only tried; errors are raised, and told
+    in the row.
+    """
+    level = logging.get_verbosity()
+    tracer = getLogger("torch._subclasses.fake_tensor")
     logging.set_verbosity_error()
-    before, tracer.level = tracer.level, CRITICAL
+    before = tracer.level
+    tracer.level = CRITICAL
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,4 +1,6 @@
-"""The models that stream, shown to a reader: a table on a terminal, tab-separated lines elsewhere, JSON, a page."""
+"""The models that stream, shown to a reader: a table on a terminal, tab-separated lines
+elsewhere, JSON, a page.
+"""
 
 import json
 import re
@@ -35,27 +37,33 @@ whether its weights are used as they are stored, or rearranged each time they ar
 """.splitlines()
 
 
-def survey_all(names: Sequence[str], *, revision: str | None = None, trust_remote_code: bool = False) -> Iterator[Row]:
-    """Try each of `names`, or every type where none is given; a bar on a terminal says how far it has come. Names are
-    types, else directories, files, or hub ids in the cache; a ConfigError or a WeightsError says of one that it is none
-    of these, or cannot be tried."""
-    known = model_types()
+def survey_all(
+    names: Sequence[str], *, revision: str | None = None, trust_remote_code: bool = False
+) -> Iterator[Row]:
+    """Try each of `names`, or every type where none is given; a bar on a terminal says how far it
+    has come. Names are types, else directories, files, or hub ids in the cache; a ConfigError or a
+    WeightsError says of one that it is none of these, or cannot be tried."""
+    types = model_types()
     for name in names:
-        _check(name, known)
+        _check(name, types)
     console = Console(stderr=True)
-    for name in track(names or known, "trying", console=console, transient=True, disable=not draws(console)):
-        if name in known:
+    for name in track(
+        names or types, "trying", console=console, transient=True, disable=not draws(console)
+    ):
+        if name in types:
             yield survey(name)
         else:
             yield survey_model(name, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def show_models(rows: Iterable[Row], console: Console) -> None:
-    """Print a table with a summary on a terminal; anywhere else a line for each row as soon as it is known."""
-    known = list(rows) if console.is_terminal else []
-    print_table(map(_cells, known or rows), console, headers=HEADERS)
+    """Print a table with a summary on a terminal; anywhere else a line for each row as soon as
+    it is known.
+    """
+    all_rows = list(rows) if console.is_terminal else []
+    print_table(map(_cells, all_rows or rows), console, headers=HEADERS)
     if console.is_terminal:
-        console.print(_summary(known), style="bold", highlight=False)
+        console.print(_summary(all_rows), style="bold", highlight=False)
 
 
 def json_text(rows: Iterable[Row]) -> str:
@@ -65,22 +73,39 @@ def json_text(rows: Iterable[Row]) -> str:
 
 def markdown(rows: Iterable[Row]) -> str:
     """Return the page of the docs."""
-    known = list(rows)
-    versions = (f"{package} {version(package).partition('+')[0]}" for package in ("transformers", "peft", "torch"))
-    made = f"Made by `{COMMAND} > docs/models.md`, with {', '.join(versions)}."
+    all_rows = list(rows)
+    versions = (
+        f"{package} {version(package).partition('+')[0]}"
+        for package in ("transformers", "peft", "torch")
+    )
+    origin = f"Made by `{COMMAND} > docs/models.md`, with {', '.join(versions)}."
     steps = json.loads(STEPS.read_text(encoding="utf-8"))
     distances: dict[str, float] = steps["distances"]
     measured = (
-        "*second device*: a tiny model of the type took one training step on the tests' second device, which is not "
-        "the CPU, and one on the CPU, both with the attention that all devices share; the column has the relative "
+        "*second device*: a tiny model of the type took one training step on the tests' "
+        "second device, which is not "
+        "the CPU, and one on the CPU, both with the attention that all devices share; the "
+        "column has the relative "
         "difference of loss and of all gradients together in fp32 "
-        f"(`tox -e seconddevice`, {steps['date']}, {steps['versions']}). No step could be taken where `transformers` "
+        f"(`tox -e seconddevice`, {steps['date']}, {steps['versions']}). No step could be "
+        "taken where `transformers` "
         "makes no tiny model here, or does not read again what it writes."
     )
-    page = ["# Models", "", made, "", *INTRODUCTION, "", *wrap(measured, 120), "", _summary(known), ""]
+    page = [
+        "# Models",
+        "",
+        origin,
+        "",
+        *INTRODUCTION,
+        "",
+        *wrap(measured, 120),
+        "",
+        _summary(all_rows),
+        "",
+    ]
     headers = (*HEADERS[:2], "second device", *HEADERS[2:])
     page += [f"| {' | '.join(headers)} |", "|---" * len(headers) + "|"]
-    for row in known:
+    for row in all_rows:
         name, streams, _, reason = _cells(row)
         adapters = " ".join(f"`{target}`" for target in row.targets)
         escaped = re.sub(r"([\\`*_|<>\[\]])", r"\\\1", reason)
@@ -99,11 +124,18 @@ def _cells(row: Row) -> tuple[str, str, str, str]:
 
 def _summary(rows: Sequence[Row]) -> str:
     counts = {answer: sum(row.streams is answer for row in rows) for answer in (True, False, None)}
-    return f"{len(rows)} in all: {counts[True]} stream, {counts[False]} do not, {counts[None]} unknown."
+    return (
+        f"{len(rows)} in all: {counts[True]} stream, {counts[False]} do not, {counts[None]} "
+        "unknown."
+    )
 
 
-def _check(name: str, known: Sequence[str]) -> None:
-    """Tell a misspelt type before anything is tried; a path or a hub id is looked up when its turn comes."""
-    if name not in known and "/" not in name and not expanded(name).exists():
-        how = meant(name, known) or "`lema models` lists the types"
-        raise ConfigError(f"{name!r} is neither a type of model nor a directory", where="lema models", how=how)
+def _check(name: str, types: Sequence[str]) -> None:
+    """Tell a misspelt type before anything is tried; a path or a hub id is looked up when its
+    turn comes.
+    """
+    if name not in types and "/" not in name and not expanded(name).exists():
+        how = meant(name, types) or "`lema models` lists the types"
+        raise ConfigError(
+            f"{name!r} is neither a type of model nor a directory", where="lema models", how=how
+        )

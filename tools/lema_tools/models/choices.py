@@ -1,6 +1,8 @@
-"""What a run of a model takes on a device of some memory: the settings that are chosen, and the YAML file with reasons.
+"""What a run of a model takes on a device of some memory: the settings that are chosen, and the
+YAML file with reasons.
 
-A plan is made with a profile's speeds, and nothing is measured: the first settings of `LADDER` that fit are taken.
+A plan is made with a profile's speeds, and nothing is measured: the first settings of `LADDER` that
+fit are taken.
 """
 
 import json
@@ -22,7 +24,8 @@ __all__ = ["BASE", "Choice", "choices", "profile_for", "yaml_lines"]
 
 GB = 10**9
 BASE: dict[str, Any] = {"batch_size": 16, "lora_rank": 16, "lora_alpha": 32, "learning_rate": 1e-4}
-# Rows of a step that are computed at once, then one row with fewer logits at once and one layer less on the device.
+# Rows of a step that are computed at once, then one row with fewer logits at once and one layer
+# less on the device.
 LADDER: tuple[dict[str, int], ...] = (
     {"micro_batch_size": 4},
     {"micro_batch_size": 1, "loss_chunk_tokens": 256, "prefetch_depth": 1},
@@ -58,41 +61,47 @@ def profile_for(device_memory: int) -> str:
 def choices(
     directory: Path, memories: Sequence[int], profile: str | None = None
 ) -> Iterator[Choice | MemoryLimitError]:
-    """Yield for each amount of device memory, which rise, what is chosen for the model in `directory`, or why nothing
-    fits. The model is looked at once for all of them. Raises `ModelError`: what it takes cannot be told."""
+    """Yield for each amount of device memory, which rise, what is chosen for the model in
+    `directory`, or why nothing fits. The model is looked at once for all of them. Raises
+    `ModelError`: what it takes cannot be told."""
     common = {"device": "cpu", "lora_target_parameters": list[str](), **BASE}
     blueprint = draw_up(LemaConfig(str(directory), **common), elsewhere=True)
     common["max_length"] = longest_row(None, num_positions(blueprint.model.config))
-    known: dict[Any, Any] = {}
+    cache: dict[Any, Any] = {}
     for memory in memories:
         name = profile or profile_for(memory)
         machine = replace(PROFILES[name], device_memory=memory)
-        found: Choice | MemoryLimitError | None = None
+        choice: Choice | MemoryLimitError | None = None
         for changes in LADDER:
             host = f"{int(HOST * machine.host_memory / GB)}GB"
             memories_of = {"device_memory": f"{memory / GB:g}GB", "host_memory": host}
             settings = {**memories_of, **BASE, "max_length": common["max_length"], **changes}
             config = LemaConfig(str(directory), **{**common, **settings})
             try:
-                planner = planner_of(config, machine, blueprint=blueprint, known=known)
-                found = _choice(planner, settings, name, machine)
+                planner = planner_of(config, machine, blueprint=blueprint, workload_cache=cache)
+                choice = _choice(planner, settings, name, machine)
             except MemoryLimitError as error:
-                found = error
+                choice = error
                 continue
             # A head that was left whole counts with what is outside the layers from now on.
             blueprint = blueprint if planner.blueprint.pieces else planner.blueprint
             break
-        assert found is not None
-        yield found
+        assert choice is not None
+        yield choice
 
 
 def _choice(planner: Any, settings: dict[str, Any], profile: str, machine: Machine) -> Choice:
-    needs, drawn = planner.needs(), planner.blueprint
+    needs = planner.needs()
+    drawn = planner.blueprint
     step = planner.simulated(needs.demand, needs.allocation)
     if sum(needs.device.values()) > machine.device_memory:
         raise MemoryLimitError("the plan needs more than the device has", where="device_memory")
     stack = find_layers(drawn.model)[1]
-    experts = any(one.ndim > 2 for name, one in stack.named_parameters() if "lora_" not in name and "conv" not in name)
+    experts = any(
+        parameter.ndim > 2
+        for name, parameter in stack.named_parameters()
+        if "lora_" not in name and "conv" not in name
+    )
     return Choice(
         settings | ({"lora_target_parameters": []} if experts else {}),
         profile,
@@ -101,7 +110,9 @@ def _choice(planner: Any, settings: dict[str, Any], profile: str, machine: Machi
         len(needs.allocation.residents),
         len(needs.allocation.host_cached),
         len(drawn.layers),
-        max(nbytes for _, nbytes in needs.demand.leased),  # of layers whole, or of a group of their experts
+        max(
+            nbytes for _, nbytes in needs.demand.leased
+        ),  # of layers whole, or of a group of their experts
         drawn.stored_bytes,
         drawn.parameters,
         drawn.adapter_parameters,
@@ -111,21 +122,35 @@ def _choice(planner: Any, settings: dict[str, Any], profile: str, machine: Machi
     )
 
 
-def yaml_lines(choice: Choice, model: str, data: str, output: str, command: str, needs: str = "") -> Iterator[str]:
-    """Yield the lines of a file for `lema train`. A comment above each part gives the reason for the choice."""
-    settings, host = choice.settings, human_bytes(PROFILES[choice.profile].host_memory)
-    size, most = f"{human_count(choice.parameters)} parameters", human_bytes(choice.device_bytes)
-    trained, slot = human_count(choice.adapter_parameters), human_bytes(choice.layer_bytes)
+def yaml_lines(
+    choice: Choice, model: str, data: str, output: str, command: str, needs: str = ""
+) -> Iterator[str]:
+    """Yield the lines of a file for `lema train`. A comment above each part gives the reason for
+    the choice.
+    """
+    settings = choice.settings
+    host = human_bytes(PROFILES[choice.profile].host_memory)
+    size = f"{human_count(choice.parameters)} parameters"
+    most = human_bytes(choice.device_bytes)
+    trained = human_count(choice.adapter_parameters)
+    slot = human_bytes(choice.layer_bytes)
     plain = "LEMA downloads a hub id once. A directory is used as it is."
-    stay, are = ("stays" if choice.residents == 1 else "stay"), ("is" if choice.cached == 1 else "are")
+    stay = "stays" if choice.residents == 1 else "stay"
+    are = "is" if choice.cached == 1 else "are"
     yield f"# Made by: {command}"
-    yield "# Change any line. `lema plan` predicts memory and time on your machine, and `lema train` runs the file."
+    yield (
+        "# Change any line. `lema plan` predicts memory and time on your machine, and `lema "
+        "train` runs the file."
+    )
     yield ""
     yield f"# {choice.layers} layers, {size}, {human_bytes(choice.model_bytes)} of files."
     yield f"# Before it can stream, it needs {needs}." if needs else f"# {plain}"
     yield f"model_name_or_path: {_text(model)}"
     yield ""
-    yield "# Rows of text, prompts with completions, or messages. `lema data` shows which tokens are trained on."
+    yield (
+        "# Rows of text, prompts with completions, or messages. `lema data` shows which tokens "
+        "are trained on."
+    )
     yield "# Longer rows are cut at max_length tokens. The plan below is for rows of this length."
     yield f"train_data: {_text(data)}"
     yield f"max_length: {settings['max_length']}"
@@ -135,28 +160,46 @@ def yaml_lines(choice: Choice, model: str, data: str, output: str, command: str,
     yield f"# and {_layers(choice.residents)} that {stay} on the device."
     yield f"device_memory: {settings['device_memory']}"
     yield ""
-    yield f"# Half of the {host} of the profile {choice.profile}. It keeps {_layers(choice.cached)} in host memory,"
-    yield f"# which {are} then not read from the disk. The plan uses {human_bytes(choice.host_bytes)} of it."
+    yield (
+        f"# Half of the {host} of the profile {choice.profile}. It keeps "
+        f"{_layers(choice.cached)} in host memory,"
+    )
+    yield (
+        f"# which {are} then not read from the disk. The plan uses "
+        f"{human_bytes(choice.host_bytes)} of it."
+    )
     yield f"host_memory: {settings['host_memory']}"
     yield ""
     yield "# LEMA reads a layer once for all rows of a step, so larger steps make reading cheaper."
-    yield f"# Predicted, not measured: {choice.tokens_per_second:,.0f} tokens/s, limited by {choice.bottleneck}."
+    yield (
+        f"# Predicted, not measured: {choice.tokens_per_second:,.0f} tokens/s, limited by "
+        f"{choice.bottleneck}."
+    )
     yield f"batch_size: {settings['batch_size']}"
     yield f"micro_batch_size: {settings['micro_batch_size']}"
     if "prefetch_depth" in settings:
         yield ""
-        yield "# Memory is short: one layer is read ahead instead of two, and fewer logits exist at once."
+        yield (
+            "# Memory is short: one layer is read ahead instead of two, and fewer logits exist "
+            "at once."
+        )
         yield "# Both cost some time. Results change only by rounding."
         yield f"prefetch_depth: {settings['prefetch_depth']}"
         yield f"loss_chunk_tokens: {settings['loss_chunk_tokens']}"
     yield ""
-    yield f"# Every linear module of the layers has an adapter: {trained} parameters train, with AdamW."
+    yield (
+        f"# Every linear module of the layers has an adapter: {trained} parameters train, with "
+        "AdamW."
+    )
     yield "# Start with rank 16 and 1e-4. docs/adapters.md describes the other options."
     for name in ("lora_rank", "lora_alpha", "learning_rate"):
         yield f"{name}: {settings[name]}"
     if choice.experts:
         yield ""
-        yield "# Experts have no adapters, because these would take many times the memory of all others."
+        yield (
+            "# Experts have no adapters, because these would take many times the memory of all "
+            "others."
+        )
         yield "# Remove this line to train them, too."
         yield "lora_target_parameters: []"
 
@@ -166,4 +209,8 @@ def _layers(count: int) -> str:
 
 
 def _text(value: str) -> str:
-    return value if all(one.isalnum() or one in "/._-" for one in value) else json.dumps(value, ensure_ascii=False)
+    return (
+        value
+        if all(character.isalnum() or character in "/._-" for character in value)
+        else json.dumps(value, ensure_ascii=False)
+    )

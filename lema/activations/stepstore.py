@@ -1,9 +1,11 @@
-"""What a streamed step keeps from its forward to its backward: graphs of layers, and the layers' inputs.
+"""What a streamed step keeps from its forward to its backward: graphs of layers, and the layers'
+inputs.
 
-The inputs (boundary activations) lie in memory, or in a file, that serves every step, because tensors kept one by one
-would lie in the heap between the short-lived tensors of their layers and leave holes that grow with the model's depth.
-Of layers that are not recomputed the saved tensors of each micro-batch's graph are one order of pieces. The backward
-takes the graphs in turn, and while one is differentiated the copies for the next one begin.
+The inputs (boundary activations) lie in memory, or in a file, that serves every step, because
+tensors kept one by one would lie in the heap between the short-lived tensors of their layers and
+leave holes that grow with the model's depth. Of layers that are not recomputed the saved tensors of
+each micro-batch's graph are one order of pieces. The backward takes the graphs in turn, and while
+one is differentiated the copies for the next one begin.
 """
 
 import tempfile
@@ -21,20 +23,21 @@ from lema.activations.hoststore import HostPool, HostStore
 from lema.activations.offload import Offload, Order, Packed
 from lema.activations.pieces import Piece
 from lema.activations.policy import WeightStorages, WeightView, everything
-from lema.activations.protocols import Counters, Kept
+from lema.activations.protocols import Counters, StayReason
 from lema.backend import Carrier
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.storage.spillfile import OffloadFile
 
-__all__ = ["STAGING", "BoundaryArena", "KeptGraphs", "StepBoundaries", "StepGraphs"]
+__all__ = ["STAGING", "BoundaryArena", "SavedGraphs", "StepBoundaries", "StepGraphs"]
 
 STASH = 5  # pieces that leave while compute goes on, and that come back ahead of it
 STAGING = 256 * 2**20  # bytes of host memory through which things go to the disk and come back
 
 
-class KeptGraphs:
-    """Where what the graphs of a model's steps hold waits; the model's own parameters and buffers stay. A file is in
-    `directory`; None: where the system keeps temporary files. `at_once`: no copy holds device memory or is early."""
+class SavedGraphs:
+    """Where what the graphs of a model's steps hold waits; the model's own parameters and buffers
+    stay. A file is in `directory`; None: where the system keeps temporary files. `at_once`: no copy
+    holds device memory or is early."""
 
     def __init__(
         self,
@@ -48,10 +51,13 @@ class KeptGraphs:
     ) -> None:
         assert tier in ("host", "disk"), f"graphs do not go away to the {tier}"
         self.tier = tier
-        self._weights, self._carrier, self._trace = WeightStorages(model), carrier, trace
+        self._weights = WeightStorages(model)
+        self._carrier = carrier
+        self._trace = trace
         self._directory = directory or Path(tempfile.gettempdir())
         self._at_once = at_once
-        self._held: set[int] = set()  # storages that the graph now built may hold as they are
+        # storages that the graph now built may hold as they are
+        self._excluded_storages: set[int] = set()
         self._offload: Offload | None = None
         self.counters = Counters()  # bytes moved so far
 
@@ -63,7 +69,11 @@ class KeptGraphs:
     def step(self) -> "StepGraphs":
         """Return what takes the graphs of one step; a file that cannot be made is a `DiskError`."""
         if self._offload is None:
-            choice = everything(self._weights, {self._carrier.device.type}, held=self._held)
+            choice = everything(
+                self._weights,
+                {self._carrier.device.type},
+                excluded_storages=self._excluded_storages,
+            )
             ahead = 1 if self._at_once else STASH
             self._offload = Offload(
                 choice,
@@ -74,7 +84,7 @@ class KeptGraphs:
                 counters=self.counters,
             )
         self._weights.refresh()
-        return StepGraphs(self._offload, self._held)
+        return StepGraphs(self._offload, self._excluded_storages)
 
     def close(self) -> None:
         """Give the memory back, or the disk space."""
@@ -89,37 +99,47 @@ class KeptGraphs:
         file = OffloadFile(
             self._directory,
             "activations",
-            "free some space, set offload_dir to a directory on another disk, or use gradient_checkpointing: true",
+            (
+                "free some space, set offload_dir to a directory on another disk, or use "
+                "gradient_checkpointing: true"
+            ),
             self._trace,
         )
         return DiskStore(file, pool)
 
 
 class StepGraphs:
-    """The graphs of one step; see `KeptGraphs.step`."""
+    """The graphs of one step; see `SavedGraphs.step`."""
 
-    def __init__(self, offload: Offload, held: set[int]) -> None:
-        self._offload, self._held = offload, held
+    def __init__(self, offload: Offload, excluded_storages: set[int]) -> None:
+        self._offload = offload
+        self._excluded_storages = excluded_storages
         self._orders: dict[Key, Order[Piece]] = {}
 
-    def keep(self, layer: int, index: int, held: Iterable[Tensor]) -> Callable[[Tensor], Packed]:
-        """Return what packs the next graph's tensors, of micro-batch `index` through `layer`; those `held` stay."""
-        self._held.clear()
-        self._held.update(tensor.untyped_storage()._cdata for tensor in held)
+    def keep(
+        self, layer: int, index: int, excluded: Iterable[Tensor]
+    ) -> Callable[[Tensor], Packed]:
+        """Return what packs the next graph's tensors, of micro-batch `index` through `layer`;
+        those `excluded` stay.
+        """
+        self._excluded_storages.clear()
+        self._excluded_storages.update(tensor.untyped_storage()._cdata for tensor in excluded)
         order = self._orders[layer, index] = self._offload.order()
 
         def pack(tensor: Tensor) -> Packed:
             if (cast := WeightView.of_cast(tensor)) is None:
                 return self._offload.pack(tensor, order)
             self._offload.counters.seen += 1
-            self._offload.counters.kept[Kept.CAST] += 1
+            self._offload.counters.kept[StayReason.CAST] += 1
             return cast
 
         return pack
 
-    def turn(self) -> None:
-        """Move all graphs off the device once every graph is built, because the next phase needs the room."""
-        self._held.clear()
+    def end_forward(self) -> None:
+        """Move all graphs off the device once every graph is built, because the next phase needs
+        the room.
+        """
+        self._excluded_storages.clear()
         self._offload.let_go()
 
     def expect(self, layer: int, index: int = 0) -> None:
@@ -134,22 +154,29 @@ class StepGraphs:
 
 
 class BoundaryArena:
-    """Where the boundary activations of a model's steps wait: on the device, in host memory or on disk, as `tier` says.
-    The file is in `directory`; None: where the system keeps temporary files."""
+    """Where the boundary activations of a model's steps wait: on the device, in host memory or on
+    disk, as `tier` says. The file is in `directory`; None: where the system keeps temporary files.
+    """
 
     def __init__(
-        self, backend: Carrier, tier: TierName = "device", directory: Path | None = None, trace: NoTrace = NO_TRACE
+        self,
+        backend: Carrier,
+        tier: TierName = "device",
+        directory: Path | None = None,
+        trace: NoTrace = NO_TRACE,
     ) -> None:
-        self._backend, self.tier, self._trace = backend, tier, trace
+        self._backend = backend
+        self.tier = tier
+        self._trace = trace
         self._directory = directory or Path(tempfile.gettempdir())
-        self._kept_in: Tier | None = None
+        self._storage_tier: Tier | None = None
         self._away = Counters()
         self._step: weakref.ref[StepBoundaries] | None = None
 
     @property
     def memory_bytes(self) -> int:
         """The bytes of memory that boundaries have; those on their way to a layer not counted."""
-        return 0 if self._kept_in is None else self._kept_in.memory_bytes
+        return 0 if self._storage_tier is None else self._storage_tier.memory_bytes
 
     @property
     def bytes_away(self) -> int:
@@ -157,31 +184,39 @@ class BoundaryArena:
         return 0 if self.tier == "device" else self._away.bytes_out
 
     def step(self, hidden: Sequence[Tensor], layers: Collection[int]) -> "StepBoundaries":
-        """Return where the boundaries of one step go, of the `layers` that keep their inputs. `hidden` are the hidden
-        states before the first of these, `[batch, sequence, hidden]` per micro-batch; where those of later layers look
-        otherwise, more room is made on the way. The memory of the step before is used again, unless that step still
-        waits for its backward. `DiskError`: the disk has no room."""
+        """Return where the boundaries of one step go, of the `layers` that keep their inputs.
+        `hidden` are the hidden states before the first of these, `[batch, sequence, hidden]` per
+        micro-batch; where those of later layers look otherwise, more room is made on the way. The
+        memory of the step before is used again, unless that step still waits for its backward.
+        `DiskError`: the disk has no room."""
         before = None if self._step is None else self._step()
-        if self._kept_in is None or (before is not None and not before.done):
-            self._kept_in = make_tier(self.tier, self._backend, self._directory, self._trace)
-        step = StepBoundaries(self._kept_in, hidden, layers, self._trace, self._away)
+        if self._storage_tier is None or (before is not None and not before.done):
+            self._storage_tier = make_tier(self.tier, self._backend, self._directory, self._trace)
+        step = StepBoundaries(self._storage_tier, hidden, layers, self._trace, self._away)
         self._step = weakref.ref(step)
         return step
 
     def close(self) -> None:
         """Give the memory back, or the disk space."""
-        if self._kept_in is not None:
-            self._kept_in.close()
-        self._kept_in = None
+        if self._storage_tier is not None:
+            self._storage_tier.close()
+        self._storage_tier = None
 
 
 class StepBoundaries:
     """The boundary activations of one step; see `BoundaryArena.step`."""
 
     def __init__(
-        self, tier: Tier, hidden: Sequence[Tensor], layers: Collection[int], trace: NoTrace, counters: Counters
+        self,
+        tier: Tier,
+        hidden: Sequence[Tensor],
+        layers: Collection[int],
+        trace: NoTrace,
+        counters: Counters,
     ) -> None:
-        self._tier, self._trace, self._counters = tier, trace, counters
+        self._tier = tier
+        self._trace = trace
+        self._counters = counters
         self._total = self._to_come = self._to_fetch = len(layers) * len(hidden)
         tier.begin([_like(state) for state in hidden] * len(layers))
 
@@ -191,24 +226,26 @@ class StepBoundaries:
         return self._to_fetch == 0
 
     def keep(self, layer: int, index: int, state: Tensor) -> Tensor:
-        """Keep a copy of micro-batch `index`'s input to `layer`; return what the layer is to compute with. It has the
-        copy's strides, so that the recomputation rounds as the forward did. `DiskError`: a boundary was not written."""
+        """Keep a copy of micro-batch `index`'s input to `layer`; return what the layer is to
+        compute with. It has the copy's strides, so that the recomputation rounds as the forward
+        did. `DiskError`: a boundary was not written."""
         like = _like(state)
-        given = state.detach() if like.stride() == state.stride() else state.detach().clone()
+        layer_input = state.detach() if like.stride() == state.stride() else state.detach().clone()
         self._to_come -= 1
         assert self._to_come >= 0, "more boundaries came than the step has"
         with self._trace.span("boundaries", f"keep layer {layer}"):
-            self._tier.keep((layer, index), given, like, self._to_come)
+            self._tier.keep((layer, index), layer_input, like, self._to_come)
         self._counters.bytes_out += like.nbytes
         if self._to_come == 0:
-            self._tier.turn()
-        return given
+            self._tier.end_forward()
+        return layer_input
 
     @contextmanager
-    def kept(self, layer: int, index: int, *, again: bool = False) -> Iterator[Tensor]:
-        """Yield what was kept, on the device, for the length of a `with` block. The top layer's come first, each
-        layer's in the order of micro-batches, once in each backward; `again`: another backward comes, in which all are
-        there once more. `ReadError`, `DiskError`: one could not be read, or written."""
+    def fetch(self, layer: int, index: int, *, again: bool = False) -> Iterator[Tensor]:
+        """Yield what was kept, on the device, for the length of a `with` block. The top layer's
+        come first, each layer's in the order of micro-batches, once in each backward; `again`:
+        another backward comes, in which all are there once more. `ReadError`, `DiskError`: one
+        could not be read, or written."""
         with closing(self._tier.fetched((layer, index), again=again)) as fetched:
             with self._trace.span("boundaries", f"fetch layer {layer}"):
                 boundary = next(fetched)
@@ -217,9 +254,11 @@ class StepBoundaries:
             next(fetched, None)
         if again and self._to_fetch == 0:
             self._to_fetch = self._total
-            self._tier.turn()
+            self._tier.end_forward()
 
 
 def _like(state: Tensor) -> Tensor:
-    """Return what a copy of `state` looks like: dtype, shape and, where it has no holes, strides."""
+    """Return what a copy of `state` looks like: dtype, shape and, where it has no holes,
+    strides.
+    """
     return torch.empty_like(state, device="meta", requires_grad=False)
