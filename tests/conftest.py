@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 TESTS = Path(__file__).parent
-OTHER_SYSTEM = bool(
-    os.environ.get("OTHER_SYSTEM")
-)  # `tox -e portable`: tests/support/othersystem.py
-SLOW_PART = os.environ.get("SLOW_PART")  # `2/8`: the second of eight parts of the slow tests
+# `tox -e portable`: tests/support/othersystem.py
+OTHER_SYSTEM = bool(os.environ.get("OTHER_SYSTEM"))
+# `2/8`: the second of eight parts of the slow tests; all of them without it
+SLOW_PART = os.environ.get("SLOW_PART")
 
 # Modules that take longest, the longest first: begun last, one of them would leave the other
 # processes of `-n` without work. Each takes over half a minute; docs/internals/tests.md has the

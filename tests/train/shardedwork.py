@@ -45,10 +45,11 @@ CASES: dict[str, dict[str, Any]] = {  # of a model's name: how it is opened
     "mixtral": {
         "gradient_checkpointing": True,
         "lora_target_modules": ["q_proj"],
+        # PEFT sets them in place
         "lora_target_parameters": [
             "experts.down_proj",
             "experts.gate_up_proj",
-        ],  # PEFT sets them in place
+        ],
         "strategy": "resident",
         "poison": False,
     },
