@@ -139,7 +139,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         sampled = item.get_closest_marker("sampled") is not None
         item.add_marker(pytest.mark.exhaustive if sampled else pytest.mark.covered(SLOW_CASES))
     leave_out(unsaid, "covered", pytest.mark.exhaustive)
-    if not any("::" in name for name in config.args):  # what is asked for by its name is run
+    if not any(".py" in name for name in config.args):  # a file that is named is run as it is
         slowlist.mark_listed(items)
     if SLOW_PART:
         chosen = slowlist.in_part(items, SLOW_PART)
