@@ -177,9 +177,9 @@ def _a_process_without_rows(checkpoint: Checkpoint, expected: Any) -> None:
     """
     with opened("llama", checkpoint, shard_weights=True) as model:
         if model.backend.replicas.rank == 1:
-            model.adapter.accompany()
-            model.adapter.accompany(training=False)
-            model.adapter.accompany()
+            model.adapter.join_idle()
+            model.adapter.join_idle(training=False)
+            model.adapter.join_idle()
         else:
             assert_same(take(model)[0], expected[0])
 
