@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import linuxalone
 import pickles
 import pytest
+import slowlist
 
 if TYPE_CHECKING:
     from parity import Outcome
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 TESTS = Path(__file__).parent
 # `tox -e portable`: tests/support/othersystem.py
 OTHER_SYSTEM = bool(os.environ.get("OTHER_SYSTEM"))
+# `2/8`: the second of eight parts of the slow tests; all of them without it
+SLOW_PART = os.environ.get("SLOW_PART")
 
 # Modules that take longest, the longest first: begun last, one of them would leave the other
 # processes of `-n` without work. Each takes over half a minute; docs/internals/tests.md has the
@@ -107,7 +110,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Of a `covered` test those that are not taken are exhaustive; of what is left of a `sampled` one
     they are slow, and exhaustive where it is not `covered` as well. Slow tests that say nothing of
-    their own have one case.
+    their own have one case. Tests of `tests/slow.txt` are slow too, with all cases that they would
+    have had in the default run.
     """
     if OTHER_SYSTEM:
         alone = [
@@ -135,6 +139,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         sampled = item.get_closest_marker("sampled") is not None
         item.add_marker(pytest.mark.exhaustive if sampled else pytest.mark.covered(SLOW_CASES))
     leave_out(unsaid, "covered", pytest.mark.exhaustive)
+    if not any(".py" in name for name in config.args):  # a file that is named is run as it is
+        slowlist.mark_listed(items)
+    if SLOW_PART:
+        chosen = slowlist.in_part(items, SLOW_PART)
+        config.hook.pytest_deselected(
+            items=sorted({*items} - {*chosen}, key=lambda item: item.nodeid)
+        )
+        items[:] = chosen
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures, which open models too

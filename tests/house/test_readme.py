@@ -113,7 +113,11 @@ def test_ci_runs_its_test_command_verbatim() -> None:
     assert found.stdout == block("test command")
     assert "\n" not in found.stdout.strip()
     assert 'bash -euo pipefail -c "$command"' in script
-    assert script.endswith(".tox/py/bin/python tests/support/newcomer.py\n")
+    environments = re.findall(r"^environments=(.*)$", script, re.MULTILINE)[0].split(",")
+    assert {"session", "seconddevice-session", "trl", "oldest", "newcomer"} == {*environments}
+    tox = (ROOT / "tox.ini").read_text(encoding="utf-8")
+    assert all(f"[testenv:{name}]\n" in tox for name in environments)
+    assert "commands = {[with_py]python} tests/support/newcomer.py\n" in tox
 
 
 def test_a_newcomer_needs_two_commands_after_the_install() -> None:

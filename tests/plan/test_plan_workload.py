@@ -62,6 +62,7 @@ STEPS: dict[str, tuple[Any, ...]] = {
     "dtype": (torch.float32, torch.bfloat16),
     "recompute": (True, False),
 }
+PAIRS = covering(STEPS, 2)
 
 
 @pytest.mark.slow
@@ -70,7 +71,7 @@ STEPS: dict[str, tuple[Any, ...]] = {
     [
         pytest.param(*case["model"], case["dtype"], case["recompute"], marks=marks)
         for case in cases(STEPS)
-        for marks in [[] if case in covering(STEPS, 2) else pytest.mark.exhaustive]
+        for marks in [[] if case in PAIRS else pytest.mark.exhaustive]
     ],
 )
 def test_a_real_step_takes_what_was_told(

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import seconddevice
 
+FOLDER = Path(__file__).parent
 DISTANCES: dict[str, float] = {}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of this folder, which run apart from the others."""
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if item.path.parent == FOLDER:
             item.add_marker(pytest.mark.seconddevice)
 
 
