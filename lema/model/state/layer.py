@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, MutableMapping
+from operator import is_
 from typing import Any, TypeAlias
 
 import torch
@@ -186,7 +187,9 @@ class LayerState:
 
         for module, names in changed.items():
             for name in names:
-                holder = module._buffers if name in module._buffers else vars(module)
+                holder: dict[str, Any] = (
+                    module._buffers if name in module._buffers else vars(module)
+                )
                 if name in holder:
                     holder[name] = _replaced(holder[name], detach, set())
 
@@ -195,17 +198,29 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _replaced(value: Any, change: Callable[[Tensor], Tensor], seen: set[int]) -> Any:
-    """Return a value with every tensor that it holds changed; containers stay the objects that
-    they are.
-    """
+def _replaced(value: object, change: Callable[[Tensor], Tensor], seen: set[int]) -> object:
+    """Return a value with every tensor that it holds changed. Containers stay the objects that they
+    are, but for those that cannot be written into."""
     if isinstance(value, Tensor):
         return change(value)
-    if type(value) is tuple:
-        return tuple(_replaced(entry, change, seen) for entry in value)
+    if isinstance(value, tuple | frozenset):
+        items = [_replaced(item, change, seen) for item in value]
+        if not all(map(is_, items, value)):
+            kind = type(value)
+            return (
+                kind._make(items)
+                if issubclass(kind, tuple) and hasattr(kind, "_make")
+                else kind(items)
+            )
     if id(value) in seen:
         return value
     seen.add(id(value))
+    if isinstance(value, set):
+        items = [_replaced(item, change, seen) for item in value]
+        if not all(map(is_, items, value)):
+            value.clear()
+            value.update(items)
+        return value
     owner: Any = value
     if not isinstance(value, dict | list | deque):
         owner = vars(value) if has_state(value) else {}
