@@ -47,12 +47,12 @@ class NoOpManager:
     def __enter__(self) -> Self:
         self._scopes.append(scope := current())
         if scope is not None:
-            scope.excluded += 1
+            scope.exclude()
         return self
 
     def __exit__(self, *_: object) -> None:
         if (scope := self._scopes.pop()) is not None:
-            scope.excluded -= 1
+            scope.include()
 
 
 class OffloadActivations:

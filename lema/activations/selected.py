@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -99,7 +100,13 @@ class _Keeping(TorchDispatchMode):
             int, tuple[StorageWeakRef, Any]
         ] = {}  # storages of outputs, and whose they are
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         for tensor in _written(func, args, kwargs):
             self._refuse_write(func, tensor)
@@ -156,7 +163,13 @@ class _BringingBack(TorchDispatchMode):
         self._next = 0
         return super().__enter__()  # type: ignore[no-untyped-call] # torch's is
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         if func not in self._ops:
             return func(*args, **(kwargs or {}))
         call = self._calls[self._next] if self._next < len(self._calls) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -61,6 +62,11 @@ class Tally(TorchDispatchMode):
             {_storage(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor)}
         )
 
+    def restart_peak(self) -> int:
+        """Measure the peak from now on; return the bytes that are alive now."""
+        self.peak = self.live
+        return self.live
+
     def counts(self, tensor: Tensor) -> bool:
         """Whether a tensor is one that was made here."""
         return _storage(tensor) not in self._left_out
@@ -91,7 +97,13 @@ class Tally(TorchDispatchMode):
     def _gone(self, nbytes: int) -> None:
         self.live -= nbytes
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         result = (_grouped if func is aten._grouped_mm.default else func)(*args, **kwargs)
         formula = FORMULAS.get(func._overloadpacket)

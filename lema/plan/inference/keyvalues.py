@@ -102,8 +102,7 @@ def _measured(
             # Where the model has no cache of layers, all that is left is what it keeps.
             keys_values = runs.cache_bytes or tally.live
             largest = runs.largest or keys_values
-            before = tally.live
-            tally.peak = before
+            before = tally.restart_peak()
             runs.forward(1, prompt + new, cache)
     return TextBytes(max(first, keys_values + tally.peak - before), keys_values, largest)
 
