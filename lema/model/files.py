@@ -110,7 +110,7 @@ class ModelFiles:
                 return settings.model_copy(update={"template_date": date})
         return settings
 
-    def note_stop_tokens(self, rows: Any) -> None:
+    def note_stop_tokens(self, rows: object) -> None:
         """Remember in which tokens the rows end that are trained on; of a data set of the
         caller's nothing is read.
         """

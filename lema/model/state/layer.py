@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from operator import is_
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -27,6 +27,7 @@ from lema.model.state.snapshot import Snapshot, SnapshotOptions, has_state
 __all__ = ["LayerState"]
 
 Changed: TypeAlias = Mapping[nn.Module, Collection[str]]
+Output = TypeVar("Output")
 
 ADAPTERS = (
     BaseTunerLayer,
@@ -72,7 +73,9 @@ class LayerState:
             )
         return self._last
 
-    def first(self, run: Callable[[], Any], inputs: Any) -> tuple[Any, Snapshot, Changed, set[int]]:
+    def first(
+        self, run: Callable[[], Output], inputs: object
+    ) -> tuple[Output, Snapshot, Changed, set[int]]:
         """Run the layer for a micro-batch for the first time. A run that fails leaves no trace.
         Nothing has changed since `now` was asked, but by runs.
 
@@ -112,7 +115,7 @@ class LayerState:
             self.changed_names.setdefault(module, set()).update(names)
         return output, before, changed, before.parts(new) | self.now().parts(new)
 
-    def again(self, snapshot: Snapshot, run: Callable[[], Any]) -> Any:
+    def again(self, snapshot: Snapshot, run: Callable[[], Output]) -> Output:
         """Run the layer once more for a micro-batch, for whose first run it `snapshot` this; return
         what that returns. Nothing has changed since `now` was asked, but by runs."""
         now = self._last or self.now()
@@ -142,18 +145,18 @@ class LayerState:
             how="have it keep nothing, or train it whole with another library",
         )
 
-    def _check_graph(self, output: Any) -> None:
+    def _check_graph(self, output: object) -> None:
         """Refuse a result whose graph goes on to what an earlier call has left, whose graph is
         gone.
         """
         if self._cut and torch.is_grad_enabled():
-            output = [tensor for tensor in tree_leaves(output) if isinstance(tensor, Tensor)]
-            if leaves(output) & {id(end) for end, _ in self._cut.values()}:
+            outputs = [tensor for tensor in tree_leaves(output) if isinstance(tensor, Tensor)]
+            if leaves(outputs) & {id(end) for end, _ in self._cut.values()}:
                 raise self.refusal(
                     "and differentiates through it, although the step that made it is over"
                 )
 
-    def _detach_changes(self, before: Snapshot, changed: Changed, inputs: Any) -> None:
+    def _detach_changes(self, before: Snapshot, changed: Changed, inputs: object) -> None:
         """Have what a call has left refer to no graph, and to no memory that is used again."""
         if before.uncopied():
             raise self.refusal(
