@@ -165,6 +165,11 @@ class _Fetch:
     slot: DeviceSlots | None = None
     upload: Upload | None = None
 
+    def begin(self, slot: DeviceSlots, memory: Tensor) -> None:
+        """Begin the copy of the boundary's bytes, which are in `memory`, into a slot."""
+        self.slot = slot
+        self.upload = slot.upload(memory)
+
 
 class _Away:
     """Boundaries that leave the device, each as a piece in a store, and come back in an order that
@@ -273,8 +278,7 @@ class _Away:
 
     def _upload(self, fetch: _Fetch) -> None:
         memory = fetch.piece.memory()
-        fetch.slot = self._slots.popleft()
-        fetch.upload = fetch.slot.upload(memory)
+        fetch.begin(self._slots.popleft(), memory)
 
     def _give_back(self, fetch: _Fetch, *, again: bool = False) -> None:
         if fetch.upload is not None and fetch.slot is not None:

@@ -147,12 +147,28 @@ class Scope:
         self.layer_inputs.clear()
         self.modules.clear()
 
-    def mark(self, state: Any) -> None:
+    def begin_forward(self) -> None:
+        """Begin the model's forward: what is saved from here on is not the loss's."""
+        self.past_head = False
+
+    def enter_head(self) -> None:
+        """Begin the output head: what is saved from here on is the loss's."""
+        self.past_head = True
+
+    def exclude(self) -> None:
+        """Enter an excluded module, or a region opted out of."""
+        self.excluded += 1
+
+    def include(self) -> None:
+        """Leave the last one that was entered."""
+        self.excluded = max(0, self.excluded - 1)  # a reset may have come in between
+
+    def mark(self, state: object) -> None:
         """Let `state` be a layer's input until `unmark`."""
         if isinstance(state, Tensor):
             self.layer_inputs.update(_marks(state))
 
-    def unmark(self, state: Any) -> None:
+    def unmark(self, state: object) -> None:
         """Unmark `state`; do nothing if it was never marked, or if `reset` has forgotten it."""
         if isinstance(state, Tensor):
             self.layer_inputs -= Counter(_marks(state))
@@ -301,8 +317,11 @@ def _inner(model: nn.Module) -> Iterator[Any]:
         yield model._modules.get("base_model")
 
 
-def _at(model: Any, path: str) -> Any:
-    return reduce(lambda owner, name: getattr(owner, name, None), path.split("."), model)
+def _at(model: nn.Module, path: str) -> object:
+    value: object = model
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
 
 
 def _untouched(model: nn.Module) -> list[nn.Module]:
@@ -353,22 +372,22 @@ def _plain(name: str) -> str:
 
 def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001 - torch's
     if (scope := in_forward()) is not None:
-        scope.past_head = False
+        scope.begin_forward()
 
 
 def _enter_head(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001 - torch's
     if (scope := in_forward()) is not None:
-        scope.past_head = True
+        scope.enter_head()
 
 
 def _exclude(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001 - torch's
     if (scope := in_forward()) is not None:
-        scope.excluded += 1
+        scope.exclude()
 
 
-def _include(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:  # noqa: ARG001 - a hook
+def _include(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:  # noqa: ARG001 - a hook
     if (scope := in_forward()) is not None:
-        scope.excluded = max(0, scope.excluded - 1)  # a reset may have come in between
+        scope.include()
 
 
 def _enter_weights(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001 - torch's
@@ -380,7 +399,7 @@ def _leave_weights(
     module: nn.Module,
     args: tuple[Any, ...],  # noqa: ARG001
     kwargs: dict[str, Any],  # noqa: ARG001
-    out: Any,  # noqa: ARG001 - a hook
+    out: object,  # noqa: ARG001 - a hook
 ) -> None:
     if (scope := in_forward()) is not None and scope.modules and scope.modules[-1][0] is module:
         scope.modules.pop()

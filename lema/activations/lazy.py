@@ -30,6 +30,25 @@ class _Value:
         self.back: Tensor | None = None
         self.reached = False  # one of them has asked, and others are waiting
 
+    def reach(self) -> None:
+        """Be asked for by one of the references."""
+        self.reached = True
+
+    def keep(self, returned: Tensor) -> None:
+        """Keep the returned value until all references have fetched it."""
+        self.back = returned
+
+    def drop(self) -> None:
+        """Hold nothing on the device any more."""
+        self.back = None
+        self.reached = False
+
+    def fetched(self, reference: "_Away", returned: Tensor) -> None:
+        """Keep what `reference` has fetched for the references that are still waiting."""
+        self.waiting.discard(reference)
+        self.reached = bool(self.waiting)
+        self.back = returned if self.reached else None
+
 
 class ByValue:
     """Moves what a choice says to host memory, as values; used as
@@ -58,11 +77,11 @@ class ByValue:
 
     def pack(self, tensor: Tensor, order: Order[_Value] | None = None) -> Packed:
         """Return the object that a graph keeps instead of `tensor`."""
-        self.counters.seen += 1
+        self.counters.count_saved()
         if (why := self._choice(tensor)) is not None:
-            self.counters.kept[why] += 1
+            self.counters.count_stay(why)
             return UnmovedTensor(tensor)
-        self.counters.moved += 1
+        self.counters.count_move()
         return _Away(self, self._value_of(tensor), order or self._order)
 
     def expect(self, order: Order[_Value]) -> None:
@@ -74,8 +93,7 @@ class ByValue:
     def let_go(self) -> None:
         """Hold nothing on the device any more: a forward is over, or a backward was given up."""
         for value in list(self._values):
-            value.back = None
-            value.reached = False
+            value.drop()
 
     close = let_go
 
@@ -83,20 +101,19 @@ class ByValue:
         """Return a value on its device. The first request runs the operations before it."""
         if not value.reached:
             self._sync()
-            value.reached = True
+            value.reach()
         return self._back(value)
 
     def bring_ahead(self, order: Order[_Value], position: int) -> None:
         """Begin to bring back what left before what stands at `position`."""
         value = order.pieces[position - 1]() if 0 < position <= len(order.pieces) else None
         if value is not None and value.waiting:
-            value.back = self._back(value)
+            value.keep(self._back(value))
 
     def _back(self, value: _Value) -> Tensor:
         if value.back is not None:
             return value.back
-        self.counters.copies_back += 1
-        self.counters.bytes_back += value.nbytes
+        self.counters.count_copy_back(value.nbytes)
         return value.host.to(value.device)
 
     def _value_of(self, tensor: Tensor) -> _Value:
@@ -108,8 +125,7 @@ class ByValue:
             value = _Value(source)
             self._value_by_tensor[tensor] = tensor._version, ref(value)
             self._values.add(value)
-            self.counters.copies_out += 1
-            self.counters.bytes_out += value.nbytes
+            self.counters.count_copy_out(value.nbytes)
         return value
 
 
@@ -129,10 +145,8 @@ class _Away:
         """
         offload = self._offload
         value = self._value
-        offload.counters.restored += 1
+        offload.counters.count_request()
         tensor = offload.bring(value)
-        value.waiting.discard(self)
-        value.reached = bool(value.waiting)
-        value.back = tensor if value.reached else None
+        value.fetched(self, tensor)
         offload.bring_ahead(self._order, self._position)
         return tensor

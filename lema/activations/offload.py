@@ -107,7 +107,7 @@ class OffloadedTensor:
         self._shape = tensor.shape
         self._stride = tensor.stride()
         self._first = int(tensor.storage_offset()) * tensor.element_size()
-        piece.alive += 1
+        piece.add_tensor()
 
     def unpack(self) -> Tensor:
         """Return the tensor: a view of the source if that is still there, else of the returned
@@ -119,10 +119,10 @@ class OffloadedTensor:
     def _unpacked(self) -> Tensor:
         offload = self._offload
         piece = self._piece
-        offload.counters.restored += 1
+        offload.counters.count_request()
         check_version(piece.version_copied, piece.version, self._shape, self._dtype)
         if (source := piece.source) is not None:
-            offload.counters.early += 1
+            offload.counters.count_early_request()
             tensor = view(source, self._first, self._shape, self._stride, self._dtype)
         else:
             offload.bring(piece)
@@ -138,10 +138,9 @@ class OffloadedTensor:
         piece = self._piece
         if self._round != piece.round:
             self._round = piece.round
-            piece.num_pending -= 1
+            piece.count_request()
         if piece.num_pending == 0:
-            piece.spent = torch._C._current_graph_task_id()
-            piece.forget()
+            piece.spend(torch._C._current_graph_task_id())
 
     def __del__(self) -> None:
         self._offload.lost(self._piece, self._round)
@@ -199,12 +198,12 @@ class Offload:
         """Return what a graph is to keep in the place of `tensor`, which belongs to the newest
         order if none is given. `DiskError`: this or something before it could not be written."""
         with self.alone():
-            self.counters.seen += 1
+            self.counters.count_saved()
             why = self._choice(tensor)
             if why is None and (piece := self._piece_of(tensor)) is not None:
-                self.counters.moved += 1
+                self.counters.count_move()
                 return OffloadedTensor(self, piece, order or self._order, tensor)
-            self.counters.kept[why or StayReason.FULL] += 1
+            self.counters.count_stay(why or StayReason.FULL)
             if why is StayReason.WEIGHT and (reference := WeightView.of(tensor)) is not None:
                 return reference
             return UnmovedTensor(tensor)
@@ -282,7 +281,7 @@ class Offload:
     def _sweep(self) -> None:
         while self._lost:
             piece, came = self._lost.popleft()
-            piece.alive -= 1
+            piece.lose_tensor()
             if piece.alive == 0:
                 pieces = self._pieces[piece.key]
                 pieces.remove(piece)
@@ -290,7 +289,7 @@ class Offload:
                     del self._pieces[piece.key]
                 piece.gone()
             elif came != piece.round:
-                piece.num_pending -= 1
+                piece.count_request()
                 if piece.num_pending == 0:
                     piece.forget()
 

@@ -57,8 +57,7 @@ class Piece:
         self.source: Tensor | None = tensor.detach()
         self._download: Download = carrier.download(self._bytes(tensor), waiting_piece.fill())
         waiting_piece.filled(self._download.landed)
-        counters.copies_out += 1
-        counters.bytes_out += nbytes
+        counters.count_copy_out(nbytes)
         self._original: Tensor | None = None
 
     @property
@@ -70,6 +69,23 @@ class Piece:
     def version_copied(self) -> int:
         """The version of the storage at the time of the copy."""
         return self._left_at if self.source is None else self.source._version
+
+    def add_tensor(self) -> None:
+        """Count a packed tensor that lies in the piece."""
+        self.alive += 1
+
+    def lose_tensor(self) -> None:
+        """Count a packed tensor that has gone."""
+        self.alive -= 1
+
+    def count_request(self) -> None:
+        """Count a packed tensor that needs the returned copy no longer."""
+        self.num_pending -= 1
+
+    def spend(self, backward: int) -> None:
+        """Free the returned copy, because all packed tensors were requested in this backward."""
+        self.spent = backward
+        self.forget()
 
     def covers(self, start: int, nbytes: int) -> bool:
         """Whether a range of bytes of the same storage is in it."""
@@ -101,8 +117,7 @@ class Piece:
         self._waiting_piece.used(upload.drained)
         self.round += 1
         self.num_pending = self.alive
-        self._counters.copies_back += 1
-        self._counters.bytes_back += self.nbytes
+        self._counters.count_copy_back(self.nbytes)
 
     def memory(self) -> Tensor:
         """Return what came back, uint8 `[nbytes]`; compute queued after this call sees it."""

@@ -49,6 +49,36 @@ class Counters:
     # tensors requested while their memory was still on the device, so that nothing was copied
     early: int = 0
 
+    def count_saved(self) -> None:
+        """Count a tensor that autograd saves."""
+        self.seen += 1
+
+    def count_stay(self, reason: StayReason) -> None:
+        """Count a saved tensor that stays where it is."""
+        self.kept[reason] += 1
+
+    def count_move(self) -> None:
+        """Count a saved tensor that is to wait elsewhere."""
+        self.moved += 1
+
+    def count_request(self) -> None:
+        """Count that a moved tensor is requested."""
+        self.restored += 1
+
+    def count_early_request(self) -> None:
+        """Count that a requested tensor's memory is still on the device."""
+        self.early += 1
+
+    def count_copy_out(self, nbytes: int) -> None:
+        """Count a copy of so many bytes away from the device."""
+        self.copies_out += 1
+        self.bytes_out += nbytes
+
+    def count_copy_back(self, nbytes: int) -> None:
+        """Count a copy of so many bytes back to the device."""
+        self.copies_back += 1
+        self.bytes_back += nbytes
+
     def reset(self) -> None:
         """Begin again."""
         self.__init__()  # type: ignore[misc] # every field at its default

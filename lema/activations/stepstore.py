@@ -129,8 +129,8 @@ class StepGraphs:
         def pack(tensor: Tensor) -> Packed:
             if (cast := WeightView.of_cast(tensor)) is None:
                 return self._offload.pack(tensor, order)
-            self._offload.counters.seen += 1
-            self._offload.counters.kept[StayReason.CAST] += 1
+            self._offload.counters.count_saved()
+            self._offload.counters.count_stay(StayReason.CAST)
             return cast
 
         return pack
@@ -235,7 +235,7 @@ class StepBoundaries:
         assert self._to_come >= 0, "more boundaries came than the step has"
         with self._trace.span("boundaries", f"keep layer {layer}"):
             self._tier.keep((layer, index), layer_input, like, self._to_come)
-        self._counters.bytes_out += like.nbytes
+        self._counters.count_copy_out(like.nbytes)
         if self._to_come == 0:
             self._tier.end_forward()
         return layer_input

@@ -155,6 +155,25 @@ class _Slot:
     filled: Event | None = None  # when the last upload to it is done; None: there was none
     uploads: int = 0  # how many there were
 
+    def fill(self, copies: Copies, source: Tensor, layout: SlotLayout) -> Event:
+        """Start copying the spans of a source into the slot; return when the last is there."""
+        # the last upload may still run
+        before = [self.free] if self.filled is None else [self.free, self.filled]
+        # One queue copies all spans, in this order, so the slot is filled when the last is there.
+        for span in layout.spans or (Span(0, 0, 0),):
+            target = self.memory[span.slot : span.slot + span.nbytes]
+            self.filled = copies.upload(
+                target, source[span.start : span.start + span.nbytes], before
+            )
+            before = []
+        assert self.filled is not None
+        self.uploads += 1
+        return self.filled
+
+    def leave(self, free: Event) -> None:
+        """Need the bytes no longer than until `free`."""
+        self.free = free
+
 
 class Slots:
     """A ring of slots: `lema.backend.DeviceSlots` on a device that works through queues. The memory
@@ -178,18 +197,8 @@ class Slots:
         assert self.free, "more uploads are held than there are slots"
         layout = layout or SlotLayout(len(source), (Span(0, len(source), 0),))
         slot = self.free.popleft()
-        # the last upload may still run
-        before = [slot.free] if slot.filled is None else [slot.free, slot.filled]
-        # One queue copies all spans, in this order, so the slot is filled when the last is there.
-        for span in layout.spans or (Span(0, 0, 0),):
-            target = slot.memory[span.slot : span.slot + span.nbytes]
-            slot.filled = self._copies.upload(
-                target, source[span.start : span.start + span.nbytes], before
-            )
-            before = []
-        assert slot.filled is not None
-        slot.uploads += 1
-        return SlotUpload(self, slot, slot.filled, layout.nbytes)
+        filled = slot.fill(self._copies, source, layout)
+        return SlotUpload(self, slot, filled, layout.nbytes)
 
 
 class SlotUpload:
@@ -221,7 +230,7 @@ class SlotUpload:
     def release(self) -> None:
         assert not self._released, "a slot was released twice"
         self._released = True
-        self._slot.free = self._slots.queues.compute.record()
+        self._slot.leave(self._slots.queues.compute.record())
         self._slots.free.append(self._slot)
 
     def drained(self) -> None:

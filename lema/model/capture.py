@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from logging import CRITICAL, getLogger
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from peft.tuners.lora.layer import Linear
@@ -42,6 +42,7 @@ PASSED_THROUGH_THE_MODEL = (
 ALIGNMENT = 64
 Shared = MutableMapping[Any, Any]
 T = TypeVar("T")
+Tree = TypeVar("Tree")  # a value: nested tuples, lists and dictionaries
 FEW_TOKENS = 8
 
 
@@ -160,8 +161,11 @@ class Between:
     def mapped(self, change: Callable[[Any], Any]) -> Between:
         """Return the same with every value that waits here changed."""
         clone = copy.copy(self)
-        clone._leaves = [change(leaf) for leaf in self._leaves]
+        clone._change(change)
         return clone
+
+    def _change(self, change: Callable[[Any], Any]) -> None:
+        self._leaves = [change(leaf) for leaf in self._leaves]
 
     def _note(self, index: int, gradient: Tensor) -> None:
         self._strides[index] = gradient.stride()
@@ -189,11 +193,11 @@ class Between:
         return same
 
 
-def _is_carried(leaf: Any) -> bool:
+def _is_carried(leaf: object) -> TypeGuard[Tensor]:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
     """Yield every tensor in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         yield value
@@ -205,19 +209,24 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def changed(value: Any, change: Callable[[Any], Any]) -> Any:
+def changed(value: Tree, change: Callable[[Any], Any]) -> Tree:
     """Return a value with what `change` makes of it or else, in nested tuples, lists and
     dictionaries, of their items. What nothing is changed in is returned itself, because the model
     may know it again."""
-    if (replacement := change(value)) is not value or not isinstance(value, dict | list | tuple):
+    replacement: Tree = change(value)
+    if replacement is not value or not isinstance(value, dict | list | tuple):
         return replacement
     items = list(value.values() if isinstance(value, dict) else value)
     new_items = [changed(item, change) for item in items]
     if all(new_item is item for new_item, item in zip(new_items, items, strict=True)):
         return value
+    kind: Any = type(value)
     if isinstance(value, dict):
-        return dict(zip(value, new_items, strict=True))
-    return type(value)(new_items) if type(value) in (list, tuple) else type(value)(*new_items)
+        changed_value: Any = dict(zip(value, new_items, strict=True))
+    else:
+        changed_value = kind(new_items) if kind in (list, tuple) else kind(*new_items)
+    of_same_kind: Tree = changed_value
+    return of_same_kind
 
 
 def as_leaf(tensor: Tensor) -> Tensor:
@@ -314,7 +323,7 @@ def has_values(tensor: Tensor) -> bool:
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
-def stand_in(value: Any, device: torch.device) -> Any:
+def stand_in(value: object, device: torch.device) -> object:
     """Return zeros, which a `device` need not compute, for a tensor without values; any other
     value as it is.
     """
@@ -389,7 +398,7 @@ def past_layers(
     inputs it is called with. None: the forward does not run like that, or `observe` found nothing.
     """
 
-    def run(**inputs: Any) -> Any:
+    def run(**inputs: object) -> object:
         # Made here, where tensors have no values, because models look at the values of those that
         # have.
         few = torch.ones(1, FEW_TOKENS, dtype=torch.long)
@@ -398,8 +407,8 @@ def past_layers(
     for extra_outputs in ((), (None,)):  # the other values of layers that return a tuple
 
         def passed(
-            *args: Any, extra_outputs: tuple[None, ...] = extra_outputs, **kwargs: Any
-        ) -> Any:
+            *args: object, extra_outputs: tuple[None, ...] = extra_outputs, **kwargs: object
+        ) -> object:
             hidden = args[0] if args else kwargs["hidden_states"]
             return (hidden, *extra_outputs) if extra_outputs else hidden
 

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import GraphModule
 from torch.utils._pytree import tree_map_only
 
 from lema.backend import Backend
@@ -48,6 +49,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+LayerOutput = Tensor | tuple[Any, ...]
 
 
 class _NotCompiled(Exception):
@@ -220,7 +222,9 @@ class CompiledLayers:
         if self._runs == runs:
             raise _NotCompiled("torch.compile did not compile any of it")
 
-    def _run(self, index: int, tensors: Mapping[str, Tensor], args: Args, kwargs: Kwargs) -> Any:
+    def _run(
+        self, index: int, tensors: Mapping[str, Tensor], args: Args, kwargs: Kwargs
+    ) -> LayerOutput:
         kind = self.kinds[index]
         template = self._templates[kind]
         # The tensors are put into the template before what is compiled begins. There, it would be
@@ -228,18 +232,19 @@ class CompiledLayers:
         forward = replaced({template: self._forwards[kind]})
         parameters = restored_parameters(self._adapted[kind])
         with forward, parameters, _labelled(self._labels[index]):
-            return torch.func.functional_call(
+            output: LayerOutput = torch.func.functional_call(
                 template, dict(tensors), args, kwargs, tie_weights=False
             )
+            return output
 
-    def _compile(self, graph: Any, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    def _compile(self, graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         """Compile one graph, as `torch.compile` asks of a backend; count it, and its runs."""
         from torch._dynamo import lookup_backend  # seconds to import
 
         compiled = lookup_backend(COMPILER)(graph, list(inputs))
         self.compilations += 1
 
-        def run(*inputs: Any) -> Any:
+        def run(*inputs: Tensor) -> object:
             self._runs += 1
             return compiled(*inputs)
 
@@ -271,7 +276,7 @@ def _separate(template: nn.Module, backend: Callable[..., Any]) -> Callable[...,
     each code object.
     """
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         return type(template).forward(template, *args, **kwargs)
 
     function = types.FunctionType(
@@ -310,7 +315,7 @@ def _labelled(labels: Sequence[tuple[nn.Module, nn.Module, str]]) -> Iterator[No
             vars(part)[name] = value
 
 
-def _signature(value: Any) -> Any:
+def _signature(value: object) -> object:
     """Return what of a call's arguments a compiled graph may be made for."""
     if isinstance(value, Tensor):
         return (value.shape, value.stride(), value.dtype, value.requires_grad)

@@ -10,9 +10,9 @@ is leased.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from lema.backend import Backend
 from lema.backend.group import first_alone
@@ -63,7 +63,10 @@ class Computing:
 
 
 def computing_of(
-    hf_config: Any, index: GlobalBinaryIndex, config: LemaConfig, device: Backend | str | None
+    hf_config: PreTrainedConfig,
+    index: GlobalBinaryIndex,
+    config: LemaConfig,
+    device: Backend | str | None,
 ) -> Computing:
     """Decide in which type a model computes. Of several processes that have the device open the
     first decides.

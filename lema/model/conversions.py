@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter
@@ -90,8 +91,12 @@ class CopyTrace(TorchDispatchMode):
         )
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         options = kwargs or {}
         result = func(*args, **options)
         if not isinstance(result, Tensor):
@@ -462,7 +467,7 @@ def _empty(record: TensorRecord) -> Tensor:
     return torch.empty(record.shape, dtype=dtype, device="meta")
 
 
-def _padding(groups: Groups, operation: Any) -> dict[str, tuple[int, int]]:
+def _padding(groups: Groups, operation: object) -> dict[str, tuple[int, int]]:
     """Return what to pad weights to whose last blocks of scales are not full, by pattern. `Misfit`:
     scales are not those of the blocks that the config names."""
     settings = getattr(getattr(operation, "hf_quantizer", None), "quantization_config", None)

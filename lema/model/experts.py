@@ -8,11 +8,11 @@ docs/internals/experts.md describes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
@@ -345,7 +345,13 @@ class LowRankSum:
     scaling: float
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         name = func.__name__.partition(".")[0]
         kwargs = kwargs or {}
         if not _multiplies(name, args, kwargs):
@@ -379,7 +385,7 @@ class LowRankSum:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.weight if name in WEIGHT_ATTRIBUTES else self.formed(), name)
 
-    def __getitem__(self, index: Any) -> LowRankSum:
+    def __getitem__(self, index: int | slice | Tensor) -> LowRankSum:
         return LowRankSum(self.weight[index], self.left[index], self.right[index], self.scaling)
 
     def transpose(self, dim0: int, dim1: int) -> LowRankSum | Tensor:
@@ -407,6 +413,17 @@ def _multiplies(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
     )
 
 
+class _GroupedContext(Protocol):
+    """What `transformers` saves for the backward of a grouped product."""
+
+    offs: Tensor
+    needs_input_grad: tuple[bool, ...]
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]:
+        """Return the inputs and the weight."""
+
+
 @cache
 def form_no_frozen_gradients() -> None:
     """Have `transformers`' fallback for grouped products, where torch has none (older devices, and
@@ -415,9 +432,10 @@ def form_no_frozen_gradients() -> None:
 
     usual, setup_context = grouped_fallback()
 
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: _GroupedContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.needs_input_grad[1]:
-            return usual(ctx, gradient)
+            gradients: tuple[Tensor | None, ...] = usual(ctx, gradient)
+            return gradients
         return (
             torch.ops.transformers.grouped_mm_fallback(gradient, ctx.saved_tensors[1].mT, ctx.offs),
             None,

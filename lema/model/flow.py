@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lema.model.capture import Between, Shared, changed, depends_on, tensors_in
+from lema.model.capture import Between, Shared, Tree, changed, depends_on, tensors_in
 from lema.model.shared_inputs import tried
 from lema.model.state.hooks import HookSnapshot
 from lema.model.state.snapshot import Snapshot
@@ -42,7 +42,7 @@ class Placeholder:
 
 @dataclass(frozen=True)
 class Step:
-    """One operation of the model's own between two layers, with `Made` for the outputs of
+    """One operation of the model's own between two layers, with `Placeholder` for the outputs of
     layers.
     """
 
@@ -104,6 +104,22 @@ class LayerCall:
         """Note that the first run is over, and what the layer kept before it."""
         self.snapshot = snapshot
 
+    def note_returns(self, numbers: tuple[int, ...]) -> None:
+        """Note the numbers of what the layer returns."""
+        self.returns = numbers
+
+    def do_after(self, steps: list[Step]) -> None:
+        """Do these operations on what the layer returns."""
+        self.after = steps
+
+    def leave(self, between: Between) -> None:
+        """Leave this for the layer above."""
+        self.left = between
+
+    def receive(self, between: Between | None) -> None:
+        """Receive what the layer below leaves; None: the hidden state alone."""
+        self.received = between
+
     @property
     def bare(self) -> bool:
         """Whether the layer is handed the hidden state alone, and hands on that alone."""
@@ -149,7 +165,8 @@ class LayerCall:
         copies = {key: copy.copy(mapping) for key, mapping in shared.items()}
         for key, mapping in copies.items():
             mapping.update(written.get(key, {}))
-        args, kwargs = (_filled(part, values, copies) for part in (self.args, self.kwargs))
+        args = _filled(self.args, values, copies)
+        kwargs = _filled(self.kwargs, values, copies)
         if self.hidden_is_keyword:
             kwargs = {"hidden_states": values[self.hidden], **kwargs}
         else:
@@ -241,10 +258,15 @@ class Tape(TorchFunctionMode):
         """Note what a layer returns; return it as the model is to see it."""
         self._count = len(self.calls) * LEAP
         noted = self._follow(items)
-        self.calls[-1].returns = tuple(getattr(placeholder, "number", -1) for placeholder in noted)
+        self.calls[-1].note_returns(
+            tuple(getattr(placeholder, "number", -1) for placeholder in noted)
+        )
         self.steps.append([])
-        seen: tuple[Any, ...] = self._seen(noted, items)
-        return seen
+        return self._seen(noted, items)
+
+    def try_cut(self, number: int) -> None:
+        """Take the tensor of this number for what enters the head."""
+        self.cut = number
 
     def tied(self) -> tuple[LayerCall, ...]:
         """Return the calls, each with what its layer receives and leaves."""
@@ -263,11 +285,12 @@ class Tape(TorchFunctionMode):
             self.calls[::-1], self.steps[::-1], self._mappings[::-1], strict=True
         ):
             between = Between(sorted(live), list(shared.values()))
-            call.after, live = _needed(steps, live)
+            needed, live = _needed(steps, live)
+            call.do_after(needed)
             if between.shared or call.after or live != {call.returns[0]}:
-                call.left = between
+                call.leave(between)
             if above is not None:
-                above.received = call.left
+                above.receive(call.left)
             live = (live - set(call.returns)) | {call.hidden} | _numbers((call.args, call.kwargs))
             shared |= {id(mapping): mapping for mapping in mappings if id(mapping) in several}
             above = call
@@ -296,8 +319,12 @@ class Tape(TorchFunctionMode):
                 yield number
 
     def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
         written = args[0] if out is None and args else out
@@ -313,19 +340,20 @@ class Tape(TorchFunctionMode):
         )
         return out if out is None else self._seen(makes, out)
 
-    def _seen(self, noted: Any, values: Any) -> Any:
+    def _seen(self, noted: object, values: Tree) -> Tree:
         if self._at_cut is None or self.cut not in _numbers(noted):
             return values
         entered = self._at_cut()
-        return tree_map(
+        seen: Tree = tree_map(
             lambda leaf, value: entered if getattr(leaf, "number", None) == self.cut else value,
             noted,
             values,
         )
+        return seen
 
-    def _follow(self, value: Any) -> Any:
-        """Number every tensor in a value that has no number yet; return the value with `Made` in
-        their place.
+    def _follow(self, value: object) -> Any:
+        """Number every tensor in a value that has no number yet; return the value with
+        `Placeholder` in their place.
         """
 
         def follow(tensor: Tensor) -> Placeholder:
@@ -338,12 +366,12 @@ class Tape(TorchFunctionMode):
 
         return tree_map_only(Tensor, follow, value)
 
-    def _noted(self, value: Any) -> Any:
-        """Return a value with `Made` for every tensor that has a number; the same object if
+    def _noted(self, value: Tree) -> Tree:
+        """Return a value with `Placeholder` for every tensor that has a number; the same object if
         there is none.
         """
 
-        def note(leaf: Any) -> Any:
+        def note(leaf: object) -> object:
             number = self.number(leaf) if isinstance(leaf, Tensor) else None
             return leaf if number is None else Placeholder(number)
 
@@ -365,7 +393,7 @@ class Suspended:
         self._steps: list[Step] = []
         self._result = self._output = -1
 
-    def reached(self, *args: Any, **kwargs: Any) -> Tensor:
+    def reached(self, *args: Tensor, **kwargs: object) -> Tensor:
         """Record the inputs of the experts, and return zeros. `ValueError`: they are unlike
         those of `transformers`.
         """
@@ -410,16 +438,19 @@ class Suspended:
     def detached(self) -> Suspended:
         """Return it without the graph of the part before the experts, which can be freed then."""
 
-        def bare(value: Any) -> Any:
+        clone = copy.copy(self)
+        clone._detach()
+        return clone
+
+    def _detach(self) -> None:
+        def bare(value: Tree) -> Tree:
             return changed(value, lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
 
-        clone = copy.copy(self)
-        clone._steps = [
+        self._steps = [
             replace(step, args=bare(step.args), kwargs=bare(step.kwargs)) for step in self._steps
         ]
-        clone.expert_inputs = bare(self.expert_inputs)
-        clone._extra_outputs = bare(self._extra_outputs)
-        return clone
+        self.expert_inputs = bare(self.expert_inputs)
+        self._extra_outputs = bare(self._extra_outputs)
 
     def resume(self, result: Tensor) -> Any:
         """Return what the layer returns, given its experts' result `[tokens, hidden]`."""
@@ -471,7 +502,7 @@ def find_cut(tape: Tape, logits: Tensor, is_enough: Callable[[int, Tensor], bool
         if depends_on(tensors_in((call.args, call.kwargs)), layer_outputs):
             raise CannotCut(f"layer {index} gets more from the layers below than LEMA can follow")
     for cut in tape.cuts(logits):
-        tape.cut = cut
+        tape.try_cut(cut)
         if is_enough(cut, tape.values[cut].detach()):
             steps = [step for call in tape.tied() for step in call.after]
             if not all(step.differentiable for step in steps):
@@ -501,16 +532,18 @@ def _needed(
     return needed, live
 
 
-def _numbers(tree: Any) -> set[int]:
+def _numbers(tree: object) -> set[int]:
     return {leaf.number for leaf in tree_leaves(tree) if isinstance(leaf, Placeholder)}
 
 
-def _filled(value: Any, values: Mapping[int, Any], copies: Mapping[int, Any] | None = None) -> Any:
-    """Return a value with its tensor for every `Made` in it, and with `copies` by `id`; itself,
-    if it has none.
+def _filled(
+    value: Tree, values: Mapping[int, Any], copies: Mapping[int, Any] | None = None
+) -> Tree:
+    """Return a value with its tensor for every `Placeholder` in it, and with `copies` by `id`;
+    itself, if it has none.
     """
 
-    def fill(leaf: Any) -> Any:
+    def fill(leaf: object) -> object:
         return (
             values[leaf.number]
             if isinstance(leaf, Placeholder)

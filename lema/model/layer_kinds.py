@@ -124,7 +124,7 @@ def _same(left: Any, right: Any, mine: str, theirs: str, depth: int = DEEPEST) -
     be told differs.
     """
 
-    def same(a: Any, b: Any) -> bool:
+    def same(a: object, b: object) -> bool:
         return _same(a, b, mine, theirs, depth - 1)
 
     if left is right:

@@ -373,7 +373,7 @@ def _plain(module: nn.Module) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in vars(module).items() if name not in OF_TORCH]
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _mapped(value: object, change: Callable[[Tensor], Tensor]) -> object:
     """Return a value with its tensors changed: those in lists and dicts in place, so that who
     shares them sees it.
     """
@@ -386,7 +386,8 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     elif isinstance(value, tuple):
         items = [_mapped(entry, change) for entry in value]
         if any(new is not entry for new, entry in zip(items, value, strict=True)):
-            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+            kind: Any = type(value)
+            return kind(*items) if hasattr(value, "_fields") else tuple(items)
     return value
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from peft.tuners.lora.layer import Linear
@@ -58,7 +58,7 @@ def tried() -> bool:
 class Together(Linear):
     """PEFT's LoRA linear, which multiplies together with those that read the same input."""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return what PEFT's linear returns of `x`, `[..., in_features]`, but for rounding."""
         running = None if args or kwargs else _running.get()
         output = None if running is None else running.output(self, x)
@@ -130,7 +130,7 @@ class SharedInputs:
             self._last_input = None
             self._outputs.clear()
 
-    def _learn(self, layer: nn.Module, tensors: Mapping[str, Tensor], *arguments: Any) -> None:
+    def _learn(self, layer: nn.Module, tensors: Mapping[str, Tensor], *arguments: object) -> None:
         """See what shares an input, in a trial on copies without values, as a graph and its
         recomputation have to be alike from the first on. Arguments that a trial could change, such
         as a cache, put it off."""
@@ -268,6 +268,25 @@ def _factors(linear: Together, inputs: Tensor) -> _Factors | None:
     return _Factors(weight, bias, left.weight, right.weight, scaling, transposed, dtype, product)
 
 
+class _SumsContext(Protocol):
+    """What the backward of `_Sums` knows of its forward."""
+
+    about: list[tuple[float, bool]]  # of each linear: its scaling, and whether it is transposed
+    dtype: torch.dtype
+    shape: torch.Size
+    needs_input_grad: tuple[bool, ...]
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]:
+        """Return what was saved."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Save tensors."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Say whether gradients that there are none of are zeros."""
+
+
 class _Sums(torch.autograd.Function):
     """`x W' + bias + s (x A') B'` for each of several linears, of one `x`: `[..., in]` to `[...,
     out]` each.
@@ -275,7 +294,11 @@ class _Sums(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, dtype: torch.dtype, factors: Sequence[_Factors], *_: Any
+        ctx: _SumsContext,
+        inputs: Tensor,
+        dtype: torch.dtype,
+        factors: Sequence[_Factors],
+        *_: Tensor,
     ) -> tuple[Tensor, ...]:
         x = inputs.to(dtype).reshape(-1, inputs.shape[-1])
         # [tokens, all ranks]
@@ -318,7 +341,7 @@ class _Sums(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: _SumsContext, *gradients: Tensor | None) -> tuple[Any, ...]:
         """Form `dx = (s dy B) A + dy W`, in one tensor; `dA = (s dy B)' x`; `dB = s dy' (x A')`."""
         saved_input, low, *saved_weights = ctx.saved_tensors
         weights = saved_weights[::3]

@@ -12,7 +12,7 @@ compared with the weights; but buffers are real, and each tensor takes time to m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import chain
 from pathlib import Path
@@ -30,6 +30,7 @@ from transformers import (
 )
 from transformers.initialization import guard_torch_init_functions, no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from lema.backend import Backend
 from lema.backend.hostmemory import private_pages
@@ -60,7 +61,13 @@ class SizeLimit(TorchFunctionMode):
         super().__init__()
         self._tensors = self._bytes = 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         options = kwargs or {}
         if func is torch.empty:
             self._tensors += 1
@@ -98,7 +105,7 @@ OUTPUTS: Mapping[str, bool] = {
 }
 
 
-def auto_class(config: PreTrainedConfig) -> Any:
+def auto_class(config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
     """Return the class of `transformers` that makes the model of a config: the one of image-text
     models where there is no causal one, since these train on text alone as well."""
     if type(config) in models_of(AutoModelForCausalLM):
@@ -136,7 +143,7 @@ def meta_model(
     )
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code, **asked}
-    builder: Any = kind or (AutoModelForSequenceClassification if scores else auto_class(config))
+    builder = kind or (AutoModelForSequenceClassification if scores else auto_class(config))
     for part in parts_of(config):
         # Older trainers left this in the file. Layers are recomputed under their leases; a
         # recomputation of their own would run when their weights are gone.
@@ -213,7 +220,13 @@ class EmptyOnMeta(TorchFunctionMode):
     large model would take so many that the heap is left full of holes. Large `torch.zeros`, which
     buffers begin as too, are real, but take memory only where they are written to."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         options = kwargs or {}
         if func is torch.zeros and not {"device", "out", "layout"} & options.keys():
             like = func(*args, **options, device="meta")
@@ -228,7 +241,7 @@ class EmptyOnMeta(TorchFunctionMode):
 
 
 def _build(
-    builder: Any,
+    builder: type[PreTrainedModel] | type[_BaseAutoModelClass],
     config: PreTrainedConfig,
     options: dict[str, Any],
     mode: AbstractContextManager[Any],
@@ -405,7 +418,13 @@ class _Uses(TorchFunctionMode):
         super().__init__()
         self.seen: set[int] = set()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         output = func(*args, **(kwargs or {}))
         if next(tensors_in([output]), None) is not None:  # asking for a dtype is no use
             self.seen |= {id(tensor) for tensor in tensors_in([args, kwargs])}

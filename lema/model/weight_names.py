@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.quantizers.base import HfQuantizer
@@ -65,6 +65,10 @@ class NameMap:
     # Further tensors on disk that the model has no place for; `from_pretrained` warns of them and
     # goes on.
     unused: list[Stored] = field(default_factory=list)
+
+    def leave_to_model(self, buffers: list[str]) -> None:
+        """Have the model's own values stand for these buffers."""
+        self.unstored_buffers = buffers
 
     @property
     def quantized(self) -> list[str]:
@@ -151,7 +155,7 @@ def grouped(names: Sequence[str]) -> str:
 
 
 def checkpoint_dtype(
-    config: Any, index: GlobalBinaryIndex, asked: str | torch.dtype | None = None
+    config: PreTrainedConfig, index: GlobalBinaryIndex, asked: str | torch.dtype | None = None
 ) -> torch.dtype:
     """Return the dtype that `from_pretrained` gives a model; `transformers` decides it, and the
     quantizer of the checkpoint, if it has one. `asked`: what the caller names, as `from_pretrained`
@@ -176,7 +180,7 @@ def checkpoint_dtype(
 
 
 def _quantizer(
-    config: Any, index: GlobalBinaryIndex, stored: Mapping[str, Stored]
+    config: PreTrainedConfig, index: GlobalBinaryIndex, stored: Mapping[str, Stored]
 ) -> HfQuantizer | None:
     """Return what expands the weights of a checkpoint by operations of `transformers`; None: none
     are quantised, or they are in a format that is expanded here, whose quantizer changes neither
@@ -379,7 +383,7 @@ def _tie_and_keep(
     required, _ = _reported_keys(model, missing)
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     missing = [name for name in missing if name not in names.tied]
-    names.unstored_buffers = [name for name in missing if name in buffers and name not in required]
+    names.leave_to_model([name for name in missing if name in buffers and name not in required])
     missing = [name for name in missing if name not in names.unstored_buffers]
     if scores_texts(model):
         missing = [name for name in missing if is_in(name, [model.base_model_prefix])]

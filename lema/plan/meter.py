@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -61,6 +62,11 @@ class Tally(TorchDispatchMode):
             {_storage(tensor): tensor for tensor in tensors if isinstance(tensor, Tensor)}
         )
 
+    def restart_peak(self) -> int:
+        """Measure the peak from now on; return the bytes that are alive now."""
+        self.peak = self.live
+        return self.live
+
     def counts(self, tensor: Tensor) -> bool:
         """Whether a tensor is one that was made here."""
         return _storage(tensor) not in self._left_out
@@ -91,7 +97,13 @@ class Tally(TorchDispatchMode):
     def _gone(self, nbytes: int) -> None:
         self.live -= nbytes
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         result = (_grouped if func is aten._grouped_mm.default else func)(*args, **kwargs)
         formula = FORMULAS.get(func._overloadpacket)
@@ -166,7 +178,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _grouped(
-    first: Tensor, second: Tensor, offs: Tensor | None = None, *_: Any, **__: Any
+    first: Tensor, second: Tensor, offs: Tensor | None = None, *_: object, **__: object
 ) -> Tensor:
     """Return what `torch._grouped_mm` would; its own rule for shapes refuses dtypes that its
     kernel takes.
@@ -179,13 +191,13 @@ def _grouped(
     return first.new_empty(first.shape[0], first.shape[1], second.shape[2])
 
 
-def _grouped_flops(first: Tensor, second: Tensor, *_: Any, **__: Any) -> int:
+def _grouped_flops(first: Tensor, second: Tensor, *_: object, **__: object) -> int:
     if first.dim() == 2:
         return int(2 * first.numel() * second.shape[-1])
     return int(2 * first.shape[-2] * second.numel())
 
 
-def _attention(count: Callable[..., int], tensors: int, *args: Any, **_: Any) -> int:
+def _attention(count: Callable[..., int], tensors: int, *args: Tensor, **_: object) -> int:
     """Return the operations of attention, which depend on the shapes of its first `tensors`
     arguments.
     """

@@ -45,6 +45,10 @@ class Clock:
         """Let time pass, if the moment is not past."""
         self.now = max(self.now, moment)
 
+    def turn_back(self, moment: float) -> None:
+        """Be at a moment that is past again, because another thread than this one waited."""
+        self.now = moment
+
 
 class Line:
     """Work that is done one piece after the other, as the disk and the link do it."""
@@ -73,6 +77,23 @@ class BufferState:
     filled: float = 0.0
     in_use: float = 0.0  # until then something copies from it, or computes with it
     leased: bool = False
+
+    def fill(self, layer: LayerBytes, moment: float) -> None:
+        """Hold a layer from now on, complete at that moment."""
+        self.content = layer
+        self.filled = moment
+
+    def use(self, until: float) -> None:
+        """Be in use until that moment at least."""
+        self.in_use = max(self.in_use, until)
+
+    def lease(self) -> None:
+        """Begin a lease of the layer."""
+        self.leased = True
+
+    def release(self) -> None:
+        """End the lease."""
+        self.leased = False
 
 
 class VirtualDevice:
@@ -132,7 +153,7 @@ class VirtualDevice:
         self.computed += seconds
         self.computed_until = start + seconds
         if lease is not None:
-            state.in_use = max(state.in_use, self.computed_until)
+            state.use(self.computed_until)
         if self.shared:
             self.clock.wait_until(self.computed_until)
 
@@ -191,11 +212,10 @@ class _Slot:
         if target.leased:
             raise ScheduleError("more layers are held than there are slots")
         _, done = device.link.do(nbytes, max(device.clock.now, target.in_use))
-        state.in_use = max(state.in_use, done)
-        target.content = state.content
-        target.filled = done
-        target.in_use = done
-        target.leased = True
+        state.use(done)
+        target.fill(state.content, done)
+        target.use(done)
+        target.lease()
         return _Upload(device, self.memory, target, state.filled, done)
 
 
@@ -210,12 +230,12 @@ class _Upload:
     done: float  # when it was on the device
 
     def wait(self) -> Tensor:
-        self.state.leased = True
+        self.state.lease()
         self.device.uploaded(self.done, self.read)
         return self.buffer
 
     def release(self) -> None:
-        self.state.leased = False
+        self.state.release()
 
     def drained(self) -> None:
         self.device.clock.wait_until(self.state.in_use if self.device.shared else self.done)
@@ -243,14 +263,13 @@ class VirtualReader(LayerReader):
         if before is not None:
             before()  # another thread waits in it: afterwards this one is as late as it was
         begin = device.clock.now
-        device.clock.now = now
+        device.clock.turn_back(now)
         if state.leased:
             raise ScheduleError("a buffer was refilled while its layer was on lease")
         start, done = device.disk.do(layer.read_bytes, begin)
         if start < state.in_use:
             raise ScheduleError("a buffer was refilled while it was copied or computed with")
-        state.content = layer
-        state.filled = done
+        state.fill(layer, done)
         self.bytes_read += layer.read_bytes
         return _Read(device.clock, done)
 

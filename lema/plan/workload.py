@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from lema.backend import Exchange, Parallel, load
 from lema.engine.head.cut import HeadCut
 from lema.engine.head.loss import blocks
-from lema.engine.head.pieces import piece_passes
+from lema.engine.head.pieces import PiecedHead, piece_passes
 from lema.engine.skip_matmuls import AdaptedLinears
 from lema.errors import LemaError, ModelError
 from lema.model import Split
@@ -459,7 +459,7 @@ class _Chunks:
         for rows, columns in blocks(*self.tokens, self.chunk_tokens):
             yield rows, columns, targets[rows, columns]
 
-    def store_logits(self, *_: Any) -> None: ...  # nobody asks for logits
+    def store_logits(self, *_: object) -> None: ...  # nobody asks for logits
 
 
 @dataclass(frozen=True)
@@ -479,10 +479,12 @@ def _pieces_work(
     """Run the head and the loss of a micro-batch through a few pieces, at which there is as much
     as at all of them.
     """
-    pieced = head.pieced(split, load("cpu"), layers)
-    assert pieced is not None
+    assert head.module is not None
+    spans = head.spans(layers)
     # All are of one size but for the last, so that between it and the second nothing new is alive.
-    few = {0, 1, len(pieced.spans) - 1}
+    few = {0, 1, len(spans) - 1}
+    few_spans = [span for at, span in enumerate(spans) if at in few]
+    pieced = PiecedHead(split, load("cpu"), head.module, few_spans)
     pieces = head.pieces(layers)
     stream = _Leases(
         dict(
@@ -491,7 +493,6 @@ def _pieces_work(
             )
         )
     )
-    pieced.spans = tuple(span for at, span in enumerate(pieced.spans) if at in few)
     leaf = torch.empty_like(hidden)
     # stands for `LossChunks`
     chunks: Any = _Chunks((hidden.shape[0], hidden.shape[1]), chunk_tokens)

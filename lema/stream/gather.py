@@ -35,6 +35,21 @@ class _Buffer:
     layer: int | None = None
     gathering: Gathering | None = None  # None: the layer is whole
 
+    def assign(self, layer: int, gathering: Gathering) -> None:
+        """Hold a layer from now on, which is being gathered."""
+        self.layer = layer
+        self.gathering = gathering
+
+    def empty(self) -> None:
+        """Give up the layer."""
+        self.layer = None
+
+    def take_gathering(self) -> Gathering | None:
+        """Return what gathers the layer, to be waited for; None: the layer is whole."""
+        gathering = self.gathering
+        self.gathering = None
+        return gathering
+
 
 class GatheredBuffers:
     """The layers that are whole on the device, and the leases to come; one layer is on lease at a
@@ -149,19 +164,17 @@ class GatheredBuffers:
             self._finish(pending)
         upload = self._take(layer)
         buffer = self._buffers[0]
-        buffer.layer = None
+        buffer.empty()
         slot = buffer.memory[: self._replicas.size * self._parts[layer]]
         with self._trace.span("gather", f"layer {layer}", nbytes=slot.numel()):
-            buffer.gathering = self._replicas.gather(upload, slot)
-        buffer.layer = layer
-        self._counters.bytes_gathered += slot.numel() - self._parts[layer]
+            buffer.assign(layer, self._replicas.gather(upload, slot))
+        self._counters.count_gathered(slot.numel() - self._parts[layer])
         self._used(buffer)
         return buffer
 
     def _finish(self, buffer: _Buffer) -> None:
         """Let compute queued from now on see the buffer's layer."""
-        gathering = buffer.gathering
-        buffer.gathering = None
+        gathering = buffer.take_gathering()
         if gathering is None:
             return
         began = self._clock()
@@ -169,9 +182,9 @@ class GatheredBuffers:
             with self._trace.span("stall: gather", f"layer {buffer.layer}"):
                 gathering.wait()
         except BaseException:
-            buffer.layer = None
+            buffer.empty()
             raise
-        self._counters.seconds_blocked_gather += self._clock() - began
+        self._counters.count_blocked_gather(self._clock() - began)
 
     def _of(self, layer: int) -> _Buffer | None:
         return next((buffer for buffer in self._buffers if buffer.layer == layer), None)

@@ -44,6 +44,38 @@ class StreamCounters:
     # long queueing it.
     seconds_expanding: float = 0.0
 
+    def count_read(self) -> None:
+        """Count a layer that is read from disk."""
+        self.layers_read += 1
+
+    def count_layer_without_read(self) -> None:
+        """Count a lease of a layer that was still in its host buffer."""
+        self.layers_kept += 1
+
+    def count_upload(self, nbytes: int) -> None:
+        """Count so many bytes that are handed to a device slot."""
+        self.bytes_uploaded += nbytes
+
+    def count_gathered(self, nbytes: int) -> None:
+        """Count so many bytes that come from other processes."""
+        self.bytes_gathered += nbytes
+
+    def count_blocked_disk(self, seconds: float) -> None:
+        """Count how long a lease waited for a read."""
+        self.seconds_blocked_disk += seconds
+
+    def count_blocked_upload(self, seconds: float) -> None:
+        """Count how long a lease waited for the device to take its bytes."""
+        self.seconds_blocked_upload += seconds
+
+    def count_blocked_compute(self, seconds: float) -> None:
+        """Count how long a read waited for a buffer."""
+        self.seconds_blocked_compute += seconds
+
+    def count_blocked_gather(self, seconds: float) -> None:
+        """Count how long a lease waited for the bytes of other processes."""
+        self.seconds_blocked_gather += seconds
+
 
 @dataclass
 class HostBuffer:
@@ -56,6 +88,16 @@ class HostBuffer:
     # The last upload from here into each slot, by its `id`: it may read from this buffer until it
     # is drained.
     uploads: dict[int, Upload] = field(default_factory=dict)
+
+    def assign(self, layer: int, ticket: Ticket) -> None:
+        """Hold a layer from now on, whose read has this ticket."""
+        self.ticket = ticket
+        self.layer = layer
+        self.leased = False
+
+    def lease(self) -> None:
+        """Let the layer be leased."""
+        self.leased = True
 
     def drain(self) -> Callable[[], None] | None:
         """Return what blocks until the buffer may be overwritten; None: it may."""
@@ -218,8 +260,9 @@ class LayerRing:
         try:
             if (buffer := self._buffer_of(layer)) is not None:
                 self._wait_for_read(buffer)
-                self._counters.layers_kept += int(buffer.leased)
-                buffer.leased = True
+                if buffer.leased:
+                    self._counters.count_layer_without_read()
+                buffer.lease()
             slot = next((slot for slot in self.slots if slot.layer == layer), None)
             if slot is None:
                 number = self._to_refill(self.slots, next(iter(self._order))[0])
@@ -311,7 +354,7 @@ class LayerRing:
                 self._full_since = self._clock() if self._full_since is None else self._full_since
                 break
             if self._full_since is not None:
-                self._counters.seconds_blocked_compute += self._clock() - self._full_since
+                self._counters.count_blocked_compute(self._clock() - self._full_since)
                 self._full_since = None
             self._read(layer, self.buffers[index])
         for number, layer in self._order:
@@ -342,12 +385,11 @@ class LayerRing:
                 slot.empty()
         buffer.empty()
         stored = self._layers[layer]
-        buffer.ticket = self._reader.submit(
+        ticket = self._reader.submit(
             stored, buffer.memory, buffer.drain(), name=stored.called(layer)
         )
-        buffer.layer = layer
-        buffer.leased = False
-        self._counters.layers_read += 1
+        buffer.assign(layer, ticket)
+        self._counters.count_read()
 
     def _wait_for_read(self, buffer: HostBuffer) -> None:
         if buffer.ticket is None or buffer.ticket.done():
@@ -356,7 +398,7 @@ class LayerRing:
         began = self._clock()
         with self._trace.span("stall: disk", self._name_of(buffer.layer)):
             buffer.wait()
-        self._counters.seconds_blocked_disk += self._clock() - began
+        self._counters.count_blocked_disk(self._clock() - began)
 
     def _upload(self, layer: int, number: int) -> DeviceSlot:
         """Start copying `layer`, which has arrived, into slot `number`."""
@@ -370,7 +412,7 @@ class LayerRing:
             upload = slot.fill(layer, source, layout)
         if buffer is not None:
             buffer.uploads[id(slot)] = upload
-        self._counters.bytes_uploaded += layout.copied
+        self._counters.count_upload(layout.copied)
         return slot
 
     def _name_of(self, layer: int | None) -> str:
@@ -392,7 +434,7 @@ class _Taken:
         began = self._ring._clock()
         with ring._trace.span("stall: upload", ring._name_of(self._slot.layer)):
             slot = self._slot.lease()
-        ring._counters.seconds_blocked_upload += ring._clock() - began
+        ring._counters.count_blocked_upload(ring._clock() - began)
         return slot
 
     def release(self) -> None:

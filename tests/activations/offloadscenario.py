@@ -156,7 +156,7 @@ class Course:
         self.sources.clear()
         self.held.clear()
         self.drop(self.graphs)
-        self.finish_directory()
+        self.settle()
         assert (self.offload.live_bytes, self.offload._pieces) == (0, {})
         assert not self.alive, f"device memory is still held: {self.alive}"
         assert self.store.live == 0, "host memory is still held"
@@ -285,7 +285,7 @@ class Course:
         sake.
         """
         self.offload.let_go()
-        self.finish_directory()
+        self.settle()
         kept = {address for address, whose in self.alive.items() if not self.in_use(address)}
         assert not kept, "memory is held after the end of a forward"
 
@@ -297,7 +297,7 @@ class Course:
         }
 
     def check_stash(self) -> None:
-        self.finish_directory()
+        self.settle()
         leaving = [
             one for one, whose in self.alive.items() if whose == "source" and not self.in_use(one)
         ]
@@ -362,7 +362,7 @@ class Course:
         if given_up:
             self.let_go()
         elif within:
-            self.finish_directory()
+            self.settle()
             left = [one for one in set(self.alive) - before if not self.in_use(one)]
             assert not left, "memory came back for a backward that is over"
         if self.chance.random() < 0.7:

@@ -105,21 +105,21 @@ MUTANTS: dict[str, list[Change]] = {
         ("offload", " + self._first - piece.start", " + self._first")
     ],
     "strides are forgotten": [
-        ("offload", "tensor.shape, tensor.stride()", "tensor.shape, tensor.contiguous().stride()")
+        ("offload", "self._stride = tensor.stride()", "self._stride = tensor.contiguous().stride()")
     ],
     "a part is too short": [("pieces", "return start, end - start", "return start, end - first")],
     "a buffer is read before it is filled": [
-        ("pieces", "place.filled(self._download.landed)", "place.filled(int)")
+        ("pieces", "waiting_piece.filled(self._download.landed)", "waiting_piece.filled(int)")
     ],
     "a buffer is filled again while it is copied": [
         ("pieces", "used(upload.drained)", "used(int)")
     ],
-    "host memory is not given back": [("pieces", "        self._place.drop()\n", "")],
+    "host memory is not given back": [("pieces", "        self._waiting_piece.drop()\n", "")],
     "host memory is given back while it is wanted": [
         (
             "pieces",
-            "        self._place.used(upload",
-            "        self._place.drop()\n        self._place.used(upload",
+            "        self._waiting_piece.used(upload",
+            "        self._waiting_piece.drop()\n        self._waiting_piece.used(upload",
         )
     ],
     "what is left of a stash stays": [

@@ -114,18 +114,18 @@ MUTANTS = {
     ),
     "a slot is refilled while it is in use": (
         "queues",
-        "else [slot.free, slot.filled]",
-        "else [slot.filled]",
+        "else [self.free, self.filled]",
+        "else [self.filled]",
     ),
     "new memory is filled while its last owner uses it": (
         "queues",
-        "before = [slot.free] if",
+        "before = [self.free] if",
         "before = [] if",
     ),
     "two queues fill one slot at once": (
         "queues",
-        "else [slot.free, slot.filled]",
-        "else [slot.free]",
+        "else [self.free, self.filled]",
+        "else [self.free]",
     ),
     "compute does not wait for the bytes": (
         "queues",
@@ -134,13 +134,13 @@ MUTANTS = {
     ),
     "a release says nothing": (
         "queues",
-        "        self._slot.free = self._slots.queues.compute.record()\n",
+        "        self._slot.leave(self._slots.queues.compute.record())\n",
         "",
     ),
     "a release on the wrong queue": (
         "queues",
-        "self._slot.free = self._slots.queues.compute.record()",
-        "self._slot.free = self._slots.queues.uploads.record()",
+        "self._slot.leave(self._slots.queues.compute.record())",
+        "self._slot.leave(self._slots.queues.uploads.record())",
     ),
     "allocated on the wrong queue": (
         "queues",
@@ -171,7 +171,7 @@ MUTANTS = {
     ),
     "copies wait for nothing": ("queues", "self._queue.wait(event)", "pass"),
     "what was downloaded is uploaded before it landed": ("queues", "(*after, landing)", "after"),
-    "no landing is known": ("queues", "self._landings[_place(target)] = done", "pass"),
+    "no landing is known": ("queues", "self._landings[_address(target)] = (", "_ = ("),
     "downloads do not wait for compute": ("queues", "[self.queues.compute.record()]", "[]"),
     "done before it is copied": (
         "queues",
@@ -180,10 +180,10 @@ MUTANTS = {
     ),
     "host memory goes while it is copied": (
         "queues",
-        "self._under_way.append((done, host))",
+        "self._in_flight.append((done, host))",
         "pass",
     ),
-    "host memory is forgotten early": ("queues", "and self._under_way[0][0].happened()", ""),
+    "host memory is forgotten early": ("queues", "and self._in_flight[0][0].happened()", ""),
     "a release of a download does nothing": (
         "queues",
         "self._queues.compute.wait(self._landed)",
@@ -192,8 +192,8 @@ MUTANTS = {
     "a dropped download frees its source": ("queues", "    compute.wait(landed)", "    pass"),
     "a download does not hold its source": (
         "queues",
-        "self._landed, source)",
-        "self._landed, target)",
+        "self._landed, source\n",
+        "self._landed, target\n",
     ),
     "landed at once": ("queues", "self._landed.wait()", "pass"),
     "a gathering overwrites what is in use": ("replicas", "gathers.wait(compute.record())", "pass"),
@@ -205,13 +205,13 @@ MUTANTS = {
     "a dropped gathering frees its memory": ("replicas", "    compute.wait(done)", "    pass"),
     "a gathering that is not held": (
         "replicas",
-        "compute, done, whole)\n",
-        "compute, done, None)\n",
+        "compute, done, target)\n        self",
+        "compute, done, None)\n        self",
     ),
     "gathered before it is": (
         "replicas",
-        "return _Gathering(self._queues, gathers.record(), compute, whole)",
-        "return _Gathering(self._queues, compute.record(), compute, whole)",
+        "return _Gathering(self._queues, gathers.record(), compute, target)",
+        "return _Gathering(self._queues, compute.record(), compute, target)",
     ),
 }
 

@@ -2,9 +2,10 @@
 is refused by name.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from transformers import MixtralConfig, RecurrentGemmaConfig
 from uses import by_turns
 
 from lema.errors import ModelError, NonFiniteError
+from lema.model.state.layer import LayerState
 from lema.model.state.snapshot import Snapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -268,6 +270,63 @@ def test_what_copies_of_a_layer_share_is_no_state_of_it() -> None:
     assert not before.changed()
     layer.counts.append(1)
     assert before.changed() == {layer: {"counts"}}
+
+
+class Pair(NamedTuple):
+    """What a layer keeps, and how often it ran."""
+
+    state: Tensor
+    count: int
+
+
+HOLDERS: dict[str, Callable[[Tensor], object]] = {
+    "a tuple": lambda state: (0, state),
+    "a list in a dictionary": lambda state: {"states": [state]},
+    "a named tuple": lambda state: Pair(state, 1),
+    "what torch returns by names": lambda state: state.topk(1),
+    "a set": lambda state: {state},
+    "a frozen set in a list": lambda state: [frozenset({state})],
+    "an attribute": lambda state: SimpleNamespace(state=state),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_what_a_layer_keeps_in_any_container_has_no_graph_of_the_call(holder: str) -> None:
+    class Keeping(torch.nn.Module):
+        last: object = None
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            self.last = HOLDERS[holder](2 * hidden)
+            return hidden + 1
+
+    layer = Keeping()
+    state = LayerState(layer, "layer 0")
+    hidden = torch.ones(2, requires_grad=True)
+    state.now()
+    state.first(lambda: layer(hidden), hidden)
+    expected = HOLDERS[holder](2 * hidden)
+    assert type(layer.last) is type(expected)
+    held = tensors_held(layer.last)
+    assert [tensor.tolist() for tensor in held] == [
+        tensor.tolist() for tensor in tensors_held(expected)
+    ]
+    for tensor in held:
+        if tensor.is_floating_point():
+            assert torch.autograd.grad(tensor.sum(), hidden, allow_unused=True) == (None,)
+
+
+def tensors_held(value: Any) -> list[Tensor]:
+    """Return the tensors in a container of any kind."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, SimpleNamespace):
+        value = vars(value)
+    items = value.values() if isinstance(value, dict) else value
+    return [
+        tensor
+        for item in (items if isinstance(items, Iterable) else [])
+        for tensor in tensors_held(item)
+    ]
 
 
 def test_a_stored_buffer_that_a_layer_writes_into_is_refused(tmp_path: Path) -> None:

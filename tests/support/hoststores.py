@@ -53,7 +53,7 @@ class FakeStore:
 class HostOnly(FakeStore):
     """Room in host memory, or none."""
 
-    def place(self, nbytes: int) -> Kept | None:
+    def allocate(self, nbytes: int) -> Kept | None:
         if self.chance.random() < 0.05:
             self.refused += 1
             return None
@@ -103,7 +103,7 @@ class ThroughBuffers(FakeStore):
         super().__init__(device, chance)
         self.work = deque[Callable[[], None]]()
 
-    def place(self, nbytes: int) -> Written:
+    def allocate(self, nbytes: int) -> Written:
         return Written(self, nbytes)
 
     def some_steps(self) -> None:

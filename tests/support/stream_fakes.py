@@ -172,7 +172,7 @@ class SteppedTicket(Ticket):
     def failed(self) -> BaseException | None:
         return self.error
 
-    def settle(self) -> None:
+    def cancel(self) -> None:
         if self.begun:
             with suppress(ReadError):
                 self.wait()

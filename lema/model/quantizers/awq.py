@@ -6,10 +6,10 @@ wants them.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AwqConfig
 
 from lema.model.quantizers.packed import WORD, PackedForm, group_size_of, scaled, unpack_rows
 from lema.storage.quantized.records import pieces
@@ -22,7 +22,7 @@ SHIFTS = tuple(BITS * position for position in (0, 4, 1, 5, 2, 6, 3, 7))
 OUTPUTS = WORD // BITS  # of a word
 
 
-def expand(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Tensor:
+def expand(parts: Mapping[str, Tensor], settings: AwqConfig, dtype: torch.dtype) -> Tensor:
     """Return a weight.
 
     Args:

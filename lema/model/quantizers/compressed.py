@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 from torch import Tensor
 from transformers.core_model_loading import ConversionOps
 from transformers.integrations.compressed_tensors import get_experts_scheme
 from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
+from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from lema.compat import loading_by_operations
 from lema.storage.quantized.records import pieces
@@ -49,7 +51,7 @@ def without_order(settings: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
 class CompressedTensorsQuantizer(CompressedTensorsHfQuantizer):
     """The quantizer of `transformers`, with one stored tensor and one operation of its own."""
 
-    def __init__(self, quantization_config: Any, *, numbered: bool) -> None:
+    def __init__(self, quantization_config: CompressedTensorsConfig, *, numbered: bool) -> None:
         super().__init__(quantization_config, pre_quantized=True)
         self.serialized_names = {"weight": list(NAMES)}
         self.numbered = numbered  # every packed weight has the numbers of its inputs' groups
@@ -105,14 +107,14 @@ class _Expand(ConversionOps):
             raise ValueError(f"{PACKED if form == FORM else WHOLE} is missing")
         return {kwargs["full_layer_name"]: next(iter(expanded.values()))[0]} if dense else expanded
 
-    def _needed(self, scheme: Any) -> set[str]:
+    def _needed(self, scheme: QuantizationScheme) -> set[str]:
         weights = scheme.weights
         has_zeros = not weights.symmetric and weights.strategy in ("group", "channel")
         optional = {ZEROS: has_zeros, GROUPS: self.hf_quantizer.numbered}
         return {SCALE, SHAPE} | {name for name, is_needed in optional.items() if is_needed}
 
 
-def dense_scheme(config: Any) -> Any:
+def dense_scheme(config: QuantizationConfig) -> QuantizationScheme:
     """Return the scheme of the modules that are no experts: the first whose targets do not
     single these out.
     """
@@ -129,7 +131,9 @@ def _listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def _expand(parts: dict[str, Tensor], scheme: Any, form: str, *, dense: bool) -> Tensor:
+def _expand(
+    parts: dict[str, Tensor], scheme: QuantizationScheme, form: str, *, dense: bool
+) -> Tensor:
     """Return one weight, `[outputs, inputs]`."""
     if SCALE not in parts:  # as norms and embeddings, which are not quantised
         return parts[WHOLE]

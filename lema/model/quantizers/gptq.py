@@ -8,10 +8,10 @@ GPTQModel subtracted it so. `gptq_v2` has them as they are.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GPTQConfig
 
 from lema.model.quantizers.packed import (
     WORD,
@@ -30,7 +30,7 @@ FORMATS = ("gptq", "gptq_v2")
 ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 
 
-def expand(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Tensor:
+def expand(parts: Mapping[str, Tensor], settings: GPTQConfig, dtype: torch.dtype) -> Tensor:
     """Return a weight.
 
     Args:

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedConfig
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lema.compat import expands
 from lema.errors import ConfigError, ModelError, installing
@@ -53,7 +55,9 @@ READ = (
 ROTATIONS = ("rotation", "rotation_config", "transform_config")
 
 
-def quantization_settings(config: Any) -> Any:
+def quantization_settings(
+    config: PreTrainedConfig,
+) -> dict[str, Any] | QuantizationConfigMixin | None:
     """Return what a model's config says of how its weights are quantised, or the config of its part
     that reads text, where some say it; None: neither does."""
     parts = (config, config.get_text_config(decoder=True))
@@ -63,7 +67,7 @@ def quantization_settings(config: Any) -> Any:
     )
 
 
-def open_quantizer(settings: Any, path: Path) -> HfQuantizer:
+def open_quantizer(settings: dict[str, Any] | QuantizationConfigMixin, path: Path) -> HfQuantizer:
     """Return the quantizer whose operations expand what is stored.
 
     Args:

@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lema.compat import loading_by_operations
 
@@ -57,7 +58,7 @@ class PackedQuantizer(HfQuantizer):
     `transformers`.
     """
 
-    def __init__(self, quantization_config: Any, form: PackedForm) -> None:
+    def __init__(self, quantization_config: QuantizationConfigMixin, form: PackedForm) -> None:
         super().__init__(quantization_config, pre_quantized=True)
         self._form = form
         self.serialized_names = {"weight": list(form.parts)}
@@ -135,7 +136,7 @@ class _Expand(ConversionOps):
                 )
 
 
-def _refuse_transposed(model: Any, name: str) -> None:
+def _refuse_transposed(model: nn.Module, name: str) -> None:
     # transformers' Conv1D, of GPT-2
     if hasattr(model.get_submodule(name.rpartition(".")[0]), "nf"):
         raise ValueError(

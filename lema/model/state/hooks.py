@@ -48,7 +48,7 @@ def part_of_model(hook: Hook) -> Hook:
     return hook
 
 
-def is_part(hook: Any) -> bool:
+def is_part(hook: object) -> bool:
     """Whether a hook is marked so."""
     return getattr(hook, "part_of_model", False)
 
@@ -134,8 +134,10 @@ class HookSnapshot:
         row, name theirs.
         """
 
-        def cut(hook: Any) -> Any:
-            names = hook.keywords.get(NAMES_OF_ROWS) if isinstance(hook, partial) else None
+        def cut(hook: object) -> object:
+            if not isinstance(hook, partial):
+                return hook
+            names = hook.keywords.get(NAMES_OF_ROWS)
             if names is None:
                 return hook
             return partial(

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, MutableMapping
-from typing import Any, TypeAlias
+from operator import is_
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -26,6 +27,7 @@ from lema.model.state.snapshot import Snapshot, SnapshotOptions, has_state
 __all__ = ["LayerState"]
 
 Changed: TypeAlias = Mapping[nn.Module, Collection[str]]
+Output = TypeVar("Output")
 
 # keep nothing from call to call, and are switched on and off
 ADAPTERS = (
@@ -71,7 +73,9 @@ class LayerState:
             )
         return self._last
 
-    def first(self, run: Callable[[], Any], inputs: Any) -> tuple[Any, Snapshot, Changed, set[int]]:
+    def first(
+        self, run: Callable[[], Output], inputs: object
+    ) -> tuple[Output, Snapshot, Changed, set[int]]:
         """Run the layer for a micro-batch for the first time. A run that fails leaves no trace.
         Nothing has changed since `now` was asked, but by runs.
 
@@ -111,7 +115,7 @@ class LayerState:
             self.changed_names.setdefault(module, set()).update(names)
         return output, before, changed, before.parts(new) | self.now().parts(new)
 
-    def again(self, snapshot: Snapshot, run: Callable[[], Any]) -> Any:
+    def again(self, snapshot: Snapshot, run: Callable[[], Output]) -> Output:
         """Run the layer once more for a micro-batch, for whose first run it `snapshot` this; return
         what that returns. Nothing has changed since `now` was asked, but by runs."""
         now = self._last or self.now()
@@ -141,18 +145,18 @@ class LayerState:
             how="have it keep nothing, or train it whole with another library",
         )
 
-    def _check_graph(self, output: Any) -> None:
+    def _check_graph(self, output: object) -> None:
         """Refuse a result whose graph goes on to what an earlier call has left, whose graph is
         gone.
         """
         if self._cut and torch.is_grad_enabled():
-            output = [tensor for tensor in tree_leaves(output) if isinstance(tensor, Tensor)]
-            if leaves(output) & {id(end) for end, _ in self._cut.values()}:
+            outputs = [tensor for tensor in tree_leaves(output) if isinstance(tensor, Tensor)]
+            if leaves(outputs) & {id(end) for end, _ in self._cut.values()}:
                 raise self.refusal(
                     "and differentiates through it, although the step that made it is over"
                 )
 
-    def _detach_changes(self, before: Snapshot, changed: Changed, inputs: Any) -> None:
+    def _detach_changes(self, before: Snapshot, changed: Changed, inputs: object) -> None:
         """Have what a call has left refer to no graph, and to no memory that is used again."""
         if before.uncopied():
             raise self.refusal(
@@ -186,7 +190,9 @@ class LayerState:
 
         for module, names in changed.items():
             for name in names:
-                holder = module._buffers if name in module._buffers else vars(module)
+                holder: dict[str, Any] = (
+                    module._buffers if name in module._buffers else vars(module)
+                )
                 if name in holder:
                     holder[name] = _replaced(holder[name], detach, set())
 
@@ -195,17 +201,29 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _replaced(value: Any, change: Callable[[Tensor], Tensor], seen: set[int]) -> Any:
-    """Return a value with every tensor that it holds changed; containers stay the objects that
-    they are.
-    """
+def _replaced(value: object, change: Callable[[Tensor], Tensor], seen: set[int]) -> object:
+    """Return a value with every tensor that it holds changed. Containers stay the objects that they
+    are, but for those that cannot be written into."""
     if isinstance(value, Tensor):
         return change(value)
-    if type(value) is tuple:
-        return tuple(_replaced(entry, change, seen) for entry in value)
+    if isinstance(value, tuple | frozenset):
+        items = [_replaced(item, change, seen) for item in value]
+        if not all(map(is_, items, value)):
+            kind = type(value)
+            return (
+                kind._make(items)
+                if issubclass(kind, tuple) and hasattr(kind, "_make")
+                else kind(items)
+            )
     if id(value) in seen:
         return value
     seen.add(id(value))
+    if isinstance(value, set):
+        items = [_replaced(item, change, seen) for item in value]
+        if not all(map(is_, items, value)):
+            value.clear()
+            value.update(items)
+        return value
     owner: Any = value
     if not isinstance(value, dict | list | deque):
         owner = vars(value) if has_state(value) else {}

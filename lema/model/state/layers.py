@@ -8,7 +8,7 @@ its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 from weakref import WeakSet
 
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from lema.model.state.layer import LayerState
 from lema.model.state.snapshot import Snapshot, SnapshotOptions
 
 __all__ = ["Journal", "LayerStates", "Noted"]
+
+Output = TypeVar("Output")
 
 
 class Noted(Protocol):
@@ -35,6 +37,12 @@ class Journal:
 
     def __init__(self) -> None:
         self.before: dict[int, Snapshot] = {}
+
+    def clear(self) -> dict[int, Snapshot]:
+        """Begin anew; return what layers held before."""
+        before = self.before
+        self.before = {}
+        return before
 
 
 class LayerStates:
@@ -63,7 +71,7 @@ class LayerStates:
         for state in self._states.values():
             state.forget()
 
-    def run(self, index: int, call: Noted, run: Callable[[], Any], inputs: Any) -> Any:
+    def run(self, index: int, call: Noted, run: Callable[[], Output], inputs: object) -> Output:
         """Run a layer for a micro-batch, by `run`, which is `inputs` tensors in nested containers;
         return what it returns. The first run for a `call` finds what the run before it left; each
         later one finds what the first one found, and leaves no trace. `ModelError`: the layer keeps
@@ -124,13 +132,12 @@ class LayerStates:
 
     def put_back(self, journal: Journal) -> None:
         """Let layers hold what they held when a journal was begun, and begin it anew."""
-        before = journal.before
-        journal.before = {}
+        before = journal.clear()
         self.pause()
         for index, snapshot in before.items():
             self._changes(index, self._state(index).now())
             snapshot.restore()
-        journal.before = {}
+        journal.clear()
 
     def _state(self, index: int) -> LayerState:
         if index not in self._states:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeAlias
 
 from torch import nn
 
@@ -18,6 +18,7 @@ BY_VALUES = "dynamic"
 # whose forward chooses one of two tables by the longest position, in some releases by its value
 LONG = "longrope"
 FIXED = "default"
+RopeTypes: TypeAlias = "str | dict[str, RopeTypes]"  # one, or one for each kind of layers
 
 
 def types_by_length(model: nn.Module) -> list[str]:
@@ -53,7 +54,7 @@ def tables_as_they_are(model: nn.Module) -> Iterator[None]:
             vars(module)["rope_type"] = kind
 
 
-def _fixed(kind: Any) -> Any:
+def _fixed(kind: RopeTypes) -> RopeTypes:
     if isinstance(kind, dict):  # because each kind of layers has its own
         return {name: _fixed(rope_type) for name, rope_type in kind.items()}
     return FIXED if BY_VALUES in kind or kind == LONG else kind

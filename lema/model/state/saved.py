@@ -83,7 +83,7 @@ def from_json(
     return restored
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, Tensor):
         flat = value.detach().cpu().contiguous()
         data = (
@@ -109,7 +109,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__}")
 
 
-def _value(plain: Any, device: torch.device) -> Any:
+def _value(plain: object, device: torch.device) -> Any:
     if isinstance(plain, list):
         return [_value(entry, device) for entry in plain]
     if not isinstance(plain, dict):

@@ -92,6 +92,10 @@ class _Values:
     version: int
     values: Tensor | None  # None: they need no copy
 
+    def drop_values(self) -> None:
+        """Need no copy of the values."""
+        self.values = None
+
     def restore(self) -> None:
         """Write the values back, if there is a copy of them."""
         if self.tensor._version != self.version and self.values is not None:
@@ -103,9 +107,9 @@ class _Values:
 class _Contents:
     """A container, or the attributes of an object, and what was in it."""
 
-    def __init__(self, owner: Any, items: Any) -> None:
-        self.owner = owner
-        self.items = items
+    def __init__(self, owner: object, items: dict[Any, Any] | list[Any]) -> None:
+        self.owner: Any = owner
+        self.items: Any = items
 
     def same(self) -> bool:
         """Whether it holds what it held, in the same order."""
@@ -124,7 +128,7 @@ class _Contents:
         """Yield what is other than it was, as far as it has names."""
         if self.same():
             return
-        now = _items(self.owner)
+        now: Any = _items(self.owner)
         if isinstance(self.items, dict):
             for key in {**self.items, **now}:
                 if now.get(key, ABSENT) is not self.items.get(key, ABSENT):
@@ -221,7 +225,7 @@ class _Module:
             record.tensor._version == record.version for record in self.tensors
         )
 
-    def _note(self, name: str, value: Any) -> None:
+    def _note(self, name: str, value: object) -> None:
         if type(value) in _stateless or id(value) in self._seen:
             return
         if isinstance(value, SIMPLE + OPAQUE):
@@ -237,7 +241,7 @@ class _Module:
         elif isinstance(value, CONTAINERS) or has_state(value):
             items = _items(value)
             contents = (
-                _Buffers(value, items)
+                _Buffers(self.module._buffers, items)
                 if name == BUFFERS and not self._options.parameters
                 else _Contents(value, items)
             )
@@ -370,7 +374,7 @@ class Snapshot:
             if record.tensor._version == record.version
         ]
         for record in values:
-            record.values = None
+            record.drop_values()
         return {id(record.tensor): record.tensor for record in values}
 
     def restore(self) -> None:
@@ -396,13 +400,13 @@ def _without_parameters(buffers: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _items(owner: Any) -> Any:
+def _items(owner: object) -> Any:
     if isinstance(owner, dict):
         return dict(owner)
     return list(owner) if isinstance(owner, list | set | deque) else dict(vars(owner))
 
 
-def has_state(value: Any) -> bool:
+def has_state(value: object) -> bool:
     """Whether the attributes of an object may be what a call changes, so that they are looked
     at.
     """
@@ -416,7 +420,7 @@ def has_state(value: Any) -> bool:
     )
 
 
-def _shared_by_copies(value: Any) -> bool:
+def _shared_by_copies(value: object) -> bool:
     """Whether an object says that copies of what holds it hold the same one, as a group of
     processes does.
     """

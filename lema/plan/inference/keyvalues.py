@@ -101,8 +101,7 @@ def _measured(
             # Where the model has no cache of layers, all that is left is what it keeps.
             keys_values = runs.cache_bytes or tally.live
             largest = runs.largest or keys_values
-            before = tally.live
-            tally.peak = before
+            before = tally.restart_peak()
             runs.forward(1, prompt + new, cache)
     return TextBytes(max(first, keys_values + tally.peak - before), keys_values, largest)
 
@@ -132,7 +131,7 @@ class _Runs:
     def of(self, index: int) -> Callable[..., Any]:
         """Return what stands for a layer's forward."""
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> object:
             cache_layers = layer_caches(index, args, kwargs)
             alike = (
                 self._kinds[index],
