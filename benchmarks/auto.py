@@ -159,7 +159,9 @@ class Learnt:
             machine=replace(planner.machine_state.machine, speeds=self.speeds),
         )
         timings = self.timings.times(planner.shape.micro_batch.rows / self.rows)
-        return replace(planner, known=dict(self.known), timings=timings, site=site)
+        return replace(
+            planner, workload_cache=dict(self.known), timings=timings, machine_state=site
+        )
 
 
 @dataclass

@@ -231,7 +231,9 @@ def _plan_and_train(config: Path, rounds: int) -> dict[str, Any]:
             known = planner.blueprint, planner.workload, planner.config, planner.shape
             machine, timings = probe(*known, training.model.backend, clock)
             now = replace(
-                planner, site=replace(planner.machine_state, machine=machine), timings=timings
+                planner,
+                machine_state=replace(planner.machine_state, machine=machine),
+                timings=timings,
             )
             predicted = now.simulated(now.demand(), plan.allocation)
             wall, processor = training.step()

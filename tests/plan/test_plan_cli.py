@@ -54,7 +54,9 @@ def planned(model: Path, machine: str = "4090", **changes: Any) -> Plan:
     )
     shape = step_shape(config, None)
     site = machine_state_of(config, found)
-    return plan_with(replace(known, config=config, timings=timings, shape=shape, site=site))
+    return plan_with(
+        replace(known, config=config, timings=timings, shape=shape, machine_state=site)
+    )
 
 
 def test_embeddings_that_are_not_loaded_are_told(eight: Path) -> None:
