@@ -8,10 +8,7 @@ this list with its fields.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from lema.config.adapter import AdapterSettings
+from typing import Any, Protocol
 
 SETTING_OF: Mapping[str, str] = {
     "r": "lora_rank",
@@ -135,7 +132,22 @@ def refusals(config: Mapping[str, Any], task: str = "CAUSAL_LM") -> Iterator[str
         )
 
 
-def contradictions(settings: "AdapterSettings") -> Iterator[tuple[str, str]]:
+class AdapterOptions(Protocol):
+    """The settings of an adapter that exclude each other; those of `EXCLUSIVE` are looked up by
+    name.
+    """
+
+    lora_rank: int
+    lora_rank_pattern: dict[str, int]
+    lora_target_modules: list[str] | str | None
+    lora_target_parameters: list[str] | None
+    lora_layers_to_transform: list[int] | int | None
+    lora_layers_pattern: list[str] | str | None
+    lora_init: bool | str
+    lora_lora_bias: bool
+
+
+def contradictions(settings: AdapterOptions) -> Iterator[tuple[str, str]]:
     """Yield what PEFT does not allow together, of the settings of an adapter: a setting, and
     what is wrong with it.
     """

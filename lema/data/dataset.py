@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from lema.data.columns import IGNORED
 from lema.data.files import Row
+from lema.data.forms import Rows
 from lema.errors import DataError
 
 __all__ = [
@@ -95,14 +96,6 @@ class Tokens(Protocol):
     """What a slice of gives stored tokens, int32: an array, or a file."""
 
     def __getitem__(self, where: slice, /) -> npt.NDArray[np.int32]: ...
-
-
-class Rows(Protocol):
-    """The rows of a data set by number, or its examples."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...  # columns by name; of an example, its rows
 
 
 class Countable(Rows, Protocol):

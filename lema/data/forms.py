@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ __all__ = [
     "IGNORED",
     "Forms",
     "Remarks",
+    "Rows",
     "TrainOn",
     "check_ids",
     "flag_of",
@@ -48,6 +49,14 @@ last message.
 
 MESSAGE_FIELDS = ("role", "content")
 """Names of `columns` that mean fields of a message rather than columns of a row."""
+
+
+class Rows(Protocol):
+    """The rows of a data set by number, or its examples."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...  # columns by name; of an example, its rows
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,10 @@ them ends there, too.
 
 from typing import TYPE_CHECKING
 
-from lema.data.forms import IGNORED
+from lema.data.forms import IGNORED, Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from lema.data.dataset import Rows
 
 __all__ = ["stop_tokens_of"]
 
@@ -17,7 +15,7 @@ SAMPLED = 1000  # rows that are looked at, at even distances; rows of one data s
 BLANKS = 8  # tokens, at most, that a template writes after the end of the last turn
 
 
-def stop_tokens_of(rows: "Rows", tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
+def stop_tokens_of(rows: Rows, tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
     """Return the special tokens in which the rows end, the most frequent first.
 
     A row counts if its last trained tokens are the last but for blanks, which templates write
