@@ -80,7 +80,7 @@ class Flops(TorchDispatchMode):
 
 def arms() -> dict[str, AbstractContextManager[object]]:
     """Return the contexts in which a step is taken."""
-    nothing_skipped = patch("lema.engine.visit.AdaptedLinears", lambda _: None)
+    nothing_skipped = patch("lema.engine.layers.whole.AdaptedLinears", lambda _: None)
     return {"early stop alone": nothing_skipped, "last product skipped": nullcontext()}
 
 

@@ -12,23 +12,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
+from lema.engine.engine import Engine
 from lema.engine.head.gradients import EmbedHead
 from lema.engine.head.loss import LossChunks, targets_of
+from lema.engine.head.objectives import Objective
 from lema.engine.head.rows import RowLoss, mismatched_of
+from lema.engine.padding import Padding
 from lema.engine.trained_weights import Leaves
+from lema.model import Split
 from lema.model.flow import LayerCall
+from lema.model.inputs import Inputs
 from lema.stream import Lease
-
-if TYPE_CHECKING:
-    from lema.engine.streamed import StreamedModel
-    from lema.engine.visit import Engine
 
 __all__ = ["ReferenceRows", "StartingAdapter", "reference_rows_of", "top_row_loss"]
 
@@ -212,8 +213,32 @@ class ReferenceRows:
             ]
 
 
+class PassModel(Protocol):
+    """What the rows of a reference ask of the model that they go through."""
+
+    split: Split
+    engine: Engine
+    inputs: Inputs
+    padding: Padding
+    objective: Objective | None
+    reference: StartingAdapter | None
+    starts_below: bool | None
+
+    @property
+    def lowest_trained(self) -> int:
+        """The lowest layer that gradients reach."""
+
+    def trained_outside(self) -> list[nn.Parameter]:
+        """Return the trainable parameters outside the decoder layers."""
+
+    def prelude(
+        self, micro_batches: Batches, first: Lease | None
+    ) -> tuple[tuple[Any, ...], list[list[LayerCall]]]:
+        """Return the hidden states before the layers, and per layer the call of each batch."""
+
+
 def reference_rows_of(
-    model: StreamedModel,
+    model: PassModel,
     loss: LossChunks | RowLoss,
     micro_batches: Batches,
     device_batches: Batches,

@@ -23,18 +23,22 @@ from lema.backend import Backend, Carrier
 from lema.backend.interrupt import Interrupt, Leaving, Stop
 from lema.backend.torchstreams import TorchCarrier
 from lema.backend.watchdog import Watchdog
+from lema.config import LemaConfig
+from lema.engine.engine import Engine
 from lema.engine.frozen_prefix import PrefixCache
 from lema.engine.head.gradients import EmbedHead
 from lema.engine.head.labels import shifts_labels
 from lema.engine.head.loss import LossChunks, targets_of
 from lema.engine.head.objectives import LossSettings, Measured
-from lema.engine.head.pieces import PiecedHead, piece_passes, visit_head
+from lema.engine.head.pieces import PiecedHead, piece_passes
+from lema.engine.head.routers import router_loss_of
 from lema.engine.head.rows import RowLoss, row_targets
+from lema.engine.layers.pieces import visit_head
+from lema.engine.layers.whole import visit, visit_frozen, visit_top
 from lema.engine.oom import OomRetry, Shortage
 from lema.engine.padding import Padding, cut
 from lema.engine.reference_rows import ReferenceRows, StartingAdapter, reference_rows_of
 from lema.engine.trained_weights import TrainedWeights
-from lema.engine.visit import Engine, visit, visit_frozen, visit_top
 from lema.errors import ConfigError
 from lema.model import Split
 from lema.model.flow import LayerCall
@@ -161,6 +165,15 @@ class StreamedModel:
     def recompute_layers(self, enable: bool) -> None:
         """Recompute each layer in the backward, or keep its graph; a lazy device recomputes all."""
         self.recompute = enable or self.split.lazy
+
+    def add_router_loss(self, config: LemaConfig, directory: Path, unable: str = "") -> None:
+        """Add the loss of the model's routers to its steps, where it is asked for; the arguments
+        and errors are those of `router_loss_of`.
+        """
+        num_parts = self.backend.parallel.size
+        routers = router_loss_of(self.split, config, directory, num_parts, unable)
+        if routers is not None:
+            self.engine.add_router_loss(routers)
 
     def train_weights(self, trained: TrainedWeights) -> None:
         """Let weights of the layers train, from the next step on. `ConfigError`: compiled layers

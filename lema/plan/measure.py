@@ -26,10 +26,11 @@ from lema.backend.hostmemory import memory_available
 from lema.backend.interrupt import autograd_in_this_thread
 from lema.backend.registry import workspace_memory
 from lema.config import LemaConfig
+from lema.engine.engine import Engine
 from lema.engine.head.loss import CHUNK_TOKENS, LossChunks
+from lema.engine.layers.whole import visit
 from lema.engine.optim import make_optimizer
 from lema.engine.trained_weights import TrainedWeights
-from lema.engine.visit import Engine, visit
 from lema.model import Split
 from lema.model.capture import replaced_tensors, tensors_in
 from lema.model.flow import LayerCall

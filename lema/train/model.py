@@ -29,7 +29,6 @@ from lema.engine.head.cut import open_embed_head
 from lema.engine.head.loss import CHUNK_TOKENS
 from lema.engine.head.objectives import loss_settings_of, without_dropout
 from lema.engine.head.pieces import PiecedHead
-from lema.engine.head.routers import add_router_loss
 from lema.engine.numerics import Numerics
 from lema.engine.optim import training_bytes
 from lema.engine.padding import padding_of
@@ -363,8 +362,8 @@ class LemaModel:
 
         check_reference(self.config, self.reference)
         self.settle_tokens()
-        # which settles what settings leave open
-        add_router_loss(adapter := self.adapter, self.config, self.directory)
+        adapter = self.adapter  # which settles what settings leave open
+        adapter.add_router_loss(self.config, self.directory)
         arguments = self.config, adapter, self.gbi, self.lora_manager, optimizer, self.memory
         if self.config.eval_prompts:
             from lema.train.inference.texts import Samples

@@ -38,7 +38,7 @@ import seconddevice  # noqa: E402 - once the path has it
 from smallrun import adapter_of, same, settings, token_rows, write_model  # noqa: E402
 
 from lema import LemaConfig, LemaModel, LemaTrainer  # noqa: E402
-from lema.engine.visit import Engine  # noqa: E402
+from lema.engine.engine import Engine  # noqa: E402
 from lema.errors import Stopped  # noqa: E402
 from lema.train.stop import StopOnSignal  # noqa: E402
 

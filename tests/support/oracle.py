@@ -30,7 +30,6 @@ import lema
 from lema import LemaModel
 from lema.convert.merge import merge_adapter
 from lema.engine import complete
-from lema.engine.head.routers import add_router_loss
 from lema.errors import LemaError
 from lema.model.skeleton import auto_class
 from lema.storage.modelfiles import load_generation_config
@@ -206,7 +205,7 @@ def _lema(
 
 
 def _trained(streamed: LemaModel, model: Path, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
-    add_router_loss(streamed.adapter, streamed.config, model)
+    streamed.adapter.add_router_loss(streamed.config, model)
     torch.manual_seed(DRAWS)
     loss = streamed.adapter.loss(batches)
     loss.backward()

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from lema.engine.grouped import call_in_groups
 from lema.engine.head.pieces import PiecedHead
+from lema.engine.layers.experts import call_in_groups
 from lema.model import Split
 from lema.stream import LayerStream, Lease
 

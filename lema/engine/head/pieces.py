@@ -15,23 +15,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from lema.backend import Backend
-from lema.engine.head.gradients import detached
 from lema.engine.head.loss import IGNORED, LossChunks
 from lema.model import Split
 from lema.model.capture import replaced
 from lema.stream import Lease
 
-if TYPE_CHECKING:
-    from lema.engine.visit import Engine
-
-__all__ = ["PiecedHead", "piece_passes", "visit_head"]
+__all__ = ["PiecedHead", "piece_passes"]
 
 LOWEST = torch.finfo(torch.float32).min
 MADE_UP = 3  # rows of a weight that stands for the head's while the model is taken apart
@@ -274,32 +270,3 @@ def _by_hidden(head: PiecedHead, index: int, hidden: Tensor, blocks: Sequence[_B
             )[0]
             block.gradient = None
     return gradient
-
-
-def visit_head(
-    engine: Engine, head: PiecedHead, chunks: LossChunks, hidden: Sequence[Tensor]
-) -> Tensor:
-    """Return the loss of all micro-batches, an fp32 scalar; gradients formed here are handed on
-    in the backward.
-    """
-    formed = list[Tensor]()
-
-    def forward(hidden: Sequence[Tensor], _: Sequence[bool]) -> Tensor:
-        with (
-            engine.retry.at("in the head and the loss"),
-            engine.stream.trace.span("forward", "head and loss"),
-        ):
-            poll = engine.stop.poll
-            values, formed[:] = piece_passes(
-                head, engine.stream.lease, chunks, hidden, differentiate=True, poll=poll
-            )
-        engine.observe(engine.split.num_layers, formed)
-        return torch.stack(values).sum()
-
-    def backward(gradients: Sequence[Tensor]) -> list[Tensor]:
-        factor = gradients[0] / chunks.scale
-        scaled = [state * factor.to(state.dtype) for state in formed]
-        formed.clear()
-        return scaled
-
-    return detached(forward, backward, engine.anchor, hidden)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +26,7 @@ from lema.model.capture import FEW_TOKENS, changed, past_layers
 from lema.model.flow import LayerCall
 from lema.storage.modelfiles import read_config_file
 
-if TYPE_CHECKING:
-    from lema.engine.streamed import StreamedModel
-
-__all__ = ["RouterLoss", "add_router_loss", "coefficient_of"]
+__all__ = ["RouterLoss", "coefficient_of", "router_loss_of"]
 
 FUNCTION = "load_balancing_loss_func"
 SETTING = "router_aux_loss_coef"
@@ -140,22 +137,32 @@ def coefficient_of(split: Split, config: LemaConfig, directory: Path) -> float:
     return getattr(split.model.config.get_text_config(), SETTING, 0.0) if asked else 0.0
 
 
-def add_router_loss(
-    model: StreamedModel, config: LemaConfig, directory: Path, unable: str = ""
-) -> None:
-    """Give a model its routers' loss where it is asked for. `ConfigError`: it has none, or it is
-    not there with something else that is asked for, or with what is `unable`."""
-    if not (coefficient := coefficient_of(model.split, config, directory)):
-        return
+def router_loss_of(
+    split: Split, config: LemaConfig, directory: Path, num_parts: int, unable: str = ""
+) -> RouterLoss | None:
+    """Return a model's loss of its routers, where it is asked for; None: nobody does.
+
+    Args:
+        split: the model.
+        config: the settings of the run.
+        directory: has the model's config.json.
+        num_parts: how many processes hold the model together.
+        unable: what else is asked for that it does not go with; empty: nothing.
+
+    Raises:
+        ConfigError: the model has no such loss, or it does not go with something else.
+    """
+    if not (coefficient := coefficient_of(split, config, directory)):
+        return None
     conflicts = {
         unable: bool(unable),
         f"objective: {config.objective}": config.objective != "sft",
         "torch_compile": config.torch_compile,
         "cache_frozen_prefix": config.cache_frozen_prefix,
-        "tensor_parallel_size": model.backend.parallel.size > 1,
-        f"device: {config.device}": model.split.lazy,
+        "tensor_parallel_size": num_parts > 1,
+        f"device: {config.device}": split.lazy,
     }
     if active := [name for name, value in conflicts.items() if value]:
         what = f"the loss of routers cannot be combined with {active[0]}"
         raise ConfigError(what, where=SETTING, how="set it to 0, or remove the other setting")
-    model.engine.add_router_loss(RouterLoss(model.split, coefficient))
+    return RouterLoss(split, coefficient)

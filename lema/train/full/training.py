@@ -2,10 +2,10 @@
 memory.
 
 The weights of the layers stay in host memory, from where they stream. Each layer's gradients are
-complete after its one visit in the backward (`lema.engine.visit`). They leave the device, and in a
-thread of its own the layer is stepped and rounded while the backward goes on below; so gradients of
-two layers exist at a time. Where they are clipped, layers are stepped when the norm of all is
-known, and gradients wait in host memory until then.
+complete after its one visit in the backward (`lema.engine.layers.whole`). They leave the device,
+and in a thread of its own the layer is stepped and rounded while the backward goes on below; so
+gradients of two layers exist at a time. Where they are clipped, layers are stepped when the norm of
+all is known, and gradients wait in host memory until then.
 
 What is exact: weights in fp32 become, bit for bit, those of the whole model in memory under the
 same optimizer. In bfloat16 they become those of a whole model whose gradients (in bfloat16) step

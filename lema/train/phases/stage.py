@@ -19,7 +19,6 @@ from lema.config.lemaconfig import CONFIG_NAME
 from lema.convert import merge_adapter
 from lema.data.mixture import Mixture, Source
 from lema.engine.head.loss import split_batch
-from lema.engine.head.routers import add_router_loss
 from lema.engine.optim import follow
 from lema.errors import AdapterError, ConfigError, DiskError
 from lema.model.skeleton import find_layers, find_towers, is_in
@@ -68,7 +67,8 @@ def trainer_of(
         replace(opened, blueprint=blueprint, device_memory=device_memory), trains=True
     )
     model.config = model.config.model_copy(update=planner.chosen)
-    add_router_loss(model.adapter, model.config, model.directory, "weights that train themselves")
+    adapter = model.adapter  # which settles what settings leave open
+    adapter.add_router_loss(model.config, model.directory, "weights that train themselves")
     return FullTraining(model.adapter, model.config, chosen, model.gbi)
 
 

@@ -14,22 +14,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lema.activations.stepstore import StepBoundaries
+from lema.engine.engine import Direction, Engine, LossAndGrad
 from lema.engine.trained_weights import differentiated_again
 from lema.model import Split
 from lema.model.capture import tensors_in
 from lema.model.experts import ExpertGroup, ExpertInputs, NarrowedExperts, Routed
 from lema.model.flow import LayerCall, Suspended
 from lema.stream import LayerStream, Lease
-
-if TYPE_CHECKING:
-    from lema.engine.visit import Direction, Engine, LossAndGrad
 
 __all__ = ["GroupedVisit", "call_in_groups", "through_groups", "top_in_groups"]
 
@@ -209,7 +207,7 @@ class GroupedVisit:
         self._asked = self._engine.gradients
 
     def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
-        """Run every micro-batch through the layer, as `lema.engine.visit` has it."""
+        """Run every micro-batch through the layer, as `lema.engine.layers.whole` has it."""
         engine = self._engine
         layer = self._layer
         calls = self._calls
