@@ -149,10 +149,11 @@ def _memory(task: Task, arm: Arm) -> dict[str, Any]:
     """Let a child take some steps, and read its last line."""
     script = Path(__file__).with_name("activations_child.py")
     given = json.dumps({"task": asdict(task), "arm": asdict(arm)})
+    # what malloc keeps of freed memory differs from run to run
     environment = {
         **os.environ,
         **RETURNING,
-    }  # what malloc keeps of freed memory differs from run to run
+    }
     command = [sys.executable, str(script), given]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:

@@ -93,9 +93,8 @@ def make_model(task: Task) -> tuple[Any, torch.Tensor]:
 def set_checkpointing(model: Any, on: bool) -> None:
     """Checkpoint every layer of the model, the kind that is not reentrant, or none."""
     base = model.get_base_model()
-    new = hasattr(
-        base, "activation_checkpointing_enable"
-    )  # its name in later versions of transformers
+    # its name in later versions of transformers
+    new = hasattr(base, "activation_checkpointing_enable")
     prefix = "activation" if new else "gradient"
     if on:
         getattr(base, f"{prefix}_checkpointing_enable")({"use_reentrant": False})

@@ -30,10 +30,11 @@ import sys
 import time
 from pathlib import Path
 
+# the rest is imported once nothing is missing
 from gpu_software import (
     untested_versions,
     what_is_missing,
-)  # the rest is imported once nothing is missing
+)
 
 # before what takes long to import, so that --seconds is the time of everything
 BEGAN = time.monotonic()
@@ -60,9 +61,8 @@ def main() -> None:
             )
         )
         return
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # so that what was begun is cleared away
+    # so that what was begun is cleared away
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     call = Call(arguments, BEGAN)
     try:
         call.run()

@@ -178,9 +178,8 @@ class Call:
         except subprocess.TimeoutExpired:
             self.results.setdefault("errors", []).append(f"lema prove: no end in {patience:.0f} s")
             return
-        if (
-            certificate := self._scratch / "lema-proof" / "certificate.json"
-        ).exists():  # also where it says that the numbers differ
+        # also where it says that the numbers differ
+        if (certificate := self._scratch / "lema-proof" / "certificate.json").exists():
             self.results["certificate"] = json.loads(certificate.read_text())
         else:
             said = f"{done.stdout}{done.stderr}".strip().splitlines()[-6:]
@@ -204,9 +203,8 @@ class Call:
                 child, about = self._child(run, job)
                 while remaining and self.left > 0 and not child.ended:
                     self._measure_with(child, reference, run, remaining.pop(0), about)
-            except (
-                Failed
-            ) as error:  # of building it: nothing is to be had with fewer micro-batches either
+            # of building it: nothing is to be had with fewer micro-batches either
+            except Failed as error:
                 self._tell(run, remaining, "failed", str(error))
                 return None
             finally:

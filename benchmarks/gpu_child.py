@@ -77,9 +77,8 @@ class Arm:
         self._device = device
         self.capped = device.cap(job.cap)
         if device.torch.type == "cuda":
-            switch_off(
-                device.torch
-            )  # for every arm as for LEMA's, so that all choose among the same attentions
+            # for every arm as for LEMA's, so that all choose among the same attentions
+            switch_off(device.torch)
         self._prepare = ARMS[job.arm](job)
         self._prepared: Prepared | None = None
 

@@ -32,10 +32,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+# the rest is imported once nothing is missing
 from gpu_software import (
     untested_versions,
     what_is_missing,
-)  # the rest is imported once nothing is missing
+)
 
 # One that can grow what it has reserved, as in gpu_process.py: else fragments decide what fits
 # under a cap.
@@ -55,9 +56,8 @@ def main() -> None:
         print(line, file=sys.stderr)
     from gpu_lines import Lines
 
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # so that what was written is cleared away
+    # so that what was written is cleared away
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     lines = Lines(options.out)
     until = BEGAN + options.seconds
     failed = False

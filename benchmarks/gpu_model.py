@@ -235,9 +235,8 @@ def _write(
         parts.append((ones if rows == 1 else block, nbytes))
         end += nbytes
     raw = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    raw += b" " * (
-        -(8 + len(raw)) % ALIGNMENT
-    )  # so that the first tensor, and those behind it, are aligned
+    # so that the first tensor, and those behind it, are aligned
+    raw += b" " * (-(8 + len(raw)) % ALIGNMENT)
     file.parent.mkdir(parents=True, exist_ok=True)
     place = start * width % len(block)
     with file.open("wb", buffering=0) as out:

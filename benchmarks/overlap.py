@@ -56,9 +56,8 @@ class Measured:
     meters: list[Meter] = field(default_factory=list)
     blocked: list[float] = field(default_factory=list)  # seconds that leases waited for the disk
     losses: list[float] = field(default_factory=list)
-    spans: list[dict[tuple[str, str], float]] = field(
-        default_factory=list
-    )  # seconds by track and name
+    # seconds by track and name
+    spans: list[dict[tuple[str, str], float]] = field(default_factory=list)
 
     @property
     def seconds(self) -> list[float]:

@@ -47,13 +47,13 @@ from rich.console import Console
 from rich.table import Table
 
 INTERVAL = 0.01  # seconds between looks at an arm's memory
+# of the loss; rounded differently, they drift apart over the steps
 TOLERANCE = {
     "float32": 1e-6,
     "bfloat16": 1e-3,
-}  # of the loss; rounded differently, they drift apart over the steps
-LOOSER = {
-    "airllm": 5
-}  # times the tolerance, because its adapters are in the weights' type, and each update is rounded
+}
+# times the tolerance, because its adapters are in the weights' type, and each update is rounded
+LOOSER = {"airllm": 5}
 OWN_COPY = {"lema", "airllm"}  # of the model, because they read it in every step
 NEEDED = {"lema", "peft"}
 STARTING = 6  # micro-batches: what starting the processes takes, when the time is divided

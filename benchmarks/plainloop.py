@@ -94,8 +94,7 @@ def plain_step(
             losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return sum(
-            float(one) for one in losses
-        )  # read when all is queued: a device is not waited for in between
+        # read when all is queued: a device is not waited for in between
+        return sum(float(one) for one in losses)
 
     return step

@@ -233,9 +233,8 @@ def _share_of_huge_pages(buffers: Sequence[torch.Tensor]) -> float:
             within = any(first <= start < last for start in starts)
         elif within and name == "AnonHugePages:":
             found += int(values[0]) * 1024
-    return min(
-        1.0, found / sum(buffer.numel() for buffer in buffers)
-    )  # neighbours may be in one mapping with them
+    # neighbours may be in one mapping with them
+    return min(1.0, found / sum(buffer.numel() for buffer in buffers))
 
 
 def _speeds(meters: Sequence[Meter], nbytes: int) -> dict[str, float]:

@@ -102,9 +102,8 @@ def measure(directory: Path, config: PreTrainedConfig, rounds: int) -> None:
     for number in range(rounds + 1):
         for name, arm in arms().items():
             with arm:
-                trainer.accumulate(
-                    micro_batches
-                )  # unmeasured, so that each arm finds caches as it leaves them
+                # unmeasured, so that each arm finds caches as it leaves them
+                trainer.accumulate(micro_batches)
                 if number == 0:
                     with Flops() as counted:
                         trainer.accumulate(micro_batches)

@@ -109,9 +109,8 @@ def _seconds(directory: Path, words: tuple[str, ...]) -> float:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, *words], cwd=directory, capture_output=True, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if (
-        done.returncode and "doctor" not in words
-    ):  # which ends with 2 where this machine has a problem
+    # which ends with 2 where this machine has a problem
+    if done.returncode and "doctor" not in words:
         raise SystemExit(f"{words}: {done.stderr}")
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

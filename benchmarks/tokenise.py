@@ -162,9 +162,8 @@ def _tenths(directory: Path, size: str) -> list[dict[str, Any]]:
 
         def tell(done: int, total: int, *_: float) -> None:
             nonlocal before, behind, looked
-            if (
-                done - looked >= total // 1000
-            ):  # because looking takes as long as tokenising a few rows
+            # because looking takes as long as tokenising a few rows
+            if done - looked >= total // 1000:
                 held = {"process": _anonymous(own), "workers": sum(map(_anonymous, own.children()))}
                 most.update({name: max(most[name], now) for name, now in held.items()})
                 looked = done

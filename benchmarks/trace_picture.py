@@ -68,9 +68,8 @@ def draw(events: list[dict[str, Any]], png: Path) -> None:
     spans = [event for event in events if event["ph"] == "X"]
     start = min(span["ts"] for span in spans)
     whole = max(span["ts"] + span["dur"] for span in spans) - start
-    used = {
-        span["tid"] for span in spans if span["dur"] > whole / 1000
-    }  # a row where nothing shows is left out
+    # a row where nothing shows is left out
+    used = {span["tid"] for span in spans if span["dur"] > whole / 1000}
     spans = [span for span in spans if span["tid"] in used]
     rows = sorted(used, key=lambda row: (_track(names[row]), names[row]))
     num_layers = 1 + max(

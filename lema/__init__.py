@@ -79,9 +79,8 @@ def _quiet_import(module: str) -> ModuleType:
     """
     if module in sys.modules:
         return import_module(module)  # which waits where another thread is importing it
-    from lema.config.printing import (
-        hushed,
-    )  # not at the top, because `lema.config` is a user of `lazy_exports`
+    # not at the top, because `lema.config` is a user of `lazy_exports`
+    from lema.config.printing import hushed
 
     with hushed():
         return import_module(module)

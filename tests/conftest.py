@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
 
 TESTS = Path(__file__).parent
-OTHER_SYSTEM = bool(
-    os.environ.get("OTHER_SYSTEM")
-)  # `tox -e portable`: tests/support/othersystem.py
+# `tox -e portable`: tests/support/othersystem.py
+OTHER_SYSTEM = bool(os.environ.get("OTHER_SYSTEM"))
 
 # Modules that take longest, the longest first: begun last, one of them would leave the other
 # processes of `-n` without work. Each takes over half a minute; docs/internals/tests.md has the

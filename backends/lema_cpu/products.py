@@ -50,9 +50,8 @@ def has_instructions(dtype: torch.dtype) -> bool:
         return False
     if dtype == torch.float16:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    capabilities: dict[str, object] = getattr(
-        torch.cpu, "get_capabilities", dict
-    )()  # of torch 2.13 and later
+    # of torch 2.13 and later
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     has_bf16 = any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
     return has_bf16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 

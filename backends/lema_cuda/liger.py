@@ -37,6 +37,7 @@ ACTIVATIONS = {"swiglu": ("silu", "swish"), "geglu": ("gelu_pytorch_tanh",)}
 # models share.
 OTHERS = ("cross_entropy", "fused_linear_cross_entropy", "layer_norm", "relu_squared")
 NOTHING = "it has nothing for these layers"
+# what it may raise then
 UNFIT = (
     ImportError,
     AttributeError,
@@ -44,7 +45,7 @@ UNFIT = (
     ValueError,
     RuntimeError,
     AssertionError,
-)  # what it may raise then
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,9 +110,8 @@ def fuse(model: PreTrainedModel, layers: nn.ModuleList) -> str:
             continue
         if (kernel := kernel or _rotating(module, new)) is not None:
             attributes["forward"] = Fused(module, kernel)
-            if (
-                "in_place" in attributes
-            ):  # in the gradient that a norm is given, which may be the residual's, too
+            # in the gradient that a norm is given, which may be the residual's, too
+            if "in_place" in attributes:
                 attributes["in_place"] = False
             counts[module._get_name()] += 1
     fused = ", ".join(f"{count} {name}" for name, count in counts.items())
@@ -158,9 +158,8 @@ def _import_patched(model: PreTrainedModel) -> None:
             if name.startswith("modeling_")
         ]
         for name in (*packages, *parts):
-            with suppress(
-                ImportError
-            ):  # a part of another package, or what Liger will fail to find, too
+            # a part of another package, or what Liger will fail to find, too
+            with suppress(ImportError):
                 import_module(name)
         waiting += [
             function.__globals__.get(name) for name in names if name.startswith("apply_liger_")
@@ -171,9 +170,8 @@ def _rotating(module: nn.Module, new: Mapping[int, Mapping[str, Any]]) -> Callab
     """Return a module's `forward` with Liger's functions in the place of those that it calls;
     None: it calls none.
     """
-    forward: Any = unwrap(
-        type(module).forward
-    )  # a decorator, such as one for renamed arguments, calls none
+    # a decorator, such as one for renamed arguments, calls none
+    forward: Any = unwrap(type(module).forward)
     names = new.get(id(getattr(forward, "__globals__", None)), {})
     replacements = {
         name: function for name, function in names.items() if isinstance(function, FunctionType)

@@ -80,9 +80,8 @@ class NeuronBackend:
         self._watch = Watch()
         self._parallel: Parallel = SingleProcess()
         if joined.parts is not None:
-            from lema_neuron.divide import (
-                Division,
-            )  # peft and transformers, which `lema backends` can do without
+            # peft and transformers, which `lema backends` can do without
+            from lema_neuron.divide import Division
 
             layout: KvLayout | str = options.settings.get("neuron_kv_layout", KV_LAYOUT.default)
             self._parallel = Division(

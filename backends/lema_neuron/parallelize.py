@@ -27,17 +27,19 @@ from lema_neuron.shares import replicated_part
 
 __all__ = ["TensorParallel", "parallelize"]
 
+# whether the output is gathered
 COLUMNS = {
     "colwise": False,
     "colwise_gather_output": True,
     "packed_colwise": False,
-}  # whether the output is gathered
+}
 ROWS = {"rowwise": True, "rowwise_split_input": False}  # whether its input is cut already
 WHOLE = ("replicate", "replicated_with_grad_allreduce")
+# in attention modules
 COUNTS = (
     ("num_heads", "num_attention_heads"),
     ("num_kv_heads", "num_key_value_heads"),
-)  # in attention modules
+)
 
 
 @dataclass(frozen=True)

@@ -124,9 +124,8 @@ def divide_words(model: nn.Module, names: Collection[str], comm: Comm) -> None:
         names: those of the weights, of modules `nn.Embedding` that take only ids, or `nn.Linear`.
         comm: the group.
     """
-    shared: dict[
-        int, tuple[nn.Parameter, nn.Parameter]
-    ] = {}  # keeps the whole ones, so that each `id` stays unique
+    # keeps the whole ones, so that each `id` stays unique
+    shared: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     vocabularies: dict[int, Words] = {}
     for name in sorted(names):
         module = model.get_submodule(name.rpartition(".")[0])
@@ -140,9 +139,8 @@ def divide_words(model: nn.Module, names: Collection[str], comm: Comm) -> None:
         assert isinstance(full, nn.Parameter)
         module.weight = shared.setdefault(id(full), (full, words.local_rows(full)))[1]
         if isinstance(module, nn.Embedding):
-            module.padding_idx = (
-                None  # the id whose row gets no gradient; here it would be another row
-            )
+            # the id whose row gets no gradient; here it would be another row
+            module.padding_idx = None
         elif module.bias is not None:
             module.bias = words.local_rows(module.bias)
         # Methods of this one module, because models check the class of their embeddings, and have
@@ -201,9 +199,8 @@ class _CrossEntropy(torch.autograd.Function):
         statistics = [most, total, hit] + (
             [logits.sum(-1, dtype=torch.float32)] if smoothing else []
         )
-        every = words.comm.all_gather(torch.stack(statistics).unsqueeze(0), 0).unbind(
-            1
-        )  # each [ranks, tokens]
+        # each [ranks, tokens]
+        every = words.comm.all_gather(torch.stack(statistics).unsqueeze(0), 0).unbind(1)
         most = every[0].amax(0)
         total = (every[1] * (every[0] - most).exp()).sum(0).log()
         # Subtract first, because the sum's logarithm and the largest logit may have very different

@@ -197,9 +197,8 @@ class _Away:
         was told of, room is made for them."""
         piece = self._pool.allocate(like.nbytes, to_come)
         self._waiting.append(_Fetch(key, like, piece))
-        if (
-            len(self._leaving) == NUM_BUFFERS
-        ):  # not at once, because compute need not wait for a copy then
+        # not at once, because compute need not wait for a copy then
+        if len(self._leaving) == NUM_BUFFERS:
             self._leaving.popleft().release()
         self._leaving.append(self._backend.download(state, view_like(piece.fill(), like)))
         piece.filled(self._leaving[-1].landed)

@@ -21,9 +21,8 @@ from lema.storage.spillfile import Extents, OffloadFile, as_bytes, whole_blocks
 
 __all__ = ["DiskPiece", "DiskStore"]
 
-Kind = Literal[
-    "write", "read", "drain"
-]  # a drain waits until a device has copied from a buffer, or to it
+# a drain waits until a device has copied from a buffer, or to it
+Kind = Literal["write", "read", "drain"]
 
 
 @dataclass(eq=False)
@@ -52,9 +51,8 @@ class DiskPiece:
         self.expected = False  # the bytes will be wanted soon
         self.transfers: list[_Transfer] = []  # those under way that touch the buffer
         self.checksum: int | None = None  # of the bytes; None: they are not on the disk
-        self.failure: BaseException | None = (
-            None  # why there are none; they may be read again if they are on the disk
-        )
+        # why there are none; they may be read again if they are on the disk
+        self.failure: BaseException | None = None
         self.dropped = self.gone = False  # not needed any more; and all its memory is released
         self.num_raised = store._num_raised  # failures that the store had told when this was placed
 
@@ -91,9 +89,8 @@ class DiskPiece:
         Never blocks.
         """
         store = self._store
-        if not store._lock.acquire(
-            blocking=False
-        ):  # because another thread that waits for room may hold it long
+        # because another thread that waits for room may hold it long
+        if not store._lock.acquire(blocking=False):
             return
         try:
             store._poll()
@@ -126,9 +123,8 @@ class DiskPiece:
             self.expected = False
             reading = self.transfer_in_flight("read")
         if reading is not None:
-            wait(
-                [reading.future]
-            )  # without the lock, because others may keep and drop pieces meanwhile
+            # without the lock, because others may keep and drop pieces meanwhile
+            wait([reading.future])
             with store._lock:
                 store._poll()
                 if self.failure is not None:
@@ -289,9 +285,8 @@ class DiskStore:
         if piece.buffer is None or piece.lent or piece.transfers or piece.dropped:
             return
         self._idle[piece] = None
-        crowded = self.staging.allocated_bytes > (
-            self.staging.limit or 0
-        )  # by one large piece, or many in use at once
+        # by one large piece, or many in use at once
+        crowded = self.staging.allocated_bytes > (self.staging.limit or 0)
         if crowded or piece.failure is not None:
             self._put_back(piece)
         elif used:
@@ -376,9 +371,8 @@ class DiskStore:
                 continue
             if self._in_flight:
                 wait([self._in_flight[0].future])
-            elif (
-                self._idle
-            ):  # because what is expected can be read again, and who asks now cannot wait for it
+            # because what is expected can be read again, and who asks now cannot wait for it
+            elif self._idle:
                 self._put_back(next(reversed(self._idle)))
             else:
                 must = True

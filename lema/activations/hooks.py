@@ -128,9 +128,8 @@ def _take_off_copies(module: nn.Module, hooks: Hooks) -> None:
 class Scope:
     """What one open context knows of the forward that runs in it."""
 
-    excluded: int = (
-        0  # excluded modules, and regions opted out of, that are being run, one in the other
-    )
+    # excluded modules, and regions opted out of, that are being run, one in the other
+    excluded: int = 0
     # The output head has been entered: what is saved from here to the model's next forward is the
     # loss's.
     past_head: bool = False
@@ -215,11 +214,12 @@ HEADS = (
 )
 
 UNTOUCHED = "liger"  # modules with this in their names keep what they save, for their own kernels
+# parts of names that users do not write
 WRAPPERS = (
     "_checkpoint_wrapped_module.",
     "_orig_mod.",
     "module.",
-)  # parts of names that users do not write
+)
 
 
 class ModelHooks:
@@ -297,9 +297,8 @@ def _inner(model: nn.Module) -> Iterator[Any]:
     if callable(get := getattr(model, "get_base_model", None)):
         yield get()
     elif hasattr(model, "peft_config"):
-        yield model._modules.get(
-            "base_model"
-        )  # bare models have a property of that name, which is something else
+        # bare models have a property of that name, which is something else
+        yield model._modules.get("base_model")
 
 
 def _at(model: Any, path: str) -> Any:

@@ -66,9 +66,8 @@ class HostStates:
             source = torch.empty_strided(
                 like.shape, like.stride(), dtype=like.dtype, device=state.device
             ).copy_(source)
-        if (
-            len(self._leaving) == NUM_LEAVING
-        ):  # not at once, because compute need not wait for the copy then
+        # not at once, because compute need not wait for the copy then
+        if len(self._leaving) == NUM_LEAVING:
             self._leaving.popleft().release()
         self._leaving.append(self._carrier.download(source, target))
         return HostState(self._carrier, memory, like)

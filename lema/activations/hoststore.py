@@ -57,14 +57,12 @@ class HostPool:
         # A garbage collector may return buffers at any point of the code, so the methods that it
         # calls take no lock.
         self._returned: deque[tuple[int, bool]] = deque()
-        self._out: dict[
-            int, tuple[Tensor, int]
-        ] = {}  # by address, with the number of bytes requested
+        # by address, with the number of bytes requested
+        self._out: dict[int, tuple[Tensor, int]] = {}
         self._free: dict[int, deque[Tensor]] = {}  # by size, that which came back last at the end
         self._allocated_bytes = self._requested = self._most_wanted = 0
-        self.allocated = self.reused = (
-            0  # how many buffers were made, and how often one was handed out again
-        )
+        # how many buffers were made, and how often one was handed out again
+        self.allocated = self.reused = 0
         self.peak_bytes = 0  # the most that all buffers ever had
 
     @property

@@ -92,9 +92,8 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the modules that can be checkpointed each by itself: layers, by their class or by a
     wrapper around them. Without such classes, the layers are the modules of the longest list that
     is in no other list."""
-    modeling = sys.modules.get(
-        "transformers.modeling_layers"
-    )  # not imported: no module is of its classes
+    # not imported: no module is of its classes
+    modeling = sys.modules.get("transformers.modeling_layers")
     kind = getattr(modeling, "GradientCheckpointingLayer", ())
 
     def is_layer(module: nn.Module) -> bool:
@@ -138,9 +137,8 @@ class _Checkpoints:
                     "checkpoint_fn" if hasattr(module, WRAPPED) else "_gradient_checkpointing_func"
                 )
                 if (checkpoint := vars(module).get(name)) is not None:
-                    if not _is_marking(
-                        checkpoint
-                    ):  # it may have been replaced since another context wrapped it
+                    # it may have been replaced since another context wrapped it
+                    if not _is_marking(checkpoint):
                         setattr(module, name, partial(_marking, checkpoint))
                     _wrapped[module] = _wrapped.get(module, 0) + 1
                     self._checkpoint_attributes.append((ref(module), name))

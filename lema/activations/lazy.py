@@ -26,9 +26,8 @@ class _Value:
         self.host = source.to("cpu")
         # references of graphs that have not fetched it yet
         self.waiting: WeakSet[_Away] = WeakSet()
-        self.back: Tensor | None = (
-            None  # the returned value; it stays until all of them have fetched it
-        )
+        # the returned value; it stays until all of them have fetched it
+        self.back: Tensor | None = None
         self.reached = False  # one of them has asked, and others are waiting
 
 

@@ -98,9 +98,8 @@ class ActivationOffloadingMixin(Below):
             if asked:
                 arguments.activation_offloading = asked
         if hasattr(self, THEIRS):
-            setattr(
-                self, THEIRS, nullcontext()
-            )  # because a subclass may have made one all the same
+            # because a subclass may have made one all the same
+            setattr(self, THEIRS, nullcontext())
         if activation_offloading is None:
             asked = getattr(self.args, "activation_offloading", True)
             activation_offloading = False if asked is None else asked

@@ -45,9 +45,8 @@ class Piece:
         self.alive = 0  # packed tensors in it
         self.num_pending = 0  # of these, those that were not requested since it came back
         self.round = 0  # how often it came back
-        self.spent: int | None = (
-            None  # the backward in which all of them were requested; None: there was none
-        )
+        # the backward in which all of them were requested; None: there was none
+        self.spent: int | None = None
         self._left_at = self.version
         self._guard = StorageWeakRef(storage)
         self._waiting_piece = waiting_piece

@@ -127,9 +127,8 @@ class WeightStorages:
         for key in storages_of(tensor):
             reference = self._storages.get(key)
             weight = None if reference is None else reference()
-            if weight is not None and key in storages_of(
-                weight
-            ):  # else the address is somebody else's by now
+            # else the address is somebody else's by now
+            if weight is not None and key in storages_of(weight):
                 return True
             running = () if scope is None or not scope.modules else _of(scope.modules[-1][0])
             if any(key in storages_of(weight) for weight in running):

@@ -38,9 +38,8 @@ class Counters:
     """Counted from the beginning, or since `reset`."""
 
     seen: int = 0  # tensors that autograd saved
-    moved: int = (
-        0  # of these, those that wait elsewhere; several that share memory are moved together
-    )
+    # of these, those that wait elsewhere; several that share memory are moved together
+    moved: int = 0
     restored: int = 0  # how often a moved one was requested
     kept: Counter[StayReason] = field(default_factory=Counter)  # those that stayed, by reason
     copies_out: int = 0  # pieces of memory that were copied away

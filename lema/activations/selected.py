@@ -78,9 +78,8 @@ class _Waiting:
 class _Call:
     op: Any  # the operator
     out: Any  # what it returned, with `_Waiting` for tensors
-    drawn: dict[
-        torch.device, tuple[Tensor, Tensor]
-    ]  # where it drew, the generator's state before and after
+    # where it drew, the generator's state before and after
+    drawn: dict[torch.device, tuple[Tensor, Tensor]]
 
 
 class _Keeping(TorchDispatchMode):
@@ -95,9 +94,8 @@ class _Keeping(TorchDispatchMode):
         self._ops = ops
         self._offload = offload
         self.calls = list[_Call]()
-        self._outputs: dict[
-            int, tuple[StorageWeakRef, Any]
-        ] = {}  # storages of outputs, and whose they are
+        # storages of outputs, and whose they are
+        self._outputs: dict[int, tuple[StorageWeakRef, Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

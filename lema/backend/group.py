@@ -137,9 +137,8 @@ def _sum(replicas: Replicas, parameters: Sequence[nn.Parameter]) -> None:
     replicas.sum(flat)
     sums = flat.split([*(parameter.numel() for parameter in parameters), len(flags)])
     anywhere = there
-    if not all(
-        there
-    ):  # who has a gradient knows that there is one; only who has none must ask the device
+    # who has a gradient knows that there is one; only who has none must ask the device
+    if not all(there):
         anywhere = [mine or count > 0 for mine, count in zip(there, sums[-1].tolist(), strict=True)]
     for parameter, summed, has_gradient in zip(parameters, sums[:-1], anywhere, strict=True):
         if has_gradient:

@@ -44,9 +44,8 @@ def anonymous(nbytes: int) -> Tensor:
     import torch
 
     huge = nbytes // HUGE_PAGE * HUGE_PAGE if hasattr(mmap, "MADV_HUGEPAGE") else 0
-    mapped_bytes = max(nbytes, 1) + (
-        HUGE_PAGE if huge else 0
-    )  # addresses, not memory: what is never touched takes none
+    # addresses, not memory: what is never touched takes none
+    mapped_bytes = max(nbytes, 1) + (HUGE_PAGE if huge else 0)
     private = private_pages(mapped_bytes)
     start = -torch.frombuffer(private, dtype=torch.uint8).data_ptr() % HUGE_PAGE if huge else 0
     if huge:

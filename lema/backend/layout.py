@@ -330,9 +330,8 @@ def consolidate(shards: Sequence[Tensor], layout: Layout, *, check: bool = True)
     shape = list(first.shape)
     shape[layout.dim] = size
     full = first.new_empty(shape)
-    for _, (start, length), piece in reversed(
-        list(_pieces(shards, layout, size))
-    ):  # the first rank has the last word
+    # the first rank has the last word
+    for _, (start, length), piece in reversed(list(_pieces(shards, layout, size))):
         real = max(0, min(length, size - start))
         full.narrow(layout.dim, min(start, size), real).copy_(piece.narrow(layout.dim, 0, real))
     return full

@@ -94,17 +94,14 @@ class Replicas(Protocol):
 class BackendOptions:
     """What a user may say about a device."""
 
-    page_locked: bool | None = (
-        None  # lock host memory that the device copies from; None: as much as the system allows
-    )
+    # lock host memory that the device copies from; None: as much as the system allows
+    page_locked: bool | None = None
     # Processes that hold one copy of the model together; None: as the backend is made for.
     tensor_parallel_size: int | None = None
-    sequence_parallel: bool = (
-        False  # between attention and MLP each of these holds its part of the sequence only
-    )
-    deterministic: bool = (
-        False  # have the device's libraries compute the same bits each time, before they are used
-    )
+    # between attention and MLP each of these holds its part of the sequence only
+    sequence_parallel: bool = False
+    # have the device's libraries compute the same bits each time, before they are used
+    deterministic: bool = False
     # What only this backend has, by name (`lema.config.backendsettings`).
     settings: Mapping[str, Any] = field(default_factory=dict)
 

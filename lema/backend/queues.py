@@ -87,9 +87,8 @@ class Copies:
         self._uploads = _Lane(queues.uploads)
         self._returns = _Lane(queues.returns)
         self._downloads = _Lane(queues.downloads)
-        self._landings: dict[
-            int, Event
-        ] = {}  # by the address of the host memory: the last download to it
+        # by the address of the host memory: the last download to it
+        self._landings: dict[int, Event] = {}
 
     def upload(self, target: Tensor, source: Tensor, after: Iterable[Event]) -> Event:
         """Queue a copy of host memory to the device, after some events; return when it is done.
@@ -107,9 +106,8 @@ class Copies:
         when it is done.
         """
         done = self._downloads.copy(target, source, target, [self.queues.compute.record()])
-        self._landings[_address(target)] = (
-            done  # they end in order, so the last one is after all others
-        )
+        # they end in order, so the last one is after all others
+        self._landings[_address(target)] = done
         return done
 
     def landing(self, memory: Tensor) -> Event | None:

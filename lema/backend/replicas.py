@@ -72,9 +72,8 @@ class QueuedReplicas:
         gathers = self._queues.gathers
         gathers.wait(compute.record())  # which may still use the last content of `target`
         with gathers.current():
-            self._replicas.gather(
-                upload, target
-            ).wait()  # waits in that queue, and releases the part there
+            # waits in that queue, and releases the part there
+            self._replicas.gather(upload, target).wait()
         return _Gathering(self._queues, gathers.record(), compute, target)
 
     def exchange(self, value: Any) -> list[Any]:

@@ -245,9 +245,8 @@ class ProcessGroup:
         finally:
             os.close(descriptor)
             if name and not hasattr(os, "memfd_create"):
-                with suppress(
-                    PermissionError
-                ):  # of Windows, where it stays among the temporary files
+                # of Windows, where it stays among the temporary files
+                with suppress(PermissionError):
                     Path(name).unlink()
         return memory
 

@@ -153,9 +153,8 @@ class _Event:
         event.record(stream)
 
     def wait(self) -> None:
-        with torch.accelerator.device_index(
-            self._index
-        ):  # a thread that never chose one would wake up the first
+        # a thread that never chose one would wake up the first
+        with torch.accelerator.device_index(self._index):
             self.event.synchronize()
 
     def happened(self) -> bool:

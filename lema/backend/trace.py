@@ -44,9 +44,8 @@ def tracing(path: str | os.PathLike[str] | None) -> Iterator[NoTrace]:
         yield NO_TRACE
         return
     trace = Trace()
-    trace.write(
-        path
-    )  # a place that cannot be written to is better known now than when training is done
+    # a place that cannot be written to is better known now than when training is done
+    trace.write(path)
     try:
         yield trace
     finally:
@@ -115,9 +114,8 @@ class Trace(NoTrace):
             part.write_text(text, encoding="utf-8", newline="\n")
             part.replace(target)
         except OSError as error:
-            with suppress(
-                OSError
-            ):  # cleaning up fails where writing did; the first failure is the one to tell
+            # cleaning up fails where writing did; the first failure is the one to tell
+            with suppress(OSError):
                 part.unlink(missing_ok=True)
             how = "give --trace a file in a directory that may be written to"
             raise DiskError(

@@ -90,9 +90,8 @@ class Watchdog:
         """
         now = self._clock()
         seen = self._moves()
-        if (
-            gone := now - self._polled
-        ) > 4 * INTERVAL:  # this thread was stopped, too, so the run is not to blame
+        # this thread was stopped, too, so the run is not to blame
+        if (gone := now - self._polled) > 4 * INTERVAL:
             self._moved = self._moved + gone
             self._layer = self._layer + gone
         self._polled = now

@@ -79,9 +79,8 @@ def _as_lema_error(error: Exception) -> LemaError:
         how = "lower prefetch_depth, micro_batch_size or max_length, or set device_memory"
         how += "; `lema plan` shows the memory by part"
         return MemoryLimitError(f"the device is out of memory: {message}", how=how)
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(
-        error
-    ):  # torch's error is a RuntimeError
+    # torch's error is a RuntimeError
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
         how = "lower micro_batch_size, host_memory or prefetch_depth"
         return MemoryLimitError("the machine is out of memory", how=how)
     if (unfit := misfit(error)) is not None:

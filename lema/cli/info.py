@@ -66,9 +66,8 @@ def import_file(
                 del settings[problem.key]
     _print_yaml(settings)
     for key, why in notes.items():
-        typer.echo(
-            f"# {' '.join(printable(f'{key}: not carried over; {why}').split())}"
-        )  # in one line, or it is none
+        # in one line, or it is none
+        typer.echo(f"# {' '.join(printable(f'{key}: not carried over; {why}').split())}")
 
 
 def _print_yaml(settings: Mapping[str, Any]) -> None:

@@ -59,9 +59,8 @@ def ending_on_interrupt() -> Iterator[None]:
     except KeyboardInterrupt:  # no command has begun
         os._exit(INTERRUPTED)
     except SystemExit as ended:
-        if (
-            came.is_set()
-        ):  # what was printed has been flushed, and what was imported takes seconds to be put away
+        # what was printed has been flushed, and what was imported takes seconds to be put away
+        if came.is_set():
             os._exit(ended.code if isinstance(ended.code, int) else INTERRUPTED)
         raise
     finally:

@@ -43,17 +43,17 @@ def import_libraries(
         return
     with _hidden(QUANTISING):
         _import_transformers()
-        import_module(
-            "transformers.activations"
-        )  # which configs of most types import, and torch and sympy with it
+        # which configs of most types import, and torch and sympy with it
+        import_module("transformers.activations")
 
         if models:
             from peft import import_utils
 
+            # by PEFT when it attaches an adapter
             for asked in (
                 "is_bnb_4bit_available",
                 "is_torchao_available",
-            ):  # by PEFT when it attaches an adapter
+            ):
                 getattr(import_utils, asked, bool)()
 
 
@@ -84,9 +84,10 @@ def _import_transformers() -> None:
 
     define_structure = vars(import_utils)["define_import_structure"]
     prefix = "models."
+    # which it has kept
     structure = define_structure(
         Path(transformers.__file__).parent / "models", prefix="models"
-    ).items()  # which it has kept
+    ).items()
     models = {
         key: {
             name[len(prefix) :]: exports

@@ -96,9 +96,8 @@ def _warning(
     line: str | None = None,
 ) -> str:
     shown = Warning("\n".join(map(printable, str(message).split("\n"))))
-    if (
-        category is UserWarning
-    ):  # it is for who uses the command, to whom a line of code says nothing
+    # it is for who uses the command, to whom a line of code says nothing
+    if category is UserWarning:
         return f"warning: {shown}\n"
     return _formatted(shown, category, printable(filename), lineno, line)
 

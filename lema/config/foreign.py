@@ -172,12 +172,13 @@ _ATTENTION = {
     "flash_attention": "flash_attention_2",
     "sdp_attention": "sdpa",
 }
+# of axolotl's data sets; columns tell them here
 _FORMS = (
     "alpaca",
     "chat_template",
     "completion",
     "sharegpt",
-)  # of axolotl's data sets; columns tell them here
+)
 _FIELDS = {"field": "text"} | {f"field_{ours}": ours for ours in _COLUMNS}
 _FIELDS |= {f"message_field_{ours}": ours for ours in _OF_MESSAGES}
 

@@ -39,22 +39,24 @@ LOSS_TYPES: dict[str, tuple[str, ...]] = {
     ),
     "kto": ("kto", "apo_zero_unpaired"),
 }
+# the losses of pairs that `label_smoothing` has a meaning for
 SMOOTHED = (
     "robust",
     "exo_pair",
     "aot",
     "aot_unpaired",
-)  # the losses of pairs that `label_smoothing` has a meaning for
+)
 
 OF_TOKENS = ("eval_loss", "eval_perplexity")  # what an evaluation of sft measures
 
 # The objectives that each further setting says something of.
 OBJECTIVES_BY_SETTING = {
     "loss_type": tuple(LOSS_TYPES),
+    # of sft, because a loop in Python may set an objective of its own
     "reference": (
         "sft",
         *WITH_REFERENCE,
-    ),  # of sft, because a loop in Python may set an objective of its own
+    ),
     "beta": (*OF_PAIRS, "kto"),
     "label_smoothing": ("dpo", "simpo"),
     "simpo_gamma": ("simpo",),

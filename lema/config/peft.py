@@ -45,16 +45,18 @@ CARRIED = frozenset(
         *("task_type", "peft_type"),  # LoRA of a causal language model; others are refused
         *("auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
         "fan_in_fan_out",  # follows from the modules
+        # say nothing without megatron_config and use_qalora
         *(
             "megatron_core",
             "qalora_group_size",
-        ),  # say nothing without megatron_config and use_qalora
+        ),
+        # nothing without their initial values
         *(
             "eva_config",
             "corda_config",
             "lora_ga_config",
             "loftq_config",
-        ),  # nothing without their initial values
+        ),
         "runtime_config",  # is not saved, and only says where initial values are computed
     ]
 )
@@ -113,10 +115,11 @@ def refusals(config: Mapping[str, Any], task: str = "CAUSAL_LM") -> Iterator[str
     model of this task. EVA leaves the frozen weights as they are, so an adapter that began with it
     is one like any other by now."""
     for name, reason in REFUSED.items():
+        # PEFT takes an empty one for one with its defaults
         if config.get(name) not in (
             None,
             False,
-        ):  # PEFT takes an empty one for one with its defaults
+        ):
             yield f"{name}, which {reason}"
     if (task_type := config.get("task_type")) not in (None, task):
         model = "causal language model" if task == "CAUSAL_LM" else "model that scores texts"

@@ -25,9 +25,8 @@ __all__ = ["YamlFile", "parse_value", "read_yaml"]
 
 # of a file: the parser takes 10 s for so much, and settings are a few thousand
 MAX_BYTES = 256 << 10
-MAX_VALUES = (
-    20_000  # in a file, aliases written out: a few lines of them stand for more than any memory
-)
+# in a file, aliases written out: a few lines of them stand for more than any memory
+MAX_VALUES = 20_000
 MAX_OPEN = 200  # brackets open at once: the parser's time goes by the square of their number
 HALVES = re.compile("[\ud800-\udbff][\udc00-\udfff]")  # of one character
 _TAG_HOW = "write plain values: text, numbers, true/false, lists"
@@ -39,9 +38,8 @@ class YamlFile:
 
     path: Path  # the file, as the user named it
     values: dict[str, Any]  # the mapping at the top of the file
-    lines: dict[
-        str, int
-    ]  # the line, counted from 1, on which each key stands, by its path: `phases[1].tokens`
+    # the line, counted from 1, on which each key stands, by its path: `phases[1].tokens`
+    lines: dict[str, int]
 
     def locations(self, spellings: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
         """`file:line` of every key by its path, and of "" the file, for error messages. `spellings`
@@ -95,9 +93,8 @@ def read_yaml(path: str | PathLike[str]) -> YamlFile:
             f"the file unpacks to more than {MAX_VALUES:,} values", where=str(file), how=how
         )
     lines = dict(_lines(root, "", set()))
-    constructed = _parsed(
-        lambda _: yaml.constructor.construct_document(root), text, str(file)
-    )  # not parsed again
+    # not parsed again
+    constructed = _parsed(lambda _: yaml.constructor.construct_document(root), text, str(file))
     values = _with_whole_characters(constructed)
     for key in values:
         if not isinstance(key, str):
@@ -169,9 +166,8 @@ def _parsed(read: Callable[[str], Any], text: str, where: str, lines: bool = Tru
         location = f"{where}:{line}" if lines else where
         what = "not YAML: a control character is in the text"
         how = "delete it"
-        if any(
-            "\udc80" <= character <= "\udcff" for character in text
-        ):  # as Python has such a byte of an argument
+        # as Python has such a byte of an argument
+        if any("\udc80" <= character <= "\udcff" for character in text):
             what = (
                 "the text has a byte that is not UTF-8, as names of files in another encoding have"
             )

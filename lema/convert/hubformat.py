@@ -51,12 +51,10 @@ class StoredModel:
     skeleton: PreTrainedModel  # itself, on `meta`, without adapters
     classes: ClassNames  # what the class that trains calls its tensors
     names: NameMap  # where each of its tensors is
-    dtypes: Mapping[
-        str, torch.dtype
-    ]  # the dtype that `transformers` gives each of them, for the requested dtype
-    config_changes: Mapping[
-        str, Any
-    ]  # what the `config.json` of a copy in these dtypes must say otherwise
+    # the dtype that `transformers` gives each of them, for the requested dtype
+    dtypes: Mapping[str, torch.dtype]
+    # what the `config.json` of a copy in these dtypes must say otherwise
+    config_changes: Mapping[str, Any]
 
     @cached_property
     def records(self) -> Mapping[str, Stored]:

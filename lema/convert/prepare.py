@@ -58,19 +58,15 @@ class Prepared:
     path: Path  # the file or directory that was written
     weights: Path  # the file of weights in it
     names: NameMap | None = None  # where every tensor came from; None: from a model in memory
-    precision: tuple[
-        Precision, ...
-    ] = ()  # what quantising has cost, by kind of module; empty: nothing was quantised
+    # what quantising has cost, by kind of module; empty: nothing was quantised
+    precision: tuple[Precision, ...] = ()
     refused: tuple[str, ...] = ()  # linear weights with a shape that the format does not support
-    in_pieces: tuple[
-        str, ...
-    ] = ()  # further ones, that are not quantised because they are written in pieces
-    changes: dict[str, Any] = field(
-        default_factory=dict
-    )  # what `config.json` must say of the weights
-    left_out: tuple[
-        str, ...
-    ] = ()  # tensors of a quantised source that no model reads, and that cannot be copied
+    # further ones, that are not quantised because they are written in pieces
+    in_pieces: tuple[str, ...] = ()
+    # what `config.json` must say of the weights
+    changes: dict[str, Any] = field(default_factory=dict)
+    # tensors of a quantised source that no model reads, and that cannot be copied
+    left_out: tuple[str, ...] = ()
     published: bool = False  # it has the names of the source, and all of its tensors
 
     @property
@@ -118,9 +114,8 @@ class _Opened:
     model: PreTrainedModel  # of the class that is published; on `meta`, where it is of files
     dtypes: Mapping[str, torch.dtype]  # what each of its tensors is written as
     rename: Callable[[str], str]  # from its names to those in the class that trains
-    readers: Sequence[
-        tuple[PreTrainedModel, Callable[[str], str]]
-    ]  # the classes that shall read it, and their names
+    # the classes that shall read it, and their names
+    readers: Sequence[tuple[PreTrainedModel, Callable[[str], str]]]
     index: GlobalBinaryIndex | None = None
     names: NameMap | None = None
     changes: Mapping[str, Any] = field(default_factory=dict)  # of the config
@@ -210,9 +205,8 @@ def _origin(index: GlobalBinaryIndex) -> dict[str, str]:
     """Return the entries for the header of a file by which adapters of the source are known to
     be of the file, too.
     """
-    sources = dict.fromkeys(
-        (*index.sources, base_fingerprint(index))
-    )  # each once: what changes nothing adds none
+    # each once: what changes nothing adds none
+    sources = dict.fromkeys((*index.sources, base_fingerprint(index)))
     return {ORIGIN_MARK: origin_of(index), SOURCES_MARK: " ".join(sources)}
 
 
@@ -308,9 +302,8 @@ def prepare(
     options = (target_dtype, quantize, trust_remote_code, progress)
     with ExitStack() as stack:
         part = target
-        if (
-            not target.exists()
-        ):  # one that is there may hold other files, or be where a disk is mounted
+        # one that is there may hold other files, or be where a disk is mounted
+        if not target.exists():
             stack.enter_context(directories_for(target))
             part = stack.enter_context(appearing(target))
         written = write_weights(

@@ -51,9 +51,8 @@ class FileTensor:
     record: TensorRecord | None = None  # where it is stored under this name
     # The tensors of the model whose elements it holds, and which go where in it.
     moves: tuple[tuple[str, Move], ...] = ()
-    group: tuple[
-        str, ...
-    ] = ()  # the tensors of the model that it is made of by `revert_weight_conversion`
+    # the tensors of the model that it is made of by `revert_weight_conversion`
+    group: tuple[str, ...] = ()
     tensor_name: str = ""  # the tensor of the model that it is, under whichever name
 
     @property
@@ -163,9 +162,8 @@ class PublishedForm:
 
     def read(self, name: str) -> Tensor:
         """Return a tensor of the model, in the type that is written."""
-        if (
-            record := self._records.get(name)
-        ) is None:  # of a model in memory, or as the model makes it
+        # of a model in memory, or as the model makes it
+        if (record := self._records.get(name)) is None:
             return self._state[name].detach().to("cpu", self._dtypes[name])
         return read_tensor(record, self._dtypes[name])
 

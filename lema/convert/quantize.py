@@ -61,9 +61,8 @@ class Quantizer:
     chosen: dict[str, _Chosen]  # what is quantised, by the names of the files that are written
     unchanged: list[str]  # the linear modules that are not
     refused: list[str]  # the parameters whose shape the format does not take
-    in_pieces: list[
-        str
-    ]  # the parameters that are written as several tensors, because no class reads one
+    # the parameters that are written as several tensors, because no class reads one
+    in_pieces: list[str]
     _errors: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     @classmethod
@@ -226,9 +225,8 @@ def _weights(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
     three dimensions.
     """
     for name, module in layer.named_modules():
-        experts = hasattr(
-            module, "has_gate"
-        )  # as transformers marks modules that hold several experts
+        # as transformers marks modules that hold several experts
+        experts = hasattr(module, "has_gate")
         for leaf, parameter in module.named_parameters(recurse=False):
             if (isinstance(module, nn.Linear) and leaf == "weight") or (
                 experts and parameter.ndim == 3

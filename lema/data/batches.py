@@ -19,9 +19,8 @@ __all__ = ["OF_ROWS", "Batch", "Batches", "collate", "dealt", "split_batch"]
 
 TokenRow = Mapping[str, Sequence[int]]
 Numbers = npt.NDArray[np.int64]
-OF_ROWS = frozenset(
-    {"example"}
-)  # columns with one or several values for each row, not for each token
+# columns with one or several values for each row, not for each token
+OF_ROWS = frozenset({"example"})
 
 
 class Batch(TypedDict):
@@ -204,12 +203,10 @@ class Batches:
         self.micro_batch_size = micro_batch_size
         self._example_rows = getattr(dataset, "rows_each", 1)
         self._lengths = np.zeros(len(dataset), dtype=np.int64)  # of rows that were read; 0: not yet
-        self._cached_rows: dict[
-            int, TokenRow
-        ] = {}  # rows that were read for their length, and not collated yet
-        self._separate_batches = separate_batches or hasattr(
-            dataset, "batch_of"
-        )  # what is trained on of examples is a mean over their batch
+        # rows that were read for their length, and not collated yet
+        self._cached_rows: dict[int, TokenRow] = {}
+        # what is trained on of examples is a mean over their batch
+        self._separate_batches = separate_batches or hasattr(dataset, "batch_of")
         self._tokens = tokens
         self._micro_batch_tokens = micro_batch_tokens
         self._multiple = multiple

@@ -265,9 +265,8 @@ def _part_folder(directory: Path, locked: bool) -> Iterator[Path]:
             yield part
         (directory / "tokens" / PARTS).unlink(missing_ok=True)
     except Exception as error:
-        if not isinstance(
-            error.__cause__, BrokenProcessPool
-        ):  # after which the data are as they were, and the disk too
+        # after which the data are as they were, and the disk too
+        if not isinstance(error.__cause__, BrokenProcessPool):
             shutil.rmtree(part, ignore_errors=True)
         raise
 
@@ -355,9 +354,8 @@ def _pool(gather: Gather, processes: int) -> Iterator[ProcessPoolExecutor]:
     try:
         with warnings.catch_warnings():  # threads are there that hold nothing a worker needs
             warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
-            pool.submit(
-                os.getpid
-            ).result()  # all workers are forked by it, before there are more threads
+            # all workers are forked by it, before there are more threads
+            pool.submit(os.getpid).result()
         yield pool
     except BrokenProcessPool as error:
         how = (
@@ -446,9 +444,8 @@ def _evict(root: Path, current: Path) -> None:
     """Remove the entries that were used longest ago until the others are below the bound; none
     that is in use.
     """
-    with contextlib.suppress(
-        OSError
-    ):  # what another process removes, or owns, is not ours to touch
+    # what another process removes, or owns, is not ours to touch
+    with contextlib.suppress(OSError):
         entries = [entry for entry in root.iterdir() if re.fullmatch("[0-9a-f]{32}", entry.name)]
         sizes = {
             entry: sum(file.stat().st_size for file in entry.rglob("*") if file.is_file())

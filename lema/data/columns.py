@@ -183,9 +183,8 @@ def _tokens(row: Row, *, labelled: bool) -> Tokens:
     mask = _ints(row, "attention_mask")
     if len(mask) != len(ids):
         raise row.broken(f"{len(ids)} input_ids but an attention_mask of {len(mask)}")
-    attended = [
-        i for i, seen in enumerate(mask) if seen
-    ]  # padding is put back per batch, as much as that batch needs
+    # padding is put back per batch, as much as that batch needs
+    attended = [i for i, seen in enumerate(mask) if seen]
     return Tokens([ids[i] for i in attended], [labels[i] for i in attended])
 
 

@@ -48,10 +48,11 @@ ROW = np.dtype(
         ("cut", "<i4"),  # tokens that were cut off its end
         ("cut_trained", "<i4"),  # tokens among them which the loss would have counted
         ("source", "<i4"),  # the number of its file
+        # `LABELLED`, and what the reader of the row has to say of it, in the bits below
         (
             "mark",
             "<i4",
-        ),  # `LABELLED`, and what the reader of the row has to say of it, in the bits below
+        ),
     ]
 )
 PACKED = struct.Struct("<qqiiiiii")  # the same, for one row
@@ -126,9 +127,8 @@ class Columns:
     dropped: int = 0
     left_out: int = 0
     skipped: list[Skipped] = field(default_factory=list)
-    remarks: dict[str, tuple[int, str]] = field(
-        default_factory=dict
-    )  # as of `lema.data.forms.Remarks`
+    # as of `lema.data.forms.Remarks`
+    remarks: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def append(self, row: Row, ids: Any, labels: Any, cut: Any, mark: int = 0) -> None:
         """Take in a tokenised row, lists or arrays; `cut` has the labels of the tokens that were
@@ -398,9 +398,8 @@ def grouped_by_length(
     of all is the first. Rows stay in the part of the order where they were, of up to 50 steps, as
     by `transformers`' function `get_length_grouped_indices`, whose `batch_size` is `per_step`."""
     part = per_step * max(1, min(len(order) // (4 * per_step), 50))
-    indices = np.lexsort(
-        (-lengths[order], np.arange(len(order)) // part)
-    )  # stable, so that equals stay in order
+    # stable, so that equals stay in order
+    indices = np.lexsort((-lengths[order], np.arange(len(order)) // part))
     longest = int(lengths[order[indices[::part]]].argmax()) * part
     indices[[0, longest]] = indices[[longest, 0]]
     return order[indices]

@@ -473,9 +473,8 @@ def _columnar(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         batches = _batches(path)
         while (batch := _within_memory(path, number, lambda: next(batches, None))) is not None:
             left -= batch.nbytes
-            most = max(
-                1, min(1024, MAX_ROW * len(batch) // max(1, batch.nbytes))
-            )  # rows at once, of one long text
+            # rows at once, of one long text
+            most = max(1, min(1024, MAX_ROW * len(batch) // max(1, batch.nbytes)))
             parts = (batch.slice(at, most) for at in range(0, len(batch), most))
             for values in (
                 row for part in parts for row in _within_memory(path, number, part.to_pylist)

@@ -55,16 +55,13 @@ class Forms:
     """How rows are to be read."""
 
     columns: Mapping[str, str] = field(default_factory=dict)  # our name of a column to the data's
-    chat_template: str | None = (
-        None  # a file, a Jinja text, or a name among the tokenizer's; None: the tokenizer's own
-    )
+    # a file, a Jinja text, or a name among the tokenizer's; None: the tokenizer's own
+    chat_template: str | None = None
     train_on: TrainOn = "assistant"
-    trains_prompt: bool = (
-        False  # whether what a generation prompt gives, such as an opened <think>, is trained
-    )
-    template_date: str | None = (
-        None  # that chat templates are told for today, YYYY-MM-DD; None: today's
-    )
+    # whether what a generation prompt gives, such as an opened <think>, is trained
+    trains_prompt: bool = False
+    # that chat templates are told for today, YYYY-MM-DD; None: today's
+    template_date: str | None = None
 
     def renamed(self, row: Row) -> Row:
         """Return the row with the columns under our names. `DataError`: the row lacks a column

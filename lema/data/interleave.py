@@ -100,12 +100,10 @@ class Fade:
         return (2 * total + denominator) // (2 * denominator)
 
 
-WINDOW = (
-    1024  # samples that are shuffled among each other; another number is another order of every run
-)
-FADING = (
-    16  # windows in a fade, at least, where it has so many samples: shuffling must not even it out
-)
+# samples that are shuffled among each other; another number is another order of every run
+WINDOW = 1024
+# windows in a fade, at least, where it has so many samples: shuffling must not even it out
+FADING = 16
 
 
 @dataclass(frozen=True, slots=True)

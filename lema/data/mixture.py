@@ -128,9 +128,8 @@ class Mixture:
             raise ConfigError(
                 what, where="eval_data", how="give rows for validation, of every data set"
             )
-        taken = map(
-            self._eval_interleaving.slot, _span(0, count)
-        )  # not shuffled, so that a small batch has all rates too
+        # not shuffled, so that a small batch has all rates too
+        taken = map(self._eval_interleaving.slot, _span(0, count))
         rows = self._eval_sources
         draws = [
             Draw(name, *shuffled_row(len(rows[name]), count, "held out", name))

@@ -14,9 +14,8 @@ from hashlib import blake2b
 __all__ = ["Permutation", "permutation", "shuffled_row"]
 
 ROUNDS = 12
-ROUNDS_OF_FEW = (
-    24  # a network of fewer than six bits needs more until all its orders are equally likely
-)
+# a network of fewer than six bits needs more until all its orders are equally likely
+ROUNDS_OF_FEW = 24
 MASK = 2**64 - 1
 
 

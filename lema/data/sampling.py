@@ -56,9 +56,8 @@ class Sampling:
     name: str  # of the data set
     # Its share of the samples, more than 0 and at most 1. The rates of a mixture sum to 1.
     rate: Annotated[float, Strict()]
-    style: Annotated[Style, BeforeValidator(_style)] = (
-        Style.PADDED
-    )  # how its rows fill blocks: a `Style`, or its name
+    # how its rows fill blocks: a `Style`, or its name
+    style: Annotated[Style, BeforeValidator(_style)] = Style.PADDED
     # is put after `name` for a variant of the data set, such as one packed for another tokenizer
     suffix: str = ""
 

@@ -410,9 +410,8 @@ def top_in_groups(
         if engine.runs_again:
             parts[-1].probe()
             parts[-1].let_go()
-            engine.backend.set_rng_state(
-                after
-            )  # because a look draws the part after the experts again
+            # because a look draws the part after the experts again
+            engine.backend.set_rng_state(after)
     results = groups.results([part.expert_inputs for part in parts])
     shares = list[Tensor]()
     routed = list[list[Tensor]]()

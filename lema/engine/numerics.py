@@ -87,9 +87,8 @@ class ProductPrecision:
 class _Precision:
     """What all switches say, each for itself."""
 
-    old: tuple[
-        str | None, bool | None
-    ]  # of products and of convolutions; None: contradicted by a new switch
+    # of products and of convolutions; None: contradicted by a new switch
+    old: tuple[str | None, bool | None]
     above: tuple[str, ...]
     operations: tuple[str, ...]
 
@@ -157,9 +156,8 @@ def _libraries() -> list[Any]:
 
 
 def _write(switch: Any, value: str) -> None:
-    if (
-        switch.fp32_precision != value
-    ):  # because some of torch's setters set the switch for everything
+    # because some of torch's setters set the switch for everything
+    if switch.fp32_precision != value:
         switch.fp32_precision = value
 
 
@@ -204,12 +202,10 @@ def _deterministic() -> tuple[bool, bool, bool]:
     return chosen, warns, torch.backends.cudnn.benchmark
 
 
-REFUSED = re.compile(
-    r"(\S+) does not have a deterministic implementation"
-)  # what torch says of an operation
-NOT_SET_IN_TIME = (
-    "Deterministic behavior was enabled"  # of a library that was used before it was told
-)
+# what torch says of an operation
+REFUSED = re.compile(r"(\S+) does not have a deterministic implementation")
+# of a library that was used before it was told
+NOT_SET_IN_TIME = "Deterministic behavior was enabled"
 
 
 @contextmanager

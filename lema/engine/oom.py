@@ -65,9 +65,8 @@ class OomRetry:
         self.recomputes = self.cuts = True
         self.location = ""
         self.advise: Callable[[Shortage], str] = lambda _: GENERAL_ADVICE
-        self._rows: dict[
-            Purpose, int
-        ] = {}  # of the largest micro-batch, where the settings' own did not fit
+        # of the largest micro-batch, where the settings' own did not fit
+        self._rows: dict[Purpose, int] = {}
         # What was given up since the last warning: how much of it there was and is, and where
         # memory ran out first.
         self._given_up: dict[str, tuple[int, int]] = {}

@@ -96,9 +96,8 @@ def _without_decay(model: nn.Module) -> set[str]:
     """
     from transformers import Trainer
 
-    decayed = set(
-        Trainer.get_decay_parameter_names(cast(Any, None), model)
-    )  # of its own it needs nothing
+    # of its own it needs nothing
+    decayed = set(Trainer.get_decay_parameter_names(cast(Any, None), model))
     return {name for name, _ in model.named_parameters()} - decayed
 
 
@@ -339,9 +338,8 @@ def make_schedule(
                 error.what, where=where, how=f"lower {where}, or train for more steps"
             ) from error
         return follow(optimizer, factor_of(name, num_steps, spans), step=step)
-    warmup = config.warmup_steps or math.ceil(
-        config.warmup_ratio * num_steps
-    )  # rounded as transformers does
+    # rounded as transformers does
+    warmup = config.warmup_steps or math.ceil(config.warmup_ratio * num_steps)
     if name in ("reduce_lr_on_plateau", "greedy"):
         what = "a schedule that follows the loss is not supported"
         how = "use one that is a function of the step, such as cosine"
@@ -404,8 +402,7 @@ def set_rates(optimizer: Optimizer, rates: Sequence[float | Tensor]) -> None:
     """Set the learning rate of each parameter group."""
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if hasattr(group["lr"], "fill_"):
-            group["lr"].fill_(
-                rate
-            )  # read on the device by captured or compiled steps: it must stay the same tensor
+            # read on the device by captured or compiled steps: it must stay the same tensor
+            group["lr"].fill_(rate)
         else:
             group["lr"] = rate

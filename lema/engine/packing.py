@@ -63,9 +63,8 @@ def check_packing(model: StreamedModel, rows: Sequence[Sequence[int]], at_once: 
         raise ConfigError(what, where="packing", how=how) from error
     finally:
         module.train(was_training)
-    row_logits = [
-        row.float() for batch in logits for row in batch
-    ]  # whatever micro-batches memory allowed
+    # whatever micro-batches memory allowed
+    row_logits = [row.float() for batch in logits for row in batch]
     packed = row_logits[: len(packs)]
     alone = iter(row_logits[len(packs) :])
     noise = list[float]()

@@ -63,9 +63,8 @@ class Padding:
                 "or choose another multiple",
             )
         padded = dict(batch)
-        if (
-            "position_ids" not in padded
-        ):  # because positions mark packed rows, and a mask would hide where each begins
+        # because positions mark packed rows, and a mask would hide where each begins
+        if "position_ids" not in padded:
             padded.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
         if longer == length:
             return padded

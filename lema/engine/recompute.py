@@ -139,9 +139,8 @@ class Graph:
             if lease.refer(tensor) is None:
                 count += 1
                 if count == self._saved:
-                    skipped.enter_context(
-                        Skipped()
-                    )  # because no value after this one reaches the backward
+                    # because no value after this one reaches the backward
+                    skipped.enter_context(Skipped())
             return tensor.detach()
 
         hooks = saved_tensors_hooks(pack, lambda tensor: tensor)

@@ -116,16 +116,13 @@ class Group:
     """Some micro-batches on their way through the layers."""
 
     calls: Calls  # for each layer, the call of each micro-batch
-    targets: Sequence[
-        Tensor
-    ]  # of each micro-batch, `[rows, sequence]`: whose log-probabilities are wanted, -100 else
+    # of each micro-batch, `[rows, sequence]`: whose log-probabilities are wanted, -100 else
+    targets: Sequence[Tensor]
     policy: bool  # whether the layers are those that train; otherwise they are the reference's
-    hidden: list[Tensor] | None = (
-        None  # at the layer that comes next; None: those of `source`, where adapters begin
-    )
-    source: Group | None = (
-        None  # what these rows are the same as up to there; None: the rows that train
-    )
+    # at the layer that comes next; None: those of `source`, where adapters begin
+    hidden: list[Tensor] | None = None
+    # what these rows are the same as up to there; None: the rows that train
+    source: Group | None = None
 
 
 @dataclass(eq=False)
@@ -135,9 +132,8 @@ class ReferenceRows:
     engine: Engine  # what visits work with
     start: StartingAdapter | None  # the reference's adapter; None: the reference has none
     reference: Group | None  # the rows that train, as the reference sees them; None: not needed
-    mismatched: Sequence[
-        Group
-    ]  # of KTO's KL term, of the model and of the reference; none: not needed
+    # of KTO's KL term, of the model and of the reference; none: not needed
+    mismatched: Sequence[Group]
     first_difference: (
         int  # the lowest layer at which the reference makes something else; -1: before the layers
     )

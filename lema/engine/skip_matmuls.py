@@ -62,9 +62,8 @@ class LastLinear:
 
     linear: Linear | None = None  # None: none was called
     begun: int = 0  # how many tensors had been saved when it was called
-    ended: int = (
-        0  # how many had been saved when it returned, or when a dropout of what it returned did
-    )
+    # how many had been saved when it returned, or when a dropout of what it returned did
+    ended: int = 0
     # What it or the dropout returned, `[..., features]`, while somebody else holds that.
     output: Callable[[], Tensor | None] = lambda: None
 
@@ -72,9 +71,8 @@ class LastLinear:
         """Skip its frozen product in the `with` block, if a recomputation can do without: of the
         `total` tensors that the forward saved, `saved` returns how many the recomputation has come
         to."""
-        if (
-            self.linear is None or self.ended != total
-        ):  # the layer saved more, and the product may be part of that
+        # the layer saved more, and the product may be part of that
+        if self.linear is None or self.ended != total:
             return nullcontext()
         return replaced({self.linear: partial(self._call, self.linear.forward, saved)})
 
@@ -82,9 +80,8 @@ class LastLinear:
         self, forward: Callable[..., Tensor], saved: Callable[[], int], *args: Any, **kwargs: Any
     ) -> Tensor:
         assert self.linear is not None
-        if (
-            saved() != self.begun
-        ):  # a layer may call one linear more than once, and this is not the last call
+        # a layer may call one linear more than once, and this is not the last call
+        if saved() != self.begun:
             return forward(*args, **kwargs)
         base = self.linear.base_layer
         with replaced({base: Product(base.forward, lambda _: Skipped())}):
@@ -257,15 +254,13 @@ def _only_adds(linear: Linear) -> bool:
     else looks at it.
     """
     base = linear.base_layer
-    if (
-        type(base).forward not in PRODUCTS or base.weight.requires_grad
-    ):  # else the product itself saves its input
+    # else the product itself saves its input
+    if type(base).forward not in PRODUCTS or base.weight.requires_grad:
         return False
     for name, variant in linear.lora_variant.items():
         dropped_out = linear.training and not isinstance(linear.lora_dropout[name], nn.Identity)
-        if not (
-            type(variant) is DoraLinearVariant and dropped_out
-        ):  # without dropout it multiplies the product
+        # without dropout it multiplies the product
+        if not (type(variant) is DoraLinearVariant and dropped_out):
             return False
     return _is_left_alone(linear) and _is_left_alone(base)
 

@@ -45,10 +45,11 @@ __all__ = ["LayerStack", "StackCall"]
 # What a model collects of its layers by hooks, which see them run more than once, or not at all.
 COLLECTED = ("output_hidden_states", "output_attentions")
 ROUTED = "output_router_logits"  # is answered here, because a loss may be formed of it
+# what models call their keys and values, from transformers 5.24 on and before
 CACHES = (
     "cache",
     "past_key_values",
-)  # what models call their keys and values, from transformers 5.24 on and before
+)
 LEARNING_TOKENS = 8
 
 
@@ -168,15 +169,15 @@ class LayerStack:
         self._signature = inspect.signature(self._forward)
         self._steps: WeakSet[_Step] = WeakSet()
         self._numbers = count()
+        # leases announced for the next pass, and how many stream
         self._ahead: tuple[tuple[int, ...], int] = (
             (),
             0,
-        )  # leases announced for the next pass, and how many stream
+        )
         self._version: int | None = None  # of an adapter's values at the last backward
         self._gradient_sums: dict[nn.Parameter, Tensor] | None = None
-        if (
-            streamed.backend.replicas.size > 1
-        ):  # because the caller wraps the model in DistributedDataParallel
+        # because the caller wraps the model in DistributedDataParallel
+        if streamed.backend.replicas.size > 1:
             if split.groups:
                 what = "experts cannot be leased in groups if several processes call the model"
                 raise ConfigError(what, where="experts_per_slot", how="set it to null")
@@ -197,9 +198,8 @@ class LayerStack:
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         split = self.streamed.split
-        if "forward" in vars(
-            split.layers[0]
-        ):  # because a pass of the engine replaces the layers while it is here
+        # because a pass of the engine replaces the layers while it is here
+        if "forward" in vars(split.layers[0]):
             return self._forward(*args, **kwargs)
         arguments = self._named(args, kwargs)
         if arguments.get("input_ids") is None and arguments.get("inputs_embeds") is None:
@@ -430,9 +430,8 @@ class LayerStack:
                 engine.gradients = asked
                 engine.outer = below_visits(engine.anchor, asked.gradients, asked.parameters)
             hidden = start.start(engine.outer)
-        if (
-            not below
-        ):  # a trainer may make the embeddings' output require a gradient that is not needed
+        # a trainer may make the embeddings' output require a gradient that is not needed
+        if not below:
             hidden = tuple(state.detach() for state in hidden)
         trained = (
             [layer for layer in range(top + 1) if streamed.engine.trains(layer)]
@@ -573,9 +572,8 @@ def _rows(name: str, cut: Cut, size: int, value: Any) -> Any:
     """
     if not isinstance(value, Tensor) or value.dim() < 2:
         return value
-    across = int(
-        name == "position_ids" and value.dim() == 3
-    )  # before them several kinds of positions for each token
+    # before them several kinds of positions for each token
+    across = int(name == "position_ids" and value.dim() == 3)
     if value.shape[across + 1] == cut.width:
         value = value.narrow(across + 1, 0, cut.end)
     if value.shape[across] == 1:

@@ -135,9 +135,8 @@ class StreamedModel:
         self.dft = False
         self.smoothing = 0.0
         self.measured: Measured = {}
-        self.starts_below: bool | None = (
-            None  # whether something before the layers trains; learnt from a step
-        )
+        # whether something before the layers trains; learnt from a step
+        self.starts_below: bool | None = None
 
     def close(self) -> None:
         """Give back the memory and the files in which activations wait."""

@@ -82,9 +82,8 @@ class Engine:
         self.routers: RouterLoss | None = None
         self.runs_again = False
         self.stop = NEVER
-        self._end_visit: Callable[[], None] = getattr(
-            backend, "end_visit", lambda: None
-        )  # a backend may have one
+        # a backend may have one
+        self._end_visit: Callable[[], None] = getattr(backend, "end_visit", lambda: None)
         self.observe: Callable[[int, Sequence[Tensor | None]], None] = lambda *_: None
         self._state: Tensor | None = None
 
@@ -321,9 +320,8 @@ class _LayerVisit:
         collected = nullcontext() if self._asked is None else self._asked.collected()
         with engine.leased(self._layer, "backward") as lease, collected:
             for name, weight in engine.trained.leaves(self._layer, lease).items():
-                self._leaves[
-                    name
-                ].data = weight.detach()  # the slot of the forward holds another layer now
+                # the slot of the forward holds another layer now
+                self._leaves[name].data = weight.detach()
             for index, (graph, edges) in enumerate(self._graphs):
                 engine.stop.poll()
                 if self._away is not None:
@@ -377,9 +375,8 @@ class _LayerVisit:
                 # On a device that compiles graphs also for an input whose gradient is not needed,
                 # so that the lowest layer's backward is the graph of the others'.
                 layer_input = graph_input(engine.anchor, layer_input, input_gradients, index)
-            rerun_call = replace(
-                call, routers=[] if asked else None
-            )  # what the first run has noted is looked at no more
+            # what the first run has noted is looked at no more
+            rerun_call = replace(call, routers=[] if asked else None)
             return _run_layer(
                 engine,
                 layer,
@@ -419,9 +416,8 @@ class _TopVisit:
     _embed_head: EmbedHead
     _reference_rows: ReferenceRows | None
     _inputs: list[Tensor | None] = field(default_factory=list)  # gradients of the inputs
-    _weight_gradients: list[list[tuple[Tensor, Tensor | None]]] = field(
-        default_factory=list
-    )  # what else has one, with that
+    # what else has one, with that
+    _weight_gradients: list[list[tuple[Tensor, Tensor | None]]] = field(default_factory=list)
     _leaves: Leaves = field(default_factory=dict)  # for the weights that train
 
     def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> Tensor:
@@ -460,9 +456,8 @@ class _TopVisit:
                 after = engine.backend.rng_state()
             for index, (call, state) in enumerate(zip(self._calls, hidden, strict=True)):
                 engine.stop.poll()
-                if (
-                    states is not None
-                ):  # because what dropout drew when the loss was formed is drawn again
+                # because what dropout drew when the loss was formed is drawn again
+                if states is not None:
                     engine.backend.set_rng_state(states[index])
                 needs = needs_grad[index]
                 run = partial(
@@ -501,9 +496,8 @@ class _TopVisit:
                 if gradient is not None
             ]
             if pairs:
-                torch.autograd.backward(
-                    [p for p, _ in pairs], [g for _, g in pairs]
-                )  # adds to .grad, in order
+                # adds to .grad, in order
+                torch.autograd.backward([p for p, _ in pairs], [g for _, g in pairs])
         for leaf in self._leaves.values():
             if leaf.grad is not None:
                 leaf.grad *= factor  # 1, but where the loss was changed after it was formed

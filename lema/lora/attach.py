@@ -124,9 +124,8 @@ def configured_lora(model: PreTrainedModel, config: LemaConfig, parts: int = 1) 
     indices = [] if chosen is None else [chosen] if isinstance(chosen, int) else chosen
     patterns = [patterns] if isinstance(patterns, str) else patterns
     beyond = sorted(index for index in indices if index >= len(layers))
-    if beyond and (
-        patterns is None or name.rpartition(".")[2] in patterns
-    ):  # else they count in another list
+    # else they count in another list
+    if beyond and (patterns is None or name.rpartition(".")[2] in patterns):
         what = f"there is no layer {', '.join(map(str, beyond))}: {name} has {len(layers)} of them"
         how = f"layers are counted from 0, to {len(layers) - 1}"
         raise ConfigError(what, where="lora_layers_to_transform", how=how)
@@ -194,9 +193,8 @@ def inject_lora_params(
     generator is left where it was. None: values are left unset, to be loaded. `read`: reads the
     stored tensors that biases, modules that train whole and DoRA's magnitudes begin with."""
     layers_name, _ = find_layers(model)
-    config.base_model_name_or_path = (
-        None  # PEFT warns where it differs, as a hub id does from its place in the cache
-    )
+    # PEFT warns where it differs, as a hub id does from its place in the cache
+    config.base_model_name_or_path = None
     check_saved_modules(model, config, layers_name)
     _check_token_indices(model, config)
     asked = copy(config)

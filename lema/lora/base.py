@@ -60,9 +60,8 @@ class Base(NamedTuple):
     name: str  # by which others find it: a hub id, or a path
     revision: str | None  # of a hub id
     fingerprint: str  # of the files that the adapter is trained on
-    config: Mapping[str, Any] | None = (
-        None  # what changes numbers in its `config.json`; None: it has none
-    )
+    # what changes numbers in its `config.json`; None: it has none
+    config: Mapping[str, Any] | None = None
     sources: tuple[str, ...] = ()  # fingerprints of the models that these files were prepared from
     computed: torch.dtype | None = None  # in which its layers are computed, if that is known
 

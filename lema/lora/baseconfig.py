@@ -116,9 +116,8 @@ def _read(config: dict[str, Any]) -> dict[str, Any]:
         raise AdapterError(
             what, where=f"model_type: {kind}", how="copy or save the adapter again"
         ) from error
-    json_config: dict[str, Any] = json.loads(
-        json.dumps(read, default=str)
-    )  # keys that are numbers are text in a file
+    # keys that are numbers are text in a file
+    json_config: dict[str, Any] = json.loads(json.dumps(read, default=str))
     return json_config
 
 

@@ -38,9 +38,8 @@ class ClassNames:
     that trains.
     """
 
-    published: PreTrainedModel | None = (
-        None  # that class, on `meta`; None: its names are those of the one that trains
-    )
+    # that class, on `meta`; None: its names are those of the one that trains
+    published: PreTrainedModel | None = None
     prefixes: Prefixes = ()  # beginnings of names: in the published class, in the one that trains
     own_published: bool = False  # the model is of the published class
 

@@ -29,9 +29,8 @@ from lema.storage.regular import read_regular
 
 __all__ = ["check_code_is_named", "save_settings", "without_consent", "written_here"]
 
-_WRITTEN = set[
-    str
-]()  # digests of what this process wrote: a run without a cache reads again what it has written
+# digests of what this process wrote: a run without a cache reads again what it has written
+_WRITTEN = set[str]()
 
 # files of settings that are remembered; those that were written longest ago are forgotten
 MOST_NOTED = 10_000
@@ -100,10 +99,11 @@ def written_here(file: Path) -> bool:
         note = (_folder() / digest).lstat()
     except (OSError, DiskError):
         return False
+    # root could note for others
     return stat.S_ISREG(note.st_mode) and own_number() in (
         None,
         note.st_uid,
-    )  # root could note for others
+    )
 
 
 def _folder() -> Path:

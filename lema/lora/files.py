@@ -130,9 +130,8 @@ def with_adapter(config: LemaConfig, directory: Path | None = None) -> LemaConfi
     directory = directory or resolve_model(config.adapter_name_or_path)
     saved = the_lora_config(directory)
     if config.objective != "sft":
-        saved.lora_dropout = (
-            0.0  # because these objectives train without, as TRL's `disable_dropout` has it
-        )
+        # because these objectives train without, as TRL's `disable_dropout` has it
+        saved.lora_dropout = 0.0
     return _agreed(config, saved, config.model_dump(exclude_unset=True), directory)
 
 
@@ -213,9 +212,8 @@ def adapter_differences(model: PeftModel, directory: Path) -> list[tuple[str, An
         for name in names
         if not any(_same(name, settings[name], then[name]) for settings in (now, written))
     ]
-    none: dict[str, Any] = {
-        "lora_target_parameters": []
-    }  # an empty list means none, and None would mean the default
+    # an empty list means none, and None would mean the default
+    none: dict[str, Any] = {"lora_target_parameters": []}
     return [
         (name, none.get(name) if then[name] is None else then[name], now[name])
         for name in differing

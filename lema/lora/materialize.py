@@ -97,9 +97,8 @@ def check_attached(model: PreTrainedModel, config: LoraConfig) -> None:
 
 def take_off(model: nn.Module) -> None:
     """Restore the modules that PEFT has wrapped, and freeze everything, as it was before."""
-    for name, wrapper in reversed(
-        list(_of(AuxiliaryTrainingWrapper, model))
-    ):  # the innermost first
+    # the innermost first
+    for name, wrapper in reversed(list(_of(AuxiliaryTrainingWrapper, model))):
         model.set_submodule(name, wrapper.original_module)
     for name, module in list(_of(LoraLayer, model)):
         if ".base_layer" not in name:  # what a wrapper wraps comes off with it
@@ -145,9 +144,8 @@ def make_real(
             inside = name.startswith(f"{layers_name}.")
             return int(name.removeprefix(f"{layers_name}.").partition(".")[0]) if inside else -1
 
-        for _, group in groupby(
-            sorted(begun, key=layer), layer
-        ):  # modules outside the layers are one group
+        # modules outside the layers are one group
+        for _, group in groupby(sorted(begun, key=layer), layer):
             names = {name: begun[name] for name in group}
             stored_names = {stored for stored in names.values() if stored is not None}
             assert read is not None or not stored_names, (
@@ -162,9 +160,8 @@ def make_real(
                         None if stored is None else tensors[stored],
                         adapter,
                     )
-                elif (
-                    stored is not None and stored in tensors
-                ):  # a buffer that is not stored is as the module made it
+                # a buffer that is not stored is as the module made it
+                elif stored is not None and stored in tensors:
                     put(model, name, tensors[stored].clone())
     else:
         for name, parameter in _unreal(model, config, adapter):
@@ -230,9 +227,8 @@ def _make_matrices(
     dtype = cast(Tensor, base).dtype if draw else torch.float32
     for matrix in matrices:
         for value in matrix.parameters():
-            value.data.copy_(
-                value.data.to(dtype)
-            )  # in place, because memory that is new costs more than rounding
+            # in place, because memory that is new costs more than rounding
+            value.data.copy_(value.data.to(dtype))
         matrix.to(device)
     for factors in rows:  # new, because not every device lets a parameter's memory move to it
         values = factors[adapter].detach().to(dtype).float().to(device)

@@ -50,9 +50,8 @@ def rounded(exact: Tensor, dtype: torch.dtype, rounding: Rounding, seed: int, na
         return near
     missed = exact - near.to(exact.dtype)
     bits = near.view(torch.int16)
-    away = torch.signbit(missed) == torch.signbit(
-        near
-    )  # floating point counts in magnitudes from zero
+    # floating point counts in magnitudes from zero
+    away = torch.signbit(missed) == torch.signbit(near)
     neighbour = torch.where(away, bits + 1, bits - 1).view(dtype)
     share = missed.abs() / (neighbour.to(exact.dtype) - near.to(exact.dtype)).abs()
     digest = blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
@@ -63,12 +62,10 @@ def rounded(exact: Tensor, dtype: torch.dtype, rounding: Rounding, seed: int, na
 
 
 ADAPTER = "default"  # PEFT's name for the only adapter
-WRAPPED = re.compile(
-    r"\.(base_layer|original_module|token_adapter)\b"
-)  # where PEFT keeps wrapped modules
-OWN = re.compile(
-    r"\.(lora_\w+|modules_to_save|trainable_tokens_\w+)\b"
-)  # where PEFT keeps its own parameters
+# where PEFT keeps wrapped modules
+WRAPPED = re.compile(r"\.(base_layer|original_module|token_adapter)\b")
+# where PEFT keeps its own parameters
+OWN = re.compile(r"\.(lora_\w+|modules_to_save|trainable_tokens_\w+)\b")
 Weight = Callable[[str, nn.Parameter], Tensor]
 """A weight's name in the model without adapters, and what stands for it in the module -> its
 value, in its own type.
@@ -122,9 +119,8 @@ def merge_module(
     )
     try:
         with torch.no_grad():
-            if (
-                rows is not None
-            ):  # PEFT would add LoRA's product to a copy of what such a wrapper has
+            # PEFT would add LoRA's product to a copy of what such a wrapper has
+            if rows is not None:
                 anything.base_layer = rows.unload_and_optionally_merge_module(**how)
             if hasattr(module, "unload_and_optionally_merge_module"):
                 merged = anything.unload_and_optionally_merge_module(**how)
@@ -147,9 +143,8 @@ def merge_module(
         for adapted in module.modules():
             if hasattr(adapted, "merged_adapters"):
                 cast(Any, adapted).merged_adapters.clear()
-            getattr(adapted, "_caches", {}).pop(
-                f"{ADAPTER}-weight_norm", None
-            )  # DoRA's, for PEFT's own way back
+            # DoRA's, for PEFT's own way back
+            getattr(adapted, "_caches", {}).pop(f"{ADAPTER}-weight_norm", None)
 
 
 def wrapped(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -184,9 +184,8 @@ def _fitted(
     if _selected(fitted, modules) != targets:
         fitted.target_modules = sorted({*before, *targets})  # so that it fits both classes
         fitted.exclude_modules = fitted.layers_to_transform = fitted.layers_pattern = None
-        _narrow(
-            fitted, modules, targets
-        )  # names of one class may end those of other modules in the other
+        # names of one class may end those of other modules in the other
+        _narrow(fitted, modules, targets)
     for option, usual in (("rank_pattern", config.r), ("alpha_pattern", config.lora_alpha)):
         patterns: dict[str, int] = getattr(config, option) or {}
         values = {name: _value(patterns, name, usual) for name in adapted}

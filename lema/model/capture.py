@@ -102,9 +102,8 @@ class Between:
         self.more = False
         self._leaves: list[Any] = []  # without the bytes of what is packed
         self._structure: Any = None
-        self._strides: dict[
-            int, tuple[int, ...]
-        ] = {}  # strides of the gradients of extracted tensors
+        # strides of the gradients of extracted tensors
+        self._strides: dict[int, tuple[int, ...]] = {}
 
     def packed(self, values: Mapping[int, Any], written: Mapping[int, Mapping[Any, Any]]) -> Tensor:
         """Return what is wanted as one tensor. What carries no gradient, such as indices, waits
@@ -120,9 +119,8 @@ class Between:
         carried: list[Tensor] = list(filter(_is_carried, leaves))
         if len(carried) == 1:
             return carried[0]
-        dtype = reduce(
-            torch.promote_types, (tensor.dtype for tensor in carried)
-        )  # the wider one holds all values exactly
+        # the wider one holds all values exactly
+        dtype = reduce(torch.promote_types, (tensor.dtype for tensor in carried))
         pieces: list[Tensor] = []
         for index, tensor in enumerate(carried):
             flat = (
@@ -140,9 +138,8 @@ class Between:
         pieces = [packed]
         if len(layouts) > 1:
             counts = [prod(layout.shape) for layout in layouts]
-            sizes = [
-                size for count in counts for size in (count, -count % ALIGNMENT)
-            ]  # and what follows each
+            # and what follows each
+            sizes = [size for count in counts for size in (count, -count % ALIGNMENT)]
             pieces = [
                 layout.taken(flat)
                 for layout, flat in zip(layouts, packed.split(sizes)[::2], strict=True)
@@ -181,9 +178,8 @@ class Between:
             strides = self._strides.get(index, gradient.stride())
             if gradient.stride() == strides:
                 return gradient
-            once = gradient[
-                tuple(slice(0, None if stride else 1) for stride in strides)
-            ]  # along 0 values are equal
+            # along 0 values are equal
+            once = gradient[tuple(slice(0, None if stride else 1) for stride in strides)]
             strided = torch.empty_strided(
                 once.shape, strides, dtype=gradient.dtype, device=gradient.device
             )
@@ -430,9 +426,8 @@ def routed(router_logits: list[Tensor] | None) -> Iterator[None]:
     recorded: dict[str, list[Tensor]] = {"router_logits": []}
     with collecting(recorded):
         yield
-    router_logits[:] = recorded[
-        "router_logits"
-    ]  # not added, because what failed may be attempted again
+    # not added, because what failed may be attempted again
+    router_logits[:] = recorded["router_logits"]
 
 
 @contextmanager

@@ -250,9 +250,8 @@ def _keep_what_is_made() -> None:
     """Make the compiler keep its code where the next start finds it, unless the environment
     names a directory.
     """
-    from torch._inductor.runtime.cache_dir_utils import (
-        default_cache_dir,
-    )  # as importing torch has set it
+    # as importing torch has set it
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     if os.environ.get(CACHE, default_cache_dir()) != default_cache_dir():
         return

@@ -34,12 +34,10 @@ __all__ = ["Conversion", "CopyTrace", "Misfit"]
 
 CONSTANTS = ("I64", "I32")
 MOST_CONSTANT = 64  # bytes of such a tensor
-SHAPE = re.compile(
-    r"_shape$"
-)  # of a packed weight, whose values are read on the host; codes may be as small
-SCALE = re.compile(
-    r"(?<!activation_)(?<!input_)(?<!input_global_)scale"
-)  # of a weight, not of what it multiplies
+# of a packed weight, whose values are read on the host; codes may be as small
+SHAPE = re.compile(r"_shape$")
+# of a weight, not of what it multiplies
+SCALE = re.compile(r"(?<!activation_)(?<!input_)(?<!input_global_)scale")
 Groups = dict[str, list[TensorRecord]]  # by the pattern of the converter that they matched
 
 
@@ -59,9 +57,8 @@ class CopyTrace(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch's own
         self._sources: dict[int, int] = {}  # by storage, the number of the source that it is
-        self._filled: dict[
-            int, tuple[tuple[int, ...], list[Box]]
-        ] = {}  # by storage, its shape and where it came from
+        # by storage, its shape and where it came from
+        self._filled: dict[int, tuple[tuple[int, ...], list[Box]]] = {}
         self._alive: list[Tensor] = []  # so that no address of a storage is used again
 
     def source(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -171,12 +168,10 @@ class Conversion:
             return copied or self._computed(groups, operations, [], model, dtype)
         first, *later_operations = operations
         stored = [DTYPES.get(record.dtype) for group in groups.values() for record in group]
-        if not all(
-            dtype and dtype.is_floating_point and dtype.itemsize > 1 for dtype in stored
-        ):  # some are quantised
-            if not any(
-                SCALE.search(pattern) for pattern in groups
-            ):  # some operations would take it for the weight
+        # some are quantised
+        if not all(dtype and dtype.is_floating_point and dtype.itemsize > 1 for dtype in stored):
+            # some operations would take it for the weight
+            if not any(SCALE.search(pattern) for pattern in groups):
                 name = next(
                     (record.name for pattern, record in self.sources if "scale" not in pattern),
                     self.first,
@@ -473,9 +468,8 @@ def _padding(groups: Groups, operation: Any) -> dict[str, tuple[int, int]]:
     settings = getattr(getattr(operation, "hf_quantizer", None), "quantization_config", None)
     block = getattr(settings, "weight_block_size", None)
     padding = {}
-    named = {
-        pattern.removesuffix("$"): group for pattern, group in groups.items()
-    }  # some releases end patterns so
+    # some releases end patterns so
+    named = {pattern.removesuffix("$"): group for pattern, group in groups.items()}
     for pattern, group in groups.items():
         weight = group[0]
         scales = named.get(f"{pattern.removesuffix('$')}_scale_inv", [])

@@ -37,9 +37,8 @@ __all__ = [
 PRODUCTS = frozenset(
     ["linear", "matmul", "__matmul__", "mm", "bmm", "_grouped_mm", "grouped_mm_fallback"]
 )
-ExpertInputs = tuple[
-    torch.dtype | None, Sequence[Tensor]
-]  # the dtype of products, and the inputs of experts
+# the dtype of products, and the inputs of experts
+ExpertInputs = tuple[torch.dtype | None, Sequence[Tensor]]
 # the attribute of a module of experts with adapters of the group that it is now
 FACTORS = "leased_factors"
 WEIGHT_ATTRIBUTES = frozenset(
@@ -76,9 +75,8 @@ class LayerExperts:
     module: nn.Module  # which has the weights
     name: str  # of the same with its adapters around it, in the layer
     outer: nn.Module  # that
-    weights: tuple[
-        str, ...
-    ]  # the names in the layer of those whose first dimension are experts, without adapters
+    # the names in the layer of those whose first dimension are experts, without adapters
+    weights: tuple[str, ...]
     count: int  # of experts
 
     @contextmanager
@@ -196,9 +194,8 @@ class Routed:
     place each token comes once, and what is added to it is added in one order on every device."""
 
     autocast: torch.dtype | None  # as the layer's call has it
-    inputs: tuple[
-        Tensor, Tensor, Tensor
-    ]  # hidden states [tokens, hidden], experts and weights [tokens, of each token]
+    # hidden states [tokens, hidden], experts and weights [tokens, of each token]
+    inputs: tuple[Tensor, Tensor, Tensor]
     pairs: Sequence[Tensor]  # of each group, where in the experts, flat
     counts: Sequence[Sequence[int]]  # of each group, how many pairs there are of each place
 
@@ -365,9 +362,8 @@ class LowRankSum:
                     func(left_operand.right, right_operand) * left_operand.scaling,
                 )
             )
-        product = func(
-            left_operand, right_operand.weight, *extra_args, **kwargs
-        )  # added to in place, because no backward needs a product
+        # added to in place, because no backward needs a product
+        product = func(left_operand, right_operand.weight, *extra_args, **kwargs)
         if name == "linear":  # its matrix is transposed, and its bias is added once
             return product.add_(
                 func(

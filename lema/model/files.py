@@ -152,9 +152,8 @@ class ModelFiles:
             values: dict[str, Any] = json.loads(read_regular(file, inside=True))
         else:
             values = GenerationConfig.from_model_config(self.config).to_diff_dict()
-            values.pop(
-                "_from_model_config", None
-            )  # because transformers would make it of the model's config again
+            # because transformers would make it of the model's config again
+            values.pop("_from_model_config", None)
         if self.stop_tokens:
             values["eos_token_id"] = _with_stop_tokens(values.get("eos_token_id"), self.stop_tokens)
             pad = values.get("pad_token_id")
@@ -217,12 +216,10 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
     assert isinstance(config, PreTrainedConfig)
     keep_to_libraries(config, directory / "config.json")
     for part in filter(None, (config, getattr(config, "text_config", None))):
-        if getattr(
-            part, "output_router_logits", False
-        ):  # `lema.engine.head.routers` reads the file
-            part.output_router_logits = (
-                False  # because no router runs where the model's own forward does
-            )
+        # `lema.engine.head.routers` reads the file
+        if getattr(part, "output_router_logits", False):
+            # because no router runs where the model's own forward does
+            part.output_router_logits = False
     return config
 
 

@@ -86,25 +86,19 @@ class LayerCall:
     hidden_is_keyword: bool
     hidden: int = 0  # the number of the hidden state
     returns: tuple[int, ...] = ()  # the numbers of what the layer returns
-    after: list[Step] = field(
-        default_factory=list
-    )  # what the model does with that before the next layer is called
+    # what the model does with that before the next layer is called
+    after: list[Step] = field(default_factory=list)
     received: Between | None = None  # of the layer below; None: the hidden state alone
-    left: Between | None = (
-        None  # for the layer above; None: what the layer returns first, untouched
-    )
-    autocast: torch.dtype | None = (
-        None  # the dtype that products had where the model was called; None: the layer's own
-    )
-    routers: list[Tensor] | None = (
-        None  # the outputs of the layer's routers in its last run; None: not requested
-    )
-    snapshot: Snapshot | None = (
-        None  # what the layer kept before its first run; None: it has not run
-    )
-    hooks: HookSnapshot | None = (
-        None  # of the modules inside the layer when the model was called; None: those of now
-    )
+    # for the layer above; None: what the layer returns first, untouched
+    left: Between | None = None
+    # the dtype that products had where the model was called; None: the layer's own
+    autocast: torch.dtype | None = None
+    # the outputs of the layer's routers in its last run; None: not requested
+    routers: list[Tensor] | None = None
+    # what the layer kept before its first run; None: it has not run
+    snapshot: Snapshot | None = None
+    # of the modules inside the layer when the model was called; None: those of now
+    hooks: HookSnapshot | None = None
 
     def begin(self, snapshot: Snapshot) -> None:
         """Note that the first run is over, and what the layer kept before it."""
@@ -365,9 +359,8 @@ class Suspended:
     def __init__(self, state: Callable[[], Tensor]) -> None:
         self.tape = Tape()
         self._state = state
-        self.expert_inputs: tuple[
-            Tensor, ...
-        ] = ()  # hidden states, chosen experts, weights of these
+        # hidden states, chosen experts, weights of these
+        self.expert_inputs: tuple[Tensor, ...] = ()
         self.drawn: Tensor
         self._steps: list[Step] = []
         self._result = self._output = -1

@@ -130,9 +130,8 @@ class _Answering(TorchFunctionMode):
             _unawaited(function, args, kwargs) if target is not None else function(*args, **kwargs)
         )
         if target is not None and version is not None and target._version != version:
-            self._forget(
-                target.untyped_storage()._cdata
-            )  # it was changed in place, and with it all in its memory
+            # it was changed in place, and with it all in its memory
+            self._forget(target.untyped_storage()._cdata)
             return result
         host_arguments = (
             self._in_host_memory(args, kwargs)

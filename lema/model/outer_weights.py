@@ -55,9 +55,8 @@ __all__ = [
     "tensors_elsewhere",
 ]
 
-OF_TORCH = frozenset(
-    vars(nn.Module())
-)  # attributes that every module has: hooks, and what it registers
+# attributes that every module has: hooks, and what it registers
+OF_TORCH = frozenset(vars(nn.Module()))
 
 
 def layer_bytes(
@@ -303,9 +302,8 @@ def move_tensors(model: nn.Module, device: torch.device) -> None:
     What is elsewhere on purpose is in no attribute of a module: a table in host memory is its
     function's, and what is leased has no values until then. Tensors that are one stay one.
     """
-    moved: dict[
-        int, tuple[Tensor, Tensor]
-    ] = {}  # by `id`, with the tensor, so that no other one gets its number
+    # by `id`, with the tensor, so that no other one gets its number
+    moved: dict[int, tuple[Tensor, Tensor]] = {}
 
     def there(tensor: Tensor) -> Tensor:
         if not _elsewhere(tensor, device):

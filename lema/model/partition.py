@@ -249,11 +249,12 @@ def _attention(
     return heads, heads // int(getattr(parent, "num_key_value_groups", None) or 1), width
 
 
+# what modules of attention call the width of a head
 _WIDTHS = (
     "v_head_dim",
     "head_dim",
     "head_size",
-)  # what modules of attention call the width of a head
+)
 _WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
 
 

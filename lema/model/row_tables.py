@@ -307,9 +307,8 @@ class RowTables:
         absent = module._parameters["weight"]
         padding = module.padding_idx
         module._parameters["weight"] = nn.Parameter(on_device["rows"], requires_grad=False)
-        module.padding_idx = (
-            None  # it says whose row gets no gradient, by a number that means another row here
-        )
+        # it says whose row gets no gradient, by a number that means another row here
+        module.padding_idx = None
         try:
             return own_forward(module, on_device["indices"])
         finally:

@@ -27,17 +27,17 @@ from lema.model.state.snapshot import rehearsed
 
 __all__ = ["PRODUCTS", "Product", "SharedInputs", "multiply_together", "tried"]
 
+# each multiplies its argument by a matrix, and saves no more than that
 PRODUCTS = (
     nn.Linear.forward,
     Conv1D.forward,
-)  # each multiplies its argument by a matrix, and saves no more than that
+)
 # What a layer's arguments may be where it is tried on copies of its tensors: nothing that the trial
 # could change.
 PLAIN = (int, float, str, torch.dtype, torch.device, type(None))
 
-_running: ContextVar[SharedInputs | None] = ContextVar(
-    "_running", default=None
-)  # of the layer that is being run
+# of the layer that is being run
+_running: ContextVar[SharedInputs | None] = ContextVar("_running", default=None)
 
 
 def multiply_together(model: nn.Module) -> None:
@@ -104,13 +104,11 @@ class SharedInputs:
     """
 
     _groups: dict[nn.Module, tuple[Together, ...]] | None = None  # None: the layer has not been run
-    _seen: list[tuple[Together, Tensor]] | None = (
-        None  # in a trial: the calls so far, with their inputs
-    )
+    # in a trial: the calls so far, with their inputs
+    _seen: list[tuple[Together, Tensor]] | None = None
     _last_input: tuple[Tensor, int | None] | None = None  # the last input, and its version then
-    _outputs: dict[nn.Module, Tensor] = field(
-        default_factory=dict
-    )  # of that, for linears that were not called yet
+    # of that, for linears that were not called yet
+    _outputs: dict[nn.Module, Tensor] = field(default_factory=dict)
 
     @contextmanager
     def used(
@@ -163,9 +161,8 @@ class SharedInputs:
         linears = [linear for linear, _ in seen]
         groups: dict[int, tuple[Together, ...]] = {}
         for linear, inputs in seen:
-            if (
-                linears.count(linear) == 1
-            ):  # a linear that is called twice could use the result for its other call
+            # a linear that is called twice could use the result for its other call
+            if linears.count(linear) == 1:
                 groups[id(inputs)] = (*groups.get(id(inputs), ()), linear)
         self._groups = {linear: group for group in groups.values() for linear in group}
 
@@ -294,9 +291,8 @@ class _Sums(torch.autograd.Function):
             ):
                 outputs.append(unformed)  # of the whole sum
                 continue
-            output = x.new_empty(
-                *inputs.shape[:-1], len(matrix)
-            )  # no view, because the model may write into it
+            # no view, because the model may write into it
+            output = x.new_empty(*inputs.shape[:-1], len(matrix))
             flat = output.view(-1, len(matrix))
             if factor.bias is None:
                 torch.mm(x, matrix.t(), out=flat)

@@ -40,9 +40,8 @@ from lema.errors import LemaError, ModelError, message_of
 from lema.model.capture import past_layers, tensors_in
 from lema.storage.modelfiles import parts_of
 
-MAX_TENSORS = (
-    200_000  # about three times those of the model that has the most, with each expert's apart
-)
+# about three times those of the model that has the most, with each expert's apart
+MAX_TENSORS = 200_000
 MAX_TABLE_BYTES = 256 << 20  # of one table
 MAX_TABLES_BYTES = 2 << 30  # of all the large ones of a model together
 COUNTED_FROM = 16 << 20  # bytes; smaller ones are not counted

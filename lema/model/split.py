@@ -84,12 +84,10 @@ class Split:
         self.lazy = not has_addresses(backend.device)
         self.dtype = main_dtype(model)
         self._scores = scores_texts(model)
-        self._extra_outputs: tuple[Any, ...] | None = (
-            None  # what layers return after the hidden state; None: it is bare
-        )
-        self._mark_absent = (
-            True  # a None among it may be a tensor in another layer, so it has a placeholder too
-        )
+        # what layers return after the hidden state; None: it is bare
+        self._extra_outputs: tuple[Any, ...] | None = None
+        # a None among it may be a tensor in another layer, so it has a placeholder too
+        self._mark_absent = True
         self.tables: RowTables | None = None
         # The number of the head's input, in training and in evaluation, because some models differ
         # between them.
@@ -110,9 +108,8 @@ class Split:
         self.state = ModelState(model, self.layers, self.layers_name)
         self._compiled: CompiledLayers | None = None
         self._experts: dict[int, LayerExperts | None] = {}
-        self.groups: Mapping[
-            int, Sequence[ExpertGroup]
-        ] = {}  # of layers whose experts are leased in groups
+        # of layers whose experts are leased in groups
+        self.groups: Mapping[int, Sequence[ExpertGroup]] = {}
         self._forget_layers()
         form_no_frozen_gradients()
 
@@ -446,9 +443,8 @@ class Split:
             experts = self.experts_of(0)
             stand_in = {}
             if experts is not None and not set(experts.weights) <= first_layer_weights.keys():
-                stand_in = {
-                    experts.module: lambda hidden, *_: torch.zeros_like(hidden)
-                }  # they are leased in groups
+                # they are leased in groups
+                stand_in = {experts.module: lambda hidden, *_: torch.zeros_like(hidden)}
             with replaced(stand_in):
                 out = self.call_layer(0, first_layer_weights, args, kwargs)
             self._extra_outputs = None if isinstance(out, Tensor) else tuple(out[1:])
@@ -541,9 +537,8 @@ class Split:
         """Forget the layers' names and compiled forms, because adapters were attached or taken off.
         Those of experts multiply apart from here on, also for another `Split` of this model."""
         self._forget_layers()
-        if (
-            not self._to_compile
-        ):  # because a layer has to compute alike where it is compiled and where it is not
+        # because a layer has to compute alike where it is compiled and where it is not
+        if not self._to_compile:
             multiply_unmerged(self.layers)
         if self._fast:
             multiply_together(self.layers)

@@ -53,16 +53,14 @@ class NameMap:
 
     # In-memory name -> its place on disk: unchanged, assembled from several tensors, or quantised.
     stored: dict[str, Stored] = field(default_factory=dict)
-    rearranged: list[str] = field(
-        default_factory=list
-    )  # in-memory names of tensors that are stored in another form
+    # in-memory names of tensors that are stored in another form
+    rearranged: list[str] = field(default_factory=list)
     # In-memory name that is not stored -> the stored in-memory name it shares its weights with.
     tied: dict[str, str] = field(default_factory=dict)
     # Buffers that the checkpoint need not store; the model's own values stand.
     unstored_buffers: list[str] = field(default_factory=list)
-    ignored: list[Stored] = field(
-        default_factory=list
-    )  # tensors on disk that `transformers` says no model needs
+    # tensors on disk that `transformers` says no model needs
+    ignored: list[Stored] = field(default_factory=list)
     # Further tensors on disk that the model has no place for; `from_pretrained` warns of them and
     # goes on.
     unused: list[Stored] = field(default_factory=list)
@@ -401,9 +399,8 @@ def _tie(
         (name, id(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)
     ]
     uses = Counter(parameter_id for _, parameter_id in named)
-    as_built = [
-        name for name, parameter_id in named if uses[parameter_id] > 1
-    ]  # which a model's own rule may part
+    # which a model's own rule may part
+    as_built = [name for name, parameter_id in named if uses[parameter_id] > 1]
     usual = {
         name: model.get_parameter_or_buffer(name) for name in (*pairs.values(), *pairs, *as_built)
     }
@@ -461,9 +458,8 @@ def _same_values(left: Stored, right: Stored, dtype: torch.dtype) -> bool:
     return torch.equal(read_stored(left, dtype), read_stored(right, dtype))
 
 
-WRAPPED = re.compile(
-    r"\.(base_layer|original_module)\b"
-)  # where an adapter keeps the module it wraps
+# where an adapter keeps the module it wraps
+WRAPPED = re.compile(r"\.(base_layer|original_module)\b")
 
 
 def stored_name(name: str) -> str:

@@ -236,9 +236,8 @@ def surely_fits(blueprint: Blueprint, shape: StepShape, device_limit: int) -> bo
     width = 0
     for layer in blueprint.layers:
         tensors = (*layer.tensors, *(expansion.target for expansion in layer.expansions))
-        width += WIDE * sum(
-            sum(tensor.shape[-2:]) for tensor in tensors
-        )  # what goes into a product, and what comes out
+        # what goes into a product, and what comes out
+        width += WIDE * sum(sum(tensor.shape[-2:]) for tensor in tensors)
         width += WIDE * batch.length * heads  # scores of one token
     width += WIDE * (text.vocab_size + text.hidden_size)
     weights = (

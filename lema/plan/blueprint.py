@@ -70,27 +70,21 @@ class Blueprint:
     parameters: int  # of the model, adapters not counted
     reference_bytes: int = 0  # on the device, of the adapter that a preference loss compares with
     trained: TrainedBytes | None = None  # weights of the model that train instead of an adapter
-    cut_experts: Callable[[int], ExpertParts] | None = (
-        None  # returns layers with so many experts in a group
-    )
-    parts: ExpertParts | None = (
-        None  # the layers with their experts in groups; None: they are whole
-    )
+    # returns layers with so many experts in a group
+    cut_experts: Callable[[int], ExpertParts] | None = None
+    # the layers with their experts in groups; None: they are whole
+    parts: ExpertParts | None = None
     experts: int = 0  # how many are in a group then
-    runs_again: bool = (
-        False  # whether the backward then runs what comes before them twice, so that less waits
-    )
-    waiting: dict[Any, Any] = field(
-        default_factory=dict
-    )  # by micro-batch, bytes that wait for these, as far as known
+    # whether the backward then runs what comes before them twice, so that less waits
+    runs_again: bool = False
+    # by micro-batch, bytes that wait for these, as far as known
+    waiting: dict[Any, Any] = field(default_factory=dict)
     pieces: Sequence[LayerBytes] = ()  # the head in pieces that are leased after the layers
-    parallel: Parallel = field(
-        default_factory=SingleProcess
-    )  # that hold it together; layers and adapters are one's
+    # that hold it together; layers and adapters are one's
+    parallel: Parallel = field(default_factory=SingleProcess)
     computing: Computing | None = None  # the types of weights and of computing; None: they are one
-    unmatched: Sequence[
-        str
-    ] = ()  # sentences on names in the adapter's settings that no module bears
+    # sentences on names in the adapter's settings that no module bears
+    unmatched: Sequence[str] = ()
     splits: list[Split] = field(default_factory=list)  # `split`, after the first request
 
     @property
@@ -196,18 +190,16 @@ def draw_up(
     """
     device_here = None if elsewhere else backend or config.device
     directory, index, model, records, computing = _opened(config, trust_remote_code, device_here)
-    parameters = sum(
-        parameter.numel() for parameter in model.parameters()
-    )  # now, when tied weights are one
+    # now, when tied weights are one
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     if backend is not None:  # else it plans for a device that is not here
         compute_fast(model, config, backend)
     name, stack = find_layers(model)
     dtypes = target_dtypes(model)
     device = backend or load("cpu")
     parallel = parallel or SingleProcess()
-    stored = StoredTensors(
-        records, dtypes, device, LayerReader()
-    )  # a reader that is never asked, and opens nothing
+    # a reader that is never asked, and opens nothing
+    stored = StoredTensors(records, dtypes, device, LayerReader())
     head, tables = open_embed_head(model, stored, config, parallel, backend or config.device)
     outside = outside_layout(model, stored, name, tables.names | head.names)[1]
     trained = None

@@ -77,9 +77,8 @@ def solve(
     Raises `MemoryLimitError` where nothing fits.
     """
     limited = device_limit is not None
-    usable_tiers = tuple(
-        tier for tier in _TIERS if tier != "host" or not demand.shared
-    )  # where that is the same memory
+    # where that is the same memory
+    usable_tiers = tuple(tier for tier in _TIERS if tier != "host" or not demand.shared)
     tiers = (
         (boundaries,)
         if boundaries is not None
@@ -158,9 +157,8 @@ def _saved_layers(
         for index in scattered(len(demand.layers))
         if index in demand.keeping
     }
-    layers = {
-        index: layer for index, layer in layers.items() if not layer.groups
-    }  # which are recomputed
+    # which are recomputed
+    layers = {index: layer for index, layer in layers.items() if not layer.groups}
     activation_bytes = {index: layer.saved_bytes + inputs for index, layer in layers.items()}
     part = {
         index: layer.product_bytes

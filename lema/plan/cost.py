@@ -52,21 +52,17 @@ class Allocation:
     host_cached: frozenset[int] = frozenset()
     boundaries: Tier = "device"  # where boundary activations wait for the backward
     saved: frozenset[int] = frozenset()  # layers whose activations are kept, so not recomputed
-    saved_on: Tier = (
-        "device"  # where those activations wait for the backward, with these layers' inputs
-    )
+    # where those activations wait for the backward, with these layers' inputs
+    saved_on: Tier = "device"
     # of the head's weight, which are leased after the layers and numbered so; 0: it is on the
     # device
     pieces: int = 0
-    recompute: bool = (
-        True  # whether the backward computes again what is not `saved`; else all of it is
-    )
-    experts: int = (
-        0  # that are leased together, of layers that are leased in parts; 0: all layers are whole
-    )
-    runs_again: bool = (
-        False  # whether what such a layer has before its experts is run twice in the backward
-    )
+    # whether the backward computes again what is not `saved`; else all of it is
+    recompute: bool = True
+    # that are leased together, of layers that are leased in parts; 0: all layers are whole
+    experts: int = 0
+    # whether what such a layer has before its experts is run twice in the backward
+    runs_again: bool = False
     # layers not `saved` that keep their products by frozen weights
     products: frozenset[int] = frozenset()
 
@@ -98,19 +94,16 @@ class LayerCost:
     read_bytes: int  # from disk, at each read
     upload_bytes: int  # over the link, at each upload
     saved_bytes: int = 0  # its activations, where they are kept for the backward
-    expand: float = (
-        0.0  # seconds of expanding its weights, at each lease; 0: they are stored as they are used
-    )
+    # seconds of expanding its weights, at each lease; 0: they are stored as they are used
+    expand: float = 0.0
     forward: float = 0.0  # seconds
     recompute: float = 0.0  # seconds of running it again in the backward
     backward: float = 0.0  # seconds, without that
     micro_saved_bytes: int = 0  # of its activations those of the largest micro-batch
-    gradient_bytes: int = (
-        0  # of those of its weights that train themselves, as they leave the device
-    )
-    groups: tuple[
-        int, ...
-    ] = ()  # bytes of its experts that are leased in groups, which are among the others here
+    # of those of its weights that train themselves, as they leave the device
+    gradient_bytes: int = 0
+    # bytes of its experts that are leased in groups, which are among the others here
+    groups: tuple[int, ...] = ()
     product_bytes: int = 0  # of its products by frozen weights that the recomputation uses
     without_products: float = 0.0  # seconds of running it again if these are kept
 
@@ -162,29 +155,25 @@ class Demand:
     layers: tuple[LayerCost, ...]  # from the lowest up; the last may be pieces of the head
     lowest: int = 0  # the lowest layer that gradients reach
     outside_bytes: int = 0  # embeddings, final norm, head
-    buffer_bytes: int = (
-        0  # of tensors that no checkpoint has, as rotary tables; on a shared device none are copied
-    )
+    # of tensors that no checkpoint has, as rotary tables; on a shared device none are copied
+    buffer_bytes: int = 0
     adapter_bytes: int = 0  # what trains, with gradients and optimizer state
     working_bytes: int = 0  # one micro-batch in one layer, or in the head, where that is more
     flight_bytes: int = 0  # hidden states between two layers, and the layers' other arguments
-    expanded_bytes: int = (
-        0  # the weights of one layer as they are used, where they are stored smaller
-    )
+    # the weights of one layer as they are used, where they are stored smaller
+    expanded_bytes: int = 0
     boundary_bytes: int = 0  # the inputs of one layer, of all micro-batches
     micro_boundary_bytes: int = 0  # the inputs of one layer, of the largest micro-batch
     head_seconds: float = 0.0  # seconds of the head and the loss, forward and backward
     outside_seconds: float = 0.0  # seconds of what is done between steps, and before the layers
-    gathered_bytes: int = (
-        0  # layers put together from the parts of all processes; 0: each process has them whole
-    )
+    # layers put together from the parts of all processes; 0: each process has them whole
+    gathered_bytes: int = 0
     processes: int = 1  # of this machine, which have its host memory together
     shared: bool = False  # the device computes in host memory: host buffers are its slots
     training: HostTraining = HostTraining()  # in each process, for weights that train themselves
     pieces: int = 0  # how many of the layers are pieces of the head
-    row_bytes: int = (
-        0  # of embeddings that are looked up row by row, the rows of all tokens of the step
-    )
+    # of embeddings that are looked up row by row, the rows of all tokens of the step
+    row_bytes: int = 0
     overhead: Overhead = NO_OVERHEAD  # of the device
 
     @property
@@ -288,9 +277,8 @@ class Phase:
 
 
 OF_LAYERS = ("slots", "residents")  # parts of device memory whose tensors are known
-STAGED = (
-    3  # boundaries between where they wait and their layer: one in use, the others on their way
-)
+# boundaries between where they wait and their layer: one in use, the others on their way
+STAGED = 3
 STAGING = 256 * 2**20  # bytes of host memory through which activations go to the disk and come back
 
 
@@ -407,9 +395,8 @@ def phases(demand: Demand, allocation: Allocation, speeds: Speeds) -> tuple[Phas
     _, reads_up, reads_down = fetches(demand.groups, allocation.slots, in_memory, demand.lowest)
     link_up = max(demand.total("upload_bytes", loads_up), moved) / speeds.link
     link_down = (demand.total("upload_bytes", loads_down) + moved) / speeds.link
-    link_down = max(
-        link_down, sum(layer.gradient_bytes for layer in layers) / speeds.link
-    )  # the other way
+    # the other way
+    link_down = max(link_down, sum(layer.gradient_bytes for layer in layers) / speeds.link)
     disk_up = (demand.row_bytes + demand.total("read_bytes", reads_up) + spilled) / speeds.disk
     disk_down = (demand.total("read_bytes", reads_down) + spilled) / speeds.disk
     return Phase(up, link_up, disk_up), Phase(down, link_down, disk_down)

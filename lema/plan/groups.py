@@ -269,9 +269,8 @@ class ExpertSummary:
     reached: (
         float  # in that layer by the tokens of a step, were each chosen as often as every other
     )
-    parts: dict[
-        str, int
-    ]  # bytes of all layers as they are stored, by part, and those of the adapters of experts
+    # bytes of all layers as they are stored, by part, and those of the adapters of experts
+    parts: dict[str, int]
 
     @property
     def note(self) -> str:

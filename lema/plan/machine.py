@@ -119,9 +119,8 @@ class MachineState:
 
     machine: Machine  # its memory in bytes and, unless `speeds` is `unknown`, its speeds
     host_available: int  # bytes of host memory that are free
-    speeds: Literal["profile", "measured", "unknown"] = (
-        "unknown"  # `measured`: on this machine, with the model
-    )
+    # `measured`: on this machine, with the model
+    speeds: Literal["profile", "measured", "unknown"] = "unknown"
     # the fraction of device memory up to which layers stay there without a limit in the settings
     resident_fraction: float = 0.0
     process_bytes: int = 0  # bytes of host memory that interpreter and libraries take; 0: not known

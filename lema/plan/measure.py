@@ -159,13 +159,11 @@ def made_up(tensor: Tensor) -> Tensor:
 
 
 ENOUGH_TOKENS = 512  # to time a layer with
-OPERATIONS = (
-    100  # of a layer, or of a group of its experts, as far as handing them to the device takes time
-)
+# of a layer, or of a group of its experts, as far as handing them to the device takes time
+OPERATIONS = 100
 COPIED = 1 << 24  # elements, to see how fast memory is
-FREE_PART = (
-    4  # what lies outside the layers is made up only if it takes less than this part of free memory
-)
+# what lies outside the layers is made up only if it takes less than this part of free memory
+FREE_PART = 4
 
 
 def probe(
@@ -296,9 +294,8 @@ def estimate(
             1.0, 2 * batch.tokens * active * expert_numel / max(workload.works[kind].forward, 1)
         )
         slower = share * rate / alone + 1 - share
-        groups = launch * len(
-            blueprint.group_bytes.get(index, [0])[1:]
-        )  # because each is handed over by itself
+        # because each is handed over by itself
+        groups = launch * len(blueprint.group_bytes.get(index, [0])[1:])
         parts = seconds.forward, seconds.recompute, seconds.backward, seconds.without_products
         forward, again, back, without_products = (slower * part + groups for part in parts)
         layer_times.append(LayerSeconds(forward, again, back, seconds.expand, without_products))
@@ -355,9 +352,8 @@ def process_bytes() -> int:
     """
     gc.collect()
     memory = psutil.Process().memory_info()
-    return int(
-        memory.rss - getattr(memory, "shared", 0)
-    )  # without the pages of files, where the system tells them
+    # without the pages of files, where the system tells them
+    return int(memory.rss - getattr(memory, "shared", 0))
 
 
 def _speeds(layers: Sequence[LayerBytes], backend: Backend) -> tuple[Speeds, dict[int, Tensor]]:
@@ -411,9 +407,8 @@ def _outer_seconds(
     tokens = torch.ones(batch.rows, batch.length, dtype=torch.long, device=backend.device)
     model = blueprint.model
     left_out = {id(parameter) for parameter in split.layers.parameters()}
-    left_out |= {
-        id(model.get_parameter(name)) for name in blueprint.tables.names
-    }  # which are not loaded
+    # which are not loaded
+    left_out |= {id(model.get_parameter(name)) for name in blueprint.tables.names}
 
     def with_memory(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter) or not tensor.is_meta or id(tensor) in left_out:

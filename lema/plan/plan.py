@@ -68,9 +68,8 @@ class PlannedMemory:
 class Headroom:
     """What larger steps, or more memory, would give."""
 
-    crossover: (
-        float | None
-    )  # tokens per step from which on moving weights is hidden; None: there is nothing to hide
+    # tokens per step from which on moving weights is hidden; None: there is nothing to hide
+    crossover: float | None
     largest_micro_batch: int  # rows that still fit
     largest_step: int  # tokens per step that still fit
     # seconds that each GB more of device memory, enough for a layer, would save in each step
@@ -88,9 +87,8 @@ class Epoch:
     hours: float  # they take
     cost: float | None  # at the price given; None: none was
     run_steps: int  # optimizer steps of the run, which may be more epochs than one, or less
-    packed_hours: (
-        float | None
-    )  # an epoch would take if its rows were packed; None: they are, or cannot be
+    # an epoch would take if its rows were packed; None: they are, or cannot be
+    packed_hours: float | None
 
     @property
     def run_hours(self) -> float:
@@ -133,9 +131,8 @@ class Plan:
     def host_peak(self) -> int:
         """Bytes of host memory; with those of the device where it computes in it."""
         memory = self.memory
-        on_device = (
-            self.step.device_peak - memory.device["slots"]
-        ) * self.machine.shared  # the ring is the slots
+        # the ring is the slots
+        on_device = (self.step.device_peak - memory.device["slots"]) * self.machine.shared
         return sum(memory.host.values()) + on_device
 
     @property
@@ -419,9 +416,8 @@ def _memory(needs: StepNeeds) -> PlannedMemory:
 def _headroom(needs: StepNeeds, memory: PlannedMemory, seconds: float) -> Headroom:
     planner = needs.planner
     demand = needs.demand
-    bought = math.ceil(
-        max(layer.nbytes for layer in planner.blueprint.layers) / GB
-    )  # less holds not one layer more
+    # less holds not one layer more
+    bought = math.ceil(max(layer.nbytes for layer in planner.blueprint.layers) / GB)
 
     def saved_by(setting: str, used: int) -> float:
         richer = planner.allocation(demand, **{setting: used + bought * GB})

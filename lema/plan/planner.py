@@ -75,10 +75,11 @@ __all__ = [
 Chosen = Callable[[PreTrainedModel], Callable[[str], bool]]
 ENOUGH = 512  # tokens of a micro-batch: one of fewer computes slower than its tokens tell
 WORTH_IT = 0.98  # of the seconds of a step: less at once has to be that much faster
+# tokens of smaller chunks of the loss: the first may make a step faster, both may make it fit
 LESS = (
     256,
     64,
-)  # tokens of smaller chunks of the loss: the first may make a step faster, both may make it fit
+)
 
 
 @dataclass(frozen=True)
@@ -88,22 +89,18 @@ class Planner:
     config: LemaConfig  # the settings of the run or of the phase
     blueprint: Blueprint  # its model, and what of it trains
     machine_state: MachineState  # the machine
-    workload: (
-        Workload | None
-    )  # what one micro-batch of `shape` costs; None: it cannot be told, so weights alone count
+    # what one micro-batch of `shape` costs; None: it cannot be told, so weights alone count
+    workload: Workload | None
     timings: Timings | None  # the seconds of such a micro-batch; None: speeds are not known
     shape: StepShape  # the rows and tokens of a step, of one process
     processes: int = 1  # how many share each batch, all of them on one machine
-    device_memory: Memory = (
-        None  # the limit of a phase that trains weights, which has none in `config`
-    )
+    # the limit of a phase that trains weights, which has none in `config`
+    device_memory: Memory = None
     note: str = ""  # what is not counted, and why; empty: everything is
-    backend: Backend | None = (
-        None  # that a model is open on, whose processes plan together; None: it is not open
-    )
-    workload_cache: dict[tuple[MicroBatch, int, bool], Workload] = field(
-        default_factory=dict
-    )  # what was looked at already
+    # that a model is open on, whose processes plan together; None: it is not open
+    backend: Backend | None = None
+    # what was looked at already
+    workload_cache: dict[tuple[MicroBatch, int, bool], Workload] = field(default_factory=dict)
 
     @property
     def limits(self) -> tuple[int, int]:
@@ -249,9 +246,10 @@ class Planner:
             demand = untimed(demand)
             speeds = unknown_speeds(shared=machine.shared)
         memory = machine.device_memory, machine.host_memory, self.machine_state.host_available
+        # weights that train pass through
         resident_fraction = (
             self.machine_state.resident_fraction if self.blueprint.trained is None else 0.0
-        )  # weights that train pass through
+        )
         try:
             best = allocated(
                 config,
@@ -265,9 +263,8 @@ class Planner:
                 best, experts=self.blueprint.experts, runs_again=self.blueprint.runs_again
             )
         except MemoryLimitError as error:
-            if (
-                self.blueprint.trained is not None
-            ):  # nothing of what the error advises can be set in such a phase
+            # nothing of what the error advises can be set in such a phase
+            if self.blueprint.trained is not None:
                 error.how = "allow that much, or train adapters, whose base model streams from disk"
             raise
 
@@ -327,9 +324,8 @@ class Planner:
         settings say.
         """
         work = self.workload if self.config.loss_chunk_tokens is None else None
-        is_head_largest = work is not None and self.demand().working_bytes > work.most(
-            0
-        )  # because no layer takes as much
+        # because no layer takes as much
+        is_head_largest = work is not None and self.demand().working_bytes > work.most(0)
         return [
             chunk for chunk in LESS if is_head_largest and chunk < self.shape.micro_batch.tokens
         ]
@@ -424,9 +420,8 @@ class StepNeeds:
         that computes in it.
         """
         parts = host_parts(self.demand, self.allocation)
-        if (
-            trained := self.planner.blueprint.trained
-        ) is not None:  # each process writes to a copy of its own
+        # each process writes to a copy of its own
+        if (trained := self.planner.blueprint.trained) is not None:
             private_bytes = sum(
                 layer.slot_bytes
                 for layer, names in zip(self.demand.layers, trained.names, strict=True)

@@ -124,9 +124,8 @@ class _Run:
         self.stream = stream
         self.device = device
         self.order = training_order(len(demand.layers), demand.lowest)
-        self.away: dict[
-            int, tuple[int, Tier]
-        ] = {}  # of each layer what leaves the device, and where to
+        # of each layer what leaves the device, and where to
+        self.away: dict[int, tuple[int, Tier]] = {}
         for index in demand.keeping:
             if index not in allocation.saved and allocation.boundaries != "device":
                 self.away[index] = demand.boundary_bytes, allocation.boundaries

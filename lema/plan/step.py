@@ -110,9 +110,8 @@ def step_shape(
     rows = -(-tokens // length)
     if config.tokens_per_step is not None:
         step_tokens = tokens if config.tokens_per_step == "auto" else config.tokens_per_step
-        num_rows = -(
-            -4 * step_tokens // (3 * length * processes)
-        )  # with the padding that a quarter of each may be
+        # with the padding that a quarter of each may be
+        num_rows = -(-4 * step_tokens // (3 * length * processes))
     if processes > 1:
         num_rows += rows  # because micro-batches are dealt out whole
     return StepShape(micro_batch_of(config, min(rows, num_rows), length), num_rows)
@@ -168,9 +167,8 @@ def by_arithmetic(
             for operations, sent in parts
         )
         layer_seconds.append(LayerSeconds(forward, again, back, expand, without_products))
-    reduced = [
-        workload.of(layer).reduced for layer in range(len(layers))
-    ]  # the gradients of all in one collective
+    # the gradients of all in one collective
+    reduced = [workload.of(layer).reduced for layer in range(len(layers))]
     once = Exchange(
         max(exchange.count for exchange in reduced), sum(exchange.nbytes for exchange in reduced)
     )
@@ -259,14 +257,12 @@ def _with_activations(
     extra_bytes = workload.call_bytes + states
     head_seconds = 0.0 if timings is None else times * timings.head
     if demand.pieces:
-        head_seconds /= (
-            PRODUCTS * demand.pieces
-        )  # the last piece's second product: its other seconds are its own
+        # the last piece's second product: its other seconds are its own
+        head_seconds /= PRODUCTS * demand.pieces
     else:
         extra_bytes += workload.of(demand.top).gradient_bytes
-    head_seconds *= (
-        1 + batch.beside / 3
-    )  # rows beside those that train have their part of the head's forward
+    # rows beside those that train have their part of the head's forward
+    head_seconds *= 1 + batch.beside / 3
     if batch.settled and timings is not None:
         head_seconds += times * timings.layers[workload.kinds[demand.top]].forward
     return replace(

@@ -50,9 +50,8 @@ class TrainableBytes:
     """Bytes of weights that train: of one layer, or of all that lie outside the layers."""
 
     count: int = 0  # their parameters
-    nbytes: int = (
-        0  # the bytes of the weights in their own type, which is that of their gradients, too
-    )
+    # the bytes of the weights in their own type, which is that of their gradients, too
+    nbytes: int = 0
     not_single: int = 0  # bytes of parameters that are not in fp32 and so have masters
     largest: int = 0  # the bytes of the largest tensor in its own type
 
@@ -146,9 +145,8 @@ def masters_in_files(
     return frozenset(layer_bytes.keys() - in_memory)
 
 
-OPTIMIZER_TENSORS = (
-    2  # tensors that AdamW makes for each that it steps: a denominator, and its root
-)
+# tensors that AdamW makes for each that it steps: a denominator, and its root
+OPTIMIZER_TENSORS = 2
 
 
 @dataclass(frozen=True)

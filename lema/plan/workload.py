@@ -47,9 +47,8 @@ class MicroBatch:
     rows: int
     length: int
     beside: int = 0  # how many times as many rows go through the layers beside them, forward alone
-    settled: bool = (
-        False  # whether the top layer runs twice, because the loss is known only once all rows are
-    )
+    # whether the top layer runs twice, because the loss is known only once all rows are
+    settled: bool = False
     # whether each is a pack of several, so layers get a mask that says which token sees which
     packed: bool = False
 
@@ -90,9 +89,8 @@ class HeadWork:
     flops: int  # floating-point operations; 0: nobody asks for them, where the head is in pieces
     working_bytes: int  # the most that is alive at once; logits are those of one chunk
     exchange: Exchange  # with that of putting together what the layers have made
-    waiting_bytes: int = (
-        0  # what waits while other micro-batches are worked on, where the head is in pieces
-    )
+    # what waits while other micro-batches are worked on, where the head is in pieces
+    waiting_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,12 +108,10 @@ class Workload:
     state_bytes: int  # of the generator's state, kept for each layer that is recomputed
     starts_below: bool  # whether something before the layers trains
     entered: Exchange  # before the layers
-    pieces: HeadWork | None = (
-        None  # the head and the loss in pieces of the vocabulary; None: they are not asked for
-    )
-    waiting_bytes: int = (
-        0  # what waits for a layer's experts in the backward, where these are leased in groups
-    )
+    # the head and the loss in pieces of the vocabulary; None: they are not asked for
+    pieces: HeadWork | None = None
+    # what waits for a layer's experts in the backward, where these are leased in groups
+    waiting_bytes: int = 0
 
     def of(self, layer: int) -> LayerWork:
         """Return what a layer costs."""
@@ -173,9 +169,8 @@ def measure(
     model's `split` learns what layers return once, however many micro-batches are run. Raises
     `ModelError` where the model cannot be streamed, or what it computes depends on values.
     """
-    if (
-        split is None or split.keeps_tensors
-    ):  # which were made without values in another call, and mean nothing in this
+    # which were made without values in another call, and mean nothing in this
+    if split is None or split.keeps_tensors:
         split = Split(model, load("cpu"), parallel=parallel)
     trained = trained or [()] * len(layers)
     kinds = cost_kinds(split, layers, trained)
@@ -367,9 +362,8 @@ def layer_work(
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)  # counted with the adapters
     for name in trained:
-        weights[name].requires_grad_().grad = torch.empty_like(
-            weights[name]
-        )  # counted with the layer's gradients
+        # counted with the layer's gradients
+        weights[name].requires_grad_().grad = torch.empty_like(weights[name])
     saved = dict[int, int]()
     linears = AdaptedLinears(layer)
     products = linears.products(lambda output: output.to("meta"))  # which takes no memory
@@ -499,17 +493,15 @@ def _pieces_work(
     )
     pieced.spans = tuple(span for at, span in enumerate(pieced.spans) if at in few)
     leaf = torch.empty_like(hidden)
-    chunks: Any = _Chunks(
-        (hidden.shape[0], hidden.shape[1]), chunk_tokens
-    )  # stands for `LossChunks`
+    # stands for `LossChunks`
+    chunks: Any = _Chunks((hidden.shape[0], hidden.shape[1]), chunk_tokens)
     with Tally() as tally:
         tally.leave_out(
             [leaf, *split.model.parameters(), *split.model.buffers(), *tensors_in(stream.weights)]
         )
         head_inputs = pieced.inputs(leaf)
-        waiting_bytes = head_inputs.numel() * (
-            head_inputs.element_size() + torch.float32.itemsize
-        )  # with its gradient
+        # with its gradient
+        waiting_bytes = head_inputs.numel() * (head_inputs.element_size() + torch.float32.itemsize)
         del head_inputs
         piece_passes(pieced, stream.lease, chunks, [leaf], differentiate=True)
     return HeadWork(0, tally.peak, Exchange(), waiting_bytes)

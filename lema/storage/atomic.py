@@ -158,9 +158,8 @@ def _begin(
     while True:
         path = _aside(target, kind)
         make(path)
-        with suppress(
-            FileNotFoundError
-        ):  # another process may sweep it between its making and its locking
+        # another process may sweep it between its making and its locking
+        with suppress(FileNotFoundError):
             descriptor = opened(path)
             if descriptor is None:
                 return None, path
@@ -194,9 +193,8 @@ def _rename(part: Path, directory: Path) -> None:
     if empty and OPEN_NAMES_LOCKED:
         directory.rmdir()  # because nothing takes the name of a directory there
     if empty or not directory.exists():
-        part.rename(
-            directory
-        )  # over an empty one without its lock, because the `commit` around this one may hold that
+        # over an empty one without its lock, because the `commit` around this one may hold that
+        part.rename(directory)
         return
     with _locked(directory):
         old = _aside(directory, OLD)
@@ -248,9 +246,8 @@ def open_partial(file: Path) -> tuple[int, Path]:
             # What vanishes meanwhile, is a link or a directory, or is another user's, is not ours
             # to remove.
             with suppress(OSError):
-                if (
-                    OPEN_NAMES_LOCKED and not left.is_symlink()
-                ):  # no lock is needed to tell: one that is open stays
+                # no lock is needed to tell: one that is open stays
+                if OPEN_NAMES_LOCKED and not left.is_symlink():
                     left.unlink()
                 if OPEN_NAMES_LOCKED:
                     continue
@@ -270,9 +267,8 @@ def free_directory(out_dir: str | os.PathLike[str], max_shard_size: int) -> Path
         what = f"a file cannot hold {max_shard_size} bytes"
         raise ConfigError(what, where="max_shard_size", how="give a size such as 5GB")
     out = Path(out_dir).resolve()
-    if (
-        Path(out_dir).is_symlink() and not out.exists()
-    ):  # what it would make there, nobody has named
+    # what it would make there, nobody has named
+    if Path(out_dir).is_symlink() and not out.exists():
         raise ConfigError(
             "this is a link to what is not there", where=str(out_dir), how="choose a new directory"
         )

@@ -53,12 +53,10 @@ class BlockFile:
         self._pending: deque[tuple[Future[None], memoryview | None]] = deque()
         self._memory: memoryview | None = None  # of the chunk being filled
         self._num_chunks = 0
-        self._base = self._begin = self._end = (
-            0  # of the chunk: where it starts, and what of it is filled
-        )
-        self._edges: dict[
-            int, tuple[memoryview, int]
-        ] = {}  # blocks filled in part, and how many of their bytes are
+        # of the chunk: where it starts, and what of it is filled
+        self._base = self._begin = self._end = 0
+        # blocks filled in part, and how many of their bytes are
+        self._edges: dict[int, tuple[memoryview, int]] = {}
 
     def views(self, offset: int, nbytes: int) -> Iterator[memoryview]:
         """Yield memory for the bytes from `offset` on; its content at the next request is
@@ -127,9 +125,8 @@ class BlockFile:
         if first < last:
             self._submit(memory[first - self._base : last - self._base], first, memory)
         else:
-            self._submit(
-                memory[:0], 0, memory
-            )  # nothing to write; the memory comes back all the same
+            # nothing to write; the memory comes back all the same
+            self._submit(memory[:0], 0, memory)
         self._memory = None
 
     def _add_to_block(self, memory: memoryview, begin: int, end: int) -> None:

@@ -41,9 +41,8 @@ def user_cache(name: str) -> Path:
         return configured / "lema" / name
     try:
         return Path("~/.cache").expanduser() / "lema" / name
-    except (
-        RuntimeError
-    ):  # HOME is not set, and the system does not know the user, as in a container
+    # HOME is not set, and the system does not know the user, as in a container
+    except RuntimeError:
         user_id = own_number()
         return Path(tempfile.gettempdir(), "lema" if user_id is None else f"lema-{user_id}", name)
 

@@ -179,9 +179,8 @@ def hub_data(source: str) -> Iterator[tuple[Any, str, dict[str, str], dict[str, 
     how = {"split": "train"} | {
         name: options.pop(name) for name in ("split", "streaming", "take") if name in options
     }
-    if wrong := sorted(
-        options.keys() - {"name", "revision"}
-    ):  # others name files, directories and addresses
+    # others name files, directories and addresses
+    if wrong := sorted(options.keys() - {"name", "revision"}):
         what = f"a data set of the hub has no option {wrong[0]!r}"
         raise DataError(what, where=source, how="there are name, split, revision and streaming")
     try:

@@ -21,9 +21,8 @@ __all__ += ["SOURCES_MARK", "file_stamps", "origin_of"]
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-ORIGIN_MARK = (
-    "lema.origin"  # metadata key: what a prepared file was made of, as `origin_of` writes it
-)
+# metadata key: what a prepared file was made of, as `origin_of` writes it
+ORIGIN_MARK = "lema.origin"
 # metadata key: the fingerprints of what a prepared file was made of, with spaces between
 SOURCES_MARK = "lema.sources"
 PREPARED_MARK = "lema.in_memory_names"  # metadata key of files that were prepared
@@ -32,9 +31,8 @@ ASSEMBLED = "assembled"
 # Its values in files of earlier versions: every name is one in memory, and a second conversion
 # could corrupt it.
 OLD_MARKS = ("true", "yes")
-WEIGHTS_KEY = (
-    "transformers_weights"  # of `config.json`: a file of weights, or an index, with another name
-)
+# of `config.json`: a file of weights, or an index, with another name
+WEIGHTS_KEY = "transformers_weights"
 MAX_CONFIG_BYTES = 10_000_000
 MAX_NAME = 200  # characters; file systems have 255 bytes
 
@@ -58,9 +56,8 @@ class GlobalBinaryIndex(dict[str, TensorRecord]):
             entry,
         )
         self.stamps = file_stamps(self.files)  # before the headers are read
-        self.metadata: dict[
-            Path, dict[str, str]
-        ] = {}  # file -> the strings its writer left in the header
+        # file -> the strings its writer left in the header
+        self.metadata: dict[Path, dict[str, str]] = {}
         for file in self.files:
             self.metadata[file], records = read_header(file)
             for name, record in records.items():

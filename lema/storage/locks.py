@@ -61,9 +61,8 @@ def _give_back(descriptor: int, file: Path) -> None:
         os.close(descriptor)
     with suppress(OSError):
         file.unlink()
-    if (
-        not OPEN_NAMES_LOCKED
-    ):  # where it can, the file goes first, or it could be another run's by then
+    # where it can, the file goes first, or it could be another run's by then
+    if not OPEN_NAMES_LOCKED:
         os.close(descriptor)
 
 

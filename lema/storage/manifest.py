@@ -85,9 +85,8 @@ def _read(directory: Path) -> Mapping[str, Mapping[str, Any]]:
     if written["algorithm"] != ALGORITHM:
         raise _damaged(f"the manifest's hashes are {written['algorithm']!r}, not {ALGORITHM}", file)
     for name, facts in files.items():
-        inside = "\0" not in name and not {"", ".", ".."} & set(
-            name.split("/")
-        )  # as `write_manifest` writes it
+        # as `write_manifest` writes it
+        inside = "\0" not in name and not {"", ".", ".."} & set(name.split("/"))
         sound = inside and isinstance(facts, dict) and facts.keys() == {"size", ALGORITHM}
         if not sound or type(facts["size"]) is not int or not isinstance(facts[ALGORITHM], str):
             raise _damaged(f"the manifest is damaged at {name!r}", file)

@@ -39,13 +39,14 @@ __all__ = [
 ]
 __all__ += ["load_tokenizer", "parts_of", "read_config_file", "require_commit"]
 
+# tokenizer, templates, settings
 COMPANIONS = (
     "*.json",
     "*.model",
     "*.txt",
     "*.jinja",
     "*.tiktoken",
-)  # tokenizer, templates, settings
+)
 CODE = ("*.py",)
 TEMPLATES = "additional_chat_templates"
 MAX_BYTES = 500_000_000  # ten times the largest tokenizers
@@ -120,9 +121,8 @@ def _check_growth(file: Path) -> None:
     """Refuse a tokenizer that makes much more text of a text than there was: what it replaces, puts
     before and puts around. The library that runs it has no limit, and ends the process where memory
     ends. `DataError`."""
-    content = _read(
-        file
-    )  # what cannot be read is told where the file is loaded, as are forms that are none
+    # what cannot be read is told where the file is loaded, as are forms that are none
+    content = _read(file)
     factor = 1
     left = [content.get(key) for key in GROWING]
     while left and factor <= MAX_GROWTH:
@@ -183,9 +183,8 @@ def load_generation_config(directory: Path) -> "GenerationConfig | None":
     asked |= {name: value for name in MACHINERY if (value := getattr(settings, name)) is not None}
     for name in MACHINERY:
         setattr(settings, name, None)
-    if acting := [
-        name for name, value in asked.items() if value != "hybrid"
-    ]:  # an old word for the usual cache
+    # an old word for the usual cache
+    if acting := [name for name, value in asked.items() if value != "hybrid"]:
         what = f"{file} has {' and '.join(acting)}, which act on the machine; they are ignored"
         warnings.warn(f"{what}. In Python, an option of generate can set them", stacklevel=2)
     for name, value in vars(settings).items():

@@ -15,9 +15,8 @@ from pathlib import Path
 
 from lema.storage.header import DTYPE_BITS, TensorRecord
 
-LEAST_READ = (
-    8  # bytes; shorter ranges, as many as elements, are read together with the bytes between them
-)
+# bytes; shorter ranges, as many as elements, are read together with the bytes between them
+LEAST_READ = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +25,8 @@ class Move:
 
     read: int  # where the first is read
     write: int  # where it goes
-    dims: tuple[
-        tuple[int, int, int], ...
-    ]  # size, read stride and write stride of each, the outermost first
+    # size, read stride and write stride of each, the outermost first
+    dims: tuple[tuple[int, int, int], ...]
 
     @property
     def count(self) -> int:

@@ -60,9 +60,8 @@ class OffloadFile:
             self._direct = _set_direct(self._descriptor, True)
         except OSError as error:
             raise self._error(DiskError, "no file can be made", error) from error
-        self._close = weakref.finalize(
-            self, file.close
-        )  # a transfer under way keeps this object alive
+        # a transfer under way keeps this object alive
+        self._close = weakref.finalize(self, file.close)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="lema-offload")
         self.size = 0  # bytes that it can hold
 
@@ -128,9 +127,8 @@ class OffloadFile:
             with self._trace.span("boundaries", "write" if writing else "read", nbytes=len(memory)):
                 self._transfer(writing, memory, offset)
                 if not self._direct and writing:
-                    os.fsync(
-                        self._descriptor
-                    )  # only what is on the disk can be dropped from the cache
+                    # only what is on the disk can be dropped from the cache
+                    os.fsync(self._descriptor)
                 if not self._direct:
                     drop_cached(self._descriptor, offset, len(memory))
         except OSError as error:
@@ -149,9 +147,8 @@ class OffloadFile:
         except OSError as error:
             if error.errno != errno.EINVAL or not direct:
                 raise
-            self._direct = _set_direct(
-                self._descriptor, False
-            )  # this file system refuses after all
+            # this file system refuses after all
+            self._direct = _set_direct(self._descriptor, False)
             self._transfer(writing, memory, offset)
 
     def _error(self, kind: type[DiskError], what: str, error: OSError) -> DiskError:

@@ -59,10 +59,11 @@ class GatheredBuffers:
         self._clock = clock
         self._poison = bool(getattr(backend, "poison", False))  # a backend for tests
         nbytes = self._replicas.size * max(self._parts, default=0)
+        # the one used longest ago first
         self._buffers = [
             _Buffer(torch.empty(nbytes, dtype=torch.uint8, device=backend.device))
             for _ in range(NUM_BUFFERS)
-        ]  # the one used longest ago first
+        ]
         self._ahead: deque[tuple[int, bool]] = deque()  # layers, and whether an order begins there
         self._expected: list[int | None] = self._there()
 
@@ -136,18 +137,16 @@ class GatheredBuffers:
         """Wait for what is being gathered, and give the memory up."""
         self._ahead.clear()
         for buffer in self._buffers:
-            with suppress(
-                RuntimeError
-            ):  # from a process that has ended; the user of the layer got the error
+            # from a process that has ended; the user of the layer got the error
+            with suppress(RuntimeError):
                 self._finish(buffer)
         self._buffers.clear()
 
     def _start(self, layer: int) -> _Buffer:
         """Begin to gather a layer, into the buffer that was used longest ago."""
         for pending in self._buffers:
-            self._finish(
-                pending
-            )  # in one order, and one at a time: the part of each is in a slot until it was sent
+            # in one order, and one at a time: the part of each is in a slot until it was sent
+            self._finish(pending)
         upload = self._take(layer)
         buffer = self._buffers[0]
         buffer.layer = None

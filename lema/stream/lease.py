@@ -39,9 +39,8 @@ class Lease:
     layer: int  # its number
     slot: Tensor  # the bytes of the layer, as they are stored
     weights: dict[str, Tensor]  # parameter name -> view of the slot, or of `expanded`
-    expanded: Tensor | None = (
-        None  # what quantised weights were expanded into; None: none is quantised
-    )
+    # what quantised weights were expanded into; None: none is quantised
+    expanded: Tensor | None = None
 
     @property
     def has_address(self) -> bool:
@@ -104,9 +103,8 @@ class ExpandedBuffers:
     before it was given back."""
 
     def __init__(self, layers: Iterable[LayerBytes], backend: Backend) -> None:
-        self.nbytes = max(
-            (layer.expanded_bytes for layer in layers), default=0
-        )  # of one buffer; 0: none is quantised
+        # of one buffer; 0: none is quantised
+        self.nbytes = max((layer.expanded_bytes for layer in layers), default=0)
         self._device = backend.device
         self._poison = bool(getattr(backend, "poison", False))  # a backend for tests
         self._free: list[Tensor] = []

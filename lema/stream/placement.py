@@ -70,9 +70,8 @@ class Cast:
 
     record: TensorRecord
     target: SlotTensor  # the place of the whole tensor
-    move: Move | None = (
-        None  # from the stored tensor to the place; None: the whole tensor, in its order
-    )
+    # from the stored tensor to the place; None: the whole tensor, in its order
+    move: Move | None = None
 
     def ranges(self) -> tuple[list[tuple[int, int]], Move | None]:
         """Return the `(offset, bytes)` of the file to read, and the move from these bytes, laid
@@ -89,9 +88,8 @@ class Expansion:
     stored tensors in the slot, and the place of its expansion, in another buffer."""
 
     library: str  # whose format it is; `NARROW`: it is not quantised
-    parts: Mapping[
-        str, SlotTensor
-    ]  # what the library calls each stored tensor -> its place in the slot
+    # what the library calls each stored tensor -> its place in the slot
+    parts: Mapping[str, SlotTensor]
     about: Mapping[str, Any]  # the library's description of the parameter, besides its tensors
     target: SlotTensor  # the parameter's place in the buffer of expanded weights
 
@@ -107,9 +105,8 @@ class LayerBytes:
     casts: tuple[Cast, ...]  # what is read aside, then cast into its place
     nbytes: int  # of the slot, and of the host buffer
     expansions: tuple[Expansion, ...] = ()  # the parameters that lie in the slot quantised
-    name: str = (
-        ""  # by which messages name a part of a layer; empty: it is a layer, and has its number
-    )
+    # by which messages name a part of a layer; empty: it is a layer, and has its number
+    name: str = ""
 
     def called(self, number: int) -> str:
         """Return how messages name what is leased by this number."""

@@ -110,9 +110,8 @@ def _read_layers(
                 name = layers[layer].called(layer)
                 pending.append((layer, buffer, reader.submit(layers[layer], buffer, name=name)))
             pending[0][2].wait()
-            yield pending.popleft()[
-                :2
-            ]  # by no name, because what is read next shall find the memory of this one
+            # by no name, because what is read next shall find the memory of this one
+            yield pending.popleft()[:2]
     finally:
         for _, _, ticket in pending:
             ticket.cancel()  # after a failure, because no thread may read into a buffer that goes

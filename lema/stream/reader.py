@@ -67,9 +67,8 @@ class _File:
                 self._read_pages(self.direct, memory, runs)
                 return
             except OSError as error:
-                if (
-                    error.errno != errno.EINVAL
-                ):  # EINVAL: this file system refuses direct reads after all
+                # EINVAL: this file system refuses direct reads after all
+                if error.errno != errno.EINVAL:
                     raise
                 self.direct = None  # not closed yet: other threads may be reading through it
         views = [memory[run.slot_offset : run.slot_offset + run.nbytes] for run in runs]
@@ -192,9 +191,8 @@ class LayerReader:
         nbytes = sum(run.nbytes for run in runs)
         with self._reading(name, nbytes), read_errors(runs[0].file, runs[0].offset, nbytes):
             self._file(runs[0].file).read(as_bytes(buffer), runs)
-        for run in (
-            runs
-        ):  # in the thread that read, because it mostly waits for the disk and training goes on
+        # in the thread that read, because it mostly waits for the disk and training goes on
+        for run in runs:
             memory = buffer[run.slot_offset : run.slot_offset + run.nbytes]
             if self.first_reads is not None:
                 self.first_reads.take(run.file, [(run.offset, run.nbytes)], as_bytes(memory))

@@ -26,17 +26,14 @@ class StreamCounters:
     """What streaming has cost so far."""
 
     layers_read: int = 0  # layers read from disk on the way to a lease
-    layers_kept: int = (
-        0  # leases of layers on disk that cost no read, for the layer was still there
-    )
-    bytes_read: int = (
-        0  # from disk, those of residents, of host memory and of rows of embeddings among them
-    )
+    # leases of layers on disk that cost no read, for the layer was still there
+    layers_kept: int = 0
+    # from disk, those of residents, of host memory and of rows of embeddings among them
+    bytes_read: int = 0
     bytes_uploaded: int = 0  # handed to device slots
     bytes_gathered: int = 0  # of layers, that came from other processes, device to device
-    bytes_offloaded: int = (
-        0  # of activations that left the device, to wait for the backward in host memory or on disk
-    )
+    # of activations that left the device, to wait for the backward in host memory or on disk
+    bytes_offloaded: int = 0
     leases: int = 0  # leases begun
     seconds_blocked_disk: float = 0.0  # how long leases waited for reads
     seconds_blocked_upload: float = 0.0  # how long leases waited for the device to take their bytes
@@ -161,12 +158,10 @@ class LayerRing:
         self._trace = trace
         self._clock = clock
         self._order = Order()
-        self._full_since: float | None = (
-            None  # the time from which on a read has been waiting for a buffer
-        )
-        self._changing: dict[
-            int, Callable[[], None]
-        ] = {}  # by layer being written to, the function that waits for it
+        # the time from which on a read has been waiting for a buffer
+        self._full_since: float | None = None
+        # by layer being written to, the function that waits for it
+        self._changing: dict[int, Callable[[], None]] = {}
         on_disk = [layer for layer in passing if layer not in host]
         self.slot_bytes = self._largest(passing)  # of one slot
         # Rings of one slot each, because the slot to refill is chosen here, where it is known what
@@ -255,9 +250,10 @@ class LayerRing:
         self._backend.synchronize()
         slot = self.slots.pop(number)
         if len(self.buffers) > len(self.slots):
+            # they may be one memory
             layers = [
                 None if buffer.layer == slot.layer else buffer.layer for buffer in self.buffers
-            ]  # they may be one memory
+            ]
             index = index_to_refill(layers, self._order, -1, self._in_use())
             if index is not None:
                 self.buffers.pop(index).empty()

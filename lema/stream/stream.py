@@ -82,9 +82,8 @@ class LayerStream:
         self.residents = with_parts(residents, parts or {})
         self.host_cached = with_parts(host_cached, parts or {}) - self.residents
         self.parts = parts or {}
-        self.num_visited = len(self.layers) - sum(
-            map(len, self.parts.values())
-        )  # layers, and pieces of the head
+        # layers, and pieces of the head
+        self.num_visited = len(self.layers) - sum(map(len, self.parts.values()))
         self.trace = trace
         self._backend = backend
         self._clock = clock
@@ -226,9 +225,8 @@ class LayerStream:
         self._counters.leases += 1
         if self._gathered is not None:
             assert not self._open_leases, "more than one layer is on lease at once"
-            if not self._gathered.begin(
-                layer
-            ):  # an order other than the one announced starts afresh
+            # an order other than the one announced starts afresh
+            if not self._gathered.begin(layer):
                 self.cancel()
                 self.announce([layer])
                 self._gathered.begin(layer)
@@ -290,9 +288,8 @@ class LayerStream:
         """Start reading layers that stay on the device; return a ticket and the memory of each,
         by its number.
         """
-        memory = [
-            self._backend.host_buffer(self.layers[layer].nbytes) for layer in layers
-        ]  # all of it before any read
+        # all of it before any read
+        memory = [self._backend.host_buffer(self.layers[layer].nbytes) for layer in layers]
         return {
             layer: (
                 self._reader.submit(self.layers[layer], buffer, name=self.name_of(layer)),

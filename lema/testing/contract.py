@@ -218,9 +218,10 @@ class BackendContract(CopyPromises):
             )
         else:
             difference = float((actual - expected).abs().max() / expected.abs().max())
+            # pytest -rP
             sys.stdout.write(
                 f"measured: {what} differs by {difference:.3e} of its largest number\n"
-            )  # pytest -rP
+            )
             assert difference <= self.tolerance, (
                 f"{what} differs by {difference:.3g} of its largest number"
             )

@@ -109,10 +109,11 @@ def _check_padding(ids: Tensor, pad: int | None, end: Any) -> None:
         return
     once = 2 if pad == end or (isinstance(end, list) and pad in end) else 1
     width = min(once, ids.shape[1])
+    # one at the beginning may open a text
     edges = (
         ids[:, -width:],
         ids[:, : min(2, ids.shape[1])],
-    )  # one at the beginning may open a text
+    )
     if ids.shape[1] > 2 and any(bool((edge == pad).all(dim=1).any()) for edge in edges):
         how = (
             "give the tokenizer's whole batch, train_step(batch), or attention_mask, or labels "
@@ -168,9 +169,8 @@ def as_rows(
         raise DataError(
             "the rows are not token ids, and this trainer has no tokenizer", where="fit", how=how
         )
-    if (
-        isinstance(data, Mapping) and data == config.train_data
-    ):  # data sets by name, which the config knows
+    # data sets by name, which the config knows
+    if isinstance(data, Mapping) and data == config.train_data:
         data = config.train_data
     read = read_data(config, files, data)
     read = mixed(config, read) if data is config.train_data else read

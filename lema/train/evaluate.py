@@ -93,9 +93,8 @@ def passes_of_mixture(
     together = micro_batch_size or -(-at_once // replicas.size)
     batch = mixture.validation(rows, replicas.rank, replicas.size, together)
     parts = [] if batch is None else split_batch(batch, together)
-    width = max(
-        1, -(-at_once // (replicas.size * together))
-    )  # micro-batches, as many as a step of training has
+    # micro-batches, as many as a step of training has
+    width = max(1, -(-at_once // (replicas.size * together)))
     count = max(replicas.exchange(-(-len(parts) // width)))
     where = f"validation of stage {mixture.stage + 1}"
     return [(parts[number * width : (number + 1) * width], where) for number in range(count)]

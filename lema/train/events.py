@@ -76,9 +76,8 @@ SAME_SETTINGS = (
 
 def training_arguments(config: LemaConfig, *, evaluates: bool) -> TrainingArguments:
     """Return the settings as callbacks read them; `ConfigError` where they do not go together."""
-    theirs = {
-        scheduler.value for scheduler in SchedulerType
-    }  # no callback goes by it: each sees the schedule itself
+    # no callback goes by it: each sees the schedule itself
+    theirs = {scheduler.value for scheduler in SchedulerType}
     evaluation = "no" if not evaluates else "steps" if config.eval_steps else "epoch"
     try:
         arguments = TrainingArguments(
@@ -307,10 +306,11 @@ class RunEvents:
     def fire(self, event: str, *details: Any) -> None:
         """Call every callback."""
         assert self._handler is not None, "nothing was begun"
+        # between them, what is kept is when it was 0
         if event in (
             "on_pre_optimizer_step",
             "on_optimizer_step",
-        ):  # between them, what is kept is when it was 0
+        ):
             self._window.optimizer = time.perf_counter() - self._window.optimizer
         self.control = getattr(self._handler, event)(self._args, self.state, self.control, *details)
 

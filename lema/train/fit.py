@@ -259,9 +259,8 @@ class PlainRun:
         if config.load_best_model_at_end and self.best is not None:
             self._take_best(adapter)
         writers: list[Writer] = []
-        if (
-            result or not (self._output / CARD).exists()
-        ):  # that of a run that came to its end tells its results
+        # that of a run that came to its end tells its results
+        if result or not (self._output / CARD).exists():
             card = model_card(
                 config, base.name, self._data_summary(), {"steps": self.done, **result}
             )
@@ -269,9 +268,8 @@ class PlainRun:
         leave = partial(
             leave_adapter, self._output, backend, adapter, config, base, reference, writers
         )
-        leave() if backend.parallel.size > 1 else alone(
-            leave
-        )  # of several that hold it, each has a part
+        # of several that hold it, each has a part
+        leave() if backend.parallel.size > 1 else alone(leave)
         if config.push_to_hub:
             alone(lambda: self._report(f"uploaded: {upload(config)}"))
 

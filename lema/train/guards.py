@@ -40,9 +40,8 @@ class HiddenGradients:
         """
         for gradient in gradients:
             if gradient is not None:
-                self._peaks.setdefault(layer, []).extend(
-                    gradient.detach().aminmax()
-                )  # NaN, where there is one
+                # NaN, where there is one
+                self._peaks.setdefault(layer, []).extend(gradient.detach().aminmax())
 
     def highest(self) -> int | None:
         """Return the highest layer of whose inputs a gradient is NaN or infinite; None: all are
@@ -104,9 +103,8 @@ def first_non_finite(
     for index, hidden in enumerate(model.hidden_states(micro_batches)):
         if first is None and not all(bool(state.isfinite().all()) for state in hidden):
             first = index
-            if (
-                not model.stream.sharded and backend.parallel.size == 1
-            ):  # else others go through all layers too
+            # else others go through all layers too
+            if not model.stream.sharded and backend.parallel.size == 1:
                 break
     if (first := _lowest(backend.replicas, first)) is None:
         if model.head is None:

@@ -29,9 +29,8 @@ def check_output_dir(config: LemaConfig) -> None:
     with named_in("output_dir"):
         check_directory(output)
         check_separate(output, inputs_of(config))
-        check_separate(
-            output, model_directories, below=False
-        )  # a file of weights may well lie above the places of its runs
+        # a file of weights may well lie above the places of its runs
+        check_separate(output, model_directories, below=False)
         for name in (METRICS_NAME, SAMPLES, PLAN_NAME):
             check_separate(output / name, data)
     for setting in ("offload_dir", "data_cache"):

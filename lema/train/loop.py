@@ -65,12 +65,10 @@ class Stage(Protocol):
     # far, and whether nothing but that (`only`) asked for its checkpoint; None: nothing was
     # evaluated yet. The loop keeps it up.
     best: dict[str, Any] | None
-    eval_loss: (
-        float | None
-    )  # after the step just taken; None: nothing was evaluated after it. The loop keeps it up
-    pending: (
-        Pending | None
-    )  # what a checkpoint that is resumed says was not done any more; None: nothing
+    # after the step just taken; None: nothing was evaluated after it. The loop keeps it up
+    eval_loss: float | None
+    # what a checkpoint that is resumed says was not done any more; None: nothing
+    pending: Pending | None
     carried: Mapping[str, Any]  # what `RunEvents.carried` was when that was written
     saved: int | None  # the last step with an up-to-date checkpoint on disk; None: there is none
     # The last step with a checkpoint of a run that did not look dead, which is kept; None: there is
@@ -119,9 +117,8 @@ class RunLoop:
         self._after = after_step
         self._model = stage.steps.model
         self._backend = self._model.backend
-        self._go_back: Callable[[], Pending | None] | None = (
-            None  # to the point of a stop; returns pending actions
-        )
+        # to the point of a stop; returns pending actions
+        self._go_back: Callable[[], Pending | None] | None = None
         self.last_eval: dict[str, float] = {}
 
     def run(self) -> None:
@@ -274,9 +271,8 @@ class RunLoop:
         # the schedule of a plain run is of steps that the optimizer took, and its trainer steps it
         if self._is_phase:
             with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", "Detected call of `lr_scheduler"
-                )  # torch warns if the first was not
+                # torch warns if the first was not
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler")
                 stage.schedule.step()
         stage.done = stage.done + 1
         stage.eval_loss = None
@@ -338,10 +334,11 @@ class RunLoop:
             stage.best["only"] = not due
         left: Pending | None = None
         if after == "step" and not self._is_phase and self._is_epoch_end():
+            # a run may go on for longer, or with more patience
             not_again = (
                 "should_save",
                 "should_training_stop",
-            )  # a run may go on for longer, or with more patience
+            )
             asked = {
                 name: requested
                 for name, requested in events.asked().items()

@@ -250,9 +250,8 @@ class Window:
     trained_tokens: int = 0
     tokens: int = 0
     optimizer: float = 0.0  # the seconds of its steps
-    measured: dict[str, tuple[float, float]] = field(
-        default_factory=dict
-    )  # by an objective: sums, and of how many
+    # by an objective: sums, and of how many
+    measured: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def sums(self) -> list[Any]:

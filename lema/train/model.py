@@ -194,9 +194,8 @@ class LemaModel:
         self.num_adapter_parameters = 0
         self.reference: StartingAdapter | None = None  # that preference losses compare with
         self._padding = padding_of(config, self.backend.parallel.size, num_positions(hf_config))
-        self._numerics = Numerics(
-            config.tf32, config.deterministic
-        )  # last: a model that is not opened closes nothing
+        # last: a model that is not opened closes nothing
+        self._numerics = Numerics(config.tf32, config.deterministic)
 
     @classmethod
     def from_pretrained(
@@ -230,9 +229,8 @@ class LemaModel:
         """
         path = Path(directory)
         config, saved = read_settings(path, unread=unread, **overrides)
-        gone: dict[str, Any] = {
-            "adapter_name_or_path": None
-        }  # because its first adapter may be missing
+        # because its first adapter may be missing
+        gone: dict[str, Any] = {"adapter_name_or_path": None}
         if overrides.get("chat_template") is None and read_templates(path) is not None:
             gone["chat_template"] = None  # the one beside the adapter is what it was trained with
         config = config.model_copy(update=gone)
@@ -303,9 +301,8 @@ class LemaModel:
         if self._divided and self.backend.parallel.size > 1:
             what = "the layers are already divided among processes"
             raise ConfigError(what, how="call initialize_lora() before anything else")
-        if (
-            config.trainable_token_indices is not None
-        ):  # because PEFT copies rows as it attaches them
+        # because PEFT copies rows as it attaches them
+        if config.trainable_token_indices is not None:
             self.keep_whole(lambda name: not name.startswith(f"{self.split.layers_name}."))
         # the head was drawn before
         begun = seed if seed is None or self._drawn is None else self._drawn
@@ -382,9 +379,8 @@ class LemaModel:
 
         check_reference(self.config, self.reference)
         self.settle_tokens()
-        add_router_loss(
-            adapter := self.adapter, self.config, self.directory
-        )  # which settles what settings leave open
+        # which settles what settings leave open
+        add_router_loss(adapter := self.adapter, self.config, self.directory)
         arguments = self.config, adapter, self.gbi, self.lora_manager, optimizer, self.memory
         if self.config.eval_prompts:
             from lema.train.inference.texts import Samples
@@ -452,9 +448,8 @@ class LemaModel:
         return layer_bytes(*arguments, narrow=self.computing.narrow)
 
     @property
-    def _parts(
-        self,
-    ) -> ExpertParts:  # as they are leased: with experts in groups, if memory is spent so
+    # as they are leased: with experts in groups, if memory is spent so
+    def _parts(self) -> ExpertParts:
         return (self.planner.blueprint.parts if self.allocation.experts else None) or ExpertParts(
             tuple(self._layers)
         )

@@ -43,9 +43,8 @@ class StepResult:
     trained_tokens: int  # how many these are
     tokens: int  # all that are not padding
     grad_norm: float | None  # of the gradients before clipping, where the optimizer stepped
-    dropped: NonFiniteError | None = (
-        None  # why the step was dropped that ended with this pass; None: it was not
-    )
+    # why the step was dropped that ended with this pass; None: it was not
+    dropped: NonFiniteError | None = None
     # What an objective has measured, by name: a sum, and the number of things it is the sum of.
     measured: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
@@ -251,9 +250,8 @@ class Update:
         again. Only other processes may have micro-batches. `logits` receives each one's; `announce`
         says, before the backward, what comes next."""
 
-        def attempt(
-            micro_batches: Sequence[Mapping[str, Tensor]],
-        ) -> Tensor:  # whose tensors go when it fails
+        # whose tensors go when it fails
+        def attempt(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
             # The scale stays on the device. It is asked for also where nothing trains: the scaler
             # begins with it. Not where none is wanted, because a lazy device would compile a graph
             # for it.

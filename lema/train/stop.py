@@ -64,14 +64,12 @@ class StopOnSignal:
         return f"the file {self._file}" if self._file_exists else None
 
     def __enter__(self) -> Self:
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # elsewhere Python takes no signals
+        # elsewhere Python takes no signals
+        if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
             hangup = getattr(signal, "SIGHUP", None)
-            if (
-                hangup is not None and signal.getsignal(hangup) is signal.SIG_DFL
-            ):  # the run goes on without its terminal
+            # the run goes on without its terminal
+            if hangup is not None and signal.getsignal(hangup) is signal.SIG_DFL:
                 self._before[hangup] = signal.signal(hangup, signal.SIG_IGN)
         self._watch.__enter__()
         return self

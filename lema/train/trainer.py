@@ -189,9 +189,8 @@ class LemaTrainer:
             and self.config.save_steps
             and self.global_step % self.config.save_steps == 0
         ):
-            with one_run(
-                self.backend.replicas, Path(self.config.output_dir)
-            ):  # the caller's loop has no other
+            # the caller's loop has no other
+            with one_run(self.backend.replicas, Path(self.config.output_dir)):
                 save_step(self)
         return side_by_side(logits, batch["input_ids"].shape[1]), result.loss
 
@@ -241,18 +240,16 @@ class LemaTrainer:
         try:
             divisor = self._denominator if trained else 0  # of nothing trained there is no mean
             self._passes.begin(micro_batches, divisor)
-            with (
-                self.model.stop.opened()
-            ):  # all processes leave it together, before their gradients are added up
+            # all processes leave it together, before their gradients are added up
+            with self.model.stop.opened():
                 announce = partial(self.model.announce_step, following) if more else lambda: None
                 loss = self.update.accumulate(
                     self._parameters(), micro_batches, divisor, logits, announce
                 )
             self.accumulation_step += 1
             norm = None
-            if (
-                self.accumulation_step == num_passes
-            ):  # the step's tokens were not known when its first batch ran
+            # the step's tokens were not known when its first batch ran
+            if self.accumulation_step == num_passes:
                 factor = self._denominator / self._trained_tokens if trained else 1.0
                 with self.model.retry.once("while the gradients of the step are summed"):
                     norm = self.update.finish(optimizer, self._parameters(), factor)
@@ -516,9 +513,8 @@ class LemaTrainer:
         adapters = self._adapters()
         state = read_state(path)
         check_same_adapter(adapters, path)
-        check_base(
-            path, self.gbi, exact=True
-        )  # because the numbers of a run may not change within it
+        # because the numbers of a run may not change within it
+        check_base(path, self.gbi, exact=True)
         arguments = adapters, path, self.model.split.layers_name, self.backend.parallel
         restore_reference(self.model.reference, *arguments)
         load_weights(*arguments)

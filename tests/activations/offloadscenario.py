@@ -129,9 +129,8 @@ class Course:
         )  # fmt: skip
         self.sources = list[Source]()
         self.graphs = [Graph(None)]
-        self.held = list[
-            tuple[Tensor, int, bytes]
-        ]()  # what was unpacked and is in use: the read there is, expected
+        # what was unpacked and is in use: the read there is, expected
+        self.held = list[tuple[Tensor, int, bytes]]()
         self.reads = list[tuple[str, bytes, bytearray]]()
 
     def run(self) -> None:
@@ -336,9 +335,8 @@ class Course:
         expected = saved.source.bytes_of[saved.version][saved.first : saved.first + size]
         self.read(tensor.data_ptr(), expected, "what came back")
         address = tensor.data_ptr()
-        self.held.append(
-            (tensor[-1:] if self.chance.random() < 0.5 else tensor, address, expected)
-        )  # or a view of it
+        # or a view of it
+        self.held.append((tensor[-1:] if self.chance.random() < 0.5 else tensor, address, expected))
 
     def backward(self) -> None:
         """Differentiate a graph: within a backward of torch's or by hand, to the end or not, and

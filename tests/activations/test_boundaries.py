@@ -56,9 +56,8 @@ def run(
             given = step.keep(layer, index, changed)
             assert torch.equal(given, changed)
             if arena.tier == "device":
-                given.fill_(
-                    -1
-                )  # what is kept is a copy from the start; elsewhere it may be copied later
+                # what is kept is a copy from the start; elsewhere it may be copied later
+                given.fill_(-1)
     for layer in reversed(LAYERS):
         for index in range(len(hidden)):
             with step.fetch(layer, index) as kept:
@@ -190,9 +189,8 @@ def test_memory_for_boundaries_on_disk_does_not_grow_with_depth(tmp_path: Path, 
             for index, state in enumerate(hidden):
                 with step.fetch(layer, index) as kept:
                     assert torch.equal(kept, state + layer)
-    assert (
-        sum(backend.host) <= 2 * NUM_BUFFERS * hidden[0].nbytes
-    )  # each was at most once too small
+    # each was at most once too small
+    assert sum(backend.host) <= 2 * NUM_BUFFERS * hidden[0].nbytes
     assert len(backend.host) <= 2 * NUM_BUFFERS
     assert arena.memory_bytes <= NUM_BUFFERS * hidden[0].nbytes
     assert backend.slots == [hidden[0].nbytes] * NUM_BUFFERS

@@ -362,9 +362,8 @@ def test_what_is_not_written_yet_is_there_at_once(tmp_path: Path) -> None:
     assert place.memory().eq(4).all()
     place.used(lambda: None)
     place.drop()
-    assert (
-        used_bytes(store.staging) == taken_bytes(store) == 2 * BLOCK
-    )  # the write still needs them
+    # the write still needs them
+    assert used_bytes(store.staging) == taken_bytes(store) == 2 * BLOCK
     gate.opened.set()
     nothing_is_left(store)
     assert store.bytes_read == 0
@@ -643,9 +642,8 @@ def test_a_file_that_may_not_grow_names_the_setting(tmp_path: Path) -> None:
     assert "disk_space" in caught.value.how
     first.drop()
     threading.Thread(target=gate.opened.set).start()
-    Kept(
-        store, data(Random(0), 4 * BLOCK), []
-    ).read()  # waits for a write that nobody wants any more
+    # waits for a write that nobody wants any more
+    Kept(store, data(Random(0), 4 * BLOCK), []).read()
     assert store._file.size == 4 * BLOCK
     store.close()
 

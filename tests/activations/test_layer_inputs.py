@@ -186,9 +186,8 @@ def test_without_a_checkpoint_only_what_shares_memory_with_an_input_moves(name: 
     with moving.opened():
         loss = step(model, batch)
     assert {storage.cdata for storage in moving.storages} <= keys
-    assert (
-        len({storage.cdata for storage in moving.storages}) >= len(layers) - 1
-    )  # nothing is saved of an embedding
+    # nothing is saved of an embedding
+    assert len({storage.cdata for storage in moving.storages}) >= len(layers) - 1
     assert moving.stayed > len(moving.moved)
     loss.backward()
     assert same(gradients(model), expected)

@@ -631,9 +631,8 @@ def test_a20_everything_seen_is_counted_once(offloading: Callable[..., OffloadAc
     context = offloading(linear, warn_if_no_head=False, max_fwd_stash_size=1)
     with context:
         state = given.sin()  # saves `given`
-        (
-            linear(state).exp() * torch.randn(3, 1, 1)[0]
-        ).sum().backward()  # state, weight; the product; a small one
+        # state, weight; the product; a small one
+        (linear(state).exp() * torch.randn(3, 1, 1)[0]).sum().backward()
     counters = context.counters
     assert counters.to_dict() == {
         "seen": 5, "moved": 3, "restored": 3, "copies_out": 3, "copies_back": 2, "bytes_out": 3 * 64 * 64 * 4,

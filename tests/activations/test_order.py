@@ -23,9 +23,8 @@ import lema.activations.pieces
 pytestmark = pytest.mark.filterwarnings("ignore:no space for")  # some courses have none
 
 COURSES = 1500
-Change = tuple[
-    str, str, str
-]  # the module, a text that is in it once, and what stands there instead
+# the module, a text that is in it once, and what stands there instead
+Change = tuple[str, str, str]
 
 
 def code_under_test(*changes: Change) -> SimpleNamespace:

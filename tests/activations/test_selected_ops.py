@@ -118,9 +118,8 @@ def test_attention_is_computed_once_and_the_rest_again(choice: Any, dropout: flo
     away = offload(choice)
     loss = run(*blocks, context_fn=offloaded_ops(away)).sum()
     away.let_go()
-    assert away.counters.copies_out == (
-        0 if choice is nothing else 6
-    )  # the output and its log-sum-exp
+    # the output and its log-sum-exp
+    assert away.counters.copies_out == (0 if choice is nothing else 6)
     with Ran() as ran:
         found = gradients(loss, blocks)
     assert same(found, expected)
@@ -389,9 +388,10 @@ def test_a_model_trains_the_same(name: str, mode: Any) -> None:
         assert same(step(), expected)
     num_layers = len(model.get_submodule(ARCHITECTURES[name].layers))
     on_attention = ran.counts[ATTENTION]
+    # with dropout attention is consists of other operators here
     assert on_attention in (
         0,
         num_layers,
-    )  # with dropout attention is consists of other operators here
+    )
     assert on_attention == 0 or context.counters.moved >= 2 * num_layers
     context.close()

@@ -481,9 +481,8 @@ def test_modules_with_weights_are_known_while_they_run(make: Callable[[], nn.Mod
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and ".0." not in name
     }
-    assert (
-        len(linears) > 70 and linears <= running
-    )  # in the first layer nothing below an adapter is trained
+    # in the first layer nothing below an adapter is trained
+    assert len(linears) > 70 and linears <= running
     assert all(list(module.parameters(recurse=False)) for module in running)
     sites.close()
 

@@ -180,9 +180,8 @@ def test_a_run_goes_on_with_another_mode(tmp_path: Path) -> None:
 def test_compiled_layers_have_their_graphs_away_too(
     checkpoint_of: CheckpointOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alike: bool
 ) -> None:
-    monkeypatch.setattr(
-        "lema.model.compiled.COMPILER", "aot_eager"
-    )  # what it makes is bitwise what runs without it
+    # what it makes is bitwise what runs without it
+    monkeypatch.setattr("lema.model.compiled.COMPILER", "aot_eager")
     torch.compiler.reset()
     batches = micro_batches(3, lengths=(12, 12, 12) if alike else (12, 9, 14))
     outcomes = []
@@ -256,9 +255,8 @@ def test_casts_of_weights_are_no_activations(checkpoint_of: CheckpointOf, tmp_pa
     kept = graphs_of(model).counters.kept
     moved = graphs_of(model).counters.moved
     targets = len(checkpoint.architecture.targets)
-    assert (
-        kept[StayReason.CAST] >= 3 * (NUM_LAYERS - 1) * targets
-    )  # of A's and B's, those that a gradient goes through
+    # of A's and B's, those that a gradient goes through
+    assert kept[StayReason.CAST] >= 3 * (NUM_LAYERS - 1) * targets
     assert moved > 0
 
 

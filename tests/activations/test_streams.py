@@ -74,9 +74,8 @@ class BusyDevice(CopyPromises):
     busy_matmuls = 20
 
     def keep_busy(self) -> None:
-        torch.cuda._sleep(
-            50_000_000
-        )  # cycles, about 30 ms: products alone are done as fast as they are queued
+        # cycles, about 30 ms: products alone are done as fast as they are queued
+        torch.cuda._sleep(50_000_000)
 
 
 @pytest.mark.cuda

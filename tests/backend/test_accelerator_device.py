@@ -165,12 +165,13 @@ def test_torch_knows_a_device_by_its_own_name(
         ("cuda", {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}, 2, 0),
         ("cuda", {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, 2, 1),
         ("cuda:0", {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, 2, 0),
+        # a launcher shows each process its own
         (
             "cuda",
             {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"},
             1,
             0,
-        ),  # a launcher shows each process its own
+        ),
     ],
 )
 def test_each_process_has_its_device(

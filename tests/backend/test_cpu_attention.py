@@ -63,9 +63,8 @@ def test_it_is_sdpa_but_for_rounding(
     given = tensors(length)
     mask = masked(length) if flags else None
     expected = gradients(sdpa_attention_forward, given, mask, scaling=0.3)
-    monkeypatch.setattr(
-        functional, "scaled_dot_product_attention", None
-    )  # which would be called, and fail
+    # which would be called, and fail
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", None)
     for one, other in zip(
         gradients(attention.attend, given, mask, scaling=0.3), expected, strict=True
     ):

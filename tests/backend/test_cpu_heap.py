@@ -29,9 +29,8 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def scattered() -> list[torch.Tensor]:
     """Free every second of many tensors, between others that stay: malloc keeps the memory."""
-    warm = torch.ones(
-        16 << 20, dtype=torch.uint8
-    )  # from now on tensors of this size come from the heap
+    # from now on tensors of this size come from the heap
+    warm = torch.ones(16 << 20, dtype=torch.uint8)
     del warm
     tensors = [torch.ones(SIZE, dtype=torch.uint8) for _ in range(COUNT)]
     return tensors[::2]
@@ -78,9 +77,8 @@ def test_a_step_looks_after_each_visit_but_that_of_the_top_layer(
     with opened(settings(model, tmp_path / "out", gradient_checkpointing=True)) as streamed:
         before = streamed.memory.counters.leases
         streamed.get_trainer().train_step(batch(1)["input_ids"])
-        assert (
-            len(visits) == 6 == streamed.memory.counters.leases - before - 1
-        )  # three layers in both directions, and the top one
+        # three layers in both directions, and the top one
+        assert len(visits) == 6 == streamed.memory.counters.leases - before - 1
 
 
 def test_another_malloc_is_left_alone(looks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,9 +55,8 @@ def test_a_step_is_the_same_without_addresses(
     found, loss, counters = trained(model, tmp_path / "without")
     assert loss == expected_loss
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert (
-        counters.bytes_uploaded < counters.bytes_read
-    )  # what tensors have, and not the page they begin in
+    # what tensors have, and not the page they begin in
+    assert counters.bytes_uploaded < counters.bytes_read
 
 
 def test_what_layers_return_is_learnt_from_shapes(

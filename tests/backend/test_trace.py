@@ -118,10 +118,11 @@ def test_a_trace_that_is_off_records_nothing_and_makes_nothing(tmp_path: Path) -
     with tracing(None) as trace:
         assert trace is NO_TRACE
         assert trace.span("read", "layer 0") is trace.span("forward", "layer 1")
+        # the one may be entered again
         with (
             trace.span("read", "layer 0"),
             trace.span("read", "layer 0"),
-        ):  # the one may be entered again
+        ):
             pass
     assert not hasattr(trace, "events") and not list(tmp_path.iterdir())
 
@@ -129,9 +130,8 @@ def test_a_trace_that_is_off_records_nothing_and_makes_nothing(tmp_path: Path) -
 def test_a_trace_is_written_however_its_block_ends(tmp_path: Path) -> None:
     file = tmp_path / "new" / "trace.json"
     with pytest.raises(ZeroDivisionError), tracing(file) as trace:
-        assert (
-            json.loads(file.read_text())["traceEvents"] == []
-        )  # the place is tried before anything is done
+        # the place is tried before anything is done
+        assert json.loads(file.read_text())["traceEvents"] == []
         with trace.span("forward", "half"):
             raise ZeroDivisionError
     assert [event["name"] for event in json.loads(file.read_text())["traceEvents"]] == [

@@ -206,9 +206,8 @@ def test_a_read_that_does_not_end_is_told_with_its_layer_and_its_thread(
             if model.adapter.stream.activity()[1] in model.adapter.stream.activity()[2]:
                 break
             threading.Event().wait(0.1)
-        for _ in range(
-            100_000
-        ):  # what moved when the disk stopped to answer comes to its end meanwhile
+        # what moved when the disk stopped to answer comes to its end meanwhile
+        for _ in range(100_000):
             if list(tmp_path.glob("stacks-*")):
                 break
             now[0] += INTERVAL

@@ -99,9 +99,8 @@ def test_nothing_is_left_when_reading_is_interrupted(
         monkeypatch.setattr(doctor_disk, "DESCRIPTORS", tmp_path / "none")
     with pytest.raises(failure):
         disk_speeds(tmp_path, 3 * MB)
-    assert there == [
-        0 if nameless else 1
-    ]  # without a name there is nothing that a kill could leave
+    # without a name there is nothing that a kill could leave
+    assert there == [0 if nameless else 1]
     assert not list(tmp_path.iterdir())
 
 

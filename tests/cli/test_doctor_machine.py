@@ -229,9 +229,8 @@ def test_a_dev_shm_that_cannot_be_written_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "dev/shm").mkdir(parents=True)
-    monkeypatch.setattr(
-        "os.access", lambda path, mode: False
-    )  # root may write to any that is not mounted to be read
+    # root may write to any that is not mounted to be read
+    monkeypatch.setattr("os.access", lambda path, mode: False)
     found = shared_memory(tmp_path)
     assert found.level is Level.NOTE and "cannot be written" in found.what
 

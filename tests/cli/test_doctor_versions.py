@@ -83,7 +83,7 @@ def test_an_old_python_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
 # Known to be bad
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair.one} with {pair.other}")
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair.first} with {pair.second}")
 def test_a_known_pair_has_its_source_and_is_not_installed_here(pair: Pair) -> None:
     assert pair.source.startswith("https://")
     assert pair.how

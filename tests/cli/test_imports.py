@@ -61,9 +61,8 @@ def modules_after(*words: str | Path) -> set[str]:
     done = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ))
     assert done.stdout, done.stderr
     code, modules = json.loads(done.stdout.splitlines()[-1])
-    assert code == 0 or words[0] == "doctor", (
-        done.stderr
-    )  # which ends with 2 where a machine has a problem
+    # which ends with 2 where a machine has a problem
+    assert code == 0 or words[0] == "doctor", done.stderr
     return {name for name in modules if name != "kernels"}
 
 

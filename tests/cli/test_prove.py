@@ -54,9 +54,8 @@ def test_a_small_model_is_certified_bitwise(case: Case, by_streaming: Outcome) -
         assert (
             certificate[compared_ones]["count"] == certificate[compared_ones]["bitwise"] == matrices
         )
-    assert all(
-        gradient.any() for gradient in by_streaming.gradients.values()
-    )  # equal zeros would prove nothing
+    # equal zeros would prove nothing
+    assert all(gradient.any() for gradient in by_streaming.gradients.values())
     assert 0 < certificate["bytes_read_per_step"] <= 2 * certificate["model"]["layer_bytes"]
     assert certificate["model"]["slots"] < certificate["model"]["layers"] == 8
     assert {"torch", "transformers", "peft", "lema"} <= certificate["versions"].keys()

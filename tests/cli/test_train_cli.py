@@ -140,9 +140,8 @@ def test_a_run_says_which_step_was_best_and_begins_with_a_saved_adapter(
 def test_the_whole_plan_of_a_run_that_is_not_timed_is_shown(
     write_config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    model = write_model(
-        tmp_path / "model", num_hidden_layers=2
-    )  # nothing of which is read in a step
+    # nothing of which is read in a step
+    model = write_model(tmp_path / "model", num_hidden_layers=2)
     config = write_config(
         model_name_or_path=str(model), device_memory=None, gradient_checkpointing=None
     )

@@ -68,9 +68,8 @@ def test_every_initial_value_is_drawn_or_refused() -> None:
     named = {name.strip("'").partition("_niter_")[0] for name in known}
     assert "gaussian" in named
     drawn = {name for name in INITIAL_VALUES if isinstance(name, str)}
-    assert (
-        named | {"lora_ga"} == drawn | REFUSED_INITIAL_VALUES.keys()
-    )  # PEFT takes that one without listing it
+    # PEFT takes that one without listing it
+    assert named | {"lora_ga"} == drawn | REFUSED_INITIAL_VALUES.keys()
 
 
 @pytest.mark.parametrize("name", [*REFUSED_INITIAL_VALUES, "pissa_niter_16", "PiSSA"])
@@ -88,10 +87,11 @@ def saved(directory: Path, base: Path, **options: Any) -> Path:
     config = LoraConfig(
         target_modules=["q_proj"], task_type="CAUSAL_LM", base_model_name_or_path=str(base)
     )
+    # PEFT checks some combinations, which is not the point here
     for (
         name,
         value,
-    ) in options.items():  # PEFT checks some combinations, which is not the point here
+    ) in options.items():
         setattr(config, name, value)
     config.save_pretrained(str(directory))
     return directory
@@ -133,10 +133,11 @@ def test_an_adapter_of_another_task_is_refused(llama: Path, tmp_path: Path) -> N
 def test_an_option_of_a_newer_peft_is_refused_where_it_is_used(llama: Path, tmp_path: Path) -> None:
     file = saved(tmp_path, llama) / "adapter_config.json"
     written = json.loads(file.read_text())
+    # of which PEFT's warning, an error here, is not printed
     for unused in (
         "use_newest",
         "\ufeff" * 6000,
-    ):  # of which PEFT's warning, an error here, is not printed
+    ):
         file.write_text(json.dumps({**written, unused: False}))
         assert read_lora_config(tmp_path) is not None
     file.write_text(json.dumps({**written, "use_newest": True}))

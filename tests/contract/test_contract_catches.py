@@ -49,9 +49,8 @@ class Upload:
         self.slot[: len(self.source)] = self.source
 
     def wait(self) -> Tensor:
-        self.slots.free = [
-            slot for slot in self.slots.free if slot is not self.slot
-        ]  # released before, it may be
+        # released before, it may be
+        self.slots.free = [slot for slot in self.slots.free if slot is not self.slot]
         return self.slot[: len(self.source)]
 
     def release(self) -> None:

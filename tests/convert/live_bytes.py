@@ -28,9 +28,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not any(
-            self.place.glob(".*.part*")
-        ):  # a file, or a directory of files, that is being written
+        # a file, or a directory of files, that is being written
+        if not any(self.place.glob(".*.part*")):
             return result
         for tensor in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":

@@ -174,17 +174,19 @@ def test_a_quantised_directory_is_read_by_the_class_that_its_config_names(
 @pytest.mark.parametrize(
     ("model_type", "kind", "message"),
     [
+        # experts in one tensor are not bitsandbytes'
         (
             "qwen3_moe",
             "nf4",
             "ignore_mismatched_sizes",
-        ),  # experts in one tensor are not bitsandbytes'
+        ),
         ("mixtral", "nf4", "ignore_mismatched_sizes"),
+        # torchao's tensors cannot be renamed
         (
             "qwen3_5",
             "int8",
             "issues during automatic conversion",
-        ),  # torchao's tensors cannot be renamed
+        ),
     ],
 )
 def test_a_class_that_cannot_read_a_quantised_directory_says_so(

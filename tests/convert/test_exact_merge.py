@@ -87,9 +87,8 @@ def test_at_random_each_weight_is_a_neighbour_of_the_sum(
     merged = tensors(merge_adapter(adapter, tmp_path / "merged", rounding="stochastic"))
     dtype = nearest["lm_head.weight"].dtype
     if dtype == torch.float32:
-        assert all(
-            torch.equal(merged[name], nearest[name]) for name in nearest
-        )  # nothing is left to round
+        # nothing is left to round
+        assert all(torch.equal(merged[name], nearest[name]) for name in nearest)
         return
     expected = {name: weight.float() for name, weight in changes(base, adapter).items()}
     assert any(not torch.equal(merged[name], nearest[name]) for name in expected)

@@ -203,9 +203,8 @@ def converted(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     get_checkpoint_conversion_mapping("legacy")  # fills the table
     rules = [
-        WeightConverter(
-            "o_proj.weight", "o_proj.weight", [Transpose()]
-        ),  # square: nothing shows it was done
+        # square: nothing shows it was done
+        WeightConverter("o_proj.weight", "o_proj.weight", [Transpose()]),
         WeightConverter(
             ["embed_tokens.first.weight", "embed_tokens.second.weight"],
             "embed_tokens.weight",
@@ -235,9 +234,8 @@ def test_what_is_put_together_is_read_as_it_is_and_what_would_be_converted_again
     assert "model.embed_tokens.second.weight" in published
     expected = AutoModelForCausalLM.from_pretrained(source).state_dict()
     once = prepare(source, source / "once.safetensors").path
-    turned = {
-        name for name in expected if name.endswith("o_proj.weight")
-    }  # under its own name, transposed
+    # under its own name, transposed
+    turned = {name for name in expected if name.endswith("o_proj.weight")}
     assert_equal(once, expected | {name: published[name] for name in turned})
     twice = prepare(once, source / "twice.safetensors").path
     old = source / "old.safetensors"

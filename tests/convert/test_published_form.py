@@ -57,14 +57,12 @@ def settings(directory: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*tensors on disk are not used"
-)  # towers that the class that trains has not
+# towers that the class that trains has not
+@pytest.mark.filterwarnings("ignore:.*tensors on disk are not used")
 @pytest.mark.filterwarnings("ignore:PEFT does not adapt these linear modules")
 @pytest.mark.filterwarnings("ignore:You have passed exclude_modules")  # which the other class needs
-@pytest.mark.filterwarnings(
-    "ignore:Input and output embeddings are no longer tied"
-)  # of embeddings that nothing changed
+# of embeddings that nothing changed
+@pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied")
 @pytest.mark.parametrize("model_type", TYPES)
 def test_what_is_merged_and_prepared_is_the_published_checkpoint_again(
     model_type: str, tmp_path: Path
@@ -128,16 +126,18 @@ def with_stray(source: Path, name: str, architecture: str | None = None) -> None
         ("model.layers.9.mlp.down_proj.weight", None, False),
         ("score.weight", "LlamaForSequenceClassification", True),  # which reads it
         ("stray.weight", "LlamaForSequenceClassification", False),
+        # transformers does not know what that reads
         (
             "stray.weight",
             "LlamaForSomethingElse",
             True,
-        ),  # transformers does not know what that reads
+        ),
+        # transformers expects it, and needs it not
         (
             "model.layers.0.self_attn.rotary_emb.inv_freq",
             None,
             True,
-        ),  # transformers expects it, and needs it not
+        ),
     ],
 )
 def test_what_no_class_reads_is_left_out_and_said(

@@ -247,9 +247,8 @@ def test_experts_are_quantised_too_and_transformers_loads_them(tmp_path: Path, k
             assert expanded.ndim == 3
             assert torch.equal(read_tensor(records[name], torch.float32), expanded), name
     assert "mlp.experts.gate_up_proj" in {row.module for row in out.precision}
-    assert not isinstance(
-        records["model.layers.0.mlp.gate.weight"], QuantizedRecord
-    )  # which picks experts
+    # which picks experts
+    assert not isinstance(records["model.layers.0.mlp.gate.weight"], QuantizedRecord)
 
 
 def test_experts_in_four_bits_are_those_of_the_library_one_by_one(tmp_path: Path) -> None:
@@ -269,9 +268,8 @@ def test_experts_in_four_bits_are_those_of_the_library_one_by_one(tmp_path: Path
             found = read_tensor(records[name], torch.bfloat16)
             once = [functional.quantize_4bit(one, blocksize=64, quant_type="nf4") for one in tensor]
             for expert, (packed, state) in zip(found, once, strict=True):
-                exact = functional.dequantize_4bit(
-                    packed, state
-                )  # its scales are not quantised themselves
+                # its scales are not quantised themselves
+                exact = functional.dequantize_4bit(packed, state)
                 assert (expert - exact).norm() < 0.01 * exact.norm()
 
 
@@ -316,9 +314,8 @@ def test_at_most_two_layers_are_in_memory(
     layer = sum(
         record.nbytes for name, record in GlobalBinaryIndex(source).items() if "layers.0." in name
     )
-    prepare(
-        source, tmp_path / "warm", quantize=kind
-    )  # tables that libraries make once are not the layers'
+    # tables that libraries make once are not the layers'
+    prepare(source, tmp_path / "warm", quantize=kind)
     monkeypatch.setattr(libraries, "PIECE_ON_HOST", 1 << 13)
     with LiveBytes(tmp_path) as live:  # where a directory is made that appears whole
         prepare(source, tmp_path / "out", quantize=kind)
@@ -348,9 +345,8 @@ def test_shapes_that_do_not_fit_are_left_and_told(
         f"{NUM_LAYERS} tensors not quantised, because of their shape: model.layers.*.mlp.down_proj"
     )
     assert told in capfd.readouterr().out
-    found = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out"
-    )  # which leaves the same modules as they are
+    # which leaves the same modules as they are
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     expected = AutoModelForCausalLM.from_pretrained(source)
     assert torch.equal(
         found.model.layers[2].mlp.down_proj.weight, expected.model.layers[2].mlp.down_proj.weight

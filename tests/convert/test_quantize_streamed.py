@@ -140,9 +140,8 @@ def test_slots_that_are_host_buffers_give_the_same_numbers(
 def test_a_step_reads_the_stored_bytes_alone(quantized: CheckpointOf, kind: str) -> None:
     with streamed_model(quantized(kind), prefetch_depth=1, gradient_checkpointing=True) as model:
         stream = model.memory
-        streamed_step(
-            model, micro_batches(2)
-        )  # the first step finds nothing kept from a step before
+        # the first step finds nothing kept from a step before
+        streamed_step(model, micro_batches(2))
         before = stream.counters
         streamed_step(model, micro_batches(2))
         after = stream.counters
@@ -178,9 +177,8 @@ def test_slots_are_small_and_every_layer_is_expanded_into_one_buffer(
         stream = model.memory
         assert stream.slot_bytes < (0.35 if kind == "nf4" else 0.6) * whole
         assert stream.slot_bytes == max(layer.nbytes for layer in stream.layers)
-        assert all(
-            len(layer.runs) == 1 and not layer.casts for layer in stream.layers
-        )  # read in place, at one go
+        # read in place, at one go
+        assert all(len(layer.runs) == 1 and not layer.casts for layer in stream.layers)
         with stream.lease(0) as lease:
             assert lease.expanded is not None
             place = lease.expanded.data_ptr()

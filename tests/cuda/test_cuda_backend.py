@@ -142,9 +142,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     device_of(monkeypatch)
     monkeypatch.setattr(driver, "_library", Library)
     monkeypatch.setattr(lema_accelerator.backend, "choose_device", lambda device: DEVICE)
-    monkeypatch.setattr(
-        "lema.backend.torchstreams.PIECE", 3000
-    )  # so that slots are copied in pieces
+    # so that slots are copied in pieces
+    monkeypatch.setattr("lema.backend.torchstreams.PIECE", 3000)
     return found
 
 

@@ -108,9 +108,8 @@ def test_whatever_changes_tokens_is_another_entry(write, make, templates, tmp_pa
         assert len(entries(tmp_path)) == number, change
     about = data.stat()
     data.write_text(data.read_text().replace("stone", "brick"))
-    os.utime(
-        data, ns=(about.st_atime_ns, about.st_mtime_ns)
-    )  # same size, same time, and small: its content tells
+    # same size, same time, and small: its content tells
+    os.utime(data, ns=(about.st_atime_ns, about.st_mtime_ns))
     assert (
         all_of(make(data)) == all_of(make(data, kept=False))
         and len(entries(tmp_path)) == len(changes) + 2

@@ -157,9 +157,8 @@ def test_words_that_look_like_the_template_are_found_all_the_same(name, learnt):
     """The same words in every message, blanks around them, and tags that templates cut at."""
     family = FAMILIES[name]
     same = [{"role": message["role"], "content": "the mill"} for message in CHAT]
-    found = [
-        text.lstrip(" ") for text in learnt(family, same)
-    ]  # a token across the border has the blank in front
+    # a token across the border has the blank in front
+    found = [text.lstrip(" ") for text in learnt(family, same)]
     assert found == [family.learnt("the mill", last).lstrip(" ") for last in (False, True)]
     odd = [ASKED[0], {"role": "assistant", "content": "<b>a</b> assistant\n<|x|> b <i>"}]
     assert learnt(family, odd) == [family.learnt("<b>a</b> assistant\n<|x|> b <i>", True)]

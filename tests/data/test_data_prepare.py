@@ -38,10 +38,11 @@ def test_long_rows_are_cut_and_counted():
     assert [row["input_ids"] for row in data] == [[1, 2, 3, 4], [1, 2, 3, 4, 5]]
     counts = data.counts
     assert (counts.rows, counts.truncated, counts.dropped) == (2, 1, 1)
+    # the first token of a row has nothing to be predicted from
     assert (counts.tokens, counts.trained_tokens) == (
         9,
         7,
-    )  # the first token of a row has nothing to be predicted from
+    )
     assert "1 rows truncated (4 tokens cut off, 4 of them to be trained on); 1 rows dropped" in str(
         counts
     )

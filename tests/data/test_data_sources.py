@@ -76,9 +76,8 @@ def test_a_data_set_of_the_hub_is_asked_for_as_it_is_named(hub, make_tokenizer):
     config = config_of(
         train_data={"path": "org/rivers", "name": "long", "split": "a+b", "revision": "v1"}
     )
-    assert (
-        LemaConfig(**config.to_dict()).train_data == config.train_data
-    )  # as a checkpoint keeps it
+    # as a checkpoint keeps it
+    assert LemaConfig(**config.to_dict()).train_data == config.train_data
     data = prepare_data(config.train_data, make_tokenizer(), max_length=64)
     path, options = hub[0]
     assert (path, options.pop("keep_in_memory")) == ("org/rivers", False)

@@ -107,9 +107,8 @@ def test_only_answers_are_learnt_with_their_end(make_tokenizer, template, templa
     tokenizer = make_tokenizer(templates[template])
     ids, labels = tokenize(tokenizer, {"messages": CHAT})
     assert learnt_stretches(tokenizer, ids, labels) == ANSWERS
-    assert (
-        ids == tokenizer.apply_chat_template(CHAT)["input_ids"]
-    )  # as generation renders it, nothing added in front
+    # as generation renders it, nothing added in front
+    assert ids == tokenizer.apply_chat_template(CHAT)["input_ids"]
 
 
 def test_without_an_end_token_the_newline_ends_the_answer(make_tokenizer, templates):

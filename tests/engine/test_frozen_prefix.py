@@ -103,9 +103,8 @@ def test_later_epochs_leave_the_layers_below_out_and_the_adapter_is_the_same(
     assert same(with_cache, without)
     assert set(all_leases.by_step) == {FULL}
     batches = -(-9 // changes.get("batch_size", 4))
-    first = -(
-        -batches // changes.get("gradient_accumulation_steps", 1)
-    )  # steps until every batch was seen
+    # steps until every batch was seen
+    first = -(-batches // changes.get("gradient_accumulation_steps", 1))
     assert leases.by_step == [FULL] * first + [SPARED] * (len(all_leases.by_step) - first)
     assert len(leases.by_step) > first
     # What the first epoch's last step reads ahead is for a step that is spared the lower layers.

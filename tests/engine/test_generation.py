@@ -220,9 +220,8 @@ def test_each_token_reads_the_layers_once_and_computes_only_itself(
         tokens = streamed_tokens(model, PROMPTS[:1])
         after = model.memory.counters
         assert tokens.shape[1] == NEW
-        assert lengths == [len(tokenizer()(PROMPTS[0])["input_ids"])] + [1] * (
-            NEW - 1
-        )  # the rest is in the cache
+        # the rest is in the cache
+        assert lengths == [len(tokenizer()(PROMPTS[0])["input_ids"])] + [1] * (NEW - 1)
         assert after.leases - before.leases == NEW * NUM_LAYERS
         # What was read ahead for a token that never came is all there is beside.
         ahead = after.layers_read - before.layers_read - NEW * NUM_LAYERS
@@ -265,9 +264,8 @@ def test_settings_stored_with_the_model_are_used_and_not_warned_of(
         greedy = streamed_tokens(model, PROMPTS)
         torch.manual_seed(6)
         sampled = streamed_tokens(model, PROMPTS, do_sample=True)
-        assert torch.equal(
-            streamed_tokens(model, PROMPTS), greedy
-        )  # nothing of one call stays for the next
+        # nothing of one call stays for the next
+        assert torch.equal(streamed_tokens(model, PROMPTS), greedy)
     assert complaints == []
     whole = whole_model(llama, tmp_path / "adapter")
     assert torch.equal(greedy, whole_tokens(whole, PROMPTS))

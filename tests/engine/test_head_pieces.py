@@ -113,9 +113,8 @@ def test_loss_and_gradients_are_those_of_the_whole_model(
             assert close(all_gradients(found), all_gradients(expected))
             assert torch.equal(found.generator, expected.generator)
             assert head.is_meta
-        assert model.split.tables.names == model._head.names - {
-            "lm_head.weight"
-        }  # a tied table is looked up by row
+        # a tied table is looked up by row
+        assert model.split.tables.names == model._head.names - {"lm_head.weight"}
         assert first_non_finite(model.adapter, batches) is None
         loss, tokens = model.adapter.evaluate(batches)
     with streamed_model(stored, head="device") as model:
@@ -291,11 +290,12 @@ def test_it_is_cut_unasked_only_where_the_limit_does_not_hold_it(
         "max_length": 12,
         "boundary_activations": "device",
     }
+    # else these give way first
     settings |= {
         "micro_batch_size": 2,
         "prefetch_depth": 2,
         "loss_chunk_tokens": 1024,
-    }  # else these give way first
+    }
     base = {
         "device": "cpu",
         "lora_rank": 4,
@@ -357,9 +357,8 @@ def test_a_head_that_trains_is_whole(
         pass
     with opened(stored, **adapter) as model:
         expected = streamed_step(model, batches)
-    with opened(
-        stored, device_memory=10**9, **adapter
-    ) as model:  # it may be cut as far as is known when it is opened
+    # it may be cut as far as is known when it is opened
+    with opened(stored, device_memory=10**9, **adapter) as model:
         found = streamed_step(model, batches)
         assert torch.equal(found.loss, expected.loss)
         assert all(

@@ -172,9 +172,8 @@ def test_no_byte_of_a_weight_is_read_for_the_reference(
             checkpoint_of("llama"), gradient_checkpointing=True, objective=given
         ) as model:
             draw_b(model.lora_manager)
-            outcome(
-                model, parts_of(batch, 4, 4)
-            )  # the first step finds nothing kept from a step before
+            # the first step finds nothing kept from a step before
+            outcome(model, parts_of(batch, 4, 4))
             before = model.memory.counters
             outcome(model, parts_of(batch, 4, 4))
             after = model.memory.counters

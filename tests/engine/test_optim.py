@@ -187,9 +187,8 @@ def test_a_gpu_gets_one_kernel_and_keeps_its_numbers() -> None:
 OPTIMIZERS = sorted(set(get_args(Optimizer)))
 
 
-@torch.compiler.set_stance(
-    "force_eager"
-)  # torchao's update is compiled, which here takes longer than all else
+# torchao's update is compiled, which here takes longer than all else
+@torch.compiler.set_stance("force_eager")
 @pytest.mark.filterwarnings("ignore")  # of bitsandbytes, on a machine without a GPU
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_is_transformers_own_and_goes_on_from_its_checkpoint_to_the_bit(
@@ -333,9 +332,8 @@ def test_a_checkpoint_goes_on_with_the_optimizer_of_the_machine_it_comes_to(
     restore_optimizer(second, tmp_path / "saved", state["optimizer"])
     assert second.param_groups[0]["fused"] is not saved_fused
     assert second.param_groups[0]["weight_decay"] == 0.2
-    expected, straight = trained(
-        fused=not saved_fused, weight_decay=0.2
-    )  # one that was never saved
+    # one that was never saved
+    expected, straight = trained(fused=not saved_fused, weight_decay=0.2)
     with torch.no_grad():
         for copies in (others, expected):
             for one, source in zip(copies, parameters, strict=True):

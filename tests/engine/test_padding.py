@@ -84,11 +84,12 @@ def test_a_run_evaluates_trains_and_counts_as_without_it(
     monkeypatch.setattr(StreamedModel, "_prepare", noted)
     results = []
     for name, multiple in (("plain", None), ("longer", 16)):
+        # no sign of a rounding is a step
         longer = {
             "pad_to_multiple_of": multiple,
             "max_length": 16,
             "adam_epsilon": 1e-2,
-        }  # no sign of a rounding is a step
+        }
         config = settings(model, tmp_path / name, **longer)
         result, adapter = run_fit(config, rows, token_rows(4, seed=2))
         results.append((result["eval_loss"], list(logged(config).values()), adapter))

@@ -42,9 +42,8 @@ def test_an_adapter_starts_with_the_values_peft_draws(
 ) -> None:
     checkpoint = checkpoint_of(name, dtype=dtype)
     expected = trained(whole_model(checkpoint))
-    with streamed_model(
-        checkpoint
-    ) as model:  # no target modules are named: every linear of a layer, as the whole's
+    # no target modules are named: every linear of a layer, as the whole's
+    with streamed_model(checkpoint) as model:
         found = trained(model.lora_manager)
         assert found.keys() == expected.keys()
         for key, parameter in expected.items():
@@ -159,9 +158,8 @@ def test_documents_packed_in_one_row(checkpoint_of: CheckpointOf, name: str) -> 
     batch = micro_batches(1)[0]
     batch["position_ids"] = torch.tensor([[*range(7), *range(5)], [*range(4), *range(8)]])
     whole = whole_model(checkpoint)
-    whole.config.use_cache = (
-        False  # as transformers' Trainer trains; it sees packing only where there is no cache
-    )
+    # as transformers' Trainer trains; it sees packing only where there is no cache
+    whole.config.use_cache = False
     draw_b(whole)
     expected = whole_step(whole, [batch])
     assert not torch.equal(expected.loss, whole_step(whole, micro_batches(1)).loss)

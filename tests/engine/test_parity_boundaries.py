@@ -108,9 +108,8 @@ def peak_of_a_step(base: Path, tmp_path: Path, tier: str) -> int:
     config = settings(
         base, tmp_path, boundary_activations=tier, lora_rank=1, lora_target_modules=["q_proj"]
     )
-    with closing(
-        LemaModel(config, backend=CpuBackend())
-    ) as model:  # whose slots are buffers, not tensors made in a step
+    # whose slots are buffers, not tensors made in a step
+    with closing(LemaModel(config, backend=CpuBackend())) as model:
         model.initialize_lora()
         streamed_step(model, [{"input_ids": ids, "labels": ids}] * 2)
         with Live() as live:

@@ -107,9 +107,8 @@ def skips_counted(model: LemaModel) -> Iterator[list[int]]:
     def count(self: Product, given: Tensor) -> Tensor | None:
         made = unformed(self, given)
         form = self.form
-        while isinstance(
-            form, Product
-        ):  # the one that keeps the product, which is not asked for it
+        # the one that keeps the product, which is not asked for it
+        while isinstance(form, Product):
             form = form.form
         counts[layer_of[id(form.__self__)]] += made is not None  # type: ignore[attr-defined] # a bound method
         return made
@@ -410,9 +409,8 @@ def test_a_step_holds_the_graph_of_one_micro_batch_however_many_it_has(
             assert len(Noted.nodes) == number * NUM_LAYERS
             assert Noted.living() == 0
             loss.backward()
-            assert len(Noted.nodes) == number * (
-                2 * NUM_LAYERS - 1
-            )  # the top layer is not recomputed
+            # the top layer is not recomputed
+            assert len(Noted.nodes) == number * (2 * NUM_LAYERS - 1)
             assert Noted.living() == 0
         finally:
             gc.enable()

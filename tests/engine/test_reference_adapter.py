@@ -167,9 +167,8 @@ def test_compiled_layers_compare_with_the_same_adapter(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        "lema.model.compiled.COMPILER", "aot_eager"
-    )  # torch's own kernels, which make the same bits
+    # torch's own kernels, which make the same bits
+    monkeypatch.setattr("lema.model.compiled.COMPILER", "aot_eager")
     checkpoint = checkpoint_of("llama")
     batch = batch_of(examples(labelled=objective == "kto"))
     adapter = supervised(checkpoint, tmp_path / "supervised")

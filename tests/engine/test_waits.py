@@ -41,9 +41,8 @@ class Waits(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        if (
-            name in WAITING and args[0].dtype != torch.uint8
-        ):  # bytes: the generator's state, which is the host's
+        # bytes: the generator's state, which is the host's
+        if name in WAITING and args[0].dtype != torch.uint8:
             self.note(name)
         return func(*args, **(kwargs or {}))
 
@@ -96,9 +95,8 @@ def waits_of_a_step(model: LemaModel, rows: list[dict[str, list[int]]]) -> list[
 def test_a_step_asks_for_numbers_once(
     model_of: Callable[..., Path], tmp_path: Path, name: str, changes: dict[str, Any]
 ) -> None:
-    rows = [
-        {key: ids[:9] for key, ids in row.items()} for row in token_rows(6)
-    ]  # of one length: no mask is made
+    # of one length: no mask is made
+    rows = [{key: ids[:9] for key, ids in row.items()} for row in token_rows(6)]
     with opened(settings(model_of(name), tmp_path, **changes)) as model:
         places = waits_of_a_step(model, rows)
     # transformers looks once, before the layers and at the head, whether rows are packed.

@@ -36,9 +36,8 @@ PROJECTS = {
 LEAST = 7
 AT_ONCE = 6
 PYTHONS = "3.12", "3.11", "3.13"
-PLATFORM = (
-    "x86_64-manylinux_2_34"  # Ubuntu 22.04 and Debian 12; SGLang has no wheel for an older one
-)
+# Ubuntu 22.04 and Debian 12; SGLang has no wheel for an older one
+PLATFORM = "x86_64-manylinux_2_34"
 SHOWN = "transformers", "peft", "torch"
 HEAD = f"| newest release | Python | fits | {' | '.join(SHOWN)} | what stands in the way |"
 RULE = "|---" * HEAD.count(" | ") + "|---|"
@@ -155,9 +154,8 @@ def main() -> int:
     own = settings["project"]["dependencies"]
     sys.stdout.write(f"{HEAD}\n{RULE}\n")
     fitting = 0
-    with ThreadPoolExecutor(
-        AT_ONCE
-    ) as pool:  # a resolver waits for the index nearly all of its time
+    # a resolver waits for the index nearly all of its time
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         for answer in pool.map(lambda project: ask(project, own), PROJECTS):
             sys.stdout.write(answer.row() + "\n")
             sys.stdout.flush()

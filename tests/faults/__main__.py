@@ -54,9 +54,8 @@ def main(arguments: list[str]) -> int:
             sys.stdout.flush()
 
     with tempfile.TemporaryDirectory(prefix="lema-faults-") as place:
-        tempfile.tempdir = (
-            place  # of all that is made, because a forked process does nothing at its exit
-        )
+        # of all that is made, because a forked process does nothing at its exit
+        tempfile.tempdir = place
         for row in [row for row in ROWS if row.name in asked]:
             count = (
                 given.count

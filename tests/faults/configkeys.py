@@ -45,11 +45,12 @@ PHASES = {
         },
     ],
 }
+# of the wrong values, those that are not wrong everywhere
 ALLOWED: list[list[Any]] = [
     ["suffix", ""],
     ["train_data", {"a": "x"}],
     ["eval_data", {"a": "x"}],
-]  # of the wrong values, those that are not wrong everywhere
+]
 SLIPS = 3  # of each setting
 
 
@@ -202,9 +203,8 @@ def _refused(file: Path, level: Level, key: str, value: Any, near: str) -> str |
     begins = [
         number for number, line in enumerate(lines, 1) if line.lstrip().startswith(f'"{key}":')
     ]
-    long = len(
-        json.dumps(value, indent=1).splitlines()
-    )  # a fault within the value is said of its own line
+    # a fault within the value is said of its own line
+    long = len(json.dumps(value, indent=1).splitlines())
     read: Callable[[Path], object] = LemaConfig.from_yaml if level.path is None else read_phase_file
     try:
         read(file)

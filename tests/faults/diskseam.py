@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 
 __all__ = ["DiskSeam", "bytes_below"]
 
+# calls whose first argument is a path
 NAMED = (
     "mkdir",
     "rmdir",
@@ -30,7 +31,7 @@ NAMED = (
     "chmod",
     "truncate",
     "utime",
-)  # calls whose first argument is a path
+)
 MOVES = ("rename", "replace", "link", "symlink")
 BY_NUMBER = ("fsync", "fdatasync", "ftruncate", "fchmod")
 MADE = os.O_WRONLY | os.O_RDWR | os.O_CREAT

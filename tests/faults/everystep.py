@@ -26,9 +26,8 @@ FAULT = (
 )
 REQUIRED = "exit 75, then bitwise the same loss curve and adapter"
 STEPS = 20
-WAYS = tuple(
-    itertools.product((0.0, 0.1), (None, 1), (1, 2))
-)  # dropout, rows in a micro-batch, accumulation
+# dropout, rows in a micro-batch, accumulation
+WAYS = tuple(itertools.product((0.0, 0.1), (None, 1), (1, 2)))
 STOPPED = 75
 
 

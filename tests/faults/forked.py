@@ -169,9 +169,8 @@ def import_noted(names: Path) -> None:
     """
     for name in names.read_text(encoding="utf-8").split():
         if name not in sys.modules:
-            with contextlib.suppress(
-                ImportError
-            ):  # made in the child, or imported under another name
+            # made in the child, or imported under another name
+            with contextlib.suppress(ImportError):
                 import_module(name)
     if (threads := len(os.listdir("/proc/self/task"))) > 1:  # noqa: PTH208 - there is no Path for one's own threads
         raise RuntimeError(f"{threads - 1} threads run beside the one that forks")

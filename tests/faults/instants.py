@@ -103,9 +103,8 @@ def _case(made: ShortRun, straight: Path, before: Path, instant: int, *, flushed
         for name in told.read_text(encoding="utf-8").splitlines():
             if Path(name).is_file() and Path(name).name != LOG:
                 os.truncate(name, 0)
-        if wrong := damaged(
-            made.out("cut")
-        ):  # the one before it would be gone on from, and would hide it
+        # the one before it would be gone on from, and would hide it
+        if wrong := damaged(made.out("cut")):
             return wrong
     return made.fault_of("cut", made.child("cut", resume=True, **LIMITS), straight)
 

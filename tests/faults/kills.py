@@ -95,9 +95,8 @@ def _straight(made: ShortRun, way: Way) -> Straight:
     changes = made.marks[killedways.CHANGES]
     if ended.code:
         raise RuntimeError(f"the run without a kill ended with {ended.code}: {ended.said}")
-    import_noted(
-        killedways.imports_of(made, way.straight)
-    )  # which none of the others has to do then
+    # which none of the others has to do then
+    import_noted(killedways.imports_of(made, way.straight))
     first = first or end
     return Straight(told_of(out, ended.said), changes, first - started, end - first)
 

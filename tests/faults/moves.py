@@ -78,9 +78,8 @@ def _case(
     if ended.code:
         return f"it ended with {ended.code}: {last_lines(ended.said)}"
     left = told_of(out, ended.said)
-    if (
-        way.phases
-    ):  # of which what is logged is a mean over processes, whose order of additions is another
+    # of which what is logged is a mean over processes, whose order of additions is another
+    if way.phases:
         left = _bytes(left)
         straight = _bytes(straight)
     return killedways.difference(left, straight)

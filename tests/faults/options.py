@@ -166,11 +166,12 @@ NAMED = {"{adapter}": "{run}", "{linked}": "{empty}"}
 # Options that name a directory whose disk is measured, by writing to it: also where others do not
 # write, because it is not empty.
 MEASURED = {"--directory"}
+# settings that name a place to write to, always one of the case
 OUTPUTS = {
     "output_dir",
     "offload_dir",
     "data_cache",
-}  # settings that name a place to write to, always one of the case
+}
 
 
 @cache
@@ -193,9 +194,8 @@ def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) 
     started = time.perf_counter()
     made = tiny_model()
     names = list(LINES)
-    sys.dont_write_bytecode = (
-        True  # what Python writes beside its modules is not the command's doing
-    )
+    # what Python writes beside its modules is not the command's doing
+    sys.dont_write_bytecode = True
     _make_kept(made)
 
     def case(number: int) -> str:
@@ -254,10 +254,11 @@ def _places(made: TinyModel, place: Path) -> dict[str, str]:
         name: str(place / name)
         for name in ("run", "file", "link", "linked", "nowhere", "empty", "pipe")
     }
+    # as /dev/null and /dev/full; a file where nobody may make one
     for name, minor in (
         ("device", 3),
         ("full", 7),
-    ):  # as /dev/null and /dev/full; a file where nobody may make one
+    ):
         try:
             os.mknod(place / name, 0o666 | stat.S_IFCHR, os.makedev(1, minor))
         except PermissionError:

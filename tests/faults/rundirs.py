@@ -62,13 +62,14 @@ BAIT = (
 )
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 RUN = {"max_steps": 4, "save_steps": 2, "eval_steps": 2, "save_total_limit": 2}
+# lines of metrics; a million take as long as the reading of their bytes
 MANY = (
     1,
     1,
     1,
     300,
     20_000,
-)  # lines of metrics; a million take as long as the reading of their bytes
+)
 OBJECTS = (
     {},
     {"a": []},

@@ -216,9 +216,8 @@ def _ready(made: ShortRun) -> None:
         raise RuntimeError(f"the first run ended with {ended.code}: {ended.said}")
     from transformers import conversion_mapping
 
-    conversion_mapping.get_checkpoint_conversion_mapping(
-        ""
-    )  # a table that is made once in a process
+    # a table that is made once in a process
+    conversion_mapping.get_checkpoint_conversion_mapping("")
     made.forget("warm")
 
 

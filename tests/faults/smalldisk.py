@@ -23,9 +23,8 @@ PAGE = 4096
 PAGES = 120  # more than two saves and the adapter take
 REFUSED = "this user may not mount"
 AMPLE = 256 << 20
-SAYING = (
-    5  # every so many sizes, the file system says how much is left, and not that there is plenty
-)
+# every so many sizes, the file system says how much is left, and not that there is plenty
+SAYING = 5
 
 
 def run(count: int, seed: int = 0, report: Callable[[str], None] | None = None) -> Outcome:

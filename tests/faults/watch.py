@@ -161,9 +161,8 @@ def _children(
         marks[AT] = number
         _ended.clear()
         before = _memory("VmRSS")
-        Path("/proc/self/clear_refs").write_text(
-            "5", encoding="ascii"
-        )  # the highest it had is what it has
+        # the highest it had is what it has
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         try:
             with patience(seconds):
                 wrong = case(number)

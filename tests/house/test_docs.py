@@ -22,10 +22,11 @@ SOURCES = sorted(path for files in CODE for path in ROOT.glob(files))
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 MOST_LINES = 120  # of the page on the architecture, and of the README
 MOST_LINES_OF_A_PAGE = 200
+# tables that grow with the types of models and with the commands
 LONG = {
     "models.md",
     "commands.md",
-}  # tables that grow with the types of models and with the commands
+}
 # Names with dots that are no modules: groups of entry points, and the repository's own name.
 GROUPS = {"lema.backends", "lema.settings", "lema.doctors", "lema.verbs", "lema.shard_formats"}
 ROOMS = sorted(
@@ -80,9 +81,8 @@ def test_every_file_and_page_that_is_named_exists(page: Path) -> None:
     files = re.findall(r"`((?:lema|tests|benchmarks|backends|tools|configs)/[\w/.*-]+)`", text)
     files += [f"backends/{name}" for name in re.findall(r"`(lema_\w+/[\w/.]+)`", text)]
     links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
-    kept = [
-        name for name in files if not name.startswith("benchmarks/results/")
-    ]  # git ignores these
+    # git ignores these
+    kept = [name for name in files if not name.startswith("benchmarks/results/")]
     missing = [name for name in kept if not [*ROOT.glob(name)]]
     assert not missing + [link for link in links if not (page.parent / link).exists()]
 

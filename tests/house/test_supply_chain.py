@@ -56,9 +56,8 @@ def test_a_wheel_is_the_same_when_it_is_built_again(tmp_path: Path) -> None:
         tree = tmp_path / f"tree {number}"
         out = tmp_path / f"out {number}"
         left_out = shutil.ignore_patterns(".*", "tests", "__pycache__", "output", "build", "dist")
-        shutil.copytree(
-            ROOT, tree, ignore=left_out, copy_function=shutil.copyfile
-        )  # with other times
+        # with other times
+        shutil.copytree(ROOT, tree, ignore=left_out, copy_function=shutil.copyfile)
         code = "import sys; from hatchling.build import build_wheel; build_wheel(sys.argv[1])"
         subprocess.run(
             [sys.executable, "-c", code, str(out)], cwd=tree, check=True, capture_output=True

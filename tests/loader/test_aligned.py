@@ -14,9 +14,8 @@ def test_weights_that_a_file_has_at_odd_addresses_are_moved_and_stay_what_they_w
     tmp_path: Path,
 ) -> None:
     model = write_model(llama(tie_word_embeddings=True), tmp_path / "model")
-    store(
-        model, tensors(model) | {"other": torch.zeros(1)}
-    )  # so that not all begin at multiples of 64 bytes
+    # so that not all begin at multiples of 64 bytes
+    store(model, tensors(model) | {"other": torch.zeros(1)})
     loaded = AutoModelForCausalLM.from_pretrained(model)
     values = {name: one.clone() for name, one in loaded.state_dict().items()}
     addresses = {name: one.data_ptr() for name, one in loaded.state_dict().items()}

@@ -65,9 +65,8 @@ def test_long_and_short_rows_alternate(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_packed_texts_go_by_their_longest(kind: str, tmp_path: Path) -> None:
-    model = write_model(
-        roped(kind, use_cache=False), tmp_path / "model"
-    )  # with a cache texts are not told apart
+    # with a cache texts are not told apart
+    model = write_model(roped(kind, use_cache=False), tmp_path / "model")
     steps = [[packed(9, 12, 5)], [packed(20, 30)], [packed(9, 9), packed(17, 40)], [packed(12, 4)]]
     assert farthest_from_whole(model, *steps) == 0
 

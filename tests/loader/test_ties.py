@@ -70,11 +70,12 @@ def logits_of(directory: Path, ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("settings", "within"),
+    # in pieces, sums are in another order
     [
         ({}, 0.0),
         ({"embeddings": "disk"}, 0.0),
         ({"head": "stream"}, 1e-5),
-    ],  # in pieces, sums are in another order
+    ],
     ids=["whole", "rows", "pieces"],
 )
 @pytest.mark.parametrize("make", CASES.values(), ids=list(CASES))

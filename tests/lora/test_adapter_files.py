@@ -484,9 +484,8 @@ def test_an_adapter_config_that_is_none_is_refused_by_file(
 
 @pytest.mark.slow
 def test_an_adapter_of_experts_one_by_one_is_read_as_peft_reads_it(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(
-        "mixtral", tmp_path
-    )  # its experts are one tensor now, as its adapter's will be
+    # its experts are one tensor now, as its adapter's will be
+    checkpoint = write_checkpoint("mixtral", tmp_path)
     ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
     generator = torch.Generator().manual_seed(4)
     sizes = {"self_attn.q_proj": (32, 32)}
@@ -516,9 +515,8 @@ def test_an_adapter_of_experts_one_by_one_is_read_as_peft_reads_it(tmp_path: Pat
     model = LemaModel.from_pretrained(
         tmp_path / "old", device="cpu", backend=CpuBackend(poison=True)
     )
-    torch.testing.assert_close(
-        found := streamed_logits(model, ids), expected
-    )  # not bitwise: `lema.model.experts`
+    # not bitwise: `lema.model.experts`
+    torch.testing.assert_close(found := streamed_logits(model, ids), expected)
     model.save_pretrained(tmp_path / "new")
     model.close()
     again = LemaModel.from_pretrained(tmp_path / "new", device="cpu")

@@ -158,9 +158,8 @@ def test_what_peft_saved_says_the_same_and_is_saved_again(
     saved = load_file(tmp_path / "again" / WEIGHTS)
     given = load_file(adapter / WEIGHTS)
     assert all(torch.equal(saved[key], given[key]) for key in saved)
-    assert all(
-        "base_layer" in key for key in given.keys() - saved.keys()
-    )  # PEFT adds frozen embeddings, to be safe
+    # PEFT adds frozen embeddings, to be safe
+    assert all("base_layer" in key for key in given.keys() - saved.keys())
     assert torch.equal(whole_logits(loaded_by_peft(base, tmp_path / "again"), ids), said)
 
 

@@ -225,9 +225,8 @@ def test_the_plan_counts_what_a_checkpoint_has_under_both_names(
         assert draw_up(model.config).checkpoint_bytes == planned
     files = (tmp_path / "checkpoint").glob("*.safetensors")
     written = sum(tensor.nbytes for file in files for tensor in load_file(file).values())
-    assert (
-        planned <= min(written, *room) and max(written, *room) < 1.02 * planned
-    )  # with the optimizer's steps
+    # with the optimizer's steps
+    assert planned <= min(written, *room) and max(written, *room) < 1.02 * planned
 
 
 def test_names_that_cannot_be_written_are_refused(

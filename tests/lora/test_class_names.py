@@ -62,13 +62,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You have passed exclude_modules"),
     pytest.mark.filterwarnings("ignore:PEFT does not adapt these linear modules"),
     pytest.mark.filterwarnings("ignore:.*does not name the adapter's base model"),
-    pytest.mark.filterwarnings(
-        "ignore:Initializing zero-element tensors"
-    ),  # where they are read but not drawn
+    # where they are read but not drawn
+    pytest.mark.filterwarnings("ignore:Initializing zero-element tensors"),
     pytest.mark.filterwarnings("ignore:lora_target_modules. no module is named"),
-    pytest.mark.filterwarnings(
-        "ignore:The following rank_pattern keys"
-    ),  # PEFT looks for these among modules alone
+    # PEFT looks for these among modules alone
+    pytest.mark.filterwarnings("ignore:The following rank_pattern keys"),
 ]
 
 
@@ -150,9 +148,8 @@ def test_these_are_all_types_that_have_two_classes() -> None:
         trains = auto_class(config)._model_mapping.get(type(config), None)
         if trains is not None and published_class(config) is not trains:
             found.add(model_type)
-    assert found - {"emu3"} == set(
-        TWO_CLASSES
-    )  # which transformers itself does not read into the class that trains
+    # which transformers itself does not read into the class that trains
+    assert found - {"emu3"} == set(TWO_CLASSES)
 
 
 def test_a_published_class_with_the_same_names_needs_none() -> None:

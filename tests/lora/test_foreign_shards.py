@@ -222,9 +222,8 @@ def test_an_adapter_of_the_head_and_a_weight_that_two_stages_share_are_put_toget
     made = torch.Generator().manual_seed(4)
     sizes = {f"{head}.lora_A.weight": (RANK, HIDDEN), f"{head}.lora_B.weight": (VOCABULARY, RANK)}
     new = {name: torch.randn(size, generator=made) for name, size in sizes.items()}
-    new["base_model.model.model.norm.weight"] = torch.randn(
-        HIDDEN, generator=made
-    )  # trained whole, and in both
+    # trained whole, and in both
+    new["base_model.model.model.norm.weight"] = torch.randn(HIDDEN, generator=made)
     for stage in range(2):
         described = given / f"adapter_shards/mp_metadata_pp_rank_{stage}.json"
         content = json.loads(described.read_text())

@@ -75,9 +75,8 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.filterwarnings(
-    "ignore"
-)  # of types that are announced as old, or as slow without their kernels
+# of types that are announced as old, or as slow without their kernels
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model_type", TYPES)
 def test_the_four_functions_over_types_of_models(model_type: str) -> None:
     model = made(model_type)
@@ -88,9 +87,8 @@ def test_the_four_functions_over_types_of_models(model_type: str) -> None:
     wanted = {
         f"{name}.weight"
         for name in set(linear_modules(model)) - router_modules(model)
-        if any(
-            f".{name}".endswith(f".{end}") for end in default_targets(model)
-        )  # some, PEFT does not adapt
+        # some, PEFT does not adapt
+        if any(f".{name}".endswith(f".{end}") for end in default_targets(model))
     }
     assert set(chosen) == wanted and len(set(chosen)) == len(chosen) > 0
     assert_same(bits(model), base)  # it was only asked

@@ -79,9 +79,8 @@ def test_an_adapter_names_the_model_that_its_base_was_prepared_from(
     name = "model.layers.0.mlp.up_proj.weight"
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     onto_origin = adapted.merge_and_unload().state_dict()
-    assert torch.allclose(merged[name], onto_origin[name]) is (
-        kind is None
-    )  # that is, onto what it was trained on
+    # that is, onto what it was trained on
+    assert torch.allclose(merged[name], onto_origin[name]) is (kind is None)
     assert GlobalBinaryIndex(tmp_path / "merged").origin is None
 
 
@@ -91,9 +90,8 @@ def test_what_is_prepared_twice_has_the_origin_of_the_first_and_a_path_is_named_
     prepare("org/tiny", tmp_path / "once")
     prepare(tmp_path / "once", tmp_path / "twice", quantize="nf4")
     assert GlobalBinaryIndex(tmp_path / "twice").origin == ("org/tiny", COMMIT)
-    prepare(
-        hub, tmp_path / "snapshot.safetensors"
-    )  # the same, by the path of its place in the cache
+    # the same, by the path of its place in the cache
+    prepare(hub, tmp_path / "snapshot.safetensors")
     assert GlobalBinaryIndex(tmp_path / "snapshot.safetensors").origin == ("org/tiny", COMMIT)
 
     prepare(tmp_path / "model", tmp_path / "local")
@@ -172,9 +170,8 @@ def test_an_adapter_goes_from_a_model_to_what_was_prepared_from_it_and_back(
             )
             assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     index = GlobalBinaryIndex(twice)
-    with pytest.raises(
-        AdapterError, match="the model has changed"
-    ):  # a run goes on with the same numbers
+    # a run goes on with the same numbers
+    with pytest.raises(AdapterError, match="the model has changed"):
         check_base(mine[source], index, exact=True)
     change(twice)
     with pytest.raises(AdapterError, match="the model has changed"):

@@ -62,9 +62,8 @@ def test_ordinary_patterns_are_taken() -> None:
     ]
     ordinary = LoraConfig(
         target_modules=r".*\.(?:layers|h)\.\d+\.(?:self_attn|mlp)\..*(?:up|down)_proj",
-        rank_pattern=dict.fromkeys(
-            names, 2
-        ),  # as methods write it that find a rank for each module
+        # as methods write it that find a rank for each module
+        rank_pattern=dict.fromkeys(names, 2),
         alpha_pattern={r"model\.layers\.\d+\.mlp.*": 4},
     )
     check_patterns(ordinary, names)

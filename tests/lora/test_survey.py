@@ -182,9 +182,8 @@ def test_a_directory_is_tried_with_its_own_config_and_weights(tmp_path: Path) ->
 def test_weights_that_must_be_converted_are_told(tmp_path: Path) -> None:
     checkpoint = write_checkpoint("mixtral", tmp_path)
     assert survey_model(str(checkpoint.published)).prepare is True
-    assert (
-        survey_model(str(checkpoint.streamed)).prepare is True
-    )  # a directory has the published names again
+    # a directory has the published names again
+    assert survey_model(str(checkpoint.streamed)).prepare is True
 
 
 def test_weights_that_do_not_fit_are_told(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ def adapted(model: PreTrainedModel) -> set[str]:
 def test_names_stay_as_short_as_they_can_be() -> None:
     assert default_targets(skeleton("llama")) == LLAMA
     assert default_targets(skeleton("gpt2")) == ["c_attn", "c_fc", "c_proj"]
+    # not "0" and "2"
     assert default_targets(skeleton("ctrl")) == [
         "Wk",
         "Wq",
@@ -96,7 +97,7 @@ def test_names_stay_as_short_as_they_can_be() -> None:
         "dense",
         "ffn.0",
         "ffn.2",
-    ]  # not "0" and "2"
+    ]
 
 
 def test_a_name_that_the_head_has_too_is_told_from_it() -> None:
@@ -208,9 +209,8 @@ def test_what_only_looks_like_a_linear_is_not_adapted() -> None:
     assert grouped
     assert all(isinstance(model.get_submodule(name), nn.Linear) for name in grouped)
     assert not adapted(model) & set(grouped)
-    assert "query_key_value" in default_targets(
-        skeleton("falcon")
-    )  # a subclass that is one all the same
+    # a subclass that is one all the same
+    assert "query_key_value" in default_targets(skeleton("falcon"))
 
 
 @pytest.mark.parametrize("model_type", LEFT_OUT)
@@ -242,15 +242,15 @@ def test_experts_are_adapted_by_default_unless_something_hinders_it() -> None:
     assert default_adapter(model, lora_target_parameters=both[:1]).target_parameters == both[:1]
     for name, value in HINDERED.items():
         assert default_adapter(model, **{name: value}).target_parameters is None, name
+    # among two processes, along the model's plan
     for settings in (
         {},
         {"lora_layers_to_transform": [1]},
-    ):  # among two processes, along the model's plan
+    ):
         wanted = default_adapter(model, **settings).target_parameters
         assert configured_lora(model, LemaConfig("-", **settings), 2).target_parameters == wanted
-    divided = configured_lora(
-        model := skeleton("gpt_oss"), LemaConfig("-"), 2
-    )  # whose plan does not cut them
+    # whose plan does not cut them
+    divided = configured_lora(model := skeleton("gpt_oss"), LemaConfig("-"), 2)
     assert default_adapter(model).target_parameters and divided.target_parameters is None
     with pytest.warns(
         UserWarning,

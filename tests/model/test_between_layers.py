@@ -57,9 +57,8 @@ def test_every_byte_of_it_is_counted(tier: str, tmp_path: Path) -> None:
     found = compare("zaya", tmp_path, boundary_activations=tier, offload_dir=str(tmp_path))
     assert found.worst == 0
     batches = [zaya_boundaries(batch["input_ids"].numel()) for batch in micro_batches()]
-    assert found.bytes_offloaded == sum(
-        sum(each[:-1]) for each in batches
-    )  # the top layer is not recomputed
+    # the top layer is not recomputed
+    assert found.bytes_offloaded == sum(sum(each[:-1]) for each in batches)
 
 
 def test_the_plan_knows_its_bytes(tmp_path: Path) -> None:

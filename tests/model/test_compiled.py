@@ -152,9 +152,8 @@ def test_a_layer_that_computes_with_its_number_is_not_taken_for_another() -> Non
     compiled = CompiledLayers(layers, "stack", CpuBackend())
     state = torch.ones(1, 2, 2)
     assert set(compiled.kinds) == {0}
-    with said(
-        "stack.8 is not compiled: torch.compile failed on it"
-    ):  # it makes eight graphs of one function
+    # it makes eight graphs of one function
+    with said("stack.8 is not compiled: torch.compile failed on it"):
         found = [compiled.call(index, {}, (state,), {}) for index in range(12)]
     assert compiled.compilations == 8
     assert all(torch.equal(one, layer(state)) for one, layer in zip(found, layers, strict=True))

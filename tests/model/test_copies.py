@@ -76,9 +76,8 @@ def test_moves_do_what_the_operations_do() -> None:
         for number, move in moves:
             move_elements(sources[number], move, found)
         assert torch.equal(found, expected), seed
-    assert (
-        followed > 380
-    )  # what is not followed is computed at the lease, which is right but slower
+    # what is not followed is computed at the lease, which is right but slower
+    assert followed > 380
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,8 @@ def test_a_streamed_step_is_that_of_the_whole_model(model_type: str, tmp_path: P
         "lora_use_dora": True,
         "seed": SEED,
     }
-    settings |= {
-        "device_memory": None
-    }  # a plan of a recurrence that transformers unrolls takes longer than the step
+    # a plan of a recurrence that transformers unrolls takes longer than the step
+    settings |= {"device_memory": None}
     model = LemaModel(
         LemaConfig(str(published), device="cpu", **settings), backend=CpuBackend(poison=True)
     )

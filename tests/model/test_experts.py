@@ -134,9 +134,8 @@ def test_in_float64_nothing_is_left_of_the_difference(
     """On PEFT's own model, in both ways, in each of the implementations of experts that
     `transformers` has.
     """
-    monkeypatch.setattr(
-        moe, "_can_use_grouped_mm", lambda *_: False
-    )  # torch has no grouped product in float64
+    # torch has no grouped product in float64
+    monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: False)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=torch.float64)
     parameters = ["experts.gate_up_proj", "experts.down_proj"]
@@ -321,7 +320,6 @@ def test_whatever_else_is_asked_of_it_is_answered_by_the_sum(
 ) -> None:
     whole, apart = factors
     torch.testing.assert_close(use(apart), use(whole))
-    two = LowRankSum(
-        apart, apart.left, apart.right, -3.0
-    )  # another adapter, which takes the first away
+    # another adapter, which takes the first away
+    two = LowRankSum(apart, apart.left, apart.right, -3.0)
     torch.testing.assert_close(use(two), use(apart.weight))

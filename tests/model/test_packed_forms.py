@@ -48,9 +48,8 @@ def test_weights_are_what_a_slow_reader_finds(form: str, tmp_path: Path) -> None
     for name, weight in whole.items():
         found = read_tensor(names.stored[name], torch.float32)
         assert torch.equal(found, weight), name
-        if (
-            name in names.quantized
-        ):  # the bytes of codes, with their scales, are what is stored in a slot
+        # the bytes of codes, with their scales, are what is stored in a slot
+        if name in names.quantized:
             assert names.stored[name].nbytes < weight.numel() * (FORMS[form].bits / 8 + 0.3)
 
 

@@ -261,9 +261,8 @@ def test_what_trains_is_whole(
                     if one.requires_grad
                 }
             )
-            assert (
-                abs(draw_up(config).outside_bytes - model.outside_bytes) <= 4096
-            )  # a page, of another allocation
+            # a page, of another allocation
+            assert abs(draw_up(config).outside_bytes - model.outside_bytes) <= 4096
             assert model.generate("the miller", max_new_tokens=2)
     assert found[0].keys() == found[1].keys()
     assert all(

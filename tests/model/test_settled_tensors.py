@@ -85,7 +85,6 @@ def test_what_is_there_is_the_same_object() -> None:
 
 
 def test_the_bytes_of_a_plan_are_those_of_buffers_and_attributes() -> None:
-    nbytes = 4 * (
-        4 + 2 + 1 + 2 + 5 + 1
-    )  # inv_freq once, slopes once, and what is in lists and dicts
+    # inv_freq once, slopes once, and what is in lists and dicts
+    nbytes = 4 * (4 + 2 + 1 + 2 + 5 + 1)
     assert buffer_bytes(Model()) == nbytes

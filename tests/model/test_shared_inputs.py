@@ -67,17 +67,19 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "phi3": Phi3Config(**SIZES),  # queries, keys and values are one linear
     "gemma2": Gemma2Config(**SIZES, head_dim=16, query_pre_attn_scalar=16, sliding_window=5),
 }
+# linears of one input
 SHARED = {
     "llama": [3, 2],
     "qwen3": [3, 2],
     "gpt2": [],
     "phi3": [],
     "gemma2": [3, 2],
-}  # linears of one input
+}
+# because what else fast attends by is no linear
 FAST = {
     "arithmetic": "fast",
     "attn_implementation": "sdpa",
-}  # because what else fast attends by is no linear
+}
 
 
 def gradients_of(directory: Path, products: int = 0, **settings: Any) -> dict[str, Tensor]:
@@ -117,9 +119,8 @@ def together(layers: nn.ModuleList) -> list[SharedInputs]:
 def test_a_step_is_pefts_but_for_rounding(kind: str, recompute: bool, tmp_path: Path) -> None:
     found = compare(CONFIGS[kind], tmp_path, gradient_checkpointing=recompute, arithmetic="fast")
     assert max(found.logits, found.loss) <= 1e-6 and found.worst <= 5e-6 and not found.idle_layers
-    assert (
-        found.worst > 0 or not SHARED[kind]
-    )  # each by itself may round as PEFT's do, where the scaling is 2
+    # each by itself may round as PEFT's do, where the scaling is 2
+    assert found.worst > 0 or not SHARED[kind]
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -264,9 +265,8 @@ def test_what_is_saved_is_pefts(tmp_path: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(directory).eval()
     assert torch.equal(bare, whole_logits(base, ids))
     whole = PeftModel.from_pretrained(base, tmp_path / "adapter")
-    assert (
-        difference(said, whole_logits(whole, ids)) <= 1e-6
-    )  # 0 on processors that round both orders alike
+    # 0 on processors that round both orders alike
+    assert difference(said, whole_logits(whole, ids)) <= 1e-6
 
 
 def test_a_streamed_model_computes_fast_and_two_adapters_at_once_as_peft(tmp_path: Path) -> None:

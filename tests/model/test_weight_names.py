@@ -308,10 +308,11 @@ def test_whole_numbers_are_no_weights_and_fractions_of_any_type_are(tmp_path: Pa
         save_file({**tensors, name: tensors[name].to(dtype)}, file)
         with pytest.raises(WeightsError, match=f"of a type that the model cannot use:\n.*{name}"):
             map_names(bare, GlobalBinaryIndex(tmp_path))
+    # floating types are cast, as from_pretrained does
     for dtype in (
         torch.float64,
         torch.bfloat16,
-    ):  # floating types are cast, as from_pretrained does
+    ):
         save_file({**tensors, name: tensors[name].to(dtype)}, file)
         assert map_names(bare, GlobalBinaryIndex(tmp_path))
     half = {other: tensor.bfloat16() for other, tensor in tensors.items()}

@@ -22,9 +22,8 @@ def ranks(
         for item in request.session.items
         if "ranks" in getattr(item, "fixturenames", ())
     ]
-    known: dict[
-        int, Measured | str
-    ] = {}  # or why there is nothing: then no test starts the processes again
+    # or why there is nothing: then no test starts the processes again
+    known: dict[int, Measured | str] = {}
 
     def run(count: int) -> Measured:
         if count not in known:

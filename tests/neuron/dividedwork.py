@@ -156,9 +156,8 @@ def said(model: LemaModel, **options: Any) -> Tensor:
     """The tokens that follow two prompts."""
     model.__dict__["tokenizer"] = Numbers()
     texts = model.generate(["5 9 33 17", "40 2"], max_new_tokens=6, **options)
-    rows = [
-        [int(word) for word in text.split()] for text in texts
-    ]  # a text that has ended is shorter
+    # a text that has ended is shorter
+    rows = [[int(word) for word in text.split()] for text in texts]
     return torch.tensor([row + [0] * (6 - len(row)) for row in rows])
 
 

@@ -171,9 +171,8 @@ def row(comm: Comm, sequence: bool, parallel: bool, stride: int = 1) -> dict[str
     )
     wrapped: Any = adapted(layer, comm)
     full = numbers("x", BATCH, SEQUENCE, WIDTH).requires_grad_()
-    cut = Part(layer.layout).shard(
-        full.detach().transpose(0, 2).transpose(0, 1), comm.rank
-    )  # [sequence, width, batch]
+    # [sequence, width, batch]
+    cut = Part(layer.layout).shard(full.detach().transpose(0, 2).transpose(0, 1), comm.rank)
     x = (
         (cut.transpose(0, 1).transpose(0, 2) if parallel else full.detach())
         .clone()

@@ -136,9 +136,8 @@ def model_case(
     known = parts(over, comm)
     for path, one in trained.items():
         part: Any = known[path]
-        found[path] = far(
-            part.consolidate(one.grad, comm), wanted[path]
-        )  # copies are compared bit for bit
+        # copies are compared bit for bit
+        found[path] = far(part.consolidate(one.grad, comm), wanted[path])
     norm = torch.stack([wanted[path].norm() for path in adapter]).norm()
     mine = global_norm(trained.values(), comm)
     found["norm"] = far(mine, norm.float())

@@ -32,15 +32,17 @@ FEW = (
 )
 OTHERWISE = {  # the third runs as it stands, in half precision
     "neuron_trn1_2xlarge": ("dtype=float32",),
+    # sequences of any length are shared
     "neuron_trn1_32xlarge": (
         "dtype=float32",
         "pad_to_multiple_of=null",
-    ),  # sequences of any length are shared
+    ),
 }
+# torchrun starts what is left; these find what it would have set
 FORKED = (
     "neuron_trn1_32xlarge",
     "neuron_trn2",
-)  # torchrun starts what is left; these find what it would have set
+)
 ALONE = ("device=cpu", "tensor_parallel_size=1", "sequence_parallel=false")
 
 
@@ -116,9 +118,8 @@ def test_when_one_process_is_killed_all_end(place: Path) -> None:
     steps = options("max_steps=100000", "batch_size=4", "dtype=float32", "output_dir=shared")
     metrics = place / "shared" / "metrics.jsonl"
     with started_processes([*arguments, *steps], count) as started:
-        while not (
-            metrics.is_file() and metrics.read_text().count("\n") > 1
-        ):  # the test's own limit ends this
+        # the test's own limit ends this
+        while not (metrics.is_file() and metrics.read_text().count("\n") > 1):
             assert started.poll() is None, started.communicate()[1][-3000:]
             time.sleep(0.1)
         workers = [

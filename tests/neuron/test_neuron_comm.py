@@ -109,9 +109,8 @@ def test_all_ranks_ask_for_the_same_in_the_same_order(sequence: bool) -> None:
     assert run_a_step(6, sequence) == first
     after = [given["groups"] for name, given in first[first.index(("gradients", {})) + 1 :]]
     sharing = [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert sorted(map(str, after)) == sorted(
-        map(str, [TENSOR, sharing, TENSOR])
-    )  # factors, keys, the norm
+    # factors, keys, the norm
+    assert sorted(map(str, after)) == sorted(map(str, [TENSOR, sharing, TENSOR]))
     assert after[-1] == TENSOR  # the norm is that of gradients that are reduced
     during = [name for name, given in first[: first.index(("gradients", {}))]]
     assert set(during) == ({"all_gather", "reduce_scatter"} if sequence else {"all_reduce"})

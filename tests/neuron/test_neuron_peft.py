@@ -59,11 +59,12 @@ def column(**given: Any) -> ColumnParallelLinear:
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else value,
 )
 def test_what_is_not_exact_is_refused_by_its_name(name: str, given: dict[str, Any]) -> None:
+    # whose own settings PEFT asks for first
     if given.get("init_lora_weights") in (
         "eva",
         "loftq",
         "corda",
-    ):  # whose own settings PEFT asks for first
+    ):
         config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
         config.init_lora_weights = given["init_lora_weights"]
     else:
@@ -180,9 +181,8 @@ def test_layers_draw_their_weights_whole() -> None:
             ColumnParallelLinear(8, 16, tensor_model_parallel_group=one_of_four(rank)).weight
         )
     torch.manual_seed(3)
-    assert torch.equal(
-        torch.cat(shards), nn.Linear(8, 16).weight
-    )  # drawn whole, and as nn.Linear draws it
+    # drawn whole, and as nn.Linear draws it
+    assert torch.equal(torch.cat(shards), nn.Linear(8, 16).weight)
 
 
 def test_a_foreign_layer_with_copies_must_say_where_they_lie() -> None:
@@ -251,10 +251,11 @@ def test_a_model_on_meta_gets_this_ranks_shapes_and_heads() -> None:
         "q_proj.lora_A.default.weight": ("sum", True),
         "q_proj.lora_B.default.weight": ("none", False),
         "k_proj.lora_A.default.weight": ("sum", True),
+        # over the two ranks that hold the same head
         "k_proj.lora_B.default.weight": (
             "sum",
             False,
-        ),  # over the two ranks that hold the same head
+        ),
     }
 
 

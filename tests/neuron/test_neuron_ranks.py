@@ -13,10 +13,11 @@ from neuronlayers import layer_cases
 from neuronmodels import left_out, model_cases
 
 TOLERANCE = 1e-5  # relative to the largest number of one process
+# whose norms, rotary tables and softmax are in single all the same
 EXACT = {
     "draw": 0.0,
     "llama-fewer-in-double": 1e-6,
-}  # whose norms, rotary tables and softmax are in single all the same
+}
 NAMES = [
     pytest.param(
         count,

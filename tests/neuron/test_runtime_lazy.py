@@ -122,9 +122,8 @@ def test_every_rank_names_the_same_groups_of_all_ranks(monkeypatch: pytest.Monke
         comm.all_reduce(torch.ones(2))
         comm.all_gather(torch.ones(4), 0)
         comm.reduce_scatter(torch.ones(4), 0)
-        lazy.RUNTIME.replicas(joined(8, 4)).sum(
-            torch.ones(2)
-        )  # gradients: over those with the same part only
+        # gradients: over those with the same part only
+        lazy.RUNTIME.replicas(joined(8, 4)).sum(torch.ones(2))
         assert [given["groups"] for _, given in fake.xm.calls] == [TENSOR, TENSOR, TENSOR, DATA]
         assert all(given["pin_layout"] is False for _, given in fake.xm.calls)
 

@@ -103,7 +103,7 @@ def test_the_loss_of_divided_words_and_its_gradients_are_those_of_whole_ones(
         model: Any = divided(comm, Ends(tied, bias=not tied))
         words: Any = words_of(model.head)
         hidden = model.hidden(ids)
-        with words.left_apart():
+        with words.only_local():
             logits = model.logits(hidden)
         assert logits.shape[-1] < IDS
         loss = words.cross_entropy(logits, targets, **options)
@@ -168,7 +168,7 @@ def test_of_a_token_three_numbers_are_exchanged_and_not_its_logits() -> None:
         model: Any = divided(comm, Ends(tied=False))
         words: Any = words_of(model.head)
         hidden = torch.randn(*ids.shape, HIDDEN, requires_grad=True)
-        with words.left_apart():
+        with words.only_local():
             model.embed(ids)  # as it runs again before the head, and is thrown away
             loss = words.cross_entropy(model.head(hidden), targets, reduction="sum")
         forward = comm.sent
@@ -190,7 +190,7 @@ def test_halves_have_a_loss_in_single_precision() -> None:
         model: Any = divided(comm, Ends(True, dtype=torch.bfloat16))
         words: Any = words_of(model.head)
         hidden = model.hidden(ids)
-        with words.left_apart():
+        with words.only_local():
             loss: Tensor = (
                 words.cross_entropy(model.logits(hidden), targets, reduction="sum")
                 / (targets != -100).sum()

@@ -95,9 +95,8 @@ class FakeXla:
     def _set_seed(self, seed: int, device: str) -> None:
         assert 0 <= seed < 1 << 64
         self.seed = seed
-        if (
-            self.drawn is not None and seed in self.drawn
-        ):  # else torch was seeded, and the CPU with it
+        # else torch was seeded, and the CPU with it
+        if self.drawn is not None and seed in self.drawn:
             torch.set_rng_state(self.drawn[seed])
 
     def _reduced(self, total: Tensor, value: Tensor, size: int) -> Tensor:

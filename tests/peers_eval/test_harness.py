@@ -115,9 +115,8 @@ def test_log_likelihoods_are_the_harness_s_own(pair: tuple[Any, Any, Any]) -> No
     requests = asked("loglikelihood", *pairs)
     before = model.memory.counters.leases
     found = ours.loglikelihood(requests)
-    assert (
-        model.memory.counters.leases - before <= NUM_LAYERS
-    )  # a new stream counts from nothing: one pass for all
+    # a new stream counts from nothing: one pass for all
+    assert model.memory.counters.leases - before <= NUM_LAYERS
     expected = theirs.loglikelihood(requests)
     assert [value for value, _ in found] == pytest.approx(
         [value for value, _ in expected], abs=1e-5, rel=1e-6

@@ -30,7 +30,6 @@ if find_spec("liger_kernel") and os.environ.get("TRITON_INTERPRET") == "1":
         return converted(value)
 
     interpreter._implicit_cvt = with_dtype
-    rms_norm.rsqrt = lambda one: tl.rsqrt(
-        one
-    )  # looked up at the call, because the interpreter replaces it then
+    # looked up at the call, because the interpreter replaces it then
+    rms_norm.rsqrt = lambda one: tl.rsqrt(one)
     geglu.tanh = lambda one: 2 * tl.sigmoid(2 * one) - 1

@@ -53,10 +53,11 @@ DEEP: dict[str, tuple[PreTrainedConfig, str]] = {
 KNOWN = [kind for kind in MODEL_TYPE_TO_APPLY_LIGER_FN if kind in STREAMED]
 # Of these liger-kernel 0.8.5 needs names that this transformers does not have.
 UNFIT = {"glm4v_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
+# their gradients in fp32 are themselves further from those in fp64
 ROUGH = {
     "qwen3_5_moe",
     "qwen3_5_moe_text",
-}  # their gradients in fp32 are themselves further from those in fp64
+}
 NOTHING = {"nemotron"}  # it has neither an RMS norm nor a gated MLP
 FAST = {"arithmetic": "fast"}
 

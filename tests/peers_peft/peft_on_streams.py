@@ -75,9 +75,8 @@ def streamed(model: PreTrainedModel, adapter: Any) -> Any:
     place = tempfile.mkdtemp(prefix="streamed-")
     model.save_pretrained(place)
     seed = int(torch.randint(2**31, (1,)))  # by what the test has seeded
-    with (
-        pytest.MonkeyPatch.context() as patch
-    ):  # because LEMA attaches adapters by PEFT's own functions
+    # because LEMA attaches adapters by PEFT's own functions
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peft, "get_peft_model", get_peft_model)
         patch.setattr(PeftModel, "from_pretrained", from_pretrained)
         return lema.streamed(place, adapter, device="cpu", dtype=model.dtype, seed=seed)
@@ -92,13 +91,11 @@ def attach(model: Any, config: Any, adapter_name: str = "default", **kwargs: Any
     config.base_model_name_or_path = None
     if adapter_name == "default":
         found = streamed(model, config)
-        config.target_modules = found.peft_config[
-            adapter_name
-        ].target_modules  # as PEFT fills them in
+        # as PEFT fills them in
+        config.target_modules = found.peft_config[adapter_name].target_modules
     else:
-        found = streamed(
-            model, replace(config, bias="none")
-        )  # because two adapters with biases are refused
+        # because two adapters with biases are refused
+        found = streamed(model, replace(config, bias="none"))
         found.add_adapter(adapter_name, config)
         found.set_adapter(adapter_name)
         found.delete_adapter("default")

@@ -84,12 +84,13 @@ STREAMING = {
     "dpo": StreamingDPO,
     "kto": StreamingKTO,
 }
+# forwards without a backward: references, and KL's completions
 ONCE_UP = {
     "trainer": 0,
     "sft": 0,
     "dpo": 1,
     "kto": 3,
-}  # forwards without a backward: references, and KL's completions
+}
 
 
 @pytest.mark.parametrize("kind", STREAMING)
@@ -104,9 +105,8 @@ def test_accumulation_is_one_pass_of_the_same_bits(kind: str, llama: Path, tmp_p
     assert all(torch.equal(one, weights[name]) for name, one in found.items())
     counters = model.opened.memory.counters
     slots = model.opened.memory.num_slots
-    assert (
-        counters.leases == 5 * NUM_LAYERS * (2 + ONCE_UP[kind]) + 1
-    )  # and one to learn what a layer returns
+    # and one to learn what a layer returns
+    assert counters.leases == 5 * NUM_LAYERS * (2 + ONCE_UP[kind]) + 1
     # Around a turn the slots keep their layers: at the top before the backward, at the bottom after
     # it.
     steady = 2 * (NUM_LAYERS - slots) + ONCE_UP[kind] * NUM_LAYERS

@@ -112,9 +112,8 @@ def theirs(
         encoded = made.apply_chat_template(messages, tools=tools, **how)
     except (TemplateError, TypeError, ValueError):
         return None
-    if own_words and own_words[-1] not in made.decode(
-        encoded["input_ids"]
-    ):  # a template of images with text
+    # a template of images with text
+    if own_words and own_words[-1] not in made.decode(encoded["input_ids"]):
         blocks = [
             {**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages
         ]
@@ -219,9 +218,8 @@ def test_words_in_parts_are_learnt_as_words_and_where_trl_differs_is_known(
 def check_own(made: Any, messages: Any, tools: Any, expected: tuple[list[int], list[int]]) -> None:
     ids, learnt = ours(made, messages, tools, None)
     if ids != expected[0]:
-        assert "<think>" in made.decode(
-            expected[0]
-        )  # TRL shows the thoughts of earlier turns, empty ones too
+        # TRL shows the thoughts of earlier turns, empty ones too
+        assert "<think>" in made.decode(expected[0])
         return
     asked = [message["role"] for message in messages].index("assistant")
     prompt = made.apply_chat_template(

@@ -242,9 +242,8 @@ def test_losses_metrics_and_adapters_are_those_of_trl(
     # numbers of them.
     several = "kto" in case and accumulation > 1
     names = ["loss", "kl", "rewards/margins"] if several else ["loss", "kl", "nll_loss", *NAMES]
-    if not several and case.startswith(
-        ("dpo", "ipo", "kto")
-    ):  # ORPO's and CPO's are of other tokens
+    # ORPO's and CPO's are of other tokens
+    if not several and case.startswith(("dpo", "ipo", "kto")):
         names += OF_LOGITS
         assert any(name in row for row in logged for name in OF_LOGITS)
     for ours, theirs in zip(steps, logged, strict=True):

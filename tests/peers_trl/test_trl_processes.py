@@ -82,9 +82,8 @@ torch.save(found, place / f"found-{{rank}}.pt")
 """
 
 
-pytestmark = pytest.mark.timeout(
-    900
-)  # the first test waits for two processes that import all of TRL and train eleven times
+# the first test waits for two processes that import all of TRL and train eleven times
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +115,8 @@ def test_two_processes_are_two_processes_with_the_whole_model(
         assert whole[:2] == streamed[:2]
         assert len(whole[1]) == (2 if kind == "sft" else 0)
         assert_equal(whole[2], streamed[2])
-    assert (
-        found[0][f"{kind} streamed"][0] != found[1][f"{kind} streamed"][0]
-    )  # each has rows of its own
+    # each has rows of its own
+    assert found[0][f"{kind} streamed"][0] != found[1][f"{kind} streamed"][0]
     assert_equal(found[0][f"{kind} streamed"][2], found[1][f"{kind} streamed"][2])
 
 

@@ -98,10 +98,11 @@ def test_each_step_s_gradients_are_those_of_the_cpu(name: str, tmp_path: Path) -
 def test_an_evaluation_compiles_nothing_the_second_time(run: tuple[str, dict[str, Any]]) -> None:
     _, found = run
     (_, first), (_, second) = found["lazy"]["evaluations"]
+    # a layer's graph, for as many micro-batches as it has
     assert first[1] <= 1 and second == [
         0,
         0,
-    ]  # a layer's graph, for as many micro-batches as it has
+    ]
 
 
 def test_no_operation_of_a_layer_goes_through_the_host(run: tuple[str, dict[str, Any]]) -> None:
@@ -111,7 +112,6 @@ def test_no_operation_of_a_layer_goes_through_the_host(run: tuple[str, dict[str,
 
 def test_what_is_dropped_is_dropped_again_where_a_layer_is_computed_again(tmp_path: Path) -> None:
     found = done("slope", tmp_path)
-    assert (
-        found["same"][0] == found["same"][1] != found["other"]
-    )  # it is the generator's state that says what is
+    # it is the generator's state that says what is
+    assert found["same"][0] == found["same"][1] != found["other"]
     assert found["formed"] == pytest.approx(found["seen"], rel=0.02) and found["seen"] > 2e-3

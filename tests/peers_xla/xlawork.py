@@ -130,9 +130,8 @@ def _gradients(root: str, device: str, padded: str, settings: dict[str, Any]) ->
     torch.manual_seed(11)
     with torch.no_grad():
         for one in trained:
-            one.copy_(
-                torch.randn(one.shape) * 0.1
-            )  # not zeros, behind which half of all gradients are zeros
+            # not zeros, behind which half of all gradients are zeros
+            one.copy_(torch.randn(one.shape) * 0.1)
 
     def take(event: str) -> None:
         if event == "on_pre_optimizer_step":
@@ -157,9 +156,8 @@ def slope(root: str, **settings: Any) -> dict[str, Any]:
     below = [parameter for layer in model.split.layers[:top] for parameter in layer.parameters()]
     model.get_trainer().ready()  # in training mode
     torch.manual_seed(11)
-    starts = [
-        torch.randn(one.shape) * 0.1 for one in trained
-    ]  # not zeros, in which nothing dropped would show
+    # not zeros, in which nothing dropped would show
+    starts = [torch.randn(one.shape) * 0.1 for one in trained]
     ways = [torch.zeros(one.shape) for one in trained]
     state = model.backend.rng_state()
 

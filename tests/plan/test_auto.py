@@ -210,12 +210,10 @@ def test_a_run_recomputes_what_memory_asks_for_and_its_numbers_stay(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     everything, _, kept = step(two_lines(model))
-    assert (
-        not everything.recompute and not everything.residents
-    )  # the system's cache holds the files
-    monkeypatch.setattr(
-        "lema.plan.machine.memory_available", lambda: 24_000_000
-    )  # 50 MB would keep everything
+    # the system's cache holds the files
+    assert not everything.recompute and not everything.residents
+    # 50 MB would keep everything
+    monkeypatch.setattr("lema.plan.machine.memory_available", lambda: 24_000_000)
     tight, config, outcome = step(two_lines(model))
     assert tight.recompute and len(tight.saved) < 7 and config.micro_batch_size is None
     assert_same(outcome, kept)

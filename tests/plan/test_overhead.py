@@ -69,6 +69,5 @@ def test_each_tensor_of_more_than_a_block_is_rounded_up_and_each_other_part_by_a
     parts = device_parts(demand, Allocation(2, residents=frozenset({0, 2})))
     slots = 2 * (384 - 260)
     residents = 256 - 250  # the other is less than a block, and shares one
-    assert (
-        parts["workspaces"] == 7 + slots + residents + 4 * 128
-    )  # outside, working, boundaries, saved
+    # outside, working, boundaries, saved
+    assert parts["workspaces"] == 7 + slots + residents + 4 * 128

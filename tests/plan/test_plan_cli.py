@@ -85,9 +85,8 @@ def test_a_plan_adds_up(eight: Path) -> None:
 
 @pytest.mark.slow
 def test_too_few_tokens_are_told_and_what_would_help(eight: Path) -> None:
-    plan = planned(
-        eight, batch_size=1, device_memory=None
-    )  # else every layer stays, and nothing is to be hidden
+    # else every layer stays, and nothing is to be hidden
+    plan = planned(eight, batch_size=1, device_memory=None)
     assert plan.room.crossover is not None and plan.tokens < plan.room.crossover
     assert plan.step.bottleneck == "disk" and plan.step.stall_disk > 0
     assert plan.room.gigabyte_on_device > 0 and plan.room.gigabyte_in_host > 0
@@ -227,9 +226,8 @@ def test_experts_are_told(tmp_path: Path, tokens: int, capsys: pytest.CaptureFix
         if one.requires_grad
     }
     of_experts_alone = sum(count for name, count in trained.items() if ".experts." in name)
-    assert (
-        told.parts["adapters of experts"] == of_experts_alone * 16
-    )  # with its gradient and two moments
+    # with its gradient and two moments
+    assert told.parts["adapters of experts"] == of_experts_alone * 16
     assert plan.to_dict()["experts"]["reached"] == told.reached
     said = (
         "each token has 4 of 16, and 16 are leased together; if routers choose all alike, "

@@ -38,9 +38,8 @@ from lema.stream.ring import LayerRing
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-LENGTHS = st.just(0.0) | st.floats(
-    1e-3, 5
-)  # seconds: far shorter ones are lost in the difference of two times
+# seconds: far shorter ones are lost in the difference of two times
+LENGTHS = st.just(0.0) | st.floats(1e-3, 5)
 LAYERS = st.builds(
     LayerCost,
     slot_bytes=st.integers(1, 500),

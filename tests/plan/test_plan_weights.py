@@ -215,9 +215,8 @@ def test_a_part_that_trains_is_counted_alone(tmp_path: Path) -> None:
     trained = needs.planner.blueprint.trained
     assert trained is not None and trained.parameters == 2 * 32 * 32 and trained.lowest == 6
     assert needs.host["moments"] == 8 * trained.parameters and needs.device["adapters"] == 0
-    assert (
-        needs.device["boundaries"] == whole.device["boundaries"] // 7
-    )  # one layer is visited twice
+    # one layer is visited twice
+    assert needs.device["boundaries"] == whole.device["boundaries"] // 7
     assert needs.host["cached"] == whole.host["cached"]
 
 

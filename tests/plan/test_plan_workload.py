@@ -53,11 +53,12 @@ def hollow(
 
 
 STEPS: dict[str, tuple[Any, ...]] = {
+    # packed or not
     "model": (
         *((name, False) for name in WIDE),
         ("llama", True),
         ("mistral", True),
-    ),  # packed or not
+    ),
     "dtype": (torch.float32, torch.bfloat16),
     "recompute": (True, False),
 }
@@ -114,9 +115,8 @@ def test_a_real_step_takes_what_was_told(
     layers = len(blueprint.layers) * (work.forward + work.backward) + again * work.recompute
     expected = 3 * (layers + workload.head.flops)
     assert 0.98 * expected <= flops <= expected  # nothing below the lowest layer wants a gradient
-    assert (
-        work.recompute < 0.9 * work.forward
-    )  # the last matrix product reaches nothing that is wanted
+    # the last matrix product reaches nothing that is wanted
+    assert work.recompute < 0.9 * work.forward
 
 
 def peak_and_flops_of_a_step(config: LemaConfig) -> tuple[int, int]:

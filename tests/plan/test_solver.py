@@ -173,9 +173,8 @@ def test_what_waits_elsewhere_is_counted_there(
     assert here.saved == away.saved == set(demand.visited_twice)
     total = sum(demand.layers[index].saved_bytes + demand.boundary_bytes for index in away.saved)
     assert host_parts(demand, here)["saved"] == 0
-    assert (
-        host_parts(demand, away)["saved"] == total
-    )  # of these few bytes all pass through memory at once
+    # of these few bytes all pass through memory at once
+    assert host_parts(demand, away)["saved"] == total
     passing = max((demand.layers[index].micro_saved_bytes for index in away.saved), default=0)
     assert device_parts(demand, away)["saved"] <= passing + demand.micro_boundary_bytes
     assert device_parts(demand, away)["boundaries"] == 0

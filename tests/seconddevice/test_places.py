@@ -60,9 +60,8 @@ def test_of_no_other_type_either(model_type: str, tmp_path: Path) -> None:
 def waits_of_a_step(second: SecondDevice, model: LemaModel, number: int) -> dict[str, int]:
     """Return how often the host waits in a step of so many micro-batches, by what for."""
     batches = micro_batches(number, lengths=(12, 9, 14, 7, 12, 9))
-    for _ in range(
-        3
-    ):  # the first learns the model's parts, the second takes the buffers that are used again
+    # the first learns the model's parts, the second takes the buffers that are used again
+    for _ in range(3):
         second.forget_waits()
         model.adapter.loss(batches).backward()
         model.lora_manager.zero_grad(set_to_none=True)

@@ -57,9 +57,8 @@ def test_a_trainer_trains_it_as_on_the_cpu(
     so that it does not turn rounding into signs."""
     losses = []
     for device in ("second", "cpu"):
-        monkeypatch.setenv(
-            "ACCELERATE_TORCH_DEVICE", device
-        )  # the trainer's device, where it would find others itself
+        # the trainer's device, where it would find others itself
+        monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", device)
         AcceleratorState._reset_state(reset_partial_state=True)
         arguments = TrainingArguments(
             str(tmp_path / device),

@@ -128,9 +128,8 @@ def test_all_weights_train(checkpoint_of: CheckpointOf) -> None:
     """Masters are in host memory; weights outside the layers, and gradients, are tensors of the
     device there.
     """
-    config = fulltraining.config_of(
-        checkpoint_of("llama"), adam_epsilon=1.0, learning_rate=1.0
-    )  # a smooth update
+    # a smooth update
+    config = fulltraining.config_of(checkpoint_of("llama"), adam_epsilon=1.0, learning_rate=1.0)
     with sdpa_kernel(SDPBackend.MATH):
         ends = [
             fulltraining.streamed(config, fulltraining.everything, 2, backend, steps=3)

@@ -48,9 +48,8 @@ def test_attention_that_may_run_other_code_is_ignored_with_a_line(
     key: str, name: str, model: Path
 ) -> None:
     file = change(model / "config.json", **{key: name})
-    assert (
-        AutoConfig.from_pretrained(model)._attn_implementation == name
-    )  # as transformers would have it
+    # as transformers would have it
+    assert AutoConfig.from_pretrained(model)._attn_implementation == name
     config, (line,) = warned(lambda: read_config(model))
     assert config._attn_implementation is None
     assert str(file) in line

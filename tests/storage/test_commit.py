@@ -233,11 +233,12 @@ def test_a_sweep_touches_only_what_it_is_about(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     (tmp_path / ".checkpoint-5.0123abcd.part").write_text("a file")
     (tmp_path / ".checkpoint-6.0123abcd.part").symlink_to(tmp_path / "checkpoint-4")
+    # as the version before this one called them, with a process's number
     for kind in (
         "part",
         "gone",
         "old",
-    ):  # as the version before this one called them, with a process's number
+    ):
         (tmp_path / f".checkpoint-4.1234.{kind}").mkdir()
     sweep(tmp_path)
     assert names(tmp_path) == sorted(

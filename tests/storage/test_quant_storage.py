@@ -21,6 +21,7 @@ from lema.storage.quantized.formats import cut_rows
 from lema.storage.quantized.records import QuantizedRecord, fold
 
 WEIGHTS = "model.safetensors"
+# those that transformers allows
 STORAGES = (
     "uint8",
     "int8",
@@ -28,7 +29,7 @@ STORAGES = (
     "bfloat16",
     "float32",
     "float64",
-)  # those that transformers allows
+)
 
 
 def quantise(

@@ -163,9 +163,8 @@ def failing(number: int, real: Callable[..., int]) -> Callable[..., int]:
     return fail
 
 
-@pytest.mark.parametrize(
-    "number", [0, 1, 7, 16]
-)  # the last three are still in memory when they are wanted
+# the last three are still in memory when they are wanted
+@pytest.mark.parametrize("number", [0, 1, 7, 16])
 def test_a_write_that_fails_is_raised_in_the_training_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -203,9 +202,8 @@ def test_a_read_that_fails_is_raised_in_the_training_thread(
     arena = BoundaryArena(CpuBackend(poison=True), "disk", tmp_path)
     state = torch.randn(1, 8, 4)
     step = arena.step([state], range(9))
-    with pytest.raises(
-        ReadError, match="reading failed for boundary activations"
-    ):  # at the turn already, if seen
+    # at the turn already, if seen
+    with pytest.raises(ReadError, match="reading failed for boundary activations"):
         for layer in range(9):
             step.keep(layer, 0, state)
         for layer in reversed(range(9)):

@@ -224,9 +224,8 @@ def test_released_weights_are_gone_though_the_slot_keeps_the_layer(stored: Store
     with stream.lease(1) as second:
         assert stream.counters.layers_read == 1
         assert same(second.weights, stored.contents[1])
-        assert all(
-            bool(tensor.isnan().all()) for tensor in held.values()
-        )  # nor does the next lease bring them back
+        # nor does the next lease bring them back
+        assert all(bool(tensor.isnan().all()) for tensor in held.values())
     stream.close()
 
 
@@ -268,9 +267,8 @@ def test_of_two_empty_slots_the_one_computed_with_longest_ago_is_refilled_first(
     stream = LayerStream(stored.layers, CpuBackend(poison=True), prefetch_depth=2)
     follow(stream, stored, (0, 1, 2, 1))
     before = {slot.layer: slot for slot in stream._ring.slots}
-    stream.announce(
-        [5, 6]
-    )  # they are read at once into the buffers of 2 and 1, whose slots become empty
+    # they are read at once into the buffers of 2 and 1, whose slots become empty
+    stream.announce([5, 6])
     follow(stream, stored, (5, 6))
     after = {slot.layer: slot for slot in stream._ring.slots}
     assert after[5] is before[2]

@@ -194,9 +194,8 @@ def test_reading_is_as_far_ahead_as_the_prefetch_depth(stored: Stored) -> None:
             with stream.lease(layer):
                 begun = [stored.layers.index(read) for read, _, _ in reader.tickets]
                 assert begun == list(range(min(NUM_LAYERS, layer + depth + 1)))
-            assert len(reader.tickets) == min(
-                NUM_LAYERS, layer + depth + 2
-            )  # the slot is not left idle
+            # the slot is not left idle
+            assert len(reader.tickets) == min(NUM_LAYERS, layer + depth + 2)
         stream.close()
 
 

@@ -96,9 +96,8 @@ def test_a_view_comes_back_in_a_later_lease(
         found = later.resolve(reference)
         assert (found.shape, found.stride(), found.dtype) == (shape, stride, dtype)
         assert torch.equal(found, follow(stored.contents[layer][name], chain))
-        assert (
-            found.untyped_storage().data_ptr() == later.slot.untyped_storage().data_ptr()
-        )  # no byte was moved
+        # no byte was moved
+        assert found.untyped_storage().data_ptr() == later.slot.untyped_storage().data_ptr()
         assert later.refer(found) == reference
     stream.close()
 

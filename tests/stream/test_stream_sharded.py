@@ -476,9 +476,8 @@ def test_the_processes_of_a_machine_keep_one_copy(stored: Stored, poison: bool) 
         return read, places
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "lema.stream.preload.read_only", lambda _: None
-        )  # other threads here have the same mapping
+        # other threads here have the same mapping
+        patch.setattr("lema.stream.preload.read_only", lambda _: None)
         (read, places), (others, other_places) = run_ranks(work, Board(size), machine=machine)
     assert places == other_places and len(machine) == 1
     assert all(place % PAGE == 0 for place in places.values())

@@ -114,9 +114,8 @@ def test_memory_is_given_back_at_once_on_both_sides(
         with stream.lease(order[3]):
             for left, in_host in zip((3, 2, 1), buffers, strict=True):
                 assert stream.shrink()
-                while (
-                    reader.pending
-                ):  # a read that is under way has waited for the copies of its buffer
+                # a read that is under way has waited for the copies of its buffer
+                while reader.pending:
                     reader.pending[0].step()
                 assert (alive(backend.slots), alive(backend.host)) == (left, in_host)
 

@@ -89,9 +89,8 @@ def test_the_oldest_ticket_is_done_first() -> None:
 def test_gates_that_stay_shut_leave_threads_for_what_needs_none() -> None:
     workers = Workers(2, "test-worker")
     free = threading.Event()
-    waiting = [
-        run(workers, lambda: None, gate=free.wait) for _ in range(5)
-    ]  # more gates than threads
+    # more gates than threads
+    waiting = [run(workers, lambda: None, gate=free.wait) for _ in range(5)]
     run(workers, lambda: None).wait()
     assert not any(ticket.done() for ticket in waiting)
     free.set()

@@ -24,20 +24,16 @@ class Family:
     specials: tuple[str, ...]
     end: str  # of a turn
     last_end: str | None = None  # of the last turn, where that is another
-    answer: Callable[[str, bool], str] = (
-        plain  # what stands before the end, of its words and whether it is the last
-    )
+    # what stands before the end, of its words and whether it is the last
+    answer: Callable[[str, bool], str] = plain
     system: bool = True  # whether there may be a system message
-    call: str | None = (
-        None  # what is learnt of a tool call; None: the template has none, and it is refused
-    )
+    # what is learnt of a tool call; None: the template has none, and it is refused
+    call: str | None = None
     call_last: str | None = None  # of one at the end of a chat, where that is another
-    thought: str | None = (
-        None  # what is learnt of the last answer where it has reasoning; None: without it
-    )
-    own: bool = (
-        True  # the rendering has all that is learnt; else the token that ends the chat is added
-    )
+    # what is learnt of the last answer where it has reasoning; None: without it
+    thought: str | None = None
+    # the rendering has all that is learnt; else the token that ends the chat is added
+    own: bool = True
 
     def learnt(self, words: str, last: bool) -> str:
         """What is to be learnt of an answer."""

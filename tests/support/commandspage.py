@@ -55,9 +55,8 @@ def _commands(group: Any, path: str, context: Any) -> Iterator[str]:
 
 def _row(parameter: Any, context: Any) -> str:
     name, told = parameter.get_help_record(context)
-    name = re.sub(
-        r" <[a-z\[\] ]+>", "", " ".join(name.split())
-    )  # the type, where the command gives no better word
+    # the type, where the command gives no better word
+    name = re.sub(r" <[a-z\[\] ]+>", "", " ".join(name.split()))
     cells = (f"`{name}`", " ".join(told.split()))
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 

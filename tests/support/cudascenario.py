@@ -66,9 +66,8 @@ class Scenario:
         self.buffers: list[Tensor] = []  # host memory that nothing reads
         self.downloads: list[Down] = []
         self.brought: list[tuple[Tensor, int]] = []  # host memory that a download was begun to
-        self.gatherings: list[
-            tuple[Any, Tensor | None, int]
-        ] = []  # without the memory: it was dropped
+        # without the memory: it was dropped
+        self.gatherings: list[tuple[Any, Tensor | None, int]] = []
         self.number = self.blocked = 0
         self.wholes = [self.device_memory() for _ in range(2)]
         actions = [

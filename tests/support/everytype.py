@@ -84,9 +84,8 @@ CLOSE = {
 # Ways to lay out rows that `transformers` itself does not take.
 UNTAKEN = {
     "git": ("plain", "padded", "packed"),  # with labels it looks for an image
-    "xlnet": (
-        "padded",
-    ),  # "output with shape [12, 12, 1, 1] doesn't match the broadcast shape [12, 12, 2, 1]"
+    # "output with shape [12, 12, 1, 1] doesn't match the broadcast shape [12, 12, 2, 1]"
+    "xlnet": ("padded",),
 }
 
 MODEL_TYPES = model_types()
@@ -152,9 +151,8 @@ def write_model(
                     0.0  # some types' from_pretrained zeroes it, whatever is stored
                 )
     model.save_pretrained(directory)
-    config.save_pretrained(
-        directory
-    )  # some types save only the part they were built from, which no auto class knows
+    # some types save only the part they were built from, which no auto class knows
+    config.save_pretrained(directory)
     return directory
 
 

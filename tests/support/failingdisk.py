@@ -67,9 +67,8 @@ class FailingDisk:
             nbytes = self.allowed(offset, sum(map(len, views)))
             if not self.short:
                 return call(descriptor, views, offset, *flags)
-            whole = max(
-                nbytes // PAGE * PAGE, min(len(first), PAGE)
-            )  # as a read past the page cache ends
+            # as a read past the page cache ends
+            whole = max(nbytes // PAGE * PAGE, min(len(first), PAGE))
             return call(descriptor, [first[:whole]], offset, *flags)
 
         return read

@@ -26,11 +26,12 @@ import torch
 
 TESTS = Path(__file__).parents[1]
 NEEDED = ["lema.cli.app", "lema.train.run", "lema.train.phases.run", "dividedwork", "neuronranks"]
+# which a run imports late
 NEEDED += [
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "peft.tuners.lora.bnb",
-]  # which a run imports late
+]
 NEEDED += [f"transformers.models.{one}.modeling_{one}" for one in ("llama", "qwen3", "mixtral")]
 GIVEN = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": "lo"}
 TO_SEE_IT = 30.0  # seconds
@@ -124,10 +125,11 @@ def _forked(
     dist: Any = torch.distributed
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), **GIVEN}
+    # the store is here
     shared |= {
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
-    }  # the store is here
+    }
     processes: list[ForkServerProcess] = []
     paths = [
         str(TESTS / "neuron"),

@@ -149,9 +149,8 @@ def _quantised(model_type: str) -> Iterator[Mutation]:
         form = compressedforms.FORMS[name]
         form = form if form.group_size is None else replace(form, group_size=GROUP)
         load = _loaded(CompressedTensorsConfig)
-        if form.ordered or (
-            experts and form.packed and not form.symmetric
-        ):  # what transformers cannot expand
+        # what transformers cannot expand
+        if form.ordered or (experts and form.packed and not form.symmetric):
             load = _plain(partial(compressedforms.expanded, form=form))
         settings = form.quantization_config
         yield _stored(f"compressed-tensors, {name}", _each(_compressed(form)), settings, load)

@@ -74,9 +74,8 @@ class LateDevice(CpuBackend):
         return self._host.buffer(nbytes, memory)
 
     def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
-        pieces = [
-            torch.full((nbytes,), 0xFF, dtype=torch.uint8) for _ in range(count)
-        ]  # rubbish, as a device's
+        # rubbish, as a device's
+        pieces = [torch.full((nbytes,), 0xFF, dtype=torch.uint8) for _ in range(count)]
         self.slots += pieces
         return Slots(self._copies, pieces)
 

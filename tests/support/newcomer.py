@@ -19,9 +19,8 @@ from pathlib import Path
 __all__ = ["MOST_CPU_SECONDS", "commands", "main"]
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-MOST_CPU_SECONDS = (
-    300.0  # of user and system time; an idle machine needs far less, a busy one up to 137
-)
+# of user and system time; an idle machine needs far less, a busy one up to 137
+MOST_CPU_SECONDS = 300.0
 ENVIRONMENT = ".venv/bin/"  # in the README's commands
 
 

@@ -50,9 +50,8 @@ class Outcome:
 
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
-    raised: dict[str, str] = field(
-        default_factory=dict
-    )  # of those refused, what is no error of LEMA's
+    # of those refused, what is no error of LEMA's
+    raised: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -310,9 +309,8 @@ def _whole(
         torch.manual_seed(SEED)
         whole = get_peft_model(base, adapter).train()
         draw_b(whole)
-        untouched = copy.deepcopy(
-            whole
-        )  # a module may keep what earlier calls left, such as a longer rotary table
+        # a module may keep what earlier calls left, such as a longer rotary table
+        untouched = copy.deepcopy(whole)
         stage("train", lambda: _whole_step(whole, batches))
         if mutation.generates:
             stage("generate", lambda: _whole_generated(whole, batches[0]["input_ids"]))

@@ -21,6 +21,7 @@ from transformers import LlamaConfig
 __all__ = ["AWQ", "FORMS", "GPTQ", "PackedForm", "expanded", "packed", "write_packed"]
 
 WIDTHS: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256}  # one and two groups of 128
+# which of eight neighbouring outputs each code of a word is of
 AWQ_ORDER = (
     0,
     2,
@@ -30,7 +31,7 @@ AWQ_ORDER = (
     3,
     5,
     7,
-)  # which of eight neighbouring outputs each code of a word is of
+)
 WORD = 32
 
 Tensors = dict[str, Tensor]
@@ -107,9 +108,8 @@ def packed(name: str, weight: Tensor, form: PackedForm) -> Tensors:
         number_of = number_of[
             torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs + outputs))
         ]
-    grouped = torch.stack(
-        [weight[:, number_of == group].float() for group in range(groups)]
-    )  # [groups, outputs, size]
+    # [groups, outputs, size]
+    grouped = torch.stack([weight[:, number_of == group].float() for group in range(groups)])
     low = grouped.amin(-1).clamp_max(0)
     high = grouped.amax(-1).clamp_min(0)
     scales = ((high - low) / most).clamp_min(1e-4).half()
@@ -181,9 +181,8 @@ def _read(parts: Mapping[str, Tensor], numbers: Tensor | None, form: PackedForm)
     rows = [_codes(row, order, form.bits) for row in words.tolist()]
     # [outputs, inputs]
     codes = torch.tensor(rows).t() if form.method == "awq" else torch.tensor(rows)
-    zeros = torch.tensor(
-        [_codes(row, order, form.bits) for row in parts["qzeros"].tolist()]
-    )  # [groups, outputs]
+    # [groups, outputs]
+    zeros = torch.tensor([_codes(row, order, form.bits) for row in parts["qzeros"].tolist()])
     if form.method == "gptq" and form.less_one:
         zeros += 1
     inputs = codes.shape[1]

@@ -57,9 +57,8 @@ def whole_model(
 ) -> PeftModel:
     """Load the whole model and attach an adapter, without a line of ours."""
     base = aligned(AutoModelForCausalLM.from_pretrained(checkpoint.published, **options))
-    base.config.use_cache = (
-        False  # a cache lays keys out in another way, and on some processors products round by it
-    )
+    # a cache lays keys out in another way, and on some processors products round by it
+    base.config.use_cache = False
     torch.manual_seed(SEED)
     wanted = checkpoint.architecture.targets if targets is None else targets
     config = LoraConfig(
@@ -87,10 +86,11 @@ def streamed_model(
     Experts are adapted where `settings` name them, because products with adapted ones round
     otherwise than PEFT's.
     """
+    # every layer, though there is room for all
     streams = {
         "device_memory": None,
         "gradient_checkpointing": False,
-    }  # every layer, though there is room for all
+    }
     drawn = {"lora_rank": RANK, "lora_alpha": ALPHA, "seed": SEED, "lora_target_parameters": []}
     settings = {"device": "cpu", "save_steps": 0} | drawn | streams | settings
     model = LemaModel(

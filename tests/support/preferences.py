@@ -14,12 +14,13 @@ from lema.data.dataset import Columns, TokenDataset
 from lema.data.files import Row
 from lema.data.preference import PreferenceDataset
 
+# of the prompt, and of the two rows with it
 LENGTHS = (
     (9, 12, 10),
     (4, 11, 13),
     (6, 9, 8),
     (5, 13, 9),
-)  # of the prompt, and of the two rows with it
+)
 
 
 def examples(*, labelled: bool = False, seed: int = 2) -> PreferenceDataset:

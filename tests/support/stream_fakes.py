@@ -260,9 +260,8 @@ class _LateDownload:
         backend._enqueue(self, lambda: target.copy_(source))
 
     def release(self) -> None:
-        self.backend.run_through(
-            self
-        )  # what tests compute with torch is done at once, and may overwrite the source
+        # what tests compute with torch is done at once, and may overwrite the source
+        self.backend.run_through(self)
 
     def landed(self) -> None:
         self.backend.run_through(self)

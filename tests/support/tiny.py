@@ -23,9 +23,8 @@ from transformers import (
 
 from lema.convert.prepare import prepare
 
-NUM_LAYERS = (
-    12  # half of them fit beside the five slots of prefetch depth 4 without all of them fitting
-)
+# half of them fit beside the five slots of prefetch depth 4 without all of them fitting
+NUM_LAYERS = 12
 VOCABULARY = 96
 WINDOW = 5  # of sliding attention: shorter than every sequence below
 LENGTHS = (12, 9, 14, 7)  # of the micro-batches: each has masks and rotary tables of its own
@@ -140,9 +139,8 @@ def write_checkpoint(
         architecture.config(tie_word_embeddings=tied, **dropouts)
     )
     with torch.no_grad():
-        for parameter in (
-            model.parameters()
-        ):  # norms and biases too: what is 1 or 0 everywhere tells no layers apart
+        # norms and biases too: what is 1 or 0 everywhere tells no layers apart
+        for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     published = directory / "published"
     model.to(dtype).save_pretrained(published, max_shard_size="150KB")

@@ -198,9 +198,8 @@ EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
     "mistral4": {"qk_rope_head_dim": 4},
     "molmo2_adapter": {"vision_feature_layer": [3, 2]},
     "muse_spark_audio": {"hidden_sizes": [32] * 4, "depths": [1] * 4},
-    "qwen2_5_omni_thinker": {
-        "vision_start_token_id": 151652
-    },  # published ones have it; the default has not
+    # published ones have it; the default has not
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 151652},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 151652},
     "reformer": {"axial_pos_embds": False},
     "unlimited_ocr_sam_vision_model": {"downsample_channels": [32, 32]},

@@ -51,9 +51,8 @@ def whole_model(
     checkpoint: Checkpoint, *, dtype: torch.dtype | None = None, **options: Any
 ) -> PeftModel:
     base = aligned(AutoModelForCausalLM.from_pretrained(checkpoint.published, dtype=dtype))
-    base.config.use_cache = (
-        False  # keys out of a cache lie otherwise in memory, and products of them round otherwise
-    )
+    # keys out of a cache lie otherwise in memory, and products of them round otherwise
+    base.config.use_cache = False
     torch.manual_seed(SEED)
     with unwarned():
         return get_peft_model(base, lora(checkpoint, **options)).train()

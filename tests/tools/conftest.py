@@ -78,9 +78,8 @@ def killed_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """
     place = tmp_path_factory.mktemp("killed") / "run"
     if (child := os.fork()) == 0:
-        torch.set_num_threads(
-            1
-        )  # the threads of this process's parallel regions are not there in the child
+        # the threads of this process's parallel regions are not there in the child
+        torch.set_num_threads(1)
         LemaTrainer.save_checkpoint = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
         trained(tiny_model, place)
         os._exit(1)

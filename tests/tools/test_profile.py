@@ -19,10 +19,11 @@ from lema.train.run import load_data
 from lema_tools.demo.run import write_files
 from lema_tools.profile.stepparts import PARTS, Spans, StepProfile, profile_steps
 
+# of no matrix of the model is a side 5 long
 CHANGES: dict[str, Any] = {
     "lora_rank": 5,
     "max_length": 32,
-}  # of no matrix of the model is a side 5 long
+}
 
 
 class Counted(TorchDispatchMode):
@@ -238,9 +239,8 @@ def test_products_of_experts_are_those_of_the_base_and_of_adapters(
     parts = json.loads(capfd.readouterr().out)["parts"]
     tokens = rows * length
     once = tokens * layers * chosen * 3 * 2 * hidden * inner  # of the experts, forward
-    assert (
-        parts["base matmuls"]["flops"] > 2 * once
-    )  # with their gradients, and most of it recomputed
+    # with their gradients, and most of it recomputed
+    assert parts["base matmuls"]["flops"] > 2 * once
     assert parts["adapter matmuls"]["flops"] > once * 5 / (hidden + inner)
     # Two products forward and five backward, recomputed at most once more, of all tokens of a row
     # with each other.

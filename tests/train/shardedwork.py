@@ -45,10 +45,11 @@ CASES: dict[str, dict[str, Any]] = {  # of a model's name: how it is opened
     "mixtral": {
         "gradient_checkpointing": True,
         "lora_target_modules": ["q_proj"],
+        # PEFT sets them in place
         "lora_target_parameters": [
             "experts.down_proj",
             "experts.gate_up_proj",
-        ],  # PEFT sets them in place
+        ],
         "strategy": "resident",
         "poison": False,
     },
@@ -176,9 +177,9 @@ def _a_process_without_rows(checkpoint: Checkpoint, expected: Any) -> None:
     """
     with opened("llama", checkpoint, shard_weights=True) as model:
         if model.backend.replicas.rank == 1:
-            model.adapter.accompany()
-            model.adapter.accompany(training=False)
-            model.adapter.accompany()
+            model.adapter.join_idle()
+            model.adapter.join_idle(training=False)
+            model.adapter.join_idle()
         else:
             assert_same(take(model)[0], expected[0])
 

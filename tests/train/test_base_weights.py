@@ -61,9 +61,8 @@ def test_each_layer_s_weights_are_looked_at_before_a_step(
             ) as caught:
                 model.get_trainer().fit(token_rows(8))
             assert name in caught.value.what
-            assert (
-                caught.value.where == f"{file}, element [3, 2]"
-            )  # and no step was dropped for this: all would be
+            # and no step was dropped for this: all would be
+            assert caught.value.where == f"{file}, element [3, 2]"
         mend()
     assert not list((tmp_path / "out").glob("checkpoint-*"))
 

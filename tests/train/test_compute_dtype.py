@@ -196,9 +196,8 @@ def test_an_adapter_that_is_computed_in_another_type_than_it_was_trained_in_says
     with opened(settings(base, out, max_steps=1, save_steps=1)) as model:
         model.get_trainer().fit(token_rows(8))
         model.save_pretrained(out)
-    assert (
-        LemaConfig.from_pretrained(out).compute_dtype == "auto"
-    )  # what a machine chose is nobody's setting
+    # what a machine chose is nobody's setting
+    assert LemaConfig.from_pretrained(out).compute_dtype == "auto"
     (checkpoint,) = checkpoints(out)
     for place in (out, checkpoint):
         measured(30.0)

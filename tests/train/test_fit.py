@@ -210,9 +210,8 @@ def test_metrics_have_a_row_per_step_and_a_picture(llama: Path, tmp_path: Path) 
         "seconds_passed",
         "memory",
     }
-    assert lines[0]["learning_rate"] == pytest.approx(
-        config.learning_rate * 3 / 4
-    )  # of step 2, not of step 3
+    # of step 2, not of step 3
+    assert lines[0]["learning_rate"] == pytest.approx(config.learning_rate * 3 / 4)
     assert "eval_loss" in lines[2]
     assert "train_loss" in lines[3]
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")

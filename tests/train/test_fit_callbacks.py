@@ -175,7 +175,6 @@ def test_callbacks_see_the_clipped_gradients_around_the_step(llama: Path, tmp_pa
     run_fit(config, token_rows(8), callbacks=[seen])
     assert [when for when, _ in seen.norms] == ["pre", "after"] * 2
     assert [norm for _, norm in seen.norms] == pytest.approx([0.01] * 4, rel=1e-3)
-    assert (
-        min(logged(config, "grad_norm").values()) > 0.02
-    )  # what is logged is the norm before clipping
+    # what is logged is the norm before clipping
+    assert min(logged(config, "grad_norm").values()) > 0.02
     assert seen.moved == [True, True]

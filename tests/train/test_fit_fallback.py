@@ -91,14 +91,16 @@ def test_from_an_older_checkpoint_it_ends_bitwise_as_if_nothing_had_been_damaged
         and "passed over" in said[0]
     )
     assert said[1] == f"resuming from {copied / 'checkpoint-4'} (step 4 of 6)"
+    # what was damaged is replaced
     for file in (
         "adapter_model.safetensors",
         "optimizer.safetensors",
-    ):  # what was damaged is replaced
+    ):
         assert (copied / "checkpoint-6" / file).read_bytes() == (
             whole / "checkpoint-6" / file
         ).read_bytes()
     lines = [json.loads(line) for line in (copied / "metrics.jsonl").read_text().splitlines()]
+    # each step once, and the summary
     assert [line["step"] for line in lines] == [
         1,
         2,
@@ -107,7 +109,7 @@ def test_from_an_older_checkpoint_it_ends_bitwise_as_if_nothing_had_been_damaged
         5,
         6,
         6,
-    ]  # each step once, and the summary
+    ]
     assert logged(config) == logged(config_of(llama, whole))
 
 
@@ -218,9 +220,8 @@ def test_no_row_of_a_step_that_was_taken_is_read_again(llama: Path, copied: Path
     config = config_of(llama, copied)
     run_fit(config, rows, resume=True, say=lambda _: None)
     batches = Batches(ROWS, config.batch_size, config.seed)
-    looked_at = Counter([0, 0]) + Counter(
-        range(len(ROWS))
-    )  # to see what the rows are, and in what they end
+    # to see what the rows are, and in what they end
+    looked_at = Counter([0, 0]) + Counter(range(len(ROWS)))
     assert rows.asked == looked_at + Counter(row for step in (4, 5) for row in batches.rows(step))
 
 

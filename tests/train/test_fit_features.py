@@ -41,9 +41,8 @@ def adapter(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return peft_adapter(llama, tmp_path_factory.mktemp("adapter"))
 
 
-ROWS = [row for row in token_rows(40) if len(row["input_ids"]) == 9][
-    :8
-]  # no padding: every row has nine tokens
+# no padding: every row has nine tokens
+ROWS = [row for row in token_rows(40) if len(row["input_ids"]) == 9][:8]
 
 
 class SameState(TrainerCallback):
@@ -362,9 +361,8 @@ def test_a_bar_is_shown_where_somebody_looks(
 
 @torch.compiler.set_stance("force_eager")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "optim", ["adamw_torch_8bit", "lion_8bit"]
-)  # torchao's, and bitsandbytes' with shared tables
+# torchao's, and bitsandbytes' with shared tables
+@pytest.mark.parametrize("optim", ["adamw_torch_8bit", "lion_8bit"])
 def test_a_run_with_quantised_moments_goes_on_from_its_checkpoint_to_the_bit(
     optim: str, llama: Path, tmp_path: Path
 ) -> None:

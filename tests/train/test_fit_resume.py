@@ -264,18 +264,20 @@ def test_a_run_can_be_resumed_for_longer(llama: Path, tmp_path: Path) -> None:
     assert list(logged(config)) == [1, 2, 3, 4]
     counted = logged(config, "num_tokens")
     epoch = sum(len(row["input_ids"]) for row in token_rows(8))
+    # of the whole run, whatever process took the steps
     assert (counted[2], counted[4]) == (
         epoch,
         2 * epoch,
-    )  # of the whole run, whatever process took the steps
+    )
     times = list(logged(config, "time").values())
     assert times == sorted(times) and times[0] > 1e9
+    # from there as of four
     assert logged(config, "learning_rate") == {
         1: 0.01,
         2: 0.005,
         3: 0.005,
         4: 0.0025,
-    }  # from there as of four
+    }
     assert said == [
         f"resuming from {tmp_path / 'out' / 'checkpoint-2'} (step 2 of 4)",
         "settings changed from here on (then -> now): max_steps: 2 -> 4",

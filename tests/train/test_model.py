@@ -196,9 +196,8 @@ def test_what_needs_an_adapter_says_so_before_there_is_one(
         model.initialize_lora()
         with pytest.raises(ConfigError, match="has an adapter already"):
             model.initialize_lora()
-        assert (
-            model.get_trainer().train_step(ids)[1] > 0
-        )  # what was made without an adapter is made anew
+        # what was made without an adapter is made anew
+        assert model.get_trainer().train_step(ids)[1] > 0
 
 
 def test_a_model_of_another_type_is_refused(llama: Path, tmp_path: Path) -> None:
@@ -224,11 +223,12 @@ def test_targets_that_match_nothing_are_refused_with_those_there_are(
 def test_an_adapter_that_peft_gives_up_half_way_leaves_the_model_as_it_was(
     llama: Path, ids: torch.Tensor, tmp_path: Path
 ) -> None:
+    # the last is nothing PEFT adapts
     targets = [
         "q_proj",
         "self_attn.o_proj",
         "post_attention_layernorm",
-    ]  # the last is nothing PEFT adapts
+    ]
     with opened(settings(llama, tmp_path, lora_target_modules=targets), adapter=False) as model:
         names = list(model.skeleton.state_dict())
         with pytest.raises(ModelError, match="not supported") as caught:

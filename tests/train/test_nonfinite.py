@@ -188,9 +188,8 @@ def test_half_precision_skips_a_step_that_overflows_and_gives_up_when_all_do(
         assert all(
             torch.equal(tensor, before[key]) for key, tensor in adapter_of(model.skeleton).items()
         )
-        assert (
-            trainer.schedule.get_last_lr() == rates
-        )  # a step that was skipped is none of the schedule's
+        # a step that was skipped is none of the schedule's
+        assert trainer.schedule.get_last_lr() == rates
         with pytest.raises(NonFiniteError, match="a gradient is not finite") as caught:
             for _ in range(40):
                 trainer.train_step(batch(1))

@@ -48,9 +48,8 @@ def test_each_layer_that_hands_nan_down_is_named_though_its_own_gradients_are_fi
                 trainer.train_step(batch(1))
             hook.remove()
             assert caught.value.where == f"step 1; first non-finite gradient: model.layers.{layer}"
-        hook = spoil(
-            model, 0, "self_attn.v_proj.lora_B.default"
-        )  # nothing trains below, so nothing is handed down
+        # nothing trains below, so nothing is handed down
+        hook = spoil(model, 0, "self_attn.v_proj.lora_B.default")
         with pytest.raises(NonFiniteError, match="a gradient is not finite") as caught:
             trainer.train_step(batch(1))
         hook.remove()
@@ -103,9 +102,8 @@ def test_the_first_of_the_passes_of_a_step_is_looked_at_too(llama: Path, tmp_pat
         seen = list[Tensor]()
 
         def note(module: torch.nn.Module, args: Any, output: Tensor) -> None:
-            if all(
-                row in rows for row in args[0].tolist()
-            ):  # else the head is computed, by tokens that are nobody's
+            # else the head is computed, by tokens that are nobody's
+            if all(row in rows for row in args[0].tolist()):
                 seen.append(args[0])
 
         model.skeleton.get_input_embeddings().register_forward_hook(note)

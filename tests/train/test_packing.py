@@ -88,10 +88,11 @@ def test_packs_have_the_loss_and_gradients_of_their_rows(
         for row in ROWS
     ]
     whole = whole_of(models[name], tmp_path / "adapter", apart, attn_implementation=attention)  # type: ignore[arg-type]
+    # one of one
     assert (
         trained_tokens(parts) == trained_tokens(apart)
         and attended_tokens(parts) == sum(LENGTHS) - 1
-    )  # one of one
+    )
     assert found.keys() == whole.gradients.keys() and loss.item() == pytest.approx(
         whole.loss, rel=1e-6
     )
@@ -119,9 +120,8 @@ def test_every_token_is_in_one_pack_and_packs_are_few(
     alone = wrapped and sum(lengths) % length == 1
     assert len(packed_tokens) == sum(lengths) - alone
     best = -(-sum(lengths) // length) - alone
-    assert (
-        len(packs) == best if wrapped else best <= len(packs) <= max(1, 1.25 * best + 1)
-    )  # 11/9 of the fewest
+    # 11/9 of the fewest
+    assert len(packs) == best if wrapped else best <= len(packs) <= max(1, 1.25 * best + 1)
     for index, pack in enumerate(found):
         assert (
             len({len(one) for one in pack.values()}) == 1
@@ -163,10 +163,11 @@ def test_packs_that_train_nothing_are_left_out(known: bool) -> None:
     class Known(list[Any]):
         trained = np.array([2, 5, 9])
 
+    # a long prompt, and two tokens after it
     answer = {
         "input_ids": [*range(40)],
         "labels": [-100] * 38 + [38, 39],
-    }  # a long prompt, and two tokens after it
+    }
     text = {"input_ids": [*range(100, 106)], "labels": [*range(100, 106)]}
     tail = {"input_ids": [*range(200, 210)], "labels": [*range(200, 210)]}
     rows = [answer, text, tail]
@@ -175,11 +176,12 @@ def test_packs_that_train_nothing_are_left_out(known: bool) -> None:
     assert all(any(label != -100 for label in pack["labels"]) for pack in found)
     every = [token for row in rows for token in row["input_ids"]]
     dropped = set(every) - {token for pack in found for token in pack["input_ids"]}
+    # of the prompt, or a token that nothing predicts
     assert dropped and dropped <= {
         *range(40),
         105,
         209,
-    }  # of the prompt, or a token that nothing predicts
+    }
     assert (
         packs.notes[1]
         == f"packed: {6 - len(packs)} further packs have no token to train on and are left out"
@@ -202,14 +204,16 @@ def test_a_row_longer_than_a_pack_is_refused() -> None:
     ("kind", "words"),
     [
         ("mamba", "rows of a pack influence each other in this model: their logits differ by"),
+        # short convolutions beside attention
         (
             "lfm2",
             "rows of a pack influence each other in this model: their logits differ by",
-        ),  # short convolutions beside attention
+        ),
+        # it counts positions itself
         (
             "bloom",
             "rows of a pack influence each other in this model: their logits differ by",
-        ),  # it counts positions itself
+        ),
         ("llama", None),
     ],
 )

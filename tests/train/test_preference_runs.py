@@ -277,9 +277,8 @@ def test_dft_weighs_the_loss_of_each_token_with_its_probability(
 
 def test_grpo_raises_the_reward_of_what_the_model_says(tmp_path: Path) -> None:
     """Completions drawn from the model itself; a token is worth more the lower its number is."""
-    model = write_model(
-        tmp_path / "model", initializer_range=0.3
-    )  # by which some tokens are likelier than others
+    # by which some tokens are likelier than others
+    model = write_model(tmp_path / "model", initializer_range=0.3)
     config = settings(model, tmp_path / "out", learning_rate=2e-2, micro_batch_size=16)
     prompt = torch.tensor([5, 6, 7])
     length = 4

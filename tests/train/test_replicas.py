@@ -237,9 +237,8 @@ def test_one_step_of_several_processes_is_that_of_one(
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     found = torch.load(tmp_path / "found")
     rows = found.pop("rows")
-    assert sorted(row for share in rows for row in share) == list(
-        range(11)
-    )  # each row is read by one process
+    # each row is read by one process
+    assert sorted(row for share in rows for row in share) == list(range(11))
     assert all(rows)
     with opened(settings(place / "model", tmp_path / "alone")) as model:
         expected: dict[str, Any] = {}

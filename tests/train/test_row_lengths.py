@@ -68,9 +68,8 @@ def test_a_step_computes_its_micro_batches_rows_times_their_longest(
     ranked = sorted(LENGTHS, reverse=True)
     each = micro_batch_size or 6
     groups = [ranked[first : first + each] for first in range(0, len(ranked), each)]
-    assert taken == [
-        (len(group), group[0]) for group in groups
-    ]  # of both batches of the step together
+    # of both batches of the step together
+    assert taken == [(len(group), group[0]) for group in groups]
     if micro_batch_size == 1:
         assert (
             sum(rows * width for rows, width in taken)
@@ -141,10 +140,11 @@ def test_padding_at_the_left_and_holes_stay(llama: Path, tmp_path: Path) -> None
         for name in ("input_ids", "labels", "attention_mask"):
             assert torch.equal(part[name], batch[name][first : first + 2, : part[name].shape[1]])
     without = {"input_ids": ids, "labels": labels.masked_fill(labels > 0, -100)}
+    # because all of it is attended to
     assert split_batch(without, 2)[0]["input_ids"].shape == (
         2,
         7,
-    )  # because all of it is attended to
+    )
 
 
 @limits(deadline=None, max_examples=50)

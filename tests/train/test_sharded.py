@@ -126,12 +126,13 @@ def test_a_plan_counts_the_parts_of_one_process(shared: bool) -> None:
     assert [layer.upload_bytes for layer in cut.layers] == [
         layer.slot_bytes for layer in cut.layers
     ]
+    # rounded up to whole pages
     assert [layer.slot_bytes // PAGE for layer in cut.layers] == [
         2,
         1,
         2,
         1,
-    ]  # rounded up to whole pages
+    ]
     assert all(
         8 * layer.read_bytes < before.read_bytes + 8
         for layer, before in zip(cut.layers, whole.layers, strict=True)

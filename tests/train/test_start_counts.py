@@ -62,9 +62,10 @@ def read_twice(reads: list[Read]) -> list[tuple[str, int]]:
     """Return the pages of each file that were read more than once, but for those that two reads
     share at their ends.
     """
+    # whole ones
     pages = Counter(
         (file, page) for file, begin, end in reads for page in range(-(-begin // PAGE), end // PAGE)
-    )  # whole ones
+    )
     return [page for page, times in pages.items() if times > 1]
 
 

@@ -74,9 +74,8 @@ def test_a_step_takes_the_next_rows_until_one_more_would_pass_its_tokens(
             assert one and (size <= tokens or len(one) == 1)
             assert not following or size + lengths[following[0]] > tokens
         assert batches.num_batches(epoch + 1) == step
-    direct = Batches(
-        rows, 1, seed, tokens=tokens, per_step=grouped
-    )  # without looking at those before
+    # without looking at those before
+    direct = Batches(rows, 1, seed, tokens=tokens, per_step=grouped)
     assert direct.rows(step - 1) == taken[-1]
     assert direct.num_batches(0.001) == 1
 
@@ -189,9 +188,8 @@ def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
     epochs = logged(config("straight"), "epoch")
     rates = logged(config("straight"), "learning_rate")
     assert 2 < epochs[steps] <= 3 and [epoch for epoch in epochs.values() if epoch == int(epoch)]
-    assert rates[steps] == pytest.approx(
-        1e-2 / steps
-    )  # linear, down to 0 after the last of these steps
+    # linear, down to 0 after the last of these steps
+    assert rates[steps] == pytest.approx(1e-2 / steps)
     tokens = logged(config("straight"), "tokens")
     assert tokens[sampler._batches.before(2)] == 2 * sum(LENGTHS)
     with pytest.raises(ConfigError, match=r"tokens_per_step.*100 -> 120|tokens_per_step: 100"):

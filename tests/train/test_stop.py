@@ -270,10 +270,11 @@ def test_the_file_is_looked_for_once_in_a_while(tmp_path: Path) -> None:
     assert stop.why() is None
     now += POLL_INTERVAL * 0.2
     assert stop.why() == f"the file {tmp_path / 'stop'}"
+    # whatever else ends the run: nothing was done that the file asked for
     with (
         pytest.raises(KeyError),
         stop,
-    ):  # whatever else ends the run: nothing was done that the file asked for
+    ):
         raise KeyError
     assert (tmp_path / "stop").exists()
 

@@ -140,13 +140,11 @@ def test_padding_is_never_learnt(model: LemaModel) -> None:
             trainer.train_step(encoded["input_ids"])
         assert "train_step(batch)" in caught.value.how
     ids = encode(["the mill by the river"] * 2, return_tensors="pt")["input_ids"]
-    ended = torch.cat(
-        [ids, torch.full((2, 1), encode.eos_token_id)], dim=1
-    )  # the end of a text is no padding
+    # the end of a text is no padding
+    ended = torch.cat([ids, torch.full((2, 1), encode.eos_token_id)], dim=1)
     trainer.train_step(ended)
-    trainer.train_step(
-        {"input_ids": encoded["input_ids"], "labels": encoded["input_ids"]}
-    )  # as the caller says
+    # as the caller says
+    trainer.train_step({"input_ids": encoded["input_ids"], "labels": encoded["input_ids"]})
 
 
 def test_an_optimizer_of_the_user_s_is_the_one_that_steps(model: LemaModel) -> None:
@@ -156,9 +154,8 @@ def test_an_optimizer_of_the_user_s_is_the_one_that_steps(model: LemaModel) -> N
     before = [parameter.detach().clone() for parameter in parameters]
     for seed in (1, 2):
         trainer.train_step(batch(seed))
-        assert all(
-            parameter.grad is None for parameter in parameters
-        )  # what nobody steps must not pile up
+        # what nobody steps must not pile up
+        assert all(parameter.grad is None for parameter in parameters)
     moved = [
         not torch.equal(parameter, old) for parameter, old in zip(parameters, before, strict=True)
     ]

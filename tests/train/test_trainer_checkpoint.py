@@ -131,9 +131,8 @@ def test_a_checkpoint_resumes_bitwise_with_dropout(
         torch.manual_seed(2)
         random.seed(2)
         np.random.seed(2)
-        trainer.train_step(
-            batch(99)
-        )  # leaves moments, gradients and generators that must all be overwritten
+        # leaves moments, gradients and generators that must all be overwritten
+        trainer.train_step(batch(99))
         assert trainer.load_checkpoint(tmp_path / "saved") == {"mine": [1, "two"]}
         assert trainer.global_step == 3
         found = [trainer.train_step(batch(seed))[1] for seed in range(3, 6)]
@@ -203,9 +202,8 @@ def test_a_damaged_checkpoint_is_refused(
     with pytest.raises(AdapterError, match=r"a file|manifest") as caught:
         trainer.load_checkpoint(tmp_path / "saved")
     assert str(tmp_path / "saved") in caught.value.where
-    with pytest.raises(
-        AdapterError, match=words
-    ) as caught:  # what the manifest would have told is told all the same
+    # what the manifest would have told is told all the same
+    with pytest.raises(AdapterError, match=words) as caught:
         trainer.restore(tmp_path / "saved")
     assert str(tmp_path / "saved") in caught.value.where
 

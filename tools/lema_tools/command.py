@@ -25,9 +25,8 @@ def main() -> None:
         # Nothing is written until the command line is there, which sees Ctrl-C itself
         # (`lema.cli.interrupts`).
         signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
-    from importlib.util import (
-        find_spec,
-    )  # these take much of the time in which Ctrl-C may come before that
+    # these take much of the time in which Ctrl-C may come before that
+    from importlib.util import find_spec
     from pathlib import Path
 
     spec = find_spec("lema")  # which runs nothing of it

@@ -97,11 +97,12 @@ def merge(
 
         if trust_remote_code and base is None:
             check_code_is_named(settings_file(adapter))
+        # checked there
         options: dict[str, Any] = {
             "rounding": rounding,
             "seed": seed,
             "base_dir": base,
-        }  # checked there
+        }
         merge_adapter(
             adapter,
             out,

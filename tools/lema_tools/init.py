@@ -44,9 +44,8 @@ def init(
         raise ConfigError(
             "this file exists already", where=str(output), how="choose another one: --output FILE"
         )
-    if any(
-        "\udc80" <= letter <= "\udcff" for letter in f"{model}{data}{output}"
-    ):  # a byte of a name, as Python has it
+    # a byte of a name, as Python has it
+    if any("\udc80" <= letter <= "\udcff" for letter in f"{model}{data}{output}"):
         raise ConfigError(
             "a name is no UTF-8, and the file of settings would have it", where=f"--output {output}"
         )

@@ -54,9 +54,8 @@ def model_of(
         )
     overrides = settings_of(settings) if source.is_dir() else {}
     config = None if source.is_dir() else config_of(source, settings)
-    from lema.lora.consent import (
-        check_code_is_named,
-    )  # after the settings, because importing these takes seconds
+    # after the settings, because importing these takes seconds
+    from lema.lora.consent import check_code_is_named
     from lema.lora.files import settings_file
     from lema.train import LemaModel
 

@@ -85,9 +85,8 @@ def prove(
         )
         check_memory(case)
         streamed = run_in_subprocess("streamed", case)
-        compared = replace(
-            case, dtype=streamed.details["compute_dtype"]
-        )  # where a device is slow in the type of weights
+        # where a device is slow in the type of weights
+        compared = replace(case, dtype=streamed.details["compute_dtype"])
         certificate = certify(case, streamed, run_in_subprocess("whole", compared), _command())
     certificate["case"]["model"] = model or "made"  # the path of what was made is gone
     files = write(certificate, output)

@@ -276,9 +276,8 @@ class MetricsTail:
         return list(self._rows)
 
     def _take(self, data: bytes) -> None:
-        complete = data[
-            : data.rfind(b"\n") + 1
-        ]  # what follows is a line that is being written, or was when it was killed
+        # what follows is a line that is being written, or was when it was killed
+        complete = data[: data.rfind(b"\n") + 1]
         for line in complete.splitlines(keepends=True):
             self._rows.append(_row(line, f"{self._file}:{len(self._rows) + 1}"))
             self._read = self._read + len(line)
@@ -334,9 +333,8 @@ def read_run(directory: Path, tail: MetricsTail | None = None) -> Run:
 
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a file; nothing where there is none, or something else is in it."""
-    with suppress(
-        OSError, ValueError, RecursionError
-    ):  # files beside the metrics are told of as far as they are there
+    # files beside the metrics are told of as far as they are there
+    with suppress(OSError, ValueError, RecursionError):
         content = json.loads(read_regular(file, inside=True).decode("utf-8"))
         return content if isinstance(content, dict) else {}
     return {}

@@ -41,9 +41,8 @@ class Lazy:
         """
         set_variables("xla")
         try:
-            import_module(
-                "torch_xla.distributed.xla_backend"
-            )  # registers the carrier with torch.distributed
+            # registers the carrier with torch.distributed
+            import_module("torch_xla.distributed.xla_backend")
         except (ImportError, OSError) as error:
             raise BackendUnavailable(
                 f"torch_xla cannot be imported: {error}",

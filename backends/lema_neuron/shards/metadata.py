@@ -34,9 +34,8 @@ __all__ = [
     "read_metadata",
 ]
 
-OWN_NAME = re.compile(
-    r"(\.lora_\w+)\.[^.]+|\.modules_to_save\.[^.]+"
-)  # the adapter's name, which its files leave out
+# the adapter's name, which its files leave out
+OWN_NAME = re.compile(r"(\.lora_\w+)\.[^.]+|\.modules_to_save\.[^.]+")
 FUSED = "FusedLinearsSpec"
 GROUPED = "GQAQKVColumnParallelLinearSpec"
 
@@ -56,13 +55,11 @@ class Metadata:
     """The metadata of one stage's tensors."""
 
     file: Path  # the file that they were read from
-    parameters: Mapping[
-        str, Mapping[str, Any]
-    ]  # name without the adapter's -> how the parameter is partitioned
+    # name without the adapter's -> how the parameter is partitioned
+    parameters: Mapping[str, Mapping[str, Any]]
     rules: Mapping[str, Rule]  # name of a fused module's tensor in the shards -> its rule
-    modules: Mapping[
-        str, tuple[str, ...]
-    ]  # name of a fused module in its parent -> those of the projections in it
+    # name of a fused module in its parent -> those of the projections in it
+    modules: Mapping[str, tuple[str, ...]]
 
 
 def read_metadata(file: Path, tp: int, kv_layout: KvLayout | None = None) -> Metadata:

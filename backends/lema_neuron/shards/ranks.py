@@ -57,9 +57,8 @@ def find_stages(directory: Path) -> list[tuple[Path, list[Path]]]:
     ranks = 1 + max(rank for files in files_by_stage.values() for rank in files)
     for number in range(1 + max(files_by_stage)):
         files = files_by_stage.get(number, {})
-        missing = next(
-            (rank for rank in range(ranks) if rank not in files), None
-        )  # there may be millions of ranks
+        # there may be millions of ranks
+        missing = next((rank for rank in range(ranks) if rank not in files), None)
         if missing is not None:
             what = f"the shard {rank_file(missing, number)} is missing"
             raise AdapterError(what, where=str(directory / "model"), how="copy it again")

@@ -27,9 +27,8 @@ __all__ += ["write_from"]
 # What `os.open` takes; 0: this system has none. Descriptors are never inherited by programs,
 # without a flag (PEP 446).
 BINARY: int = getattr(os, "O_BINARY", 0)
-NO_FOLLOW: int = getattr(
-    os, "O_NOFOLLOW", 0
-)  # where there is none, who opens looks first for a link
+# where there is none, who opens looks first for a link
+NO_FOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
 NONBLOCK: int = getattr(os, "O_NONBLOCK", 0)
 
 OPEN_NAMES_LOCKED = os.name == "nt"
@@ -37,9 +36,8 @@ OPEN_NAMES_LOCKED = os.name == "nt"
 which one is open.
 """
 
-_OFFSET_LOCKS: dict[
-    int, threading.Lock
-] = {}  # of descriptors whose own place is moved, by one thread at a time
+# of descriptors whose own place is moved, by one thread at a time
+_OFFSET_LOCKS: dict[int, threading.Lock] = {}
 
 
 def open_directory(path: Path) -> int | None:

@@ -27,9 +27,8 @@ class Frame:
 
     texts: tuple[str, ...]
     order: tuple[int, ...]
-    spans: tuple[
-        tuple[int, int, int, int], ...
-    ]  # of trained text: the text it begins in, where in it, and its end
+    # of trained text: the text it begins in, where in it, and its end
+    spans: tuple[tuple[int, int, int, int], ...]
     ending: str  # what is put after the rendered chat
     remarks: tuple[str, ...]  # what is to be said of chats of this shape
 

@@ -38,15 +38,13 @@ _DETAILS = ("train_detail", "training_detail")
 class Chat:
     """Messages for the tokenizer's chat template."""
 
-    messages: list[
-        dict[str, Any]
-    ]  # dictionaries with `role` and `content`, as `transformers` takes them
+    # dictionaries with `role` and `content`, as `transformers` takes them
+    messages: list[dict[str, Any]]
     tools: list[Any] | None = None  # JSON schemas of the tools on offer, or None
     # How many leading messages are the prompt; None when every assistant message is trained on.
     prompt_length: int | None = None
-    flags: tuple[
-        bool | None, ...
-    ] = ()  # of each message, whether the data say to train on it; empty: they do not say
+    # of each message, whether the data say to train on it; empty: they do not say
+    flags: tuple[bool | None, ...] = ()
 
     def answers(self) -> list[int]:
         """The assistant's messages that may be trained on: those after the prompt, unless the

@@ -35,6 +35,7 @@ from lema.data.chat.budget import MEMORY, TIME, Budget, bounds_itself
 __all__ = ["Limits", "Refusal", "Rendition", "Request", "rendered"]
 
 PROGRAM = Path(__file__).with_name("renderer.py")
+# of the environment; none of it is a secret
 INHERITED = (
     "LANG",
     "LC_ALL",
@@ -43,7 +44,7 @@ INHERITED = (
     "LD_LIBRARY_PATH",
     "SYSTEMROOT",
     "TZ",
-)  # of the environment; none of it is a secret
+)
 LONGEST_LINE = 512 << 20  # bytes of an answer
 
 Clock = tuple[int, int, int, int, int, int, int]
@@ -131,9 +132,8 @@ class _Renderer:
 
 
 _RENDERERS: dict[int, _Renderer] = {}  # by the number of this process
-_PARENTS: list[
-    _Process
-] = []  # what a parent waits for; kept, because of one that goes unwaited for a warning is given
+# what a parent waits for; kept, because of one that goes unwaited for a warning is given
+_PARENTS: list[_Process] = []
 
 
 def _renderer() -> _Renderer:

@@ -143,15 +143,13 @@ class Deadline:
 def main() -> None:
     """Render batches of rows until the parent closes the pipe."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGBREAK"):
-        if hasattr(
-            signal, name
-        ):  # a terminal or a scheduler sends them to all; the parent ends this one
+        # a terminal or a scheduler sends them to all; the parent ends this one
+        if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     timed = hasattr(signal, "setitimer")
     deadline = Deadline()  # on Windows the parent looks at the time
-    if (
-        timed
-    ):  # and what the parent does with the timer's signal, or with all, is not for this process
+    # and what the parent does with the timer's signal, or with all, is not for this process
+    if timed:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
     else:

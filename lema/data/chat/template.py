@@ -239,9 +239,8 @@ def in_forms(messages: Messages, render: Callable[[Messages], T]) -> Iterator[T]
             output = render(form)
         except DataError as error:
             refused.append(error)
-            if (
-                isinstance(error.__cause__, _Refused) and error.__cause__.ended
-            ):  # as it would with each other form
+            # as it would with each other form
+            if isinstance(error.__cause__, _Refused) and error.__cause__.ended:
                 break
             continue
         taken += 1

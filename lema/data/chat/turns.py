@@ -61,13 +61,11 @@ class TemplateCache:
 
     specials: re.Pattern[str]  # a special token
     tails: dict[Any, tuple[int, str, str]] = field(default_factory=dict)
-    frames: dict[Any, Any] = field(
-        default_factory=dict
-    )  # of chats by their shape: a `lema.data.chat.frame.Frame`
+    # of chats by their shape: a `lema.data.chat.frame.Frame`
+    frames: dict[Any, Any] = field(default_factory=dict)
 
-    trains_prompt: bool = (
-        False  # whether what a generation prompt gives beyond the beginning of a turn is trained
-    )
+    # whether what a generation prompt gives beyond the beginning of a turn is trained
+    trains_prompt: bool = False
 
     @classmethod
     def of(
@@ -106,12 +104,10 @@ class Rendered:
     text: str
     offsets: dict[int, list[int]]  # of the marks that are there
     tail: tuple[int | None, int, str]  # the last mark, how often it is there, and what follows it
-    generation_spans: (
-        list[Span] | None
-    )  # what the template itself says is the assistant's; None: it does not say
-    ended: set[int] = field(
-        default_factory=set
-    )  # answers whose end token the template leaves out of what it says
+    # what the template itself says is the assistant's; None: it does not say
+    generation_spans: list[Span] | None
+    # answers whose end token the template leaves out of what it says
+    ended: set[int] = field(default_factory=set)
 
     def span(self, number: int) -> Span:
         """The answer that is message `number`, from the end of its generation prompt to the end of
@@ -266,9 +262,8 @@ class Rendered:
         _, last = self._shown_span(shown)
         if self.cache.specials.search(self.text, last, marked_span[1]):
             return marked_span
-        with suppress(
-            DataError
-        ):  # where nothing tells the end of the turn, the marks are all there is
+        # where nothing tells the end of the turn, the marks are all there is
+        with suppress(DataError):
             end = self._end(number)
             between = self.text[marked_span[1] : end]
             if (
@@ -348,10 +343,11 @@ class Rendered:
         end = None
         for match in self.cache.specials.finditer(closing):
             if end is None or closing[end[1] : match.start()].strip():
+                # what stood before is a part of the words' frame
                 end = (
                     match.start(),
                     match.end(),
-                )  # what stood before is a part of the words' frame
+                )
             elif end[1] == match.start():
                 end = (end[0], match.end())
         if end is None or self.cache.specials.sub("", closing[end[1] :]).strip():

@@ -87,9 +87,8 @@ class HeadCut:
         self.module: nn.Linear | None = None
         self.name = ""
         self.why = ""
-        self._shared_names: tuple[
-            str, ...
-        ] = ()  # names of the same weight, which are tables' looked up row by row
+        # names of the same weight, which are tables' looked up row by row
+        self._shared_names: tuple[str, ...] = ()
         self._divided = parallel.size > 1  # over the vocabulary among processes, and not in pieces
         if where == "device" or (where == "auto" and not limited and not self._divided):
             return

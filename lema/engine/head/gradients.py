@@ -71,9 +71,8 @@ class EmbedHead:
         self._after: set[int] = set()
         self.sums: dict[nn.Parameter, Tensor] = {}
         self._sums_complete = loss is None or loss.at_once  # whether all of them are in the sums
-        self._outputs: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # of the last layer, and the generator state there
+        # of the last layer, and the generator state there
+        self._outputs: dict[int, tuple[Tensor, Tensor]] = {}
         self._factor: Tensor | None = None
 
     @property
@@ -254,6 +253,5 @@ def graph_input(
         (input_gradients[index],) = gradients
         return ()
 
-    return detached(
-        lambda *_: state.view_as(state), backward, anchor, ()
-    )  # a view made in there is what autograd guards
+    # a view made in there is what autograd guards
+    return detached(lambda *_: state.view_as(state), backward, anchor, ())

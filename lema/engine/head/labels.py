@@ -60,9 +60,8 @@ class _Targets(TorchFunctionMode):
 
     def __init__(self, labels: Tensor) -> None:
         super().__init__()
-        self._same = {
-            id(labels): labels
-        }  # the tensors are kept, because an `id` is of those that live
+        # the tensors are kept, because an `id` is of those that live
+        self._same = {id(labels): labels}
         self.compared = self.unshifted = False
 
     def __torch_function__(

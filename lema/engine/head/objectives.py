@@ -44,12 +44,10 @@ class Scored:
     # `[rows]`, of each prompt with another row's completion: the model's, and the reference's.
     mismatched: tuple[Tensor, Tensor] | None = None
     advantages: Tensor | None = None  # `[rows]` or `[rows, tokens]`, of GRPO
-    old_logps: Tensor | None = (
-        None  # `[rows, tokens]`, those of the model that made the completions; None: of this one
-    )
-    mean_logits: Tensor | None = (
-        None  # `[rows, tokens]`, over the vocabulary; None: they are not known
-    )
+    # `[rows, tokens]`, those of the model that made the completions; None: of this one
+    old_logps: Tensor | None = None
+    # `[rows, tokens]`, over the vocabulary; None: they are not known
+    mean_logits: Tensor | None = None
 
     def completions(self, logps: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sums over completions: those of the chosen rows, and those of the rejected."""
@@ -84,14 +82,12 @@ class Objective:
     # makes this process's share of a batch's mean loss, and what is measured, of the rows it has
     score: Score
     reference: bool = False  # whether it compares with a reference
-    mismatched: bool = (
-        False  # whether it needs prompts with other rows' completions, as KTO's KL term does
-    )
+    # whether it needs prompts with other rows' completions, as KTO's KL term does
+    mismatched: bool = False
     of_batch: bool = False  # whether it compares rows of a whole batch with each other
     prompts: bool = False  # whether the prompts of chosen rows are trained on too
-    advantages: bool = (
-        False  # whether rows have advantages; otherwise they are examples of a preference
-    )
+    # whether rows have advantages; otherwise they are examples of a preference
+    advantages: bool = False
 
 
 def objective_of(config: LemaConfig) -> Objective | None:

@@ -114,9 +114,8 @@ class PiecedHead:
         inputs = [self.inputs(state) for state in hidden]
         all_finite = True
         for piece, weight in self.leased(lease):
-            for state in (
-                inputs if all_finite else ()
-            ):  # all are leased, because other processes may send their parts
+            # all are leased, because other processes may send their parts
+            for state in inputs if all_finite else ():
                 all_finite = all_finite and bool(
                     self.logits(state, weight, self.spans[piece]).isfinite().all()
                 )
@@ -240,9 +239,8 @@ def piece_passes(
     for block in blocks:
         block.inputs = block.targets  # because nothing wants it any more, and its memory is wanted
     after = head.backend.rng_state()
-    head.backend.set_rng_state(
-        began
-    )  # because the part before the product runs again, and may draw
+    # because the part before the product runs again, and may draw
+    head.backend.set_rng_state(began)
     gradients = [_by_hidden(head, index, state, blocks) for index, state in enumerate(hidden)]
     head.backend.set_rng_state(after)
     return values, gradients

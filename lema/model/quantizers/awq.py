@@ -17,9 +17,8 @@ from lema.storage.quantized.records import pieces
 __all__ = ["AWQ"]
 
 BITS = 4
-SHIFTS = tuple(
-    BITS * position for position in (0, 4, 1, 5, 2, 6, 3, 7)
-)  # of the eight outputs of a word
+# of the eight outputs of a word
+SHIFTS = tuple(BITS * position for position in (0, 4, 1, 5, 2, 6, 3, 7))
 OUTPUTS = WORD // BITS  # of a word
 
 
@@ -53,9 +52,8 @@ def expand(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Te
     zeros = unpack_rows(zero_words.t(), SHIFTS, BITS)
     for span in pieces(weight, block=OUTPUTS):
         there = slice(span.start // OUTPUTS, span.stop // OUTPUTS)
-        codes = unpack_rows(
-            words[:, there].contiguous().t(), SHIFTS, BITS
-        )  # words are transposed faster than codes
+        # words are transposed faster than codes
+        codes = unpack_rows(words[:, there].contiguous().t(), SHIFTS, BITS)
         own_zeros = zeros[span]
         own_scales = scales[:, span].t().contiguous()
         if inputs == groups * size:

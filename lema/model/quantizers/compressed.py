@@ -153,9 +153,8 @@ def _expand(parts: dict[str, Tensor], scheme: Any, form: str, *, dense: bool) ->
     neighbours = torch.arange(inputs, device=packed.device) // scheme.weights.group_size
     # -1: the writer had a place for the numbers, but did not group the inputs by them.
     number_of = torch.where((parts[GROUPS] < 0).any(), neighbours, parts[GROUPS].long())
-    single = scheme.weights.model_copy(
-        update={"group_size": 1}
-    )  # each input has its scale beside it then
+    # each input has its scale beside it then
+    single = scheme.weights.model_copy(update={"group_size": 1})
     zeros = (
         unpack_from_int32(parts[ZEROS], bits, scales.shape, packed_dim=0)
         if ZEROS in parts

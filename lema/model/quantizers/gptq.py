@@ -83,9 +83,8 @@ def expand(parts: Mapping[str, Tensor], settings: Any, dtype: torch.dtype) -> Te
         own_zeros = zeros[:, span].contiguous()
         own_scales = scales[:, span].contiguous()
         if neighbours:
-            codes = unpack_columns(
-                words[:, span].contiguous().t(), bits
-            )  # words are transposed faster than codes
+            # words are transposed faster than codes
+            codes = unpack_columns(words[:, span].contiguous().t(), bits)
             codes = codes.view(-1, groups, inputs // groups)
             own_zeros, own_scales = (
                 tensor.t().contiguous().unsqueeze(-1) for tensor in (own_zeros, own_scales)

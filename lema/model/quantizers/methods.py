@@ -156,9 +156,8 @@ def _packed(method: str, chosen: dict[str, Any], where: str) -> HfQuantizer:
 
 def _packed_by_auto_round(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the settings that the same stored tensors have where GPTQ or AWQ wrote them."""
-    packing = settings.get(
-        "packing_format", "auto_round:gptq"
-    )  # as transformers' `AutoRoundConfig`
+    # as transformers' `AutoRoundConfig`
+    packing = settings.get("packing_format", "auto_round:gptq")
     if packing not in AUTO_ROUND or settings.get("data_type", "int") != "int":
         what = f"the checkpoint is quantised by AutoRound with the packing {packing!r} of"
         what += f" {settings.get('data_type', 'int')!r}, which is not expanded"

@@ -136,9 +136,8 @@ class _Expand(ConversionOps):
 
 
 def _refuse_transposed(model: Any, name: str) -> None:
-    if hasattr(
-        model.get_submodule(name.rpartition(".")[0]), "nf"
-    ):  # transformers' Conv1D, of GPT-2
+    # transformers' Conv1D, of GPT-2
+    if hasattr(model.get_submodule(name.rpartition(".")[0]), "nf"):
         raise ValueError(
             "the module keeps its weight as [inputs, outputs], which is not expanded here"
         )
@@ -200,9 +199,8 @@ def group_size_of(inputs: int, groups: int, configured: int) -> int:
     """
     if configured > 0 and -(-inputs // configured) == groups:
         return configured
-    if (
-        inputs % groups == 0
-    ):  # settings of single modules differ from those of the model, or one group has all inputs
+    # settings of single modules differ from those of the model, or one group has all inputs
+    if inputs % groups == 0:
         return inputs // groups
     raise ValueError(
         f"{inputs} inputs are stored with scales of {groups} groups, and groups have {configured}"

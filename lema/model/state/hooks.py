@@ -191,9 +191,8 @@ class LayerHooks:
     name: str
     extra_outputs: tuple[Any, ...] | None
     frozen: bool
-    _inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(
-        default_factory=list
-    )  # of each micro-batch
+    # of each micro-batch
+    _inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     _backward: list[BackwardHook] = field(default_factory=list)
 
     def before(

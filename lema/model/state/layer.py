@@ -27,10 +27,11 @@ __all__ = ["LayerState"]
 
 Changed: TypeAlias = Mapping[nn.Module, Collection[str]]
 
+# keep nothing from call to call, and are switched on and off
 ADAPTERS = (
     BaseTunerLayer,
     AuxiliaryTrainingWrapper,
-)  # keep nothing from call to call, and are switched on and off
+)
 
 
 class LayerState:
@@ -49,9 +50,8 @@ class LayerState:
         self._layer = layer
         self._name = name
         self._last: Snapshot | None = None
-        self._unwritten: dict[int, Tensor] | None = (
-            None  # tensors that the first call did not write into
-        )
+        # tensors that the first call did not write into
+        self._unwritten: dict[int, Tensor] | None = None
         # Of tensors that are held without the graph that they had: where it ends now, and what made
         # them.
         self._cut: MutableMapping[Tensor, tuple[Tensor, Any]] = WeakIdKeyDictionary()

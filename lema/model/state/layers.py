@@ -54,9 +54,8 @@ class LayerStates:
         self._outside = outside
         self._states: dict[int, LayerState] = {}
         self._journals: WeakSet[Journal] = WeakSet()
-        self._running: int | None = (
-            None  # the layer that ran last, and whose modules nothing else has touched since
-        )
+        # the layer that ran last, and whose modules nothing else has touched since
+        self._running: int | None = None
 
     def forget(self) -> None:
         """Look the modules up again, because adapters were attached or taken off."""

@@ -45,9 +45,8 @@ class ModelState:
         self._model = model
         outer = OuterState(model, layers)
         self.outer = outer
-        self.layers = LayerStates(
-            layers, name, lambda: outer.modules
-        )  # without a circle, which would keep the weights
+        # without a circle, which would keep the weights
+        self.layers = LayerStates(layers, name, lambda: outer.modules)
         self.hooks = ModelHooks(layers, name)
 
     def forget(self) -> None:

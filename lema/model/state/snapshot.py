@@ -54,11 +54,12 @@ STATELESS_MODULES = {
     nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.Dropout, nn.SiLU, nn.GELU,
     nn.ModuleList, nn.ModuleDict, nn.ParameterDict, nn.ParameterList,
 }  # fmt: skip
+# whose objects on a module say how it computes, and hold no state
 LIBRARIES = (
     "torch.",
     "peft.",
     "accelerate.",
-)  # whose objects on a module say how it computes, and hold no state
+)
 CONTAINERS = (dict, list, set, deque)
 ABSENT = object()
 _stateless: set[type] = set()  # kinds of values that were found to hold nothing that a call changes
@@ -267,16 +268,14 @@ class _Module:
         """Name what is other than it was."""
         names = set(self._replaced())
         for name, contents in self.containers:
-            if (
-                name != PERSISTENCE
-            ):  # which says how a buffer is saved, and its name is among the buffers
+            # which says how a buffer is saved, and its name is among the buffers
+            if name != PERSISTENCE:
                 names |= {inner if name in TORCH else name for inner in contents.names()}
         names |= {
             record.name for record in self.tensors if record.tensor._version != record.version
         }
-        return {
-            name.partition(".")[0] for name in names
-        }  # of what a container holds, the attribute
+        # of what a container holds, the attribute
+        return {name.partition(".")[0] for name in names}
 
     def parts(self, names: Collection[str] | None) -> Iterator[Any]:
         """Yield the containers and tensors that it held under these names; None: under any."""

@@ -209,9 +209,8 @@ def _allocator(
     lowest = len(planner.blueprint.layers) - 1  # because nothing is kept for a backward
     weights = replace(planner.demand(), adapter_bytes=adapters, lowest=lowest)
     host = available
-    if (
-        config.host_memory is not None and current_allocation is None
-    ):  # otherwise the available memory is without its share already
+    # otherwise the available memory is without its share already
+    if config.host_memory is not None and current_allocation is None:
         host = parse_memory(config.host_memory, machine_state.machine.host_memory)
     device = host if shared else total  # 0: unknown
     if config.device_memory is not None:

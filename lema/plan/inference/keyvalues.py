@@ -72,9 +72,8 @@ def text_bytes(
     split = Split(model, load("cpu"), parallel=parallel)
     failure = None
     alike = cost_kinds(split, layers)
-    distinct = tuple(
-        range(len(layers))
-    )  # tried in the end, because layers may take keys and values that others made
+    # tried in the end, because layers may take keys and values that others made
+    distinct = tuple(range(len(layers)))
     with without_values(model), values_unread(), torch.no_grad(), split.autocast():
         model.eval()
         for kinds in (alike, distinct):

@@ -24,9 +24,8 @@ NESTED_BLOCK = 256
 STATE = "quant_state.bitsandbytes__nf4"
 # the key of what is said of a part of a weight for how many scales belong to what lies before it
 SKIPPED = "skipped"
-STATE_BYTES = (
-    256  # filled up with spaces: known before the weights are read, and what follows it is aligned
-)
+# filled up with spaces: known before the weights are read, and what follows it is aligned
+STATE_BYTES = 256
 
 
 def takes(shape: Sequence[int]) -> bool:

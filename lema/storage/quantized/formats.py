@@ -108,9 +108,8 @@ Lists = Mapping[str, Sequence[Tensor]]  # tensors by what the operations call th
 class Step:
     """What is made of a few stored tensors at once."""
 
-    parts: Mapping[
-        str, tuple[str, ...]
-    ]  # what the operations call each list of stored tensors -> the parts' names
+    # what the operations call each list of stored tensors -> the parts' names
+    parts: Mapping[str, tuple[str, ...]]
     # small tensors of whole numbers, shapes for one: on the host, because their values are read
     # there
     constants: Lists
@@ -148,9 +147,8 @@ class Step:
 class Plan:
     """How a parameter is made."""
 
-    run: Callable[
-        [Lists], dict[str, Tensor]
-    ]  # the operations, from named lists of tensors to named tensors
+    # the operations, from named lists of tensors to named tensors
+    run: Callable[[Lists], dict[str, Tensor]]
     steps: tuple[Step, ...]  # which fill every element of the parameter once
     # stored tensors become the parameter's type first, as in `from_pretrained` of what is not
     # quantised

@@ -41,9 +41,8 @@ def quantize(kind: str, weight: Tensor) -> tuple[dict[str, Tensor], dict[str, An
         part: torch.cat([_plain(piece[part]) for piece in done]).view(done[0][part].dtype)
         for part in done[0]
     }
-    if parts[
-        "qdata"
-    ].is_floating_point():  # torchao divides a row of zeros by its scale, which is zero
+    # torchao divides a row of zeros by its scale, which is zero
+    if parts["qdata"].is_floating_point():
         _plain(parts["qdata"]).masked_fill_(parts["scale"] == 0, 0)
     of_shape, about = specs(kind, weight.shape, weight.dtype)
     return {part: parts[part].view(shape) for part, (_, shape) in of_shape.items()}, about

@@ -47,10 +47,11 @@ STATE = "state.json"
 OPTIMIZER = "optimizer.safetensors"
 TRAINER_STATE = "trainer_state.json"
 PREFIX = "checkpoint-"
+# how an optimizer computes here, whatever it did where it was saved
 IMPLEMENTATION = {
     "fused",
     "foreach",
-}  # how an optimizer computes here, whatever it did where it was saved
+}
 
 Writer = Callable[[Path], object]
 """Writes some files of a checkpoint into a directory."""
@@ -260,10 +261,11 @@ def restore_optimizer(
         raise AdapterError(what, where=str(directory / OPTIMIZER), how=how) from error
 
 
+# elements enough for an optimizer that keeps small parameters in fp32 to quantise its moments
 PROBE = (
     64,
     128,
-)  # elements enough for an optimizer that keeps small parameters in fp32 to quantise its moments
+)
 
 
 def check_savable(optimizer: Optimizer, parts: int = 1) -> None:
@@ -378,9 +380,8 @@ def _wrap(optimizer: Optimizer, state: Mapping[int, dict[str, Any]]) -> None:
     """Put tensors that are made of others together again, as the optimizer makes them for such
     parameters.
     """
-    like: Optimizer = object.__new__(
-        type(optimizer)
-    )  # not by its arguments, because only it knows some
+    # not by its arguments, because only it knows some
+    like: Optimizer = object.__new__(type(optimizer))
     copies = [
         [torch.zeros_like(parameter) for parameter in group["params"]]
         for group in optimizer.param_groups

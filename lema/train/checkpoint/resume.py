@@ -70,9 +70,8 @@ SCHEDULE = frozenset(
     ]
 )
 
-AT_ONCE = frozenset(
-    {"micro_batch_size", "micro_batch_tokens", "pad_to_multiple_of"}
-)  # which rows, and how wide
+# which rows, and how wide
+AT_ONCE = frozenset({"micro_batch_size", "micro_batch_tokens", "pad_to_multiple_of"})
 
 
 UPDATE = frozenset({"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"})
@@ -210,9 +209,8 @@ def as_begun(config: LemaConfig, checkpoint: Path | None) -> LemaConfig:
             config.lora_target_parameters,
             config.adapter_name_or_path,
         )
-        if checkpoint is not None and not any(
-            setting is not None for setting in named
-        ):  # a saved adapter has its own targets
+        # a saved adapter has its own targets
+        if checkpoint is not None and not any(setting is not None for setting in named):
             saved = read_lora_config(checkpoint)
             updates |= (
                 {} if saved is None or saved.target_parameters else {"lora_target_parameters": []}
@@ -238,9 +236,8 @@ def check_same_run(
     `computed` in that type now. The `ConfigError` names what differs, then and now."""
     then = settings_then(checkpoint)
     now = config.to_dict()
-    if (
-        computed is not None and (saved_dtype := computed_then(checkpoint)) is not None
-    ):  # what was chosen, not what was asked
+    # what was chosen, not what was asked
+    if computed is not None and (saved_dtype := computed_then(checkpoint)) is not None:
         then["compute_dtype"] = saved_dtype
         now["compute_dtype"] = str(computed).removeprefix("torch.")
     refused = changed_settings(then, now, Change.REFUSED)

@@ -66,9 +66,8 @@ class Masters:
         # what is on the device is the host's, too
         self._in_host = self._shared and model.backend.device.type == "cpu"
         prefix = f"{model.split.layers_name}."
-        self._layer_keys: dict[
-            str, tuple[int, str]
-        ] = {}  # of layers' weights: the layer, and the name in it
+        # of layers' weights: the layer, and the name in it
+        self._layer_keys: dict[str, tuple[int, str]] = {}
         order: list[str] = []
         for name, parameter in model.split.model.named_parameters(remove_duplicate=True):
             inside = name.startswith(prefix)
@@ -84,9 +83,8 @@ class Masters:
         for name, (layer, key) in sorted(self._layer_keys.items(), key=lambda item: item[1][0]):
             self.by_layer.setdefault(layer, {})[name] = key
         self._check(order)
-        if (
-            model.backend.replicas.local_size > 1
-        ):  # they share the streamed weights, and none may write to them
+        # they share the streamed weights, and none may write to them
+        if model.backend.replicas.local_size > 1:
             model.stream.make_private(self.by_layer)
         stored = {layer: model.stream.stored(layer) for layer in self.by_layer}
         self.weights = {
@@ -101,9 +99,8 @@ class Masters:
         self.mapped_bytes = 0
         self.mapped = masters_in_files(self._movable(), *self._limits(config))
         self._file: OffloadFile | None = None
-        self._free_buffers: dict[
-            int | None, Tensor
-        ] = {}  # what is left of each layer's memory; None: of what lies outside
+        # what is left of each layer's memory; None: of what lies outside
+        self._free_buffers: dict[int | None, Tensor] = {}
         self._allocate_buffers(Path(config.offload_dir or config.output_dir))
         self.by_name = {name: self._master(name) for name in order}
         self._moments = {
@@ -119,9 +116,8 @@ class Masters:
         weights.
         """
         names = self.by_layer[layer]
-        for name in sorted(
-            names, key=lambda name: -self.weights[name].itemsize
-        ):  # each at a multiple of its size
+        # each at a multiple of its size
+        for name in sorted(names, key=lambda name: -self.weights[name].itemsize):
             if name not in self._waiting:
                 self._waiting[name] = self._taken(name, self.weights[name].dtype)
         return {name: self._waiting[name] for name in names}
@@ -154,9 +150,8 @@ class Masters:
     def _master(self, name: str) -> nn.Parameter:
         weight = self.weights[name]
         inside = name in self._layer_keys
-        if weight.dtype == torch.float32 and (
-            inside or self._in_host
-        ):  # in host memory: it is its own master
+        # in host memory: it is its own master
+        if weight.dtype == torch.float32 and (inside or self._in_host):
             return nn.Parameter(weight) if inside else self._model.split.model.get_parameter(name)
         return nn.Parameter(self._taken(name, torch.float32).copy_(weight))
 

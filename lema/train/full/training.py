@@ -86,9 +86,8 @@ class FullTraining:
         self.global_step = self.skipped_steps = 0
         self.dropped: NonFiniteError | None = None
         self.grad_norm: float | None = None
-        self._fault: tuple[NonFiniteError, str | None] | None = (
-            None  # of this step, and whose gradient is not finite
-        )
+        # of this step, and whose gradient is not finite
+        self._fault: tuple[NonFiniteError, str | None] | None = None
         self._where = ""
         self._stepped = False  # whether some weights were, in this step
         self._hidden = HiddenGradients()  # of this step
@@ -146,9 +145,8 @@ class FullTraining:
         """Raise `DiskFull`, in every process, unless `output_dir` has room for so many
         checkpoints.
         """
-        nbytes = 3 * sum(
-            master.nbytes for master in self.masters.values()
-        )  # masters, and two moments of each
+        # masters, and two moments of each
+        nbytes = 3 * sum(master.nbytes for master in self.masters.values())
         check_free_bytes_for(
             count, nbytes, Path(self.config.output_dir), self.model.backend.replicas
         )
@@ -250,9 +248,8 @@ class FullTraining:
         if loss is not None and replicas.size == 1:
             with model.stop.opened():  # until a layer is stepped
                 loss.backward()
-        elif (
-            loss is not None
-        ):  # gradients of each layer are added up in it: no process leaves alone
+        # gradients of each layer are added up in it: no process leaves alone
+        elif loss is not None:
             loss.backward()
         else:
             for layer in sorted(self.master_store.by_layer, reverse=True):

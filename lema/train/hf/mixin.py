@@ -147,9 +147,8 @@ class StreamingMixin(Below):
         Returns:
             The loss of the batch.
         """
-        with (
-            autograd_in_this_thread()
-        ):  # so that Ctrl-C and a trainer's own handlers of signals wait for one layer only
+        # so that Ctrl-C and a trainer's own handlers of signals wait for one layer only
+        with autograd_in_this_thread():
             return self._joint_step(model, inputs, *args, **kwargs)
 
     def _joint_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -195,9 +194,8 @@ class _Batch:
     """One batch of an optimizer step."""
 
     inputs: Any  # as the trainer has it
-    states: list[Tensor] = field(
-        default_factory=list
-    )  # what its calls of the layers return, without the layers' graph
+    # what its calls of the layers return, without the layers' graph
+    states: list[Tensor] = field(default_factory=list)
     at: int = 0  # how many of these its training step has been given this time
     call: StackCall | None = None  # the call for which it waits; None: there is none
     loss: Tensor | None = None  # what its training step has returned; None: it has not ended

@@ -200,9 +200,8 @@ class StreamedPeftModel(PeftModel):
     def around(cls, opened: LemaModel) -> Self:
         """Return the PEFT model of an opened one, as a model to others."""
         peft_model = opened.lora_manager
-        model: Any = (
-            peft_model  # not made again, because it is the adapter that `opened` saves and trains
-        )
+        # not made again, because it is the adapter that `opened` saves and trains
+        model: Any = peft_model
         model.__class__ = type(
             cls.__name__, (cls, type(peft_model)), {"__module__": cls.__module__}
         )
@@ -247,12 +246,10 @@ class StreamedPeftModel(PeftModel):
 
     def add_adapter(self, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
         """Add an adapter as PEFT does, with the values that PEFT draws."""
-        kwargs["low_cpu_mem_usage"] = (
-            True  # because PEFT would move it to its base, which is nowhere
-        )
-        with torch.random.fork_rng(
-            devices=()
-        ):  # because some values are drawn already, to be thrown away
+        # because PEFT would move it to its base, which is nowhere
+        kwargs["low_cpu_mem_usage"] = True
+        # because some values are drawn already, to be thrown away
+        with torch.random.fork_rng(devices=()):
             super().add_adapter(adapter_name, peft_config, *args[1:], **kwargs)
         self._make_real(adapter_name)
 

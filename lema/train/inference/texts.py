@@ -50,13 +50,14 @@ __all__ = [
 
 Planned = TypeVar("Planned", TextPlan, RowPlan)
 WRONG_SETTINGS = "these settings of generation do not work", "correct the file or the options"
+# of settings taken on trust
 WRONG_VALUES = (
     TypeError,
     ValueError,
     AttributeError,
     LookupError,
     ArithmeticError,
-)  # of settings taken on trust
+)
 MOST_AT_ONCE = 64  # texts of a batch without a requested size: results come when batches end
 
 

@@ -39,9 +39,10 @@ EVALUATIONS_NAME = "evaluations.json"
 MAX_GRAD_NORM = 1.0
 ONLY = "train"  # name of the data set where the file names none
 
+# names of a two-phase trainer
 STAGES = frozenset(
     f"{time}_lora_{what}" for time in ("pre", "post") for what in ("tokens", "dataset", "datasets")
-)  # names of a two-phase trainer
+)
 
 # Settings that a phase has as tokens and mixture: next to those they would have no effect.
 IDLE = {
@@ -83,9 +84,8 @@ class PhaseFile:
     plan: PhasePlan  # the phases, each with what it overrides
     train_data: dict[str, Any]  # files, or a directory of packed tokens, of each data set, by name
     eval_data: dict[str, Any]  # the same of what is validated on; empty: there is no validation
-    eval_rows: int | None = (
-        None  # rows of the batch that is validated on; None: as many as a step has
-    )
+    # rows of the batch that is validated on; None: as many as a step has
+    eval_rows: int | None = None
     # Files of the data sets that are measured whole when the last phase has ended, by name.
     evaluations: dict[str, Any] = field(default_factory=dict)
 
@@ -265,9 +265,8 @@ def _entry(entry: Any, values: Mapping[str, Any], alone: str | None) -> Any:
         return entry
     taken = SHARED | OF_ADAPTERS if entry.get("trains") == "lora" else SHARED
     above = {key: value for key, value in values.items() if key in taken}
-    for (
-        keys
-    ) in LENGTHS.values():  # a length in steps overrides one as a fraction, and the other way about
+    # a length in steps overrides one as a fraction, and the other way about
+    for keys in LENGTHS.values():
         if entry.keys() & set(keys):
             above = {key: value for key, value in above.items() if key not in keys}
     if alone is not None and "mixture" not in entry:

@@ -147,13 +147,11 @@ class LoRATrainer:
         }
         self._options: dict[str, Any] = {"eval_rows": eval_rows, **options}
         self._start: Path | None = None  # outside `output_dir`
-        self._here: LoRATrainState | None = (
-            None  # where `restore_from_path` or `transition_to_lora` has put it
-        )
+        # where `restore_from_path` or `transition_to_lora` has put it
+        self._here: LoRATrainState | None = None
         self._begun = False
-        self._counted: dict[
-            int, tuple[int, int]
-        ] = {}  # parameters that train in a phase, and those of the model
+        # parameters that train in a phase, and those of the model
+        self._counted: dict[int, tuple[int, int]] = {}
 
     def train(self, *, until: Literal["lora"] | None = None, resume: bool = False) -> Path:
         """Train through all stages, from where the run is.

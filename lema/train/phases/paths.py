@@ -286,14 +286,12 @@ class Start:
 
     index: int  # of the phase it begins in
     checkpoint: Path | None = None  # what the phase goes on from; None: it begins
-    models: Mapping[int, Path] = field(
-        default_factory=dict
-    )  # what earlier phases have left, by their index
+    # what earlier phases have left, by their index
+    models: Mapping[int, Path] = field(default_factory=dict)
     here: bool = False  # the checkpoint is the run's own
     ended: bool = False  # the phase has ended with that checkpoint, and its results are there
-    rebuilt: int | None = (
-        None  # an earlier phase of the run whose model is written again first; None: none is
-    )
+    # an earlier phase of the run whose model is written again first; None: none is
+    rebuilt: int | None = None
 
 
 def find_start(path: str | Path, paths: PhasePaths) -> Start:
@@ -508,9 +506,8 @@ def _check_plan(paths: PhasePaths, index: int, checkpoint: Path | None) -> None:
 
 
 def _is_sound(checkpoint: Path) -> bool:
-    with suppress(
-        AdapterError
-    ):  # it is passed over, and that is said, where its own phase is looked at
+    # it is passed over, and that is said, where its own phase is looked at
+    with suppress(AdapterError):
         return bool(check_sound(checkpoint))
     return False
 

@@ -53,9 +53,8 @@ class PhaseEntry:
     tokens: int  # it is trained on, padding included
     leftover: int  # requested tokens that are less than a step
     tokens_per_source: dict[str, int]
-    rates: dict[
-        str, float
-    ]  # learning rates: of its `first` step, the highest (`peak`), and of its `last` step
+    # learning rates: of its `first` step, the highest (`peak`), and of its `last` step
+    rates: dict[str, float]
     moved: Traffic  # bytes read, uploaded and downloaded in the whole phase
     memory: PhaseMemory
     at_once: int  # rows that are computed at once
@@ -82,9 +81,8 @@ class PhaseReport:
     price: float | None  # of an hour; None: none was given
     steps: int
     tokens: int
-    hours: (
-        float | None
-    )  # of all phases, but for validation and what lies between phases; None: not known
+    # of all phases, but for validation and what lies between phases; None: not known
+    hours: float | None
     cost: float | None  # of these hours; None: not known
 
     @property

@@ -94,9 +94,8 @@ def run_phases(
     two checkpoints, or, at the end of a phase or of the run, for the last.
     """
     for index in range(len(plan.phases)):
-        mixture_of(
-            plan, index, sources
-        )  # which refuses what does not fit, before the first phase begins
+        # which refuses what does not fit, before the first phase begins
+        mixture_of(plan, index, sources)
     with ExitStack() as stack:
         device = backend or stack.enter_context(closing(open_backend(config)))
         run = Phases(config, plan, sources, device, **options)
@@ -117,9 +116,8 @@ class Phases:
     plan: PhasePlan
     sources: Mapping[str, Source]  # the rows of every data set, by name
     backend: Backend
-    held_out: Mapping[str, Source] | None = (
-        None  # rows to validate on; None: there is no validation
-    )
+    # rows to validate on; None: there is no validation
+    held_out: Mapping[str, Source] | None = None
     eval_rows: int | None = None  # how many of them; None: as many as a step has
     stop: Stop = lambda: None  # asked after each step; returns why to stop, None: go on
     # The same, asked before each layer: the step or validation under way is given up then. Of
@@ -175,9 +173,8 @@ class Phases:
             check_unused(self.config)
         if begun or start is None:
             paths.check_new()
-        first_alone(
-            replicas, paths.cut_record
-        )  # of a run that was killed before its first checkpoint
+        # of a run that was killed before its first checkpoint
+        first_alone(replicas, paths.cut_record)
         if start is None:
             return None
         start_point = find_start(start, paths)
@@ -207,16 +204,14 @@ class Phases:
     def _train_all(self, events: RunEvents, begin: Start | None) -> None:
         first = begin.index if begin else 0
         paths = self.paths
-        for index in range(
-            first, len(self.plan.phases)
-        ):  # so that what does not fit is told before any phase begins
+        # so that what does not fit is told before any phase begins
+        for index in range(first, len(self.plan.phases)):
             mixture_of(self.plan, index, self.sources, self.held_out)
         if begin is not None and (below := begin.rebuilt) is not None:
             self._train(below, events, Start(below, paths.end_of(below), {}, here=True))
             gc.collect()
-        if (
-            begin is not None and begin.ended
-        ):  # a kill may have come before its last checkpoint was noted
+        # a kill may have come before its last checkpoint was noted
+        if begin is not None and begin.ended:
             assert begin.checkpoint is not None
             about = read_state(begin.checkpoint)["extra"]
             keep = self.config.save_total_limit
@@ -314,9 +309,8 @@ class Phases:
                     start.checkpoint, trainer.config, trainer.model.split.model, self.say
                 )
             run.load(start.checkpoint)
-            trainer.take_settings(
-                {change.name for change in changed}
-            )  # the learning rate is the plan's
+            # the learning rate is the plan's
+            trainer.take_settings({change.name for change in changed})
             return
         if index:
             run.count_on(paths.end_of(index - 1))

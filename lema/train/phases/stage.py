@@ -257,9 +257,8 @@ class PhaseRun:
         self.carried = {"window": about.get("window") or about["unlogged"]}  # its earlier name
         self.carried |= {"whole": about.get("whole", NO_SUMS), "signs": about.get("signs")}
         self.sound = self.done if is_sound(self.carried) else None
-        if checkpoint != self._paths.checkpoint(
-            self._index, self.done
-        ):  # of another run: this one has one of its own
+        # of another run: this one has one of its own
+        if checkpoint != self._paths.checkpoint(self._index, self.done):
             if self.best is not None and self.best["step"] != self.done:
                 self.best = None  # that checkpoint stayed behind
             self.save(None, self.pending)
@@ -363,9 +362,8 @@ class PhaseRun:
             write = partial(merge_adapter, end, rounding=rounding, **options)
 
         def written() -> None:
-            for left in out.parent.glob(
-                f"..{out.name}.*.part"
-            ):  # of a run that was killed while it wrote a model
+            # of a run that was killed while it wrote a model
+            for left in out.parent.glob(f"..{out.name}.*.part"):
                 shutil.rmtree(left, ignore_errors=True)
             with disk_errors(out):
                 commit(out, write)

@@ -180,9 +180,8 @@ class LoRATrainerConfig(Settings):
         ):
             if single in settings and stages not in settings:
                 settings[stages] = [settings[single]]
-        for (
-            time
-        ) in _TIMES:  # an empty list of stages means an empty other list, whose default is for one
+        # an empty list of stages means an empty other list, whose default is for one
+        for time in _TIMES:
             lists = [f"{time}_tokens", f"{time}_datasets"]
             if any(settings.get(key) == [] for key in lists):
                 settings = {key: [] for key in lists} | settings

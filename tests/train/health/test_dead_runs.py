@@ -94,10 +94,11 @@ def test_a_resumed_run_counts_on_and_keeps_the_checkpoint_of_before(
     ):
         run_fit(longer, ROWS, callbacks=[From(6)], resume=True, say=lambda _: None)
     assert caught.value.where.startswith("step 25; ")
+    # as of a run that nobody stopped
     assert events(tmp_path) == [
         (6, "gradient", 1),
         (25, "gradient", 20),
-    ]  # as of a run that nobody stopped
+    ]
 
 
 @pytest.mark.slow

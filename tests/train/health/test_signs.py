@@ -49,9 +49,8 @@ def test_a_dead_run_is_told_once_and_is_dead_after_twenty_steps(
 
 
 def test_a_loss_that_hard_rows_may_have_is_told_and_ends_nothing() -> None:
-    found, signs = seen(
-        [*[{"loss": 2.0}] * 4, *[{"loss": 7.5}] * 40]
-    )  # beyond halfway from 2.0 to that of a guess
+    # beyond halfway from 2.0 to that of a guess
+    found, signs = seen([*[{"loss": 2.0}] * 4, *[{"loss": 7.5}] * 40])
     assert found == ["rising at 7"]
     assert signs.steps == 0
     assert signs.verdict is not None and "7.5" in signs.verdict

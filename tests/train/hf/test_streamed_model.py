@@ -448,11 +448,12 @@ def test_what_scores_texts_is_no_language_model(
     assert isinstance(model, PeftModelForSequenceClassification)
     with torch.no_grad():
         assert model(input_ids=rows()[0]["input_ids"][None]).logits.shape == (1, 1)
+    # no vocabulary for a plan to count
     assert model.opened.split.head(torch.zeros(1, 2, 32)).shape == (
         1,
         2,
         1,
-    )  # no vocabulary for a plan to count
+    )
     with pytest.raises(
         ConfigError, match="the model scores texts, but LemaTrainer has only losses of tokens"
     ):

@@ -39,9 +39,8 @@ def config_of(
     from lema import LemaConfig
     from lema.storage import atomic as commit
 
-    monkeypatch.setattr(
-        commit, "flush", lambda _: None
-    )  # a loss of power is not what is tested here
+    # a loss of power is not what is tested here
+    monkeypatch.setattr(commit, "flush", lambda _: None)
 
     def make(name: str = "run", dropout: float = 0.0, **settings: Any) -> LemaConfig:
         fixed = {

@@ -99,9 +99,8 @@ def test_every_slot_is_given_once_and_weights_fall_from_one_to_nothing(
     weights = [weight(fade, index) for index in range(samples)]
     assert weights[0] == 1.0 and weight(fade, samples) == weight(fade, 10**15) == 0.0
     assert weights == sorted(weights, reverse=True) and min(weights) > 0
-    assert (
-        fade.num_before(10**15) == given_before[-1] == (samples + 1) // 2
-    )  # every shape is even about its middle
+    # every shape is even about its middle
+    assert fade.num_before(10**15) == given_before[-1] == (samples + 1) // 2
     for count in range(0, samples, 1 + samples // 7):
         assert abs(given_before[count] - math.fsum(weights[:count])) <= 1.0 + 1e-9
 
@@ -359,9 +358,8 @@ def test_two_stages_over_one_data_set_do_not_read_a_row_twice() -> None:
     assert len(set(rows)) < len(rows)
     assert {found["text"].taken for found in afresh.starts()} == {0}
     (whole,) = drawn(plan(phase(TEXT, sum(lengths))))
-    assert [draw.row for draws in drawn(going_on) for draw in draws] == [
-        draw.row for draw in whole
-    ]  # no boundaries
+    # no boundaries
+    assert [draw.row for draws in drawn(going_on) for draw in draws] == [draw.row for draw in whole]
 
 
 @settings(max_examples=15, deadline=None)
@@ -403,9 +401,8 @@ def test_where_data_begin_is_in_the_numbers() -> None:
         ).fingerprint()
 
     fade = {"steps": 4, "shape": "cosine"}
-    assert numbers({}, {}) == numbers(
-        {"data": "restart"}, {"data": "continue"}
-    )  # nothing was read before
+    # nothing was read before
+    assert numbers({}, {}) == numbers({"data": "restart"}, {"data": "continue"})
     kinds = [
         ({}, {}),
         ({}, {"data": "restart"}),

@@ -411,9 +411,8 @@ def test_intervals_and_evaluations_are_those_of_the_config(
         "post-lora-1-checkpoint-3",
         f"post-lora-1-checkpoint-{POST}",
     } <= names
-    assert (
-        "post-lora-1-checkpoint-2" not in names
-    )  # neither the best, nor at a third step of the run
+    # neither the best, nor at a third step of the run
+    assert "post-lora-1-checkpoint-2" not in names
     assert [row["step"] for row in seen if "eval_loss" in row] == [2, 3, 4, 6, 7]
     with closing(LemaModel.from_pretrained(end)) as opened:
         expected = opened.get_trainer().evaluate(held["exam"])

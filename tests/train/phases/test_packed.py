@@ -133,9 +133,8 @@ def test_a_file_larger_than_memory_is_read_a_block_at_a_time(tmp_path: Path) -> 
     with file.open("r+b") as out:
         out.seek(-2 * 1024, os.SEEK_END)
         out.write(np.full(1024, 7, "<u2").tobytes())
-    found = PackedTokens(
-        tmp_path, 1024
-    )  # whose header is read as any text is, through a buffer of a megabyte
+    # whose header is read as any text is, through a buffer of a megabyte
+    found = PackedTokens(tmp_path, 1024)
     assert len(found) == 2**25
     tracemalloc.start()
     assert found.block(len(found) - 1).tolist() == [7] * 1024
@@ -293,9 +292,8 @@ def test_a_token_beyond_the_vocabulary_is_named_by_its_place(tmp_path: Path) -> 
         found.block(1)
     assert caught.value.where == f"{file}, token 5" and "tiny" in caught.value.how
     assert PackedTokens(file, 3, vocab_size=31).block(1).tolist() == [4, 5, 30]
-    header_of(
-        tmp_path, vocab_size=10
-    )  # what the header says is checked too, whatever the model knows
+    # what the header says is checked too, whatever the model knows
+    header_of(tmp_path, vocab_size=10)
     with pytest.raises(DataError, match="vocabulary of 10 tokens"):
         PackedTokens(file, 3, vocab_size=31).block(1)
 
@@ -338,9 +336,8 @@ def test_a_failure_leaves_the_old_the_new_or_nothing_that_is_read(
     with monkeypatch.context() as patched:
         patched.setattr(target, name, fail_after(good, getattr(target, name)))
         if step == "Path.unlink" and good:
-            write_packed(
-                [5, 6, 7, 8], tmp_path
-            )  # only the old header is removed where all goes well
+            # only the old header is removed where all goes well
+            write_packed([5, 6, 7, 8], tmp_path)
         else:
             with pytest.raises(DiskError, match=r"train\.bin could not be written"):
                 write_packed([5, 6, 7, 8], tmp_path)

@@ -89,9 +89,8 @@ def test_without_room_for_the_end_of_a_phase_the_run_fails(
     place = Path(config.output_dir) / "adapters"
     assert [path.name for path in place.iterdir()] == ["checkpoint-1"]
     with pytest.raises(DiskFull, match="too full for 2"):
-        run_phases(
-            config_of("other"), plan_of({**FULL, "tokens": 2 * STEP}), SOURCES
-        )  # nor does it begin
+        # nor does it begin
+        run_phases(config_of("other"), plan_of({**FULL, "tokens": 2 * STEP}), SOURCES)
 
 
 @pytest.mark.sampled(1)

@@ -373,8 +373,7 @@ def test_a_run_opens_its_device_and_its_model_once(
         count(module, "open_backend")
     for module in (lema.train.model, lema.plan.blueprint):
         count(module, "meta_model")
-    count(
-        lema.model.files, "read_config"
-    )  # of the model given, and of the one that the first phase leaves
+    # of the model given, and of the one that the first phase leaves
+    count(lema.model.files, "read_config")
     train_phases(read_phase_file(written(PHASES)), console=Console(quiet=True))
     assert counts == {"open_backend": 1, "meta_model": 4, "read_config": 2}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lema.train.phases.places import MODEL, Places, Start, begin_at
+from lema.train.phases.places import MODEL, PhasePaths, Start, begin_at
 from phaseruns import two
 
 from lema.errors import DiskError
@@ -30,11 +30,11 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def places(tmp_path: Path) -> Places:
-    return Places(tmp_path / "run", two())
+def places(tmp_path: Path) -> PhasePaths:
+    return PhasePaths(tmp_path / "run", two())
 
 
-def begin(places: Places, model: Path) -> Path:
+def begin(places: PhasePaths, model: Path) -> Path:
     begin_at(Start(1, None, {0: model}), places)
     return places.directory / "whole" / MODEL
 
@@ -43,7 +43,7 @@ def of_model(place: Path) -> dict[str, bytes]:
     return {name: (place / name).read_bytes() for name in FILES}
 
 
-def test_the_directory_is_linked_where_it_can_be(places: Places, model: Path) -> None:
+def test_the_directory_is_linked_where_it_can_be(places: PhasePaths, model: Path) -> None:
     place = begin(places, model)
     assert place.readlink() == model and places.has_model(0)
 
@@ -52,7 +52,7 @@ def test_the_directory_is_linked_where_it_can_be(places: Places, model: Path) ->
     "links", [True, False], ids=["files can be linked", "nothing can be linked"]
 )
 def test_else_its_files_are_linked_or_copied(
-    links: bool, places: Places, model: Path, monkeypatch: pytest.MonkeyPatch
+    links: bool, places: PhasePaths, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "symlink", refuse)
     if not links:
@@ -73,7 +73,7 @@ def test_else_its_files_are_linked_or_copied(
 
 
 def test_another_model_under_that_name_is_not_taken_for_it(
-    places: Places, model: Path, monkeypatch: pytest.MonkeyPatch
+    places: PhasePaths, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "symlink", refuse)
     place = begin(places, model)

@@ -44,11 +44,12 @@ def test_callbacks_see_one_run_over_the_boundary(config_of: Callable[..., LemaCo
     ]
     at = [events.index((event, 3)) for event in ("on_step_end", "on_evaluate", "on_save")]
     assert at == sorted(at)
+    # of adapters
     assert [step for event, step in events if event == "on_pre_optimizer_step"] == [
         3,
         4,
         5,
-    ]  # of adapters
+    ]
 
 
 @pytest.mark.slow
@@ -81,9 +82,8 @@ def test_lines_of_metrics_say_where_in_the_run_they_are(
         (4, 2),
     ]
     assert [row["tokens"] for row in steps] == [STEP, 2 * STEP, 3 * STEP, 4 * STEP]
-    assert [row["num_tokens"] for row in steps] == [
-        row["tokens"] * 9 // BLOCK for row in steps
-    ]  # without padding
+    # without padding
+    assert [row["num_tokens"] for row in steps] == [row["tokens"] * 9 // BLOCK for row in steps]
     for row in steps:
         assert row["grad_norm"] > 0 and row["learning_rate"] > 0 and row["memory"] > 0
         assert row["tokens_per_second"] > 0 and "bytes_uploaded" in row

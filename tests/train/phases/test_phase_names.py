@@ -81,9 +81,8 @@ def test_t5_samplings_are_dictionaries_whose_rates_hold(style: str) -> None:
     plan = stages(pre_lora_datasets=[given, B], pre_lora_tokens=[1000 * PER_STEP, PER_STEP]).plan()
     mixture = Mixture(plan.phases[0].mixture, {"a": Rows(), "b-x": Rows()}, plan.seed, BLOCK)
     drawn = Counter(mixture.sample(index).source for index in range(4000))
-    assert drawn["a"] / 4000 == pytest.approx(
-        0.7, abs=0.01
-    )  # drawn at random, one deviation would be 0.007
+    # drawn at random, one deviation would be 0.007
+    assert drawn["a"] / 4000 == pytest.approx(0.7, abs=0.01)
     assert plan.counts(0) == drawn
 
 

@@ -54,9 +54,8 @@ def train(tmp_path: Path, checkpoint_of: Callable[..., Checkpoint]) -> Callable[
         else:
             done = run_program(["-m", "lema", "train", str(file), *arguments], count, tmp_path)
             assert done.returncode == 0, done.stderr[-4000:]
-            assert (
-                done.stdout.count("phase whole") <= 3
-            )  # one of them speaks: it begins, ends, and goes on
+            # one of them speaks: it begins, ends, and goes on
+            assert done.stdout.count("phase whole") <= 3
         return tmp_path / name
 
     return start
@@ -79,12 +78,13 @@ def test_processes_go_through_phases_as_one_does_and_one_goes_on_alone(
                 float((found[name] - expected[name]).norm())
                 <= 1e-4 * float(expected[name].norm()) + 1e-6
             ), name
+    # the same samples, or the losses were others
     for key in (
         "loss",
         "grad_norm",
         "eval_loss",
         "tokens",
-    ):  # the same samples, or the losses were others
+    ):
         assert logged(together, key) == pytest.approx(logged(alone, key), rel=1e-4), key
         assert len(logged(together, key)) == (2 if key == "eval_loss" else len(logged(alone, key)))
     assert sorted(path.name for path in together.iterdir()) == sorted(

@@ -342,9 +342,8 @@ def test_weights_compute_as_many_rows_at_once_as_are_planned_as_if_that_were_set
     sources = {name: rows(seed, 40, 4 * BLOCK) for seed, name in enumerate(SOURCES)}
     whole = phase_report(config_of(device_memory="1GB"), plan()).phases[0]
     limit = f"{whole.memory.device - whole.memory.parts['device']['working'] * 5 // 8}B"
-    beside = plan(
-        {**phase, "name": "less", "device_memory": limit}
-    )  # each phase has a limit of its own
+    # each phase has a limit of its own
+    beside = plan({**phase, "name": "less", "device_memory": limit})
     first, second = phase_report(config_of(device_memory="1GB"), beside).phases
     planned = second.at_once
     assert planned < first.at_once == whole.at_once == 16
@@ -443,10 +442,11 @@ def test_training_says_it_first_and_refuses_what_cannot_fit(
         capfd, 4, ["phase whole", "host_memory"], "train", file, "--set", "host_memory=100KB"
     )
     assert not list(file.parent.glob("out/*/checkpoint-*"))
+    # no rows: refused once it is read
     broken = (
         "--set",
         f"train_data={json.dumps({'rows': str(file)})}",
-    )  # no rows: refused once it is read
+    )
     assert_refused(
         capfd,
         4,

@@ -116,9 +116,8 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], bool]]:
     def follow(optimizer: torch.optim.Optimizer, *arguments: Any, **options: Any) -> Any:
         group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         state = optimizer.state_dict()["state"].values()
-        found.append(
-            (group, any(bool(one["exp_avg"].any()) for one in state))
-        )  # zeros are empty ones
+        # zeros are empty ones
+        found.append((group, any(bool(one["exp_avg"].any()) for one in state)))
         return original(optimizer, *arguments, **options)
 
     monkeypatch.setattr(phases, "follow", follow)

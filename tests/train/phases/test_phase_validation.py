@@ -141,9 +141,8 @@ def test_the_best_is_remembered_by_a_run_that_goes_on(
     plan = plan_of({**LORA, "tokens": 4 * STEP})
     losses_of(monkeypatch, 2.0, 3.0, 3.0, 3.0)
     with monkeypatch.context() as patch:
-        count_writes(
-            patch, after=1 + 2 * 4 + 1
-        )  # in the third step, whose checkpoint was written and not noted yet
+        # in the third step, whose checkpoint was written and not noted yet
+        count_writes(patch, after=1 + 2 * 4 + 1)
         with pytest.raises(Killed):
             run_phases(config, plan, SOURCES, held_out=HELD)
     place = Path(config.output_dir) / "adapters"

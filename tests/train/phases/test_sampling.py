@@ -220,9 +220,8 @@ def test_turns_are_counted_without_being_counted(
         name, taken = turns.slot(slot)
         assert seen.get(name, taken) == taken
         seen[name] = taken + 1
-        assert (
-            abs(taken - slot * rates[name]) < (0.5 if len(rates) == 2 else 2) + 1e-3
-        )  # rates are not quite exact
+        # rates are not quite exact
+        assert abs(taken - slot * rates[name]) < (0.5 if len(rates) == 2 else 2) + 1e-3
     assert len(rates) > 1 or turns.slot(first) == ("data0", first)
 
 
@@ -246,9 +245,8 @@ def test_samples_of_a_window_are_its_slots_in_another_order(
     slots = [turns.slot(slot) for slot in range(first, first + WINDOW)]
     assert sorted(samples) == sorted(slots)
     most = max(Counter(name for name, _ in slots).values())
-    assert (
-        WINDOW - most < 20 or samples != slots
-    )  # the odds that so many come in the same order are none
+    # the odds that so many come in the same order are none
+    assert WINDOW - most < 20 or samples != slots
     taken: dict[str, list[int]] = {}
     for name, which in samples:
         taken.setdefault(name, []).append(which)

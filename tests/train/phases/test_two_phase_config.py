@@ -90,9 +90,8 @@ def test_the_base_trainers_tokens_and_data_sets_are_one_stage_of_all_parameters(
         ("lora", STEP, 1),
     ]
     assert LoRATrainerConfig(**found.to_dict()) == found
-    assert config(total_tokens=10 * STEP) and config(
-        total_tokens=15 * STEP
-    )  # those of the stages, or of all
+    # those of the stages, or of all
+    assert config(total_tokens=10 * STEP) and config(total_tokens=15 * STEP)
     for wrong, said in (
         ({"total_tokens": 9 * STEP}, "the stages of pre_lora"),
         ({"datasets": A}, "both set the first data"),
@@ -109,9 +108,8 @@ def test_lengths_of_the_schedule_are_fractions_of_it() -> None:
     assert (first.phases[0].spans(100).warmup, first.phases[0].spans(100).decay) == (20, 30)
     rates = trace(found)[:100]
     assert [rates[step] for step in (0, 20, 69)] == [0.01, 1.0, 1.0] and rates[71] < 1.0
-    assert set(trace(config(**long))) == {
-        1.0
-    }  # neither is given: the learning rate is constant, as in the trainer
+    # neither is given: the learning rate is constant, as in the trainer
+    assert set(trace(config(**long))) == {1.0}
     own = config(**long, schedule="linear").plan().phases[0].spans(100)
     assert (own.warmup, own.decay) == (1, 0)
 

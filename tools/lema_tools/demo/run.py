@@ -54,9 +54,8 @@ END = "<|end|>"
 USER = "<|user|>"
 ASSISTANT = "<|assistant|>"
 PROMPT = "What does the miller bring?"
-MOST_DIFFERENCE = (
-    1e-4  # of a logit of the streamed model and of PEFT's; with one arithmetic there is none
-)
+# of a logit of the streamed model and of PEFT's; with one arithmetic there is none
+MOST_DIFFERENCE = 1e-4
 Printer = Callable[..., None]  # a line, and its style
 REPORT = "this is a bug in LEMA or a library; please report it with the output of `pip list`"
 
@@ -267,9 +266,8 @@ def next_commands(files: DemoFiles) -> list[str]:
 
 def _set(name: str, path: Path) -> list[str]:
     value = str(path)
-    if not re.fullmatch(
-        r"[\w./-]+", value
-    ):  # --set reads YAML, where a JSON string is a string whatever it holds
+    # --set reads YAML, where a JSON string is a string whatever it holds
+    if not re.fullmatch(r"[\w./-]+", value):
         value = json.dumps(value, ensure_ascii=False)
     return ["--set", f"{name}={value}"]
 

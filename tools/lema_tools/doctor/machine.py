@@ -43,6 +43,7 @@ ROOT = Path("/")
 ENOUGH_FILES = 1024  # a large model has some hundred, and two descriptors are open of each
 ENOUGH_SHARED = 1 << 30
 MAY_LOCK = 1 << 14  # CAP_IPC_LOCK
+# by `torchrun`
 LAUNCHED = (
     "RANK",
     "WORLD_SIZE",
@@ -50,7 +51,7 @@ LAUNCHED = (
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
-)  # by `torchrun`
+)
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 SECRET = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")

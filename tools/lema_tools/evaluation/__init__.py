@@ -143,8 +143,9 @@ def _run_tasks(model: Any, names: list[str], how: Any, output: Path | None) -> N
         return
     typer.echo(table_of(results))
     if output is not None:
+        # in this order, by which the file is known again
         results = {
             "results": results["results"],
             **results,
-        }  # in this order, by which the file is known again
+        }
         replace_file(output, (json.dumps(results, indent=2, default=str) + "\n").encode())

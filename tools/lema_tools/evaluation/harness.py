@@ -38,9 +38,8 @@ class Harness:
     include_path: Path | None = None  # a directory of further tasks
     apply_chat_template: bool = False  # put what is asked through the tokenizer's template
     batch_size: int | None = None  # rows computed, and texts made, at once; None: as memory allows
-    rows_per_pass: int | None = (
-        None  # that one pass over the weights scores; None: as many as there is room for
-    )
+    # that one pass over the weights scores; None: as many as there is room for
+    rows_per_pass: int | None = None
 
 
 def evaluate_tasks(

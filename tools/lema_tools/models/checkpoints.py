@@ -103,9 +103,8 @@ PARAMETERS = {
     "Qwen3-Next-80B-A3B": 80,
     "Nemotron-3-Nano-30B-A3B": 31.6,
 }
-NEAR = (
-    0.02  # how far the count of a checkpoint's sizes may be from its publisher's, which is rounded
-)
+# how far the count of a checkpoint's sizes may be from its publisher's, which is rounded
+NEAR = 0.02
 
 
 @dataclass(frozen=True)
@@ -181,11 +180,12 @@ KIMI_K2 = {
     "num_key_value_heads": 64,
     "first_k_dense_replace": 1,
 }
+# of layers, as config.json writes their order
 _KINDS = {
     "M": "linear_attention",
     "E": "moe",
     "*": "full_attention",
-}  # of layers, as config.json writes their order
+}
 NEMOTRON_3_NANO = {
     "hidden_size": 2688,
     "layers_block_type": [

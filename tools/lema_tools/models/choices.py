@@ -110,9 +110,8 @@ def _choice(planner: Any, settings: dict[str, Any], profile: str, machine: Machi
         len(needs.allocation.residents),
         len(needs.allocation.host_cached),
         len(drawn.layers),
-        max(
-            nbytes for _, nbytes in needs.demand.leased
-        ),  # of layers whole, or of a group of their experts
+        # of layers whole, or of a group of their experts
+        max(nbytes for _, nbytes in needs.demand.leased),
         drawn.stored_bytes,
         drawn.parameters,
         drawn.adapter_parameters,

@@ -54,9 +54,8 @@ FUNCTIONAL_FORMS = {aten.addmm_: aten.addmm}  # what the same is called where it
 PICKS = {aten.embedding, aten.index, aten.index_select, aten.gather}
 COPIES = {aten._to_copy, aten.copy_, aten.clone}
 TOGETHER = 4  # adapters that `arithmetic: fast` multiplies together, at most
-MEASURED = (
-    64  # shapes of products that are measured apart, those that took longest; others go by these
-)
+# shapes of products that are measured apart, those that took longest; others go by these
+MEASURED = 64
 CALLS = 1000  # of an operation, by which the cost of watching one is measured
 RUNS = 8  # of each thing that a limit goes by
 BANDWIDTH_ELEMENTS = 1 << 24

@@ -97,9 +97,8 @@ class Outcome:
     losses: list[float]
     gradients: dict[str, Tensor] = field(repr=False)  # of the first step
     adapter: dict[str, Tensor] = field(repr=False)  # after the last
-    memory: dict[
-        str, int
-    ]  # bytes: `before` the model was opened and at the `peak`, of the process or the device
+    # bytes: `before` the model was opened and at the `peak`, of the process or the device
+    memory: dict[str, int]
     seconds: list[float]  # of each step
     details: dict[str, Any] = field(default_factory=dict)  # what else the streamed run knows
 

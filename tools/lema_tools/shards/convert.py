@@ -121,9 +121,8 @@ class Consolidated:
     num_tensors: int  # of the adapter
     # Where replicas differed and the first rank's were taken: name of the tensor -> on which ranks.
     differing: Mapping[str, list[Difference]]
-    base: str | None = (
-        None  # the base model whose modules its shapes were compared with; None: it is not here
-    )
+    # the base model whose modules its shapes were compared with; None: it is not here
+    base: str | None = None
 
 
 def consolidate_adapter(

@@ -59,9 +59,8 @@ class Row:
 
     model_type: str  # the `model_type` of its `config.json`
     streams: bool | None  # None where it cannot be told without another config
-    targets: tuple[
-        str, ...
-    ] = ()  # the linear modules and experts of its layers that an adapter trains by default
+    # the linear modules and experts of its layers that an adapter trains by default
+    targets: tuple[str, ...] = ()
     # why it does not stream, why that is not known, or why adapters do not fit; one sentence
     reason: str = ""
     source: str = ""  # where its weights are; empty where only the type was asked for
@@ -81,9 +80,8 @@ def survey(model_type: str) -> Row:
     with _quiet():
         try:
             config = CONFIG_MAPPING[model_type]()
-            if hasattr(
-                config, "is_decoder"
-            ):  # models that can be encoders are causal language models here
+            # models that can be encoders are causal language models here
+            if hasattr(config, "is_decoder"):
                 config.is_decoder = True
             model = meta_model(config, torch.float32)
         # Any error at all: configs and models are others' code, and what they say is passed on.
