@@ -8,10 +8,7 @@ this list with its fields.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from lema.config.adapter import AdapterSettings
+from typing import Any
 
 SETTING_OF: Mapping[str, str] = {
     "r": "lora_rank",
@@ -135,7 +132,7 @@ def refusals(config: Mapping[str, Any], task: str = "CAUSAL_LM") -> Iterator[str
         )
 
 
-def contradictions(settings: "AdapterSettings") -> Iterator[tuple[str, str]]:
+def contradictions(settings: Any) -> Iterator[tuple[str, str]]:
     """Yield what PEFT does not allow together, of the settings of an adapter: a setting, and
     what is wrong with it.
     """

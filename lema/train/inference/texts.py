@@ -115,7 +115,7 @@ def planned(
         warnings.warn(f"{error.what}: no memory is reserved for {of}", stacklevel=4)
         return None
     if choose:
-        model.allocation = generation_plan.allocation
+        model.spend(generation_plan.allocation)
     return generation_plan
 
 

@@ -67,7 +67,7 @@ def trainer_of(
     planner = fitted_planner(
         replace(opened, blueprint=blueprint, device_memory=device_memory), trains=True
     )
-    model.config = model.config.model_copy(update=planner.chosen)
+    model.choose_settings(planner.chosen)
     add_router_loss(model.adapter, model.config, model.directory, "weights that train themselves")
     return FullTraining(model.adapter, model.config, chosen, model.gbi)
 
