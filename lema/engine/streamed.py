@@ -195,6 +195,24 @@ class StreamedModel:
         finally:
             self.engine.stop, self.stream.before_lease = before
 
+    @contextmanager
+    def watched_by(self, watchdog: Watchdog) -> Iterator[None]:
+        """Have a watchdog see the passes of a `with` block."""
+        self.watchdog = watchdog
+        try:
+            yield
+        finally:
+            self.watchdog = None
+
+    @contextmanager
+    def skipping_prefix(self, prefix: PrefixCache) -> Iterator[None]:
+        """Have the passes of a `with` block keep and reuse the outputs of the frozen layers."""
+        self.prefix = prefix
+        try:
+            yield
+        finally:
+            self.prefix = None
+
     def patient(self, what: str) -> AbstractContextManager[None]:
         """Give the watchdog, if there is one, more patience for what the `with` block does
         beside the layers.

@@ -330,11 +330,8 @@ class PlainRun:
         prefix = PrefixCache(
             model.backend, model.lowest_trained, directory, num_tokens, model.stream.trace
         )
-        with closing(prefix) as model.prefix:
-            try:
-                yield
-            finally:
-                model.prefix = None
+        with closing(prefix), model.skipping_prefix(prefix):
+            yield
 
     def position(self, done: int) -> Position:
         """Return where the run is after so many steps."""

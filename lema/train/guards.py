@@ -270,12 +270,8 @@ def watched(model: StreamedModel, config: LemaConfig) -> Iterator[None]:
         Path(config.output_dir),
         end_after=config.hang_timeout,
     )
-    with dog:
-        model.watchdog = dog
-        try:
-            yield
-        finally:
-            model.watchdog = None
+    with dog, model.watched_by(dog):
+        yield
 
 
 def moves(model: StreamedModel) -> tuple[Any, ...]:

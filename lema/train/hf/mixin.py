@@ -272,7 +272,6 @@ class _JointStep:
         """
         stack = self._stack
         inputs = batch.inputs
-        before = stack.supply
         batch.begin()
         waiting = leads
 
@@ -298,16 +297,15 @@ class _JointStep:
                 self._run(call)
             return batch.next_state()
 
-        stack.supply = supply
         self.stepping = True
         try:
-            # Given a copy, because a trainer may write into its batch, and this may not be the last
-            # time.
-            batch.end(self._step(dict(inputs) if type(inputs) is dict else inputs))
+            with stack.supplied_by(supply):
+                # Given a copy, because a trainer may write into its batch, and this may not be the
+                # last time.
+                batch.end(self._step(dict(inputs) if type(inputs) is dict else inputs))
         except _Reached:
             pass
         finally:
-            stack.supply = before
             self.stepping = False
 
     def _run(self, like: StackCall) -> None:
