@@ -140,6 +140,14 @@ class LemaError(Exception):
             lines.append(f"  {'next:' if isinstance(self, Stopped) else 'fix: '}  {self.how}")
         return "\n".join(lines)
 
+    def locate(self, where: str) -> None:
+        """Name the place more closely than could be told where this was raised."""
+        self.where = where
+
+    def explain(self, how: str) -> None:
+        """Say more of what the user can do than could be told where this was raised."""
+        self.how = how
+
 
 class ConfigError(LemaError):
     """A setting is unknown, malformed, or contradicts another."""
@@ -237,5 +245,6 @@ def named_in(source: object) -> Iterator[None]:
         yield
     except LemaError as error:
         if source is not None and str(source) not in str(error):
-            error.where = f"{error.where} (named in {source})" if error.where else str(source)
+            named = f"{error.where} (named in {source})"
+            error.locate(named if error.where else str(source))
         raise

@@ -74,6 +74,10 @@ class _Bar(Progress):
         if self.below is not None:
             yield Text(self.below, no_wrap=True, overflow="ellipsis")
 
+    def show_below(self, line: str) -> None:
+        """Show a line below the bar from its next drawing on."""
+        self.below = line
+
     def update_task(self, **changes: Any) -> None:
         """Change what is shown."""
         self.update(self._task, **changes)
@@ -121,7 +125,7 @@ class ProgressDisplay:
             shown(float(logs[key])) for key, shown in _SHOWN.items() if logs.get(key) is not None
         )
         if self._bar is not None and not self._bar.disable and "eval_loss" not in logs:
-            self._bar.below = described
+            self._bar.show_below(described)
             return
         at = "" if epoch is None else f"epoch {epoch:.2f}"
         parts = [self._done(), at, described, "" if "eval_loss" in logs else self._left()]

@@ -142,6 +142,11 @@ class Remarks:
 
     counts: dict[str, tuple[int, str]] = field(default_factory=dict)
 
+    def begin(self) -> dict[str, tuple[int, str]]:
+        """Begin to count other rows; return the counts, which grow with them."""
+        self.counts = {}
+        return self.counts
+
     def add(self, row: Row, what: str) -> None:
         """Count one more row for which this holds."""
         count, first = self.counts.get(what, (0, row.origin))

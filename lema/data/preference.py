@@ -212,8 +212,8 @@ def prepare_preferences(
     date = date_for(tokenizer, forms.template_date)
 
     def gather(rows: Iterable[Row], _: Row | None = None) -> Columns:
-        columns = Columns()
         remarks = Remarks()
+        columns = Columns(remarks=remarks.counts)
         for row, examples, ahead in _read(
             map(forms.renamed, rows), tokenizer, date, labelled=labelled
         ):
@@ -233,7 +233,6 @@ def prepare_preferences(
                     # prompts.
                     end = len(ids) if labelled else max_length
                     columns.append(row, ids[:end], learnt[:end], learnt[max_length:], mark)
-        columns.remarks = remarks.counts
         return columns
 
     settings: dict[str, Any] = {

@@ -79,14 +79,12 @@ def prepare_data(
     reading = Reading(tokenizer, forms, vocab_size)
 
     def gather(rows: Iterable[Row], first: Row | None = None) -> Columns:
-        columns = Columns()
-        reading.remarks.counts = {}
+        columns = Columns(remarks=reading.remarks.begin())
         for row, ids, labels in tokenize_rows(_with_kinds(rows, forms, reading, first), reading):
             if len(ids):
                 _take(columns, row, ids, labels, max_length, overlong)
             else:
                 columns.leave_out(row)
-        columns.remarks = reading.remarks.counts
         return columns
 
     settings: dict[str, Any] = {

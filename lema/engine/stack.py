@@ -192,6 +192,16 @@ class LayerStack:
 
         self._owner.forward = forward
 
+    @contextmanager
+    def supplied_by(self, supply: Callable[[StackCall], Tensor]) -> Iterator[None]:
+        """Have `supply` return the layers' outputs of the calls in a `with` block."""
+        before = self.supply
+        self.supply = supply
+        try:
+            yield
+        finally:
+            self.supply = before
+
     def take_out(self) -> None:
         """Restore the model."""
         self._owner.__dict__.pop("forward", None)

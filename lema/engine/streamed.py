@@ -213,20 +213,20 @@ class StreamedModel:
         with self.engine.stopping(interrupt):
             yield
 
-    def patient(self, what: str) -> AbstractContextManager[None]:
-        """Give the watchdog, if there is one, more patience for what the `with` block does
-        beside the layers.
-        """
-        return nullcontext() if self.watchdog is None else self.watchdog.patient(what)
-
     @contextmanager
     def watched_by(self, watchdog: Watchdog) -> Iterator[None]:
-        """Have a watchdog that runs report passes of a `with` block that come to no next layer."""
+        """Have a watchdog see the passes of a `with` block."""
         self.watchdog = watchdog
         try:
             yield
         finally:
             self.watchdog = None
+
+    def patient(self, what: str) -> AbstractContextManager[None]:
+        """Give the watchdog, if there is one, more patience for what the `with` block does
+        beside the layers.
+        """
+        return nullcontext() if self.watchdog is None else self.watchdog.patient(what)
 
     @contextmanager
     def caching(self, prefix: PrefixCache) -> Iterator[None]:

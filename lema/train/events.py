@@ -42,7 +42,7 @@ from lema.train.metrics import (
     plot_loss,
     since,
 )
-from lema.train.steps import StepResult, Steps, added, means
+from lema.train.steps import StepResult, Steps, means
 
 __all__ = [
     "NotePlan",
@@ -325,12 +325,11 @@ class RunEvents:
     def fire(self, event: str, *details: object) -> None:
         """Call every callback."""
         assert self._handler is not None, "nothing was begun"
-        # between them, what is kept is when it was 0
         if event in (
             "on_pre_optimizer_step",
             "on_optimizer_step",
         ):
-            self._window.optimizer = time.perf_counter() - self._window.optimizer
+            self._window.time_optimizer()
         self.control = getattr(self._handler, event)(self._args, self.state, self.control, *details)
 
     def agree(self) -> None:
@@ -353,10 +352,7 @@ class RunEvents:
         """Count a step that was taken, at a learning rate, for the next line of metrics; tell at
         once if it looks as if nothing were learnt."""
         for window in (self._window, self._total):
-            window.loss += result.loss * result.trained_tokens
-            window.trained_tokens += result.trained_tokens
-            window.tokens += result.tokens
-            window.measured = added(window.measured, result.measured)
+            window.count(result)
         for sign in self.signs.observe(result, rate):
             self._report_sign(sign)
 

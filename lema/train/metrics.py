@@ -24,6 +24,7 @@ from lema.storage.atomic import replacing
 from lema.storage.diskspace import disk_errors, not_written
 from lema.storage.regular import open_appending, open_regular
 from lema.stream import StreamCounters
+from lema.train.steps import StepResult, added
 
 METRICS_NAME = "metrics.jsonl"
 PLAN_NAME = "plan.json"
@@ -264,6 +265,19 @@ class Window:
             self.tokens,
             time.perf_counter() - self.began,
         ]
+
+    def count(self, result: StepResult) -> None:
+        """Count a step that was taken."""
+        self.loss += result.loss * result.trained_tokens
+        self.trained_tokens += result.trained_tokens
+        self.tokens += result.tokens
+        self.measured = added(self.measured, result.measured)
+
+    def time_optimizer(self) -> None:
+        """Begin or end to count the seconds of the optimizer's step: between the two calls, what
+        is there is when it was 0.
+        """
+        self.optimizer = time.perf_counter() - self.optimizer
 
     def go_on(self, sums: Sequence[Any]) -> None:
         """Take up the `sums` of a window that ended early."""

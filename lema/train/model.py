@@ -239,8 +239,8 @@ class LemaModel:
             saved = adapter_config(model.skeleton, saved, path)
         model.attach_lora(saved)
         arguments = path, model.split.layers_name, model.backend.parallel
-        load_weights(adapters := model._require_adapter(), *arguments)
-        model.config, model.reference = reopened(model.config, adapters, *arguments)
+        load_weights(model._require_adapter(), *arguments)
+        model._reopen(path)
         return model
 
     def initialize_lora(self) -> None:
@@ -656,6 +656,24 @@ class LemaModel:
         that are not stored.
         """
         return self._stored.read(names)
+
+    def _reopen(self, directory: Path) -> None:
+        """Take what the settings and the reference are of the adapter in a directory."""
+        self.config, self.reference = reopened(
+            self.config,
+            self._require_adapter(),
+            directory,
+            self.split.layers_name,
+            self.backend.parallel,
+        )
+
+    def choose_settings(self, chosen: Mapping[str, Any]) -> None:
+        """Take the values that a plan has chosen for settings that leave it to the plan."""
+        self.config = self.config.model_copy(update=chosen)
+
+    def spend(self, allocation: Allocation) -> None:
+        """Use memory as an allocation says, which is made for what is in it already."""
+        self.allocation = allocation
 
     def _require_adapter(self) -> PeftModel:
         if self.lora_manager is None:

@@ -170,7 +170,8 @@ def may_drop(error: NonFiniteError, skipped: int, limit: int) -> bool:
     if skipped < limit:
         return True
     if limit:
-        error.how = f"{limit} steps were dropped before this one (max_skipped_steps); {error.how}"
+        dropped = f"{limit} steps were dropped before this one (max_skipped_steps)"
+        error.explain(f"{dropped}; {error.how}")
     return False
 
 
@@ -236,6 +237,11 @@ class Update:
         next loss."""
         half = main_dtype(model.split.model) == torch.float16
         self.scaler = torch.amp.GradScaler(self._backend.device.type, enabled=half)
+
+    def forget(self) -> None:
+        """Drop the step under way, and what is known of the parameters that the last one left."""
+        self.drop()
+        self.size = None
 
     def accumulate(
         self,

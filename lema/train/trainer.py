@@ -590,6 +590,10 @@ class LemaTrainer:
             self.optimizer = optimizer
         return self.optimizer
 
+    def drop_optimizer(self) -> None:
+        """Have the next step make another optimizer, whose moments begin empty."""
+        self.optimizer = None
+
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._adapters().parameters() if parameter.requires_grad]
 
@@ -616,8 +620,7 @@ class LemaTrainer:
 
     def _forget(self) -> None:
         self._reset_accumulation()
-        self.update.drop()
-        self.update.size = None
+        self.update.forget()
         self.memory.cancel()
         self._drop_gradients()
 

@@ -315,13 +315,13 @@ def test_the_consoles_keys_are_the_parents_too(
     program = tmp_path / "renderer.py"
     program.write_text(process.PROGRAM.read_text().replace("SIGBREAK", "SIGUSR2"))
     monkeypatch.setattr(process, "PROGRAM", program)
-    process._end_own()
+    process._end_renderer()
     assert prepared()
     started = current().pid
     os.kill(started, signal.SIGUSR2)
     assert prepared()
     assert current().pid == started
-    process._end_own()
+    process._end_renderer()
 
 
 ANSWERS = {

@@ -104,10 +104,8 @@ def rendered(requests: Sequence[Request], limits: Limits) -> list[Rendition | Re
     last of what is returned, so that there may be fewer than were asked for."""
     renderer = _renderer()
     with renderer.lock:
-        if renderer.process is None:
-            renderer.process = _Process()
         try:
-            outcomes = renderer.process.exchange(requests, limits)
+            outcomes = renderer.begun().exchange(requests, limits)
         except BaseException:
             renderer.end()  # because answers to this batch would be taken for those to the next
             raise
@@ -124,6 +122,12 @@ class _Renderer:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     process: _Process | None = None
+
+    def begun(self) -> _Process:
+        """Return the process, which is started if there is none."""
+        if self.process is None:
+            self.process = _Process()
+        return self.process
 
     def end(self) -> None:
         if self.process is not None:

@@ -41,6 +41,11 @@ class Clock(datetime.datetime):
     shown: "Clock"
 
     @classmethod
+    def show(cls, shown: "Clock") -> None:
+        """Show this time from now on."""
+        cls.shown = shown
+
+    @classmethod
     def now(cls, tz: datetime.tzinfo | None = None) -> "Clock":
         """Return the time that is shown."""
         return cls.shown.replace(tzinfo=tz)
@@ -133,6 +138,14 @@ class Deadline:
     def __init__(self) -> None:
         self.at = float("inf")
 
+    def set_in(self, seconds: float) -> None:
+        """Let it be so many seconds of the processor from now."""
+        self.at = time.process_time() + seconds
+
+    def put_off(self) -> None:
+        """Let there be none."""
+        self.at = float("inf")
+
     def watch(self) -> None:
         """End the process when the time has come."""
         while time.process_time() < self.at:
@@ -161,16 +174,16 @@ def main() -> None:
         seconds, nbytes, templates, rows = batch
         bound_memory(nbytes)
         for number, shown, packed in rows:
-            deadline.at = time.process_time() + seconds + GRACE
+            deadline.set_in(seconds + GRACE)
             if timed:
                 signal.setitimer(signal.ITIMER_PROF, seconds)
-            Clock.shown = Clock(*shown)
+            Clock.show(Clock(*shown))
             answer, last = answered(
                 lambda: render(compiled(templates[number]), **marshal.loads(packed))  # noqa: B023 - called at once
             )
             if timed:
                 signal.setitimer(signal.ITIMER_PROF, 0)
-            deadline.at = float("inf")
+            deadline.put_off()
             view = memoryview(answer)
             while view:
                 view = view[os.write(out, view) :]

@@ -329,7 +329,7 @@ class FullTraining:
         fault, name = self._fault
         if name is not None:
             began = where_began(self.model.split, name, self._hidden.highest())
-            fault.where += f"; first non-finite gradient: {began}"
+            fault.locate(f"{fault.where}; first non-finite gradient: {began}")
         limit = self.config.max_skipped_steps
         if self._stepped or not may_drop(fault, self.skipped_steps, limit):
             return False

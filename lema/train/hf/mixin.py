@@ -200,6 +200,29 @@ class _Batch:
     call: StackCall | None = None  # the call for which it waits; None: there is none
     loss: Tensor | None = None  # what its training step has returned; None: it has not ended
 
+    def begin(self) -> None:
+        """Take its training step from its beginning."""
+        self.at = 0
+        self.call = None
+
+    def wait_for(self, call: StackCall) -> None:
+        """Let it wait for what the layers return from a call."""
+        self.call = call
+
+    def take(self, state: Tensor) -> None:
+        """Have what the layers return from the call that it waits for."""
+        self.states.append(state)
+        self.call = None
+
+    def next_state(self) -> Tensor:
+        """Return what its next call of the layers returns, which is there."""
+        self.at += 1
+        return self.states[self.at - 1]
+
+    def end(self, loss: Tensor) -> None:
+        """Have the loss of its training step."""
+        self.loss = loss
+
 
 class _JointStep:
     """The training steps of all batches of an optimizer step through the layers; `step` takes
@@ -249,9 +272,7 @@ class _JointStep:
         """
         stack = self._stack
         inputs = batch.inputs
-        before = stack.supply
-        batch.at = 0
-        batch.call = None
+        batch.begin()
         waiting = leads
 
         def supply(call: StackCall) -> Tensor:
@@ -267,26 +288,24 @@ class _JointStep:
                     how=how,
                 )
             if batch.at == len(batch.states):
-                batch.call = call
+                batch.wait_for(call)
                 if not waiting:
                     raise _Reached
                 # Here and not after the step, because the adapters of the call are the active ones
                 # only within it.
                 waiting = False
                 self._run(call)
-            batch.at += 1
-            return batch.states[batch.at - 1]
+            return batch.next_state()
 
-        stack.supply = supply
         self.stepping = True
         try:
-            # Given a copy, because a trainer may write into its batch, and this may not be the last
-            # time.
-            batch.loss = self._step(dict(inputs) if type(inputs) is dict else inputs)
+            with stack.supplied_by(supply):
+                # Given a copy, because a trainer may write into its batch, and this may not be the
+                # last time.
+                batch.end(self._step(dict(inputs) if type(inputs) is dict else inputs))
         except _Reached:
             pass
         finally:
-            stack.supply = before
             self.stepping = False
 
     def _run(self, like: StackCall) -> None:
@@ -302,7 +321,6 @@ class _JointStep:
             waiting, self._stack.run([call for _, call in waiting]), strict=True
         ):
             leaf = output.detach().requires_grad_(output.requires_grad)
-            batch.states.append(leaf)
-            batch.call = None
+            batch.take(leaf)
             if output.requires_grad:
                 self._layer_outputs.append((output, leaf))

@@ -207,10 +207,8 @@ class StreamedPeftModel(PeftModel):
         )
         skeleton = opened.skeleton
         settings = opened.config
-        model.opened = opened
-        model.stack = LayerStack(opened.adapter, settings.micro_batch_size, _free_bytes_of(opened))
+        model._stream(opened)
         lora_config = model.peft_config["default"]
-        model.base_files = BaseFiles(opened.gbi, opened.adapter.stream.unchanged)
         base = base_of(settings, opened.gbi, model.base_files)
         lora_config.base_model_name_or_path = base.name
         lora_config.revision = base.revision
@@ -238,6 +236,13 @@ class StreamedPeftModel(PeftModel):
         model.eval()  # as `from_pretrained` leaves a model
         streamed_model: Self = model
         return streamed_model
+
+    def _stream(self, opened: LemaModel) -> None:
+        """Have the layers of the opened model run in the place of the modules that are here."""
+        rows = opened.config.micro_batch_size
+        self.opened = opened
+        self.stack = LayerStack(opened.adapter, rows, _free_bytes_of(opened))
+        self.base_files = BaseFiles(opened.gbi, opened.adapter.stream.unchanged)
 
     def close(self) -> None:
         """Stop reading and free the memory. The model cannot be called after that."""

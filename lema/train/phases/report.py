@@ -176,7 +176,7 @@ def _needs(
                 trust_remote_code=trusted,
             ).needs()
         except MemoryLimitError as error:
-            error.where = f"phase {phase.name}: {error.where}"
+            error.locate(f"phase {phase.name}: {error.where}")
             raise
     return [needs_by_kind[kind] for kind in kinds]
 

@@ -319,7 +319,7 @@ class Phases:
         elif index and not paths.has_own_base(index):
             trainer.restore(paths.end_of(index - 1))
             if isinstance(trainer, LemaTrainer) and self.plan.phases[index].optimizer == "reset":
-                trainer.optimizer = None
+                trainer.drop_optimizer()
 
     @cached_property
     def _rows(self) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def trainer_of(
     planner = fitted_planner(
         replace(opened, blueprint=blueprint, device_memory=device_memory), trains=True
     )
-    model.config = model.config.model_copy(update=planner.chosen)
+    model.choose_settings(planner.chosen)
     adapter = model.adapter  # which settles what settings leave open
     adapter.add_router_loss(model.config, model.directory, "weights that train themselves")
     return FullTraining(model.adapter, model.config, chosen, model.gbi)
