@@ -671,10 +671,6 @@ class LemaModel:
         """Take the values that a plan has chosen for settings that leave it to the plan."""
         self.config = self.config.model_copy(update=chosen)
 
-    def spend(self, allocation: Allocation) -> None:
-        """Use memory as an allocation says, which is made for what is in it already."""
-        self.allocation = allocation
-
     def _require_adapter(self) -> PeftModel:
         if self.lora_manager is None:
             raise ConfigError("the model has no adapter yet", how="call initialize_lora() first")
