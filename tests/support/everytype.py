@@ -147,9 +147,8 @@ def write_model(
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
         for module in model.modules():
             if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
-                module.weight[module.padding_idx] = (
-                    0.0  # some types' from_pretrained zeroes it, whatever is stored
-                )
+                # some types' from_pretrained zeroes it, whatever is stored
+                module.weight[module.padding_idx] = 0.0
     model.save_pretrained(directory)
     # some types save only the part they were built from, which no auto class knows
     config.save_pretrained(directory)

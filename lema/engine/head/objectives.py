@@ -109,9 +109,8 @@ def objective_of(config: LemaConfig) -> Objective | None:
 class LossSettings:
     """What a step is trained by."""
 
-    objective: Objective | None = (
-        None  # what the loss of rows is; None: the cross-entropy of tokens
-    )
+    # what the loss of rows is; None: the cross-entropy of tokens
+    objective: Objective | None = None
     dft: bool = False  # weigh the cross-entropy of each token with its probability
     smoothing: float = 0.0  # of labels; see `LossChunks`
 
