@@ -11,8 +11,9 @@ from typing import Any, TypeAlias, TypeVar
 
 from lema.config import LemaConfig
 from lema.config.units import human_bytes, human_count
-from lema.data import Batches, PreferenceDataset, TokenDataset
+from lema.data import Batches, TokenDataset
 from lema.data.forms import num_positions
+from lema.data.preference import PreferenceDataset
 from lema.engine.head.loss import CHUNK_TOKENS
 from lema.engine.packing import Packs
 from lema.errors import ConfigError

@@ -1,12 +1,10 @@
-"""Counts how the code reads: names, writes from outside, large classes, circles of imports, wide
-lines.
+"""Counts how the code reads: names, writes from outside, large classes, circles of imports, wide lines.
 
     python tests/support/housecounts.py [ROOT]
 
-prints the table for the folder `lema` below ROOT, this repository if none is named. The words are
-those of the glossary's other side: what a name of the grammar list says is the role of a word in a
-sentence, and a word of the second list had several meanings here or is not the field's.
-`tests/house/test_counts.py` holds the counts below their ceilings.
+prints the table for the folder `lema` below ROOT, this repository if none is named. The words are those of the glossary's
+other side: what a name of the grammar list says is the role of a word in a sentence, and a word of the second list had
+several meanings here or is not the field's. `tests/house/test_counts.py` holds the counts below their ceilings.
 """
 
 import ast
@@ -159,9 +157,7 @@ def grammar_names(modules: list[Module]) -> Counter[str]:
 
 
 def grammar_parameters(modules: list[Module]) -> list[str]:
-    """Return such names among the parameters of functions whose names are public, as
-    `function(parameter)`.
-    """
+    """Return such names among the parameters of functions whose names are public, as `function(parameter)`."""
     public = [
         function
         for module in modules
@@ -199,9 +195,7 @@ def own_attributes(modules: list[Module]) -> set[str]:
 
 
 def writes_from_outside(modules: list[Module]) -> list[str]:
-    """Return the assignments to attributes of our classes on objects other than `self`, as
-    `module:line`.
-    """
+    """Return the assignments to attributes of our classes on objects other than `self`, as `module:line`."""
     own = own_attributes(modules)
     return [
         f"{module.name}:{node.lineno} {ast.unparse(node)}"
@@ -213,9 +207,7 @@ def writes_from_outside(modules: list[Module]) -> list[str]:
 
 
 def large_classes(modules: list[Module]) -> dict[str, int]:
-    """Return the classes that set more than twelve attributes on themselves, and how many;
-    records only declare them.
-    """
+    """Return the classes that set more than twelve attributes on themselves, and how many; records only declare them."""
     sizes = {}
     for module in modules:
         for node in module.nodes:
@@ -235,8 +227,7 @@ def _is_self(node: ast.expr) -> bool:
 
 
 def import_cycles(modules: list[Module]) -> list[list[str]]:
-    """Return the groups of modules that import each other in a circle, imports for the type checker
-    among them.
+    """Return the groups of modules that import each other in a circle, imports for the type checker among them.
 
     An import within a function is none: it is there because the two meet only when it runs.
     """
@@ -257,17 +248,14 @@ def _imported(module: Module, names: set[str]) -> set[str]:
         elif isinstance(node, ast.If | ast.Try):
             todo += node.body
     packages = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
-    # `from lema.engine import visit` needs the module; what a package exports lazily needs no
-    # circle.
+    # `from lema.engine import visit` needs the module; what a package exports lazily needs no circle.
     return {
         name for name in imports if name in names and name not in packages and name != module.name
     }
 
 
 def _circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Return the strongly connected parts of a graph (Tarjan 1972, without recursion in Python's
-    stack).
-    """
+    """Return the strongly connected parts of a graph (Tarjan 1972, without recursion in Python's stack)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -307,9 +295,7 @@ def wide_lines(modules: list[Module]) -> tuple[int, int]:
 
 
 def paired_attributes(modules: list[Module]) -> list[str]:
-    """Return the assignments of several attributes at once, each with a value of its own, as
-    `module:line`.
-    """
+    """Return the assignments of several attributes at once, each with a value of its own, as `module:line`."""
     return [
         f"{module.name}:{node.lineno}"
         for module in modules

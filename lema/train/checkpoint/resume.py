@@ -36,17 +36,20 @@ from lema.storage.regular import read_regular
 from lema.train.checkpoint.format import OPTIMIZER, PREFIX, STATE, checkpoints, read_state
 
 __all__ = [
-    *(
-        "SCHEDULE",
-        "UPDATE",
-        "Changed",
-        "Generators",
-        "Say",
-        "check_same_run",
-        "check_sound",
-        "newest_sound",
-    ),
-    *("past_log", "restore_own", "say_changed", "say_regrouped", "states_of_all", "tell_warning"),
+    "SCHEDULE",
+    "UPDATE",
+    "Changed",
+    "Generators",
+    "Reporter",
+    "check_same_run",
+    "check_sound",
+    "newest_sound",
+    "past_log",
+    "report_changes",
+    "report_regrouped",
+    "report_warning",
+    "restore_own",
+    "states_of_all",
 ]
 
 Reporter = Callable[[str], None]
