@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lema.activations.diskstore import DiskStore, Store
@@ -279,7 +279,7 @@ def _device_types(model: nn.Module | None) -> frozenset[str]:
 
 def _store(
     mode: Mode,
-    allocate: Any,
+    allocate: Callable[[int], Tensor],
     offload_dir: str | Path | None,
     host_memory: int | None,
     disk_space: int | None,

@@ -7,10 +7,10 @@ input that comes by keyword is handed to it by position.
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -155,18 +155,18 @@ class _Checkpoints:
                 if left > 0:
                     _wrapped[module] = left
                     continue
-                checkpoint: Any = vars(module).get(name)
+                checkpoint: object = vars(module).get(name)
                 if _is_marking(checkpoint):  # it may have been replaced meanwhile
                     setattr(module, name, checkpoint.args[0])
 
 
-def _is_marking(checkpoint: Any) -> bool:
+def _is_marking(checkpoint: object) -> TypeGuard[partial[Any]]:
     return isinstance(checkpoint, partial) and checkpoint.func is _marking
 
 
 def _marking(
-    checkpoint: Callable[..., Any], run: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+    checkpoint: Callable[..., Any], run: Callable[..., Any], *args: object, **kwargs: object
+) -> object:
     """Call `checkpoint(run, *args, **kwargs)`, the layer's input among `args` and marked."""
     if torch.compiler.is_compiling():
         return checkpoint(run, *args, **kwargs)
@@ -188,11 +188,11 @@ def _marking(
         scope.unmark(state)
 
 
-def _with_input(run: Callable[..., Any], state: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _with_input(run: Callable[..., Any], state: Tensor, *args: object, **kwargs: object) -> object:
     return run(*args, **{INPUT: state}, **kwargs)
 
 
-def _input_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _input_of(args: Sequence[object], kwargs: Mapping[str, object]) -> object:
     """Return a layer's input among its arguments; None: there is none."""
     return next((value for value in args if isinstance(value, Tensor)), kwargs.get(INPUT))
 
@@ -206,7 +206,7 @@ def _leave_layer(
     module: nn.Module,  # noqa: ARG001
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    out: Any,  # noqa: ARG001 - a hook
+    out: object,  # noqa: ARG001 - a hook
 ) -> None:
     if (scope := in_forward()) is not None:
         scope.unmark(_input_of(args, kwargs))

@@ -8,11 +8,11 @@ device; here they are moved.
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -139,7 +139,7 @@ class _Keeping(TorchDispatchMode):
             finally:
                 scope.unmark(tensor)
 
-    def _refuse_write(self, func: Any, tensor: Tensor) -> None:
+    def _refuse_write(self, func: OpOverload, tensor: Tensor) -> None:
         for key in storages_of(tensor):
             if key in self._outputs:
                 op = self._outputs[key][1]
@@ -159,9 +159,10 @@ class _BringingBack(TorchDispatchMode):
         self._calls = calls
         self._next = 0
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         self._next = 0
-        return super().__enter__()  # type: ignore[no-untyped-call] # torch's is
+        super().__enter__()  # type: ignore[no-untyped-call] # torch's is
+        return self
 
     def __torch_dispatch__(
         self,
@@ -205,11 +206,11 @@ def _set_random_state(device: torch.device, state: Tensor) -> None:
         torch.get_device_module(device).set_rng_state(state, device)
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def _tensors(values: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """Yield the tensors that a call of `func` writes into."""
     schema = getattr(func, "_schema", None)  # higher-order operators have none
     if schema is None or not schema.is_mutable:
@@ -221,25 +222,27 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
             )
 
 
-def _overloads(op: Any, *, needed: bool) -> Iterator[Any]:
+def _overloads(op: str | OpOverloadPacket | OpOverload, *, needed: bool) -> Iterator[OpOverload]:
     """Yield an operator's overloads that can be kept; if not `needed`, there may be no such
     operator.
     """
+    operator: Any = op
     if isinstance(op, str):
         space, _, name = op.partition("::")
-        packet = getattr(getattr(torch.ops, space), name, None) if name else None
-        if packet is None and needed:
+        operator = getattr(getattr(torch.ops, space), name, None) if name else None
+        if operator is None and needed:
             raise ConfigError(
                 f"there is no operator {op!r}",
                 where="offloaded_ops",
                 how='name it as in "aten::mm"',
             )
-        if packet is None:
+        if operator is None:
             return
-        op = packet
     # Every overload, because which of them runs depends on how a model calls the operator.
-    all_overloads = (
-        [getattr(op, name) for name in op.overloads()] if hasattr(op, "overloads") else [op]
+    all_overloads: list[OpOverload] = (
+        [getattr(operator, name) for name in operator.overloads()]
+        if hasattr(operator, "overloads")
+        else [operator]
     )
     refused = [
         (overload, why) for overload in all_overloads if (why := _why_refused(overload)) is not None
@@ -251,7 +254,7 @@ def _overloads(op: Any, *, needed: bool) -> Iterator[Any]:
     yield from set(all_overloads) - {overload for overload, _ in refused}
 
 
-def _why_refused(overload: Any) -> str | None:
+def _why_refused(overload: OpOverload) -> str | None:
     schema = getattr(overload, "_schema", None)
     if schema is None:
         return None

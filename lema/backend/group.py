@@ -41,13 +41,13 @@ class Alone:
     def wait(self) -> None:
         """The copy is queued."""
 
-    def exchange(self, value: Any) -> list[Any]:
+    def exchange(self, value: object) -> list[Any]:
         return [value]
 
-    def everyone(self, value: Any) -> list[Any]:
+    def everyone(self, value: object) -> list[Any]:
         return self.exchange(value)
 
-    def of_copy(self, value: Any) -> list[Any]:
+    def of_copy(self, value: object) -> list[Any]:
         return [value]
 
     def shared_memory(self, nbytes: int) -> Tensor:

@@ -71,17 +71,17 @@ class Replicas(Protocol):
         `target`. `target`, uint8 `[size * part]` on the device, is overwritten only after the
         compute queued so far; the part is released once it has been sent."""
 
-    def exchange(self, value: Any) -> list[Any]:
+    def exchange(self, value: object) -> list[Any]:
         """Return every process's value, in rank order: plain data, through the hosts; no device
         is waited for.
         """
 
-    def everyone(self, value: Any) -> list[Any]:
+    def everyone(self, value: object) -> list[Any]:
         """Exchange a value with all processes, also those that hold other parts of a copy; the
         first one's is first.
         """
 
-    def of_copy(self, value: Any) -> list[Any]:
+    def of_copy(self, value: object) -> list[Any]:
         """Exchange a value with the processes that hold one copy together with this one."""
 
     def shared_memory(self, nbytes: int) -> Tensor:

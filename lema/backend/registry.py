@@ -203,10 +203,11 @@ def _point(device: str) -> EntryPoint:
     return points[name]
 
 
-def _factory(point: EntryPoint) -> Any:
+def _factory(point: EntryPoint) -> Callable[..., Any]:
     """Import the class or function that opens a backend."""
     try:
-        return point.load()
+        factory: Callable[..., Any] = point.load()
+        return factory
     except (
         ImportError,
         AttributeError,

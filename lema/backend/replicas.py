@@ -77,15 +77,15 @@ class QueuedReplicas:
             ).wait()  # waits in that queue, and releases the part there
         return _Gathering(self._queues, gathers.record(), compute, target)
 
-    def exchange(self, value: Any) -> list[Any]:
+    def exchange(self, value: object) -> list[Any]:
         """Return every process's value, in rank order."""
         return self._replicas.exchange(value)
 
-    def everyone(self, value: Any) -> list[Any]:
+    def everyone(self, value: object) -> list[Any]:
         """Return the values of all processes, those of other copies too."""
         return self._replicas.everyone(value)
 
-    def of_copy(self, value: Any) -> list[Any]:
+    def of_copy(self, value: object) -> list[Any]:
         """Return the values of the processes that hold one copy together."""
         return self._replicas.of_copy(value)
 

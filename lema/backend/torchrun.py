@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ __all__ = [
 ]
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # that `torchrun` sets
+# a group of torch's own; there are none where torch is built without them
+Group: TypeAlias = "torch.distributed.ProcessGroup"
 PATIENCE = timedelta(minutes=30)  # one process may be reading weights while the others wait
 
 
@@ -189,11 +191,11 @@ class ProcessGroup:
         size: int,
         local_rank: int,
         local_size: int,
-        hosts: Any,
+        hosts: Group | None,
         *,
-        device_group: Any = None,
-        all_hosts: Any = None,
-        copy_hosts: Any = None,
+        device_group: Group | None = None,
+        all_hosts: Group | None = None,
+        copy_hosts: Group | None = None,
         first: bool | None = None,
     ) -> None:
         self.rank = rank
@@ -218,13 +220,13 @@ class ProcessGroup:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return _Work(gather(target, upload.wait(), group=self._devices, async_op=True), upload)
 
-    def exchange(self, value: Any) -> list[Any]:
+    def exchange(self, value: object) -> list[Any]:
         return gather_objects(value, self.size, self._hosts)
 
-    def everyone(self, value: Any) -> list[Any]:
+    def everyone(self, value: object) -> list[Any]:
         return gather_objects(value, self.num_processes, self._all_hosts)
 
-    def of_copy(self, value: Any) -> list[Any]:
+    def of_copy(self, value: object) -> list[Any]:
         if self._copy_hosts is None:
             return [value]
         return gather_objects(
@@ -265,7 +267,7 @@ def _shared_file(nbytes: int) -> tuple[int, str]:
     return descriptor, name
 
 
-def gather_objects(value: Any, size: int, hosts: Any) -> list[Any]:
+def gather_objects(value: object, size: int, hosts: Group | None) -> list[Any]:
     """Return the value of each of `size` processes of a group, in rank order: plain data, from
     host to host.
     """
@@ -297,7 +299,7 @@ def others_there() -> Iterator[None]:
 
 
 class _Work:
-    def __init__(self, work: Any, upload: Upload) -> None:
+    def __init__(self, work: torch.distributed.Work, upload: Upload) -> None:
         self._work = work
         self._upload = upload
 

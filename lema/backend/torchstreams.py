@@ -222,7 +222,7 @@ class _Queues:
         return _Queue(self._current_stream(self._index), self._new_event)
 
 
-def _lets_sleep(kind: Any) -> bool:
+def _lets_sleep(kind: object) -> bool:
     """Return whether a device has events of its own kind for which a thread can sleep."""
     try:
         return (

@@ -28,7 +28,7 @@ class NoTrace:
 
     _NOTHING: AbstractContextManager[None] = nullcontext()
 
-    def span(self, track: str, name: str, **details: Any) -> AbstractContextManager[None]:  # noqa: ARG002 - as in Trace
+    def span(self, track: str, name: str, **details: object) -> AbstractContextManager[None]:  # noqa: ARG002 - as in Trace
         """Do nothing for the length of a `with` block."""
         return self._NOTHING
 
@@ -87,7 +87,7 @@ class Trace(NoTrace):
         return chrome_events
 
     @contextmanager
-    def span(self, track: str, name: str, **details: Any) -> Iterator[None]:
+    def span(self, track: str, name: str, **details: object) -> Iterator[None]:
         """Record how long a `with` block took, also if it raises; spans of one track in several
         threads get rows each. The name is written on the span, and `details`, of JSON types, are
         shown when it is selected."""

@@ -151,7 +151,7 @@ def configured_lora(model: PreTrainedModel, config: LemaConfig, parts: int = 1) 
     return peft_config
 
 
-def _as_integer(alpha: float) -> Any:
+def _as_integer(alpha: float) -> float:
     """Return a whole number as one; PEFT asks for that, and scales by a float as well."""
     return int(alpha) if float(alpha).is_integer() else alpha
 

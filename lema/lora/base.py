@@ -139,7 +139,9 @@ def check_base(directory: Path, index: GlobalBinaryIndex, *, exact: bool = False
     return True
 
 
-def _check_config(directory: Path, index: GlobalBinaryIndex, before: Any, same_files: bool) -> None:
+def _check_config(
+    directory: Path, index: GlobalBinaryIndex, before: object, same_files: bool
+) -> None:
     """Make sure that the model's config still says what was recorded `before`; None: nothing was.
     Of a model that was prepared from the other, what says how weights are stored is not compared.
     """

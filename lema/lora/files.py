@@ -17,6 +17,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict
 from peft.utils import set_peft_model_state_dict
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.nn.modules.module import _IncompatibleKeys
 from transformers import PreTrainedModel
 
 from lema.backend import Parallel
@@ -156,7 +157,7 @@ def _facts(config: LoraConfig) -> dict[str, Any]:
     }
 
 
-def _plain(option: str, value: Any) -> Any:
+def _plain(option: str, value: Any) -> object:
     """Return the value of an option of PEFT's as the setting that says the same has it."""
     if option in PATTERNS:
         return dict(value or {})
@@ -165,7 +166,7 @@ def _plain(option: str, value: Any) -> Any:
     return None if value in ([], (), {}, "") and option != "target_modules" else value
 
 
-def _same(setting: str, left: Any, right: Any) -> bool:
+def _same(setting: str, left: object, right: object) -> bool:
     """Whether two values of a setting mean the same; names and numbers of layers have no order,
     rows have one.
     """
@@ -404,7 +405,9 @@ def load_weights(
         )
 
 
-def fill_adapter(model: PeftModel, tensors: Mapping[str, Tensor], adapter: str = "default") -> Any:
+def fill_adapter(
+    model: PeftModel, tensors: Mapping[str, Tensor], adapter: str = "default"
+) -> _IncompatibleKeys | None:
     """Fill an adapter's parameters with tensors that have the names which PEFT writes for this
     model, and return which names were missing, and which unexpected; None: some have others, as
     those of earlier versions of `transformers`, and nothing was filled. PEFT's own reader takes
@@ -420,9 +423,10 @@ def fill_adapter(model: PeftModel, tensors: Mapping[str, Tensor], adapter: str =
     }
     if not tensors.keys() <= state_names.keys():
         return None
-    return model.load_state_dict(
+    outcome: _IncompatibleKeys = model.load_state_dict(
         {state_names[name]: tensor for name, tensor in tensors.items()}, strict=False
     )
+    return outcome
 
 
 def _begin_frozen(

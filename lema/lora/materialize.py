@@ -197,7 +197,7 @@ def _as_drawn(model: nn.Module) -> Iterator[LoraLayer]:
 
 
 def _make_matrices(
-    module: LoraLayer, init: Any, device: torch.device, adapter: str, *, draw: bool
+    module: LoraLayer, init: bool | str | None, device: torch.device, adapter: str, *, draw: bool
 ) -> None:
     """Give LoRA's matrices memory, and the values PEFT would draw, in PEFT's order: A, B, then
     both as `init` says.

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from peft import LoraConfig
@@ -302,5 +302,5 @@ def _renamed(name: str, rename: Rename) -> str:
     return PREFIX + rename(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else name
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     return sorted(value) if isinstance(value, set) else value

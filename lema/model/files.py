@@ -240,12 +240,14 @@ def _check_adapter(directory: Path) -> None:
         raise ModelError(what, where=str(file), how=how)
 
 
-def training_rows(config: LemaConfig, files: ModelFiles) -> tuple[Any, Any | None]:
+def training_rows(
+    config: LemaConfig, files: ModelFiles
+) -> tuple[TokenDataset | PreferenceDataset, TokenDataset | PreferenceDataset | None]:
     """Read `train_data`; return the rows that a run trains on, and those that `eval_split` holds
     back, if it does.
     """
     rows = read_data(config, files, config.train_data)
-    eval_rows = None
+    eval_rows: TokenDataset | PreferenceDataset | None = None
     if config.eval_split:
         rows, eval_rows = rows.split(config.eval_split, config.seed)
     return first_rows(mixed(config, rows), config.max_train_samples), eval_rows

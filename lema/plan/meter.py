@@ -178,7 +178,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _grouped(
-    first: Tensor, second: Tensor, offs: Tensor | None = None, *_: Any, **__: Any
+    first: Tensor, second: Tensor, offs: Tensor | None = None, *_: object, **__: object
 ) -> Tensor:
     """Return what `torch._grouped_mm` would; its own rule for shapes refuses dtypes that its
     kernel takes.
@@ -191,13 +191,13 @@ def _grouped(
     return first.new_empty(first.shape[0], first.shape[1], second.shape[2])
 
 
-def _grouped_flops(first: Tensor, second: Tensor, *_: Any, **__: Any) -> int:
+def _grouped_flops(first: Tensor, second: Tensor, *_: object, **__: object) -> int:
     if first.dim() == 2:
         return int(2 * first.numel() * second.shape[-1])
     return int(2 * first.shape[-2] * second.numel())
 
 
-def _attention(count: Callable[..., int], tensors: int, *args: Any, **_: Any) -> int:
+def _attention(count: Callable[..., int], tensors: int, *args: Tensor, **_: object) -> int:
     """Return the operations of attention, which depend on the shapes of its first `tensors`
     arguments.
     """

@@ -7,12 +7,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from lema.config import LemaConfig
 from lema.config.units import human_bytes, human_count
-from lema.data import Batches
+from lema.data import Batches, TokenDataset
 from lema.data.forms import num_positions
+from lema.data.preference import PreferenceDataset
 from lema.engine.head.loss import CHUNK_TOKENS
 from lema.engine.packing import Packs
 from lema.errors import ConfigError
@@ -30,6 +31,9 @@ from lema.storage.quantized.formats import LIBRARY
 from lema.stream.placement import LayerBytes
 
 __all__ = ["Plan", "brief", "hiding_tokens", "make_plan", "plan_with", "step_curve", "verdict_of"]
+
+Rows: TypeAlias = TokenDataset | PreferenceDataset  # that a run trains on
+Grown = TypeVar("Grown")
 
 
 GB = 10**9
@@ -242,7 +246,7 @@ def plan_with(
     *,
     price: float | None = None,
     trust_remote_code: bool = False,
-    data: Any = None,
+    data: Rows | None = None,
 ) -> Plan:
     """Plan a run with what is known of its model and machine, and the `data` if they are read;
     else as `make_plan`.
@@ -268,7 +272,7 @@ def plan_with(
     )
 
 
-def verdict_of(planner: Planner, data: Any) -> str:
+def verdict_of(planner: Planner, data: Rows) -> str:
     """Say in one sentence how a run goes that fits, of a model that is open, with the rows that
     it trains on.
     """
@@ -342,7 +346,7 @@ def _limited(by: str, hidden: float | None, tokens: float, gain: float | None) -
     )
 
 
-def _epoch(needs: StepNeeds, price: float | None, trusted: bool, data: Any) -> Epoch | None:
+def _epoch(needs: StepNeeds, price: float | None, trusted: bool, data: Rows | None) -> Epoch | None:
     """Read the training data as training would, and say how long an epoch takes; None: the
     settings name no data.
     """
@@ -387,7 +391,7 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool, data: Any) -> E
     return Epoch(rows, tokens, steps, hours, cost, config.max_steps or all_steps, packed)
 
 
-def _data(planner: Planner, trusted: bool) -> Any:
+def _data(planner: Planner, trusted: bool) -> Rows:
     """Read the training data as training would, and return the rows that train."""
     config = planner.config
     directory = planner.blueprint.directory
@@ -471,21 +475,27 @@ def _of_rows(one_row: Workload, two: Workload, rows: int, rows_at_once: int) -> 
     return replace(workload, head=chunk.head, pieces=pieces)
 
 
-def _grown(one_row: Any, two: Any, rows: int) -> Any:
+def _grown(one_row: Grown, two: Grown, rows: int) -> Grown:
     """Return every number of a description for a number of rows, from the descriptions for one
     and two rows.
     """
-    if isinstance(one_row, tuple):
-        return tuple(_grown(*pair, rows) for pair in zip(one_row, two, strict=True))
-    if is_dataclass(one_row):
-        kind: Any = type(one_row)
-        return kind(
+    first: Any = one_row
+    second: Any = two
+    grown: Any = first
+    if isinstance(first, tuple):
+        grown = tuple(_grown(*pair, rows) for pair in zip(first, second, strict=True))
+    elif is_dataclass(first):
+        kind: Any = type(first)
+        grown = kind(
             *(
-                _grown(getattr(one_row, part.name), getattr(two, part.name), rows)
-                for part in fields(one_row)
+                _grown(getattr(first, part.name), getattr(second, part.name), rows)
+                for part in fields(first)
             )
         )
-    return one_row + (rows - 1) * (two - one_row) if type(one_row) is int else one_row
+    elif type(first) is int:
+        grown = first + (rows - 1) * (second - first)
+    description: Grown = grown
+    return description
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
@@ -550,7 +560,7 @@ def _of_published_weights(layers: Sequence[LayerBytes]) -> Iterator[str]:
         )
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, dict):

@@ -465,7 +465,7 @@ class _Chunks:
         for rows, columns in blocks(*self.tokens, self.chunk_tokens):
             yield rows, columns, targets[rows, columns]
 
-    def store_logits(self, *_: Any) -> None: ...  # nobody asks for logits
+    def store_logits(self, *_: object) -> None: ...  # nobody asks for logits
 
 
 @dataclass(frozen=True)

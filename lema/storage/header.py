@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from io import BufferedReader
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from lema.errors import DataError, WeightsError, unreadable
 from lema.storage.regular import open_regular, read_at_most
@@ -106,7 +106,7 @@ def read_header(file: Path) -> tuple[dict[str, str], dict[str, TensorRecord]]:
     return metadata, {record.name: record for record in records}
 
 
-def _record(file: Path, name: str, entry: Any, data_start: int) -> TensorRecord:
+def _record(file: Path, name: str, entry: object, data_start: int) -> TensorRecord:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise damaged(file, f"the entry of tensor {name!r} is not dtype, shape and data_offsets")
     dtype = entry["dtype"]
@@ -133,7 +133,7 @@ def _record(file: Path, name: str, entry: Any, data_start: int) -> TensorRecord:
     return TensorRecord(name, file, data_start + offsets[0], nbytes, dtype, tuple(shape))
 
 
-def are_sizes(value: Any) -> bool:
+def are_sizes(value: object) -> TypeGuard[list[int]]:
     """Whether a value from a file is a list of sizes."""
     # type(), not isinstance(): JSON's true is an int to Python.
     return isinstance(value, list) and all(

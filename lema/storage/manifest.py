@@ -96,7 +96,7 @@ def _read(directory: Path) -> Mapping[str, Mapping[str, Any]]:
     return files
 
 
-def _text(written: Any) -> str:
+def _text(written: object) -> str:
     return json.dumps(written, indent=1) + "\n"
 
 

@@ -243,7 +243,7 @@ def read_config_file(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _absurd(value: Any, location: str, depth: int) -> Iterator[tuple[str, str]]:
+def _absurd(value: object, location: str, depth: int) -> Iterator[tuple[str, str]]:
     """Yield where a number is that no model has, or where a value is nested too deep, and what
     is wrong.
     """
@@ -268,7 +268,7 @@ LOADED = frozenset(
 )
 
 
-def _fetching(value: Any, location: str = "") -> Iterator[str]:
+def _fetching(value: dict[str, Any] | list[Any], location: str = "") -> Iterator[str]:
     """Yield where a config, or one inside it, has the classes of `transformers` load a part of the
     model from elsewhere as they make it: a pretrained backbone, or what timm is told of its model.
     """
@@ -365,7 +365,7 @@ def known_types() -> set[str]:
     }
 
 
-def _kernels(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def _kernels(value: object, key: str = "") -> Iterator[tuple[str, str]]:
     """What a config, or one inside it, would have computed by a repository `owner/name`; for a
     part of it, or all.
     """
@@ -453,7 +453,7 @@ def _check_references(source: Path) -> None:
         raise WeightsError(what, where=f"{source}: auto_map", how=how)
 
 
-def _used(auto_map: Any) -> Iterator[str]:
+def _used(auto_map: object) -> Iterator[str]:
     """The requested classes, as `module.Class`; a tokenizer may have two, or none, under one
     name.
     """

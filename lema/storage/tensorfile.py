@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from lema.errors import ReadError
 from lema.storage.atomic import partial_file
@@ -74,7 +73,11 @@ class TensorFile:
     """
 
     def __init__(
-        self, file: Path, specs: list[TensorSpec], metadata: Mapping[str, str], progress: Any
+        self,
+        file: Path,
+        specs: list[TensorSpec],
+        metadata: Mapping[str, str],
+        progress: Callable[[int, int], None] | None,
     ) -> None:
         self.file = file
         self._progress = progress

@@ -132,7 +132,7 @@ class _Runs:
     def of(self, index: int) -> Callable[..., Any]:
         """Return what stands for a layer's forward."""
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> object:
             cache_layers = layer_caches(index, args, kwargs)
             alike = (
                 self._kinds[index],

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -268,7 +269,7 @@ PIECE_ON_HOST = 1 << 20
 PIECE_ON_DEVICE = 1 << 24  # weights
 
 
-def quiet_import(module: str) -> Any:
+def quiet_import(module: str) -> ModuleType:
     """Import a module of one of the libraries; one that is not installed is a `ConfigError`."""
     try:
         with hushed():
