@@ -129,43 +129,8 @@ def make_real(
             if rows.tied_adapter is None and adapter in rows.token_indices:
                 rows.update_layer(adapter, token_indices=rows.token_indices[adapter])
                 rows.trainable_tokens_delta.float()
-        # Those that begin with a stored tensor, each with that tensor's name; None: it is in
-        # memory.
-        begun: dict[str, str | None] = {}
-        for name, _ in _unreal(model, config, adapter):
-            is_in_memory = (
-                MAGNITUDE in name and not _adapted_by(model, name).get_base_layer().weight.is_meta
-            )
-            begun[name] = None if is_in_memory else WRAPPER_PARTS.sub("", name)
-        for name, _ in model.named_buffers():
-            if f"{SAVED}{adapter}." in name and name.startswith(f"{layers_name}."):
-                begun[name] = WRAPPER_PARTS.sub("", name)
-
-        def layer(name: str) -> int:
-            inside = name.startswith(f"{layers_name}.")
-            return int(name.removeprefix(f"{layers_name}.").partition(".")[0]) if inside else -1
-
-        for _, group in groupby(
-            sorted(begun, key=layer), layer
-        ):  # modules outside the layers are one group
-            names = {name: begun[name] for name in group}
-            stored_names = {stored for stored in names.values() if stored is not None}
-            assert read is not None or not stored_names, (
-                f"{next(iter(names))} begins with a stored tensor: `read` is needed"
-            )
-            tensors = read(stored_names) if read is not None and stored_names else {}
-            for name, stored in names.items():
-                if MAGNITUDE in name:
-                    _measure(
-                        _adapted_by(model, name),
-                        config,
-                        None if stored is None else tensors[stored],
-                        adapter,
-                    )
-                elif (
-                    stored is not None and stored in tensors
-                ):  # a buffer that is not stored is as the module made it
-                    put(model, name, tensors[stored].clone())
+        stored_names = _stored_beginnings(model, config, layers_name, adapter)
+        _begin_with_stored(model, config, layers_name, stored_names, read, adapter)
     else:
         for name, parameter in _unreal(model, config, adapter):
             put(model, name, torch.empty_like(parameter, device=device))
@@ -176,6 +141,56 @@ def make_real(
             # outside the layers, all frozen tensors lie in one allocation
             parameter.data = parameter.data.clone()
     move_tensors(model, device)
+
+
+def _stored_beginnings(
+    model: PreTrainedModel, config: LoraConfig, layers_name: str, adapter: str
+) -> dict[str, str | None]:
+    """Return the parameters and buffers that begin with a stored tensor, each with that tensor's
+    name; None: it is in memory.
+    """
+    stored_names: dict[str, str | None] = {}
+    for name, _ in _unreal(model, config, adapter):
+        is_in_memory = (
+            MAGNITUDE in name and not _adapted_by(model, name).get_base_layer().weight.is_meta
+        )
+        stored_names[name] = None if is_in_memory else WRAPPER_PARTS.sub("", name)
+    for name, _ in model.named_buffers():
+        if f"{SAVED}{adapter}." in name and name.startswith(f"{layers_name}."):
+            stored_names[name] = WRAPPER_PARTS.sub("", name)
+    return stored_names
+
+
+def _begin_with_stored(
+    model: PreTrainedModel,
+    config: LoraConfig,
+    layers_name: str,
+    stored_names: Mapping[str, str | None],
+    read: Read | None,
+    adapter: str,
+) -> None:
+    """Let these parameters and buffers begin with the tensors of their stored names, which are read
+    once, by layer."""
+
+    def layer(name: str) -> int:
+        inside = name.startswith(f"{layers_name}.")
+        return int(name.removeprefix(f"{layers_name}.").partition(".")[0]) if inside else -1
+
+    # Modules outside the layers are one group.
+    for _, group in groupby(sorted(stored_names, key=layer), layer):
+        names = {name: stored_names[name] for name in group}
+        to_read = {stored for stored in names.values() if stored is not None}
+        assert read is not None or not to_read, (
+            f"{next(iter(names))} begins with a stored tensor: `read` is needed"
+        )
+        tensors = read(to_read) if read is not None and to_read else {}
+        for name, stored in names.items():
+            if MAGNITUDE in name:
+                weight = None if stored is None else tensors[stored]
+                _measure(_adapted_by(model, name), config, weight, adapter)
+            elif stored is not None and stored in tensors:
+                # a buffer that is not stored is as the module made it
+                put(model, name, tensors[stored].clone())
 
 
 def _as_drawn(model: nn.Module) -> Iterator[LoraLayer]:

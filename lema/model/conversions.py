@@ -254,7 +254,7 @@ class Conversion:
         }
         run = _Operations(self, first, model, single=bool(later_operations))
         padded = _padding(groups, first[0])
-        steps = []
+        steps: list[Step] = []
         trace = CopyTrace()
         lists = defaultdict[str, list[Tensor]](list)
         cast = not hasattr(first[0], "hf_quantizer")
@@ -264,12 +264,7 @@ class Conversion:
                 pattern: group[number : number + 1] if later_operations else group
                 for pattern, group in groups.items()
             }
-            shapes = {pattern: group for pattern, group in mine.items() if SHAPE.search(pattern)}
-            constants = {
-                pattern: constant_tensors
-                for pattern, group in shapes.items()
-                if (constant_tensors := _constants(group)) is not None
-            }
+            constants = _constants_by_pattern(mine)
             here = {
                 pattern: tuple(
                     names[pattern][number : number + 1] if later_operations else names[pattern]
@@ -281,10 +276,7 @@ class Conversion:
             outputs = Plan(run.tried, (), cast).make(steps[-1], inputs, dtype)
             keys = keys or list(outputs)
             for at, key in enumerate(keys):
-                if not outputs[key].is_floating_point() or outputs[key].itemsize == 1:
-                    raise Misfit(
-                        f"{(mine.get(key) or mine[next(iter(mine))])[0].name} has no scales"
-                    )
+                _require_scaled(outputs[key], mine.get(key) or mine[next(iter(mine))])
                 lists[key].append(trace.source(number * len(keys) + at, outputs[key].shape, dtype))
         with trace:
             results = (
@@ -300,14 +292,7 @@ class Conversion:
         }
         stored: dict[str, Stored] = {}
         for name, tensor in results.items():
-            moves = defaultdict[int, list[tuple[str, Move]]](list)
-            for source, move in trace.moves(tensor) or ():
-                moves[source // len(keys)].append((keys[source % len(keys)], move))
-            if not moves:
-                raise Misfit("a dequantised tensor is not only copied")
-            used = tuple(
-                replace(steps[number], moves=tuple(moves[number])) for number in sorted(moves)
-            )
+            used = _moved_steps(steps, keys, trace.moves(tensor) or ())
             used = used if cast else tuple(_divided(step, run, records, dtype) for step in used)
             needed = [part for step in used for group in step.parts.values() for part in group]
             parts = {part: records[part] for part in needed}
@@ -464,6 +449,35 @@ def _constants(group: Sequence[TensorRecord]) -> list[Tensor] | None:
         torch.frombuffer(there, dtype=DTYPES[record.dtype]).view(record.shape)
         for record, there in pairs
     ]
+
+
+def _constants_by_pattern(groups: Groups) -> dict[str, list[Tensor]]:
+    """Read the small whole numbers that say the shapes of others, by pattern."""
+    shapes = {pattern: group for pattern, group in groups.items() if SHAPE.search(pattern)}
+    return {
+        pattern: constant_tensors
+        for pattern, group in shapes.items()
+        if (constant_tensors := _constants(group)) is not None
+    }
+
+
+def _require_scaled(result: Tensor, sources: Sequence[TensorRecord]) -> None:
+    """Raise `Misfit` if a result is still quantised, because nothing has scaled it."""
+    if not result.is_floating_point() or result.itemsize == 1:
+        raise Misfit(f"{sources[0].name} has no scales")
+
+
+def _moved_steps(
+    steps: Sequence[Step], keys: Sequence[str], sources: Iterable[tuple[int, Move]]
+) -> tuple[Step, ...]:
+    """Return the steps whose results a tensor is copied from, each with what is copied. `Misfit`:
+    it is copied from none."""
+    moves = defaultdict[int, list[tuple[str, Move]]](list)
+    for source, move in sources:
+        moves[source // len(keys)].append((keys[source % len(keys)], move))
+    if not moves:
+        raise Misfit("a dequantised tensor is not only copied")
+    return tuple(replace(steps[number], moves=tuple(moves[number])) for number in sorted(moves))
 
 
 def _empty(record: TensorRecord) -> Tensor:

@@ -9,7 +9,7 @@ multiplications are counted. No byte of a weight is needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -358,33 +358,23 @@ def layer_work(
     states: Sequence[Tensor],
     trained: Collection[str],
 ) -> LayerWork:
+    """Run one micro-batch through a layer, forward and backward, without values; return what that
+    costs. `states` look like what the layer is given and like what it returns; `trained` are the
+    names of the layer's own weights that train."""
     layer = split.layers[index]
     weights = fake_weights(stored)
     layer_input = torch.empty_like(states[0]).requires_grad_()
     gradient = torch.empty_like(states[1])
     parameters = list(layer.parameters())
-    for parameter in parameters:
-        if parameter.requires_grad:
-            parameter.grad = torch.empty_like(parameter)  # counted with the adapters
-    for name in trained:
-        weights[name].requires_grad_().grad = torch.empty_like(
-            weights[name]
-        )  # counted with the layer's gradients
+    _allocate_gradients(parameters, weights, trained)
     saved = dict[int, int]()
     linears = AdaptedLinears(layer)
     products = linears.products(lambda output: output.to("meta"))  # which takes no memory
     with Tally(split.parallel) as tally:
-        tally.leave_out(
-            [
-                layer_input,
-                gradient,
-                *weights.values(),
-                *tensors_in(call.captured_values),
-                *parameters,
-                *layer.buffers(),
-            ]
-        )
-        tally.leave_out([tensor.grad for tensor in (*parameters, *weights.values())])
+        layer_tensors = [*parameters, *weights.values()]
+        tally.leave_out([layer_input, gradient, *layer_tensors, *layer.buffers()])
+        tally.leave_out(tensors_in(call.captured_values))
+        tally.leave_out([tensor.grad for tensor in layer_tensors])
 
         def pack(tensor: Tensor) -> Tensor:
             if tally.counts(tensor):
@@ -406,20 +396,32 @@ def layer_work(
     gradients = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     for parameter in parameters:
         parameter.grad = None
-    flops = forward, tally.flops_to_saved(), tally.flops - forward
-    product_cost = (
-        (products.nbytes, products.flops) if call.autocast in (None, split.dtype) else (0, 0)
-    )
+    keeps_products = call.autocast in (None, split.dtype)
     return LayerWork(
-        *flops,
-        sum(saved.values()),
-        tally.peak,
-        forward_bytes,
-        gradients,
-        exchanges,
-        reduced,
-        *product_cost,
+        forward=forward,
+        recompute=tally.flops_to_saved(),
+        backward=tally.flops - forward,
+        saved_bytes=sum(saved.values()),
+        working_bytes=tally.peak,
+        forward_bytes=forward_bytes,
+        gradient_bytes=gradients,
+        exchanges=exchanges,
+        reduced=reduced,
+        product_bytes=products.nbytes if keeps_products else 0,
+        product_flops=products.flops if keeps_products else 0,
     )
+
+
+def _allocate_gradients(
+    parameters: Iterable[Tensor], weights: Mapping[str, Tensor], trained: Collection[str]
+) -> None:
+    """Give what trains of a layer the gradients that are counted elsewhere: with the adapters, and
+    with those of the layer's own weights."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
+    for name in trained:
+        weights[name].requires_grad_().grad = torch.empty_like(weights[name])
 
 
 def _head_work(

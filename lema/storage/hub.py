@@ -100,48 +100,7 @@ def _download(name: str, revision: str | None, files: tuple[str, ...], online: b
             snapshot_download(name, revision=revision, local_files_only=not online, **patterns)
         )
     except (errors.HFValidationError, OSError) as error:
-        cause = error.__cause__
-        match error:
-            case errors.HFValidationError():
-                what = f"{name!r} is neither an existing directory nor a hub id"
-                how = "check the path, or give org/name"
-            case errors.GatedRepoError():
-                what = f"the hub gives {name} only to accounts that accepted its terms"
-                how = (
-                    f"accept them at https://huggingface.co/{name}, then `hf auth login` or "
-                    "set HF_TOKEN"
-                )
-            case errors.RepositoryNotFoundError():
-                what = (
-                    f"{name!r} is not a local directory, and the hub has no such model (or it "
-                    "is private)"
-                )
-                how = "check the spelling; for a private model set HF_TOKEN"
-            case errors.RevisionNotFoundError():
-                what = f"the hub has no such revision of {name}"
-                how = "check the revision"
-            case errors.LocalEntryNotFoundError() if not online:
-                what = f"{name!r} is neither a local directory nor in the hub cache"
-                how = f"check the path; or fetch it first: hf download {name}"
-            case errors.LocalEntryNotFoundError():
-                answered = isinstance(cause, errors.HfHubHTTPError)
-                why = f"the hub answered: {cause}" if answered else "the hub cannot be reached"
-                what = f"{name!r} is not a local directory, is not in the hub cache, and {why}"
-                how = (
-                    "check the path; or go online (HF_HUB_OFFLINE unset) and try again; or "
-                    "give a directory"
-                )
-            case errors.HfHubHTTPError():
-                what = f"the hub did not return the model: {error}"
-                how = "try again later"
-            case OSError() if is_full(error):
-                what = f"the disk is full: {name} could not be downloaded"
-                how = "free space, or set HF_HOME to a larger disk; what was downloaded is kept"
-                raise DiskError(what, where=str(error.filename or "hub cache"), how=how) from error
-            case _:
-                what = f"the hub cannot be reached: {error}"
-                how = "check the connection"
-        raise WeightsError(what, where=where, how=how) from error
+        raise _refusal(error, name, where, online=online) from error
     if not any(directory.glob("*.safetensors")):
         raise WeightsError(
             (
@@ -154,6 +113,55 @@ def _download(name: str, revision: str | None, files: tuple[str, ...], online: b
             "it: AutoModelForCausalLM.from_pretrained(ID).save_pretrained(OUT)",
         )
     return directory
+
+
+def _refusal(error: Exception, name: str, where: str, *, online: bool) -> WeightsError | DiskError:
+    """Return what a user is told of an error with which a model was not fetched."""
+    from huggingface_hub import errors
+
+    match error:
+        case errors.HFValidationError():
+            what = f"{name!r} is neither an existing directory nor a hub id"
+            how = "check the path, or give org/name"
+        case errors.GatedRepoError():
+            what = f"the hub gives {name} only to accounts that accepted its terms"
+            how = (
+                f"accept them at https://huggingface.co/{name}, then `hf auth login` or "
+                "set HF_TOKEN"
+            )
+        case errors.RepositoryNotFoundError():
+            what = (
+                f"{name!r} is not a local directory, and the hub has no such model (or it "
+                "is private)"
+            )
+            how = "check the spelling; for a private model set HF_TOKEN"
+        case errors.RevisionNotFoundError():
+            what = f"the hub has no such revision of {name}"
+            how = "check the revision"
+        case errors.LocalEntryNotFoundError() if not online:
+            what = f"{name!r} is neither a local directory nor in the hub cache"
+            how = f"check the path; or fetch it first: hf download {name}"
+        case errors.LocalEntryNotFoundError():
+            answered = isinstance(error.__cause__, errors.HfHubHTTPError)
+            why = (
+                f"the hub answered: {error.__cause__}" if answered else "the hub cannot be reached"
+            )
+            what = f"{name!r} is not a local directory, is not in the hub cache, and {why}"
+            how = (
+                "check the path; or go online (HF_HUB_OFFLINE unset) and try again; or "
+                "give a directory"
+            )
+        case errors.HfHubHTTPError():
+            what = f"the hub did not return the model: {error}"
+            how = "try again later"
+        case OSError() if is_full(error):
+            what = f"the disk is full: {name} could not be downloaded"
+            how = "free space, or set HF_HOME to a larger disk; what was downloaded is kept"
+            return DiskError(what, where=str(error.filename or "hub cache"), how=how)
+        case _:
+            what = f"the hub cannot be reached: {error}"
+            how = "check the connection"
+    return WeightsError(what, where=where, how=how)
 
 
 HUB = "hub:"

@@ -44,24 +44,10 @@ def fill(
     if not residents and not host_cached:
         return {}, {}
     replicas = backend.replicas
-    memory = None
     cached = sorted(host_cached)
     uploads = dict[int, Upload]()
     shared = shared and bool(cached) and replicas.local_size > 1
-    if shared:
-        nbytes = sum(layers[layer].nbytes for layer in cached)
-        memory = backend.host_buffer(nbytes, replicas.shared_memory(nbytes))
-    if memory is None:
-        host = {
-            layer: loaded_layers[layer]
-            if layer in loaded_layers
-            else backend.host_buffer(layers[layer].nbytes)
-            for layer in cached
-        }
-    else:  # each a part of it that begins at a page, as layers are pages
-        host = dict(
-            zip(cached, memory.split([layers[layer].nbytes for layer in cached]), strict=True)
-        )
+    memory, host = _host_memory(cached, layers, backend, loaded_layers, shared=shared)
     to_read = (
         cached[replicas.local_rank :: replicas.local_size]
         if shared
@@ -91,6 +77,29 @@ def fill(
     if memory is not None and backend.memory().shared:
         read_only(memory)
     return uploads, host
+
+
+def _host_memory(
+    cached: Sequence[int],
+    layers: Sequence[LayerBytes],
+    backend: Backend,
+    loaded_layers: Mapping[int, Tensor],
+    *,
+    shared: bool,
+) -> tuple[Tensor | None, dict[int, Tensor]]:
+    """Return the memory that the processes of this machine share, or None, and the host memory by
+    layer."""
+    if not shared:
+        return None, {
+            layer: loaded_layers[layer]
+            if layer in loaded_layers
+            else backend.host_buffer(layers[layer].nbytes)
+            for layer in cached
+        }
+    sizes = [layers[layer].nbytes for layer in cached]
+    memory = backend.host_buffer(sum(sizes), backend.replicas.shared_memory(sum(sizes)))
+    # each a part of it that begins at a page, as layers are pages
+    return memory, dict(zip(cached, memory.split(sizes), strict=True))
 
 
 def _read_layers(
