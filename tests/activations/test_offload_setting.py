@@ -13,7 +13,7 @@ from parity import streamed_step
 from smallrun import logged, opened, run_fit, settings, token_rows, write_model
 
 from lema import LemaConfig, LemaModel
-from lema.activations import kept as graphs
+from lema.activations import stepstore as graphs
 from lema.cli.tables import rows
 from lema.engine.oom import Shortage
 from lema.errors import MemoryLimitError
