@@ -360,9 +360,10 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool, data: Rows | No
         data = _data(planner, trusted)
     preferences = config.objective != "sft"
     counts = data.counts
+    batched_rows: Rows | Packs = data
     if config.packing:
-        data = Packs(data, length, config.seed, wrapped=config.packing == "wrapped")
-        counts = replace(counts, rows=len(data))
+        batched_rows = Packs(data, length, config.seed, wrapped=config.packing == "wrapped")
+        counts = replace(counts, rows=len(batched_rows))
     rows = counts.rows
     tokens = counts.tokens
     steps = math.ceil(rows / planner.shape.num_rows)
@@ -373,8 +374,9 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool, data: Rows | No
             "tokens": config.tokens_per_step,
             "per_step": config.group_by_length,
         }
+        multiple = config.pad_to_multiple_of or 1
         batches = Batches(
-            data, 1, config.seed, config.shuffle, multiple=config.pad_to_multiple_of or 1, **options
+            batched_rows, 1, config.seed, config.shuffle, multiple=multiple, **options
         )
         steps = batches.before(1)
         all_steps = batches.num_batches(config.num_train_epochs)
