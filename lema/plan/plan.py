@@ -360,9 +360,10 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool, data: Rows | No
         data = _data(planner, trusted)
     preferences = config.objective != "sft"
     counts = data.counts
+    packs: Packs | None = None
     if config.packing:
-        data = Packs(data, length, config.seed, wrapped=config.packing == "wrapped")
-        counts = replace(counts, rows=len(data))
+        packs = Packs(data, length, config.seed, wrapped=config.packing == "wrapped")
+        counts = replace(counts, rows=len(packs))
     rows = counts.rows
     tokens = counts.tokens
     steps = math.ceil(rows / planner.shape.num_rows)
@@ -374,7 +375,12 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool, data: Rows | No
             "per_step": config.group_by_length,
         }
         batches = Batches(
-            data, 1, config.seed, config.shuffle, multiple=config.pad_to_multiple_of or 1, **options
+            data if packs is None else packs,
+            1,
+            config.seed,
+            config.shuffle,
+            multiple=config.pad_to_multiple_of or 1,
+            **options,
         )
         steps = batches.before(1)
         all_steps = batches.num_batches(config.num_train_epochs)
