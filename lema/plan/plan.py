@@ -356,13 +356,13 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool, data: Rows | No
     length = needs.planner.shape.micro_batch.length
     if not config.train_data:
         return None
-    if data is None:
-        data = _data(planner, trusted)
+    # `Batches` takes the examples of preferences as well as rows.
+    dataset: Any = _data(planner, trusted) if data is None else data
     preferences = config.objective != "sft"
-    counts = data.counts
+    counts = dataset.counts
     if config.packing:
-        data = Packs(data, length, config.seed, wrapped=config.packing == "wrapped")
-        counts = replace(counts, rows=len(data))
+        dataset = Packs(dataset, length, config.seed, wrapped=config.packing == "wrapped")
+        counts = replace(counts, rows=len(dataset))
     rows = counts.rows
     tokens = counts.tokens
     steps = math.ceil(rows / planner.shape.num_rows)
@@ -374,7 +374,12 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool, data: Rows | No
             "per_step": config.group_by_length,
         }
         batches = Batches(
-            data, 1, config.seed, config.shuffle, multiple=config.pad_to_multiple_of or 1, **options
+            dataset,
+            1,
+            config.seed,
+            config.shuffle,
+            multiple=config.pad_to_multiple_of or 1,
+            **options,
         )
         steps = batches.before(1)
         all_steps = batches.num_batches(config.num_train_epochs)

@@ -171,7 +171,7 @@ MUTANTS = {
     ),
     "copies wait for nothing": ("queues", "self._queue.wait(event)", "pass"),
     "what was downloaded is uploaded before it landed": ("queues", "(*after, landing)", "after"),
-    "no landing is known": ("queues", "self._landings[_address(target)] = (", "_ = ("),
+    "no landing is known": ("queues", "self._landings[_address(target)] = done", "pass"),
     "downloads do not wait for compute": ("queues", "[self.queues.compute.record()]", "[]"),
     "done before it is copied": (
         "queues",
