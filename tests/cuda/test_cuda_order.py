@@ -296,8 +296,5 @@ def test_no_wait_is_left_out_of_the_list() -> None:
 
 ALSO = (
     # What a gathering does in its own queue: the test below.
-    (
-        "self._replicas.gather(upload, whole).wait()  # waits in that queue, and releases the "
-        "part there"
-    ),
+    "self._replicas.gather(upload, target).wait()",
 )
