@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedConfi
 from lema import LemaConfig, LemaModel
 from lema.convert.prepare import prepare
 from lema.convert.tensors import read_tensor
-from lema.engine import grouped
+from lema.engine.layers import experts
 from lema.engine.generation import streaming_forward
 from lema.engine.stack import LayerStack
 from lema.errors import ConfigError, MemoryLimitError
@@ -241,13 +241,13 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     forward or later.
     """
     found = list[str]()
-    results = grouped._Groups.results
+    results = experts._Groups.results
 
     def watched(*args: Any) -> list[Tensor]:
         found.append(args[2] if len(args) > 2 else "forward")
         return results(*args)
 
-    monkeypatch.setattr(grouped._Groups, "results", watched)
+    monkeypatch.setattr(experts._Groups, "results", watched)
     return found
 
 
