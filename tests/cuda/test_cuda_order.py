@@ -171,7 +171,7 @@ MUTANTS = {
     ),
     "copies wait for nothing": ("queues", "self._queue.wait(event)", "pass"),
     "what was downloaded is uploaded before it landed": ("queues", "(*after, landing)", "after"),
-    "no landing is known": ("queues", "self._landings[_address(target)] = (", "_ = ("),
+    "no landing is known": ("queues", "self._landings[_address(target)] = done", "pass"),
     "downloads do not wait for compute": ("queues", "[self.queues.compute.record()]", "[]"),
     "done before it is copied": (
         "queues",
@@ -296,8 +296,5 @@ def test_no_wait_is_left_out_of_the_list() -> None:
 
 ALSO = (
     # What a gathering does in its own queue: the test below.
-    (
-        "self._replicas.gather(upload, whole).wait()  # waits in that queue, and releases the "
-        "part there"
-    ),
+    "self._replicas.gather(upload, target).wait()",
 )

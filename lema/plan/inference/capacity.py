@@ -98,7 +98,7 @@ def plan_texts(
         f"{rows or 1} texts of up to {prompt:,} tokens and {new:,} new ones do not fit: "
         "their keys and values take "
         f"{human_bytes(need.keys_values)}, one pass with them "
-        f"{human_bytes(need.on_device(host=host))}",
+        f"{human_bytes(need.on_device(host=away))}",
         where=requested.where,
         how=", or ".join(how),
     )
