@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedConfi
 from lema import LemaConfig, LemaModel
 from lema.convert.prepare import prepare
 from lema.convert.tensors import read_tensor
-from lema.engine.layers import experts
 from lema.engine.generation import streaming_forward
+from lema.engine.layers import experts
 from lema.engine.stack import LayerStack
 from lema.errors import ConfigError, MemoryLimitError
 from lema.model import meta_model
