@@ -30,7 +30,6 @@ from transformers import (
 )
 from transformers.initialization import guard_torch_init_functions, no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from lema.backend import Backend
 from lema.backend.hostmemory import private_pages
@@ -105,7 +104,7 @@ OUTPUTS: Mapping[str, bool] = {
 }
 
 
-def auto_class(config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
+def auto_class(config: PreTrainedConfig) -> type[Any]:
     """Return the class of `transformers` that makes the model of a config: the one of image-text
     models where there is no causal one, since these train on text alone as well."""
     if type(config) in models_of(AutoModelForCausalLM):
@@ -241,7 +240,7 @@ class EmptyOnMeta(TorchFunctionMode):
 
 
 def _build(
-    builder: type[PreTrainedModel] | type[_BaseAutoModelClass],
+    builder: type[Any],
     config: PreTrainedConfig,
     options: dict[str, Any],
     mode: AbstractContextManager[Any],
@@ -249,7 +248,7 @@ def _build(
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False), no_init_weights(), SizeLimit(), mode:
-        if isinstance(builder, type) and issubclass(builder, PreTrainedModel):
+        if issubclass(builder, PreTrainedModel):
             options = {
                 name: value for name, value in options.items() if name != "trust_remote_code"
             }

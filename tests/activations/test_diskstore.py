@@ -883,7 +883,7 @@ from lema.activations.hoststore import HostPool
 from lema.backend.hostmemory import anonymous
 from lema.storage.spillfile import OffloadFile
 store = DiskStore(OffloadFile(Path(sys.argv[1]), "activations", "x"), HostPool(anonymous, 1 << 20))
-places = [store.place(100_000) for _ in range(30)]
+places = [store.allocate(100_000) for _ in range(30)]
 for place in places:
     place.fill().fill_(1)
     place.filled(lambda: None)

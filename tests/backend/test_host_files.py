@@ -144,7 +144,7 @@ stop.c_function = lambda name: None
 stop.SAME_SIGNAL = 0.05
 with stop.StopOnSignal() as stopping:
     os.kill(os.getpid(), signal.SIGTERM)
-    while not stopping._ends:
+    while not stopping._must_exit:
         pass
     print(stopping.why(), flush=True)
     lock = threading.Lock()

@@ -42,7 +42,7 @@ STAGES = {
     ),
     "generating": (
         ["generate", "ADAPTER", "--prompt", "the river", "--max-new-tokens", "8"],
-        "lema.engine.generation.stopping:Ends.__call__",
+        "lema.engine.generation.stopping:StopCriteria.__call__",
     ),
     "merging": (["merge", "ADAPTER", "OUT"], "lema.convert.merge:MergedTensors.value"),
     "preparing": (["prepare", "MODEL", "OUT"], "lema.convert.prepare:write_weights"),

@@ -165,7 +165,7 @@ def _at_any_time(
         time.sleep(LOOK)
     time.sleep(delay)
     when = f"{delay:.3f} s after {'the start' if early else 'something was written'}"
-    if not (trains := killedways.hooks_of(child)) or draw.random() < ALL:
+    if not (trains := killedways.held_by(child)) or draw.random() < ALL:
         return (when, None) if killedways.end_all(child) else ("", child.wait(STANDSTILL))
     number = draw.randrange(len(trains))
     trains[number].kill()
