@@ -57,10 +57,7 @@ WHOLE_DISK = (
 # Terminals obey these, print them in another order, or print none.
 NO_TEXT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 # of drivers, and of libraries of kernels that allocate themselves
-SAYINGS = (
-    "out of memory",
-    "status_alloc_failed",
-)
+SAYINGS = ("out of memory", "status_alloc_failed")
 
 
 def installing(extra: str = "") -> str:

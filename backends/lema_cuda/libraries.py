@@ -19,10 +19,7 @@ MIB = 1 << 20
 BLOCK = 2 * MIB  # torch's allocator takes memory for tensors of more than that in multiples of it
 VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 # the values with which cuBLAS is: https://docs.nvidia.com/cuda/cublas
-DETERMINISTIC = (
-    ":4096:8",
-    ":16:8",
-)
+DETERMINISTIC = (":4096:8", ":16:8")
 HOPPER = (9, 0)
 
 

@@ -231,11 +231,7 @@ HEADS = (
 
 UNTOUCHED = "liger"  # modules with this in their names keep what they save, for their own kernels
 # parts of names that users do not write
-WRAPPERS = (
-    "_checkpoint_wrapped_module.",
-    "_orig_mod.",
-    "module.",
-)
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
 
 class ModelHooks:

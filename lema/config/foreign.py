@@ -173,12 +173,7 @@ _ATTENTION = {
     "sdp_attention": "sdpa",
 }
 # of axolotl's data sets; columns tell them here
-_FORMS = (
-    "alpaca",
-    "chat_template",
-    "completion",
-    "sharegpt",
-)
+_FORMS = ("alpaca", "chat_template", "completion", "sharegpt")
 _FIELDS = {"field": "text"} | {f"field_{ours}": ours for ours in _COLUMNS}
 _FIELDS |= {f"message_field_{ours}": ours for ours in _OF_MESSAGES}
 

@@ -46,10 +46,7 @@ __all__ = ["LayerStack", "StackCall"]
 COLLECTED = ("output_hidden_states", "output_attentions")
 ROUTED = "output_router_logits"  # is answered here, because a loss may be formed of it
 # what models call their keys and values, from transformers 5.24 on and before
-CACHES = (
-    "cache",
-    "past_key_values",
-)
+CACHES = ("cache", "past_key_values")
 LEARNING_TOKENS = 8
 
 
@@ -170,10 +167,7 @@ class LayerStack:
         self._steps: WeakSet[_Step] = WeakSet()
         self._numbers = count()
         # leases announced for the next pass, and how many stream
-        self._ahead: tuple[tuple[int, ...], int] = (
-            (),
-            0,
-        )
+        self._ahead: tuple[tuple[int, ...], int] = ((), 0)
         self._version: int | None = None  # of an adapter's values at the last backward
         self._gradient_sums: dict[nn.Parameter, Tensor] | None = None
         # because the caller wraps the model in DistributedDataParallel

@@ -251,11 +251,7 @@ def _attention(
 
 
 # what modules of attention call the width of a head
-_WIDTHS = (
-    "v_head_dim",
-    "head_dim",
-    "head_size",
-)
+_WIDTHS = ("v_head_dim", "head_dim", "head_size")
 _WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
 
 

@@ -28,10 +28,7 @@ from lema.model.state.snapshot import rehearsed
 __all__ = ["PRODUCTS", "Product", "SharedInputs", "multiply_together", "tried"]
 
 # each multiplies its argument by a matrix, and saves no more than that
-PRODUCTS = (
-    nn.Linear.forward,
-    Conv1D.forward,
-)
+PRODUCTS = (nn.Linear.forward, Conv1D.forward)
 # What a layer's arguments may be where it is tried on copies of its tensors: nothing that the trial
 # could change.
 PLAIN = (int, float, str, torch.dtype, torch.device, type(None))

@@ -76,10 +76,7 @@ Chosen = Callable[[PreTrainedModel], Callable[[str], bool]]
 ENOUGH = 512  # tokens of a micro-batch: one of fewer computes slower than its tokens tell
 WORTH_IT = 0.98  # of the seconds of a step: less at once has to be that much faster
 # tokens of smaller chunks of the loss: the first may make a step faster, both may make it fit
-LESS = (
-    256,
-    64,
-)
+LESS = (256, 64)
 
 
 @dataclass(frozen=True)

@@ -134,10 +134,7 @@ def _check_padding(ids: Tensor, pad: int | None, end: object) -> None:
     once = 2 if pad == end or (isinstance(end, list) and pad in end) else 1
     width = min(once, ids.shape[1])
     # one at the beginning may open a text
-    edges = (
-        ids[:, -width:],
-        ids[:, : min(2, ids.shape[1])],
-    )
+    edges = (ids[:, -width:], ids[:, : min(2, ids.shape[1])])
     if ids.shape[1] > 2 and any(bool((edge == pad).all(dim=1).any()) for edge in edges):
         how = (
             "give the tokenizer's whole batch, train_step(batch), or attention_mask, or labels "

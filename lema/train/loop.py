@@ -335,10 +335,7 @@ class RunLoop:
         left: Pending | None = None
         if after == "step" and not self._is_phase and self._is_epoch_end():
             # a run may go on for longer, or with more patience
-            not_again = (
-                "should_save",
-                "should_training_stop",
-            )
+            not_again = ("should_save", "should_training_stop")
             asked = {
                 name: requested
                 for name, requested in events.asked().items()

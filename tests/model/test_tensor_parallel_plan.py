@@ -105,11 +105,7 @@ def test_shards_compute_what_the_model_does(model_type: str, tp: int, kv_layout:
     def record(name: str) -> Any:
         def keep(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             # some models go on to change it in place
-            seen[name] = (
-                args,
-                kwargs,
-                first(output).clone(),
-            )
+            seen[name] = (args, kwargs, first(output).clone())
 
         return keep
 

@@ -39,10 +39,7 @@ OTHERWISE = {  # the third runs as it stands, in half precision
     ),
 }
 # torchrun starts what is left; these find what it would have set
-FORKED = (
-    "neuron_trn1_32xlarge",
-    "neuron_trn2",
-)
+FORKED = ("neuron_trn1_32xlarge", "neuron_trn2")
 ALONE = ("device=cpu", "tensor_parallel_size=1", "sequence_parallel=false")
 
 

@@ -15,12 +15,7 @@ from lema.data.files import Row
 from lema.data.preference import PreferenceDataset
 
 # of the prompt, and of the two rows with it
-LENGTHS = (
-    (9, 12, 10),
-    (4, 11, 13),
-    (6, 9, 8),
-    (5, 13, 9),
-)
+LENGTHS = ((9, 12, 10), (4, 11, 13), (6, 9, 8), (5, 13, 9))
 
 
 def examples(*, labelled: bool = False, seed: int = 2) -> PreferenceDataset:

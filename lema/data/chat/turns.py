@@ -344,10 +344,7 @@ class Rendered:
         for match in self.cache.specials.finditer(closing):
             if end is None or closing[end[1] : match.start()].strip():
                 # what stood before is a part of the words' frame
-                end = (
-                    match.start(),
-                    match.end(),
-                )
+                end = (match.start(), match.end())
             elif end[1] == match.start():
                 end = (end[0], match.end())
         if end is None or self.cache.specials.sub("", closing[end[1] :]).strip():

@@ -30,10 +30,7 @@ Changed: TypeAlias = Mapping[nn.Module, Collection[str]]
 Output = TypeVar("Output")
 
 # keep nothing from call to call, and are switched on and off
-ADAPTERS = (
-    BaseTunerLayer,
-    AuxiliaryTrainingWrapper,
-)
+ADAPTERS = (BaseTunerLayer, AuxiliaryTrainingWrapper)
 
 
 class LayerState:

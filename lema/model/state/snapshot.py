@@ -55,11 +55,7 @@ STATELESS_MODULES = {
     nn.ModuleList, nn.ModuleDict, nn.ParameterDict, nn.ParameterList,
 }  # fmt: skip
 # whose objects on a module say how it computes, and hold no state
-LIBRARIES = (
-    "torch.",
-    "peft.",
-    "accelerate.",
-)
+LIBRARIES = ("torch.", "peft.", "accelerate.")
 CONTAINERS = (dict, list, set, deque)
 ABSENT = object()
 _stateless: set[type] = set()  # kinds of values that were found to hold nothing that a call changes

@@ -262,10 +262,7 @@ def restore_optimizer(
 
 
 # elements enough for an optimizer that keeps small parameters in fp32 to quantise its moments
-PROBE = (
-    64,
-    128,
-)
+PROBE = (64, 128)
 
 
 def check_savable(optimizer: Optimizer, parts: int = 1) -> None:

@@ -42,10 +42,7 @@ GO_ON = "; stop_when_dead: false goes on"
 TOO_LARGE = "which changes each weight by more than the weights of a model are"
 ROUNDING = 1e-5  # of a loss of equal logits, relative
 # within which a learning rate has a sense where each weight moves by about as much
-ADAPTIVE_RATES = (
-    1e-12,
-    1.0,
-)
+ADAPTIVE_RATES = (1e-12, 1.0)
 SHORTEST = 1e-9  # a norm below which no optimizer sees a gradient
 OTHER_RATES = (1e-12, 1e4)  # of optimizers whose steps are as long as their gradients
 
