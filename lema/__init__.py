@@ -130,7 +130,10 @@ def _warn_of_same_name() -> None:
     the other.
     """
     beside = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120 - pathlib takes longer than all the rest
-    if any(name.startswith("lema-") and name.endswith(".dist-info") for name in os.listdir(beside)):  # noqa: PTH208 - as above
+    names = map(str.lower, os.listdir(beside))  # noqa: PTH208 - as above
+    if any(
+        name.startswith("lema-") and name.endswith((".dist-info", ".egg-info")) for name in names
+    ):
         what = (
             f"another project's package `lema` is installed in {beside}, too, and files of "
             "both have the same names"

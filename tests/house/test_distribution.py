@@ -65,14 +65,20 @@ def test_doctor_tells_of_the_other_project(tmp_path: Path, monkeypatch: pytest.M
     assert "pip uninstall lema" in told.how and "lema-lora" in told.how
 
 
-def test_the_command_tells_of_a_package_that_hides_ours(tmp_path: Path) -> None:
+@pytest.mark.parametrize("there", ["hides", "overwrites", "took away"])
+def test_the_command_tells_of_a_package_of_its_name(there: str, tmp_path: Path) -> None:
+    """The other one is found first, or was installed over ours, or was uninstalled after that."""
     (tmp_path / "lema").mkdir()
-    (tmp_path / "lema" / "__init__.py").write_text("raise SystemExit('the other project ran')")
+    if there != "hides":
+        (tmp_path / "lema" / "cli").mkdir()
+        shutil.copy(ROOT / "lema" / "cli" / "app.py", tmp_path / "lema" / "cli")
+    if there != "took away":
+        (tmp_path / "lema" / "__init__.py").write_text("raise SystemExit('the other project ran')")
     code = "from lema_tools.command import main; main()"
     path = os.pathsep.join([str(tmp_path), str(ROOT / "tools")])
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(
-        [sys.executable, "-c", code, "--version"],
+        [sys.executable, "-S", "-c", code, "--version"],
         env=environment,
         cwd=tmp_path,
         capture_output=True,
@@ -84,12 +90,12 @@ def test_the_command_tells_of_a_package_that_hides_ours(tmp_path: Path) -> None:
     assert "pip uninstall lema" in done.stderr
 
 
-@pytest.mark.parametrize("other", [True, False])
-def test_the_import_warns_where_both_are_in_one_folder(other: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", ["lema-0.0.1.dev2.dist-info", "LEMA-0.1-py3.11.egg-info", ""])
+def test_the_import_warns_where_both_are_in_one_folder(other: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "lema", tmp_path / "lema", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "lema_lora-1.0.dist-info").mkdir()
     if other:
-        (tmp_path / "lema-0.0.1.dev2.dist-info").mkdir()
+        (tmp_path / other).mkdir()
     done = subprocess.run(
         [
             sys.executable,
@@ -102,4 +108,4 @@ def test_the_import_warns_where_both_are_in_one_folder(other: bool, tmp_path: Pa
         text=True,
         check=True,
     )
-    assert ("another project's package `lema` is installed" in done.stderr) == other
+    assert ("another project's package `lema` is installed" in done.stderr) == bool(other)

@@ -8,6 +8,10 @@ overwrites or hides the other, and an import would end in an error that says not
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["main"]
 
@@ -31,9 +35,19 @@ def main() -> None:
 
     spec = find_spec("lema")  # which runs nothing of it
     directories = [Path(path) for path in (spec.submodule_search_locations if spec else None) or ()]
-    if not any((directory / "cli" / "app.py").is_file() for directory in directories):
+    if not any(map(_is_ours, directories)):
         sys.stderr.write(STRANGE.format(place=directories[0] if directories else "no place"))
         sys.exit(2)
     from lema.cli import main as run
 
     run()
+
+
+def _is_ours(directory: "Path") -> bool:
+    """Whether a package `lema` is this project's: the other one overwrites `__init__.py` where it
+    is installed later, and takes it away where it is uninstalled.
+    """
+    beginning = directory / "__init__.py"
+    if not (directory / "cli" / "app.py").is_file() or not beginning.is_file():
+        return False
+    return "def lazy_exports(" in beginning.read_text(encoding="utf-8", errors="replace")
