@@ -75,7 +75,7 @@ def gather_at_end(layer: nn.Module, comm: Comm) -> None:
     """
 
     @part_of_model
-    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:  # noqa: ARG001
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:  # noqa: ARG001 - a hook
         if isinstance(output, tuple):
             return (gather_sequence(output[0], comm, SEQUENCE, partial=False), *output[1:])
         return gather_sequence(output, comm, SEQUENCE, partial=False)

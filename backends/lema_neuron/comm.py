@@ -78,22 +78,22 @@ class Solo:
         """Return the tensor itself."""
         return tensor
 
-    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:  # noqa: ARG002
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:  # noqa: ARG002 - one rank alone
         """Return the tensor itself."""
         return tensor
 
-    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:  # noqa: ARG002
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:  # noqa: ARG002 - one rank alone
         """Return the tensor itself."""
         return tensor
 
-    def broadcast(self, tensor: Tensor, source: int) -> Tensor:  # noqa: ARG002
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:  # noqa: ARG002 - one rank alone
         """Return the tensor itself."""
         return tensor
 
     def barrier(self) -> None:
         """Do nothing: there is no other process."""
 
-    def split(self, parts: Sequence[Sequence[int]]) -> Comm:  # noqa: ARG002
+    def split(self, parts: Sequence[Sequence[int]]) -> Comm:  # noqa: ARG002 - one rank alone
         """Return the same process."""
         return self
 

@@ -68,7 +68,7 @@ def shard_experts(
             nn.Parameter(_cut(full.detach(), layout, comm.rank), requires_grad=full.requires_grad),
         )
     parts = {name: sharded_part(layout, sizes[name], comm) for name, layout in layouts.items()}
-    module.parts = lambda: parts  # type: ignore[assignment]
+    module.parts = lambda: parts  # type: ignore[assignment] # of this one module
 
     @part_of_model
     def before(
@@ -78,7 +78,7 @@ def shard_experts(
         return tuple(_enter(value, comm, sequence_parallel) for value in args), entered
 
     @part_of_model
-    def after(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:  # noqa: ARG001
+    def after(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:  # noqa: ARG001 - a hook
         if sequence_parallel:
             return reduce_scatter_sequence(output, comm, SEQUENCE)
         return reduce_from_group(output, comm)

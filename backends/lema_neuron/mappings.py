@@ -43,7 +43,7 @@ class _Mapping(torch.autograd.Function):
 def _map(tensor: Tensor, comm: Comm, there: Step, back: Step) -> Tensor:
     if comm.size == 1:
         return tensor
-    mapped: Tensor = _Mapping.apply(tensor, there, back)  # type: ignore[no-untyped-call]
+    mapped: Tensor = _Mapping.apply(tensor, there, back)  # type: ignore[no-untyped-call] # torch's is
     return mapped
 
 

@@ -89,7 +89,7 @@ class TensorParallel:
                 layer.get_submodule(path), styles, path, self.comm, self.sequence_parallel
             )
         self._check(name, layer, styles, experts)
-        layer.whole_part = replicated_part(self.comm, partial=self.sequence_parallel)  # type: ignore[assignment]
+        layer.whole_part = replicated_part(self.comm, partial=self.sequence_parallel)  # type: ignore[assignment] # of this one module
         blocks: dict[str, list[str]] = {}
         for path, style in styles.items():
             if (style in COLUMNS or style in ROWS) and isinstance(_at(layer, path), nn.Linear):
@@ -98,7 +98,7 @@ class TensorParallel:
             self._shard_block(name, layer, block, {path: styles[path] for path in paths})
         for path, style in styles.items():
             if style == "replicated_with_grad_allreduce":
-                _at(layer, path).whole_part = replicated_part(self.comm, partial=True)  # type: ignore[assignment]
+                _at(layer, path).whole_part = replicated_part(self.comm, partial=True)  # type: ignore[assignment] # of this one module
 
     def _check(
         self, name: str, layer: nn.Module, styles: Mapping[str, str], experts: Iterable[str]
@@ -251,7 +251,7 @@ def parallelize(
 def _count_heads(block: nn.Module, layout: Layout) -> None:
     """Set the numbers of heads of an attention to those of this rank."""
     keys = layout.kv_heads * layout.kv_multiplier
-    block.num_key_value_groups = layout.heads // keys  # type: ignore[assignment]
+    block.num_key_value_groups = layout.heads // keys  # type: ignore[assignment] # of this one module
     for names, count in zip(COUNTS, (layout.heads, keys), strict=True):
         for name in names:
             if isinstance(getattr(block, name, None), int):

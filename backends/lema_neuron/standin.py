@@ -43,7 +43,7 @@ class StandIn:
         """Return this rank's share of its own tensor."""
         return share(tensor.detach(), dim, self).clone(memory_format=torch.contiguous_format)
 
-    def broadcast(self, tensor: Tensor, source: int) -> Tensor:  # noqa: ARG002
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:  # noqa: ARG002 - one rank alone
         """Return this rank's own tensor."""
         return self.all_reduce(tensor)
 

@@ -95,7 +95,7 @@ class Words:
         assert reduction in ("sum", "none"), f"a loss is not reduced by {reduction!r} over ranks"
         flat = logits.reshape(-1, logits.shape[-1])
         asked = targets.reshape(-1)
-        losses: Tensor = _CrossEntropy.apply(flat, asked, self, label_smoothing)  # type: ignore[no-untyped-call]
+        losses: Tensor = _CrossEntropy.apply(flat, asked, self, label_smoothing)  # type: ignore[no-untyped-call] # torch's is
         losses = torch.where(asked == ignore_index, 0.0, losses)
         return losses.sum() if reduction == "sum" else losses
 
@@ -145,10 +145,10 @@ def divide_words(model: nn.Module, names: Collection[str], comm: Comm) -> None:
             module.bias = words.local_rows(module.bias)
         # Methods of this one module, because models check the class of their embeddings, and have
         # their own classes that scale them; a copy of the module has its own methods.
-        module.words = words  # type: ignore[assignment]
-        module.parts = MethodType(_parts, module)  # type: ignore[assignment]
+        module.words = words  # type: ignore[assignment] # of this one module
+        module.parts = MethodType(_parts, module)  # type: ignore[assignment] # of this one module
         forward = _vectors if isinstance(module, nn.Embedding) else _logits
-        module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+        module.forward = MethodType(forward, module)  # type: ignore[method-assign] # of this one module
 
 
 def _parts(module: Any) -> dict[str, Part]:

@@ -393,8 +393,8 @@ def _enter_weights(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _leave_weights(
     module: nn.Module,
-    args: tuple[Any, ...],  # noqa: ARG001
-    kwargs: dict[str, Any],  # noqa: ARG001
+    args: tuple[Any, ...],  # noqa: ARG001 - a hook
+    kwargs: dict[str, Any],  # noqa: ARG001 - a hook
     out: object,  # noqa: ARG001 - a hook
 ) -> None:
     if (scope := in_forward()) is not None and scope.modules and scope.modules[-1][0] is module:

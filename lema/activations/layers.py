@@ -201,7 +201,7 @@ def _enter_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _leave_layer(
-    module: nn.Module,  # noqa: ARG001
+    module: nn.Module,  # noqa: ARG001 - a hook
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     out: object,  # noqa: ARG001 - a hook

@@ -96,8 +96,8 @@ def relabelled(memory: Tensor, device: torch.device) -> Tensor:
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype = ctypes.c_void_p
     pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-    here = dlpack.to_dlpack(memory)  # type: ignore[attr-defined]
-    there = dlpack.to_dlpack(torch.empty(1, dtype=memory.dtype, device=device))  # type: ignore[attr-defined]
+    here = dlpack.to_dlpack(memory)  # type: ignore[attr-defined] # torch does not declare it
+    there = dlpack.to_dlpack(torch.empty(1, dtype=memory.dtype, device=device))  # type: ignore[attr-defined] # torch does not declare it
     kind_and_index = ctypes.c_int32 * 2
     address = ctypes.sizeof(ctypes.c_void_p)
     source, target = (

@@ -296,7 +296,7 @@ class Batches:
                 for group in groups
             ]
             self._cached_rows.clear()  # also of those that other processes have
-            return [{**collate(rows, self.pad_token_id, untrained=True)} for rows in read]  # type: ignore[dict-item]
+            return [{**collate(rows, self.pad_token_id, untrained=True)} for rows in read]  # type: ignore[dict-item] # a TypedDict is a dict
         parts = []
         for number, step in enumerate(steps):
             groups = self.groups([step])

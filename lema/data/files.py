@@ -77,7 +77,7 @@ def local_paths(paths: Paths | Mapping[str, Paths] | None) -> list[Path]:
         return (
             [path]
             if path.exists()
-            else [Path(match) for match in glob.glob(str(path), recursive=True)]  # noqa: PTH207
+            else [Path(match) for match in glob.glob(str(path), recursive=True)]  # noqa: PTH207 - Path.glob takes no absolute pattern
         )
     return [local_path for path in paths or () for local_path in local_paths(path)]
 

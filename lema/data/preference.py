@@ -173,7 +173,7 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
                 [self._mismatched(index, examples[at[index] - 1]) for index in mine], untrained=True
             )
             mismatched.setdefault("attention_mask", torch.ones_like(mismatched["input_ids"]))
-            batch.update({f"mismatched_{name}": tensor for name, tensor in mismatched.items()})  # type: ignore[typeddict-item]
+            batch.update({f"mismatched_{name}": tensor for name, tensor in mismatched.items()})  # type: ignore[typeddict-item] # names are put together
         return batch
 
     def _label(self, example: int, row: int) -> int:

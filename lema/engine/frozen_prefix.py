@@ -98,7 +98,7 @@ class PrefixCache:
         """Keep the hidden states of micro-batches at the layer, and what was `around` them, as
         `fits` has it, unless they are kept already. `ConfigError`: gradients, which go down to the
         layer `lowest`, reach a layer that is spared; or something was `drawn` at random below the
-        layer; or more than the hidden state was `handed_on`; or something was `stateful` there from
+        layer; or more than the hidden state was `handed_on`; or something there is `stateful`, from
         call to call. `DiskError`: the disk has no room for all, or fails."""
         if lowest < self.layer:
             raise _refusal(f"gradients reach layer {lowest}, so its output changes in every epoch")

@@ -154,7 +154,7 @@ def _kind_of(
 
 
 def _begin(optimizer: Optimizer, local_indices: set[int] | None) -> None:
-    """Give AdamW its initial state (of its `local_indices` parameters, where it is divided),
+    """Give AdamW its initial state (of the parameters at `local_indices`, where it is divided),
     because a lazy device would need a graph for the first step alone to make it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {}

@@ -172,7 +172,7 @@ class Factors:
 
     def sums(self, gradients: dict[nn.Parameter, Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Return the leaves that train, and what to add the gradient of each to, but for columns
-        that fill it up: views of what is `gradients` of PEFT's weights, with zeros where there is
+        that fill it up: views of the `gradients` of PEFT's weights, with zeros where there is
         nothing yet."""
         for weight in self.weights:
             if weight.requires_grad and weight not in gradients:

@@ -290,7 +290,7 @@ def _make_buffers_again(model: PreTrainedModel) -> None:
                 module.named_parameters(recurse=False), module.named_buffers(recurse=False)
             ):
                 # As `from_pretrained` marks what a checkpoint has, so that it is left alone.
-                tensor._is_hf_initialized = name not in module._non_persistent_buffers_set  # type: ignore[attr-defined]
+                tensor._is_hf_initialized = name not in module._non_persistent_buffers_set  # type: ignore[attr-defined] # transformers sets it so
             owner._init_weights(module)
 
     with torch.no_grad(), torch.random.fork_rng(devices=()), guard_torch_init_functions():

@@ -508,7 +508,7 @@ class Split:
     def _is_enough(
         self, cut: int, hidden: Tensor, few: Mapping[str, Tensor], shape: torch.Size, top: int
     ) -> bool:
-        """Whether the head gives logits of this shape for what is `hidden` alone, token by token.
+        """Whether the head gives logits of this shape for `hidden` alone, token by token.
         What has their shape and comes after `top`, the last layer's output, may be logits already,
         before they are capped or scaled."""
         if (

@@ -369,7 +369,7 @@ def _away(demand: Demand, allocation: Allocation) -> int:
 
 def _ring(demand: Demand, allocation: Allocation, *, skip_cached: bool) -> int:
     """Return the bytes of a ring; layers in host memory do not pass through it where they are
-    used `skip_cached`.
+    used, as `skip_cached` says.
     """
     in_memory = allocation.residents | (allocation.host_cached if skip_cached else frozenset())
     through = [nbytes for index, nbytes in demand.leased if index not in in_memory]
@@ -438,8 +438,8 @@ def fetches(
     groups: tuple[int, ...], slots: int, in_memory: frozenset[int], lowest: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return what the first step fetches, and a step after many others on the way up, and down:
-    never a layer that is `in_memory`. `groups` are those of each layer's experts; what is returned
-    are the numbers of layers and groups."""
+    never a layer that is in memory, of which `in_memory` has the numbers. `groups` are those of
+    each layer's experts; what is returned are the numbers of layers and groups."""
     parts = group_numbers(groups)
     layers = len(groups)
     excluded = with_parts(in_memory, parts)

@@ -67,8 +67,8 @@ def layer_seconds(
     loaded_layers: Mapping[int, Tensor] = {},
 ) -> LayerSeconds:
     """Time one micro-batch in a layer, by the engine's own visits: leased, kept, recomputed and
-    differentiated. The layer is read, unless it is `loaded_layers`. Its `call` is of tensors
-    without values; gradients of weights that train themselves are dropped."""
+    differentiated. The layer is read, unless it is one of the `loaded_layers`. Its `call` is of
+    tensors without values; gradients of weights that train themselves are dropped."""
     call = call.mapped(lambda value: with_values(value, backend))
     layer_input = hidden.detach().requires_grad_()
     with (

@@ -260,7 +260,7 @@ def one_of_each(
     kinds: Sequence[int], layer_inputs: Sequence[Tensor], loaded_layers: Collection[int] = ()
 ) -> tuple[int, ...]:
     """Return one layer of each kind: of its own the first that is given most, and of equal ones
-    one that is `loaded_layers`.
+    one of the `loaded_layers`.
     """
     ranked = sorted(
         range(len(kinds)),

@@ -38,7 +38,7 @@ def fill(
     """Read the layers that stay; return the uploads of those on the device, and the others' host
     memory by layer. All processes call this, with the same layers. `layouts` say where the bytes of
     each layer's buffer go in a slot. If `shared`, all processes keep the same bytes, so that those
-    of a machine need them once; else what is `loaded_layers` already is not read. `ReadError`:
+    of a machine need them once; else the `loaded_layers` are not read again. `ReadError`:
     reading failed, here or in another process; `NonFiniteError`: a weight is NaN or infinite, here
     or in another process."""
     if not residents and not host_cached:

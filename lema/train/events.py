@@ -173,8 +173,8 @@ class NotePlan(hooks.TrainerCallback):
         self,
         args: TrainingArguments,  # noqa: ARG002 - called so
         state: TrainerState,
-        control: TrainerControl,  # noqa: ARG002
-        **kwargs: object,  # noqa: ARG002
+        control: TrainerControl,  # noqa: ARG002 - called so
+        **kwargs: object,  # noqa: ARG002 - called so
     ) -> None:
         """Write it."""
         replace_file(

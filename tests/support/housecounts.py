@@ -10,11 +10,13 @@ several meanings here or is not the field's. `tests/house/test_counts.py` holds 
 import ast
 import re
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+
+import networkx
 
 GRAMMAR = frozenset(
     [
@@ -233,7 +235,8 @@ def import_cycles(modules: list[Module]) -> list[list[str]]:
     """
     names = {module.name for module in modules}
     graph = {module.name: _imported(module, names) for module in modules}
-    return sorted(sorted(group) for group in _circles(graph) if len(group) > 1)
+    circles = networkx.strongly_connected_components(networkx.DiGraph(graph))
+    return sorted(sorted(group) for group in circles if len(group) > 1)
 
 
 def _imported(module: Module, names: set[str]) -> set[str]:
@@ -252,40 +255,6 @@ def _imported(module: Module, names: set[str]) -> set[str]:
     return {
         name for name in imports if name in names and name not in packages and name != module.name
     }
-
-
-def _circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """Return the strongly connected parts of a graph (Tarjan 1972, without recursion in Python's stack)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    on_stack: set[str] = set()
-    parts: list[list[str]] = []
-    for start in graph:
-        work = [(start, iter(sorted(graph[start])))] if start not in index else []
-        while work:
-            node, successors = work[-1]
-            if node not in index:
-                index[node] = low[node] = len(index)
-                stack.append(node)
-                on_stack.add(node)
-            for successor in successors:
-                if successor not in index:
-                    work.append((successor, iter(sorted(graph[successor]))))
-                    break
-                if successor in on_stack:
-                    low[node] = min(low[node], index[successor])
-            else:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == index[node]:
-                    part = []
-                    while not part or part[-1] != node:
-                        part.append(stack.pop())
-                        on_stack.discard(part[-1])
-                    parts.append(part)
-    return parts
 
 
 def wide_lines(modules: list[Module]) -> tuple[int, int]:
@@ -332,13 +301,12 @@ def counts(root: Path) -> dict[str, int]:
     modules = modules_of(root)
     cycles = import_cycles(modules)
     wide, num_lines = wide_lines(modules)
-    classes: defaultdict[str, int] = defaultdict(int, large_classes(modules))
     return {
         "names of the grammar list": grammar_names(modules).total(),
         "of these parameters of public functions": len(grammar_parameters(modules)),
         "words of the second list in identifiers": listed_words(modules).total(),
         "writes from outside to attributes of our classes": len(writes_from_outside(modules)),
-        "classes that set over 12 attributes": len(classes),
+        "classes that set over 12 attributes": len(large_classes(modules)),
         "circles of imports": len(cycles),
         "files in circles of imports": sum(map(len, cycles)),
         "lines over 100 columns, per thousand": 1000 * wide // num_lines,

@@ -38,7 +38,7 @@ class ShardedMagnitude(DoraLinearLayer):
         weight: Tensor,
         lora_weight: Tensor,
         scaling: float,
-        adapter_name: str | None = None,  # noqa: ARG002
+        adapter_name: str | None = None,  # noqa: ARG002 - PEFT's signature
     ) -> Tensor:
         """Return the norms of whole rows, from this rank's part of the weight and of `B A`."""
         merged = (weight + scaling * lora_weight).detach()
@@ -53,11 +53,11 @@ class ShardedMagnitude(DoraLinearLayer):
         x: Tensor,
         *,
         lora_A: Any,  # noqa: N803 - as in PEFT
-        lora_B: Any,  # noqa: N803
+        lora_B: Any,  # noqa: N803 - PEFT's signature
         scaling: float,
         base_layer: Any,
         base_result: Tensor | None = None,
-        adapter_name: str = "default",  # noqa: ARG002
+        adapter_name: str = "default",  # noqa: ARG002 - PEFT's signature
     ) -> Tensor:
         """Return the tensor to add to the layer's output, which is `base_result` unless `x` went
         through dropout.
@@ -76,7 +76,7 @@ class ShardedDora(DoraLinearVariant):
     """PEFT's DoRA variant of a linear, for a parallel layer."""
 
     @staticmethod
-    def init(module: Any, adapter_name: str, **kwargs: Any) -> None:  # noqa: ARG004
+    def init(module: Any, adapter_name: str, **kwargs: Any) -> None:  # noqa: ARG004 - PEFT's signature
         """Initialise the magnitudes with the norms."""
         if not module.lora_magnitude_vector:
             module.adapter_layer_names = (*module.adapter_layer_names, "lora_magnitude_vector")

@@ -74,7 +74,7 @@ class NeuronLoraModel(LoraModel):
         }
         return NEURON_LORA_MODULES[kind](target, adapter_name, config=lora_config, **options)
 
-    def add_weighted_adapter(  # type: ignore[override]
+    def add_weighted_adapter(  # type: ignore[override] # fewer ways to combine
         self,
         adapters: list[str],
         weights: list[float],

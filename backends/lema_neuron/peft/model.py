@@ -107,7 +107,7 @@ class NeuronPeftModel(PeftModel):
                 parameters[name].copy_(full if part is None else part.shard(full, self.comm.rank))
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]
+    def from_pretrained(  # type: ignore[override] # each rank has its share
         cls,
         model: nn.Module,
         model_id: str,
@@ -135,7 +135,7 @@ class NeuronPeftModel(PeftModel):
         peft_model.load_adapter_state(read_adapter(model_id, adapter_name, **kwargs))
         return peft_model
 
-    def load_adapter(  # type: ignore[override]
+    def load_adapter(  # type: ignore[override] # each rank has its share
         self, model_id: str, adapter_name: str, is_trainable: bool = False, **kwargs: Any
     ) -> None:
         """Add an adapter from PEFT's files; each rank takes its shares of it.
@@ -149,7 +149,7 @@ class NeuronPeftModel(PeftModel):
             self.add_adapter(adapter_name, peft_config)
         self.load_adapter_state(read_adapter(model_id, adapter_name, **kwargs))
 
-    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:  # type: ignore[override]
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:  # type: ignore[override] # each rank has its share
         """Write PEFT's own files of the whole adapter; the first rank writes, every rank calls
         it.
         """

@@ -54,8 +54,8 @@ class GQAQKVColumnParallelLinear(nn.Module, NeuronLoraLayer):
         r: int = 0,
         lora_alpha: int = 1,
         lora_dropout: float = 0.0,
-        fan_in_fan_out: bool = False,  # noqa: ARG002
-        is_target_conv_1d_layer: bool = False,  # noqa: ARG002
+        fan_in_fan_out: bool = False,  # noqa: ARG002 - PEFT's signature
+        is_target_conv_1d_layer: bool = False,  # noqa: ARG002 - PEFT's signature
         init_lora_weights: bool | str = True,
         use_rslora: bool = False,
         use_dora: bool = False,

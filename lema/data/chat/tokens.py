@@ -202,7 +202,7 @@ def check_words(row: Row, text: str) -> str:
 def encoded(
     tokenizer: "PreTrainedTokenizerBase", text: str, row: Row, *, has_special: bool
 ) -> list[int]:
-    """Return the token ids of a text of a row. A text that is `has_special` has its special tokens;
+    """Return the token ids of a text of a row. With `has_special` a text has its special tokens;
     to any other one those are added that stand before a text (`to_continue`)."""
     check_words(row, text)
     with library_errors(tokenizer.name_or_path):

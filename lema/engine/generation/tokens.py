@@ -59,7 +59,7 @@ def complete(
     head: PiecedHead | None = None,
 ) -> list[Generated]:
     """Return what is made for each prompt of token ids; as `num_return_sequences`, more than one
-    for each. `generation_config` are the settings of generation that came with the model, if any
+    for each. `generation_config` has the settings of generation that came with the model, if any
     did; `options` are those of `transformers`' `generate`. `on_token` is called after each token
     with how many texts got one, of beams it is not. `DataError`: there is no prompt, or one has no
     tokens, or one that the model has no row for. `ConfigError`: an option is none that

@@ -51,7 +51,7 @@ def visit(
     each, in and out. `calls` are the layer's other arguments, for each micro-batch. The inputs wait
     for the backward in `boundaries`, and the layer is recomputed there, but for the first
     micro-batches, whose activations fill `budget` bytes; None: all are kept, in `graphs` or,
-    without them, on the device. The rows `reference_rows` those that train go through in the same
+    without them, on the device. The `reference_rows` go through in the same
     lease. `products`: of a layer that is recomputed, the products by frozen weights are kept on the
     device.
     """

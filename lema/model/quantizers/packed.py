@@ -90,7 +90,7 @@ class _Expand(ConversionOps):
         self,
         input_dict: Mapping[str, Tensor | Sequence[Tensor]],
         source_patterns: list[str],  # noqa: ARG002 - as transformers calls it
-        target_patterns: list[str],  # noqa: ARG002
+        target_patterns: list[str],  # noqa: ARG002 - transformers' signature
         full_layer_name: str | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:

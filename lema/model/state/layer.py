@@ -113,8 +113,8 @@ class LayerState:
         return output, before, changed, before.parts(new) | self.now().parts(new)
 
     def again(self, snapshot: Snapshot, run: Callable[[], Output]) -> Output:
-        """Run the layer once more for a micro-batch, for whose first run it `snapshot` this; return
-        what that returns. Nothing has changed since `now` was asked, but by runs."""
+        """Run the layer once more for a micro-batch, from the `snapshot` taken before its first
+        run; return what that returns. Nothing has changed since `now` was asked, but by runs."""
         now = self._last or self.now()
         if snapshot is now:  # then no call has changed anything
             return run()

@@ -72,7 +72,7 @@ class LayerStates:
             state.forget()
 
     def run(self, index: int, call: Noted, run: Callable[[], Output], inputs: object) -> Output:
-        """Run a layer for a micro-batch, by `run`, which is `inputs` tensors in nested containers;
+        """Run a layer for a micro-batch, by `run`, on `inputs`, tensors in nested containers;
         return what it returns. The first run for a `call` finds what the run before it left; each
         later one finds what the first one found, and leaves no trace. `ModelError`: the layer keeps
         what cannot be reproduced."""

@@ -267,7 +267,7 @@ def part_name(parameter: str, part: str) -> str:
     return f"{parameter}.{part}" if part else parameter
 
 
-def metadata(abouts: Mapping[str, Mapping[str, Any] | None]) -> dict[str, str]:  # noqa: ARG001
+def metadata(abouts: Mapping[str, Mapping[str, Any] | None]) -> dict[str, str]:  # noqa: ARG001 - as every library's
     """Return what the library writes into a file's header: nothing."""
     return {}
 

@@ -333,8 +333,8 @@ class GradientOffload:
         self, layer: int, gradients: dict[str, Tensor], *, retained: bool
     ) -> tuple[dict[str, Tensor], Sequence[Download]]:
         """Return where gradients of a layer are in host memory, by name, once the downloads have
-        landed. They are `retained` where they have their place, or gone when the next layer comes;
-        the one before has been stepped."""
+        landed. They are in `retained` where they have their place, or gone when the next layer
+        comes; the one before has been stepped."""
         self.let_go()
         if self._in_host and not retained:
             return gradients, ()

@@ -112,7 +112,7 @@ class FullTraining:
         micro_batches: Sequence[Mapping[str, Tensor]],
         *,
         more: bool = False,  # noqa: ARG002 - the first layers may not be read before they are stepped
-        following: Sequence[Mapping[str, Tensor]] | None = None,  # noqa: ARG002
+        following: Sequence[Mapping[str, Tensor]] | None = None,  # noqa: ARG002 - the signature of `Steps`
         where: str = "",
         on_event: Callable[[str], None] = no_event,  # noqa: ARG002 - there is no moment at which all gradients exist
     ) -> StepResult:

@@ -237,7 +237,7 @@ def _unfit(values: Mapping[str, Any], *, staged: bool) -> Iterator[Problem]:
 
 
 def _plan(entries: Any, values: Mapping[str, Any], config: LemaConfig | None) -> PhasePlan:
-    """Return the plan of the `entries` entries over `values`, the settings of the run; `config`
+    """Return the plan of `entries` over `values`, the settings of the run; `config`
     None: these are wrong.
     """
     # Because rows that are wrong are not those that are meant, no phase is then refused for having
@@ -364,7 +364,7 @@ def read_sources(
     trust_remote_code: bool = False,
     files: ModelFiles | None = None,
 ) -> dict[str, Source]:
-    """Return the rows of every data set that a plan uses, of those `datasets` by name: rows, files
+    """Return the rows of every data set that a plan uses, of the `datasets`, by name: rows, files
     or a directory. Text is read with the tokenizer of the model that the config names, whose
     directory may be opened already in `files`. `split` is the file of packed tokens, without its
     ending. Data sets that are `also` wanted are read, too. Raises `ConfigError` where a packed data

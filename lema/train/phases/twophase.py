@@ -79,7 +79,7 @@ class LoRAConfig(AdapterSettings):
 
 
 def _fineweb() -> list[Sampling]:
-    return [Sampling("fineweb", 1.0, "PMD")]  # type: ignore[arg-type]
+    return [Sampling("fineweb", 1.0, "PMD")]  # type: ignore[arg-type] # pydantic takes the name
 
 
 class LoRATrainerConfig(Settings):
