@@ -1,4 +1,4 @@
-"""The objects that every visit of a layer works with, and what watches or changes a pass.
+"""The objects that every layer of a pass works with, and what watches or changes a pass.
 
 They are made once for a model, and each leased layer, the rows of a reference and the head find
 here the model in its parts, the stream of weights and the device.
@@ -17,23 +17,19 @@ from lema.backend import Backend
 from lema.backend.interrupt import NEVER, Interrupt
 from lema.engine.head.routers import RouterLoss
 from lema.engine.oom import OomRetry
-from lema.engine.trained_weights import AskedGradients, TrainedWeights
+from lema.engine.trained_weights import TrainedWeights
 from lema.model import Split
 from lema.stream import LayerStream, Lease
 
-__all__ = ["Direction", "Engine", "LossAndGrad", "Observe"]
+__all__ = ["Direction", "Engine", "Observe"]
 
 Direction: TypeAlias = Literal["forward", "backward"]
 Observe: TypeAlias = Callable[[int, Sequence[Tensor | None]], None]
 """Is given the number of a layer and the gradients of its inputs."""
-LossAndGrad: TypeAlias = Callable[[int, Tensor], tuple[Tensor, Tensor]]
-"""Makes of a micro-batch's number and the top layer's output its share of the loss, and the
-gradient of the output.
-"""
 
 
 class Engine:
-    """The objects that every visit works with: the model in its parts, the stream of weights, the
+    """The objects that every layer works with: the model in its parts, the stream of weights, the
     device.
 
     Args:
@@ -46,15 +42,11 @@ class Engine:
         retry: attempts again what ran out of device memory; None: with general advice.
 
     Attributes:
-        anchor: requires grad, so that a visit is differentiated even when the lowest hidden state
+        anchor: requires grad, so that a pass is differentiated even when the lowest hidden state
             does not.
         retry: attempts again what ran out of device memory.
-        outer: stands for the anchor in the graph that the visits are in; inside of them, `anchor`
-            is in the graphs.
         trained: the weights of layers that train themselves.
-        gradients: takes what visits that are made now add to `.grad`, where a caller asks for it;
-            None: nobody can.
-        routers: the loss of routers, which is added to steps of `visit_top`; None: it is left out.
+        routers: the loss of routers, which is added to that of a step; None: it is left out.
         stop: asked before each micro-batch whether the run is to stop.
         observe: called in the backward as soon as gradients of hidden states are formed, with the
             number of the layer of whose inputs they are (the number of layers for the top layer's
@@ -78,9 +70,7 @@ class Engine:
         # first on.
         self.anchor = torch.zeros(1).to(backend.device).requires_grad_()
         self.retry = retry or OomRetry(stream, backend, split.state)
-        self.outer = self.anchor
         self.trained = trained or TrainedWeights({}, lambda *_: None)
-        self.gradients: AskedGradients | None = None
         self.routers: RouterLoss | None = None
         self.runs_again = runs_again
         self.stop = NEVER
@@ -118,19 +108,6 @@ class Engine:
             yield
         finally:
             self.observe = before
-
-    @contextmanager
-    def below(self, outer: Tensor, gradients: AskedGradients | None) -> Iterator[None]:
-        """Make the visits of a `with` block in a graph whose anchor is `outer`, and whose gradients
-        a caller may ask for.
-        """
-        self.outer = outer
-        self.gradients = gradients
-        try:
-            yield
-        finally:
-            self.outer = self.anchor
-            self.gradients = None
 
     def generator_state(self) -> Tensor:
         """Return the generator's state, in the tensor returned last time if nothing was drawn

@@ -9,7 +9,7 @@ of them is kept but the hidden states between two layers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeAlias
@@ -20,21 +20,20 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from lema.engine.engine import Engine
-from lema.engine.head.gradients import EmbedHead
 from lema.engine.head.loss import LossChunks, targets_of
 from lema.engine.head.objectives import Objective
 from lema.engine.head.rows import RowLoss, mismatched_of
+from lema.engine.layers.layer import Layer
+from lema.engine.layers.rows import Calls, Rows
 from lema.engine.padding import Padding
-from lema.engine.trained_weights import Leaves
 from lema.model import Split
 from lema.model.flow import LayerCall
 from lema.model.inputs import Inputs
 from lema.stream import Lease
 
-__all__ = ["ReferenceRows", "StartingAdapter", "reference_rows_of", "top_row_loss"]
+__all__ = ["ReferenceRows", "StartingAdapter", "reference_rows_of"]
 
 Batches: TypeAlias = Sequence[Mapping[str, Tensor]]
-Calls: TypeAlias = Sequence[Sequence[LayerCall]]
 
 
 @contextmanager
@@ -113,72 +112,49 @@ class StartingAdapter:
 
 
 @dataclass(eq=False)
-class Group:
-    """Some micro-batches on their way through the layers."""
-
-    calls: Calls  # for each layer, the call of each micro-batch
-    # of each micro-batch, `[rows, sequence]`: whose log-probabilities are wanted, -100 else
-    targets: Sequence[Tensor]
-    policy: bool  # whether the layers are those that train; otherwise they are the reference's
-    # at the layer that comes next; None: those of `source`, where adapters begin
-    hidden: list[Tensor] | None = None
-    # what these rows are the same as up to there; None: the rows that train
-    source: Group | None = None
-
-
-@dataclass(eq=False)
 class ReferenceRows:
-    """The extra rows of one pass."""
+    """The extra rows of one pass.
 
-    engine: Engine  # what visits work with
-    start: StartingAdapter | None  # the reference's adapter; None: the reference has none
-    reference: Group | None  # the rows that train, as the reference sees them; None: not needed
-    # of KTO's KL term, of the model and of the reference; none: not needed
-    mismatched: Sequence[Group]
-    first_difference: (
-        int  # the lowest layer at which the reference makes something else; -1: before the layers
-    )
-    outside: bool  # whether something outside the layers trains
+    Args:
+        engine: the objects that every layer works with.
+        start: the reference's adapter; None: the reference has none.
+        reference: the rows that train, as the reference sees them; None: not needed.
+        mismatched: those of KTO's KL term, of the model and of the reference; none: not needed.
+        first_difference: the lowest layer at which the reference makes something else; -1: before
+            the layers.
+        outside: whether something outside the layers trains.
+    """
 
-    @torch.no_grad()
-    def through(self, layer: int, lease: Lease, hidden: Sequence[Tensor]) -> None:
-        """Take the rows through a layer that is on lease; `hidden` is what the rows that train
-        were given there.
+    engine: Engine
+    start: StartingAdapter | None
+    reference: Rows | None
+    mismatched: Sequence[Rows]
+    first_difference: int
+    outside: bool
+
+    @property
+    def all(self) -> list[Rows]:
+        """All of them."""
+        return [*([] if self.reference is None else [self.reference]), *self.mismatched]
+
+    def begin(self, number: int, hidden: Sequence[Tensor]) -> None:
+        """Note that the rows that train come to a layer, with these hidden states: from a certain
+        one on the others differ from them.
         """
-        groups = [*([] if self.reference is None else [self.reference]), *self.mismatched]
-        if layer == self.first_difference:
-            for group in groups:
-                if group.hidden is None:
-                    group.hidden = list(
-                        hidden if group.source is None else group.source.hidden or ()
-                    )
-        engine = self.engine
-        if groups and engine.split.state.layers.keeps(layer):
-            raise engine.split.state.layers.refusal(
-                layer, "and the rows of a reference would change it"
-            )
+        rows_of_all = self.all
+        layers = self.engine.split.state.layers
+        if rows_of_all and layers.keeps(number):
+            raise layers.refusal(number, "and the rows of a reference would change it")
+        if number == self.first_difference:
+            for rows in rows_of_all:
+                if rows.hidden is None:
+                    rows.hidden = list(hidden if rows.source is None else rows.source.states)
 
-        def run(group: Group, call: LayerCall, hidden_state: Tensor) -> Tensor:
-            # Not compiled without adapters, because that would be another graph of each layer.
-            compiled = group.policy or self.start is not None
-            return engine.split.run_layer(
-                layer, lease.weights, call, hidden_state.detach(), compiled=compiled
-            )
-
-        for group in groups:
-            if group.hidden is None:
-                continue
-            with (
-                nullcontext()
-                if group.policy
-                else as_reference(self.start, [engine.split.layers[layer]])
-            ):
-                for index, call in enumerate(group.calls[layer]):
-                    engine.stop.poll()
-                    forward = partial(run, group, call, group.hidden[index])
-                    location = f"in the forward of layer {layer}"
-                    state = engine.generator_state()
-                    group.hidden[index] = engine.retry.run_forward(location, forward, state)
+    def run(self, layer: Layer[Any], lease: Lease) -> None:
+        """Take the rows through a layer that is on lease, from where they differ on."""
+        for rows in self.all:
+            if rows.hidden is not None:
+                layer.run(lease, rows)
 
     @torch.no_grad()
     def evaluated(self, loss: RowLoss, hidden: Sequence[Tensor]) -> Tensor:
@@ -197,19 +173,18 @@ class ReferenceRows:
         the layers are done.
         """
         reference = None if self.reference is None else self._logps(loss, self.reference)
-        mismatched = [self._logps(loss, group) for group in self.mismatched]
+        mismatched = [self._logps(loss, rows) for rows in self.mismatched]
         return loss.finish(logps, reference, mismatched, differentiate=differentiate)
 
-    def _logps(self, loss: RowLoss, group: Group) -> list[Tensor]:
-        hidden = group.hidden or []
-        group.hidden = None
+    def _logps(self, loss: RowLoss, rows: Rows) -> list[Tensor]:
+        hidden = rows.take()
         # Looked for only where something outside the layers trains, because else the head has no
         # adapters.
-        adapted = [] if group.policy or not self.outside else [self.engine.split.model]
-        with as_reference(self.start, adapted), self.engine.retry.at("in the head and the loss"):
+        adapted = [self.engine.split.model] if self.outside else []
+        with rows.computing(adapted), self.engine.retry.at("in the head and the loss"):
             return [
                 loss.forward(state, target)
-                for state, target in zip(hidden, group.targets, strict=True)
+                for state, target in zip(hidden, rows.targets, strict=True)
             ]
 
 
@@ -257,14 +232,19 @@ def reference_rows_of(
     below = outside and model.starts_below is not False
     first_difference = -1 if below else model.lowest_trained
 
+    compute_as = partial(as_reference, start)
+    # Not compiled without adapters, because that would be another graph of each layer.
+    compiled = start is not None
+
     def as_seen(
-        batches: Batches, targets: Sequence[Tensor], calls: Calls, source: Group | None = None
-    ) -> Group:
-        if not below:
-            return Group(calls, targets, policy=False, source=source)
-        with as_reference(start, [split.model]):
-            hidden, prelude_calls = model.prelude(batches, first)
-        return Group(prelude_calls, targets, policy=False, hidden=list(split.enter(hidden)))
+        batches: Batches, targets: Sequence[Tensor], calls: Calls, source: Rows | None = None
+    ) -> Rows:
+        hidden = None
+        if below:
+            with as_reference(start, [split.model]):
+                states, calls = model.prelude(batches, first)
+            hidden = list(split.enter(states))
+        return Rows(calls, hidden, source, targets, compute_as, compiled)
 
     rows = [
         model.padding.of(mismatched_of(batch)) for batch in micro_batches if objective.mismatched
@@ -276,49 +256,6 @@ def reference_rows_of(
     if not objective.mismatched:
         return ReferenceRows(model.engine, start, reference, (), first_difference, outside)
     hidden, mismatched_calls = model.prelude(mismatched_batches, first)
-    policy = Group(
-        mismatched_calls, mismatched_targets, policy=True, hidden=list(split.enter(hidden))
-    )
+    policy = Rows(mismatched_calls, list(split.enter(hidden)), targets=mismatched_targets)
     mismatched = policy, as_seen(mismatched_batches, mismatched_targets, mismatched_calls, policy)
     return ReferenceRows(model.engine, start, reference, mismatched, first_difference, outside)
-
-
-def top_row_loss(
-    engine: Engine,
-    lease: Lease,
-    leaves: Leaves,
-    calls: Sequence[LayerCall],
-    hidden: Sequence[Tensor],
-    embed_head: EmbedHead,
-    reference_rows: ReferenceRows,
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Run all rows through the top layer and the head; return the loss of the pass and, for each
-    micro-batch, the gradient of its log-probabilities by the top layer's output, and the
-    generator's state before the top layer."""
-    loss = embed_head.loss
-    top = engine.split.num_layers - 1
-    retry = engine.retry
-    assert isinstance(loss, RowLoss), "the loss is of tokens"
-    logps = list[Tensor]()
-    gradients = list[Tensor]()
-    states = list[Tensor]()
-
-    def score(index: int, state: Tensor) -> tuple[Tensor, Tensor]:
-        output = engine.split.run_layer(
-            top, {**lease.weights, **leaves}, calls[index], state.detach()
-        )
-        with retry.at("in the head and the loss"):
-            return embed_head.loss_and_grad(index, output.detach())
-
-    with engine.stream.trace.span("forward", f"layer {top}, head and loss"), torch.no_grad():
-        for index, state in enumerate(hidden):
-            engine.stop.poll()
-            states.append(engine.generator_state())
-            run = partial(score, index, state)
-            row_logps, gradient = retry.run_forward(
-                f"in the forward of layer {top}", run, states[-1]
-            )
-            logps.append(row_logps)
-            gradients.append(gradient)
-        reference_rows.through(top, lease, hidden)
-    return reference_rows.finish(loss, logps), gradients, states

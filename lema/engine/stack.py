@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
-from itertools import count
+from itertools import count, pairwise
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -33,10 +33,13 @@ from lema.config.units import human_bytes
 from lema.data.batches import dealt
 from lema.engine.generation import leased_forwards
 from lema.engine.head.gradients import EmbedHead
+from lema.engine.layers.layer import Saving
+from lema.engine.layers.layer_pass import LayerPass
+from lema.engine.layers.rows import Rows
 from lema.engine.streamed import StreamedModel
-from lema.engine.trained_weights import AskedGradients, adapter_leaves, below_visits
+from lema.engine.trained_weights import AskedGradients, OuterGradients, adapter_leaves
 from lema.errors import ConfigError
-from lema.model.flow import Prelude
+from lema.model.flow import LayerCall, Prelude
 from lema.model.state.hooks import aside, hooks_of
 from lema.stream.schedule import fetched_per_step, in_parts
 
@@ -140,6 +143,23 @@ class _Step:
     written: int  # how often what trains had been written to
     done: bool = False  # whether that has begun
     task: int = -1  # autograd's number of it
+
+
+@dataclass(frozen=True, eq=False)
+class _Start:
+    """Where the graph of some calls begins.
+
+    Args:
+        hidden: the hidden state of each micro-batch before the first layer.
+        below: whether something before the layers trains.
+        outer: returns, of some parameters, what hands their gradients to the caller's graph.
+        asked: takes gradients where a caller asks for them; None: nobody can.
+    """
+
+    hidden: tuple[Tensor, ...]
+    below: bool
+    outer: Callable[[list[nn.Parameter]], OuterGradients]
+    asked: AskedGradients | None = None
 
 
 class LayerStack:
@@ -405,39 +425,15 @@ class LayerStack:
         per_layer = [[prelude.calls[layer] for prelude in preludes] for layer in range(top + 1)]
         hidden = tuple(prelude.hidden for prelude in preludes)
         differentiated = calls[0].differentiated
-        below = False
-        asked = None
-        outer = streamed.engine.anchor
-        gradients: AskedGradients | None = None
-        if differentiated:
-            outside = streamed.trained_outside()
-            adapters = [
-                parameter for parameter in split.layers.parameters() if parameter.requires_grad
-            ]
-            asked = (
-                None
-                if self._gradient_sums is not None
-                else AskedGradients(outer, [*adapters, *outside])
-            )
-            start = EmbedHead(streamed.backend, None, hidden, per_layer, outside, asked)
-            below = start.reach_below or any(call.inputs_differentiated for call in calls)
-            if self._gradient_sums is not None:
-                if start.reach_below:
-                    what = (
-                        "weights before the layers train, but several processes share only the "
-                        "layers' gradients"
-                    )
-                    raise ConfigError(
-                        what, where="the embeddings", how="remove them from the adapter's modules"
-                    )
-                outer = below_visits(outer, self._gradient_sums, adapters)
-            elif asked is not None and asked.parameters:
-                gradients = asked
-                outer = below_visits(outer, asked.gradients, asked.parameters)
-            hidden = start.start(outer)
+        start = self._started(per_layer, hidden) if differentiated else None
         # a trainer may make the embeddings' output require a gradient that is not needed
-        if not below:
-            hidden = tuple(state.detach() for state in hidden)
+        below = start is not None and (
+            start.below or any(call.inputs_differentiated for call in calls)
+        )
+        hidden = tuple(
+            state if below else state.detach()
+            for state in (hidden if start is None else start.hidden)
+        )
         trained = (
             [layer for layer in range(top + 1) if streamed.engine.trains(layer)]
             if differentiated
@@ -445,10 +441,11 @@ class LayerStack:
         )
         lowest = 0 if below else min(trained, default=top + 1)
         step = None
-        if lowest <= top:
+        if start is not None and lowest <= top:
             down = in_parts(range(top, lowest - 1, -1), streamed.stream.parts, down=True)
-            step = _Step(next(self._numbers), down, calls[0].trained, asked, self._times_written())
-        if step is not None:
+            step = _Step(
+                next(self._numbers), down, calls[0].trained, start.asked, self._times_written()
+            )
             self._warn_of_accumulation(lowest)
             self._steps.add(step)
         up = streamed.stream.forward_order()
@@ -461,23 +458,91 @@ class LayerStack:
         )
         hidden = split.enter(hidden)
         boundaries, graphs = streamed.activation_stores(hidden, lowest, top + 1)
-        with streamed.engine.below(outer, gradients):
-            for layer in range(top + 1):
-                keep = budget if layer == top else 0
-                hidden = streamed.visit_layer(
-                    lowest, boundaries, graphs, None, layer, per_layer[layer], hidden, keep
-                )
+        saving = Saving(boundaries, graphs, streamed.saved, streamed.products, budget)
+        rows = Rows(per_layer, list(hidden))
+        del hidden
+        outer = None if start is None else start.outer
+        states = iter(self._through_layers(rows, lowest, saving, outer))
         if graphs is not None:
             graphs.end_forward()
             graphs.expect(top)
         joined = []
-        states = iter(hidden)
         for call in calls:
             joined.append(call.joined([next(states) for _ in call.preludes]))
             if step is not None:
                 joined[-1].register_hook(call.check_unseen)
                 joined[-1].register_hook(lambda _: self._begin_backward(step))
         return joined
+
+    def _started(
+        self, per_layer: Sequence[Sequence[LayerCall]], hidden: Sequence[Tensor]
+    ) -> _Start:
+        """Return where the graph of some calls begins, before their first layer."""
+        streamed = self.streamed
+        anchor = streamed.engine.anchor
+        outside = streamed.trained_outside()
+        layers = streamed.split.layers
+        adapters = [parameter for parameter in layers.parameters() if parameter.requires_grad]
+        if self._gradient_sums is None:
+            asked = AskedGradients(anchor, [*adapters, *outside])
+            start = EmbedHead(streamed.backend, None, hidden, per_layer, outside, asked.of(outside))
+            return _Start(start.start(anchor), start.reach_below, asked.of, asked)
+        sums = self._gradient_sums
+        start = EmbedHead(streamed.backend, None, hidden, per_layer, outside)
+        if start.reach_below:
+            what = (
+                "weights before the layers train, but several processes share only the "
+                "layers' gradients"
+            )
+            raise ConfigError(
+                what, where="the embeddings", how="remove them from the adapter's modules"
+            )
+        return _Start(
+            start.start(anchor), False, lambda parameters: OuterGradients([*parameters], sums)
+        )
+
+    def _through_layers(
+        self,
+        rows: Rows,
+        lowest: int,
+        saving: Saving,
+        outer: Callable[[list[nn.Parameter]], OuterGradients] | None,
+    ) -> list[Tensor]:
+        """Take rows through all layers in one pass, or in several where layers have hooks, which
+        are called between two of them; return what the last layer makes.
+        """
+        streamed = self.streamed
+        split = streamed.split
+        hooks = [
+            split.state.hooks.of(layer, split.extra_outputs, frozen=layer < lowest)
+            for layer in range(split.num_layers)
+        ]
+        begins = [
+            layer
+            for layer in range(split.num_layers)
+            if layer == 0 or hooks[layer] is not None or hooks[layer - 1] is not None
+        ]
+        for begin, end in pairwise([*begins, split.num_layers]):
+            layer_hooks = hooks[begin]
+            calls = rows.calls
+            if layer_hooks is not None:
+                of_layer, states = layer_hooks.before(calls[begin], rows.take())
+                calls = [*calls[:begin], of_layer, *calls[end:]]
+                rows = Rows(calls, list(states))
+                del states
+            layers = streamed.layers[begin:end]
+            adapters = [p for layer in layers for p in streamed.engine.adapters_of(layer.number)]
+            hidden = LayerPass(
+                streamed.engine,
+                layers,
+                rows,
+                lowest=lowest,
+                saving=saving,
+                outer=None if outer is None else outer(adapters),
+            ).hidden_states()
+            rows = Rows(calls, hidden if layer_hooks is None else list(layer_hooks.after(hidden)))
+            del hidden
+        return rows.take()
 
     def _begin_backward(self, step: _Step) -> None:
         """Make sure that a backward is that of its forward, and say what is leased in it, and

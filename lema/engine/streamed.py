@@ -7,7 +7,7 @@ So weights are transferred twice per optimizer step, however many micro-batches 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -33,8 +33,10 @@ from lema.engine.head.objectives import LossSettings, Measured
 from lema.engine.head.pieces import PiecedHead, piece_passes
 from lema.engine.head.routers import router_loss_of
 from lema.engine.head.rows import RowLoss, row_targets
-from lema.engine.layers.pieces import visit_head
-from lema.engine.layers.whole import visit, visit_frozen, visit_top
+from lema.engine.layers.layer import Saving
+from lema.engine.layers.layer_pass import LayerPass, layers_of
+from lema.engine.layers.rows import Rows
+from lema.engine.layers.top import HeadInPieces, Top, TopLayer
 from lema.engine.oom import OomRetry, Shortage
 from lema.engine.padding import Padding, cut
 from lema.engine.reference_rows import ReferenceRows, StartingAdapter, reference_rows_of
@@ -77,7 +79,8 @@ class StreamedModel:
 
     Attributes:
         graphs: has what kept graphs hold wait elsewhere; None: it stays on the device.
-        engine: the objects that the visits work with.
+        engine: the objects that the layers of a pass work with.
+        layers: the decoder layers, each of its kind.
         prefix: keeps the hidden states that layers below the lowest trained one make, in a run that
             repeats batches.
         retry: attempts again what ran out of device memory, with less at once.
@@ -137,6 +140,7 @@ class StreamedModel:
         advice = {} if advise is None else {"advise": advise}
         self.retry = OomRetry(stream, backend, split.state, recomputes=recompute, **advice)
         self.engine = Engine(split, stream, backend, runs_again=runs_again, retry=self.retry)
+        self.layers = layers_of(self.engine)
         self.inputs = Inputs(backend)
         self._away = HostStates(backend)
         self.prefix: PrefixCache | None = None
@@ -284,95 +288,121 @@ class StreamedModel:
         )
         if not self.stream.announced:
             self.announce_step(micro_batches)
-        top = self.split.num_layers - 1
-        outside = self.trained_outside()
-        prefix = self.prefix
         start = self._first_layer(micro_batches)
-        before = self.engine.generator_state()
-        inputs = [model_inputs(batch) for batch in micro_batches]
-        around = list[dict[str, Any]]()
-        # The first layer is leased before the prelude and kept for its visit, because the prelude
+        drawn_before = self.engine.generator_state()
+        around: list[dict[str, Any]] | None = None if self.prefix is None else []
+        # The first layer is leased before the prelude and kept for its turn, because the prelude
         # may need its weights.
-        with nullcontext() if start else self._first_lease(device_batches) as first:
-            hidden, calls = self.prelude(
-                device_batches,
-                first,
-                differentiate=bool(outside),
-                around=None if prefix is None else around,
+        with ExitStack() as first_lease:
+            first = first_lease.enter_context(
+                nullcontext() if start else self._first_lease(device_batches)
             )
-            if start and prefix is not None and not prefix.fits(inputs, around):
-                # what was announced, because the layers below are needed all the same
-                self.stream.cancel()
-                self.announce_step()
-                start = 0
+            outside = self.trained_outside()
+            hidden, calls = self.prelude(
+                device_batches, first, differentiate=bool(outside), around=around
+            )
+            start = self._checked_start(start, micro_batches, around)
             embed_head = EmbedHead(self.backend, chunks, hidden, calls, outside)
             if self.engine.routers is not None:
                 self.engine.routers.begin(embed_head.loss, calls, device_batches)
             hidden = self.split.enter(embed_head.start(self.engine.anchor))
             self.starts_below = embed_head.reach_below
-            lowest = self.lowest_trained
-            # before the turn, which is that of the head's pieces
-            last = top if self.head is None else top + 1
-            boundaries, graphs = self.activation_stores(hidden, lowest, last)
+            # a head in pieces comes after all layers, any other is computed with the top layer
+            end = self.split.num_layers - (self.head is None)
+            boundaries, graphs = self.activation_stores(hidden, self.lowest_trained, end)
             reference_rows = reference_rows_of(
                 self, chunks, micro_batches, device_batches, calls, first
             )
-            through = partial(self.visit_layer, lowest, boundaries, graphs, reference_rows)
-            if start and prefix is not None:
-                hidden = prefix.fetch(inputs)
-            elif last > 0:
-                hidden = through(0, calls[0], hidden)
-        for layer in range(max(start, 1), top + 1):
-            if prefix is not None and layer == prefix.layer > start:
-                drawn = not torch.equal(before, self.backend.rng_state())
-                more = any(
-                    call.received is not None and call.received.more for call in calls[layer]
+            rows = Rows(calls, list(hidden))
+            del hidden
+            if self.prefix is not None:
+                start = self._through_prefix(
+                    self.prefix,
+                    rows,
+                    start,
+                    micro_batches,
+                    around or (),
+                    drawn_before,
+                    reference_rows,
                 )
-                stateful = any(map(self.split.state.layers.keeps, range(layer)))
-                prefix.keep(
-                    inputs,
-                    hidden,
-                    around,
-                    lowest=lowest,
-                    drawn=drawn,
-                    handed_on=more,
-                    stateful=stateful,
-                )
-            if layer < last:
-                # Not by a variable, which would hold this layer's inputs until the next layer is
-                # done.
-                hidden = through(layer, calls[layer], hidden)
-        if graphs is not None:
-            # because the top layer, the head and the loss need the room on the device
-            graphs.end_forward()
-        loss = self._top_loss(calls[top], hidden, embed_head, reference_rows)
-        if graphs is not None:
-            graphs.expect(last - 1)
+            loss = LayerPass(
+                self.engine,
+                self.layers[start:end],
+                rows,
+                lowest=self.lowest_trained,
+                saving=Saving(boundaries, graphs, self.saved, self.products),
+                reference_rows=reference_rows,
+                top=self._top(embed_head, reference_rows),
+                end_first=first_lease.close,
+            ).loss()
+        self._measure(embed_head.loss)
         if logits:  # of a loss of rows there are none
             cut(logits, micro_batches)
         return loss
 
-    def _top_loss(
+    def _checked_start(
         self,
-        calls: Sequence[LayerCall],
-        hidden: tuple[Tensor, ...],
-        embed_head: EmbedHead,
+        start: int,
+        micro_batches: MicroBatches,
+        around: Sequence[Mapping[str, Any]] | None,
+    ) -> int:
+        """Return the layer with which a step begins: 0, unless the prefix has kept what the layers
+        below make of the micro-batches, with the same `around` them.
+        """
+        inputs = [model_inputs(batch) for batch in micro_batches]
+        if not start or self.prefix is None or self.prefix.fits(inputs, around or ()):
+            return start
+        # what was announced, because the layers below are needed all the same
+        self.stream.cancel()
+        self.announce_step()
+        return 0
+
+    def _through_prefix(
+        self,
+        prefix: PrefixCache,
+        rows: Rows,
+        start: int,
+        micro_batches: MicroBatches,
+        around: Sequence[Mapping[str, Any]],
+        drawn_before: Tensor,
         reference_rows: ReferenceRows | None,
-    ) -> Tensor:
-        """Return the loss of a step; `hidden` is what the layers below the turn have made."""
+    ) -> int:
+        """Take rows to the layer up to which a prefix keeps what the layers make, and keep that; or
+        fetch it. Return the number of that layer.
+        """
+        inputs = [model_inputs(batch) for batch in micro_batches]
+        if start:
+            rows.hidden = list(prefix.fetch(inputs))
+            return start
+        below = self.layers[: prefix.layer]
+        for _ in LayerPass(self.engine, below, rows, reference_rows=reference_rows).up():
+            pass
+        received = [call.received for call in rows.calls[prefix.layer]]
+        prefix.keep(
+            inputs,
+            rows.states,
+            around,
+            lowest=self.lowest_trained,
+            drawn=not torch.equal(drawn_before, self.backend.rng_state()),
+            handed_on=any(between is not None and between.more for between in received),
+            stateful=any(map(self.split.state.layers.keeps, range(prefix.layer))),
+        )
+        return prefix.layer
+
+    def _top(self, embed_head: EmbedHead, reference_rows: ReferenceRows | None) -> Top:
+        """Return what forms the loss of a step behind the layers below."""
+        if self.head is None:
+            return TopLayer(self.engine, self.layers[-1], embed_head, reference_rows)
         loss = embed_head.loss
-        routers = self.engine.routers
-        if self.head is not None:
-            assert isinstance(loss, LossChunks), "the head is whole for a loss of rows"
-            value = visit_head(self.engine, self.head, loss, hidden)
-            value = value if routers is None else value + routers.total()
-        else:
-            value = visit_top(self.engine, calls, hidden, embed_head, reference_rows)
-        if routers is not None:
-            self.measured = routers.end()
+        assert isinstance(loss, LossChunks), "the head is whole for a loss of rows"
+        return HeadInPieces(self.engine, self.head, loss)
+
+    def _measure(self, loss: LossChunks | RowLoss) -> None:
+        """Keep what a step has measured."""
+        if self.engine.routers is not None:
+            self.measured = self.engine.routers.end()
         if isinstance(loss, RowLoss):
             self.measured = loss.measured
-        return value
 
     def join_idle(self, *, training: bool = True) -> None:
         """Take part in a step, or an evaluation, in which this process has no rows, for the
@@ -412,14 +442,25 @@ class StreamedModel:
         self, logits: list[Tensor] | None, micro_batches: MicroBatches
     ) -> tuple[Tensor, int]:
         device_batches, chunks = self._prepare(micro_batches, logits=logits)
-        joined: list[ReferenceRows] = []
-        *_, hidden = self._forward(
-            device_batches,
-            partial(reference_rows_of, self, chunks, micro_batches, device_batches),
-            joined,
-        )
+        self._announce_forward()
+        with ExitStack() as first_lease:
+            first = first_lease.enter_context(self._first_lease(device_batches))
+            entered, calls = self.prelude(device_batches, first)
+            reference_rows = reference_rows_of(
+                self, chunks, micro_batches, device_batches, calls, first
+            )
+            rows = Rows(calls, list(self.split.enter(entered)))
+            del entered
+            hidden = LayerPass(
+                self.engine,
+                self.layers,
+                rows,
+                reference_rows=reference_rows,
+                end_first=first_lease.close,
+            ).hidden_states()
         if isinstance(chunks, RowLoss):
-            value = joined[0].evaluated(chunks, hidden)
+            assert reference_rows is not None, "a loss of rows has an objective"
+            value = reference_rows.evaluated(chunks, hidden)
             self.measured = chunks.measured
             return value, chunks.num_examples
         with self.retry.at("in the head and the loss"):
@@ -441,35 +482,24 @@ class StreamedModel:
         `lema.activations.hoststates` has them."""
         away = self._away if on_host and not self.backend.memory().shared else None
         batches = list(map(self.padding.of, self.retry.cut(micro_batches)))
-        return self._forward(self.inputs.to_device(batches), away=away)
-
-    def _forward(
-        self,
-        micro_batches: MicroBatches,
-        join: Callable[[list[list[LayerCall]], Lease | None], ReferenceRows | None] = lambda *_: (
-            None
-        ),
-        joined: list[ReferenceRows] | None = None,
-        away: HostStates | None = None,
-    ) -> Iterator[tuple[Any, ...]]:
-        """Yield the hidden states before the first layer and after each; rows from `join` are
-        added to `joined`.
-        """
-        self.stream.cancel()
-        self.stream.announce(self.stream.forward_order())
-        with self._first_lease(micro_batches) as first:
-            hidden, calls = self.prelude(micro_batches, first, away=away)
-            if (reference_rows := join(calls, first)) is not None and joined is not None:
-                joined.append(reference_rows)
+        device_batches = self.inputs.to_device(batches)
+        self._announce_forward()
+        with ExitStack() as first_lease:
+            first = first_lease.enter_context(self._first_lease(device_batches))
+            hidden, calls = self.prelude(device_batches, first, away=away)
             yield hidden
             entered = self.split.enter(hidden) if away is None else hidden
-            hidden = visit_frozen(self.engine, 0, calls[0], entered, reference_rows, away)
-        yield hidden
-        for layer in range(1, self.split.num_layers):
-            hidden = visit_frozen(self.engine, layer, calls[layer], hidden, reference_rows, away)
-            yield hidden
+            rows = Rows(calls, list(entered), host=away)
+            del hidden, entered
+            for _ in LayerPass(self.engine, self.layers, rows, end_first=first_lease.close).up():
+                yield tuple(rows.states)
         if away is not None:
             away.end_forward()
+
+    def _announce_forward(self) -> None:
+        """Announce the leases of a pass that has no way down."""
+        self.stream.cancel()
+        self.stream.announce(self.stream.forward_order())
 
     def _prepare(
         self, micro_batches: MicroBatches, **options: Any
@@ -553,37 +583,3 @@ class StreamedModel:
         graphs = None if self.graphs is None or lowest >= end else self.graphs.step()
         with self.retry.at("for the inputs of layers that wait for the backward"):
             return self.arena.step(hidden, again) if again else None, graphs
-
-    def visit_layer(
-        self,
-        lowest: int,
-        boundaries: StepBoundaries | None,
-        graphs: StepGraphs | None,
-        reference_rows: ReferenceRows | None,
-        layer: int,
-        calls: Sequence[LayerCall],
-        hidden: tuple[Tensor, ...],
-        budget: int = 0,
-    ) -> tuple[Tensor, ...]:
-        """Run every micro-batch through a layer: by `visit` from the layer `lowest` on, by
-        `visit_frozen` below it.
-        """
-        hooks = self.split.state.hooks.of(layer, self.split.extra_outputs, frozen=layer < lowest)
-        if hooks is not None:
-            calls, hidden = hooks.before(calls, hidden)
-        if lowest <= layer:
-            layer_boundaries = None if layer in self.saved else boundaries
-            outputs = visit(
-                self.engine,
-                layer,
-                calls,
-                hidden,
-                layer_boundaries,
-                graphs,
-                reference_rows,
-                budget,
-                layer in self.products,
-            )
-        else:
-            outputs = visit_frozen(self.engine, layer, calls, hidden, reference_rows)
-        return outputs if hooks is None else hooks.after(outputs)

@@ -11,9 +11,9 @@ of them once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,9 @@ from lema.stream import Lease
 __all__ = [
     "AskedGradients",
     "Leaves",
+    "OuterGradients",
     "TrainedWeights",
     "adapter_leaves",
-    "below_visits",
     "differentiated_again",
 ]
 
@@ -101,9 +101,9 @@ def adapter_leaves(
     their gradients.
 
     `DistributedDataParallel` sends a parameter's gradient off when it first arrives, and looks for
-    parameters in the graph of what the model returns. But the visits differentiate graphs of their
-    own, once for each micro-batch. So gradients are added up in leaves there, and the parameters
-    are in the outer graph (`below_visits`).
+    parameters in the graph of what the model returns. But a pass differentiates graphs of its own,
+    once for each micro-batch. So gradients are added up in leaves there, and the parameters are
+    inputs of the pass (`OuterGradients`).
     """
 
     def done(layer: int, gradients: Leaves) -> None:
@@ -120,9 +120,9 @@ def adapter_leaves(
 
 class AskedGradients:
     """The gradients of one forward's parameters, for a caller who asks for them
-    (`torch.autograd.grad`) instead of having them added to `.grad`. Visits add to `.grad` by
-    themselves, which autograd does not see. So where it was asked, what they add is collected here,
-    and handed over below the visits (`below_visits`).
+    (`torch.autograd.grad`) instead of having them added to `.grad`. A pass adds to `.grad` by
+    itself, which autograd does not see. So where it was asked, what it adds is collected here, and
+    handed over at its end (`OuterGradients`).
 
     Args:
         anchor: a leaf that is in the graph. Only a plain backward comes to it, because nobody asks
@@ -141,6 +141,12 @@ class AskedGradients:
         self.hooked = len(self.parameters) < len(parameters)
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self._anchor = get_gradient_edge(anchor).node
+
+    def of(self, parameters: Iterable[nn.Parameter]) -> OuterGradients:
+        """Return those of some of the parameters, for a function in the caller's graph."""
+        known = {id(parameter) for parameter in self.parameters}
+        chosen = [parameter for parameter in parameters if id(parameter) in known]
+        return OuterGradients(chosen, self.gradients, self)
 
     def asked(self) -> bool:
         """Whether the backward that runs was asked for gradients; called within it."""
@@ -172,25 +178,25 @@ def differentiated_again() -> bool:
     return retained
 
 
-class _BelowVisits(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, gradients: dict[nn.Parameter, Tensor], *trained: nn.Parameter
-    ) -> Tensor:
-        ctx.found = gradients
-        ctx.trained = trained
-        return anchor.clone()
+@dataclass(frozen=True, eq=False)
+class OuterGradients:
+    """Parameters whose gradients autograd gets from a function in the caller's graph.
 
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(ctx.found.pop(parameter, None) for parameter in ctx.trained)
-
-
-def below_visits(
-    anchor: Tensor, gradients: dict[nn.Parameter, Tensor], trained: Sequence[nn.Parameter]
-) -> Tensor:
-    """Return what stands for the visits' anchor: its backward comes after those of all visits,
-    with what they found.
+    Args:
+        parameters: the parameters, which are inputs of that function.
+        gradients: has their gradients once the function's backward has formed them.
+        asked: collects there what is added to `.grad` where a caller asks for gradients; None:
+            somebody else adds to `gradients`.
     """
-    below: Tensor = _BelowVisits.apply(anchor, gradients, *trained)  # type: ignore[no-untyped-call] # torch's is
-    return below
+
+    parameters: Sequence[nn.Parameter]
+    gradients: dict[nn.Parameter, Tensor]
+    asked: AskedGradients | None = None
+
+    def collected(self) -> AbstractContextManager[None]:
+        """Return the context in which the gradients are formed."""
+        return nullcontext() if self.asked is None else self.asked.collected()
+
+    def handed_over(self) -> list[Tensor | None]:
+        """Return the gradients of the parameters; None: there is none, or it is in `.grad`."""
+        return [self.gradients.pop(parameter, None) for parameter in self.parameters]

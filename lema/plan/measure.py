@@ -28,7 +28,9 @@ from lema.backend.registry import workspace_memory
 from lema.config import LemaConfig
 from lema.engine.engine import Engine
 from lema.engine.head.loss import CHUNK_TOKENS, LossChunks
-from lema.engine.layers.whole import visit
+from lema.engine.layers.layer import Saving
+from lema.engine.layers.layer_pass import LayerPass, layers_of
+from lema.engine.layers.rows import Rows
 from lema.engine.optim import make_optimizer
 from lema.engine.trained_weights import TrainedWeights
 from lema.model import Split
@@ -82,10 +84,16 @@ def layer_seconds(
     ):
         weights = TrainedWeights({index: trained}, lambda *_: None)
         engine = Engine(split, stream, backend, trained=weights)
+        layers_here = [layers_of(engine)[index]]
+        calls = [[call]] * split.num_layers
 
         def visits(*, recompute: bool, products: bool = False) -> Iterator[None]:
             boundaries = arena.step([layer_input], [index]) if recompute else None
-            (output,) = visit(engine, index, [call], [layer_input], boundaries, products=products)
+            saving = Saving(boundaries, products=[index] if products else ())
+            rows = Rows(calls, [layer_input])
+            (output,) = LayerPass(
+                engine, layers_here, rows, lowest=index, saving=saving
+            ).hidden_states()
             yield
             torch.autograd.backward(output, torch.ones_like(output))
             yield

@@ -34,7 +34,7 @@ STAGES = {
     "reading": (["eval", "CONFIG", "--set", "eval_data=DATA"], "lema.stream.reader:_File.read"),
     "evaluating": (
         ["eval", "CONFIG", "--set", "eval_data=DATA"],
-        "lema.engine.streamed:visit_frozen",
+        "lema.engine.layers.whole:WholeLayer.run",
     ),
     "reading for training": (
         ["train", "CONFIG", "--set", "output_dir=OUT"],

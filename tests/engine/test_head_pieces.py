@@ -157,7 +157,7 @@ def test_layers_round_as_below_a_whole_head(
                 def given(*_: Any, **__: Any) -> tuple[list[Tensor], list[Tensor]]:
                     return [steps["device"].loss], [one.clone() for one in seen["device"]]
 
-                monkeypatch.setattr("lema.engine.layers.pieces.piece_passes", given)
+                monkeypatch.setattr("lema.engine.layers.top.piece_passes", given)
             seen[head] = []
 
             def look(layer: int, gradients: Any, head: str = head) -> None:

@@ -66,7 +66,7 @@ def test_every_layer_passes_on_the_whole_models_hidden_state(
     with streamed_model(checkpoint) as model, torch.no_grad():
         draw_b(model.lora_manager)
         model.lora_manager.eval()
-        found = list(model.adapter._forward(batches))
+        found = list(model.adapter.hidden_states(batches))
     assert len(found) == len(expected[0]) == NUM_LAYERS + 1
     for depth, states in enumerate(found):
         for index, state in enumerate(states):

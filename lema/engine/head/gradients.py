@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lema.backend import Backend
-from lema.engine.trained_weights import AskedGradients, differentiated_again
+from lema.engine.trained_weights import OuterGradients, differentiated_again
 from lema.errors import ConfigError
 from lema.model.capture import changed, tensors_in
 from lema.model.flow import LayerCall
@@ -42,10 +42,11 @@ class EmbedHead:
     head and the loss; None: they are somebody else's, and only the embeddings are looked after.
     `hidden`: each micro-batch's hidden state before the layers, with its graph where something
     there trains. `calls`: of each layer, the call of each micro-batch. An argument with a graph is
-    cut off from it: layers add its gradient to `.grad`, from where it goes on at the end. `asked`:
-    takes gradients where a caller asks for them. As attributes it has `reach_below`: whether
-    gradients go on below the layers. `sums`: of each of the head's parameters the gradient, summed
-    over the blocks that the loss was formed of so far."""
+    cut off from it: layers add its gradient to `.grad`, from where it goes on at the end. `outer`:
+    the parameters whose gradients the caller's graph gets; None: all are added to `.grad`. As
+    attributes it has `reach_below`: whether gradients go on below the layers. `sums`: of each of
+    the head's parameters the gradient, summed over the blocks that the loss was formed of so
+    far."""
 
     def __init__(
         self,
@@ -54,10 +55,10 @@ class EmbedHead:
         hidden: Sequence[Tensor],
         calls: Sequence[Sequence[LayerCall]],
         trained: Collection[nn.Parameter],
-        asked: AskedGradients | None = None,
+        outer: OuterGradients | None = None,
     ) -> None:
         self._loss = loss
-        self._asked = asked
+        self._outer = outer
         self._backend = backend
         self._hidden = list(hidden)
         self._cut_arguments = [_cut_off(per_layer) for per_layer in zip(*calls, strict=True)]
@@ -88,7 +89,8 @@ class EmbedHead:
         if not self._before:
             return tuple(self._hidden)
         alone = tuple(state.detach() for state in self._hidden)
-        return detached(lambda *_: alone, self._start_backward, anchor, ())
+        parameters = () if self._outer is None else self._outer.parameters
+        return detached(lambda *_: alone, self._start_backward, anchor, parameters)
 
     def loss_and_grad(self, index: int, output: Tensor) -> tuple[Tensor, Tensor]:
         """Return micro-batch `index`'s share of the loss, and its gradient by the last layer's
@@ -129,10 +131,11 @@ class EmbedHead:
         for index in sorted(self._outputs):
             self._differentiate(index, [], [])
 
-    def _start_backward(self, gradients: Sequence[Tensor]) -> tuple[()]:
+    def _start_backward(self, gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Add the gradients of the part before the layers, from those of the hidden states."""
         again = differentiated_again()
-        with nullcontext() if self._asked is None else self._asked.collected():
+        outer = self._outer
+        with nullcontext() if outer is None else outer.collected():
             for index, gradient in enumerate(gradients):
                 pairs = [
                     (self._hidden[index], gradient),
@@ -151,7 +154,7 @@ class EmbedHead:
                 self._differentiate(
                     index, [tensor for tensor, _ in done], [grad for _, grad in done], again=again
                 )
-        return ()
+        return () if outer is None else outer.handed_over()
 
     def _differentiate(
         self, index: int, roots: list[Tensor], gradients: list[Tensor], *, again: bool = False

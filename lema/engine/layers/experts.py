@@ -1,4 +1,4 @@
-"""Visits of layers whose experts are leased in groups: what is no expert, then each group for all
+"""A layer whose experts are leased in groups: what is no expert, then each group for all
 micro-batches.
 
 Every micro-batch runs through the layer as far as it goes without the experts' result, and waits
@@ -11,7 +11,7 @@ reasons.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,15 +21,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lema.activations.stepstore import StepBoundaries
-from lema.engine.engine import Direction, Engine, LossAndGrad
-from lema.engine.trained_weights import differentiated_again
+from lema.engine.engine import Direction, Engine
+from lema.engine.layers.layer import LossAndGrad, Saving, TopGradients
+from lema.engine.layers.rows import Rows
+from lema.engine.trained_weights import Leaves
 from lema.model import Split
 from lema.model.capture import tensors_in
 from lema.model.experts import ExpertGroup, ExpertInputs, NarrowedExperts, Routed
 from lema.model.flow import LayerCall, Suspended
 from lema.stream import LayerStream, Lease
 
-__all__ = ["GroupedVisit", "call_in_groups", "through_groups", "top_in_groups"]
+__all__ = ["ExpertLayer", "call_in_groups"]
 
 Sums = dict[nn.Parameter, Tensor]
 
@@ -142,6 +144,243 @@ def call_in_groups(
     return half.resume(_Groups(split, stream, lease).results([(None, half.expert_inputs)])[0])
 
 
+@dataclass(eq=False)
+class _SavedInputs:
+    """What the layer keeps of a step: its inputs, in boundaries, and what runs it again."""
+
+    calls: Sequence[LayerCall]
+    boundaries: StepBoundaries
+    needs_grad: Sequence[bool]
+    asks_routers: bool  # whether somebody asks what routers make
+    states: list[Tensor] = field(default_factory=list)  # the generator's, before each micro-batch
+    leaves: Leaves = field(default_factory=dict)
+
+
+class ExpertLayer:
+    """A layer whose experts are leased in groups while it is on lease itself.
+
+    Args:
+        engine: the objects that every layer works with.
+        number: which layer it is.
+    """
+
+    def __init__(self, engine: Engine, number: int) -> None:
+        self.number = number
+        self._engine = engine
+
+    def _groups(self, lease: Lease) -> _Groups:
+        engine = self._engine
+        return _Groups(engine.split, engine.stream, lease, engine.retry.at)
+
+    @torch.no_grad()
+    def run(self, lease: Lease, rows: Rows) -> None:
+        """Take rows that have no gradient through the layer."""
+        states = (rows.state(index) for index in range(len(rows.states)))
+        outputs = self._through_groups(lease, rows.calls[self.number], states)
+        rows.hidden = [rows.stored(index, output) for index, output in enumerate(outputs)]
+
+    def forward(
+        self, lease: Lease, rows: Rows, needs_grad: Sequence[bool], saving: Saving
+    ) -> _SavedInputs:
+        """Take a step's rows through the layer; see `lema.engine.layers.layer.Layer`."""
+        engine = self._engine
+        number = self.number
+        calls = rows.calls[number]
+        boundaries = saving.boundaries_of(number)
+        assert boundaries is not None, "a layer in groups keeps its graph"
+        asks_routers = calls[0].routers is not None
+        saved = _SavedInputs(calls, boundaries, needs_grad, asks_routers)
+
+        def layer_inputs() -> Iterator[Tensor]:
+            for index, (state, needs) in enumerate(zip(rows.states, needs_grad, strict=True)):
+                saved.states.append(engine.generator_state())
+                layer_input = boundaries.keep(number, index, state)
+                yield layer_input.detach().requires_grad_(needs and asks_routers)
+
+        outputs = self._through_groups(lease, calls, layer_inputs())
+        rows.hidden = [output.detach() for output in outputs]
+        for call in calls:
+            if call.routers:
+                call.routers[:] = [
+                    logits.detach().requires_grad_(logits.requires_grad) for logits in call.routers
+                ]
+        return saved
+
+    def _through_groups(
+        self, lease: Lease, calls: Sequence[LayerCall], hidden: Iterable[Tensor]
+    ) -> list[Tensor]:
+        """Run every micro-batch through the layer. Nothing of a graph is kept; that there is one
+        says of what routers make whether it will have a gradient.
+        """
+        engine = self._engine
+        halves = list[Suspended]()
+        for call, state in zip(calls, hidden, strict=True):
+            engine.stop.poll()
+            with (
+                saved_tensors_hooks(lambda _: None, _forgotten),
+                torch.set_grad_enabled(call.routers is not None),
+            ):
+                halves.append(_half(engine, lease, call, state))
+        after = engine.backend.rng_state()
+        expert_inputs = [
+            (call.autocast, half.expert_inputs) for call, half in zip(calls, halves, strict=True)
+        ]
+        results = self._groups(lease).results(expert_inputs)
+        outputs = []
+        for index, (call, half) in enumerate(zip(calls, halves, strict=True)):
+            with torch.no_grad():
+                outputs.append(_resumed(engine, call, half, results[index]))
+            results[index] = halves[index] = expert_inputs[index] = None  # type: ignore[call-overload] # it is done with
+        engine.backend.set_rng_state(after)
+        return outputs
+
+    def backward(
+        self,
+        lease: Lease,
+        saved: _SavedInputs,
+        gradients: Sequence[Sequence[Tensor]],
+        *,
+        again: bool,
+    ) -> list[Tensor | None]:
+        """Turn the gradients of the outputs into those of the inputs; see
+        `lema.engine.layers.layer.Layer`.
+        """
+        groups = self._groups(lease)
+        parts = self._parts(lease, saved, again=again)
+        reads_values = any(part.reads_values for part in parts)
+        expert_inputs = [part.expert_inputs for part in parts]
+        results = list[Tensor]()
+        values: list[Any] = (
+            groups.results(expert_inputs, "backward") if reads_values else [None] * len(parts)
+        )
+        for index, part in enumerate(parts):
+            results.append(part.begin(gradients[index][0], values[index]))
+            values[index] = None
+        adapters: Sums = {}
+        expert_gradients = groups.differentiated(expert_inputs, results, adapters)
+        del expert_inputs
+        input_gradients = list[Tensor | None]()
+        for index in range(len(parts)):
+            part = parts.pop(0)
+            results[index] = torch.empty(0)
+            roots = part.roots(*expert_gradients.pop(0), gradients[index][1:])
+            torch.autograd.backward([*roots], [*roots.values()])
+            input_gradients.append(part.input.grad)
+            del part, roots
+        for parameter in [*adapters]:  # one by one, because each is copied
+            torch.autograd.backward([parameter], [adapters.pop(parameter)])  # adds to .grad
+        return input_gradients
+
+    def _parts(self, lease: Lease, saved: _SavedInputs, *, again: bool) -> list[_Part]:
+        """Run each micro-batch again as far as its experts."""
+        parts = list[_Part]()
+        for index, (call, state) in enumerate(zip(saved.calls, saved.states, strict=True)):
+            with saved.boundaries.fetch(self.number, index, again=again) as boundary:
+                # A copy, because the layer waits for its experts longer than a boundary is kept
+                # here.
+                copied = boundary.detach().clone().requires_grad_(saved.needs_grad[index])
+                part = _Part(self._engine, lease, call, copied, state, saved.asks_routers)
+                parts.append(part)
+                part.run()
+                part.probe()
+                if self._engine.runs_again:
+                    part.let_go()
+            call.routers = None
+        return parts
+
+    def differentiate(
+        self,
+        lease: Lease,
+        leaves: Leaves,  # noqa: ARG002 - weights of such a layer do not train
+        rows: Rows,
+        needs_grad: Sequence[bool],
+        loss_and_grad: LossAndGrad,
+        *,
+        sums: Sized = (),  # noqa: ARG002 - a pass in groups is not attempted again in parts
+        states: Sequence[Tensor] | None = None,
+    ) -> TopGradients:
+        """Take a step's rows through the top layer, the head and the loss, and back; see
+        `lema.engine.layers.layer.Layer`.
+        """
+        assert states is None, "a layer in groups goes through the layers with rows of a reference"
+        engine = self._engine
+        calls = rows.calls[self.number]
+        parts = list[_Part]()
+        after = engine.backend.rng_state()
+        groups = self._groups(lease)
+        for call, state, needs in zip(calls, rows.states, needs_grad, strict=True):
+            leaf = state.detach().requires_grad_(needs)
+            drawn = engine.generator_state()
+            parts.append(_Part(engine, lease, call, leaf, drawn, call.routers is not None))
+            parts[-1].run()
+            after = engine.backend.rng_state()
+            if engine.runs_again:
+                parts[-1].probe()
+                parts[-1].let_go()
+                # because a look draws the part after the experts again
+                engine.backend.set_rng_state(after)
+        results = groups.results([part.expert_inputs for part in parts])
+        values = list[Tensor]()
+        below = list[dict[Tensor, Tensor | None]]()
+        own = list[list[Tensor]]()
+        for index, (call, part) in enumerate(zip(calls, parts, strict=True)):
+            engine.stop.poll()
+            output = part.made_of(results[index])
+            engine.backend.set_rng_state(after)
+            with engine.retry.at("in the head and the loss"):
+                value, gradient = loss_and_grad(index, output.detach())
+            after = engine.backend.rng_state()
+            engine.observe(self.number + 1, [gradient])
+            router_gradients = dict[Tensor, Tensor | None]()
+            if engine.routers is not None:
+                share, router_gradients = engine.routers.loss_and_grad(index)
+                value = value + share
+            own.append(
+                [
+                    by
+                    for logits in call.routers or ()
+                    if (by := router_gradients.pop(logits)) is not None
+                ]
+            )
+            below.append(router_gradients)
+            values.append(value)
+            results[index] = part.begin(gradient)
+            del output, gradient
+        formed = TopGradients(torch.stack(values).sum(), routers=below)
+        adapters: Sums = {}
+        expert_inputs = [part.expert_inputs for part in parts]
+        expert_gradients = groups.differentiated(expert_inputs, results, adapters)
+        del expert_inputs
+        for index, call in enumerate(calls):
+            part = parts.pop(0)
+            results[index] = torch.empty(0)
+            self._end_part(part, call, part.roots(*expert_gradients.pop(0), own[index]), formed)
+            del part
+        engine.backend.set_rng_state(after)
+        formed.weights.append([*adapters.items()])
+        return formed
+
+    def _end_part(
+        self, part: _Part, call: LayerCall, roots: dict[Tensor, Tensor], formed: TopGradients
+    ) -> None:
+        """Differentiate one micro-batch of the top layer in the end, and add what is formed."""
+        needs = part.input.requires_grad
+        call_tensors = [
+            tensor for tensor in tensors_in(call.captured_values) if tensor.requires_grad
+        ]
+        adapters = self._engine.adapters_of(self.number)
+        grad_inputs: list[Tensor] = [*[part.input] * needs, *adapters, *call_tensors]
+        gradients = (
+            torch.autograd.grad([*roots], grad_inputs, [*roots.values()], allow_unused=True)
+            if grad_inputs
+            else ()
+        )
+        self._engine.observe(self.number, gradients[:needs])
+        formed.inputs.append(gradients[0] if needs else None)
+        pairs: Iterator[tuple[Tensor, Tensor | None]] = zip(grad_inputs, gradients, strict=True)
+        formed.weights.append(list(pairs)[needs:])
+
+
 def _half(engine: Engine, lease: Lease, call: LayerCall, hidden: Tensor) -> Suspended:
     def run() -> Tensor:
         return engine.split.run_layer(lease.layer, lease.weights, call, hidden, compiled=False)
@@ -157,135 +396,8 @@ def _resumed(engine: Engine, call: LayerCall, half: Suspended, result: Tensor) -
     return output
 
 
-def through_groups(
-    engine: Engine, lease: Lease, calls: Sequence[LayerCall], hidden: Iterable[Tensor]
-) -> list[Tensor]:
-    """Run every micro-batch through a layer that is on lease, and whose experts are leased in
-    groups here. Nothing of a graph is kept; that there is one says of what routers make whether it
-    will have a gradient."""
-    halves = list[Suspended]()
-    for call, state in zip(calls, hidden, strict=True):
-        engine.stop.poll()
-        with (
-            saved_tensors_hooks(lambda _: None, _forgotten),
-            torch.set_grad_enabled(call.routers is not None),
-        ):
-            halves.append(_half(engine, lease, call, state))
-    after = engine.backend.rng_state()
-    expert_inputs = [
-        (call.autocast, half.expert_inputs) for call, half in zip(calls, halves, strict=True)
-    ]
-    results = _Groups(engine.split, engine.stream, lease, engine.retry.at).results(expert_inputs)
-    outputs = []
-    for index, (call, half) in enumerate(zip(calls, halves, strict=True)):
-        with torch.no_grad():
-            outputs.append(_resumed(engine, call, half, results[index]))
-        results[index] = halves[index] = expert_inputs[index] = None  # type: ignore[call-overload] # it is done with
-    engine.backend.set_rng_state(after)
-    return outputs
-
-
 def _forgotten(_: None) -> Tensor:
     raise AssertionError("a graph is differentiated that kept nothing")
-
-
-@dataclass(eq=False)
-class GroupedVisit:
-    """One layer, forward and backward, over all micro-batches of a step, its experts leased in
-    groups.
-    """
-
-    _engine: Engine
-    _layer: int
-    _calls: Sequence[LayerCall]
-    _boundaries: StepBoundaries
-    _states: list[Tensor] = field(default_factory=list)  # the generator's, before each micro-batch
-    _needs: Sequence[bool] = ()
-    _routers: bool = False  # whether somebody asks what routers make
-
-    def __post_init__(self) -> None:
-        self._asked = self._engine.gradients
-
-    def forward(self, hidden: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
-        """Run every micro-batch through the layer, as `lema.engine.layers.whole` has it."""
-        engine = self._engine
-        layer = self._layer
-        calls = self._calls
-        self._needs = needs_grad
-        self._routers = calls[0].routers is not None
-
-        def layer_inputs() -> Iterator[Tensor]:
-            for index, (state, needs) in enumerate(zip(hidden, needs_grad, strict=True)):
-                self._states.append(engine.generator_state())
-                yield (
-                    self._boundaries.keep(layer, index, state)
-                    .detach()
-                    .requires_grad_(needs and self._routers)
-                )
-
-        with engine.leased(layer, "forward") as lease:
-            outputs = through_groups(engine, lease, calls, layer_inputs())
-        return tuple(
-            tensor.detach()
-            for output, call in zip(outputs, calls, strict=True)
-            for tensor in (
-                output,
-                *(logits for logits in call.routers or () if logits.requires_grad),
-            )
-        )
-
-    def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Turn the gradients of the outputs into those of the inputs; adapters' gradients are
-        added to `.grad`.
-        """
-        engine = self._engine
-        layer = self._layer
-        again = differentiated_again()
-        after = engine.backend.rng_state()
-        num_outputs = len(gradients) // len(self._calls)
-        collected = nullcontext() if self._asked is None else self._asked.collected()
-        with engine.leased(layer, "backward") as lease, collected:
-            groups = _Groups(engine.split, engine.stream, lease, engine.retry.at)
-            parts = list[_Part]()
-            for index, (call, state) in enumerate(zip(self._calls, self._states, strict=True)):
-                with self._boundaries.fetch(layer, index, again=again) as boundary:
-                    # A copy, because the layer waits for its experts longer than a boundary is kept
-                    # here.
-                    copied = boundary.detach().clone().requires_grad_(self._needs[index])
-                    parts.append(_Part(engine, lease, call, copied, state, self._routers))
-                    parts[-1].run()
-                    parts[-1].probe()
-                    if engine.runs_again:
-                        parts[-1].let_go()
-                call.routers = None
-            reads_values = any(part.reads_values for part in parts)
-            expert_inputs = [part.expert_inputs for part in parts]
-            results = list[Tensor]()
-            values: list[Any] = (
-                groups.results(expert_inputs, "backward") if reads_values else [None] * len(parts)
-            )
-            for index, part in enumerate(parts):
-                results.append(part.begin(gradients[index * num_outputs], values[index]))
-                values[index] = None
-            adapters: Sums = {}
-            expert_gradients = groups.differentiated(expert_inputs, results, adapters)
-            del expert_inputs
-            of_inputs = list[Tensor | None]()
-            for index in range(len(parts)):
-                part = parts.pop(0)
-                results[index] = torch.empty(0)
-                roots = part.roots(
-                    *expert_gradients.pop(0),
-                    gradients[index * num_outputs + 1 : (index + 1) * num_outputs],
-                )
-                torch.autograd.backward([*roots], [*roots.values()])
-                of_inputs.append(part.input.grad)
-                del part, roots
-            for parameter in [*adapters]:  # one by one, because each is copied
-                torch.autograd.backward([parameter], [adapters.pop(parameter)])  # adds to .grad
-        engine.backend.set_rng_state(after)
-        engine.observe(layer, of_inputs)
-        return of_inputs
 
 
 @dataclass(eq=False)
@@ -381,86 +493,3 @@ class _Part:
         gradients = {hidden: by_hidden, weights: by_weights, self.output: self._gradient}
         roots = dict(zip(self.routers, routers, strict=True))
         return roots | {tensor: by for tensor, by in gradients.items() if tensor.requires_grad}
-
-
-def top_in_groups(
-    engine: Engine,
-    lease: Lease,
-    calls: Sequence[LayerCall],
-    loss_and_grad: LossAndGrad,
-    hidden: Sequence[Tensor],
-    needs_grad: Sequence[bool],
-) -> tuple[Tensor, list[Tensor | None], list[list[tuple[Tensor, Tensor | None]]]]:
-    """Run all micro-batches through the top layer, the head and the loss, and back; return the
-    loss, the gradients of what was given, and what else has gradients, with these, of each
-    micro-batch."""
-    top = engine.split.num_layers - 1
-    parts = list[_Part]()
-    after = engine.backend.rng_state()
-    groups = _Groups(engine.split, engine.stream, lease, engine.retry.at)
-    for call, state, needs in zip(calls, hidden, needs_grad, strict=True):
-        leaf = state.detach().requires_grad_(needs)
-        parts.append(
-            _Part(engine, lease, call, leaf, engine.generator_state(), call.routers is not None)
-        )
-        parts[-1].run()
-        after = engine.backend.rng_state()
-        if engine.runs_again:
-            parts[-1].probe()
-            parts[-1].let_go()
-            # because a look draws the part after the experts again
-            engine.backend.set_rng_state(after)
-    results = groups.results([part.expert_inputs for part in parts])
-    shares = list[Tensor]()
-    routed = list[list[Tensor]]()
-    below = list[list[Tensor | None]]()
-    for index, (call, part) in enumerate(zip(calls, parts, strict=True)):
-        engine.stop.poll()
-        output = part.made_of(results[index])
-        engine.backend.set_rng_state(after)
-        with engine.retry.at("in the head and the loss"):
-            value, gradient = loss_and_grad(index, output.detach())
-        after = engine.backend.rng_state()
-        engine.observe(top + 1, [gradient])
-        router_gradients = dict[Tensor, Tensor | None]()
-        if engine.routers is not None:
-            share, router_gradients = engine.routers.loss_and_grad(index)
-            value = value + share
-        routed.append(
-            [
-                by
-                for logits in call.routers or ()
-                if (by := router_gradients.pop(logits)) is not None
-            ]
-        )
-        below.append([*router_gradients.values()])
-        shares.append(value)
-        results[index] = part.begin(gradient)
-        del output, gradient
-    adapters: Sums = {}
-    expert_gradients = groups.differentiated(
-        [part.expert_inputs for part in parts], results, adapters
-    )
-    inputs = list[Tensor | None]()
-    formed = list[list[tuple[Tensor, Tensor | None]]]()
-    for index, call in enumerate(calls):
-        part = parts.pop(0)
-        results[index] = torch.empty(0)
-        roots = part.roots(*expert_gradients.pop(0), routed[index])
-        needs = part.input.requires_grad
-        call_tensors = [
-            tensor for tensor in tensors_in(call.captured_values) if tensor.requires_grad
-        ]
-        grad_inputs: list[Tensor] = [*[part.input] * needs, *engine.adapters_of(top), *call_tensors]
-        gradients = (
-            torch.autograd.grad([*roots], grad_inputs, [*roots.values()], allow_unused=True)
-            if grad_inputs
-            else ()
-        )
-        engine.observe(top, gradients[:needs])
-        inputs += [gradients[0] if needs else None, *below[index]]
-        pairs: Iterator[tuple[Tensor, Tensor | None]] = zip(grad_inputs, gradients, strict=True)
-        formed.append(list(pairs)[needs:])
-    engine.backend.set_rng_state(after)
-    formed.append([*adapters.items()])
-    return torch.stack(shares).sum(), inputs, formed

@@ -1,0 +1,279 @@
+"""A pass: rows go up through the layers, and gradients come down, as one autograd function.
+
+Autograd knows nothing of the graphs inside, whose weights are leased only while their layer runs.
+A training step forms its loss and the gradients of its top layer at the end of the way up
+(`lema.engine.layers.top`), so that weights are leased twice. A caller who forms a loss of his own
+gets the last layer's outputs, and gives their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lema.engine.engine import Engine
+from lema.engine.head.gradients import detached
+from lema.engine.layers.experts import ExpertLayer
+from lema.engine.layers.layer import NOTHING, Layer, SavedLayer, Saving
+from lema.engine.layers.rows import Rows
+from lema.engine.layers.top import Top
+from lema.engine.layers.whole import WholeLayer
+from lema.engine.reference_rows import ReferenceRows
+from lema.engine.trained_weights import OuterGradients, differentiated_again
+from lema.model.flow import LayerCall
+
+__all__ = ["LayerPass", "layers_of"]
+
+
+def layers_of(engine: Engine) -> tuple[Layer[Any], ...]:
+    """Return the layers of a model, each of its kind."""
+    return tuple(
+        ExpertLayer(engine, number) if number in engine.split.groups else WholeLayer(engine, number)
+        for number in range(engine.split.num_layers)
+    )
+
+
+class LayerPass:
+    """One pass of some rows through some layers.
+
+    Args:
+        engine: the objects that every layer works with.
+        layers: those that the rows go through here, from the lowest up.
+        rows: the rows, in front of the first of them.
+        lowest: the lowest layer that gradients reach; None: they reach none of these.
+        saving: what the step keeps of the layers.
+        reference_rows: extra rows that go through each layer under the same lease; None: there are
+            none.
+        top: what forms the loss at the end of the way up; None: the pass makes the hidden states.
+        outer: the parameters whose gradients the caller's graph gets from this function; None:
+            all are added to `.grad`.
+        end_first: called when the first layer is done.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        layers: Sequence[Layer[Any]],
+        rows: Rows,
+        *,
+        lowest: int | None = None,
+        saving: Saving = NOTHING,
+        reference_rows: ReferenceRows | None = None,
+        top: Top | None = None,
+        outer: OuterGradients | None = None,
+        end_first: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._engine = engine
+        self._layers = layers
+        self._rows = rows
+        self._lowest = lowest
+        self._saving = saving
+        self._reference_rows = reference_rows
+        self._top = top
+        self._outer = outer
+        self._end_first = end_first
+        self._num_rows = len(rows.states)
+        # of each layer that gradients reach: what its backward wants, and what its outputs look
+        # like
+        self._saved: dict[int, tuple[SavedLayer, list[Tensor]]] = {}
+        # of each layer, how much its routers made of each micro-batch that has a gradient
+        self._num_logits: dict[int, list[int]] = {}
+        self._received: list[Tensor | None] = []  # gradients of the last layer's outputs
+        # of each layer, of each micro-batch, the gradients of what its routers made
+        self._router_gradients: dict[int, list[list[Tensor | None]]] = {}
+
+    def up(self, needs_grad: Sequence[bool] = ()) -> Iterator[int]:
+        """Take the rows through the layers; yield the number of each that is done. `needs_grad`:
+        of each micro-batch, whether its hidden state before the first layer needs a gradient.
+        """
+        engine = self._engine
+        rows = self._rows
+        extra = self._reference_rows
+        for layer in self._layers:
+            number = layer.number
+            with engine.leased(number, "forward") as lease:
+                if extra is not None:
+                    extra.begin(number, rows.states)
+                if self._lowest is None or number < self._lowest:
+                    layer.run(lease, rows)
+                else:
+                    # an output needs a gradient as soon as the pass has come to what trains
+                    needs = [True] * len(rows.states) if self._saved else needs_grad
+                    saved = layer.forward(lease, rows, needs, self._saving)
+                    self._saved[number] = saved, [_like(state) for state in rows.states]
+                if extra is not None:
+                    extra.run(layer, lease)
+            if layer is self._layers[0]:
+                self._end_first()
+            yield number
+
+    def hidden_states(self) -> list[Tensor]:
+        """Return each micro-batch's output of the last layer, `[batch, sequence, hidden]`. Autograd
+        calls the way down for their gradients, if they have any; what routers of the layers made,
+        where somebody asks, is differentiated by way of this pass as well.
+        """
+        if self._lowest is None or not any(layer.number >= self._lowest for layer in self._layers):
+            with torch.no_grad():
+                self._finish_up(())
+            return self._rows.take()
+        anchor = self._engine.anchor
+        made = detached(self._forward, self._backward, anchor, self._inputs())
+        received: Sequence[Tensor] = detached(
+            lambda made, _: tuple(tensor.detach() for tensor in made), self._receive, anchor, made
+        )
+        logits = iter(received[self._num_rows :])
+        for layer in self._layers:
+            for call in self._rows.calls[layer.number]:
+                if call.routers:
+                    call.routers[:] = [
+                        next(logits) if output.requires_grad else output for output in call.routers
+                    ]
+        return [*received[: self._num_rows]]
+
+    def loss(self) -> Tensor:
+        """Return the loss of the step, an fp32 scalar. Autograd calls the way down for its
+        gradient.
+        """
+        return detached(
+            self._forward_to_loss, self._backward_from_loss, self._engine.anchor, self._inputs()
+        )
+
+    def _inputs(self) -> list[Tensor]:
+        parameters = () if self._outer is None else self._outer.parameters
+        return [*self._rows.states, *parameters]
+
+    def _finish_up(self, needs_grad: Sequence[bool]) -> None:
+        for _ in self.up(needs_grad[: self._num_rows]):
+            pass
+
+    def _forward(self, _: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
+        self._finish_up(needs_grad)
+        logits = [
+            output.detach()
+            for layer in self._layers
+            for call in self._rows.calls[layer.number]
+            for output in _differentiable(call)
+        ]
+        self._num_logits = {
+            layer.number: [len(_differentiable(call)) for call in self._rows.calls[layer.number]]
+            for layer in self._layers
+        }
+        # Handed over, because they refer to this pass from now on, and a circle would keep them.
+        return (*self._rows.take(), *logits)
+
+    def _receive(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Take the gradients of what this pass has made, and return what stands for them: autograd
+        would hold them until the way down has ended, and each layer's are let go of on it.
+        """
+        self._received = list(gradients)
+        return [gradient.new_zeros(()).expand(gradient.shape) for gradient in gradients]
+
+    def _backward(self, _: Sequence[Tensor]) -> list[Tensor | None]:
+        received = self._received
+        self._received = []
+        logits = iter(received[self._num_rows :])
+        of_routers = {
+            number: [[next(logits) for _ in range(count)] for count in counts]
+            for number, counts in self._num_logits.items()
+        }
+        del received[self._num_rows :]
+        return self._down(received, of_routers)
+
+    def _forward_to_loss(self, _: Sequence[Tensor], needs_grad: Sequence[bool]) -> Tensor:
+        assert self._top is not None, "the pass has no loss"
+        self._finish_up(needs_grad)
+        self._end_first()
+        graphs = self._saving.graphs
+        if graphs is not None:
+            # because the top layer, the head and the loss need the room on the device
+            graphs.end_forward()
+        needs = [True] * self._num_rows if self._saved else needs_grad[: self._num_rows]
+        formed = self._top.forward(self._rows, needs)
+        if graphs is not None:
+            graphs.expect(self._layers[-1].number)
+        self._rows.take()
+        self._received = [*formed.inputs]
+        self._router_gradients = {
+            layer.number: [
+                [by[output] for output in _differentiable(call)]
+                for call, by in zip(self._rows.calls[layer.number], formed.routers, strict=True)
+            ]
+            for layer in self._layers
+            if formed.routers
+        }
+        return formed.value
+
+    def _backward_from_loss(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        assert self._top is not None
+        factor = self._top.backward(gradients[0])
+        scaled = [_scaled(gradient, factor) for gradient in self._received]
+        self._received = []
+        of_routers = {
+            number: [[_scaled(by, factor) for by in row] for row in rows]
+            for number, rows in self._router_gradients.items()
+        }
+        self._router_gradients = {}
+        return self._down(scaled, of_routers)
+
+    def _down(
+        self,
+        gradients: list[Tensor | None],
+        of_routers: Mapping[int, Sequence[Sequence[Tensor | None]]],
+    ) -> list[Tensor | None]:
+        """Take gradients of the last layer's outputs down through the layers; return those of the
+        pass's inputs.
+
+        Args:
+            gradients: of each micro-batch.
+            of_routers: of each layer, of each micro-batch, those of what its routers made.
+        """
+        engine = self._engine
+        again = differentiated_again()
+        outer = self._outer
+        with nullcontext() if outer is None else outer.collected():
+            for layer in reversed(self._layers):
+                number = layer.number
+                if number not in self._saved:
+                    gradients = [None] * len(gradients)
+                    break
+                saved, likes = self._saved[number]
+                logits = of_routers.get(number) or [()] * len(gradients)
+                arrived = [
+                    [_filled(gradient, like, engine.backend.device), *more]
+                    for gradient, like, more in zip(gradients, likes, logits, strict=True)
+                ]
+                gradients.clear()
+                # put back below, because recomputing draws what the forward drew
+                state = engine.backend.rng_state()
+                with engine.leased(number, "backward") as lease:
+                    gradients = layer.backward(lease, saved, arrived, again=again)
+                del arrived
+                engine.backend.set_rng_state(state)
+                engine.observe(number, gradients)
+                engine.trained.end(number, saved.leaves)
+                del saved
+                if not again:
+                    del self._saved[number]
+        return [*gradients, *(() if outer is None else outer.handed_over())]
+
+
+def _like(state: Tensor) -> Tensor:
+    return torch.empty_like(state, device="meta", requires_grad=False)
+
+
+def _filled(gradient: Tensor | None, like: Tensor, device: torch.device) -> Tensor:
+    """Return the gradient of an output, which is zero where nothing was made of that."""
+    return torch.zeros_like(like, device=device) if gradient is None else gradient
+
+
+def _scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
+    return None if gradient is None else gradient * factor.to(gradient.dtype)
+
+
+def _differentiable(call: LayerCall) -> list[Tensor]:
+    """Return what a layer's routers made, where somebody asks, as far as it has a gradient."""
+    return [output for output in call.routers or () if output.requires_grad]
