@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lema.engine.head.loss import LossChunks
     from lema.engine.head.rows import RowLoss
 
-__all__ = ["EmbedHead", "detached", "graph_input"]
+__all__ = ["EmbedHead", "check_not_freed", "detached", "graph_input"]
 
 Made = TypeVar("Made", Tensor, tuple[Tensor, ...])
 Forward: TypeAlias = Callable[[tuple[Tensor, ...], Sequence[bool]], Made]
@@ -207,6 +207,22 @@ def _cut_off(calls: Iterable[LayerCall]) -> list[tuple[Tensor, Tensor]]:
     return list(cut.values())
 
 
+def check_not_freed(ctx: Any) -> None:
+    """Refuse, with `ConfigError`, to differentiate a graph that an earlier backward has freed; note
+    whether this one frees it. `ctx` is that of an autograd function, and has `freed`.
+
+    By itself autograd only knows that of graphs that save tensors.
+    """
+    if ctx.freed:
+        what = (
+            "a graph of streamed layers is differentiated again, and it was freed by an "
+            "earlier backward"
+        )
+        how = "give retain_graph=True to every backward but the last, or add the losses up"
+        raise ConfigError(what, where="backward", how=how)
+    ctx.freed = not differentiated_again()
+
+
 class _Detached(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -222,15 +238,7 @@ class _Detached(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        # By itself autograd only knows that of graphs that save tensors.
-        if ctx.freed:
-            what = (
-                "a graph of streamed layers is differentiated again, and it was freed by an "
-                "earlier backward"
-            )
-            how = "give retain_graph=True to every backward but the last, or add the losses up"
-            raise ConfigError(what, where="backward", how=how)
-        ctx.freed = not differentiated_again()
+        check_not_freed(ctx)
         return None, None, None, *ctx.own_backward(gradients)
 
 

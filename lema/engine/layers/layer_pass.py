@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lema.engine.engine import Engine
-from lema.engine.head.gradients import detached
+from lema.engine.head.gradients import check_not_freed, detached
 from lema.engine.layers.experts import ExpertLayer
 from lema.engine.layers.layer import NOTHING, Layer, SavedLayer, Saving
 from lema.engine.layers.rows import Rows
@@ -81,8 +81,9 @@ class LayerPass:
         # like
         self._saved: dict[int, tuple[SavedLayer, list[Tensor]]] = {}
         # of each layer, how much its routers made of each micro-batch that has a gradient
-        self._num_logits: dict[int, list[int]] = {}
-        self._received: list[Tensor | None] = []  # gradients of the last layer's outputs
+        self._num_logits: list[list[int]] = []
+        # gradients of the last layer's outputs, until the way down begins
+        self._received: list[Tensor | None] = []
         # of each layer, of each micro-batch, the gradients of what its routers made
         self._router_gradients: dict[int, list[list[Tensor | None]]] = {}
 
@@ -118,10 +119,11 @@ class LayerPass:
         """
         if self._lowest is None or not any(layer.number >= self._lowest for layer in self._layers):
             with torch.no_grad():
-                self._finish_up(())
+                for _ in self.up():
+                    pass
             return self._rows.take()
         anchor = self._engine.anchor
-        made = detached(self._forward, self._backward, anchor, self._inputs())
+        made: tuple[Tensor, ...] = _UpAndDown.apply(self, anchor, *self._inputs())  # type: ignore[no-untyped-call] # torch's is
         received: Sequence[Tensor] = detached(
             lambda made, _: tuple(tensor.detach() for tensor in made), self._receive, anchor, made
         )
@@ -138,32 +140,55 @@ class LayerPass:
         """Return the loss of the step, an fp32 scalar. Autograd calls the way down for its
         gradient.
         """
-        return detached(
-            self._forward_to_loss, self._backward_from_loss, self._engine.anchor, self._inputs()
-        )
+        value: Tensor = _UpAndDown.apply(self, self._engine.anchor, *self._inputs())  # type: ignore[no-untyped-call] # torch's is
+        return value
 
     def _inputs(self) -> list[Tensor]:
         parameters = () if self._outer is None else self._outer.parameters
         return [*self._rows.states, *parameters]
 
-    def _finish_up(self, needs_grad: Sequence[bool]) -> None:
-        for _ in self.up(needs_grad[: self._num_rows]):
-            pass
+    def walk_up(self, needs_grad: Sequence[bool]) -> Tensor | tuple[Tensor, ...]:
+        """Take the rows up; return the loss, or hidden states and what routers made.
 
-    def _forward(self, _: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
-        self._finish_up(needs_grad)
+        Args:
+            needs_grad: of each input of the pass, whether it needs a gradient.
+        """
+        needs = needs_grad[: self._num_rows]
+        for _ in self.up(needs):
+            pass
+        if self._top is not None:
+            return self._form_loss(self._top, [True] * self._num_rows if self._saved else needs)
+        of_layers = [self._rows.calls[layer.number] for layer in self._layers]
         logits = [
             output.detach()
-            for layer in self._layers
-            for call in self._rows.calls[layer.number]
+            for calls in of_layers
+            for call in calls
             for output in _differentiable(call)
         ]
-        self._num_logits = {
-            layer.number: [len(_differentiable(call)) for call in self._rows.calls[layer.number]]
-            for layer in self._layers
-        }
+        self._num_logits = [[len(_differentiable(call)) for call in calls] for calls in of_layers]
         # Handed over, because they refer to this pass from now on, and a circle would keep them.
         return (*self._rows.take(), *logits)
+
+    def _form_loss(self, top: Top, needs_grad: Sequence[bool]) -> Tensor:
+        self._end_first()
+        graphs = self._saving.graphs
+        if graphs is not None:
+            # because the top layer, the head and the loss need the room on the device
+            graphs.end_forward()
+        formed = top.forward(self._rows, needs_grad)
+        if graphs is not None:
+            graphs.expect(self._layers[-1].number)
+        self._rows.take()
+        self._received = [*formed.inputs]
+        if formed.routers:
+            self._router_gradients = {
+                layer.number: [
+                    [by[output] for output in _differentiable(call)]
+                    for call, by in zip(self._rows.calls[layer.number], formed.routers, strict=True)
+                ]
+                for layer in self._layers
+            }
+        return formed.value
 
     def _receive(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Take the gradients of what this pass has made, and return what stands for them: autograd
@@ -172,52 +197,31 @@ class LayerPass:
         self._received = list(gradients)
         return [gradient.new_zeros(()).expand(gradient.shape) for gradient in gradients]
 
-    def _backward(self, _: Sequence[Tensor]) -> list[Tensor | None]:
+    def walk_down(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """Take gradients down; return those of the inputs of the pass.
+
+        Args:
+            gradients: that of the loss, or of hidden states and what routers made.
+        """
         received = self._received
         self._received = []
-        logits = iter(received[self._num_rows :])
-        of_routers = {
-            number: [[next(logits) for _ in range(count)] for count in counts]
-            for number, counts in self._num_logits.items()
-        }
-        del received[self._num_rows :]
-        return self._down(received, of_routers)
-
-    def _forward_to_loss(self, _: Sequence[Tensor], needs_grad: Sequence[bool]) -> Tensor:
-        assert self._top is not None, "the pass has no loss"
-        self._finish_up(needs_grad)
-        self._end_first()
-        graphs = self._saving.graphs
-        if graphs is not None:
-            # because the top layer, the head and the loss need the room on the device
-            graphs.end_forward()
-        needs = [True] * self._num_rows if self._saved else needs_grad[: self._num_rows]
-        formed = self._top.forward(self._rows, needs)
-        if graphs is not None:
-            graphs.expect(self._layers[-1].number)
-        self._rows.take()
-        self._received = [*formed.inputs]
-        self._router_gradients = {
-            layer.number: [
-                [by[output] for output in _differentiable(call)]
-                for call, by in zip(self._rows.calls[layer.number], formed.routers, strict=True)
-            ]
-            for layer in self._layers
-            if formed.routers
-        }
-        return formed.value
-
-    def _backward_from_loss(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        assert self._top is not None
-        factor = self._top.backward(gradients[0])
-        scaled = [_scaled(gradient, factor) for gradient in self._received]
-        self._received = []
-        of_routers = {
-            number: [[_scaled(by, factor) for by in row] for row in rows]
-            for number, rows in self._router_gradients.items()
-        }
+        of_routers = self._router_gradients
         self._router_gradients = {}
-        return self._down(scaled, of_routers)
+        if self._top is not None:
+            factor = self._top.backward(gradients[0])
+            received = [_scaled(gradient, factor) for gradient in received]
+            of_routers = {
+                number: [[_scaled(by, factor) for by in row] for row in rows]
+                for number, rows in of_routers.items()
+            }
+        else:
+            logits = iter(received[self._num_rows :])
+            of_routers = {
+                layer.number: [[next(logits) for _ in range(count)] for count in counts]
+                for layer, counts in zip(self._layers, self._num_logits, strict=True)
+            }
+            del received[self._num_rows :]
+        return self._down(received, of_routers)
 
     def _down(
         self,
@@ -259,6 +263,26 @@ class LayerPass:
                 if not again:
                     del self._saved[number]
         return [*gradients, *(() if outer is None else outer.handed_over())]
+
+
+class _UpAndDown(torch.autograd.Function):
+    """A pass as autograd sees it. `anchor` requires grad, should nothing else that it is given."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        layer_pass: LayerPass,
+        anchor: Tensor,  # noqa: ARG004 - autograd looks at it
+        *inputs: Tensor,  # noqa: ARG004 - the rows have them
+    ) -> Any:
+        ctx.layer_pass = layer_pass
+        ctx.freed = False
+        return layer_pass.walk_up(ctx.needs_input_grad[2:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        check_not_freed(ctx)
+        return None, None, *ctx.layer_pass.walk_down(gradients)
 
 
 def _like(state: Tensor) -> Tensor:
