@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-__all__ = ["Walk", "walk"]
+__all__ = ["Walk", "lines", "walk"]
 
 ROOT = Path(__file__).parents[2]
 OURS = (str(ROOT / "lema") + "/", str(ROOT / "backends") + "/")
@@ -51,10 +52,9 @@ def _is_called_by_name(caller: FrameType, callee: CodeType) -> bool:
     first, last, *_ = positions[caller.f_lasti // 2]
     lines = range((first or caller.f_lineno), (last or caller.f_lineno) + 1)
     source = "".join(linecache.getline(caller.f_code.co_filename, line) for line in lines)
-    names = {callee.co_name}
-    if callee.co_name in ("__init__", "__call__", "__enter__", "__exit__", "__post_init__"):
-        return True
-    return any(name in source for name in names)
+    owner = callee.co_qualname.rpartition(".")[0].rpartition(".")[-1]
+    # the class is where "go to definition" ends of an autograd function's `apply`
+    return callee.co_name in source or (bool(owner) and f"{owner}.apply" in source)
 
 
 def _stack(frame: FrameType) -> Iterator[FrameType]:
@@ -91,7 +91,7 @@ def _watching(result: Walk) -> Iterator[None]:
             result.frames = [_name(above.f_code) for above in frames]
             result.callbacks = [
                 _name(callee.f_code)
-                for caller, callee in zip(frames, frames[1:], strict=False)
+                for caller, callee in pairwise(frames)
                 if not _is_called_by_name(caller, callee.f_code)
             ]
 
@@ -159,16 +159,18 @@ def _callback_class() -> Any:
     return TrainerCallback
 
 
-def main() -> None:
-    """Print the walk."""
-    result = walk()
-    print(f"{len(result.files)} files, {len(result.functions)} functions")
-    print(f"{len(result.frames)} frames above a layer's forward, {len(result.callbacks)} callbacks")
-    for file in sorted(result.files):
-        print("  file", Path(file).relative_to(ROOT))
-    for frame in result.frames:
-        print("  frame", frame, "(callback)" if frame in result.callbacks else "")
+def lines(result: Walk) -> list[str]:
+    """Return what is printed of a walk."""
+    return [
+        f"{len(result.files)} files, {len(result.functions)} functions",
+        f"{len(result.frames)} frames above a layer's forward, {len(result.callbacks)} callbacks",
+        *(f"  file {Path(file).relative_to(ROOT)}" for file in sorted(result.files)),
+        *(
+            f"  frame {frame}{' (callback)' if frame in result.callbacks else ''}"
+            for frame in result.frames
+        ),
+    ]
 
 
 if __name__ == "__main__":
-    main()
+    sys.stdout.write("\n".join(lines(walk())) + "\n")
