@@ -33,9 +33,9 @@ from lema.config.units import human_bytes
 from lema.data.batches import dealt
 from lema.engine.generation import leased_forwards
 from lema.engine.head.gradients import EmbedHead
-from lema.engine.layers.layer import Saving
 from lema.engine.layers.layer_pass import LayerPass
 from lema.engine.layers.rows import Rows
+from lema.engine.layers.saving import Saving
 from lema.engine.streamed import StreamedModel
 from lema.engine.trained_weights import AskedGradients, OuterGradients, adapter_leaves
 from lema.errors import ConfigError
@@ -457,15 +457,14 @@ class LayerStack:
             else max(0, self._budget())
         )
         hidden = split.enter(hidden)
-        boundaries, graphs = streamed.activation_stores(hidden, lowest, top + 1)
-        saving = Saving(boundaries, graphs, streamed.saved, streamed.products, budget)
+        saving = streamed.step_saving(hidden, lowest, top + 1, budget)
         rows = Rows(per_layer, list(hidden))
         del hidden
         outer = None if start is None else start.outer
         states = iter(self._through_layers(rows, lowest, saving, outer))
-        if graphs is not None:
-            graphs.end_forward()
-            graphs.expect(top)
+        if saving.graphs is not None:
+            saving.graphs.end_forward()
+            saving.graphs.expect(top)
         joined = []
         for call in calls:
             joined.append(call.joined([next(states) for _ in call.preludes]))

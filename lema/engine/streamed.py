@@ -6,7 +6,7 @@ So weights are transferred twice per optimizer step, however many micro-batches 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -16,12 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lema.activations.boundaries import TierName
 from lema.activations.hoststates import HostStates
-from lema.activations.stepstore import BoundaryArena, SavedGraphs, StepBoundaries, StepGraphs
-from lema.backend import Backend, Carrier
+from lema.backend import Backend
 from lema.backend.interrupt import Interrupt, Leaving, Stop
-from lema.backend.torchstreams import TorchCarrier
 from lema.backend.watchdog import Watchdog
 from lema.config import LemaConfig
 from lema.engine.engine import Engine
@@ -33,9 +30,9 @@ from lema.engine.head.objectives import LossSettings, Measured
 from lema.engine.head.pieces import PiecedHead, piece_passes
 from lema.engine.head.routers import router_loss_of
 from lema.engine.head.rows import RowLoss, row_targets
-from lema.engine.layers.layer import Saving
 from lema.engine.layers.layer_pass import LayerPass, layers_of
 from lema.engine.layers.rows import Rows
+from lema.engine.layers.saving import Activations, Saving
 from lema.engine.layers.top import HeadInPieces, Top, TopLayer
 from lema.engine.oom import OomRetry, Shortage
 from lema.engine.padding import Padding, cut
@@ -56,19 +53,8 @@ class StreamedModel:
     """A model whose decoder layers are leased from a stream, one visit after the other.
 
     Args:
-        recompute: keep only boundary activations and recompute each layer in the backward; else
-            keep the graph, in which weights are references that pin nothing. On a lazy device every
-            layer is recomputed.
-        saved: layers whose graph is kept all the same.
-        products: layers that keep their products by frozen weights for the recomputation. On a lazy
-            device none does.
-        saved_on: where kept graphs have what they hold wait for the backward: "device", "host" or
-            "disk".
+        activations: what steps keep of their layers; None: boundary activations, on the device.
         loss_chunk_tokens: logits exist for this many tokens at a time.
-        boundaries: where boundary activations wait for the backward: "device", "host" or "disk".
-        offload_dir: where what waits on disk has its file; None: where the system keeps temporary
-            files.
-        at_once: wait for each copy of what waits elsewhere, before the step goes on.
         head: the head, where its weight is leased in pieces after the layers; None: it is on the
             device.
         runs_again: whether what comes before experts in groups is run twice in a backward.
@@ -78,7 +64,6 @@ class StreamedModel:
             adapter.
 
     Attributes:
-        graphs: has what kept graphs hold wait elsewhere; None: it stays on the device.
         engine: the objects that the layers of a pass work with.
         layers: the decoder layers, each of its kind.
         prefix: keeps the hidden states that layers below the lowest trained one make, in a run that
@@ -97,14 +82,8 @@ class StreamedModel:
         stream: LayerStream,
         backend: Backend,
         *,
-        recompute: bool = True,
-        saved: Collection[int] = (),
-        products: Collection[int] = (),
-        saved_on: TierName = "device",
+        activations: Activations | None = None,
         loss_chunk_tokens: int = 1024,
-        boundaries: TierName = "device",
-        offload_dir: Path | None = None,
-        at_once: bool = False,
         padding: Padding | None = None,
         head: PiecedHead | None = None,
         runs_again: bool = False,
@@ -116,29 +95,13 @@ class StreamedModel:
         self.stream = stream
         self.backend = backend
         self.head = head
-        # because a graph that is kept refers to weights by address, and here would keep copies of
-        # them
-        if split.lazy:
-            recompute = True
-            saved = ()
-            saved_on = "device"
-        self.recompute = recompute
-        self.saved = frozenset(saved)
-        self.products = frozenset(products)
+        self.activations = activations or Activations(split, backend, stream.trace)
         self.loss_chunk_tokens = loss_chunk_tokens
         self.padding = padding or Padding()
-        carrier: Carrier = TorchCarrier(backend.device, at_once=True) if at_once else backend
-        self.arena = BoundaryArena(carrier, boundaries, offload_dir, stream.trace)
-        self.graphs: SavedGraphs | None = None
-        if saved_on != "device":
-            # Because a slot is the host's buffer there, and tensors that come back would lie in it.
-            if backend.memory().shared:
-                carrier = TorchCarrier(backend.device, at_once=True)
-            self.graphs = SavedGraphs(
-                split.model, carrier, saved_on, offload_dir, at_once=at_once, trace=stream.trace
-            )
         advice = {} if advise is None else {"advise": advise}
-        self.retry = OomRetry(stream, backend, split.state, recomputes=recompute, **advice)
+        self.retry = OomRetry(
+            stream, backend, split.state, recomputes=self.activations.recompute, **advice
+        )
         self.engine = Engine(split, stream, backend, runs_again=runs_again, retry=self.retry)
         self.layers = layers_of(self.engine)
         self.inputs = Inputs(backend)
@@ -154,21 +117,12 @@ class StreamedModel:
 
     def close(self) -> None:
         """Give back the memory and the files in which activations wait."""
-        self.arena.close()
-        if self.graphs is not None:
-            self.graphs.close()
+        self.activations.close()
 
     @property
     def counters(self) -> StreamCounters:
         """What streaming has cost so far, and the bytes of activations that left the device."""
-        left = self.arena.bytes_away + (
-            0 if self.graphs is None else self.graphs.counters.bytes_out
-        )
-        return replace(self.stream.counters, bytes_offloaded=left)
-
-    def recompute_layers(self, enable: bool) -> None:
-        """Recompute each layer in the backward, or keep its graph; a lazy device recomputes all."""
-        self.recompute = enable or self.split.lazy
+        return replace(self.stream.counters, bytes_offloaded=self.activations.bytes_out)
 
     def add_router_loss(self, config: LemaConfig, directory: Path, unable: str = "") -> None:
         """Add the loss of the model's routers to its steps, where it is asked for; the arguments
@@ -309,7 +263,7 @@ class StreamedModel:
             self.starts_below = embed_head.reach_below
             # a head in pieces comes after all layers, any other is computed with the top layer
             end = self.split.num_layers - (self.head is None)
-            boundaries, graphs = self.activation_stores(hidden, self.lowest_trained, end)
+            saving = self.step_saving(hidden, self.lowest_trained, end)
             reference_rows = reference_rows_of(
                 self, chunks, micro_batches, device_batches, calls, first
             )
@@ -330,7 +284,7 @@ class StreamedModel:
                 self.layers[start:end],
                 rows,
                 lowest=self.lowest_trained,
-                saving=Saving(boundaries, graphs, self.saved, self.products),
+                saving=saving,
                 reference_rows=reference_rows,
                 top=self._top(embed_head, reference_rows),
                 end_first=first_lease.close,
@@ -571,15 +525,9 @@ class StreamedModel:
         ]
         return tuple(hidden), calls
 
-    def activation_stores(
-        self, hidden: Sequence[Tensor], lowest: int, end: int
-    ) -> tuple[StepBoundaries | None, StepGraphs | None]:
-        """Return where the inputs and the graphs of the layers from `lowest` to `end` wait for the
-        backward of a step, whose micro-batches are `hidden` before the first layer; None: there are
-        none, or they stay on the device."""
-        again = [
-            layer for layer in range(lowest, end) if self.recompute and layer not in self.saved
-        ]
-        graphs = None if self.graphs is None or lowest >= end else self.graphs.step()
+    def step_saving(
+        self, hidden: Sequence[Tensor], lowest: int, end: int, budget: int = 0
+    ) -> Saving:
+        """Return what a step keeps of its layers; the arguments are those of `Activations.step`."""
         with self.retry.at("for the inputs of layers that wait for the backward"):
-            return self.arena.step(hidden, again) if again else None, graphs
+            return self.activations.step(hidden, lowest, end, budget)

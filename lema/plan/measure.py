@@ -28,9 +28,9 @@ from lema.backend.registry import workspace_memory
 from lema.config import LemaConfig
 from lema.engine.engine import Engine
 from lema.engine.head.loss import CHUNK_TOKENS, LossChunks
-from lema.engine.layers.layer import Saving
 from lema.engine.layers.layer_pass import LayerPass, layers_of
 from lema.engine.layers.rows import Rows
+from lema.engine.layers.saving import Saving
 from lema.engine.optim import make_optimizer
 from lema.engine.trained_weights import TrainedWeights
 from lema.model import Split

@@ -29,6 +29,7 @@ from lema.engine.head.cut import open_embed_head
 from lema.engine.head.loss import CHUNK_TOKENS
 from lema.engine.head.objectives import loss_settings_of, without_dropout
 from lema.engine.head.pieces import PiecedHead
+from lema.engine.layers.saving import Activations
 from lema.engine.numerics import Numerics
 from lema.engine.optim import training_bytes
 from lema.engine.padding import padding_of
@@ -396,18 +397,24 @@ class LemaModel:
         loss = loss_settings_of(self.config, self.backend.replicas.size)
         if loss.objective is not None:
             without_dropout(self.skeleton)
-        return StreamedModel(
+        activations = Activations(
             self.split,
-            memory,
             self.backend,
+            memory.trace,
             recompute=self.allocation.recompute if recompute is None else recompute,
             saved=self.allocation.saved,
             products=self.allocation.products,
             saved_on=self.allocation.saved_on,
-            loss_chunk_tokens=self.config.loss_chunk_tokens or CHUNK_TOKENS,
             boundaries=self.allocation.boundaries,
             offload_dir=Path(self.config.offload_dir or self.config.output_dir),
             at_once=self.config.activation_offloading == "legacy",
+        )
+        return StreamedModel(
+            self.split,
+            memory,
+            self.backend,
+            activations=activations,
+            loss_chunk_tokens=self.config.loss_chunk_tokens or CHUNK_TOKENS,
             padding=self._padding,
             head=self.head_in_pieces(),
             runs_again=self.allocation.runs_again,

@@ -63,8 +63,8 @@ def test_a_mode_says_what_waits_where(
             saved_on,
         )
         assert bool(found.saved) is not recompute
-        assert model.adapter.arena.tier == boundaries
-        assert (model.adapter.graphs is not None) == (saved_on != "device")
+        assert model.adapter.activations.arena.tier == boundaries
+        assert (model.adapter.activations.graphs is not None) == (saved_on != "device")
     where = {"host": "in host memory", "disk": "on disk"}
     assert found.summary().count("activations") == (saved_on != "device")
     assert all(
@@ -94,7 +94,7 @@ def test_a_step_moves_as_many_bytes_as_were_told(
         model.lora_manager.train()
         streamed_step(model, [{"input_ids": ids, "labels": ids, "attention_mask": mask}] * 3)
         assert step_shape(config, 128).num_rows == 6
-        assert 0.9 * told <= model.adapter.graphs.counters.bytes_out <= 1.1 * told
+        assert 0.9 * told <= model.adapter.activations.graphs.counters.bytes_out <= 1.1 * told
 
 
 @pytest.mark.slow

@@ -58,8 +58,8 @@ def model_on(
 
 
 def graphs_of(model: LemaModel) -> SavedGraphs:
-    assert model.adapter.graphs is not None
-    return model.adapter.graphs
+    assert model.adapter.activations.graphs is not None
+    return model.adapter.activations.graphs
 
 
 # The numbers
@@ -100,8 +100,8 @@ def test_with_recomputation_the_layers_inputs_wait_instead(
         with model_on(backend, checkpoint, tmp_path, **options) as model:
             for _ in range(2):
                 assert_same(streamed_step(model, micro_batches(4, padding=True)), expected)
-            assert model.adapter.graphs is None
-            assert model.adapter.arena.tier == ("disk" if mode == "disk" else "host")
+            assert model.adapter.activations.graphs is None
+            assert model.adapter.activations.arena.tier == ("disk" if mode == "disk" else "host")
 
 
 @pytest.mark.sampled(1)
@@ -490,4 +490,4 @@ def test_layers_that_some_memory_was_spent_on_may_have_their_graphs_away(
         for _ in range(2):
             assert_same(streamed_step(model, batches), expected)
         assert graphs_of(model).counters.copies_out > 0
-        assert model.adapter.arena.memory_bytes > 0
+        assert model.adapter.activations.arena.memory_bytes > 0

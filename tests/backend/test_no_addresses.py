@@ -145,7 +145,7 @@ def test_layers_are_recomputed_and_it_is_said(
         opened(config) as model,
         pytest.warns(UserWarning, match="gradient_checkpointing: false does nothing"),
     ):
-        assert model.adapter.recompute and not model.adapter.saved
+        assert model.adapter.activations.recompute and not model.adapter.activations.saved
 
 
 def test_the_first_update_is_that_of_a_state_made_beforehand(

@@ -424,7 +424,7 @@ def test_device_memory_says_how_many_experts_are_leased_together(tmp_path: Path)
             assert model.memory.slot_bytes * needs.allocation.slots == needs.device["slots"]
             found[limit] = needs.allocation.experts, model.adapter.engine.runs_again
             if needs.allocation.experts:
-                assert [*model.split.groups] == [*range(8)] and model.adapter.recompute
+                assert [*model.split.groups] == [*range(8)] and model.adapter.activations.recompute
                 step(model)
     assert found == {
         "800KB": (0, False),

@@ -362,9 +362,9 @@ def test_inputs_of_layers_that_wait_elsewhere_are_those_of_the_pass_begun_again(
         if tier == "host":
             ids = wide_batch()["input_ids"]
             hidden_bytes = 32 * 4
-            assert model.adapter.arena.memory_bytes == ids.numel() * hidden_bytes * TOP, (
-                "a pass kept its own beside"
-            )
+            assert (
+                model.adapter.activations.arena.memory_bytes == ids.numel() * hidden_bytes * TOP
+            ), "a pass kept its own beside"
 
 
 @pytest.mark.slow
@@ -550,7 +550,9 @@ def test_nothing_of_a_failed_attempt_is_kept(
             assert all(one() is None for attempt in attempts for one in attempt), (
                 "a pass was begun beside another"
             )
-            assert model.adapter.arena._step() is None, "the boundaries of another pass are kept"
+            assert model.adapter.activations.arena._step() is None, (
+                "the boundaries of another pass are kept"
+            )
             return prelude(*arguments, **options)
 
         prelude = model.split.prelude
@@ -587,7 +589,7 @@ def test_what_does_not_fit_at_all_is_refused_with_what_would_help(
         assert "Tried to allocate 2.00 GiB" in error.what
         assert error.where == "in the backward of layer 3"
         assert "boundary_activations: host (" in error.how
-        assert model.adapter.arena._step() is None
+        assert model.adapter.activations.arena._step() is None
         assert all(one() is None for one in failing.made), (
             "an error holds memory for as long as somebody holds it"
         )

@@ -41,8 +41,8 @@ def test_a_pass_begun_again_has_its_graphs_away_again(
             found = two_steps(model.get_trainer(), in_rows(given))
         assert failing.failures
         assert_same_run(found, expected)
-        assert model.adapter.graphs.live_bytes == 0
+        assert model.adapter.activations.graphs.live_bytes == 0
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # nothing is given up twice
             two_steps(model.get_trainer(), in_rows(given))
-        assert model.adapter.graphs.live_bytes == 0
+        assert model.adapter.activations.graphs.live_bytes == 0

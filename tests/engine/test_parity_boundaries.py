@@ -58,8 +58,8 @@ def test_a_step_is_the_whole_models_wherever_boundaries_wait(
         draw_b(model.lora_manager)
         for _ in range(2):  # the second in the memory of the first
             assert_same(streamed_step(model, micro_batches(count, padding=True)), expected)
-        assert model.adapter.arena.tier == tier
-        assert model.adapter.arena.memory_bytes > 0
+        assert model.adapter.activations.arena.tier == tier
+        assert model.adapter.activations.arena.memory_bytes > 0
         assert not list(tmp_path.iterdir())
 
 
@@ -114,7 +114,7 @@ def peak_of_a_step(base: Path, tmp_path: Path, tier: str) -> int:
         streamed_step(model, [{"input_ids": ids, "labels": ids}] * 2)
         with Live() as live:
             streamed_step(model, [{"input_ids": ids, "labels": ids}] * 2)
-        return live.peak + model.adapter.arena.memory_bytes * (tier != "device")
+        return live.peak + model.adapter.activations.arena.memory_bytes * (tier != "device")
 
 
 @pytest.mark.slow
@@ -156,7 +156,7 @@ def test_without_recomputation_no_boundary_waits_and_a_place_for_them_is_refused
 ) -> None:
     with streamed_model(checkpoint_of("llama")) as model:
         streamed_step(model, micro_batches(2))
-        assert model.adapter.arena.memory_bytes == 0
+        assert model.adapter.activations.arena.memory_bytes == 0
     for tier in ("host", "disk"):
         with pytest.raises(ConfigError, match="set gradient_checkpointing: true"):
             LemaConfig("model", boundary_activations=tier, gradient_checkpointing=False)

@@ -162,7 +162,7 @@ def test_loss_and_gradients_are_those_of_the_whole_model_at_every_step(
     with streamed_model(checkpoint, RECOMPUTED, **options) as model:
         disturb(model.lora_manager)
         if keep:
-            model.adapter.products = frozenset(range(NUM_LAYERS))
+            model.adapter.activations.products = frozenset(range(NUM_LAYERS))
         for _ in range(2):
             batches = micro_batches(3, padding=True)
             with skips_counted(model) as counts:
@@ -199,7 +199,7 @@ def test_kept_products_are_not_formed_again_and_take_the_bytes_of_the_plan(
     batches = micro_batches(1)
     rows, length = batches[0]["input_ids"].shape
     with streamed_model(checkpoint_of("llama"), settings) as model:
-        model.adapter.products = frozenset(range(NUM_LAYERS))
+        model.adapter.activations.products = frozenset(range(NUM_LAYERS))
         planned = model.planner.work(MicroBatch(rows, length)).of(0)
         streamed_step(model, batches)  # sees what shares an input
         monkeypatch.setattr(SavedProducts, "drop", noted)
@@ -221,7 +221,7 @@ def test_a_product_that_a_layer_writes_into_is_formed_again(tmp_path: Path) -> N
             checkpoint, RECOMPUTED, target_modules=["q_proj", "down_proj"]
         ) as model:
             disturb(model.lora_manager)
-            model.adapter.products = products
+            model.adapter.activations.products = products
             for layer in model.split.layers:
                 layer.mlp.forward = partial(write_into_gate, layer.mlp)
             with skips_counted(model) as counts:
@@ -244,7 +244,7 @@ def test_a_kept_product_has_its_bias_once(apart: bool, tmp_path: Path) -> None:
             checkpoint, RECOMPUTED, target_modules=["q_proj", "down_proj"]
         ) as model:
             disturb(model.lora_manager)
-            model.adapter.products = products
+            model.adapter.activations.products = products
             for layer in model.split.layers if apart else ():
                 layer.mlp.forward = partial(from_apart, layer.mlp.forward)
             with skips_counted(model) as counts:

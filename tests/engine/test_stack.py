@@ -310,7 +310,7 @@ def test_evaluations_keep_nothing_and_read_once(checkpoint_of: CheckpointOf) -> 
             before = model.memory.counters.leases
             made = peft_model(**batch)
             assert model.memory.counters.leases - before == NUM_LAYERS + 1
-            assert model.adapter.arena.memory_bytes == 0
+            assert model.adapter.activations.arena.memory_bytes == 0
         assert not made.logits.requires_grad
         attended = batch["attention_mask"].bool()
         torch.testing.assert_close(made.logits[attended], expected[attended], rtol=1e-4, atol=1e-5)

@@ -87,7 +87,7 @@ def gradients_of(directory: Path, products: int = 0, **settings: Any) -> dict[st
     keep `products`.
     """
     with opened(directory, **settings) as model:
-        model.adapter.products = frozenset(range(products))
+        model.adapter.activations.products = frozenset(range(products))
         draw_b(model.lora_manager)
         model.adapter.loss(micro_batches()).backward()
         return {

@@ -22,8 +22,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lema.activations.stepstore import StepBoundaries
 from lema.engine.engine import Direction, Engine
-from lema.engine.layers.layer import LossAndGrad, Saving, TopGradients
+from lema.engine.layers.layer import LossAndGrad, TopGradients
 from lema.engine.layers.rows import Rows
+from lema.engine.layers.saving import Saving
 from lema.engine.trained_weights import Leaves
 from lema.model import Split
 from lema.model.capture import tensors_in

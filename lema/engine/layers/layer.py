@@ -6,50 +6,23 @@ leased in groups (`lema.engine.layers.experts`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from lema.activations.stepstore import StepBoundaries, StepGraphs
 from lema.engine.layers.rows import Rows
+from lema.engine.layers.saving import Saving
 from lema.engine.trained_weights import Leaves
 from lema.stream import Lease
 
-__all__ = ["NOTHING", "Layer", "LossAndGrad", "SavedLayer", "Saving", "TopGradients"]
+__all__ = ["Layer", "LossAndGrad", "SavedLayer", "TopGradients"]
 
 LossAndGrad: TypeAlias = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 """Makes of a micro-batch's number and the top layer's output its share of the loss, and the
 gradient of the output.
 """
-
-
-@dataclass(frozen=True)
-class Saving:
-    """What a step keeps of its layers for the backward.
-
-    Args:
-        boundaries: where the inputs of layers that are recomputed wait; None: none is recomputed.
-        graphs: where what kept graphs hold waits; None: on the device.
-        saved: the layers whose graph is kept although others are recomputed.
-        products: the layers that keep their products by frozen weights for the recomputation.
-        budget: bytes for activations of the model's top layer, which is recomputed only for the
-            micro-batches that exceed them.
-    """
-
-    boundaries: StepBoundaries | None = None
-    graphs: StepGraphs | None = None
-    saved: Collection[int] = frozenset()
-    products: Collection[int] = frozenset()
-    budget: int = 0
-
-    def boundaries_of(self, number: int) -> StepBoundaries | None:
-        """Return where a layer's inputs wait; None: its graph is kept."""
-        return None if number in self.saved else self.boundaries
-
-
-NOTHING = Saving()
 
 
 class SavedLayer(Protocol):

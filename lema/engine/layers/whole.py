@@ -20,8 +20,9 @@ from lema.activations.hoststates import HostState
 from lema.activations.stepstore import StepBoundaries, StepGraphs
 from lema.engine.engine import Engine
 from lema.engine.head.gradients import graph_input
-from lema.engine.layers.layer import LossAndGrad, Saving, TopGradients
+from lema.engine.layers.layer import LossAndGrad, TopGradients
 from lema.engine.layers.rows import Rows
+from lema.engine.layers.saving import Saving
 from lema.engine.recompute import Graph
 from lema.engine.skip_matmuls import AdaptedLinears
 from lema.engine.trained_weights import Leaves

@@ -220,7 +220,7 @@ class StreamedPeftModel(PeftModel):
         # recompute each layer by itself, within a visit that recomputes it already and whose lease
         # ends before.
         skeleton._set_gradient_checkpointing = partial(_recompute, opened)  # type: ignore[method-assign] # its own
-        _recompute(opened, enable=opened.adapter.recompute)
+        _recompute(opened, enable=opened.adapter.activations.recompute)
         digest = hashlib.sha256(base.fingerprint.encode()).digest()
         # In the state dict, because what tells a model by its tensors shall tell one base from
         # another.
@@ -420,8 +420,8 @@ def _recompute(opened: LemaModel, enable: bool = True, **_: object) -> None:
     """Have the layers' activations recomputed in the backward, or kept; transformers reads the
     flag.
     """
-    opened.adapter.recompute_layers(enable)
-    opened.skeleton.gradient_checkpointing = opened.adapter.recompute
+    opened.adapter.activations.recompute_layers(enable)
+    opened.skeleton.gradient_checkpointing = opened.adapter.activations.recompute
 
 
 def _leave_out_base(_: nn.Module, state: dict[str, Any], prefix: str, __: object) -> None:

@@ -195,9 +195,11 @@ def test_recomputation_is_switched_as_a_model_s_is(model: Any) -> None:
         for switch, kept in (("disable", True), ("enable", False)):
             getattr(model, f"{recomputation()}_{switch}")()
             assert getattr(model, f"is_{recomputation()}") is not kept
-            before = model.opened.adapter.arena.memory_bytes
+            before = model.opened.adapter.activations.arena.memory_bytes
             model(**batch).loss.backward()
-            assert (model.opened.adapter.arena.memory_bytes == before) is (kept or bool(before))
+            assert (model.opened.adapter.activations.arena.memory_bytes == before) is (
+                kept or bool(before)
+            )
             gradients.append(
                 {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
             )
