@@ -58,7 +58,7 @@ def _of_rows(model: StreamedModel, hidden: Tensor, host_targets: Tensor) -> list
     nothing is asked."""
     rows, columns = torch.nonzero(host_targets != IGNORED, as_tuple=True)
     targets = host_targets.to(model.backend.device)
-    chunk = model.loss_chunk_tokens
+    chunk = model.step_inputs.chunk_tokens
     sums = [0.0] * len(host_targets)
     greedy = [True] * len(host_targets)
     for first in range(0, len(rows), chunk):

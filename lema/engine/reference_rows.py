@@ -21,14 +21,11 @@ from torch import Tensor, nn
 
 from lema.engine.engine import Engine
 from lema.engine.head.loss import LossChunks, targets_of
-from lema.engine.head.objectives import Objective
 from lema.engine.head.rows import RowLoss, mismatched_of
 from lema.engine.layers.layer import Layer
 from lema.engine.layers.rows import Calls, Rows
-from lema.engine.padding import Padding
-from lema.model import Split
+from lema.engine.step_inputs import StepInputs
 from lema.model.flow import LayerCall
-from lema.model.inputs import Inputs
 from lema.stream import Lease
 
 __all__ = ["ReferenceRows", "StartingAdapter", "reference_rows_of"]
@@ -191,11 +188,8 @@ class ReferenceRows:
 class PassModel(Protocol):
     """What the rows of a reference ask of the model that they go through."""
 
-    split: Split
     engine: Engine
-    inputs: Inputs
-    padding: Padding
-    objective: Objective | None
+    step_inputs: StepInputs
     reference: StartingAdapter | None
     starts_below: bool | None
 
@@ -223,8 +217,8 @@ def reference_rows_of(
     """Return the extra rows that go through the layers, before the first layer; None: there are
     none. The micro-batches are in host memory, `device_batches` on the device, `calls` those of
     each layer. `first` is the first layer's lease, where the prelude needs its weights."""
-    objective = model.objective
-    split = model.split
+    objective = model.step_inputs.objective
+    split = model.engine.split
     start = model.reference
     if objective is None or not isinstance(loss, RowLoss):
         return None
@@ -247,9 +241,11 @@ def reference_rows_of(
         return Rows(calls, hidden, source, targets, compute_as, compiled)
 
     rows = [
-        model.padding.of(mismatched_of(batch)) for batch in micro_batches if objective.mismatched
+        model.step_inputs.padding.of(mismatched_of(batch))
+        for batch in micro_batches
+        if objective.mismatched
     ]
-    mismatched_batches, mismatched_targets = model.inputs.step_to_device(
+    mismatched_batches, mismatched_targets = model.step_inputs.inputs.step_to_device(
         rows, [targets_of(row["labels"]) for row in rows], split.tables
     )
     reference = as_seen(device_batches, loss.targets, calls) if objective.reference else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,11 @@ from lema.config import LemaConfig
 from lema.engine.engine import Engine
 from lema.engine.frozen_prefix import PrefixCache
 from lema.engine.head.gradients import EmbedHead
-from lema.engine.head.labels import shifts_labels
-from lema.engine.head.loss import LossChunks, targets_of
-from lema.engine.head.objectives import LossSettings, Measured
+from lema.engine.head.loss import LossChunks
+from lema.engine.head.objectives import LossSettings, Measured, Objective
 from lema.engine.head.pieces import PiecedHead, piece_passes
 from lema.engine.head.routers import router_loss_of
-from lema.engine.head.rows import RowLoss, row_targets
+from lema.engine.head.rows import RowLoss
 from lema.engine.layers.layer_pass import LayerPass, layers_of
 from lema.engine.layers.rows import Rows
 from lema.engine.layers.saving import Activations, Saving
@@ -37,16 +36,15 @@ from lema.engine.layers.top import HeadInPieces, Top, TopLayer
 from lema.engine.oom import OomRetry, Shortage
 from lema.engine.padding import Padding, cut
 from lema.engine.reference_rows import ReferenceRows, StartingAdapter, reference_rows_of
+from lema.engine.step_inputs import MicroBatches, StepInputs
 from lema.engine.trained_weights import TrainedWeights
 from lema.errors import ConfigError
 from lema.model import Split
 from lema.model.flow import LayerCall
-from lema.model.inputs import Inputs, model_inputs
+from lema.model.inputs import model_inputs
 from lema.stream import LayerStream, Lease, StreamCounters
 
 __all__ = ["StreamedModel"]
-
-MicroBatches = Sequence[Mapping[str, Tensor]]
 
 
 class StreamedModel:
@@ -68,10 +66,8 @@ class StreamedModel:
         layers: the decoder layers, each of its kind.
         prefix: keeps the hidden states that layers below the lowest trained one make, in a run that
             repeats batches.
-        retry: attempts again what ran out of device memory, with less at once.
         watchdog: reports a pass that comes to no next layer in time; None: there is none.
-        objective: what the loss of rows is; None: the cross-entropy of tokens. A loop of one's own
-            may set it.
+        step_inputs: brings micro-batches to the device, and makes their loss.
         measured: what the objective has measured in the last pass, or the loss of routers
             (`Engine.routers`).
     """
@@ -91,29 +87,64 @@ class StreamedModel:
         loss: LossSettings | None = None,
         reference: StartingAdapter | None = None,
     ) -> None:
-        self.split = split
-        self.stream = stream
-        self.backend = backend
         self.head = head
         self.activations = activations or Activations(split, backend, stream.trace)
-        self.loss_chunk_tokens = loss_chunk_tokens
-        self.padding = padding or Padding()
-        advice = {} if advise is None else {"advise": advise}
-        self.retry = OomRetry(
-            stream, backend, split.state, recomputes=self.activations.recompute, **advice
+        self.step_inputs = StepInputs(
+            split, backend, loss or LossSettings(), padding or Padding(), loss_chunk_tokens
         )
-        self.engine = Engine(split, stream, backend, runs_again=runs_again, retry=self.retry)
+        advice = {} if advise is None else {"advise": advise}
+        recomputes = self.activations.recompute
+        retry = OomRetry(stream, backend, split.state, recomputes=recomputes, **advice)
+        self.engine = Engine(split, stream, backend, runs_again=runs_again, retry=retry)
         self.layers = layers_of(self.engine)
-        self.inputs = Inputs(backend)
         self._away = HostStates(backend)
         self.prefix: PrefixCache | None = None
         self.watchdog: Watchdog | None = None
-        self._loss = loss or LossSettings()
-        self.objective = self._loss.objective
         self.reference = reference
         self.measured: Measured = {}
         # whether something before the layers trains; learnt from a step
         self.starts_below: bool | None = None
+
+    @property
+    def split(self) -> Split:
+        """The model in its parts."""
+        return self.engine.split
+
+    @property
+    def stream(self) -> LayerStream:
+        """The layers' weights."""
+        return self.engine.stream
+
+    @property
+    def backend(self) -> Backend:
+        """The device."""
+        return self.engine.backend
+
+    @property
+    def retry(self) -> OomRetry:
+        """What attempts again, with less at once, where device memory ran out."""
+        return self.engine.retry
+
+    @property
+    def padding(self) -> Padding:
+        """What gives rows the shapes that the device is to see."""
+        return self.step_inputs.padding
+
+    @property
+    def objective(self) -> Objective | None:
+        """What the loss of rows is; None: the cross-entropy of tokens. A loop of one's own may set
+        it.
+        """
+        return self.step_inputs.objective
+
+    @objective.setter
+    def objective(self, objective: Objective | None) -> None:
+        self.step_inputs.objective = objective
+
+    @property
+    def shifts_labels(self) -> bool:
+        """Whether a position is trained on the label of the next one."""
+        return self.step_inputs.shifts_labels
 
     def close(self) -> None:
         """Give back the memory and the files in which activations wait."""
@@ -144,13 +175,6 @@ class StreamedModel:
                 how="set it to false",
             )
         self.engine.train_weights(trained)
-
-    @cached_property
-    def shifts_labels(self) -> bool:
-        """Whether a position is trained on the label of the next one; if not, on its own, as the
-        model does itself.
-        """
-        return shifts_labels(self.split.model, self.split.layers)
 
     @property
     def stop(self) -> Interrupt:
@@ -237,7 +261,7 @@ class StreamedModel:
         gradients are formed of `scale` times the loss (for half-precision gradients); the gradient
         that arrives from above is divided by it. `logits`: a list to which the logits `[batch,
         sequence, vocabulary]` of every micro-batch are appended."""
-        device_batches, chunks = self._prepare(
+        device_batches, chunks = self.step_inputs.prepare(
             micro_batches, num_tokens=num_tokens, scale=scale, logits=logits
         )
         if not self.stream.announced:
@@ -395,7 +419,7 @@ class StreamedModel:
     def _evaluate(
         self, logits: list[Tensor] | None, micro_batches: MicroBatches
     ) -> tuple[Tensor, int]:
-        device_batches, chunks = self._prepare(micro_batches, logits=logits)
+        device_batches, chunks = self.step_inputs.prepare(micro_batches, logits=logits)
         self._announce_forward()
         with ExitStack() as first_lease:
             first = first_lease.enter_context(self._first_lease(device_batches))
@@ -435,8 +459,7 @@ class StreamedModel:
         has a graph. If `on_host` they wait in host memory between layers, as
         `lema.activations.hoststates` has them."""
         away = self._away if on_host and not self.backend.memory().shared else None
-        batches = list(map(self.padding.of, self.retry.cut(micro_batches)))
-        device_batches = self.inputs.to_device(batches)
+        device_batches = self.step_inputs.to_device(self.retry.cut(micro_batches))
         self._announce_forward()
         with ExitStack() as first_lease:
             first = first_lease.enter_context(self._first_lease(device_batches))
@@ -454,33 +477,6 @@ class StreamedModel:
         """Announce the leases of a pass that has no way down."""
         self.stream.cancel()
         self.stream.announce(self.stream.forward_order())
-
-    def _prepare(
-        self, micro_batches: MicroBatches, **options: Any
-    ) -> tuple[list[dict[str, Tensor]], LossChunks | RowLoss]:
-        """Return the inputs of a step on the device, and its loss."""
-        self.split.state.hooks.check_none()
-        batches = list(map(self.padding.of, micro_batches))
-        objective = self.objective
-        if objective is None:
-            targets = [targets_of(batch["labels"], shifted=self.shifts_labels) for batch in batches]
-            options |= {
-                "host_targets": targets,
-                "dft": self._loss.dft,
-                "smoothing": self._loss.smoothing,
-            }
-        else:
-            targets = [row_targets(batch, objective) for batch in batches]
-        device_batches, there = self.inputs.step_to_device(batches, targets, self.split.tables)
-        head = self.split.head
-        over = self.split.parallel
-        chunk = self.loss_chunk_tokens
-        if objective is None:
-            return device_batches, LossChunks(head, there, chunk, parallel=over, **options)
-        scale = options.get("scale", 1.0)
-        return device_batches, RowLoss(
-            head, objective, batches, there, chunk, scale=scale, parallel=over
-        )
 
     def _first_lease(self, micro_batches: MicroBatches) -> AbstractContextManager[Lease | None]:
         """Lease the first layer if the prelude needs its weights, which on a lazy device it does

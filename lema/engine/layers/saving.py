@@ -46,7 +46,7 @@ NOTHING = Saving()
 
 
 class Activations:
-    """The activations of a model's steps: which are kept, where they wait, and which are recomputed.
+    """The activations of a model's steps: which are kept and where, and which are recomputed.
 
     Args:
         split: the model.
