@@ -145,7 +145,7 @@ class ReferenceRows:
         if number == self.first_difference:
             for rows in rows_of_all:
                 if rows.hidden is None:
-                    rows.hidden = list(hidden if rows.source is None else rows.source.states)
+                    rows.put(list(hidden if rows.source is None else rows.source.states))
 
     def run(self, layer: Layer[Any], lease: Lease) -> None:
         """Take the rows through a layer that is on lease, from where they differ on."""

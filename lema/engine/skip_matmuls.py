@@ -67,6 +67,18 @@ class LastLinear:
     # What it or the dropout returned, `[..., features]`, while somebody else holds that.
     output: Callable[[], Tensor | None] = lambda: None
 
+    def begin(self, linear: Linear, begun: int) -> None:
+        """Note that a linear was called when so many tensors had been saved."""
+        self.linear = linear
+        self.begun = begun
+
+    def end(self, ended: int, output: Tensor) -> None:
+        """Note that it, or a dropout of what it returned, has returned, with so many tensors saved."""
+        self.ended = ended
+        # A weak reference, because the layer may need the output no longer than the next line of
+        # its forward.
+        self.output = ref(output)
+
     def skipped(self, total: int, saved: Callable[[], int]) -> AbstractContextManager[None]:
         """Skip its frozen product in the `with` block, if a recomputation can do without: of the
         `total` tensors that the forward saved, `saved` returns how many the recomputation has come
@@ -226,12 +238,8 @@ def _linear(
     """Call a linear, and note that it was the last one."""
     begun = saved()
     out = forward(*args, **kwargs)
-    last.linear = linear
-    last.begun = begun
-    last.ended = saved()
-    # A weak reference, because the layer may need the output no longer than the next line of its
-    # forward.
-    last.output = ref(out)
+    last.begin(linear, begun)
+    last.end(saved(), out)
     return out
 
 
@@ -244,8 +252,7 @@ def _dropout(
     follows = inputs is last.output() and saved() == last.ended
     out = forward(inputs)
     if follows:
-        last.ended = saved()
-        last.output = ref(out)
+        last.end(saved(), out)
     return out
 
 

@@ -111,7 +111,7 @@ class StackCall:
                 batch_logits = self.joined([*reshaped])
                 logits.append(batch_logits.flatten(0, 1) if parts[0].dim() == 2 else batch_logits)
             for call in layer:
-                call.routers = None  # because the backward does not need it
+                call.ask_routers(False)  # because the backward does not need it
         return tuple(logits)
 
     def check_unseen(self, gradient: Tensor) -> None:
@@ -143,6 +143,11 @@ class _Step:
     written: int  # how often what trains had been written to
     done: bool = False  # whether that has begun
     task: int = -1  # autograd's number of it
+
+    def begin(self, task: int) -> None:
+        """Note that its backward has begun, as autograd's task of this number."""
+        self.done = True
+        self.task = task
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,13 +319,13 @@ class LayerStack:
         hooks = [split.state.hooks.inside(layer) for layer in range(split.num_layers)]
         for cut, prelude in zip(cuts, preludes, strict=True):
             for layer_hooks, call in zip(hooks, prelude.calls, strict=True):
-                call.autocast = ambient
-                call.routers = [] if routed else None
-                call.hooks = (
+                hooks_here = (
                     layer_hooks
                     if layer_hooks is None or len(cuts) == 1
                     else layer_hooks.of_rows(cut.rows)
                 )
+                call.call_as(ambient, hooks_here)
+                call.ask_routers(routed)
         return StackCall(preludes, differentiated, inputs, self._trained(), cuts, routed)
 
     def _preludes(
@@ -576,8 +581,7 @@ class LayerStack:
             raise ConfigError(
                 what, where="backward", how="run the backward before the optimizer's step"
             )
-        step.done = True
-        step.task = task
+        step.begin(task)
         self._version = self._adapter_version()[1]
         self._announce(step.backward, self._awaited() or self.streamed.stream.forward_order())
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lema.backend import Backend
 from lema.engine.head.labels import shifts_labels
 from lema.engine.head.loss import LossChunks, targets_of
-from lema.engine.head.objectives import LossSettings
+from lema.engine.head.objectives import LossSettings, Objective
 from lema.engine.head.rows import RowLoss, row_targets
 from lema.engine.padding import Padding
 from lema.model import Split
@@ -51,6 +51,10 @@ class StepInputs:
         self.padding = padding
         self.chunk_tokens = chunk_tokens
         self.inputs = Inputs(backend)
+
+    def train_by(self, objective: Objective | None) -> None:
+        """Take another loss of rows; None: the cross-entropy of tokens."""
+        self.objective = objective
 
     @cached_property
     def shifts_labels(self) -> bool:

@@ -139,7 +139,7 @@ class StreamedModel:
 
     @objective.setter
     def objective(self, objective: Objective | None) -> None:
-        self.step_inputs.objective = objective
+        self.step_inputs.train_by(objective)
 
     @property
     def shifts_labels(self) -> bool:
@@ -350,7 +350,7 @@ class StreamedModel:
         """
         inputs = [model_inputs(batch) for batch in micro_batches]
         if start:
-            rows.hidden = list(prefix.fetch(inputs))
+            rows.put(list(prefix.fetch(inputs)))
             return start
         below = self.layers[: prefix.layer]
         for _ in LayerPass(self.engine, below, rows, reference_rows=reference_rows).up():

@@ -144,8 +144,8 @@ class AskedGradients:
 
     def of(self, parameters: Iterable[nn.Parameter]) -> OuterGradients:
         """Return those of some of the parameters, for a function in the caller's graph."""
-        known = {id(parameter) for parameter in self.parameters}
-        chosen = [parameter for parameter in parameters if id(parameter) in known]
+        ids = {id(parameter) for parameter in self.parameters}
+        chosen = [parameter for parameter in parameters if id(parameter) in ids]
         return OuterGradients(chosen, self.gradients, self)
 
     def asked(self) -> bool:

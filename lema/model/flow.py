@@ -104,6 +104,25 @@ class LayerCall:
         """Note that the first run is over, and what the layer kept before it."""
         self.snapshot = snapshot
 
+    def ask_routers(self, asked: bool) -> None:
+        """Ask for what the layer's routers make in its next run, or do no more."""
+        self.routers = [] if asked else None
+
+    def call_as(self, autocast: torch.dtype | None, hooks: HookSnapshot | None) -> None:
+        """Note how the model was called: the dtype of its products, and the hooks of modules inside
+        the layer.
+        """
+        self.autocast = autocast
+        self.hooks = hooks
+
+    def take_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], after: list[Step]
+    ) -> None:
+        """Take other arguments, and other operations on what the layer returns."""
+        self.args = args
+        self.kwargs = kwargs
+        self.after = after
+
     def note_returns(self, numbers: tuple[int, ...]) -> None:
         """Note the numbers of what the layer returns."""
         self.returns = numbers

@@ -198,12 +198,11 @@ def _cut_off(calls: Iterable[LayerCall]) -> list[tuple[Tensor, Tensor]]:
         return value
 
     for call in calls:
-        call.args = changed(call.args, off)
-        call.kwargs = changed(call.kwargs, off)
-        call.after = [
+        after = [
             replace(step, args=changed(step.args, off), kwargs=changed(step.kwargs, off))
             for step in call.after
         ]
+        call.take_arguments(changed(call.args, off), changed(call.kwargs, off), after)
     return list(cut.values())
 
 

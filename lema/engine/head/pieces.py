@@ -154,6 +154,19 @@ class _Block:
         at, inside = self._at(first, flat.shape[-1])
         self.hit = torch.where(inside, flat.gather(-1, at).squeeze(-1), self.hit)
 
+    def drop_inputs(self) -> None:
+        """Let go of the product's input, because nothing wants it any more, and its memory is
+        wanted.
+        """
+        self.inputs = self.targets
+
+    def take_gradient(self) -> Tensor:
+        """Hand the gradient of the product's input over."""
+        assert self.gradient is not None, "the gradient is not wanted, or was handed over"
+        gradient = self.gradient
+        self.gradient = None
+        return gradient
+
     def loss(self) -> Tensor:
         """Return the sum of the cross-entropies of the tokens that train."""
         # The difference first, because the sum's logarithm and the largest logit may be of very
@@ -233,7 +246,7 @@ def piece_passes(
     if not differentiate:
         return values, []
     for block in blocks:
-        block.inputs = block.targets  # because nothing wants it any more, and its memory is wanted
+        block.drop_inputs()
     after = head.backend.rng_state()
     # because the part before the product runs again, and may draw
     head.backend.set_rng_state(began)
@@ -252,7 +265,7 @@ def _back(
         logits = head.logits(leaf, weight, span)
         by_logits = block.by_logits(logits, span[0], scale).to(logits.dtype)
     # Added in fp32, because the parts are many, and in half precision each sum would be rounded.
-    block.gradient += torch.autograd.grad(logits, leaf, by_logits)[0]
+    block.gradient.add_(torch.autograd.grad(logits, leaf, by_logits)[0])
 
 
 def _by_hidden(head: PiecedHead, index: int, hidden: Tensor, blocks: Sequence[_Block]) -> Tensor:
@@ -266,7 +279,6 @@ def _by_hidden(head: PiecedHead, index: int, hidden: Tensor, blocks: Sequence[_B
                 leaf = hidden[block.token_span].detach().requires_grad_()
                 inputs = head.inputs(leaf)
             gradient[block.token_span] = torch.autograd.grad(
-                inputs, leaf, block.gradient.to(inputs.dtype)
+                inputs, leaf, block.take_gradient().to(inputs.dtype)
             )[0]
-            block.gradient = None
     return gradient

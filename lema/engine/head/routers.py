@@ -75,7 +75,7 @@ class RouterLoss:
         self._scale = loss.scale
         self._losses: dict[int, Tensor] = {}  # of each micro-batch its loss alone
         for call in chain(*calls):
-            call.routers = []
+            call.ask_routers(True)
 
     def outputs(self, index: int) -> list[Tensor]:
         """Return what the routers have made of a micro-batch, in the layers' order."""
@@ -120,7 +120,7 @@ class RouterLoss:
         measured of the step.
         """
         for call in chain(*self._calls):
-            call.routers = None
+            call.ask_routers(False)
         return {"aux_loss": (torch.stack([*self._losses.values()]).sum(), len(self._losses))}
 
 

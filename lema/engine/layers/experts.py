@@ -178,7 +178,7 @@ class ExpertLayer:
         """Take rows that have no gradient through the layer."""
         states = (rows.state(index) for index in range(len(rows.states)))
         outputs = self._through_groups(lease, rows.calls[self.number], states)
-        rows.hidden = [rows.stored(index, output) for index, output in enumerate(outputs)]
+        rows.put([rows.stored(index, output) for index, output in enumerate(outputs)])
 
     def forward(
         self, lease: Lease, rows: Rows, needs_grad: Sequence[bool], saving: Saving
@@ -199,7 +199,7 @@ class ExpertLayer:
                 yield layer_input.detach().requires_grad_(needs and asks_routers)
 
         outputs = self._through_groups(lease, calls, layer_inputs())
-        rows.hidden = [output.detach() for output in outputs]
+        rows.put([output.detach() for output in outputs])
         for call in calls:
             if call.routers:
                 call.routers[:] = [
@@ -286,7 +286,7 @@ class ExpertLayer:
                 part.probe()
                 if self._engine.runs_again:
                     part.let_go()
-            call.routers = None
+            call.ask_routers(False)
         return parts
 
     def differentiate(
@@ -323,7 +323,7 @@ class ExpertLayer:
         results = groups.results([part.expert_inputs for part in parts])
         values = list[Tensor]()
         below = list[dict[Tensor, Tensor | None]]()
-        own = list[list[Tensor]]()
+        top_logits = list[list[Tensor]]()
         for index, (call, part) in enumerate(zip(calls, parts, strict=True)):
             engine.stop.poll()
             output = part.made_of(results[index])
@@ -336,7 +336,7 @@ class ExpertLayer:
             if engine.routers is not None:
                 share, router_gradients = engine.routers.loss_and_grad(index)
                 value = value + share
-            own.append(
+            top_logits.append(
                 [
                     by
                     for logits in call.routers or ()
@@ -355,8 +355,9 @@ class ExpertLayer:
         for index, call in enumerate(calls):
             part = parts.pop(0)
             results[index] = torch.empty(0)
-            self._end_part(part, call, part.roots(*expert_gradients.pop(0), own[index]), formed)
-            del part
+            roots = part.roots(*expert_gradients.pop(0), top_logits[index])
+            self._end_part(part, call, roots, formed)
+            del part, roots
         engine.backend.set_rng_state(after)
         formed.weights.append([*adapters.items()])
         return formed
@@ -427,7 +428,7 @@ class _Part:
         call = self._call
         self._engine.stop.poll()
         self._engine.backend.set_rng_state(self._state)
-        call.routers = [] if self._asks else None
+        call.ask_routers(self._asks)
         with torch.enable_grad():
             self._half = _half(self._engine, self._lease, call, self.input)
         self.expert_inputs = call.autocast, self._half.expert_inputs
@@ -488,7 +489,7 @@ class _Part:
             self.made_of(
                 torch.zeros_like(self.expert_inputs[1][0]) if self._result is None else self._result
             )
-        self._call.routers = None
+        self._call.ask_routers(False)
         hidden, _, weights = self.expert_inputs[1]
         assert self.output is not None
         gradients = {hidden: by_hidden, weights: by_weights, self.output: self._gradient}

@@ -54,6 +54,17 @@ class TopGradients:
     routers: list[dict[Tensor, Tensor | None]] = field(default_factory=list)
     weights: list[list[tuple[Tensor, Tensor | None]]] = field(default_factory=list)
 
+    def add_value(self, value: Tensor) -> None:
+        """Add to the loss."""
+        self.value = self.value + value
+
+    def add(self, gradients: TopGradients) -> None:
+        """Add those of the next micro-batches."""
+        self.add_value(gradients.value)
+        self.inputs += gradients.inputs
+        self.routers += gradients.routers
+        self.weights += gradients.weights
+
 
 class Layer(Protocol[Saved]):
     """One decoder layer, which is on lease while its methods run."""

@@ -124,9 +124,12 @@ class LayerPass:
                     pass
             return self._rows.take()
         anchor = self._engine.anchor
-        made: tuple[Tensor, ...] = _UpAndDown.apply(self, anchor, *self._inputs())  # type: ignore[no-untyped-call] # torch's is
+        outputs: tuple[Tensor, ...] = _UpAndDown.apply(self, anchor, *self._inputs())  # type: ignore[no-untyped-call] # torch's is
         received: Sequence[Tensor] = detached(
-            lambda made, _: tuple(tensor.detach() for tensor in made), self._receive, anchor, made
+            lambda tensors, _: tuple(tensor.detach() for tensor in tensors),
+            self._receive,
+            anchor,
+            outputs,
         )
         logits = iter(received[self._num_rows :])
         for layer in self._layers:

@@ -67,6 +67,10 @@ class Rows:
         """Return a micro-batch's next hidden state as it waits for the layer above."""
         return output if self.host is None else self.host.keep(index, output)
 
+    def put(self, states: list[Any]) -> None:
+        """Give the rows hidden states."""
+        self.hidden = states
+
     def take(self) -> list[Any]:
         """Hand the hidden states over; these rows have none any more."""
         states = self.states

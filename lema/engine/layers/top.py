@@ -82,7 +82,7 @@ class TopLayer:
                 value, gradients, states = self._row_loss(lease, rows, self._reference_rows)
                 after = engine.backend.rng_state()
                 formed = differentiate(_scaled_loss_and_grad(embed_head, gradients), states=states)
-                formed.value = value + formed.value
+                formed.add_value(value)
                 engine.backend.set_rng_state(after)
         self._reference_rows = None
         self._weights = formed.weights
@@ -194,7 +194,7 @@ class HeadInPieces:
                 share, below = engine.routers.loss_and_grad(index)
                 shares.append(share)
                 formed.routers.append(below)
-            formed.value = formed.value + torch.stack(shares).sum()
+            formed.add_value(torch.stack(shares).sum())
         return formed
 
     def backward(self, gradient: Tensor) -> Tensor:

@@ -48,6 +48,10 @@ class _SavedGraphs:
     boundary: list[Tensor] = field(default_factory=list)  # of the micro-batch whose backward runs
     input_gradients: dict[int, Tensor] = field(default_factory=dict)
 
+    def spend(self, nbytes: int) -> None:
+        """Note that a micro-batch keeps so many bytes of activations."""
+        self.budget = max(0, self.budget - nbytes)
+
 
 class WholeLayer:
     """A layer that is leased whole.
@@ -102,7 +106,7 @@ class WholeLayer:
             drawn = engine.generator_state()
             run = partial(self._run, lease, saved, index, layer_input, needs=needs, state=drawn)
             outputs.append(engine.retry.run_forward(self._location, run, drawn))
-        rows.hidden = outputs
+        rows.put(outputs)
         return saved
 
     def _saved_graphs(
@@ -161,7 +165,7 @@ class WholeLayer:
             outputs = _run_layer(engine, self.number, weights, call, layer_input, compiled=compiled)
         # Edges and not outputs, because these are the next layer's inputs, and kept as such.
         saved.graphs.append((graph, [] if again else list(map(get_gradient_edge, outputs))))
-        saved.budget = max(0, saved.budget - sum(graph.storage_bytes.values()))
+        saved.spend(sum(graph.storage_bytes.values()))
         if call.routers:
             call.routers[:] = [
                 logits.detach().requires_grad_(logits.requires_grad) for logits in call.routers
@@ -264,12 +268,8 @@ class WholeLayer:
                 rows.states[index],
                 needs=needs,
             )
-            one = engine.retry.run_forward(self._location, run, engine.generator_state(), sums)
-            formed.value = formed.value + one.value
-            formed.inputs += one.inputs
-            formed.routers += one.routers
-            formed.weights += one.weights
-            del one
+            state = engine.generator_state()
+            formed.add(engine.retry.run_forward(self._location, run, state, sums))
         return formed
 
     def _differentiate_one(
