@@ -73,7 +73,7 @@ class LastLinear:
         self.begun = begun
 
     def end(self, ended: int, output: Tensor) -> None:
-        """Note that it, or a dropout of what it returned, has returned, with so many tensors saved."""
+        """Note that it, or a dropout of its output, has returned, with so many tensors saved."""
         self.ended = ended
         # A weak reference, because the layer may need the output no longer than the next line of
         # its forward.

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import count, pairwise
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -136,7 +136,6 @@ class StackCall:
 class _Step:
     """A forward that waits for its backward."""
 
-    number: int
     backward: tuple[int, ...]  # the leases of its backward
     trained: tuple[bool, frozenset[int]]
     asked: AskedGradients | None  # takes gradients where a caller asks for them
@@ -148,6 +147,23 @@ class _Step:
         """Note that its backward has begun, as autograd's task of this number."""
         self.done = True
         self.task = task
+
+
+class _Steps:
+    """The forwards whose graph somebody still holds, in their order."""
+
+    def __init__(self) -> None:
+        self._numbers: WeakKeyDictionary[_Step, int] = WeakKeyDictionary()
+        self._count = count()
+
+    def add(self, step: _Step) -> None:
+        """Add the newest."""
+        self._numbers[step] = next(self._count)
+
+    def newest_waiting(self) -> _Step | None:
+        """Return the newest that waits for its backward; None: none does."""
+        waiting = [step for step in self._numbers if not step.done]
+        return max(waiting, key=self._numbers.__getitem__, default=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,8 +205,7 @@ class LayerStack:
         self._owner = split.model.get_submodule(split.layers_name.rpartition(".")[0])
         self._forward: Callable[..., Any] = self._owner.forward
         self._signature = inspect.signature(self._forward)
-        self._steps: WeakSet[_Step] = WeakSet()
-        self._numbers = count()
+        self._steps = _Steps()
         # leases announced for the next pass, and how many stream
         self._ahead: tuple[tuple[int, ...], int] = ((), 0)
         self._version: int | None = None  # of an adapter's values at the last backward
@@ -448,9 +463,7 @@ class LayerStack:
         step = None
         if start is not None and lowest <= top:
             down = in_parts(range(top, lowest - 1, -1), streamed.stream.parts, down=True)
-            step = _Step(
-                next(self._numbers), down, calls[0].trained, start.asked, self._times_written()
-            )
+            step = _Step(down, calls[0].trained, start.asked, self._times_written())
             self._warn_of_accumulation(lowest)
             self._steps.add(step)
         up = streamed.stream.forward_order()
@@ -589,8 +602,8 @@ class LayerStack:
         """Return the leases of the backward that is most likely the next: of the last forward
         that waits for one.
         """
-        waiting = [step for step in self._steps if not step.done]
-        return max(waiting, key=lambda step: step.number).backward if waiting else ()
+        step = self._steps.newest_waiting()
+        return () if step is None else step.backward
 
     def _announce(self, now: tuple[int, ...], later: tuple[int, ...]) -> None:
         """Announce the leases of the pass that begins and those of the next pass, if not yet

@@ -15,7 +15,7 @@ CEILINGS = {
     "of these parameters of public functions": 0,
     "words of the second list in identifiers": 80,
     "writes from outside to attributes of our classes": 86,
-    "classes that set over 12 attributes": 24,
+    "classes that set over 12 attributes": 20,
     "circles of imports": 0,
     "files in circles of imports": 0,
     "lines over 100 columns, per thousand": 1,

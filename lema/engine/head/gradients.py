@@ -43,10 +43,9 @@ class EmbedHead:
     `hidden`: each micro-batch's hidden state before the layers, with its graph where something
     there trains. `calls`: of each layer, the call of each micro-batch. An argument with a graph is
     cut off from it: layers add its gradient to `.grad`, from where it goes on at the end. `outer`:
-    the parameters whose gradients the caller's graph gets; None: all are added to `.grad`. As
-    attributes it has `reach_below`: whether gradients go on below the layers. `sums`: of each of
-    the head's parameters the gradient, summed over the blocks that the loss was formed of so
-    far."""
+    the parameters whose gradients the caller's graph gets; None: all are added to `.grad`. Its
+    attribute `sums`: of each of the head's parameters the gradient, summed over the blocks that the
+    loss was formed of so far."""
 
     def __init__(
         self,
@@ -68,13 +67,17 @@ class EmbedHead:
             *(tensor for arguments in self._cut_arguments for tensor, _ in arguments),
         ]
         self._before = leaves(tensors) & self._trained.keys()
-        self.reach_below = bool(self._before)
         self._after: set[int] = set()
         self.sums: dict[nn.Parameter, Tensor] = {}
         self._sums_complete = loss is None or loss.at_once  # whether all of them are in the sums
         # of the last layer, and the generator state there
         self._outputs: dict[int, tuple[Tensor, Tensor]] = {}
         self._factor: Tensor | None = None
+
+    @property
+    def reach_below(self) -> bool:
+        """Whether gradients go on below the layers."""
+        return bool(self._before)
 
     @property
     def loss(self) -> LossChunks | RowLoss:

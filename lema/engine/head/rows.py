@@ -88,11 +88,9 @@ class RowLoss:
         self._chunk_tokens = chunk_tokens
         self.scale = scale
         host_targets = [row_targets(batch, objective) for batch in batches]
-        chunks = LossChunks(
+        self._chunks = LossChunks(
             head, targets, chunk_tokens, host_targets=host_targets, parallel=parallel
         )
-        self._blocks = chunks.blocks_to_form
-        self._cross_entropy = chunks.cross_entropy
         self._host_targets = [target.cpu().numpy() for target in host_targets]
         required = ADVANTAGES if objective.advantages else EXAMPLE
         if not all(required in batch for batch in batches):
@@ -164,7 +162,7 @@ class RowLoss:
         """
         logps = torch.zeros(self.targets[index].shape, dtype=torch.float32, device=hidden.device)
         gradient = torch.zeros_like(hidden)
-        for rows, columns, target in self._blocks(index):
+        for rows, columns, target in self._chunks.blocks_to_form(index):
             leaf = hidden[rows, columns].detach().requires_grad_()
             with torch.enable_grad():
                 block_logps = self._logps(leaf, target, (index, rows, columns))
@@ -213,7 +211,7 @@ class RowLoss:
         """Yield what, differentiated by the parameters of the head, gives the gradients of
         `scale` times the loss.
         """
-        for rows, columns, target in self._blocks(index):
+        for rows, columns, target in self._chunks.blocks_to_form(index):
             with torch.enable_grad():
                 logps = self._logps(hidden[rows, columns].detach(), target)
                 value = (logps * self._coefficients[index][rows, columns]).sum() * self.scale
@@ -228,7 +226,7 @@ class RowLoss:
                 self._means[block[0]][block[1:]] = logits.detach().mean(dim=-1, dtype=torch.float32)
             return logits
 
-        return -self._cross_entropy(head, targets, reduction="none").view(targets.shape)
+        return -self._chunks.cross_entropy(head, targets, reduction="none").view(targets.shape)
 
     def _batch(
         self,

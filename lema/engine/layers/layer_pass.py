@@ -8,8 +8,9 @@ gets the last layer's outputs, and gives their gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,27 @@ from lema.engine.trained_weights import OuterGradients, differentiated_again
 from lema.model.flow import LayerCall
 
 __all__ = ["LayerPass", "layers_of"]
+
+
+@dataclass(eq=False)
+class _StartDown:
+    """The gradients with which a way down begins.
+
+    Args:
+        hidden: of each micro-batch, that of the last layer's output.
+        of_routers: of each layer, of each micro-batch, those of what its routers made.
+    """
+
+    hidden: list[Tensor | None]
+    of_routers: dict[int, list[list[Tensor | None]]]
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply them."""
+        self.hidden = [_scaled(gradient, factor) for gradient in self.hidden]
+        self.of_routers = {
+            number: [[_scaled(gradient, factor) for gradient in row] for row in rows]
+            for number, rows in self.of_routers.items()
+        }
 
 
 def layers_of(engine: Engine) -> tuple[Layer[Any], ...]:
@@ -77,16 +99,12 @@ class LayerPass:
         self._top = top
         self._outer = outer
         self._end_first = end_first
-        self._num_rows = len(rows.states)
         # of each layer that gradients reach: what its backward wants, and what its outputs look
         # like
         self._saved: dict[int, tuple[SavedLayer, list[Tensor]]] = {}
         # of each layer, how much its routers made of each micro-batch that has a gradient
         self._num_logits: list[list[int]] = []
-        # gradients of the last layer's outputs, until the way down begins
-        self._received: list[Tensor | None] = []
-        # of each layer, of each micro-batch, the gradients of what its routers made
-        self._router_gradients: dict[int, list[list[Tensor | None]]] = {}
+        self._start = _StartDown([], {})
 
     def up(self, needs_grad: Sequence[bool] = ()) -> Iterator[int]:
         """Take the rows through the layers; yield the number of each that is done. `needs_grad`:
@@ -131,14 +149,14 @@ class LayerPass:
             anchor,
             outputs,
         )
-        logits = iter(received[self._num_rows :])
+        logits = iter(received[len(self._rows) :])
         for layer in self._layers:
             for call in self._rows.calls[layer.number]:
                 if call.routers:
                     call.routers[:] = [
                         next(logits) if output.requires_grad else output for output in call.routers
                     ]
-        return [*received[: self._num_rows]]
+        return [*received[: len(self._rows)]]
 
     def loss(self) -> Tensor:
         """Return the loss of the step, an fp32 scalar. Autograd calls the way down for its
@@ -157,11 +175,11 @@ class LayerPass:
         Args:
             needs_grad: of each input of the pass, whether it needs a gradient.
         """
-        needs = needs_grad[: self._num_rows]
+        needs = needs_grad[: len(self._rows)]
         for _ in self.up(needs):
             pass
         if self._top is not None:
-            return self._form_loss(self._top, [True] * self._num_rows if self._saved else needs)
+            return self._form_loss(self._top, [True] * len(self._rows) if self._saved else needs)
         of_layers = [self._rows.calls[layer.number] for layer in self._layers]
         logits = [
             output.detach()
@@ -183,54 +201,45 @@ class LayerPass:
         if graphs is not None:
             graphs.expect(self._layers[-1].number)
         self._rows.take()
-        self._received = [*formed.inputs]
-        if formed.routers:
-            self._router_gradients = {
-                layer.number: [
-                    [by[output] for output in _differentiable(call)]
-                    for call, by in zip(self._rows.calls[layer.number], formed.routers, strict=True)
-                ]
-                for layer in self._layers
-            }
+        of_routers: dict[int, list[list[Tensor | None]]] = {
+            layer.number: [
+                [by[output] for output in _differentiable(call)]
+                for call, by in zip(self._rows.calls[layer.number], formed.routers, strict=True)
+            ]
+            for layer in self._layers
+            if formed.routers
+        }
+        self._start = _StartDown(formed.inputs, of_routers)
         return formed.value
 
     def _receive(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Take the gradients of what this pass has made, and return what stands for them: autograd
         would hold them until the way down has ended, and each layer's are let go of on it.
         """
-        self._received = list(gradients)
+        logits = iter(gradients[len(self._rows) :])
+        of_routers: dict[int, list[list[Tensor | None]]] = {
+            layer.number: [[next(logits) for _ in range(count)] for count in counts]
+            for layer, counts in zip(self._layers, self._num_logits, strict=True)
+        }
+        self._start = _StartDown([*gradients[: len(self._rows)]], of_routers)
         return [gradient.new_zeros(()).expand(gradient.shape) for gradient in gradients]
 
     def walk_down(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Take gradients down; return those of the inputs of the pass.
 
         Args:
-            gradients: that of the loss, or of hidden states and what routers made.
+            gradients: that of the loss, or what stands for those of hidden states.
         """
-        received = self._received
-        self._received = []
-        of_routers = self._router_gradients
-        self._router_gradients = {}
+        start = self._start
+        self._start = _StartDown([], {})
         if self._top is not None:
-            factor = self._top.backward(gradients[0])
-            received = [_scaled(gradient, factor) for gradient in received]
-            of_routers = {
-                number: [[_scaled(by, factor) for by in row] for row in rows]
-                for number, rows in of_routers.items()
-            }
-        else:
-            logits = iter(received[self._num_rows :])
-            of_routers = {
-                layer.number: [[next(logits) for _ in range(count)] for count in counts]
-                for layer, counts in zip(self._layers, self._num_logits, strict=True)
-            }
-            del received[self._num_rows :]
-        return self._down(received, of_routers)
+            start.scale(self._top.backward(gradients[0]))
+        return self._down(start.hidden, start.of_routers)
 
     def _down(
         self,
         gradients: list[Tensor | None],
-        of_routers: Mapping[int, Sequence[Sequence[Tensor | None]]],
+        of_routers: dict[int, list[list[Tensor | None]]],
     ) -> list[Tensor | None]:
         """Take gradients of the last layer's outputs down through the layers; return those of the
         pass's inputs.
@@ -249,7 +258,7 @@ class LayerPass:
                     gradients = [None] * len(gradients)
                     break
                 saved, likes = self._saved[number]
-                logits = of_routers.get(number) or [()] * len(gradients)
+                logits = of_routers.pop(number, None) or [[]] * len(gradients)
                 arrived = [
                     [_filled(gradient, like, engine.backend.device), *more]
                     for gradient, like, more in zip(gradients, likes, logits, strict=True)

@@ -49,6 +49,10 @@ class Rows:
     compiled: bool = True
     host: HostStates | None = None
 
+    def __len__(self) -> int:
+        """How many micro-batches they are."""
+        return len(self.calls[0])
+
     def computing(self, modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """Return the context in which modules compute as these rows want it."""
         return nullcontext() if self.compute_as is None else self.compute_as(modules)
