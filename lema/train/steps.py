@@ -1,9 +1,10 @@
 """What the run loop drives: something that takes optimizer steps, saves itself and is restored.
 
 `LemaTrainer` does so for adapters, `FullTraining` for a model's own weights. The loop knows only
-the protocol `Steps`. What both do alike when a step is dropped or a checkpoint needs room is here,
-too, and one optimizer step of adapters, `Update`, without asking the device: gradients added up,
-made whole, clipped, and applied.
+the protocol `Steps`. What both do alike when a checkpoint needs room is here, too, and one
+optimizer step of adapters, `Update`, without asking the device: gradients added up, made whole,
+clipped, and applied. What both do with a step that is not finite is
+`lema.train.health.stepguard`.
 """
 
 import math
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lema.backend import Replicas
 from lema.backend.group import first_alone, sum_gradients
@@ -26,7 +28,7 @@ from lema.backend.interrupt import autograd_in_this_thread
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
 from lema.engine.head.loss import attended_tokens, trained_tokens
-from lema.engine.optim import step_share
+from lema.engine.optim import set_rates, step_share
 from lema.errors import NonFiniteError
 from lema.model.skeleton import main_dtype
 from lema.storage.diskspace import check_free_bytes
@@ -58,10 +60,14 @@ class Steps(Protocol):
 
     config: LemaConfig
     model: StreamedModel
-    global_step: int
-    """Optimizer steps taken or dropped, as this object and its checkpoints count them."""
-    skipped_steps: int
-    """How many of these were dropped, for a loss or a gradient that was not finite."""
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps taken or dropped, as this object and its checkpoints count them."""
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many of these were dropped, for a loss or a gradient that was not finite."""
 
     @property
     def module(self) -> nn.Module | None:
@@ -163,31 +169,6 @@ def means(measured: Mapping[str, tuple[float, float]], prefix: str = "") -> dict
     return {f"{prefix}{name}": total / count for name, (total, count) in measured.items() if count}
 
 
-def may_drop(error: NonFiniteError, skipped: int, limit: int) -> bool:
-    """Whether a step may be dropped after `skipped` others, of at most `limit`; if not, `error`
-    says how many were.
-    """
-    if skipped < limit:
-        return True
-    if limit:
-        dropped = f"{limit} steps were dropped before this one (max_skipped_steps)"
-        error.explain(f"{dropped}; {error.how}")
-    return False
-
-
-def warn_dropped(
-    error: NonFiniteError, step: int, skipped: int, limit: int, replicas: Replicas
-) -> None:
-    """Have the first process warn that a step, counted from 1, was dropped: the `skipped`th of
-    at most `limit`.
-    """
-    if replicas.first:
-        what = (
-            f"step {step} was dropped, {skipped} of at most {limit}: {error.what} ({error.where})"
-        )
-        warnings.warn(what, stacklevel=4)
-
-
 def warn_of_no_use(config: LemaConfig, *, shared: bool, lazy: bool) -> None:
     """Warn of settings without effect on a device that computes in host memory, or that compiles
     its code.
@@ -214,6 +195,90 @@ def check_free_bytes_for(count: int, nbytes: int, directory: Path, replicas: Rep
     """
     what = "a checkpoint" if count == 1 else f"{count} checkpoints"
     first_alone(replicas, lambda: check_free_bytes(directory, count * nbytes, what))
+
+
+class StepCount:
+    """Counts steps, and the passes and trained tokens of the one under way.
+
+    Attributes:
+        global_step: optimizer steps that were taken or dropped.
+        passes: those of the step under way whose gradients have been added up.
+        divisor: the trained tokens of its first pass, by which the loss of each is divided, because
+            the step's tokens are not known when that pass runs.
+    """
+
+    def __init__(self) -> None:
+        self.global_step = 0
+        self.passes = 0
+        self.divisor = 0
+        self._trained_tokens = 0
+
+    def begin_pass(self, trained: int) -> int:
+        """Begin a pass with so many trained tokens; return what its loss is divided by, 0 where
+        nothing is trained, of which there is no mean."""
+        if self.passes == 0:
+            self.divisor = trained
+            self._trained_tokens = 0
+        self._trained_tokens += trained
+        return self.divisor if trained else 0
+
+    @property
+    def factor(self) -> float:
+        """What makes gradients divided by `divisor` the mean over the step's trained tokens."""
+        return self.divisor / self._trained_tokens
+
+    def end_pass(self) -> None:
+        """Count a pass whose gradients have been added up."""
+        self.passes += 1
+
+    def begin_step(self) -> None:
+        """Begin the step under way again, or another one."""
+        self.passes = 0
+
+    def end_step(self) -> None:
+        """Count the step under way, which was taken or dropped."""
+        self.begin_step()
+        self.global_step += 1
+
+    def restore(self, global_step: int) -> None:
+        """Count on from a checkpoint after so many steps."""
+        self.global_step = global_step
+
+
+class FollowedSchedule:
+    """The schedule that a learning rate follows. A checkpoint may be loaded before the schedule is
+    made: its position waits for that."""
+
+    def __init__(self) -> None:
+        self.schedule: LRScheduler | None = None
+        self._saved: dict[str, Any] | None = None
+
+    def replace(self, schedule: LRScheduler | None) -> None:
+        """Follow another schedule, from where that is."""
+        self.schedule = schedule
+
+    def follow(self, schedule: LRScheduler, optimizer: Optimizer) -> None:
+        """Follow a schedule of the optimizer's rates, from the position in a loaded checkpoint."""
+        self.schedule = schedule
+        if self._saved is not None:
+            schedule.load_state_dict(self._saved)
+            self._saved = None
+            set_rates(optimizer, schedule.get_last_lr())
+
+    def restore(self, state: dict[str, Any] | None, optimizer: Optimizer) -> None:
+        """Take up the position of a checkpoint, now or in the schedule that is made next."""
+        self._saved = state
+        if self.schedule is not None:
+            self.follow(self.schedule, optimizer)
+
+    def forget_saved(self) -> None:
+        """Let the next schedule begin without the position of a checkpoint."""
+        self._saved = None
+
+    def step(self) -> None:
+        """Count a step that the optimizer took, if a schedule is followed."""
+        if self.schedule is not None:
+            self.schedule.step()
 
 
 class Update:
