@@ -19,8 +19,8 @@ from lema.errors import ConfigError, DeadRun, DiskFull, Stopped
 from lema.storage.diskspace import unsaved, warn_passed_over
 from lema.train.checkpoint.resume import Generators
 from lema.train.events import Position, RunEvents
-from lema.train.guards import watched
 from lema.train.health.signs import DEAD_STEPS, GO_ON, TO_DO
+from lema.train.health.watchdog import watched
 from lema.train.steps import Steps
 
 __all__ = ["Drawn", "Pending", "RunLoop", "Stage"]

@@ -64,8 +64,9 @@ from lema.train.checkpoint.resume import (
 )
 from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.fit import PlainRun, save_step
-from lema.train.guards import watched, worst
+from lema.train.health.nonfinite import worst
 from lema.train.health.stepguard import StepGuard
+from lema.train.health.watchdog import watched
 from lema.train.reference import reference_writers, restore_reference
 from lema.train.steps import (
     FollowedSchedule,

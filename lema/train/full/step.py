@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lema.errors import NonFiniteError
-from lema.train.guards import HiddenGradients
+from lema.train.health.nonfinite import HiddenGradients
 from lema.train.health.stepguard import StepGuard
 
 __all__ = ["FullStep"]

@@ -39,7 +39,7 @@ from lema.train.checkpoint.resume import UPDATE
 from lema.train.full.checkpoint import carry_moments, check_full, read_full, write_full
 from lema.train.full.masters import BackgroundStep, GradientOffload, Masters, step_part
 from lema.train.full.step import FullStep
-from lema.train.guards import where_began
+from lema.train.health.nonfinite import where_began
 from lema.train.health.stepguard import StepGuard
 from lema.train.steps import (
     StepResult,

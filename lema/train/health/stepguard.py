@@ -18,7 +18,7 @@ from torch import Tensor
 from lema.engine import StreamedModel
 from lema.errors import NonFiniteError
 from lema.model.state.model import Mark
-from lema.train.guards import first_non_finite_gradient, non_finite_loss
+from lema.train.health.nonfinite import first_non_finite_gradient, non_finite_loss
 
 __all__ = ["StepGuard"]
 

@@ -1,4 +1,4 @@
-"""Guards of a training step: where NaN or infinity began, and the watchdog.
+"""Where NaN or infinity began in a step.
 
 A gradient goes down through the layers, and the gradient of what trains in a layer may be finite
 where the one that leaves the layer is not. So the gradients of the hidden states between the layers
@@ -7,16 +7,12 @@ are looked at too. `lema.train.health.stepguard` runs a bad step again for that.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lema.backend import Replicas
-from lema.backend.watchdog import Watchdog
-from lema.config import LemaConfig
 from lema.engine import StreamedModel
 from lema.errors import NonFiniteError
 from lema.model import Split
@@ -170,39 +166,3 @@ def _downwards(split: Split) -> Iterator[tuple[int, str, nn.Parameter]]:
         for name, parameter in split.layers[layer].named_parameters():
             yield layer, f"{split.layers_name}.{layer}.{name}", parameter
     yield from ((-1, name, parameter) for name, parameter in named[: inside.index(True)])
-
-
-@contextmanager
-def watched(model: StreamedModel, config: LemaConfig) -> Iterator[None]:
-    """Have a watchdog look on while a `with` block runs, unless one does already; stacks go to
-    `output_dir`.
-    """
-    if model.watchdog is not None:
-        yield
-        return
-    dog = Watchdog(
-        lambda: moves(model),
-        lambda: awaited(model),
-        Path(config.output_dir),
-        end_after=config.hang_timeout,
-    )
-    with dog, model.watched_by(dog):
-        yield
-
-
-def moves(model: StreamedModel) -> tuple[Any, ...]:
-    """Return the counters of passes through a model so far, visits of layers first."""
-    now = model.counters
-    nbytes = now.bytes_read, now.bytes_uploaded, now.bytes_gathered, now.bytes_offloaded
-    return now.leases, *nbytes, model.retry.location
-
-
-def awaited(model: StreamedModel) -> str:
-    """Return where a pass is, and which layers are on lease, wanted and being read."""
-    leased, next_layer, reading = model.stream.activity()
-    messages = [model.retry.location or "before the first layer"]
-    name = model.stream.name_of
-    messages += [f"on lease: {name(layer)}" for layer in leased]
-    messages += [] if next_layer is None else [f"next: {name(next_layer)}"]
-    messages += [f"being read: {name(layer)}" for layer in reading]
-    return "; ".join(messages)
