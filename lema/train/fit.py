@@ -1,20 +1,25 @@
-"""One call of `LemaTrainer.fit`: a run over one data set, measured in epochs or steps, as the
-loop drives it.
+"""One call of `LemaTrainer.fit`: a run of one stage over one data set, in epochs or steps.
+
+`plain_data` makes the stage's rows, `begun` and `resumed` say how far it is, `train_stage` takes
+the steps that are left, and `leave` writes what stays when the run is over.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from peft import PeftModel
 from torch.optim.lr_scheduler import LRScheduler
 
+from lema.backend import Replicas
 from lema.backend.group import check_alike, first_alone
 from lema.backend.interrupt import Stop
 from lema.config import LemaConfig
 from lema.data.dataset import Rows, first_rows
+from lema.engine import StreamedModel
 from lema.engine.frozen_prefix import PrefixCache
 from lema.errors import AdapterError, ConfigError, ReadError
 from lema.lora.base import Base
@@ -44,270 +49,159 @@ from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.events import Position, RunEvents, with_bar
 from lema.train.health.signs import is_sound
 from lema.train.inputs import check_output_dir
-from lema.train.loop import Drawn, Pending, RunLoop
+from lema.train.loop import RunLoop
 from lema.train.metrics import METRICS_NAME, check_unused, cut_metrics, step_of
 from lema.train.sampler import StepSampler
+from lema.train.stage import Drawn, Pending, Progress, Stage, StagePolicy
 from lema.train.steps import Steps
 
-__all__ = ["PlainRun", "check_new", "save_step"]
+__all__ = [
+    "PlainData",
+    "PlainPaths",
+    "begun",
+    "check_new",
+    "leave",
+    "plain_data",
+    "plain_policy",
+    "resumed",
+    "save_step",
+    "train_stage",
+]
+
+
+@dataclass(frozen=True)
+class PlainPaths:
+    """Where a plain run writes."""
+
+    directory: Path
+    keep: int | None  # how many checkpoints stay; None: all
+
+    @classmethod
+    def of(cls, config: LemaConfig) -> Self:
+        """Return where a run with these settings writes."""
+        return cls(Path(config.output_dir), config.save_total_limit)
+
+    @property
+    def metrics(self) -> Path:
+        """The file with its lines of metrics."""
+        return self.directory / METRICS_NAME
+
+    def checkpoint(self, step: int) -> Path:
+        """Return the checkpoint of a step."""
+        return self.directory / f"{PREFIX}{step}"
+
+    def saved(self) -> list[Path]:
+        """Return the checkpoints that are there, the oldest first."""
+        return checkpoints(self.directory)
+
+    def forget_old(self, newest: Path, spared: Collection[int] = ()) -> None:
+        """Delete checkpoints up to the `newest`, but for the last `keep` and those of the steps
+        that are `spared`; or raise `DiskError`."""
+        paths = [self.checkpoint(step) for step in spared]
+        forget_old_checkpoints(self.directory, newest, self.keep, paths)
 
 
 def check_new(config: LemaConfig) -> None:
     """Refuse, with `ConfigError`, an `output_dir` with what a new run would replace."""
-    if checkpoints(Path(config.output_dir)):
+    if PlainPaths.of(config).saved():
         what = "the output directory holds checkpoints of an earlier run"
         how = "continue from the newest with --resume (resume=True), or choose another output_dir"
         raise ConfigError(what, where=config.output_dir, how=how)
     check_unused(config, ("train_loss", "stage"))
 
 
-def save_step(
-    steps: Steps,
-    extra: Mapping[str, Any] | None = None,
-    writers: Sequence[Writer] = (),
-    spared: Sequence[Path] = (),
-) -> None:
-    """Write `checkpoint-<global_step>` into `output_dir`, then delete those that are too old,
-    but for the `spared`.
-    """
-    output = Path(steps.config.output_dir)
-    directory = output / f"{PREFIX}{steps.global_step}"
-    keep = steps.config.save_total_limit
-    steps.save_checkpoint(directory, extra, writers)
-    forget = partial(forget_old_checkpoints, output, directory, keep, spared)
-    first_alone(steps.model.backend.replicas, forget)
+def save_step(steps: Steps) -> None:
+    """Write `checkpoint-<global_step>` into `output_dir`, then delete those that are too old."""
+    paths = PlainPaths.of(steps.config)
+    directory = paths.checkpoint(steps.global_step)
+    steps.save_checkpoint(directory)
+    first_alone(steps.model.backend.replicas, partial(paths.forget_old, directory))
 
 
-class PlainRun:
-    """The one stage of a plain run, whose `steps` may have taken some already; see
-    `lema.train.loop.Stage`.
-    """
+def plain_policy(config: LemaConfig) -> StagePolicy:
+    """Return how the stage of a plain run goes: as in `transformers.Trainer`."""
+    return StagePolicy(
+        has_epochs=True,
+        trains=None,
+        completes_last_step=False,
+        stops_for_callbacks=False,
+        keeps_best=config.load_best_model_at_end,
+        schedule_counts_dropped=False,
+    )
 
-    trains: str | None = None
 
-    def __init__(
-        self,
-        steps: Steps,
-        dataset: Rows,
-        eval_dataset: Rows | None,
-        report: Reporter = print,
-    ) -> None:
-        self.steps = steps
-        config = steps.config
-        self._replicas = steps.model.backend.replicas
-        self._config = config
-        self._output = Path(config.output_dir)
-        self._report: Reporter = report if self._replicas.first else lambda _: None
-        if config.mixture is not None and getattr(dataset, "shares", None) != config.mixture:
-            what = "it gives shares to the data sets in train_data, but fit got other rows"
-            raise ConfigError(
-                what, where="mixture", how="call fit(config.train_data), or remove mixture"
-            )
-        rows = first_rows(dataset, config.max_train_samples)
-        rows = packed(rows, steps.model, config, self._report)
-        self._sampler = StepSampler(rows, config, self._replicas, steps.model.padding)
-        if config.tokens_per_step is not None:
-            self._report(
-                f"steps of {config.tokens_per_step:,} tokens at most: {self._sampler.num_steps:,}"
-            )
-        self._eval_dataset: Rows | None = None
-        if eval_dataset is not None:
-            eval_rows = first_rows(eval_dataset, config.max_eval_samples)
-            self._eval_dataset = packed(eval_rows, steps.model, config, checked=True)
-        self.evaluates = eval_dataset is not None
-        self._past: dict[str, Any] = {}  # what an earlier process logged and found best
-        self.schedule: LRScheduler  # from `train` on
-        self.num_steps = self._sampler.num_steps
-        self.done = steps.global_step
-        self.best: dict[str, Any] | None = None
-        self.eval_loss: float | None = None
-        self.pending: Pending | None = None
-        self.carried: Mapping[str, Any] = {}
-        self.saved: int | None = None
-        self.sound: int | None = None
-        if self._replicas.num_processes > 1:
-            data = {
-                f"data: {name}": fingerprint for name, fingerprint in self._sampler.about.items()
-            }
-            check_alike(self._replicas, config.to_dict() | data)
+@dataclass(frozen=True)
+class PlainData:
+    """The rows of a plain run; see `lema.train.stage.StageData`."""
 
-    def begin(self, *, weights_only: bool = False) -> None:
-        """Begin, or go on from where `steps` is; `ConfigError` in another run's `output_dir` or
-        without steps left.
+    config: LemaConfig
+    model: StreamedModel
+    sampler: StepSampler
+    eval_rows: Rows | None  # None: there is nothing to evaluate on
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps the run has."""
+        return self.sampler.num_steps
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return self.eval_rows is not None
+
+    @property
+    def paths(self) -> PlainPaths:
+        """Where the run writes."""
+        return PlainPaths.of(self.config)
+
+    @property
+    def replicas(self) -> Replicas:
+        """The processes that share each batch."""
+        return self.model.backend.replicas
+
+    def position(self, done: int) -> Position:
+        """Return where the run is after so many steps."""
+        epoch = self.sampler.epoch(done)
+        is_epoch_end = self.sampler.is_epoch_end(done)
+        where = self.paths.checkpoint(done)
+        return Position(done, epoch, self.sampler.row(done), f"step {done}", where, is_epoch_end)
+
+    def best_checkpoint(self, progress: Progress) -> Path | None:
+        """Return where the checkpoint of the best evaluation is, or would be; None: nothing was
+        evaluated.
         """
-        check_output_dir(self._config)
-        if self.done == 0:
-            check_new(self._config)
-        if self.done >= self.num_steps:
-            what = (
-                f"nothing is left to train: this trainer is at step {self.done} of {self.num_steps}"
-            )
-            how = "raise num_train_epochs or max_steps, or begin again with a new trainer"
-            raise ConfigError(what, where="fit", how=how)
-        self._check_evaluates()
-        if weights_only:
-            what = "weights_only needs a checkpoint to resume from"
-            raise ConfigError(
-                what, where="weights_only", how="set resume (--resume), too, or remove it"
-            )
+        return None if progress.best is None else self.paths.checkpoint(progress.best["step"])
 
-    def resume(
-        self, restore: Callable[[Path], Mapping[str, Any]], *, weights_only: bool = False
-    ) -> None:
-        """Go on from the newest sound checkpoint in `output_dir`, which `restore` takes up,
-        returning its `extra`; `AdapterError` where there is none, `ConfigError` where it is of
-        another run."""
-        self._check_evaluates()
-        steps = self.steps
-        candidates = checkpoints(self._output)
-        report = self._report
-        if not candidates:
-            what = "there is no checkpoint to resume from"
-            raise AdapterError(
-                what, where=str(self._output), how="remove --resume to begin a new run"
-            )
-        path = first_alone(
-            self._replicas, lambda: newest_sound(candidates, report, weights_only=weights_only)
-        )
-        adapter = steps.module if isinstance(steps.module, PeftModel) else None
-        changed = check_same_run(
-            path, self._config, adapter, self._sampler.about, steps.model.split.dtype
-        )
-        extra = restore(path)
-        self.done = steps.global_step
-        self.pending = extra.get("left")
-        self.carried = extra
-        self.saved = None if weights_only else self.done
-        self.sound = self.done if is_sound(extra) else None
-        self._past = past_log(path / TRAINER_STATE)
-        if self._past.get("best_metric") is not None:
-            self.best = {
-                "step": self._past["best_global_step"],
-                self._config.best_by[0]: self._past["best_metric"],
-            }
-        keep = self._config.save_total_limit
-        spared = [self.best_checkpoint] if self.best_checkpoint else []
-        first_alone(
-            self._replicas, lambda: forget_old_checkpoints(self._output, path, keep, spared)
-        )
-        steps.take_settings({change.name for change in changed})
-        report(f"resuming from {path} (step {self.done} of {self.num_steps})")
-        if self.done >= self.num_steps:
-            report("nothing was left to train: the run had taken its last step")
-        if weights_only:
-            report(
-                "LEMA takes the weights of this checkpoint but not its optimizer, whose "
-                "moments begin empty"
-            )
-        report_changes(changed, report)
-        report_regrouped(path, self._config, steps.model.split.model, report)
+    def draw(self, step: int) -> Drawn:
+        """Return the rows of a step, counted from 0."""
+        rows = self.sampler.rows(step)
+        return Drawn(self.sampler.micro_batches(step), f", rows {rows} of the data", {"rows": rows})
 
-    def _check_evaluates(self) -> None:
-        asked = (
-            "early_stopping_patience",
-            "load_best_model_at_end",
-            "eval_on_start",
-            "eval_prompts",
-        )
-        if not self.evaluates and (idle := [name for name in asked if getattr(self._config, name)]):
-            what = f"there is nothing to evaluate on, which {' and '.join(idle)} need"
-            raise ConfigError(
-                what, where=idle[0], how="give eval_data or eval_split (in fit: eval_dataset)"
-            )
+    def evaluate(self) -> dict[str, float]:
+        """Return the mean loss of the data set to evaluate on."""
+        assert self.eval_rows is not None, "a run without such rows evaluates nothing"
+        passes = passes_of_rows(self.eval_rows, self.config, self.replicas, self.model.padding)
+        return evaluate(self.model, passes)
 
-    def train(
-        self, schedule: LRScheduler, callbacks: Sequence[Any], stop: Stop | None
-    ) -> dict[str, Any]:
-        """Take the steps that are left; return what `LemaTrainer.fit` does. `stop` is asked
-        before each layer.
-        """
-        self.schedule = schedule
-        options: dict[str, Any] = {
-            "num_epochs": self._sampler.num_epochs,
-            "evaluates": self.evaluates,
-        }
-        if self._config.push_to_hub:
-            first_alone(self._replicas, partial(make_repository, self._config))
-        shown = with_bar(callbacks, self._config)
-        # of a run that begins, no line is there
-        last = self.done if self.done or self.carried else -1
+    def saved_state(self, progress: Progress, pending: Pending | None) -> dict[str, Any]:
+        """Return what a checkpoint keeps: the position in the data, and what is `pending`."""
+        position = self.sampler.position(progress.done)
+        return {"data": self.sampler.about, "position": position, "left": pending}
 
-        def keep(row: Mapping[str, Any]) -> bool:
-            return step_of(row) <= last
+    def retain(self, progress: Progress, sound: int | None) -> None:
+        """Delete checkpoints that are too old, but for the best and that of the `sound` step."""
+        spared = [] if sound is None else [sound]
+        if progress.best is not None:
+            spared.append(progress.best["step"])
+        newest = self.paths.checkpoint(progress.done)
+        first_alone(self.replicas, partial(self.paths.forget_old, newest, spared))
 
-        first_alone(
-            self._replicas,
-            lambda: cut_metrics(self._output / METRICS_NAME, keep, self.carried.get("record")),
-        )
-        events = RunEvents(self._config, self.num_steps, self._replicas, shown, **options)
-        events.state.log_history = self._past.get("log_history", [])
-        events.state.stateful_callbacks = self._past.get("stateful_callbacks", {})
-        with closing(events), self._cached_prefix():
-            loop = RunLoop(self, events, at_layer=stop)
-            loop.run()
-            if summary := events.summary():
-                events.log(summary)
-            events.end()
-        events.draw()
-        best = {
-            f"best_{name}": value for name, value in (self.best or {}).items() if name != "only"
-        }
-        dead = {} if events.signs.verdict is None else {"dead": events.signs.verdict}
-        return summary | loop.last_eval | (best if summary else {}) | dead
-
-    def leave(self, result: Mapping[str, Any], base: Base, files: ModelFiles | None) -> None:
-        """Leave the adapter, or the best, with card and tokenizer, and upload them."""
-        config = self._config
-        backend = self.steps.model.backend
-        alone = partial(first_alone, self._replicas)
-        adapter = cast(PeftModel, self.steps.module)
-        reference = self.steps.model.reference
-        if config.load_best_model_at_end and self.best is not None:
-            self._take_best(adapter)
-        writers: list[Writer] = []
-        # that of a run that came to its end tells its results
-        if result or not (self._output / CARD).exists():
-            card = model_card(
-                config, base.name, self._data_summary(), {"steps": self.done, **result}
-            )
-            writers = [partial(write_card, files=files, card=card)]
-        leave = partial(
-            leave_adapter, self._output, backend, adapter, config, base, reference, writers
-        )
-        # of several that hold it, each has a part
-        leave() if backend.parallel.size > 1 else alone(leave)
-        if config.push_to_hub:
-            alone(lambda: self._report(f"uploaded: {upload(config)}"))
-
-    def _take_best(self, adapter: PeftModel) -> None:
-        """Load the adapter of the best evaluation; if its checkpoint is missing or damaged, the
-        last step's stays.
-        """
-        path = cast(Path, self.best_checkpoint)
-        name, _ = self._config.best_by
-        best = cast("dict[str, Any]", self.best)
-        try:
-            first_alone(self._replicas, partial(check_sound, path, weights_only=True))
-        except (AdapterError, ReadError) as error:
-            lost = (
-                f"the best adapter, of step {best['step']}, cannot be kept: {error.what} "
-                f"({error.where})"
-            )
-            report_warning(lost, self._report)
-            return
-        load_weights(
-            adapter, path, self.steps.model.split.layers_name, self.steps.model.backend.parallel
-        )
-        self._report(
-            f"the adapter of step {best['step']} is kept, the best: {name} {best[name]:.4f}"
-        )
-
-    def _data_summary(self) -> dict[str, str]:
-        config = self._config
+    def summary(self) -> dict[str, str]:
+        """Return what the card of the adapter says of the data."""
         summary = {}
         for name, source, rows in (
-            ("training", config.train_data, self._sampler.dataset),
-            ("evaluation", config.eval_data, self._eval_dataset),
+            ("training", self.config.train_data, self.sampler.dataset),
+            ("evaluation", self.config.eval_data, self.eval_rows),
         ):
             if rows is not None:
                 listed = [source] if isinstance(source, str) else source or ()
@@ -315,66 +209,282 @@ class PlainRun:
                 summary[name] = f"{files}{getattr(rows, 'counts', None) or f'{len(rows):,} rows'}"
         return summary
 
-    @contextmanager
-    def _cached_prefix(self) -> Iterator[None]:
-        """Keep the outputs of frozen layers for each batch, if that is requested and a batch
-        comes a second time.
-        """
-        config = self._config
-        model = self.steps.model
-        if not config.cache_frozen_prefix or not self._sampler.repeats:
-            yield
-            return
-        num_tokens = self._sampler.tokens_of_an_epoch()
-        directory = Path(config.offload_dir or config.output_dir)
-        prefix = PrefixCache(
-            model.backend, model.lowest_trained, directory, num_tokens, model.stream.trace
-        )
-        with closing(prefix), model.caching(prefix):
-            yield
 
-    def position(self, done: int) -> Position:
-        """Return where the run is after so many steps."""
-        epoch = self._sampler.epoch(done)
-        is_epoch_end = self._sampler.is_epoch_end(done)
-        where = self._output / f"{PREFIX}{done}"
-        return Position(done, epoch, self._sampler.row(done), f"step {done}", where, is_epoch_end)
+def plain_data(
+    steps: Steps,
+    dataset: Rows,
+    eval_dataset: Rows | None = None,
+    report: Reporter = lambda _: None,
+) -> PlainData:
+    """Return the rows of a run, all processes alike.
 
-    @property
-    def best_checkpoint(self) -> Path | None:
-        """Where the checkpoint of the best evaluation is, or would be; None: nothing was
-        evaluated.
-        """
-        return None if self.best is None else self.position(self.best["step"]).checkpoint
+    Args:
+        steps: what trains, with the settings of the run.
+        dataset: the rows to train on.
+        eval_dataset: the rows to evaluate on; None: there are none.
+        report: is called with lines about the rows.
 
-    def draw(self, step: int) -> Drawn:
-        """Return the rows of a step, counted from 0."""
-        rows = self._sampler.rows(step)
-        return Drawn(
-            self._sampler.micro_batches(step), f", rows {rows} of the data", {"rows": rows}
-        )
+    Raises:
+        ConfigError: the settings mix other data sets, or processes differ.
+    """
+    config = steps.config
+    replicas = steps.model.backend.replicas
+    if config.mixture is not None and getattr(dataset, "shares", None) != config.mixture:
+        what = "it gives shares to the data sets in train_data, but fit got other rows"
+        how = "call fit(config.train_data), or remove mixture"
+        raise ConfigError(what, where="mixture", how=how)
+    rows = packed(first_rows(dataset, config.max_train_samples), steps.model, config, report)
+    sampler = StepSampler(rows, config, replicas, steps.model.padding)
+    if config.tokens_per_step is not None:
+        report(f"steps of {config.tokens_per_step:,} tokens at most: {sampler.num_steps:,}")
+    eval_rows: Rows | None = None
+    if eval_dataset is not None:
+        first = first_rows(eval_dataset, config.max_eval_samples)
+        eval_rows = packed(first, steps.model, config, checked=True)
+    if replicas.num_processes > 1:
+        data = {f"data: {name}": fingerprint for name, fingerprint in sampler.about.items()}
+        check_alike(replicas, config.to_dict() | data)
+    return PlainData(config, steps.model, sampler, eval_rows)
 
-    def evaluate(self) -> dict[str, float]:
-        """Return the mean loss of the data set to evaluate on."""
-        model = self.steps.model
-        assert self._eval_dataset is not None, "a run without such rows evaluates nothing"
-        return evaluate(
-            model, passes_of_rows(self._eval_dataset, self._config, self._replicas, model.padding)
-        )
 
-    def save(self, events: RunEvents, pending: Pending | None) -> None:
-        """Write `checkpoint-<step>`, and forget those that are too old."""
-        position = self._sampler.position(self.done)
-        data = self._sampler.about
-        extra = {"data": data, "position": position, "left": pending, **events.carried}
-        sound = (
-            None
-            if self.sound is None or not events.signs.steps
-            else self.position(self.sound).checkpoint
+def begun(data: PlainData, done: int, *, weights_only: bool = False) -> Progress:
+    """Return how far a run is that no checkpoint is resumed for.
+
+    Args:
+        data: its rows.
+        done: the steps that its trainer has taken already.
+        weights_only: whether the weights of a checkpoint were asked for.
+
+    Raises:
+        ConfigError: another run is in `output_dir`, or no step is left.
+    """
+    config = data.config
+    check_output_dir(config)
+    if done == 0:
+        check_new(config)
+    if done >= data.num_steps:
+        what = f"nothing is left to train: this trainer is at step {done} of {data.num_steps}"
+        how = "raise num_train_epochs or max_steps, or begin again with a new trainer"
+        raise ConfigError(what, where="fit", how=how)
+    _check_evaluates(data)
+    if weights_only:
+        what = "weights_only needs a checkpoint to resume from"
+        how = "set resume (--resume), too, or remove it"
+        raise ConfigError(what, where="weights_only", how=how)
+    return Progress(done)
+
+
+def resumed(
+    data: PlainData,
+    steps: Steps,
+    restore: Callable[[Path], Mapping[str, Any]],
+    report: Reporter,
+    *,
+    weights_only: bool = False,
+) -> Progress:
+    """Go on from the newest sound checkpoint in `output_dir`, and return how far the run is.
+
+    Args:
+        data: its rows.
+        steps: what trains.
+        restore: takes a checkpoint up, and returns its `extra`.
+        report: is called with lines about the checkpoint.
+        weights_only: whether only its weights are taken.
+
+    Raises:
+        AdapterError: there is no such checkpoint.
+        ConfigError: it is of another run.
+    """
+    _check_evaluates(data)
+    config = data.config
+    paths = data.paths
+    if not (candidates := paths.saved()):
+        what = "there is no checkpoint to resume from"
+        how = "remove --resume to begin a new run"
+        raise AdapterError(what, where=str(paths.directory), how=how)
+    path = first_alone(
+        data.replicas, lambda: newest_sound(candidates, report, weights_only=weights_only)
+    )
+    adapter = steps.module if isinstance(steps.module, PeftModel) else None
+    changed = check_same_run(path, config, adapter, data.sampler.about, data.model.split.dtype)
+    extra = restore(path)
+    progress = _progress_of(path, extra, steps.global_step, config, weights_only=weights_only)
+    spared = [] if progress.best is None else [progress.best["step"]]
+    first_alone(data.replicas, partial(paths.forget_old, path, spared))
+    steps.take_settings({change.name for change in changed})
+    report(f"resuming from {path} (step {progress.done} of {data.num_steps})")
+    if progress.done >= data.num_steps:
+        report("nothing was left to train: the run had taken its last step")
+    if weights_only:
+        report(
+            "LEMA takes the weights of this checkpoint but not its optimizer, whose "
+            "moments begin empty"
         )
-        save_step(
-            self.steps,
-            extra,
-            [events.save_state],
-            [path for path in (self.best_checkpoint, sound) if path],
+    report_changes(changed, report)
+    report_regrouped(path, config, data.model.split.model, report)
+    return progress
+
+
+def _progress_of(
+    path: Path, extra: Mapping[str, Any], done: int, config: LemaConfig, *, weights_only: bool
+) -> Progress:
+    past = past_log(path / TRAINER_STATE)
+    best = None
+    if past.get("best_metric") is not None:
+        best = {"step": past["best_global_step"], config.best_by[0]: past["best_metric"]}
+    return Progress(
+        done,
+        best=best,
+        pending=extra.get("left"),
+        carried=extra,
+        saved=None if weights_only else done,
+        sound=done if is_sound(extra) else None,
+        past=past,
+    )
+
+
+def _check_evaluates(data: PlainData) -> None:
+    asked = (
+        "early_stopping_patience",
+        "load_best_model_at_end",
+        "eval_on_start",
+        "eval_prompts",
+    )
+    if not data.evaluates and (idle := [name for name in asked if getattr(data.config, name)]):
+        what = f"there is nothing to evaluate on, which {' and '.join(idle)} need"
+        how = "give eval_data or eval_split (in fit: eval_dataset)"
+        raise ConfigError(what, where=idle[0], how=how)
+
+
+def train_stage(
+    stage: Stage,
+    data: PlainData,
+    schedule: LRScheduler,
+    callbacks: Sequence[Any],
+    stop: Stop | None,
+) -> dict[str, Any]:
+    """Take the steps that are left of a run.
+
+    Args:
+        stage: its one stage.
+        data: the stage's rows.
+        schedule: of the learning rate, at the stage's step.
+        callbacks: `transformers.TrainerCallback`s.
+        stop: is asked before each layer; None: nobody is.
+
+    Returns:
+        What `LemaTrainer.fit` does.
+    """
+    config = data.config
+    progress = stage.progress
+    if config.push_to_hub:
+        first_alone(data.replicas, partial(make_repository, config))
+    shown = with_bar(callbacks, config)
+    # of a run that begins, no line is there
+    last = progress.done if progress.done or progress.carried else -1
+
+    def keep(row: Mapping[str, Any]) -> bool:
+        return step_of(row) <= last
+
+    record = progress.carried.get("record")
+    first_alone(data.replicas, lambda: cut_metrics(data.paths.metrics, keep, record))
+    events = RunEvents(
+        config,
+        data.num_steps,
+        data.replicas,
+        shown,
+        num_epochs=data.sampler.num_epochs,
+        evaluates=data.evaluates,
+    )
+    events.take_past(progress.past)
+    with closing(events), _cached_prefix(data):
+        loop = RunLoop(stage, schedule, events, at_layer=stop)
+        loop.run()
+        if summary := events.summary():
+            events.log(summary)
+        events.end()
+    events.draw()
+    best = {
+        f"best_{name}": value for name, value in (progress.best or {}).items() if name != "only"
+    }
+    dead = {} if events.signs.verdict is None else {"dead": events.signs.verdict}
+    return summary | loop.last_eval | (best if summary else {}) | dead
+
+
+@contextmanager
+def _cached_prefix(data: PlainData) -> Iterator[None]:
+    """Keep the outputs of frozen layers for each batch, if that is requested and a batch comes a
+    second time.
+    """
+    config = data.config
+    model = data.model
+    if not config.cache_frozen_prefix or not data.sampler.repeats:
+        yield
+        return
+    num_tokens = data.sampler.tokens_of_an_epoch()
+    directory = Path(config.offload_dir or config.output_dir)
+    prefix = PrefixCache(
+        model.backend, model.lowest_trained, directory, num_tokens, model.stream.trace
+    )
+    with closing(prefix), model.caching(prefix):
+        yield
+
+
+def leave(
+    stage: Stage,
+    data: PlainData,
+    result: Mapping[str, Any],
+    base: Base,
+    files: ModelFiles | None,
+    report: Reporter,
+) -> None:
+    """Leave the adapter, or the best, with card and tokenizer, and upload them.
+
+    Args:
+        stage: the one stage of the run, which is over.
+        data: the stage's rows.
+        result: what `train_stage` returned.
+        base: the model that the adapter is for.
+        files: the model's directory with the tokenizer; None: there is none.
+        report: is called with lines about the adapter.
+    """
+    config = data.config
+    backend = data.model.backend
+    alone = partial(first_alone, data.replicas)
+    adapter = cast(PeftModel, stage.steps.module)
+    output = data.paths.directory
+    if config.load_best_model_at_end and stage.progress.best is not None:
+        _take_best(data, stage.progress, adapter, report)
+    writers: list[Writer] = []
+    # that of a run that came to its end tells its results
+    if result or not (output / CARD).exists():
+        results = {"steps": stage.progress.done, **result}
+        card = model_card(config, base.name, data.summary(), results)
+        writers = [partial(write_card, files=files, card=card)]
+    reference = data.model.reference
+    leave_files = partial(leave_adapter, output, backend, adapter, config, base, reference, writers)
+    # of several that hold it, each has a part
+    leave_files() if backend.parallel.size > 1 else alone(leave_files)
+    if config.push_to_hub:
+        alone(lambda: report(f"uploaded: {upload(config)}"))
+
+
+def _take_best(data: PlainData, progress: Progress, adapter: PeftModel, report: Reporter) -> None:
+    """Load the adapter of the best evaluation; if its checkpoint is missing or damaged, the last
+    step's stays.
+    """
+    path = cast(Path, data.best_checkpoint(progress))
+    name, _ = data.config.best_by
+    best = cast("Mapping[str, Any]", progress.best)
+    try:
+        first_alone(data.replicas, partial(check_sound, path, weights_only=True))
+    except (AdapterError, ReadError) as error:
+        lost = (
+            f"the best adapter, of step {best['step']}, cannot be kept: {error.what} "
+            f"({error.where})"
         )
+        report_warning(lost, report)
+        return
+    split = data.model.split
+    load_weights(adapter, path, split.layers_name, data.model.backend.parallel)
+    report(f"the adapter of step {best['step']} is kept, the best: {name} {best[name]:.4f}")

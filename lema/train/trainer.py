@@ -63,11 +63,20 @@ from lema.train.checkpoint.resume import (
     states_of_all,
 )
 from lema.train.evaluate import evaluate, passes_of_rows
-from lema.train.fit import PlainRun, save_step
+from lema.train.fit import (
+    begun,
+    leave,
+    plain_data,
+    plain_policy,
+    resumed,
+    save_step,
+    train_stage,
+)
 from lema.train.health.nonfinite import worst
 from lema.train.health.stepguard import StepGuard
 from lema.train.health.watchdog import watched
 from lema.train.reference import reference_writers, restore_reference
+from lema.train.stage import Stage
 from lema.train.steps import (
     FollowedSchedule,
     StepCount,
@@ -389,25 +398,27 @@ class LemaTrainer:
             eval_rows = None
             if eval_dataset is not None:
                 eval_rows = as_rows(eval_dataset, self.config, self.files, say)
-            run = PlainRun(self, rows, eval_rows, say)
+            report = say if self.backend.replicas.first else no_event
+            data = plain_data(self, rows, eval_rows, report)
             optimizer = self.ready()
             if self.global_step == 0:  # each process draws its own dropout
                 torch.manual_seed(self.config.seed + self.backend.replicas.rank)
             if resume:
-                run.resume(
-                    partial(self.restore, weights_only=weights_only), weights_only=weights_only
-                )
+                restore = partial(self.restore, weights_only=weights_only)
+                progress = resumed(data, self, restore, report, weights_only=weights_only)
             else:
-                run.begin(weights_only=weights_only)
+                progress = begun(data, self.global_step, weights_only=weights_only)
             if self.config.save_steps or self.config.load_best_model_at_end:
                 check_savable(optimizer, self.backend.parallel.size)
                 self.require_room(1 if resume else 2)
             if self.schedule is None:
                 taken = self.global_step - self.skipped_steps
-                self.follow(make_schedule(optimizer, self.config, run.num_steps, taken))
-            result = run.train(cast(LRScheduler, self.schedule), self.callbacks, stop)
+                self.follow(make_schedule(optimizer, self.config, data.num_steps, taken))
+            stage = Stage(self, data, plain_policy(self.config), progress)
+            schedule = cast(LRScheduler, self.schedule)
+            result = train_stage(stage, data, schedule, self.callbacks, stop)
             first_alone(self.backend.replicas, self._base_files.check)
-            run.leave(result, self._base, self.files)
+            leave(stage, data, result, self._base, self.files, report)
             return result
 
     def require_room(self, count: int) -> None:
