@@ -63,31 +63,21 @@ from lema.train.checkpoint.resume import (
     states_of_all,
 )
 from lema.train.evaluate import evaluate, passes_of_rows
-from lema.train.fit import (
-    begun,
-    leave,
-    plain_data,
-    plain_policy,
-    resumed,
-    save_step,
-    train_stage,
-)
 from lema.train.health.nonfinite import worst
 from lema.train.health.stepguard import StepGuard
 from lema.train.health.watchdog import watched
+from lema.train.plain.run import begun, leave, resumed, save_step, train_stage
+from lema.train.plain.stage import plain_data, plain_policy
 from lema.train.reference import reference_writers, restore_reference
 from lema.train.stage import Stage
 from lema.train.steps import (
-    FollowedSchedule,
-    StepCount,
     StepResult,
-    Update,
     check_free_bytes_for,
     count_tokens,
     no_event,
     read_measured,
-    read_numbers,
 )
+from lema.train.update import FollowedSchedule, StepCount, Update, read_numbers
 
 __all__ = ["LemaTrainer"]
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lema import LemaConfig, LemaModel
-from lema.train.fit import plain_data
+from lema.train.plain.stage import plain_data
 from lema.train.run import load_data
 from lema_tools.demo.run import write_files
 from lema_tools.profile.stepparts import PARTS, Spans, StepProfile, profile_steps

@@ -30,9 +30,9 @@ from lema.engine.head.loss import split_batch
 from lema.plan.meter import FORMULAS
 from lema.stream.speed import median_seconds, read_speed
 from lema.train import LemaModel
-from lema.train.fit import plain_data
 from lema.train.phases.file import PhaseFile, read_sources
 from lema.train.phases.stage import mixture_of, settings_of_phase
+from lema.train.plain.stage import plain_data
 from lema.train.run import load_data
 
 __all__ = ["PARTS", "Part", "PhaseSteps", "Spans", "StepProfile", "Watched", "profile_steps"]
