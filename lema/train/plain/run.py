@@ -22,11 +22,7 @@ from lema.lora.base import Base
 from lema.lora.files import load_weights
 from lema.model.files import ModelFiles
 from lema.train.checkpoint.card import CARD, make_repository, model_card, upload, write_card
-from lema.train.checkpoint.format import (
-    TRAINER_STATE,
-    Writer,
-    leave_adapter,
-)
+from lema.train.checkpoint.format import TRAINER_STATE, Writer, leave_adapter
 from lema.train.checkpoint.resume import (
     Reporter,
     check_same_run,

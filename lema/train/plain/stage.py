@@ -13,14 +13,8 @@ from lema.data.dataset import Rows, first_rows
 from lema.engine import StreamedModel
 from lema.errors import ConfigError
 from lema.train.batch import packed
-from lema.train.checkpoint.format import (
-    PREFIX,
-    checkpoints,
-    forget_old_checkpoints,
-)
-from lema.train.checkpoint.resume import (
-    Reporter,
-)
+from lema.train.checkpoint.format import PREFIX, checkpoints, forget_old_checkpoints
+from lema.train.checkpoint.resume import Reporter
 from lema.train.evaluate import evaluate, passes_of_rows
 from lema.train.events import Position
 from lema.train.metrics import METRICS_NAME
