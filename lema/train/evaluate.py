@@ -15,7 +15,7 @@ from lema.data.mixture import Mixture
 from lema.engine import StreamedModel
 from lema.engine.head.loss import split_batch
 from lema.engine.padding import Padding
-from lema.train.guards import non_finite_loss, worst
+from lema.train.health.nonfinite import non_finite_loss, worst
 from lema.train.sampler import batches_of
 from lema.train.steps import added, means, measured_here
 

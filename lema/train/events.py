@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import transformers.trainer_callback as hooks
+from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import (
     EarlyStoppingCallback,
@@ -34,15 +36,13 @@ from lema.train.checkpoint.format import TRAINER_STATE, about_run
 from lema.train.health.signs import Sign, Signs
 from lema.train.metrics import (
     METRICS_NAME,
-    NO_SUMS,
     PICTURE,
     PLAN_NAME,
     MetricsLog,
-    Window,
+    StageMetrics,
     plot_loss,
-    since,
 )
-from lema.train.steps import StepResult, Steps, means
+from lema.train.steps import StepResult, Steps
 
 __all__ = [
     "NotePlan",
@@ -235,13 +235,14 @@ class RunEvents:
             # evaluation counted.
             self._callbacks.append(EarlyStoppingCallback(patience, config.early_stopping_threshold))
         self._handler: hooks.CallbackHandler | None = None
-        self._steps: Steps | None = None
-        self._metrics = MetricsLog(self._directory / METRICS_NAME) if replicas.first else None
+        self._log_file = MetricsLog(self._directory / METRICS_NAME) if replicas.first else None
+        self._at = Position(0, None, {}, "the beginning", self._directory)
+        self._stage_metrics: StageMetrics | None = None  # of what trains now; None: nothing does
 
     def close(self) -> None:
         """Close the file of metrics."""
-        if self._metrics is not None:
-            self._metrics.close()
+        if self._log_file is not None:
+            self._log_file.close()
 
     @property
     def begun(self) -> bool:
@@ -254,7 +255,6 @@ class RunEvents:
         """Begin to train something, or go on with it where `carried` was this; callbacks see
         module and optimizer.
         """
-        self._steps = steps
         self.move(at)
         optimizer = steps.ready()
         if self._handler is None:
@@ -264,20 +264,39 @@ class RunEvents:
             self.fire("on_init_end")
             self.fire("on_train_begin")
             self._go_on_with(self._handler.callbacks)
-        self._handler.model = steps.module
-        self._handler.optimizer = optimizer
-        self._handler.lr_scheduler = schedule
-        self._window = self._opened()
-        self._total = self._opened()
-        self._window.go_on(carried.get("window", NO_SUMS))
-        self._total.go_on(carried.get("whole", NO_SUMS))
-        self.signs = Signs(
-            steps.config,
-            getattr(steps.model.split.model.config.get_text_config(), "vocab_size", None),
-        )
-        self.signs.go_on(carried.get("signs"))
+        self._attach(steps.module, optimizer, schedule)
+        self._stage_metrics = StageMetrics(steps, carried)
         if self.signs.odd is not None:
             self._report_sign(Sign("rate", self.signs.odd))
+
+    def _attach(
+        self,
+        module: nn.Module | None,
+        optimizer: Optimizer | None,
+        schedule: LRScheduler | None,
+    ) -> None:
+        """Have callbacks see what trains."""
+        if self._handler is not None:
+            self._handler.model = module
+            self._handler.optimizer = optimizer
+            self._handler.lr_scheduler = schedule
+
+    @property
+    def _metrics(self) -> StageMetrics:
+        """What is measured of what trains now."""
+        assert self._stage_metrics is not None, "nothing was begun"
+        return self._stage_metrics
+
+    @property
+    def signs(self) -> Signs:
+        """The signs that what trains now learns nothing."""
+        return self._metrics.signs
+
+    def take_past(self, past: Mapping[str, Any]) -> None:
+        """Go on from what an earlier process had logged (`log_history`), and from the states that
+        its callbacks were in (`stateful_callbacks`); to be called before `begin`."""
+        self.state.log_history = past.get("log_history", [])
+        self.state.stateful_callbacks = past.get("stateful_callbacks", {})
 
     def _go_on_with(self, callbacks: Sequence[Any]) -> None:
         """Let callbacks be in the states that a checkpoint has of them; a run that one of them
@@ -301,20 +320,19 @@ class RunEvents:
 
     @property
     def carried(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the measurements: the sums of the steps since the last line
-        (`window`) and of all since the first `begin` (`whole`), the `signs` that nothing is learnt,
-        and the bytes of metrics.jsonl (`record`), in the process that writes it."""
-        sums = {"window": self._window.sums, "whole": self._total.sums, "signs": self.signs.state}
-        return (
-            sums if self._metrics is None else sums | {"record": self._metrics.path.stat().st_size}
-        )
+        """What a checkpoint keeps of the measurements: those of `StageMetrics`, and the bytes of
+        metrics.jsonl (`record`), in the process that writes it."""
+        carried = self._metrics.carried
+        if self._log_file is None:
+            return carried
+        return carried | {"record": self._log_file.path.stat().st_size}
 
     def save_state(self, directory: Path) -> None:
         """Write what callbacks know of the run, and their own states, as `transformers` does:
         `trainer_state.json`. The lines of metrics are on the disk then, because the checkpoint that
         this is part of goes on after them."""
-        if self._metrics is not None:
-            self._metrics.flush()
+        if self._log_file is not None:
+            self._log_file.flush()
         states: Any = {}
         for callback in () if self._handler is None else self._handler.callbacks:
             if isinstance(callback, hooks.ExportableState):
@@ -329,7 +347,7 @@ class RunEvents:
             "on_pre_optimizer_step",
             "on_optimizer_step",
         ):
-            self._window.time_optimizer()
+            self._metrics.time_optimizer()
         self.control = getattr(self._handler, event)(self._args, self.state, self.control, *details)
 
     def agree(self) -> None:
@@ -351,8 +369,7 @@ class RunEvents:
     def counted(self, result: StepResult, rate: float) -> None:
         """Count a step that was taken, at a learning rate, for the next line of metrics; tell at
         once if it looks as if nothing were learnt."""
-        for window in (self._window, self._total):
-            window.count(result)
+        self._metrics.count(result)
         for sign in self.signs.observe(result, rate):
             self._report_sign(sign)
 
@@ -362,46 +379,20 @@ class RunEvents:
         if self._replicas.first:
             warnings.warn(f"this run may learn nothing: {self._at.name}: {sign.why}", stacklevel=4)
 
-    def measured(self, numbers: Mapping[str, Any]) -> None:
+    def log_steps(self, numbers: Mapping[str, Any]) -> None:
         """Write the mean loss since the last line, if a step was taken, with the `numbers` of
         the last step.
         """
-        window = self._window
-        if not window.trained_tokens:
-            return
-        assert self._steps is not None
-        seconds = time.perf_counter() - window.began
-        model = self._steps.model
-        self.log(
-            {
-                "loss": window.loss / window.trained_tokens,
-                **means(window.measured),
-                **numbers,
-                **({"dead_steps": self.signs.steps} if self.signs.steps else {}),
-                "num_tokens": self._total.tokens,
-                "tokens_per_second": window.tokens / seconds,
-                "seconds_passed": seconds,
-                "seconds_optimizer": window.optimizer,
-                **since(window.counters, model.counters),
-                "memory": model.backend.memory().used,
-            }
-        )
-        self._window = self._opened()
+        line = self._metrics.line(numbers)
+        if line is not None:
+            self.log(line)
+            self._metrics.begin_line()
 
     def summary(self) -> dict[str, Any]:
         """Return loss and speed over all steps, `carried` ones too; nothing, where none was
         taken.
         """
-        total = self._total
-        if not total.trained_tokens:
-            return {}
-        seconds = time.perf_counter() - total.began
-        loss = total.loss / total.trained_tokens
-        return {
-            "train_loss": loss,
-            "train_runtime": seconds,
-            "train_tokens_per_second": total.tokens / seconds,
-        }
+        return self._metrics.summary()
 
     def log(self, logs: Mapping[str, Any]) -> None:
         """Write a line of metrics, and have callbacks see it."""
@@ -434,17 +425,12 @@ class RunEvents:
         """Forget the model and the optimizer, so that nothing of them is in memory in the next
         phase.
         """
-        self._steps = None
-        if self._handler is not None:
-            self._handler.model = self._handler.optimizer = self._handler.lr_scheduler = None
+        self._stage_metrics = None
+        self._attach(None, None, None)
 
     def _write(self, kind: str, what: Mapping[str, Any]) -> dict[str, Any]:
         row = {"type": kind, **self._at.row, "time": time.time(), **what}  # seconds since 1970, UTC
-        if self._metrics is not None:
-            self._metrics.note(row)
+        if self._log_file is not None:
+            self._log_file.note(row)
         self._on_row(row)
         return row
-
-    def _opened(self) -> Window:
-        assert self._steps is not None
-        return Window(time.perf_counter(), self._steps.model.counters)

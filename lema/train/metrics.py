@@ -24,7 +24,8 @@ from lema.storage.atomic import replacing
 from lema.storage.diskspace import disk_errors, not_written
 from lema.storage.regular import open_appending, open_regular
 from lema.stream import StreamCounters
-from lema.train.steps import StepResult, added
+from lema.train.health.signs import Signs
+from lema.train.steps import StepResult, Steps, added, means
 
 METRICS_NAME = "metrics.jsonl"
 PLAN_NAME = "plan.json"
@@ -299,3 +300,84 @@ def since(then: StreamCounters, now: StreamCounters) -> dict[str, float]:
         if counter.name.startswith(("bytes_", "layers_", "seconds_"))
     )
     return {name: getattr(now, name) - getattr(then, name) for name in names}
+
+
+class StageMetrics:
+    """What is measured of one thing that trains: since the last line, and since it began.
+
+    Args:
+        steps: what trains.
+        carried: what was measured before a checkpoint, its `carried` then.
+
+    Attributes:
+        signs: that nothing is learnt.
+    """
+
+    def __init__(self, steps: Steps, carried: Mapping[str, Any]) -> None:
+        self._model = steps.model
+        self._window = self._opened()
+        self._window.go_on(carried.get("window", NO_SUMS))
+        self._total = self._opened()
+        self._total.go_on(carried.get("whole", NO_SUMS))
+        vocabulary = getattr(steps.model.split.model.config.get_text_config(), "vocab_size", None)
+        self.signs = Signs(steps.config, vocabulary)
+        self.signs.go_on(carried.get("signs"))
+
+    @property
+    def carried(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the sums of the steps since the last line (`window`) and of all
+        since the run began (`whole`), and the `signs` that nothing is learnt."""
+        return {
+            "window": self._window.sums,
+            "whole": self._total.sums,
+            "signs": self.signs.state,
+        }
+
+    def count(self, result: StepResult) -> None:
+        """Count a step that was taken."""
+        for window in (self._window, self._total):
+            window.count(result)
+
+    def time_optimizer(self) -> None:
+        """Begin or end to count the seconds of the optimizer's step."""
+        self._window.time_optimizer()
+
+    def line(self, numbers: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the mean loss since the last line, with the `numbers` of the last step; None: no
+        step was taken.
+        """
+        window = self._window
+        if not window.trained_tokens:
+            return None
+        seconds = time.perf_counter() - window.began
+        return {
+            "loss": window.loss / window.trained_tokens,
+            **means(window.measured),
+            **numbers,
+            **({"dead_steps": self.signs.steps} if self.signs.steps else {}),
+            "num_tokens": self._total.tokens,
+            "tokens_per_second": window.tokens / seconds,
+            "seconds_passed": seconds,
+            "seconds_optimizer": window.optimizer,
+            **since(window.counters, self._model.counters),
+            "memory": self._model.backend.memory().used,
+        }
+
+    def begin_line(self) -> None:
+        """Count from here on for the next line."""
+        self._window = self._opened()
+
+    def summary(self) -> dict[str, Any]:
+        """Return loss and speed over all steps; nothing, where none was taken."""
+        total = self._total
+        if not total.trained_tokens:
+            return {}
+        seconds = time.perf_counter() - total.began
+        return {
+            "train_loss": total.loss / total.trained_tokens,
+            "train_runtime": seconds,
+            "train_tokens_per_second": total.tokens / seconds,
+        }
+
+    def _opened(self) -> Window:
+        return Window(time.perf_counter(), self._model.counters)

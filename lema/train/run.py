@@ -23,9 +23,9 @@ from lema.plan.planner import Planner, timed
 from lema.train.checkpoint.format import checkpoints
 from lema.train.checkpoint.resume import adapter_to_begin, as_begun
 from lema.train.events import NotePlan
-from lema.train.fit import check_new
 from lema.train.inputs import check_output_dir
 from lema.train.model import LemaModel
+from lema.train.plain.run import check_new
 from lema.train.stop import STOP_FILE, StopOnSignal
 
 __all__ = ["load_data", "train"]

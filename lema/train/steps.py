@@ -1,38 +1,29 @@
 """What the run loop drives: something that takes optimizer steps, saves itself and is restored.
 
 `LemaTrainer` does so for adapters, `FullTraining` for a model's own weights. The loop knows only
-the protocol `Steps`. What both do alike when a step is dropped or a checkpoint needs room is here,
-too, and one optimizer step of adapters, `Update`, without asking the device: gradients added up,
-made whole, clipped, and applied.
+the protocol `Steps`. What both do alike when tokens are counted or a checkpoint needs room is here,
+too. What both do with a step that is not finite is `lema.train.health.stepguard`.
 """
 
-import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from lema.backend import Replicas
-from lema.backend.group import first_alone, sum_gradients
-from lema.backend.interrupt import autograd_in_this_thread
+from lema.backend.group import first_alone
 from lema.config import LemaConfig
 from lema.engine import StreamedModel
 from lema.engine.head.loss import attended_tokens, trained_tokens
-from lema.engine.optim import step_share
 from lema.errors import NonFiniteError
-from lema.model.skeleton import main_dtype
 from lema.storage.diskspace import check_free_bytes
 from lema.train.checkpoint.format import Writer
-
-LARGE = 1e30  # numbers that a type has whose squares, of many weights, can be added up
 
 
 @dataclass(frozen=True)
@@ -58,10 +49,14 @@ class Steps(Protocol):
 
     config: LemaConfig
     model: StreamedModel
-    global_step: int
-    """Optimizer steps taken or dropped, as this object and its checkpoints count them."""
-    skipped_steps: int
-    """How many of these were dropped, for a loss or a gradient that was not finite."""
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps taken or dropped, as this object and its checkpoints count them."""
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many of these were dropped, for a loss or a gradient that was not finite."""
 
     @property
     def module(self) -> nn.Module | None:
@@ -163,31 +158,6 @@ def means(measured: Mapping[str, tuple[float, float]], prefix: str = "") -> dict
     return {f"{prefix}{name}": total / count for name, (total, count) in measured.items() if count}
 
 
-def may_drop(error: NonFiniteError, skipped: int, limit: int) -> bool:
-    """Whether a step may be dropped after `skipped` others, of at most `limit`; if not, `error`
-    says how many were.
-    """
-    if skipped < limit:
-        return True
-    if limit:
-        dropped = f"{limit} steps were dropped before this one (max_skipped_steps)"
-        error.explain(f"{dropped}; {error.how}")
-    return False
-
-
-def warn_dropped(
-    error: NonFiniteError, step: int, skipped: int, limit: int, replicas: Replicas
-) -> None:
-    """Have the first process warn that a step, counted from 1, was dropped: the `skipped`th of
-    at most `limit`.
-    """
-    if replicas.first:
-        what = (
-            f"step {step} was dropped, {skipped} of at most {limit}: {error.what} ({error.where})"
-        )
-        warnings.warn(what, stacklevel=4)
-
-
 def warn_of_no_use(config: LemaConfig, *, shared: bool, lazy: bool) -> None:
     """Warn of settings without effect on a device that computes in host memory, or that compiles
     its code.
@@ -214,143 +184,3 @@ def check_free_bytes_for(count: int, nbytes: int, directory: Path, replicas: Rep
     """
     what = "a checkpoint" if count == 1 else f"{count} checkpoints"
     first_alone(replicas, lambda: check_free_bytes(directory, count * nbytes, what))
-
-
-class Update:
-    """Turns micro-batches into gradients, and those of a step, clipped to `max_grad_norm`, into
-    new parameters.
-    """
-
-    def __init__(
-        self, model: StreamedModel, max_grad_norm: float | None, *, sharded: bool = False
-    ) -> None:
-        self._model = model
-        self._backend = model.backend
-        self._max_grad_norm = max_grad_norm
-        self.over: Replicas | None = (
-            model.backend.replicas if sharded and model.backend.replicas.size > 1 else None
-        )
-        """Over which the optimizer's state is divided; None: each process has all."""
-        self._unscaled = False  # since the scaler was last updated
-        self.size: Tensor | None = None
-        """The norm of what trains after the last step, on the device, where it is read with the
-        next loss."""
-        half = main_dtype(model.split.model) == torch.float16
-        self.scaler = torch.amp.GradScaler(self._backend.device.type, enabled=half)
-
-    def forget(self) -> None:
-        """Drop the step under way, and what is known of the parameters that the last one left."""
-        self.drop()
-        self.size = None
-
-    def accumulate(
-        self,
-        parameters: Sequence[nn.Parameter],
-        micro_batches: Sequence[Mapping[str, Tensor]],
-        num_tokens: int,
-        logits: list[Tensor] | None = None,
-        announce: Callable[[], object] = lambda: None,
-    ) -> Tensor:
-        """Add the gradients of one pass through the layers, divided by `num_tokens`; return its
-        loss, on the device. Where the device's memory runs out, room is made and the pass begins
-        again. Only other processes may have micro-batches. `logits` receives each one's; `announce`
-        says, before the backward, what comes next."""
-
-        # whose tensors go when it fails
-        def attempt(micro_batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
-            # The scale stays on the device. It is asked for also where nothing trains: the scaler
-            # begins with it. Not where none is wanted, because a lazy device would compile a graph
-            # for it.
-            enabled = self.scaler.is_enabled()
-            device = self._backend.device
-            scale = self.scaler.scale(torch.ones((), device=device)) if enabled else 1.0
-            if not micro_batches and num_tokens:  # the other processes have some
-                self._model.join_idle()
-                loss = torch.zeros((), device=self._backend.device)
-            else:
-                loss = self._model.loss(
-                    micro_batches, num_tokens=num_tokens, scale=scale, logits=logits
-                )
-            announce()
-            if loss.requires_grad:
-                self.scaler.scale(loss).backward()
-            return loss.detach()
-
-        with autograd_in_this_thread():  # so that a stop is seen before each layer
-            return self._model.retry.run_pass(
-                attempt, micro_batches, parameters=parameters, outputs=logits
-            )
-
-    def finish(
-        self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], factor: float
-    ) -> Tensor:
-        """Sum the gradients over all processes, and multiply by `factor`; return their norm, on
-        the device.
-        """
-        sum_gradients(self._backend.replicas, parameters)
-        self.scaler.unscale_(optimizer)
-        self._unscaled = True
-        touched = [parameter for parameter in parameters if parameter.grad is not None]
-        gradients = [parameter.grad for parameter in touched if parameter.grad is not None]
-        if factor != 1.0:
-            torch._foreach_mul_(gradients, factor)
-        self._backend.parallel.reduce_gradients(touched)
-        return self._backend.parallel.norm(touched)
-
-    def fails(self, length: float) -> bool:
-        """Whether the norm of the gradients is not finite, and not for their scale, where the
-        scaler skips the step.
-        """
-        return not math.isfinite(length) and self.scaler.get_scale() <= 1.0
-
-    def drop(self) -> None:
-        """Take no step with the gradients that `finish` was given, if it was given any."""
-        if self._unscaled:
-            self._unscaled = False
-            self.scaler.update()
-
-    def step(
-        self,
-        optimizer: Optimizer,
-        parameters: Sequence[nn.Parameter],
-        norm: Tensor,
-        length: float,
-        on_event: Callable[[str], None],
-    ) -> bool:
-        """Clip the gradients and step the optimizer, with `on_event` around that; return whether it
-        stepped. `norm` is on the device and, as `length`, on the host, where it is not one that
-        `fails`."""
-        if self._max_grad_norm is not None:
-            touched = [parameter for parameter in parameters if parameter.grad is not None]
-            clip_grads_with_norm_(touched, self._max_grad_norm, norm)
-        on_event("on_pre_optimizer_step")
-        if self.over is None:
-            self.scaler.step(optimizer)
-        else:
-            step_share(optimizer, self.over, partial(self.scaler.step, optimizer))
-        with torch.no_grad():
-            self.size = size_of(parameters)
-        self.drop()
-        on_event("on_optimizer_step")
-        return math.isfinite(length)
-
-
-def size_of(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return a norm of what trains, which is finite where all of it is. Squares of fp16 would add
-    up to infinity; and the largest number takes six times as long on a CPU."""
-    narrow = any(torch.finfo(parameter.dtype).max < LARGE for parameter in parameters)
-    return get_total_norm(parameters, math.inf if narrow else 2.0)
-
-
-def read_numbers(
-    loss: Tensor, norm: Tensor | None, size: Tensor | None
-) -> tuple[float, float | None]:
-    """Wait for the device, once, and return the loss and the norm. The loss is NaN, too, where the
-    `size` of what trains is not finite, because a batch may not have met the number that is at
-    fault."""
-    numbers = [
-        tensor.to(loss.device).double() for tensor in (loss, norm, size) if tensor is not None
-    ]
-    value, *norms = torch.stack(numbers).tolist() if len(numbers) > 1 else [float(loss)]
-    sound = size is None or math.isfinite(norms[-1])
-    return value if sound else math.nan, None if norm is None else norms[0]

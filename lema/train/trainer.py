@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lema.backend import Backend
 from lema.backend.group import first_alone
 from lema.backend.interrupt import Stop
 from lema.config import LemaConfig
@@ -62,20 +63,21 @@ from lema.train.checkpoint.resume import (
     states_of_all,
 )
 from lema.train.evaluate import evaluate, passes_of_rows
-from lema.train.fit import PlainRun, save_step
-from lema.train.guards import Passes, watched, worst
+from lema.train.health.nonfinite import worst
+from lema.train.health.stepguard import StepGuard
+from lema.train.health.watchdog import watched
+from lema.train.plain.run import begun, leave, resumed, save_step, train_stage
+from lema.train.plain.stage import plain_data, plain_policy
 from lema.train.reference import reference_writers, restore_reference
+from lema.train.stage import Stage
 from lema.train.steps import (
     StepResult,
-    Update,
     check_free_bytes_for,
     count_tokens,
-    may_drop,
     no_event,
     read_measured,
-    read_numbers,
-    warn_dropped,
 )
+from lema.train.update import FollowedSchedule, StepCount, Update, read_numbers
 
 __all__ = ["LemaTrainer"]
 
@@ -120,10 +122,7 @@ class LemaTrainer:
         self.model = model_adapter
         self.gbi = gbi
         self.peft_model = lora_manager
-        self.memory = model_adapter.stream
-        self.backend = model_adapter.backend
-        self.module = lora_manager
-        self.files = files  # the first is what callbacks see as the model
+        self.files = files
         self.callbacks = list(callbacks)
         self.optimizer = optimizer
         self._makes_optimizer = optimizer is None
@@ -137,16 +136,54 @@ class LemaTrainer:
                 raise ConfigError(
                     what, where="shard_optimizer", how="give torch.optim.AdamW, or set it to false"
                 )
-        self.schedule: LRScheduler | None = None
-        self._saved_schedule: dict[str, Any] | None = None
-        self.global_step = self.accumulation_step = self.skipped_steps = 0
-        self._passes = Passes(model_adapter)
-        self._fault: NonFiniteError | None = None  # of that step, which is to be dropped
+        self.guard = StepGuard(model_adapter, config.max_skipped_steps)
         self.update = Update(model_adapter, config.max_grad_norm, sharded=config.shard_optimizer)
-        self.scaler = self.update.scaler  # of half-precision gradients; idle for other dtypes
-        # Trained tokens: by which the gradients accumulated so far were divided, and of all of
-        # them.
-        self._denominator = self._trained_tokens = 0
+        self._count = StepCount()
+        self._rates = FollowedSchedule()
+
+    @property
+    def memory(self) -> LayerStream:
+        """The model's stream of layers."""
+        return self.model.stream
+
+    @property
+    def backend(self) -> Backend:
+        """The model's device."""
+        return self.model.backend
+
+    @property
+    def module(self) -> PeftModel | None:
+        """What callbacks see as the model."""
+        return self.peft_model
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        """The scaler of half-precision gradients; it is idle for other dtypes."""
+        return self.update.scaler
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps that were taken or dropped."""
+        return self._count.global_step
+
+    @property
+    def accumulation_step(self) -> int:
+        """Passes of the step under way whose gradients have been added up."""
+        return self._count.passes
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were dropped, for a loss or a gradient that was not finite."""
+        return self.guard.skipped
+
+    @property
+    def schedule(self) -> LRScheduler | None:
+        """The schedule of the learning rate; None: there is none yet."""
+        return self._rates.schedule
+
+    @schedule.setter
+    def schedule(self, schedule: LRScheduler | None) -> None:
+        self._rates.replace(schedule)
 
     def train_step(
         self,
@@ -236,32 +273,27 @@ class LemaTrainer:
         replicas = self.backend.replicas
         location = f"step {self.global_step + 1}{where}"
         trained, tokens = count_tokens(micro_batches, self.model)
-        if self.accumulation_step == 0:
-            self._denominator = trained
-            self._trained_tokens = 0
-        self._trained_tokens += trained
+        divisor = self._count.begin_pass(trained)
         try:
-            divisor = self._denominator if trained else 0  # of nothing trained there is no mean
-            self._passes.begin(micro_batches, divisor)
+            self.guard.begin_pass(micro_batches, divisor)
             # all processes leave it together, before their gradients are added up
             with self.model.stop.opened():
                 announce = partial(self.model.announce_step, following) if more else lambda: None
                 loss = self.update.accumulate(
                     self._parameters(), micro_batches, divisor, logits, announce
                 )
-            self.accumulation_step += 1
+            self._count.end_pass()
             norm = None
-            # the step's tokens were not known when its first batch ran
             if self.accumulation_step == num_passes:
-                factor = self._denominator / self._trained_tokens if trained else 1.0
+                factor = self._count.factor if trained else 1.0
                 with self.model.retry.once("while the gradients of the step are summed"):
                     norm = self.update.finish(optimizer, self._parameters(), factor)
             mine, length = read_numbers(loss, norm, self.update.size)
             mine = worst(replicas, mine)
-            value: float = sum(replicas.exchange(mine)) * (self._denominator / trained)
+            value: float = sum(replicas.exchange(mine)) * (self._count.divisor / trained)
             if not math.isfinite(value):
                 untaken = f"{location}; the optimizer made no step"
-                self._refuse(partial(self._passes.non_finite_loss, value, mine, untaken))
+                self.guard.refuse(partial(self.guard.non_finite_loss, value, mine, untaken))
             if norm is not None and length is not None:
                 dropped = self._step_or_drop(optimizer, norm, length, location, on_event)
                 if dropped is not None:
@@ -284,22 +316,19 @@ class LemaTrainer:
         """
         if self.update.fails(length):
             again = partial(self.update.accumulate, self._parameters())
-            self._refuse(
-                lambda: self._passes.non_finite_gradient(location, again, self._drop_gradients)
+            self.guard.refuse(
+                lambda: self.guard.non_finite_gradient(location, again, self._drop_gradients)
             )
-        if (dropped := self._fault) is not None:
+        if (dropped := self.guard.fault) is not None:
             self.update.drop()
             self._end_step()
-            self.skipped_steps += 1
-            skipped = self.skipped_steps
-            limit = self.config.max_skipped_steps
-            warn_dropped(dropped, self.global_step, skipped, limit, self.backend.replicas)
+            self.guard.drop(dropped, self.global_step)
             return dropped
         with self.memory.trace.span("optimizer", f"step {self.global_step + 1}"):
             with self.model.retry.once("in the optimizer's step"):
                 stepped = self.update.step(optimizer, self._parameters(), norm, length, on_event)
-            if self.schedule is not None and stepped:
-                self.schedule.step()
+            if stepped:
+                self._rates.step()
             self._end_step()
         return None
 
@@ -359,25 +388,27 @@ class LemaTrainer:
             eval_rows = None
             if eval_dataset is not None:
                 eval_rows = as_rows(eval_dataset, self.config, self.files, say)
-            run = PlainRun(self, rows, eval_rows, say)
+            report = say if self.backend.replicas.first else no_event
+            data = plain_data(self, rows, eval_rows, report)
             optimizer = self.ready()
             if self.global_step == 0:  # each process draws its own dropout
                 torch.manual_seed(self.config.seed + self.backend.replicas.rank)
             if resume:
-                run.resume(
-                    partial(self.restore, weights_only=weights_only), weights_only=weights_only
-                )
+                restore = partial(self.restore, weights_only=weights_only)
+                progress = resumed(data, self, restore, report, weights_only=weights_only)
             else:
-                run.begin(weights_only=weights_only)
+                progress = begun(data, self.global_step, weights_only=weights_only)
             if self.config.save_steps or self.config.load_best_model_at_end:
                 check_savable(optimizer, self.backend.parallel.size)
                 self.require_room(1 if resume else 2)
             if self.schedule is None:
                 taken = self.global_step - self.skipped_steps
-                self.follow(make_schedule(optimizer, self.config, run.num_steps, taken))
-            result = run.train(cast(LRScheduler, self.schedule), self.callbacks, stop)
+                self.follow(make_schedule(optimizer, self.config, data.num_steps, taken))
+            stage = Stage(self, data, plain_policy(self.config), progress)
+            schedule = cast(LRScheduler, self.schedule)
+            result = train_stage(stage, data, schedule, self.callbacks, stop)
             first_alone(self.backend.replicas, self._base_files.check)
-            run.leave(result, self._base, self.files)
+            leave(stage, data, result, self._base, self.files, report)
             return result
 
     def require_room(self, count: int) -> None:
@@ -531,14 +562,12 @@ class LemaTrainer:
                 optimizer, path, state["optimizer"], self.backend.parallel, local_indices
             )
         try:
-            self._saved_schedule = state["schedule"]
-            if self.schedule is not None:
-                self.follow(self.schedule)
+            self._rates.restore(state["schedule"], optimizer)
             self.scaler.load_state_dict(state["scaler"])
             restore_own(self.backend, state, self.config.seed, self.model.split.state)
             self._forget()
-            self.global_step = int(state["global_step"])
-            self.skipped_steps = int(state["skipped_steps"])
+            self._count.restore(int(state["global_step"]))
+            self.guard.restore(int(state["skipped_steps"]))
             return dict(state["extra"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise AdapterError(
@@ -554,15 +583,11 @@ class LemaTrainer:
             if self.schedule is not None:
                 set_rates(self.ready(), self.schedule.get_last_lr())
         if not SCHEDULE.isdisjoint(changed):
-            self._saved_schedule = None  # the one that is made next follows the config alone
+            self._rates.forget_saved()  # the one that is made next follows the config alone
 
     def follow(self, schedule: LRScheduler) -> None:
         """Let the learning rate follow `schedule`, from its position in the loaded checkpoint."""
-        self.schedule = schedule
-        if self._saved_schedule is not None:
-            schedule.load_state_dict(self._saved_schedule)
-            self._saved_schedule = None
-            set_rates(self.ready(), schedule.get_last_lr())
+        self._rates.follow(schedule, self.ready())
 
     @cached_property
     def _base(self) -> Base:
@@ -600,26 +625,12 @@ class LemaTrainer:
     def _end_step(self) -> None:
         self._drop_gradients()
         self.backend.end_step()
-        self._reset_accumulation()
-        self.global_step += 1
-
-    def _reset_accumulation(self) -> None:
-        self.accumulation_step = 0
-        self._fault = None
-        self._passes.clear()
-
-    def _refuse(self, error: Callable[[], NonFiniteError]) -> None:
-        """Have the step under way dropped, in all processes, if one more may be; else raise the
-        `error` found.
-        """
-        if self._fault is None:
-            fault = error()
-            if not may_drop(fault, self.skipped_steps, self.config.max_skipped_steps):
-                raise fault
-            self._fault = fault
+        self._count.end_step()
+        self.guard.begin_step()
 
     def _forget(self) -> None:
-        self._reset_accumulation()
+        self._count.begin_step()
+        self.guard.begin_step()
         self.update.forget()
         self.memory.cancel()
         self._drop_gradients()

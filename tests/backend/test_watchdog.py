@@ -14,7 +14,7 @@ from smallrun import adapter_of, batch, opened, run_fit, same, settings, token_r
 from lema.backend.watchdog import AT_FIRST, AT_LEAST, EXIT, INTERVAL, Watchdog, write_stacks
 from lema.stream import reader
 from lema.train import LemaTrainer
-from lema.train.guards import awaited, moves, watched
+from lema.train.health.watchdog import awaited, moves, watched
 
 
 class Fake:

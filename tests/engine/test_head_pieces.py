@@ -40,7 +40,7 @@ from lema.errors import ConfigError
 from lema.plan import workload
 from lema.plan.planner import machine_state_of, planner_of
 from lema.stream.schedule import fetched_per_step
-from lema.train.guards import first_non_finite
+from lema.train.health.nonfinite import first_non_finite
 
 CLOSE = 1e-6  # sums over the vocabulary are added in another order
 SPANS = ((0, 40), (40, 80), (80, 96))

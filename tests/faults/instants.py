@@ -112,7 +112,7 @@ def _case(made: ShortRun, straight: Path, before: Path, instant: int, *, flushed
 def _going_on(made: ShortRun, name: str, told: Path, instant: int, *, flushed: bool) -> int:
     """Resume, and be killed at the instant of that number of the save, or note all of them."""
     from faults.diskseam import DiskSeam
-    from lema.train.fit import PlainRun
+    from lema.train.stage import Stage
 
     watched = False
     seen = []
@@ -130,15 +130,15 @@ def _going_on(made: ShortRun, name: str, told: Path, instant: int, *, flushed: b
             write(note, "\n".join(map(str, seam.unflushed)).encode())
             os.kill(os.getpid(), signal.SIGKILL)
 
-    save = PlainRun.save
+    save = Stage.save
 
-    def saving(run: PlainRun, *arguments: object, **options: object) -> None:
+    def saving(stage: Stage, *arguments: object, **options: object) -> None:
         nonlocal watched
-        watched = run.done == STEP
-        save(run, *arguments, **options)  # type: ignore[arg-type]
+        watched = stage.progress.done == STEP
+        save(stage, *arguments, **options)  # type: ignore[arg-type]
         watched = False
 
-    PlainRun.save = saving  # type: ignore[method-assign, assignment]
+    Stage.save = saving  # type: ignore[method-assign, assignment]
     seam = DiskSeam(made.out(name), look)
     seam.install()
     code = made.train(name, resume=True, **LIMITS)

@@ -127,16 +127,16 @@ class ShortRun:
             return self.out(name)
 
         def work() -> int:
-            from lema.train.fit import PlainRun
+            from lema.train.stage import Stage
 
-            save = PlainRun.save
+            save = Stage.save
 
-            def and_die(run: PlainRun, *arguments: Any, **options: Any) -> None:
-                save(run, *arguments, **options)
-                if run.done == step:
+            def and_die(stage: Stage, *arguments: Any, **options: Any) -> None:
+                save(stage, *arguments, **options)
+                if stage.progress.done == step:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-            PlainRun.save = and_die  # type: ignore[method-assign, assignment]
+            Stage.save = and_die  # type: ignore[method-assign, assignment]
             return self.train(name, **changes)
 
         ended = run(work, self.log(name))

@@ -85,8 +85,8 @@ def _case(
 def _marked(made: ShortRun, name: str, options: dict[str, Any]) -> int:
     """Train, and mark what is under way and how many steps have been taken."""
     from lema.train import LemaTrainer
-    from lema.train.fit import PlainRun
     from lema.train.loop import RunLoop
+    from lema.train.stage import Stage
 
     marks = made.marks
 
@@ -100,8 +100,8 @@ def _marked(made: ShortRun, name: str, options: dict[str, Any]) -> int:
         setattr(owner, method, call)
 
     counted(RunLoop, "_loop", BEGUN)
-    counted(PlainRun, "evaluate", EVALUATING)
-    counted(PlainRun, "save", SAVING)
+    counted(Stage, "evaluate", EVALUATING)
+    counted(Stage, "save", SAVING)
     step = LemaTrainer._step_or_drop
 
     def stepped(self: LemaTrainer, *arguments: Any) -> Any:

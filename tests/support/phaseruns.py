@@ -17,7 +17,7 @@ from lema.train.full.training import FullTraining
 from lema.train.metrics import read_metrics
 from lema.train.phases.paths import PhasePaths
 from lema.train.phases.plan import PhasePlan
-from lema.train.phases.stage import PhaseRun
+from lema.train.phases.stage import PhaseData
 
 BLOCK = 12
 ROWS = 4
@@ -26,7 +26,7 @@ STEP = BLOCK * ROWS
 WRITERS: dict[Any, tuple[str, ...]] = {
     FullTraining: ("save_checkpoint",),
     LemaTrainer: ("save_checkpoint",),
-    PhaseRun: ("leave_model",),
+    PhaseData: ("leave_model",),
     PhasePaths: ("note_latest", "note_best", "forget_old"),
     RunEvents: ("event",),
 }

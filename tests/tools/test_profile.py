@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lema import LemaConfig, LemaModel
-from lema.train.fit import PlainRun
+from lema.train.plain.stage import plain_data
 from lema.train.run import load_data
 from lema_tools.demo.run import write_files
 from lema_tools.profile.stepparts import PARTS, Spans, StepProfile, profile_steps
@@ -66,10 +66,10 @@ def test_the_arithmetic_is_what_torch_counts(found: StepProfile, config: Path) -
     model = LemaModel(LemaConfig.from_yaml(config, **CHANGES))
     model.initialize_lora()
     trainer = model.get_trainer()
-    run = PlainRun(trainer, load_data(model)[0], None, lambda _: None)
-    trainer.accumulate(run.draw(0).micro_batches)
+    data = plain_data(trainer, load_data(model)[0])
+    trainer.accumulate(data.draw(0).micro_batches)
     with Counted() as counted:
-        trainer.accumulate(run.draw(1).micro_batches)
+        trainer.accumulate(data.draw(1).micro_batches)
     model.close()
     assert counted.flops > 0
     parts = found.parts

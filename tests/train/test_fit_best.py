@@ -14,7 +14,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from lema import LemaConfig, LemaModel
 from lema.errors import ConfigError
-from lema.train.fit import PlainRun
+from lema.train.stage import Stage
 
 LOSSES = [5.0, 4.0, 4.5, 3.995, 4.2, 4.1, 4.3, 4.4]  # after each step; the best is the fourth
 
@@ -25,11 +25,11 @@ def told(monkeypatch: pytest.MonkeyPatch) -> None:
     business.
     """
 
-    def evaluate(run: PlainRun) -> dict[str, float]:
-        loss = LOSSES[max(run.done, 1) - 1]
+    def evaluate(stage: Stage) -> dict[str, float]:
+        loss = LOSSES[max(stage.progress.done, 1) - 1]
         return {"eval_loss": loss, "eval_perplexity": 100 - loss, "eval_tokens": 7}
 
-    monkeypatch.setattr(PlainRun, "evaluate", evaluate)
+    monkeypatch.setattr(Stage, "evaluate", evaluate)
 
 
 def config_of(llama: Path, out: Path, **changes: Any) -> LemaConfig:

@@ -12,7 +12,7 @@ from smallrun import NUM_LAYERS, adapter_of, batch, opened, settings, token_rows
 from torch import Tensor
 
 from lema.errors import NonFiniteError
-from lema.train.guards import HiddenGradients
+from lema.train.health.nonfinite import HiddenGradients
 
 
 @pytest.fixture(scope="module")

@@ -253,7 +253,7 @@ def test_weights_go_on_as_if_the_step_had_not_been(
                     and "step 2, rows 1 and 2" in training.dropped.where
                 )
                 training.save_checkpoint(tmp_path / "saved")
-                training.skipped_steps = training.global_step = 0
+                training.guard.skipped = training.global_step = 0
                 training.restore(tmp_path / "saved")
                 assert (training.skipped_steps, training.global_step) == (1, 2)
             training.accumulate(micro_batches(3))

@@ -38,14 +38,14 @@ from lema.train.checkpoint.format import Writer
 from lema.train.checkpoint.resume import UPDATE
 from lema.train.full.checkpoint import carry_moments, check_full, read_full, write_full
 from lema.train.full.masters import BackgroundStep, GradientOffload, Masters, step_part
-from lema.train.guards import HiddenGradients, Passes, where_began
+from lema.train.full.step import FullStep
+from lema.train.health.nonfinite import where_began
+from lema.train.health.stepguard import StepGuard
 from lema.train.steps import (
     StepResult,
     check_free_bytes_for,
     count_tokens,
-    may_drop,
     no_event,
-    warn_dropped,
 )
 
 __all__ = ["FullTraining"]
@@ -69,7 +69,6 @@ class FullTraining:
         self._gbi = gbi
         self._base_files = None if gbi is None else BaseFiles(gbi, model.stream.unchanged)
         self.master_store = Masters(model, config, chosen)
-        self.masters = self.master_store.by_name
         if config.optim != "adamw_torch":
             what = "weights of the model train only with AdamW, layer by layer"
             raise ConfigError(
@@ -83,20 +82,31 @@ class FullTraining:
             layer: list(names.values()) for layer, names in self.master_store.by_layer.items()
         }
         model.train_weights(TrainedWeights(names_by_layer, self._done))
-        self.global_step = self.skipped_steps = 0
-        self.dropped: NonFiniteError | None = None
+        self.global_step = 0
         self.grad_norm: float | None = None
-        # of this step, and whose gradient is not finite
-        self._fault: tuple[NonFiniteError, str | None] | None = None
-        self._where = ""
-        self._stepped = False  # whether some weights were, in this step
-        self._hidden = HiddenGradients()  # of this step
-        self._passes = Passes(model)
+        self.guard = StepGuard(model, config.max_skipped_steps)
+        self._step = FullStep(self.guard, "step 1")
         self._behind = BackgroundStep("lema-optimizer")
-        self._waiting: dict[str, Tensor] = {}  # gradients of this step, until they are clipped
-        self._norms: dict[str, Tensor] = {}
-        self._clipped = config.max_grad_norm is not None
         self._offload = GradientOffload(model, self.master_store)
+
+    @property
+    def masters(self) -> dict[str, nn.Parameter]:
+        """The masters by the names of their weights, fp32."""
+        return self.master_store.by_name
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were dropped, for a loss or a gradient that was not finite."""
+        return self.guard.skipped
+
+    @property
+    def dropped(self) -> NonFiniteError | None:
+        """Why the last step was dropped; None: it was not."""
+        return self.guard.dropped
+
+    @property
+    def _clipped(self) -> bool:
+        return self.config.max_grad_norm is not None
 
     @property
     def module(self) -> nn.Module:
@@ -120,20 +130,17 @@ class FullTraining:
         dropped is NaN. It may be when no weight was updated: without clipping some layers may have
         been."""
         trained, tokens = count_tokens(micro_batches, self.model)
-        self._fault = None
-        self._stepped = False
-        self.dropped = None
-        self._where = where
-        self._hidden = HiddenGradients()
-        self._passes.clear()
+        location = f"step {self.global_step + 1}{where}"
+        self.guard.begin_step()
+        self._step = FullStep(self.guard, location)
         try:
             operations = deterministic_only("between the layers")
             with (
                 autograd_in_this_thread(),
                 operations,
-                self.model.engine.observing(self._hidden.observe),
+                self.model.engine.observing(self._step.hidden.observe),
             ):
-                loss = self._pass(micro_batches, trained)
+                loss = self._pass(micro_batches, trained, location)
                 self._finish()
         except BaseException as error:
             if (thread_error := self._forget()) is not None:
@@ -210,7 +217,7 @@ class FullTraining:
         finally:
             self.model.stream.flush()
         self.global_step = int(state["global_step"])
-        self.skipped_steps = int(state["skipped_steps"])
+        self.guard.restore(int(state["skipped_steps"]))
         return dict(state["extra"])
 
     def carry_moments(self, directory: str | Path) -> dict[str, Any]:
@@ -231,24 +238,23 @@ class FullTraining:
         self.model.train_weights(TrainedWeights({}, lambda *_: None))
         self.master_store.close()
 
-    def _pass(self, micro_batches: Sequence[Mapping[str, Tensor]], num_tokens: int) -> float:
+    def _pass(
+        self, micro_batches: Sequence[Mapping[str, Tensor]], num_tokens: int, location: str
+    ) -> float:
         """Go through the layers, forward and backward; return the loss of all processes, rounded
         to fp32.
         """
         model = self.model
         replicas = self.model.backend.replicas
         alone = bool(micro_batches) or replicas.size == 1
-        self._passes.begin(micro_batches, num_tokens)
+        self.guard.begin_pass(micro_batches, num_tokens)
         with model.stop.opened():
             loss = model.loss(micro_batches, num_tokens=num_tokens) if alone else None
             mine = 0.0 if loss is None else float(loss.detach())
         value = sum(replicas.exchange(mine))
         if not math.isfinite(value):  # asked first, because the backward steps layers already
-            raise self._faulty(
-                self._passes.non_finite_loss(
-                    value, mine, f"{self._location}; no weight was updated"
-                )
-            )
+            untaken = f"{location}; no weight was updated"
+            raise self.guard.note(self.guard.non_finite_loss(value, mine, untaken))
         if loss is not None and replicas.size == 1:
             with model.stop.opened():  # until a layer is stepped
                 loss.backward()
@@ -273,7 +279,7 @@ class FullTraining:
             layer, self._offload.summed(layer, named_gradients), retained=self._clipped
         )
         if self._clipped:
-            self._waiting.update(host_gradients)
+            self._step.wait(host_gradients)
         else:
             self.model.stop.close()  # a step is taken whole
             self.model.stream.rewrite(layer, self._behind.wait)
@@ -290,55 +296,25 @@ class FullTraining:
         location = f"in the backward of layer {layer}"
         begun = None if self._clipped else "the layers above it are already updated"
         for name, gradient in gradients.items():
-            self._measure(name, gradient.float(), location, begun)
+            self._step.measure(name, gradient.float(), location, begun)
         if not self._clipped:
-            self._stepped = True
+            self._step.begin_update()
             self._step_layer(layer, gradients)
-
-    @torch.no_grad()
-    def _measure(self, name: str, gradient: Tensor, location: str, begun: str | None) -> None:
-        """Keep the norm of a gradient, or raise `NonFiniteError`; `begun` names the weights
-        updated before, if any.
-        """
-        norm = torch.linalg.vector_norm(gradient, 2.0)
-        if not math.isfinite(float(norm)):
-            where = f"{self._location}, {location}; {begun or 'no weight was updated'}"
-            how = "lower learning_rate, or check the rows of this step"
-            after = f"resume from the last checkpoint; {how}; max_grad_norm checks all first"
-            what = f"the norm of the gradient of {name} is {float(norm)}"
-            raise self._faulty(NonFiniteError(what, where=where, how=after if begun else how), name)
-        self._norms[name] = norm
-
-    @property
-    def _location(self) -> str:
-        return f"step {self.global_step + 1}{self._where}"
-
-    def _faulty(self, error: NonFiniteError, name: str | None = None) -> NonFiniteError:
-        """Note what is wrong with this step; `name` is that of the weight whose gradient is not
-        finite.
-        """
-        self._fault = error, name
-        return error
 
     def _drops(self, error: BaseException) -> bool:
         """Whether a step that failed is dropped, and the run goes on; say where gradients began
         not to be finite.
         """
-        if self._fault is None or self._fault[0] is not error:
+        if (fault := self.guard.fault) is None or fault is not error:
             return False
-        fault, name = self._fault
-        if name is not None:
-            began = where_began(self.model.split, name, self._hidden.highest())
+        step = self._step
+        if (name := step.non_finite_name) is not None:
+            began = where_began(self.model.split, name, step.hidden.highest())
             fault.locate(f"{fault.where}; first non-finite gradient: {began}")
-        limit = self.config.max_skipped_steps
-        if self._stepped or not may_drop(fault, self.skipped_steps, limit):
+        if step.has_updated or not self.guard.may_drop(fault):
             return False
-        self.skipped_steps += 1
-        self.dropped = fault
         self.grad_norm = None
-        warn_dropped(
-            fault, self.global_step + 1, self.skipped_steps, limit, self.model.backend.replicas
-        )
+        self.guard.drop(fault, self.global_step + 1)
         return True
 
     def _step_layer(
@@ -372,26 +348,14 @@ class FullTraining:
             if parameter.grad is not None:
                 gradient = parameter.grad.to("cpu", torch.float32)
                 parameter.grad = None
-                self._measure(name, gradient, "outside the layers", begun)
+                self._step.measure(name, gradient, "outside the layers", begun)
                 self.masters[name].grad = gradient
-        norms = [self._norms[name] for name in self.masters if name in self._norms]
-        # as get_total_norm's
-        norm = torch.linalg.vector_norm(torch.stack(norms), 2.0) if norms else torch.zeros(())
-        length = float(norm)
-        if not math.isfinite(length) and self._clipped:
-            how = "lower learning_rate, or check the rows of this step"
-            where = f"{self._location}; no weight was updated"
-            raise self._faulty(
-                NonFiniteError(f"the norm of the gradients is {length}", where=where, how=how)
-            )
-        self._stepped = True
+        norm = self._step.total_norm(self.masters, clipped=self._clipped)
+        self._step.begin_update()
         if self.config.max_grad_norm is not None:
             for layer, names in self.master_store.by_layer.items():
                 with stream.rewritten(layer):
-                    gradients = {
-                        name: self._waiting[name] for name in names if name in self._waiting
-                    }
-                    self._step_layer(layer, gradients, norm)
+                    self._step_layer(layer, self._step.waiting(names), norm)
             clip_grads_with_norm_(
                 [self.masters[name] for name in outside], self.config.max_grad_norm, norm
             )
@@ -399,9 +363,8 @@ class FullTraining:
         self.optimizer.zero_grad()
         self.master_store.round(outside)
         stream.flush()
-        self.grad_norm = length
-        self._waiting.clear()
-        self._norms.clear()
+        self.grad_norm = float(norm)
+        self._step.release()
 
     def _forget(self) -> BaseException | None:
         """Drop a step that failed: its gradients and announced leases. Return an error that came
@@ -411,8 +374,7 @@ class FullTraining:
         self._offload.let_go()
         self.model.stream.cancel()
         self.model.stream.flush()
-        self._waiting.clear()
-        self._norms.clear()
+        self._step.release()
         for parameter in (
             *self.masters.values(),
             *map(self.model.split.model.get_parameter, self.master_store.outside),

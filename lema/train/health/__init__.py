@@ -1,1 +1,1 @@
-"""Whether a run learns anything."""
+"""Whether a run goes well: it learns, its numbers are finite, and it moves."""

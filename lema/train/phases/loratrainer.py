@@ -73,6 +73,24 @@ class LoRATrainState:
     num_parameters: int  # those of the model without adapters
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """What a trainer reads, by the names of the data sets."""
+
+    train: Mapping[str, Source]
+    validation: Mapping[str, Source] | None  # None: there is no validation
+    evaluated: Mapping[str, Source]  # after the last stage
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where the next call of `train` begins."""
+
+    path: Path | None = None  # a checkpoint or a model outside `output_dir`; None: there is none
+    state: LoRATrainState | None = None  # where a trainer was put; None: where the run is
+    is_own: bool = False  # the run in `output_dir` goes on
+
+
 class LoRATrainer:
     """Trains all parameters of a model in some stages, then adapters in other stages.
 
@@ -122,36 +140,46 @@ class LoRATrainer:
         # Of a run that has begun there, because its rows are those of its first day.
         self.model = model = files.dated(model, date_then(self._paths))
         self._trust = trust_remote_code
-        self._sources = read_sources(model, self.plan, datasets, "train", files=files)
-        evaluated_names = stages.evaluations if stages is not None and stages.evaluate else []
-        if missing := [name for name in evaluated_names if name not in (eval_data or {})]:
-            what = f"there is no data set {missing[0]!r} to evaluate on"
-            raise ConfigError(what, where="evaluations", how="add it to eval_data")
-        eval_sources = read_sources(
-            model, self.plan, eval_data or {}, "val", also=evaluated_names, files=files
-        )
-        self._measured = {name: eval_sources[name] for name in evaluated_names}
+        self._rows = self._read(stages, datasets, eval_data or {}, files)
         self.evaluated: dict[str, dict[str, float]] = {}
-        validated = {
-            sampling.full_name for phase in self.plan.phases for sampling in phase.mixture
-        } & eval_sources.keys()
-        validates = validated and (stages is None or stages.validate)
-        self._eval_sources = {name: eval_sources[name] for name in validated} if validates else None
         if eval_rows is None and stages is not None:
             eval_rows = stages.validation_steps
-        options = {
+        self._options: dict[str, Any] = {
+            "eval_rows": eval_rows,
             "callbacks": callbacks,
             "on_step": on_step,
             "stop": stop,
             "trust_remote_code": trust_remote_code,
         }
-        self._options: dict[str, Any] = {"eval_rows": eval_rows, **options}
-        self._start: Path | None = None  # outside `output_dir`
-        # where `restore_from_path` or `transition_to_lora` has put it
-        self._here: LoRATrainState | None = None
-        self._begun = False
+        self._origin = _Origin()
         # parameters that train in a phase, and those of the model
         self._counted: dict[int, tuple[int, int]] = {}
+
+    def _read(
+        self,
+        stages: LoRATrainerConfig | None,
+        datasets: Mapping[str, Source | Files],
+        eval_data: Mapping[str, Source | Files],
+        files: ModelFiles,
+    ) -> _Rows:
+        """Read all data; `ConfigError` where there is nothing to evaluate on."""
+        sources = read_sources(self.model, self.plan, datasets, "train", files=files)
+        evaluated_names = stages.evaluations if stages is not None and stages.evaluate else []
+        if missing := [name for name in evaluated_names if name not in eval_data]:
+            what = f"there is no data set {missing[0]!r} to evaluate on"
+            raise ConfigError(what, where="evaluations", how="add it to eval_data")
+        eval_sources = read_sources(
+            self.model, self.plan, eval_data, "val", also=evaluated_names, files=files
+        )
+        validated = {
+            sampling.full_name for phase in self.plan.phases for sampling in phase.mixture
+        } & eval_sources.keys()
+        validates = validated and (stages is None or stages.validate)
+        return _Rows(
+            sources,
+            {name: eval_sources[name] for name in validated} if validates else None,
+            {name: eval_sources[name] for name in evaluated_names},
+        )
 
     def train(self, *, until: Literal["lora"] | None = None, resume: bool = False) -> Path:
         """Train through all stages, from where the run is.
@@ -177,29 +205,28 @@ class LoRATrainer:
                     "no stage comes before the adapters", where="until", how="leave it out"
                 )
             plan = plan.model_copy(update={"phases": plan.phases[:first]})
-        resume = resume or self._begun
-        self._begun = True
-        self._here = None
+        origin = self._origin
+        self._origin = _Origin(origin.path, is_own=True)
         end = run_phases(
             self.model,
             plan,
-            self._sources,
-            held_out=self._eval_sources,
-            resume=resume,
-            start=self._start,
+            self._rows.train,
+            held_out=self._rows.validation,
+            resume=resume or origin.is_own,
+            start=origin.path,
             **self._options,
         )
-        if self._measured and until is None:
+        if self._rows.evaluated and until is None:
             self.evaluated = evaluate_end(
-                self.model, plan, end, self._measured, trust_remote_code=self._trust
+                self.model, plan, end, self._rows.evaluated, trust_remote_code=self._trust
             )
         return end
 
     @property
     def state(self) -> LoRATrainState:
         """The position of the run: where it was restored, or its newest valid checkpoint."""
-        if self._here is not None:
-            return self._here
+        if self._origin.state is not None:
+            return self._origin.state
         point = find_point(self._paths, lambda _: None)
         return self._state(0, None) if point is None else self._state(point.index, point.checkpoint)
 
@@ -233,8 +260,9 @@ class LoRATrainer:
                 "or a model"
             )
             raise ConfigError(what, where=f"step {state.step}, in stage {state.phase}", how=how)
-        self._here = replace(self._state(first, None), checkpoint=state.checkpoint)
-        return self._here
+        here = replace(self._state(first, None), checkpoint=state.checkpoint)
+        self._origin = replace(self._origin, state=here)
+        return here
 
     def restore_from_path(self, path: str | PathLike[str]) -> LoRATrainState:
         """Let the run go on from a checkpoint of weights, of adapters or of a boundary, or from a
@@ -273,14 +301,13 @@ class LoRATrainer:
             and self._first_lora() == 0
         ):
             self.model = with_model(self.model, directory)
-            self._start = None
-            self._begun = False
             self._counted.clear()
-            self._here = self._state(0, None)
-            return self._here
+            here = self._state(0, None)
+            self._origin = _Origin(state=here)
+            return here
         start = find_start(directory, self._paths)
         here = self._state(start.index, start.checkpoint)
-        begun = False
+        is_own = False
         if start.checkpoint is not None:
             if (
                 kind := KINDS.get(str(read_state(start.checkpoint).get("kind", "adapters")))
@@ -291,10 +318,8 @@ class LoRATrainer:
                 raise AdapterError(
                     what, where=str(start.checkpoint / STATE), how="name another checkpoint"
                 )
-            begun = self._is_last(start.checkpoint, start.index)
-        self._start = None if begun else directory
-        self._begun = begun
-        self._here = here
+            is_own = self._is_last(start.checkpoint, start.index)
+        self._origin = _Origin(None if is_own else directory, here, is_own)
         return here
 
     def _first_lora(self) -> int:

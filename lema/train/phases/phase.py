@@ -30,7 +30,7 @@ from lema.engine.schedules import Spans, spans_of
 from lema.errors import ConfigError
 from lema.train.phases.selection import may_overlap, selection_problems
 
-__all__ = ["LENGTHS", "OVERRIDES", "Mixture", "Phase", "between_phases"]
+__all__ = ["LENGTHS", "OVERRIDES", "Mixture", "Phase", "between_phases", "mixture_problems"]
 
 # Each part of a schedule by the settings that say how long it is: in steps, or as a fraction of all
 # steps.
@@ -286,10 +286,7 @@ class Phase(AdapterSettings):
         for steps, ratio in LENGTHS.values():
             if getattr(self, steps) is not None and getattr(self, ratio) is not None:
                 yield Problem(ratio, f"{ratio} and {steps} both set this length", "keep one")
-        try:
-            check_rates(self.mixture)
-        except ConfigError as error:
-            yield problem_at("mixture", error.what, error.how)
+        yield from mixture_problems(self.mixture, "mixture")
         if wrong := self.overrides.keys() - OVERRIDES:
             yield Problem(
                 "overrides",
@@ -334,6 +331,14 @@ class Phase(AdapterSettings):
         """Return the setting that says how long a part of the schedule is."""
         steps, ratio = LENGTHS[part_name]
         return ratio if getattr(self, steps) is None else steps
+
+
+def mixture_problems(mixture: Sequence[Sampling], key: str) -> Iterator[Problem]:
+    """Yield what is wrong with the rates of a mixture, under its `key`."""
+    try:
+        check_rates(mixture)
+    except ConfigError as error:
+        yield problem_at(key, error.what, error.how)
 
 
 def between_phases(phases: Sequence[Phase]) -> Iterator[Problem]:

@@ -24,7 +24,7 @@ from lema.engine.schedules import factor_of
 from lema.errors import ConfigError, listed
 from lema.train.phases.phase import Phase, between_phases
 
-__all__ = ["Boundary", "PhasePlan", "TokenSteps", "steps_of"]
+__all__ = ["Boundary", "PhasePlan", "TokenSteps", "steps_of", "token_problems"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,14 @@ def steps_of(tokens: int, rows: int, block: int) -> TokenSteps:
         how = f"give at least {step} tokens, or lower batch_size or the length of a row"
         raise ConfigError(what, where="tokens", how=how)
     return TokenSteps(steps, steps * step, leftover)
+
+
+def token_problems(tokens: int, rows: int, block: int, key: str) -> Iterator[Problem]:
+    """Yield, under their `key`, that tokens do not make one step, if it is so: see `steps_of`."""
+    try:
+        steps_of(tokens, rows, block)
+    except ConfigError as error:
+        yield problem_at(key, error.what, error.how)
 
 
 def _named(phases: object) -> object:
@@ -108,11 +116,12 @@ class PhasePlan(Settings):
         yield from between_phases(self.phases)
         for index, phase in enumerate(self.phases):
             path = f"phases[{index}]"
-            try:
-                steps = self.steps(index).steps
-            except ConfigError as error:
-                yield problem_at(f"{path}.tokens", error.what, error.how)
+            key = f"{path}.tokens"
+            problems = list(token_problems(phase.tokens, self.batch_size, self.max_length, key))
+            if problems:
+                yield from problems
                 continue
+            steps = self.steps(index).steps
             try:
                 phase.spans(steps)
             except ConfigError as error:

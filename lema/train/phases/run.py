@@ -48,12 +48,15 @@ from lema.train.phases.paths import PhasePaths, Start, begin_at, find_start, go_
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.report import PhaseReport, phase_report, show_report
 from lema.train.phases.stage import (
-    PhaseRun,
+    PhaseData,
     copy_adapter,
     mixture_of,
+    phase_policy,
     settings_of_phase,
+    tokens_counted,
     trainer_of,
 )
+from lema.train.stage import Progress, Stage
 from lema.train.stop import STOP_FILE, StopOnSignal
 from lema.train.trainer import LemaTrainer
 
@@ -275,51 +278,64 @@ class Phases:
             rows = None if self.held_out is None else self.eval_rows or self.plan.batch_size
             rows_of = {f"data set {name}" for name in used}
             data = {name: list(about) for name, about in self._rows.items() if name in rows_of}
-            run = PhaseRun(paths, index, trainer, mixture, rows, data)
-            self._begin(index, run, trainer, start)
-            if run.done < run.num_steps or run.pending is not None:
-                file = paths.directory / METRICS_NAME
-                step = run.position(run.done).step
-                if not events.begun and step and file.is_file():  # written by an earlier process
-                    log = [
-                        row
-                        for row in read_metrics(file)
-                        if "event" not in row and step_of(row) <= step
-                    ]
-                    events.state.log_history = log
-                trainer.require_room(2 if config.save_steps and not run.done else 1)
-                RunLoop(run, events, at_layer=self.at_layer, after_step=self.stop).run()
+            about = PhaseData(paths, index, trainer.config, trainer.model, mixture, rows, data)
+            stage = self._begin(about, trainer, start)
+            if not stage.has_taken_all or stage.progress.pending is not None:
+                self._take_past(stage, events)
+                trainer.require_room(2 if config.save_steps and not stage.progress.done else 1)
+                schedule = about.schedule(trainer.ready(), stage.progress.done)
+                asked: dict[str, Any] = {"at_layer": self.at_layer, "after_step": self.stop}
+                RunLoop(stage, schedule, events, **asked).run()
             if paths.leaves_model(index) and not paths.model_of(index).exists():
-                run.leave_model(model)
+                about.leave_model(trainer, model)
             if index == len(self.plan.phases) - 1:
                 events.end()
 
+    def _take_past(self, stage: Stage, events: RunEvents) -> None:
+        """Have callbacks know of the lines that an earlier process has written."""
+        file = self.paths.directory / METRICS_NAME
+        step = stage.position.step
+        if not events.begun and step and file.is_file():
+            rows = read_metrics(file)
+            log = [row for row in rows if "event" not in row and step_of(row) <= step]
+            events.take_past({"log_history": log})
+
     def _begin(
-        self, index: int, run: PhaseRun, trainer: LemaTrainer | FullTraining, start: Start | None
-    ) -> None:
+        self, about: PhaseData, trainer: LemaTrainer | FullTraining, start: Start | None
+    ) -> Stage:
+        """Return the stage of a phase, as far as a checkpoint has it, or where it begins."""
         paths = self.paths
+        index = about.index
         replicas = trainer.model.backend.replicas
+        policy = phase_policy(about.phase)
         torch.manual_seed(self.plan.seed + index + len(self.plan.phases) * replicas.rank)
         if start is not None and start.index == index and start.checkpoint is not None:
+            checkpoint = start.checkpoint
             computed = trainer.model.split.dtype
-            changed = check_same_run(start.checkpoint, trainer.config, None, run.data, computed)
+            changed = check_same_run(checkpoint, trainer.config, None, about.fingerprints, computed)
             if replicas.first:
                 report_changes(changed, self.say)
-                report_regrouped(
-                    start.checkpoint, trainer.config, trainer.model.split.model, self.say
-                )
-            run.load(start.checkpoint)
+                report_regrouped(checkpoint, trainer.config, trainer.model.split.model, self.say)
+            stage = Stage(
+                trainer, about, policy, about.resumed(checkpoint, trainer.restore(checkpoint))
+            )
+            progress = stage.progress
+            # of another run: this one has one of its own
+            if about.is_foreign(checkpoint, progress.done):
+                stage.save(None, progress.pending)
+            else:
+                about.retain(progress, progress.sound)
             # the learning rate is the plan's
             trainer.take_settings({change.name for change in changed})
-            return
-        if index:
-            run.count_on(paths.end_of(index - 1))
+            return stage
+        carried = tokens_counted(paths.end_of(index - 1)) if index else {}
         if isinstance(trainer, FullTraining) and paths.carries_moments(index):
             trainer.carry_moments(paths.end_of(index - 1))
         elif index and not paths.has_own_base(index):
             trainer.restore(paths.end_of(index - 1))
-            if isinstance(trainer, LemaTrainer) and self.plan.phases[index].optimizer == "reset":
+            if isinstance(trainer, LemaTrainer) and about.phase.optimizer == "reset":
                 trainer.drop_optimizer()
+        return Stage(trainer, about, policy, Progress(carried=carried))
 
     @cached_property
     def _rows(self) -> dict[str, Any]:

@@ -5,19 +5,22 @@ that it leaves.
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
+from lema.backend import Replicas
 from lema.backend.group import first_alone
 from lema.config import LemaConfig, MemoryStrategy
 from lema.config.lemaconfig import CONFIG_NAME
 from lema.convert import merge_adapter
 from lema.data.mixture import Mixture, Source
+from lema.engine import StreamedModel
 from lema.engine.head.loss import split_batch
 from lema.engine.optim import follow
 from lema.errors import AdapterError, ConfigError, DiskError
@@ -31,21 +34,29 @@ from lema.storage.regular import open_regular
 from lema.storage.rendering import carry_rendering
 from lema.train.checkpoint.format import read_state
 from lema.train.evaluate import evaluate, passes_of_mixture
-from lema.train.events import Position, RunEvents
+from lema.train.events import Position
 from lema.train.full.checkpoint import save_delta, save_trained
 from lema.train.full.training import FullTraining
 from lema.train.health.signs import is_sound
-from lema.train.loop import Drawn, Pending
 from lema.train.metrics import NO_SUMS
 from lema.train.model import LemaModel
 from lema.train.phases.paths import PhasePaths
 from lema.train.phases.phase import Phase
-from lema.train.phases.plan import PhasePlan
+from lema.train.phases.plan import Boundary, PhasePlan
 from lema.train.phases.selection import layer_selection
-from lema.train.steps import Steps
+from lema.train.stage import Drawn, Pending, Progress, StagePolicy
 from lema.train.trainer import LemaTrainer
 
-__all__ = ["PhaseRun", "chosen_by", "copy_adapter", "mixture_of", "settings_of_phase", "trainer_of"]
+__all__ = [
+    "PhaseData",
+    "chosen_by",
+    "copy_adapter",
+    "mixture_of",
+    "phase_policy",
+    "settings_of_phase",
+    "tokens_counted",
+    "trainer_of",
+]
 
 
 def trainer_of(
@@ -204,88 +215,74 @@ def mixture_of(
     return Mixture(plan.phases[index].mixture, sources, plan.seed, plan.max_length, **options)
 
 
-class PhaseRun:
-    """A phase that is being trained; see `lema.train.loop.Stage`. Without `eval_rows` there is
-    no validation.
-    """
+def phase_policy(phase: Phase) -> StagePolicy:
+    """Return how the stage of a phase goes: it begins and ends with a line of metrics, and a
+    callback that ends training stops the run."""
+    return StagePolicy(
+        has_epochs=False,
+        trains=phase.trains,
+        completes_last_step=True,
+        stops_for_callbacks=True,
+        keeps_best=True,
+        schedule_counts_dropped=True,
+    )
 
-    def __init__(
-        self,
-        paths: PhasePaths,
-        index: int,
-        steps: Steps,
-        mixture: Mixture,
-        eval_rows: int | None = None,
-        data: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._paths = paths
-        self._index = index
-        self._plan = paths.plan
-        self._phase = paths.plan.phases[index]
-        self._boundary = paths.plan.boundaries()[index]
-        self.steps = steps
-        self._mixture = mixture
-        self._eval_rows = eval_rows
-        self.evaluates = eval_rows is not None
-        self.data = dict(data or {})
-        self.trains: str | None = self._phase.trains
-        self._replicas = steps.model.backend.replicas
-        self.num_steps = self._plan.steps(index).steps
-        self.done = 0
-        self.best: dict[str, Any] | None = None
-        self.pending: Pending | None = None
-        self.carried: Mapping[str, Any] = {}
-        self.saved: int | None = None
-        self.sound: int | None = None
-        self.eval_loss: float | None = None
+
+@dataclass(frozen=True)
+class PhaseData:
+    """The rows of a phase; see `lema.train.stage.StageData`."""
+
+    paths: PhasePaths
+    index: int  # of the phase, from 0
+    config: LemaConfig  # settings of the phase
+    model: StreamedModel
+    mixture: Mixture
+    eval_rows: int | None = None  # how many rows to validate on; None: there is no validation
+    fingerprints: Mapping[str, Any] = field(default_factory=dict)  # of the data sets, by name
+
+    @property
+    def plan(self) -> PhasePlan:
+        """The phases of the run."""
+        return self.paths.plan
+
+    @property
+    def phase(self) -> Phase:
+        """The phase."""
+        return self.plan.phases[self.index]
+
+    @property
+    def replicas(self) -> Replicas:
+        """The processes that share each batch."""
+        return self.model.backend.replicas
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps the phase has."""
+        return self.plan.steps(self.index).steps
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are rows to validate on."""
+        return self.eval_rows is not None
 
     @cached_property
-    def schedule(self) -> LRScheduler:
-        """The schedule of the learning rate, at the phase's step when it is first used."""
-        return follow(
-            self.steps.ready(), self._plan.factor(self._index), self._phase.learning_rate, self.done
-        )
+    def _boundary(self) -> Boundary:
+        return self.plan.boundaries()[self.index]
 
-    def load(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint of this phase; `AdapterError` where it is damaged, or of
-        another kind of training.
-        """
-        about = self.steps.restore(checkpoint)
-        self.done = int(about["step"])
-        self.eval_loss = about["eval_loss"]
-        self.best = about["best"]
-        self.pending = about["left"]
-        self.saved = self.done
-        self.carried = {"window": about.get("window") or about["unlogged"]}  # its earlier name
-        self.carried |= {"whole": about.get("whole", NO_SUMS), "signs": about.get("signs")}
-        self.sound = self.done if is_sound(self.carried) else None
-        # of another run: this one has one of its own
-        if checkpoint != self._paths.checkpoint(self._index, self.done):
-            if self.best is not None and self.best["step"] != self.done:
-                self.best = None  # that checkpoint stayed behind
-            self.save(None, self.pending)
-        else:
-            self._note()
-
-    def count_on(self, before: Path) -> None:
-        """Go on to count tokens where the phase before has ended, in a checkpoint that the phase
-        may do without.
-        """
-        with suppress(AdapterError):
-            self.carried = {
-                "whole": [*NO_SUMS[:3], read_state(before)["extra"].get("whole", NO_SUMS)[3]]
-            }
+    def schedule(self, optimizer: Optimizer, done: int) -> LRScheduler:
+        """Return the schedule of the learning rate, after so many steps of the phase."""
+        return follow(optimizer, self.plan.factor(self.index), self.phase.learning_rate, done)
 
     def position(self, done: int) -> Position:
         """Return where the run is after so many steps of the phase."""
         step = self._boundary.first_step + done
-        per_step = self._plan.batch_size * self._plan.max_length
+        per_step = self.plan.batch_size * self.plan.max_length
         tokens = self._boundary.first_token + done * per_step
         name = self._boundary.name
-        where = self._paths.checkpoint(self._index, done)
+        where = self.paths.checkpoint(self.index, done)
         row = {
             "phase": name,
-            "stage": self._index,
+            "stage": self.index,
             "step": step,
             "step_in_phase": done,
             "tokens": tokens,
@@ -294,74 +291,95 @@ class PhaseRun:
 
     def draw(self, step: int) -> Drawn:
         """Return this process's rows of a step of the phase, counted from 0."""
-        count = self._plan.batch_size
-        size = self.steps.config.micro_batch_size
-        replicas = self._replicas
-        drawn = self._mixture.rows(step * count, count, replicas.rank, replicas.size, size)
-        batch = self._mixture.collated(drawn, replicas.size)
+        count = self.plan.batch_size
+        size = self.config.micro_batch_size
+        replicas = self.replicas
+        drawn = self.mixture.rows(step * count, count, replicas.rank, replicas.size, size)
+        batch = self.mixture.collated(drawn, replicas.size)
         where = f", rows {', '.join(f'{sample.row} of {sample.source}' for sample in drawn)}"
         return Drawn([] if batch is None else split_batch(batch, size), where, {})
 
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss of the rows to validate on."""
-        assert self._eval_rows is not None, "there is no validation"
-        size = self.steps.config.micro_batch_size
-        arguments = (self._mixture, self._eval_rows, self._replicas)
-        passes = passes_of_mixture(*arguments, at_once=self._plan.batch_size, micro_batch_size=size)
-        return evaluate(self.steps.model, passes)
+        assert self.eval_rows is not None, "there is no validation"
+        size = self.config.micro_batch_size
+        arguments = (self.mixture, self.eval_rows, self.replicas)
+        passes = passes_of_mixture(*arguments, at_once=self.plan.batch_size, micro_batch_size=size)
+        return evaluate(self.model, passes)
 
-    def save(self, events: RunEvents | None, pending: Pending | None) -> None:
-        """Write a checkpoint of the step just taken and note it; `events` None: callbacks know
-        nothing yet.
+    def saved_state(self, progress: Progress, pending: Pending | None) -> dict[str, Any]:
+        """Return what a checkpoint keeps: the plan so far, the position in it, and what is
+        `pending`.
         """
-        base = Path(self.steps.config.model_name_or_path)
-        about = {
-            "plan": self._plan.numbers(self._index + 1),
-            "data": self.data,
-            "phase": self._phase.name,
-            "kind": self.trains,
-            "step": self.done,
-            "ended": self.done == self.num_steps and pending is None,
+        base = Path(self.config.model_name_or_path)
+        return {
+            "plan": self.plan.numbers(self.index + 1),
+            "data": dict(self.fingerprints),
+            "phase": self.phase.name,
+            "kind": self.phase.trains,
+            "step": progress.done,
+            "ended": progress.done == self.num_steps and pending is None,
             "left": pending,
             "base": str(base.absolute()) if base.exists() else str(base),
-            "eval_loss": self.eval_loss,
-            "best": self.best,
-            **(self.carried if events is None else events.carried),
+            "eval_loss": progress.eval_loss,
+            "best": progress.best,
         }
-        directory = self._paths.checkpoint(self._index, self.done)
-        self.steps.save_checkpoint(directory, about, [] if events is None else [events.save_state])
-        self._note()
 
-    def _note(self) -> None:
-        keep = self.steps.config.save_total_limit
-        first_alone(
-            self._replicas,
-            partial(self._paths.note, self._index, self.done, self.best, keep, self.sound),
+    def resumed(self, checkpoint: Path, state: Mapping[str, Any]) -> Progress:
+        """Return how far the phase is in a checkpoint, which has this `saved_state`."""
+        done = int(state["step"])
+        # `unlogged` is the earlier name of `window`
+        carried = {
+            "window": state.get("window") or state["unlogged"],
+            "whole": state.get("whole", NO_SUMS),
+            "signs": state.get("signs"),
+        }
+        best = state["best"]
+        if self.is_foreign(checkpoint, done) and best is not None and best["step"] != done:
+            best = None  # that checkpoint stayed behind
+        return Progress(
+            done,
+            best=best,
+            eval_loss=state["eval_loss"],
+            pending=state["left"],
+            carried=carried,
+            saved=done,
+            sound=done if is_sound(carried) else None,
         )
 
-    def leave_model(self, model: LemaModel) -> None:
+    def is_foreign(self, checkpoint: Path, done: int) -> bool:
+        """Whether a checkpoint of so many steps of the phase is another run's."""
+        return checkpoint != self.paths.checkpoint(self.index, done)
+
+    def retain(self, progress: Progress, sound: int | None) -> None:
+        """Note the checkpoint of the last step and the best one, and delete old ones."""
+        keep = self.config.save_total_limit
+        first_alone(
+            self.replicas,
+            partial(self.paths.note, self.index, progress.done, progress.best, keep, sound),
+        )
+
+    def leave_model(self, trainer: LemaTrainer | FullTraining, model: LemaModel) -> None:
         """Write the start of the next phase: the trained weights, or the base with the adapters.
         Or `DiskError`.
         """
-        out = self._paths.model_of(self._index)
-        end = self._paths.end_of(self._index)
-        phases = self._plan.phases
+        out = self.paths.model_of(self.index)
+        end = self.paths.end_of(self.index)
+        phases = self.plan.phases
         write: Callable[[Path], object]
-        if isinstance(self.steps, FullTraining):
-            write = partial(
-                save_delta if self._phase.save == "delta" else save_trained,
-                model,
-                self.steps.master_store,
-            )
+        if isinstance(trainer, FullTraining):
+            save = save_delta if self.phase.save == "delta" else save_trained
+            write = partial(save, model, trainer.master_store)
         else:
-            rounding = (
-                phases[self._index + 1].rounding if self._index + 1 < len(phases) else None
-            ) or "nearest"
-            options: dict[str, Any] = {
-                "seed": model.config.seed,
-                "trust_remote_code": model.trusted,
-            }
-            write = partial(merge_adapter, end, rounding=rounding, **options)
+            following = phases[self.index + 1 : self.index + 2]
+            rounding = next((phase.rounding for phase in following), None) or "nearest"
+            write = partial(
+                merge_adapter,
+                end,
+                rounding=rounding,
+                seed=model.config.seed,
+                trust_remote_code=model.trusted,
+            )
 
         def written() -> None:
             # of a run that was killed while it wrote a model
@@ -370,4 +388,14 @@ class PhaseRun:
             with disk_errors(out):
                 commit(out, write)
 
-        first_alone(self._replicas, written)
+        first_alone(self.replicas, written)
+
+
+def tokens_counted(before: Path) -> dict[str, Any]:
+    """Return what `RunEvents` carries into a phase that begins: the tokens counted where the phase
+    before has ended, in a checkpoint that the phase may do without.
+    """
+    with suppress(AdapterError):
+        tokens = read_state(before)["extra"].get("whole", NO_SUMS)[3]
+        return {"whole": [*NO_SUMS[:3], tokens]}
+    return {}

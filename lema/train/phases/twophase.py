@@ -27,11 +27,10 @@ from lema.config.types import (
     Tokens,
 )
 from lema.data import Sampling
-from lema.data.sampling import check_rates
 from lema.engine.schedules import SCHEDULES, takes
 from lema.errors import ConfigError
-from lema.train.phases.phase import LENGTHS, Mixture, Phase
-from lema.train.phases.plan import PhasePlan, steps_of
+from lema.train.phases.phase import LENGTHS, Mixture, Phase, mixture_problems
+from lema.train.phases.plan import PhasePlan, steps_of, token_problems
 
 __all__ = ["LoRAConfig", "LoRATrainerConfig"]
 
@@ -245,15 +244,10 @@ class LoRATrainerConfig(Settings):
             )
             yield Problem(f"{time}_tokens", what, "give both lists one entry per stage")
         for stage, mixture in enumerate(mixtures):
-            try:
-                check_rates(mixture)
-            except ConfigError as error:
-                yield problem_at(f"{time}_datasets[{stage}]", error.what, error.how)
+            yield from mixture_problems(mixture, f"{time}_datasets[{stage}]")
         for stage, count in enumerate(tokens):
-            try:
-                steps_of(count, self.batch_size, self.block_size)
-            except ConfigError as error:
-                yield problem_at(f"{time}_tokens[{stage}]", error.what, error.how)
+            key = f"{time}_tokens[{stage}]"
+            yield from token_problems(count, self.batch_size, self.block_size, key)
 
     def _schedule_wrong(self) -> Iterator[Problem]:
         """What is wrong with the plan still, said of the settings here: the parts of a schedule

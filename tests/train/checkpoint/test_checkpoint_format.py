@@ -21,7 +21,7 @@ from lema.storage import verify as savedtensors
 from lema.storage.manifest import MANIFEST, check_manifest
 from lema.storage.verify import base_fingerprint
 from lema.train.checkpoint.format import checkpoints
-from lema.train.fit import save_step
+from lema.train.plain.run import save_step
 
 FILES = {
     "adapter_base.json",

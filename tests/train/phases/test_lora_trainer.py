@@ -426,7 +426,7 @@ def test_what_is_validated_and_reported_is_what_the_config_says(
     held = {"one": rows(3), "two": rows(4)}
     for validate in (True, False):
         trainer = trainer_of(config=stages(validate=validate, validation_steps=9), eval_data=held)
-        assert (trainer._eval_sources is not None) is validate and trainer._options[
+        assert (trainer._rows.validation is not None) is validate and trainer._options[
             "eval_rows"
         ] == 9
     reports = trainer_of(
@@ -441,7 +441,7 @@ def test_what_is_validated_and_reported_is_what_the_config_says(
     with pytest.raises(ConfigError, match="no data set 'exam' to evaluate on"):
         trainer_of(config=stages(evaluations=["exam"]), eval_data=held)
     quiet = trainer_of(config=stages(evaluate=False), eval_data=held)
-    assert quiet._measured == {}
+    assert quiet._rows.evaluated == {}
 
 
 def test_the_names_cost_nothing_until_they_are_used() -> None:

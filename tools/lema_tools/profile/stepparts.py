@@ -30,9 +30,9 @@ from lema.engine.head.loss import split_batch
 from lema.plan.meter import FORMULAS
 from lema.stream.speed import median_seconds, read_speed
 from lema.train import LemaModel
-from lema.train.fit import PlainRun
 from lema.train.phases.file import PhaseFile, read_sources
 from lema.train.phases.stage import mixture_of, settings_of_phase
+from lema.train.plain.stage import plain_data
 from lema.train.run import load_data
 
 __all__ = ["PARTS", "Part", "PhaseSteps", "Spans", "StepProfile", "Watched", "profile_steps"]
@@ -271,8 +271,8 @@ def profile_steps(
     trainer = model.get_trainer()
     watched = Watched(spans, model.backend, _ranks(model))
     if phase is None:
-        run = PlainRun(trainer, load_data(model)[0], None, lambda _: None)
-        drawn = [run.draw(number % run.num_steps).micro_batches for number in range(steps + 1)]
+        data = plain_data(trainer, load_data(model)[0])
+        drawn = [data.draw(number % data.num_steps).micro_batches for number in range(steps + 1)]
     else:
         drawn = phase.draw(model, steps + 1)
     totals = Totals()

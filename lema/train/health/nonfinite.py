@@ -1,29 +1,21 @@
-"""Guards of a training step: where NaN or infinity began, the passes to run again for that, and the
-watchdog.
+"""Where NaN or infinity began in a step.
 
 A gradient goes down through the layers, and the gradient of what trains in a layer may be finite
 where the one that leaves the layer is not. So the gradients of the hidden states between the layers
-are looked at too. The passes of a step are kept until its numbers are known to be finite, so that a
-bad step can be run again to find its origin.
+are looked at too. `lema.train.health.stepguard` runs a bad step again for that.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lema.backend import Replicas
-from lema.backend.watchdog import Watchdog
-from lema.config import LemaConfig
 from lema.engine import StreamedModel
 from lema.errors import NonFiniteError
 from lema.model import Split
-from lema.model.state.model import Mark
 
 
 class HiddenGradients:
@@ -174,119 +166,3 @@ def _downwards(split: Split) -> Iterator[tuple[int, str, nn.Parameter]]:
         for name, parameter in split.layers[layer].named_parameters():
             yield layer, f"{split.layers_name}.{layer}.{name}", parameter
     yield from ((-1, name, parameter) for name, parameter in named[: inside.index(True)])
-
-
-class Passes:
-    """The passes of the step under way through a model, as they can be run again."""
-
-    def __init__(self, model: StreamedModel) -> None:
-        self._model = model
-        # Micro-batches, the trained tokens that the loss is divided by, and the generator's state
-        # and what modules kept before.
-        self._begun: list[tuple[Sequence[Mapping[str, Tensor]], int, Tensor, Mark]] = []
-
-    def begin(self, micro_batches: Sequence[Mapping[str, Tensor]], divisor: int) -> None:
-        """Note a pass that is about to begin."""
-        model = self._model
-        self._begun.append(
-            (micro_batches, divisor, model.backend.rng_state(), model.split.state.mark())
-        )
-
-    def clear(self) -> None:
-        """Begin another step."""
-        self._begun.clear()
-
-    def non_finite_loss(self, value: float, mine: float, location: str) -> NonFiniteError:
-        """Return the error of the last pass, `mine` being this process's part of `value`; all
-        processes call this.
-        """
-        if math.isfinite(mine):
-            self._model.join_idle(training=False)  # while the other looks for the layer
-            return NonFiniteError(
-                f"the loss is {value}", where=f"{location}; it comes from another process"
-            )
-        micro_batches, _, drawn, mark = self._begun[-1]
-        with self._from(drawn, mark):
-            return non_finite_loss(self._model, micro_batches, value, location)
-
-    @contextmanager
-    def _from(self, drawn: Tensor, mark: Mark) -> Iterator[None]:
-        """Have the `with` block draw what dropout drew at a moment, and find what modules kept
-        then; leave no trace.
-        """
-        backend = self._model.backend
-        state = self._model.split.state
-        after = backend.rng_state()
-        now = state.mark()
-        backend.set_rng_state(drawn)
-        state.put_back(mark)
-        try:
-            yield
-        finally:
-            backend.set_rng_state(after)
-            state.put_back(now)
-
-    def non_finite_gradient(
-        self, location: str, again: Callable[..., object], drop_gradients: Callable[[], None]
-    ) -> NonFiniteError:
-        """Return the error of gradients that are not finite, and drop them; the passes are run
-        `again` to find where. All processes call this; the generator is then where it was."""
-        backend = self._model.backend
-        stream = self._model.stream
-        began = None
-        # else other processes run all passes too
-        alone = not stream.sharded and backend.parallel.size == 1
-        stream.cancel()  # leases announced for the next step
-        drop_gradients()
-        for micro_batches, divisor, drawn, mark in self._begun:
-            if began is None or not alone:
-                with self._from(drawn, mark):
-                    origin = first_non_finite_gradient(
-                        self._model, partial(again, micro_batches, divisor)
-                    )
-                began = began or origin
-        origins = backend.replicas.exchange(began)
-        if began is None and not any(origins):
-            what = "the gradients are finite, but their norm is not; the optimizer made no step"
-            return NonFiniteError(what, where=location, how="lower learning_rate")
-        where = f"{location}; first non-finite gradient: {began or 'in another process'}"
-        how = "lower learning_rate, set max_grad_norm, or check the base weights of this layer"
-        return NonFiniteError(
-            "a gradient is not finite; the optimizer made no step", where=where, how=how
-        )
-
-
-@contextmanager
-def watched(model: StreamedModel, config: LemaConfig) -> Iterator[None]:
-    """Have a watchdog look on while a `with` block runs, unless one does already; stacks go to
-    `output_dir`.
-    """
-    if model.watchdog is not None:
-        yield
-        return
-    dog = Watchdog(
-        lambda: moves(model),
-        lambda: awaited(model),
-        Path(config.output_dir),
-        end_after=config.hang_timeout,
-    )
-    with dog, model.watched_by(dog):
-        yield
-
-
-def moves(model: StreamedModel) -> tuple[Any, ...]:
-    """Return the counters of passes through a model so far, visits of layers first."""
-    now = model.counters
-    nbytes = now.bytes_read, now.bytes_uploaded, now.bytes_gathered, now.bytes_offloaded
-    return now.leases, *nbytes, model.retry.location
-
-
-def awaited(model: StreamedModel) -> str:
-    """Return where a pass is, and which layers are on lease, wanted and being read."""
-    leased, next_layer, reading = model.stream.activity()
-    messages = [model.retry.location or "before the first layer"]
-    name = model.stream.name_of
-    messages += [f"on lease: {name(layer)}" for layer in leased]
-    messages += [] if next_layer is None else [f"next: {name(next_layer)}"]
-    messages += [f"being read: {name(layer)}" for layer in reading]
-    return "; ".join(messages)

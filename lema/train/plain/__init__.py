@@ -1,0 +1,1 @@
+"""A plain run: one stage over one data set, by `lema train` and `LemaTrainer.fit`."""
