@@ -25,7 +25,6 @@ from lema.model import capture
 from lema.model.capture import PASSED_THROUGH_THE_MODEL, replaced, values_unread, without_values
 from lema.model.compiled import CompiledLayers
 from lema.model.experts import (
-    ExpertGroup,
     LayerExperts,
     form_no_frozen_gradients,
     layer_experts,
@@ -75,6 +74,7 @@ class Split:
         *,
         compiled: bool = False,
         parallel: Parallel | None = None,
+        tables: RowTables | None = None,
         fast: bool = False,
     ) -> None:
         self.model = model
@@ -88,7 +88,7 @@ class Split:
         self._extra_outputs: tuple[Any, ...] | None = None
         # a None among it may be a tensor in another layer, so it has a placeholder too
         self._mark_absent = True
-        self.tables: RowTables | None = None
+        self.tables = tables
         # The number of the head's input, in training and in evaluation, because some models differ
         # between them.
         self._cut: dict[bool, int] = {}
@@ -108,18 +108,8 @@ class Split:
         self.state = ModelState(model, self.layers, self.layers_name)
         self._compiled: CompiledLayers | None = None
         self._experts: dict[int, LayerExperts | None] = {}
-        # of layers whose experts are leased in groups
-        self.groups: Mapping[int, Sequence[ExpertGroup]] = {}
         self._forget_layers()
         form_no_frozen_gradients()
-
-    def read_rows_of(self, tables: RowTables) -> None:
-        """Read the rows of embeddings as batches ask for them."""
-        self.tables = tables
-
-    def lease_experts(self, groups: Mapping[int, Sequence[ExpertGroup]]) -> None:
-        """Lease the experts of these layers in groups, from the next step on."""
-        self.groups = groups
 
     @property
     def keeps_tensors(self) -> bool:

@@ -35,7 +35,7 @@ from lema.stream.placement import (
 from lema.stream.preload import fill
 from lema.stream.reader import LayerReader
 from lema.stream.ring import LayerRing, StreamCounters
-from lema.stream.schedule import forward_order, in_parts, training_order, with_parts
+from lema.stream.schedule import ExpertGroup, forward_order, in_parts, training_order, with_parts
 from lema.stream.slotlayout import VECTOR, identity_layout
 from lema.stream.workers import Ticket
 
@@ -54,9 +54,10 @@ class LayerStream:
     layers that stay on the device; if it computes in host memory, they are read while those before
     them compute. `host_cached`: layers that are read once, at the start, and uploaded from host
     memory from then on; processes of one machine share that memory. `sharded`: of several
-    processes, let each have its part of every layer; one layer is then on lease at a time. `parts`:
-    of layers that are leased in parts, the numbers of the parts beside the one with the layer's
-    own, which come after all layers. `reader`: the threads that read; closed with the stream.
+    processes, let each have its part of every layer; one layer is then on lease at a time.
+    `groups`: of layers whose experts are leased in groups, these groups, whose numbers come after
+    those of all layers; the rest of such a layer has the layer's own. `reader`: the threads that
+    read; closed with the stream.
     `loaded_layers`: memory of `host_cached` layers that have been read, if there is one process.
     """
 
@@ -69,7 +70,7 @@ class LayerStream:
         residents: Collection[int] = (),
         host_cached: Collection[int] = (),
         sharded: bool = False,
-        parts: Mapping[int, Sequence[int]] | None = None,
+        groups: Mapping[int, Sequence[ExpertGroup]] = {},
         reader: LayerReader | None = None,
         loaded_layers: Mapping[int, Tensor] = {},
         trace: NoTrace = NO_TRACE,
@@ -78,9 +79,9 @@ class LayerStream:
         self.layers = (
             tuple(layers) if not in_host_memory(backend) else tuple(map(vector_aligned, layers))
         )
-        self.residents = with_parts(residents, parts or {})
-        self.host_cached = with_parts(host_cached, parts or {}) - self.residents
-        self.parts = parts or {}
+        self.groups = groups
+        self.residents = with_parts(residents, self.parts)
+        self.host_cached = with_parts(host_cached, self.parts) - self.residents
         # layers, and pieces of the head
         self.num_visited = len(self.layers) - sum(map(len, self.parts.values()))
         self.trace = trace
@@ -181,6 +182,11 @@ class LayerStream:
         """Whether these files have what was read of them, where their reader remembers it.
         `ReadError`: one cannot be read."""
         return self._reader.first_reads is None or self._reader.first_reads.still_in(files)
+
+    @property
+    def parts(self) -> dict[int, list[int]]:
+        """The numbers of the groups of experts of each layer that is leased in groups."""
+        return {at: [group.number for group in groups] for at, groups in self.groups.items()}
 
     @property
     def counters(self) -> StreamCounters:

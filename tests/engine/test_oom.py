@@ -802,6 +802,6 @@ def test_a_model_too_large_to_open_ends_with_4_as_well(
     def fail(*_: Any, **__: Any) -> nn.Module:
         raise torch.OutOfMemoryError(FULL)
 
-    monkeypatch.setattr("lema.train.model.load_outside", fail)
+    monkeypatch.setattr("lema.train.opened.outer.load_outside", fail)
     assert lema("train", config_writer(small, tmp_path)()) == 4
     assert "device" in capfd.readouterr().err

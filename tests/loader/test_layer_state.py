@@ -360,7 +360,7 @@ def test_experts_in_groups_change_nothing_in_what_a_layer_keeps(
         ) as streamed:
             streamed.adapter.engine.runs_again = again
             found.append([step(streamed, batches) for batches in steps()])
-            assert bool(streamed.split.groups) == (size is not None)
+            assert bool(streamed.memory.groups) == (size is not None)
     assert max(farthest(one, other) for one, other in zip(*found, strict=True)) <= 1e-6
 
 

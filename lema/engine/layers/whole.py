@@ -57,7 +57,7 @@ def visit(
     """
     # Apart, because the graph inside has weights that are on lease only during the two visits.
     visit: _LayerVisit | GroupedVisit
-    if layer in engine.split.groups:
+    if layer in engine.stream.groups:
         assert boundaries is not None and reference_rows is None, (
             "a layer in parts keeps its graph, or has rows beside"
         )
@@ -99,7 +99,7 @@ def visit_frozen(
             )
             return output if away is None else away.keep(index, output)
 
-        if layer in engine.split.groups:
+        if layer in engine.stream.groups:
             group_outputs = through_groups(
                 engine, lease, calls, (on_device(hidden, index) for index in range(len(hidden)))
             )
@@ -350,7 +350,7 @@ class _TopVisit:
             total = torch.zeros((), dtype=torch.float32, device=engine.backend.device)
             self._leaves = engine.trained.leaves(top, lease)
             loss_and_grad: LossAndGrad = embed_head.loss_and_grad
-            if top in engine.split.groups:
+            if top in engine.stream.groups:
                 assert self._reference_rows is None, "a layer in parts has rows beside"
                 total, self._inputs, self._weight_gradients = top_in_groups(
                     engine, lease, self._calls, loss_and_grad, hidden, needs_grad
