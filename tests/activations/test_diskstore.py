@@ -179,7 +179,7 @@ def test_any_course_brings_back_what_was_kept(steps: list[tuple[str, int]], bloc
                 one.place.drop()
                 one.place.drop()
             assert taken_bytes(store) >= sum(other.place.size for other in kept)
-            assert store.staging.peak_bytes <= blocks * BLOCK
+            assert store.staging.counters.peak_bytes <= blocks * BLOCK
         for one in reversed(kept):
             one.place.expect()
             one.read()

@@ -591,15 +591,15 @@ def test_a17_buffers_are_used_again_and_a_limit_holds(
     context = offloading(model)
     step(model, context)
     pool = context.offload._store.pool  # type: ignore[attr-defined]
-    allocated = pool.allocated
+    allocated = pool.counters.allocated
     assert allocated > 0
     step(model, context)
-    assert pool.allocated == allocated and pool.reused > 0
+    assert pool.counters.allocated == allocated and pool.counters.reused > 0
     limited = offloading(model, host_memory=100_000)
     with pytest.warns(UserWarning, match="no space for"):
         found = step(model, limited)
     assert_same(found, step(model))
-    assert limited.offload._store.pool.peak_bytes <= 100_000  # type: ignore[attr-defined]
+    assert limited.offload._store.pool.counters.peak_bytes <= 100_000  # type: ignore[attr-defined]
     assert limited.counters.kept[StayReason.FULL] > 0 and limited.counters.moved > 0
 
 
