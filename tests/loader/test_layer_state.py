@@ -377,7 +377,7 @@ def test_what_is_made_of_experts_in_groups_cannot_be_kept(tmp_path: Path) -> Non
 def test_a_compiled_layer_that_keeps_something_runs_uncompiled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("lema.model.compiled.COMPILER", "aot_eager")
+    monkeypatch.setattr("lema.model.layers.compiled.COMPILER", "aot_eager")
     model = keeping(tmp_path / "model", *COUNTER)
     with pytest.warns(UserWarning, match="is not compiled.*: it keeps count from call to call"):
         assert (

@@ -27,7 +27,7 @@ from transformers.models.qwen4_exp import Qwen4ExpTextConfig
 from lema import LemaConfig, LemaModel
 from lema.errors import ConfigError, NonFiniteError
 from lema.model import row_tables
-from lema.model.compiled import CompiledLayers
+from lema.model.layers.compiled import CompiledLayers
 from lema.plan.blueprint import draw_up
 
 CheckpointOf = Callable[..., Checkpoint]
