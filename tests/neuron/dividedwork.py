@@ -313,7 +313,7 @@ def looked_at(directory: Path, sequence_parallel: bool) -> dict[str, Any]:
                     [*model.skeleton.parameters(), *model.skeleton.buffers(), *micro.values()]
                 )
                 ring = [buffer.memory for buffer in model.memory._ring.buffers]
-                tally.leave_out([*model.memory._resident.values(), *ring])
+                tally.leave_out([*model.memory._resident.slots.values(), *ring])
                 model.adapter.loss([micro] * 3).backward()
             exchanged = tally.exchanged
             sent = list(wire)
