@@ -36,6 +36,7 @@ from lema.lora.files import (
     the_lora_config,
     with_adapter,
 )
+from lema.lora.options import with_options
 from lema.lora.targets import warn_of_left_out
 from lema.model import Split
 from lema.model.computing import Computing
@@ -321,7 +322,8 @@ class LemaModel:
         """
         path = Path(directory)
         saved = the_lora_config(path, "SEQ_CLS" if self._opened.scores else "CAUSAL_LM")
-        saved.lora_dropout = saved.lora_dropout if dropout is None else dropout
+        if dropout is not None:
+            saved = with_options(saved, lora_dropout=dropout)
         check_named_base(path, saved, self.config.model_name_or_path, self.gbi)
         self.attach_lora(adapter_config(self.skeleton, saved, path))
         load_weights(self._require_adapter(), path, self.split.layers_name, self.backend.parallel)
