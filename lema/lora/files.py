@@ -315,9 +315,9 @@ def save_adapter(
     `consolidated`: the trained tensors by name, where processes hold parts of them
     (`lema.model.partition`). `writers`: of further files.
     """
-    model.peft_config["default"] = with_options(
-        model.peft_config["default"], base_model_name_or_path=base, revision=revision
-    )
+    # in place, because another object would be something that the model keeps from call to call
+    model.peft_config["default"].base_model_name_or_path = base
+    model.peft_config["default"].revision = revision
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".adapter-", dir=directory) as name:

@@ -32,7 +32,6 @@ from lema.lora.base import base_of, write_base
 from lema.lora.checks import read_json
 from lema.lora.files import CONFIG, WEIGHTS, fill_adapter, read_safetensors, settings_of
 from lema.lora.materialize import make_real
-from lema.lora.options import with_options
 from lema.lora.published import config_in_own, publish_files, tensors_in_own
 from lema.storage.modelfiles import load_generation_config
 from lema.storage.verify import BaseFiles
@@ -209,10 +208,10 @@ class StreamedPeftModel(PeftModel):
         skeleton = opened.skeleton
         settings = opened.config
         model._stream(opened)
+        lora_config = model.peft_config["default"]
         base = base_of(settings, opened.gbi, model.base_files)
-        model.peft_config["default"] = with_options(
-            model.peft_config["default"], base_model_name_or_path=base.name, revision=base.revision
-        )
+        lora_config.base_model_name_or_path = base.name
+        lora_config.revision = base.revision
         if skeleton.can_generate():
             skeleton.generation_config = (
                 load_generation_config(opened.directory) or skeleton.generation_config
