@@ -37,7 +37,7 @@ from lema.model.state.hooks import aside
 from lema.model.state.model import ModelState
 from lema.model.weight_names import restored_parameters, stored_name
 
-__all__ = ["Run", "Split"]
+__all__ = ["Learned", "Run", "Split"]
 
 Run = Callable[[], Any]
 """A forward of the model's own, or of the part of it that holds the layers, on inputs that it
@@ -49,7 +49,7 @@ OUT_OF_ORDER = "it does not run its layers once each, in their order"
 
 
 @dataclass(frozen=True)
-class _Learned:
+class Learned:
     """What running a model on a few tokens has shown of it.
 
     Attributes:
@@ -63,6 +63,9 @@ class _Learned:
     extra_outputs: tuple[Any, ...] | None = None
     mark_absent: bool = True
     cuts: Mapping[bool, int] = field(default_factory=dict)
+
+
+NOTHING_LEARNED = Learned()
 
 
 class _LayerReached(Exception):
@@ -79,9 +82,9 @@ class Split:
     layers is real. `parallel`: the processes that hold the model together; None: the backend's.
     `lazy`: whether the device compiles what is run on it, and its tensors have no addresses. It is
     then not asked for values, because each answer would be a graph to compile. `tables`: the
-    embeddings that are looked up row by row; None: all are whole. `fast`: whether LoRA linears that
-    read one input multiply together, which `ConfigError` refuses where modules are divided or
-    compiled."""
+    embeddings that are looked up row by row; None: all are whole. `learned`: what another split
+    of this model has seen of it. `fast`: whether LoRA linears that read one input multiply
+    together, which `ConfigError` refuses where modules are divided or compiled."""
 
     def __init__(
         self,
@@ -91,6 +94,7 @@ class Split:
         compiled: bool = False,
         parallel: Parallel | None = None,
         tables: RowTables | None = None,
+        learned: Learned = NOTHING_LEARNED,
         fast: bool = False,
     ) -> None:
         self.model = model
@@ -100,7 +104,7 @@ class Split:
         self.lazy = not has_addresses(backend.device)
         self.dtype = main_dtype(model)
         self._scores = scores_texts(model)
-        self._learned = _Learned()
+        self.learned = learned
         self.tables = tables
         if fast and (self.lazy or self.parallel.size > 1):
             what = (
@@ -127,7 +131,7 @@ class Split:
         """What layers return after the hidden state, as layer 0 did on a few tokens; None: the
         hidden state is bare.
         """
-        return self._learned.extra_outputs
+        return self.learned.extra_outputs
 
     @property
     def num_layers(self) -> int:
@@ -147,12 +151,12 @@ class Split:
         learn what a layer returns. `differentiate`: let the hidden state keep its graph, where
         something before the layers trains. `run`: what to run; None: the model on `batch`."""
         self.state.outer.begin()
-        if self.model.training not in self._learned.cuts:
+        if self.model.training not in self.learned.cuts:
             with self.state.outer.learning(), aside(self.model.modules()):
                 self._learn(self._few(batch), first_layer_weights)
         # Stopped where the head begins, because it needs what the layers make, and nothing has run
         # them yet.
-        tape = Tape(self._learned.cuts[self.model.training], _stop)
+        tape = Tape(self.learned.cuts[self.model.training], _stop)
         with torch.set_grad_enabled(differentiate), self._unread(), suppress(_LayerReached):
             self._followed(tape, run or partial(self._logits, batch), Tensor.detach)
             raise self._refusal(OUT_OF_ORDER)
@@ -173,7 +177,7 @@ class Split:
         the hidden state that it is given, and of what layer 0 has returned besides. Returns what it
         returns."""
 
-        learned = self._learned
+        learned = self.learned
 
         def recorder(index: int) -> Callable[..., Any]:
             def record(*args: Any, **kwargs: Any) -> Any:
@@ -204,20 +208,14 @@ class Split:
         with self.replaced(forwards), aside(self.layers), tape:
             return run()
 
-    def knows_as(self, source: Split) -> None:
-        """Know what another split of this model has seen: what layers return, and where the head
-        begins.
-        """
-        self._learned = source._learned
-
     def has_learned(self, batch: Mapping[str, Tensor]) -> bool:
         """Whether `prelude` needs no weights: once it is known what layers return, on a lazy device
         from their shapes. A model whose forward looks at values is examined as on other devices,
         which finds what cannot be split."""
-        if not self.lazy or self.model.training in self._learned.cuts:
-            return self.model.training in self._learned.cuts
+        if not self.lazy or self.model.training in self.learned.cuts:
+            return self.model.training in self.learned.cuts
         device = self._backend.device
-        before = self._learned
+        before = self.learned
         few = {name: (value.shape, value.dtype) for name, value in self._few(batch).items()}
         try:
             with without_values(self.model, self.layers, device):
@@ -236,11 +234,11 @@ class Split:
                 }
                 self._learn(shapes, weights)
         except (ModelError, *PASSED_THROUGH_THE_MODEL):
-            self._learned = replace(before, extra_outputs=None)
+            self.learned = replace(before, extra_outputs=None)
             return False
         if (outputs := self.extra_outputs) is not None:
             stand_ins = tuple(capture.stand_in(output, device) for output in outputs)
-            self._learned = replace(self._learned, extra_outputs=stand_ins)
+            self.learned = replace(self.learned, extra_outputs=stand_ins)
         return True
 
     def _few(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -419,7 +417,7 @@ class Split:
         tables = (
             nullcontext() if has_lookups or self.tables is None else self.tables.without_lookups()
         )
-        tape = Tape(self._learned.cuts[self.model.training] if cut is None else cut, enter)
+        tape = Tape(self.learned.cuts[self.model.training] if cut is None else cut, enter)
         with tables, self._unread(), aside(self.state.outer.modules) as put_back:
             returned = self._followed(tape, run, Tensor.detach)
         assert entered, "the head did not get the output of the layers"
@@ -444,7 +442,7 @@ class Split:
             with replaced(stand_in):
                 out = self.call_layer(0, first_layer_weights, args, kwargs)
             outputs = None if isinstance(out, Tensor) else tuple(out[1:])
-            self._learned = replace(self._learned, extra_outputs=outputs)
+            self.learned = replace(self.learned, extra_outputs=outputs)
             raise _LayerReached
 
         try:
@@ -466,7 +464,7 @@ class Split:
                 raise
             # None stays None, because the code may compute with other results of layers than the
             # hidden state.
-            self._learned = replace(self._learned, mark_absent=False)
+            self.learned = replace(self.learned, mark_absent=False)
             try:
                 self._check(few)
             except PASSED_THROUGH_THE_MODEL as again:
@@ -493,8 +491,8 @@ class Split:
             cut = find_cut(tape, logits, enough)
         except CannotCut as error:
             raise self._refusal(str(error)) from error
-        cuts = {**self._learned.cuts, self.model.training: cut}
-        self._learned = replace(self._learned, cuts=cuts)
+        cuts = {**self.learned.cuts, self.model.training: cut}
+        self.learned = replace(self.learned, cuts=cuts)
 
     def _is_enough(
         self, cut: int, hidden: Tensor, few: Mapping[str, Tensor], shape: torch.Size, top: int

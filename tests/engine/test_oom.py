@@ -116,7 +116,9 @@ def device(model: LemaModel, short: Callable[[int, str, int], bool]) -> Iterator
 
     def to_logits(hidden: Tensor, *rest: Any, **options: Any) -> Tensor:
         made = head(hidden, *rest, **options)
-        if split.model.training in split._learned.cuts:  # else it is a few tokens, by which the split learns
+        if (
+            split.model.training in split.learned.cuts
+        ):  # else it is a few tokens, by which the split learns
             found.made.append(weakref.ref(made))
             found.ask(TOP, "head", len(hidden))
         return made
@@ -626,7 +628,7 @@ def test_a_model_is_not_said_not_to_stream_where_memory_runs_out(
         split.head = fail(head)
         with pytest.warns(UserWarning, match="ran out before the layers"):
             model.get_trainer().train_step(wide_batch())
-        assert split._learned.mark_absent
+        assert split.learned.mark_absent
 
 
 def test_other_errors_are_not_taken_for_it(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
