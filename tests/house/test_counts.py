@@ -11,16 +11,16 @@ from housecounts import Module, counts, grammar_names, import_cycles, writes_fro
 
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
-    "names of the grammar list": 5,
+    "names of the grammar list": 4,
     "of these parameters of public functions": 0,
-    "words of the second list in identifiers": 80,
-    "writes from outside to attributes of our classes": 112,
-    "classes that set over 12 attributes": 25,
+    "words of the second list in identifiers": 78,
+    "writes from outside to attributes of our classes": 75,
+    "classes that set over 12 attributes": 12,
     "circles of imports": 0,
     "files in circles of imports": 0,
     "lines over 100 columns, per thousand": 1,
     "attributes assigned in pairs": 1,
-    "bare Any in signatures": 165,
+    "bare Any in signatures": 161,
     "functions over 60 lines": 26,
 }
 
