@@ -49,7 +49,7 @@ from common import RESULTS, Shape, cpu_seconds, report
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
-import lema.train.model
+import lema.train.opened.memory
 from lema import LemaConfig, LemaModel
 from lema.engine.head.loss import CHUNK_TOKENS
 from lema.errors import MemoryLimitError
@@ -295,7 +295,7 @@ def opened(name: str, model: str, settings: dict[str, Any], learnt: Learnt) -> A
 
 def steps(ends: Connection, model: str, settings: dict[str, Any], learnt: Learnt) -> None:
     """Take a turn whenever so many steps are asked for, until none are."""
-    lema.train.model.opened_planner = lambda *given: learnt.given(opened_planner(*given))
+    lema.train.opened.memory.opened_planner = lambda *given: learnt.given(opened_planner(*given))
     config = LemaConfig(model, device="cpu", save_steps=0, **settings)
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(1, 4096, (config.batch_size, config.max_length or 1), generator=draw)

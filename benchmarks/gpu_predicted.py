@@ -35,7 +35,7 @@ def predicted_parts(model: LemaModel) -> dict[str, int]:
         workload,
         None,
         shape,
-        outside_bytes=model.outside_bytes,
+        outside_bytes=model.outer.nbytes,
         adapter_bytes=training_bytes(model.skeleton, name),
         lowest=next(trained, len(layers) - 1),
         shared=model.backend.memory().shared,

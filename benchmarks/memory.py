@@ -202,7 +202,7 @@ def _train(arguments: argparse.Namespace) -> dict[str, Any]:
         "adapters": ADAPTER_BYTES * sum(p.numel() for p in model.get_trainable_parameters()),
         "boundaries": layers * ids.numel() * arguments.hidden * 2,
         "slots": model.memory.num_slots * model.memory.slot_bytes,
-        "outside": model.outside_bytes,
+        "outside": model.outer.nbytes,
         "layers_read": counters.layers_read,
         "layers_expected": reads,
         "losses": losses,

@@ -36,6 +36,47 @@ class _Transfer:
     future: Future[None]
     landed: Callable[[], None] | None = None
 
+    def cancel(self) -> Callable[[], None] | None:
+        """Cancel it if it has not begun; return, once, what the buffer is not free before: the end
+        of the copy to it, which a write would have waited for.
+        """
+        landed = self.landed if self.future.cancel() else None
+        if landed is not None:
+            self.landed = None
+        return landed
+
+
+class _FileSpace:
+    """A file, and which of its bytes are free. It may have `limit` bytes; None: no limit."""
+
+    def __init__(self, file: OffloadFile, limit: int | None) -> None:
+        self.file = file
+        self.extents = Extents()
+        self._limit = limit
+
+    def take(self, size: int) -> int:
+        """Return where so many bytes are free; `DiskError`: the disk has no room, or not as much
+        as is allowed.
+        """
+        return self.extents.take(size, self._grow)
+
+    def give(self, start: int, size: int) -> None:
+        """Give back what `take` returned."""
+        self.extents.give(start, size)
+
+    def reserve(self, nbytes: int) -> None:
+        """Make sure that the file has room for so many bytes beside those that are taken."""
+        self._grow(self.extents.taken_bytes + nbytes)
+
+    def _grow(self, end: int) -> None:
+        if self._limit is not None and end > self._limit:
+            what = (
+                f"{end:,} bytes are needed for activations on disk, but {self._limit:,} are allowed"
+            )
+            how = "raise disk_space, or use smaller or shorter batches"
+            raise DiskError(what, where=self.file.where, how=how)
+        self.file.reserve(end)
+
 
 class DiskPiece:
     """Where the bytes of one piece of device memory wait: on the disk, and at times in a buffer.
@@ -81,7 +122,9 @@ class DiskPiece:
         with store._lock:
             self.lent = False
             store._begin(
-                _Transfer(self, "write", store._file.write(memory, self.start, before), landed)
+                _Transfer(
+                    self, "write", store._space.file.write(memory, self.start, before), landed
+                )
             )
 
     def expect(self) -> None:
@@ -148,6 +191,26 @@ class DiskPiece:
         self.dropped = True
         self._store._dropped.append(self)
 
+    def end(self) -> None:
+        """Have no memory any more, because all of it was released."""
+        self.gone = True
+
+    def hold(self, buffer: Tensor) -> None:
+        """Have the bytes in a buffer from now on."""
+        self.buffer = buffer
+
+    def take_buffer(self) -> Tensor | None:
+        """Return the buffer, which is the piece's no more; None: it had none."""
+        buffer = self.buffer
+        self.buffer = None
+        return buffer
+
+    def fail(self, error: BaseException, *, unwritten: bool = False) -> None:
+        """Have no bytes, because of an error; `unwritten`: none on the disk either."""
+        self.failure = error
+        if unwritten:
+            self.checksum = None
+
     def transfer_in_flight(self, *kinds: Kind) -> _Transfer | None:
         """Return the running transfer that is of one of these kinds; None: there is none."""
         return next(
@@ -171,14 +234,12 @@ class DiskStore:
             "without a limit, staging would hold everything that was ever written to disk"
         )
         self.staging = staging
-        self._file = file
-        self._limit = limit
+        self._space = _FileSpace(file, limit)
         self._closed = False
         self._lock = threading.Lock()
         # Threads of its own: a copy that has ended shall not keep device memory until some writes
         # have, too.
         self._drains = ThreadPoolExecutor(1, thread_name_prefix="lema-drain")
-        self._extents = Extents()
         self._in_flight: deque[_Transfer] = deque()
         # with buffers that nothing touches
         self._idle: OrderedDict[DiskPiece, None] = OrderedDict()
@@ -198,7 +259,7 @@ class DiskStore:
             try:
                 return DiskPiece(self, start, nbytes, self._buffer(size))
             except BaseException:
-                self._extents.give(start, size)
+                self._space.give(start, size)
                 raise
 
     def reserve(self, nbytes: int) -> None:
@@ -209,7 +270,7 @@ class DiskStore:
             while self._dropped:
                 self._await_dropped()
             self._check()
-            self._grow(self._extents.taken_bytes + nbytes)
+            self._space.reserve(nbytes)
 
     def close(self) -> None:
         """Wait for what is under way, and give everything back: what still waits is lost."""
@@ -217,7 +278,7 @@ class DiskStore:
             if self._closed:
                 return
             self._closed = True
-            self._file.close()
+            self._space.file.close()
             self._drains.shutdown(wait=True)
             self._poll()
             while self._idle:
@@ -230,7 +291,7 @@ class DiskStore:
         if self._closed:
             what = "the file of activations was closed, so the activations in it are lost"
             how = "close it after the backward"
-            raise DiskError(what, where=self._file.where, how=how)
+            raise DiskError(what, where=self._space.file.where, how=how)
         failed = self._failed
         self._failed = None
         if failed is not None and not failed[0].dropped:  # a dropped piece needs no error
@@ -259,14 +320,11 @@ class DiskStore:
             return False
         piece.transfers.remove(transfer)
         if future.cancelled():  # because it was dropped, or the file was closed
-            piece.failure = DiskError(
-                "the activations on disk were abandoned", where=self._file.where
-            )
+            what = "the activations on disk were abandoned"
+            piece.fail(DiskError(what, where=self._space.file.where))
         elif (error := future.exception()) is not None:
             if kind != "drain":
-                piece.failure = error
-            if kind == "write":
-                piece.checksum = None
+                piece.fail(error, unwritten=kind == "write")
             # Who reads is told by `memory`. A step that was told of one failure is given up,
             # because of which the failures of its other pieces are not told to the next step.
             if kind != "read" and not piece.dropped and piece.num_raised == self._num_raised:
@@ -299,28 +357,24 @@ class DiskStore:
         if piece.gone:
             return True
         transfer = None if self._closed else piece.transfer_in_flight("write", "read")
-        if transfer is not None and transfer.future.cancel() and transfer.landed is not None:
-            # Because the write would have waited for that copy, and the buffer is not free before
-            # it has ended.
-            self._begin(_Transfer(piece, "drain", self._drains.submit(transfer.landed)))
-            transfer.landed = None
+        if transfer is not None and (landed := transfer.cancel()) is not None:
+            self._begin(_Transfer(piece, "drain", self._drains.submit(landed)))
         if piece.transfers:
             return False
-        piece.gone = True
+        piece.end()
         # While it is lent, a device may still copy for an unknown time: then it is not used again.
         self._put_back(piece, again=not piece.lent)
-        self._extents.give(piece.start, piece.size)
+        self._space.give(piece.start, piece.size)
         return True
 
     def _put_back(self, piece: DiskPiece, *, again: bool = True) -> None:
-        if piece.buffer is not None:
-            (self.staging.give if again else self.staging.forget)(piece.buffer)
-            piece.buffer = None
+        if (buffer := piece.take_buffer()) is not None:
+            (self.staging.give if again else self.staging.forget)(buffer)
         self._idle.pop(piece, None)
 
     def _start_read(self, piece: DiskPiece, buffer: Tensor, after: Sequence[Future[None]]) -> None:
         """Fill a buffer from the disk, once other transfers that touch it have ended."""
-        piece.buffer = buffer
+        piece.hold(buffer)
         memory = as_bytes(buffer)
 
         def before() -> None:
@@ -333,18 +387,11 @@ class DiskStore:
                     "check the disk and its cables, or set offload_dir to a directory on "
                     "another disk"
                 )
-                raise ReadError(what, where=self._file.where, how=how)
+                raise ReadError(what, where=self._space.file.where, how=how)
 
-        self._begin(_Transfer(piece, "read", self._file.read(memory, piece.start, before, compare)))
-
-    def _grow(self, end: int) -> None:
-        if self._limit is not None and end > self._limit:
-            what = (
-                f"{end:,} bytes are needed for activations on disk, but {self._limit:,} are allowed"
-            )
-            how = "raise disk_space, or use smaller or shorter batches"
-            raise DiskError(what, where=self._file.where, how=how)
-        self._file.reserve(end)
+        self._begin(
+            _Transfer(piece, "read", self._space.file.read(memory, piece.start, before, compare))
+        )
 
     def _extent(self, size: int) -> int:
         """Return a free place of `size` bytes in the file; if there is none, wait for transfers
@@ -352,7 +399,7 @@ class DiskStore:
         """
         while True:
             try:
-                return self._extents.take(size, self._grow)
+                return self._space.take(size)
             except DiskError:
                 if not self._dropped:
                     raise
@@ -396,8 +443,8 @@ class DiskStore:
                 and not piece.expected
             )
             if only and piece.buffer is not None and len(piece.buffer) == size:
-                buffer = piece.buffer
-                piece.buffer = None
+                buffer = piece.take_buffer()
+                assert buffer is not None
                 return buffer, [transfer.future for transfer in piece.transfers]
         return None
 

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 import psutil
 from torch import Tensor
@@ -24,6 +25,86 @@ FLOOR_BYTES = 256 << 20
 def floor_bytes() -> int:
     """Return how much of the machine's memory must remain when a buffer has been taken."""
     return max(int(psutil.virtual_memory().total) // FLOOR_PART, FLOOR_BYTES)
+
+
+@dataclass
+class PoolCounters:
+    """The buffers of a pool, counted."""
+
+    bytes_now: int = 0  # of all buffers, free and in use
+    peak_bytes: int = 0  # the most that this ever was
+    bytes_in_use: int = 0
+    most_in_use: int = 0
+    allocated: int = 0  # how many buffers were made
+    reused: int = 0  # how often one was handed out again
+
+    def count_new(self, nbytes: int) -> None:
+        """Count a buffer that was made."""
+        self.bytes_now += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.bytes_now)
+        self.allocated += 1
+
+    def count_reuse(self) -> None:
+        """Count a free buffer that is handed out again."""
+        self.reused += 1
+
+    def count_freed(self, nbytes: int) -> None:
+        """Count a buffer that is given back to the system."""
+        self.bytes_now -= nbytes
+
+    def count_taken(self, nbytes: int) -> None:
+        """Count bytes that are handed out."""
+        self.bytes_in_use += nbytes
+        self.most_in_use = max(self.most_in_use, self.bytes_in_use)
+
+    def count_given(self, nbytes: int) -> None:
+        """Count bytes that come back."""
+        self.bytes_in_use -= nbytes
+
+
+class _FreeBuffers:
+    """Buffers that nobody uses, by size; that which came back last is handed out first."""
+
+    def __init__(self) -> None:
+        self._by_size: dict[int, deque[Tensor]] = {}  # sizes in the order of what came back
+
+    def __bool__(self) -> bool:
+        return bool(self._by_size)
+
+    def add(self, buffer: Tensor) -> None:
+        """Take a buffer that came back."""
+        size = len(buffer)
+        same = self._by_size.pop(size, deque())
+        same.append(buffer)
+        self._by_size[size] = same  # of all sizes, freed last
+
+    def take(self, size: int) -> Tensor | None:
+        """Return a buffer of a size; None: there is none."""
+        if size not in self._by_size:
+            return None
+        same = self._by_size[size]
+        buffer = same.pop()
+        if not same:
+            del self._by_size[size]
+        return buffer
+
+    def next_larger(self, size: int) -> int:
+        """Return the next larger size that a buffer has, up to twice the size; if none has,
+        `size`.
+        """
+        sizes = (free_size for free_size in self._by_size if size < free_size <= 2 * size)
+        return min(sizes, default=size)
+
+    def drop_one(self) -> int:
+        """Drop a buffer, of the size that was not given back for the longest time; return its
+        size.
+        """
+        size = next(iter(self._by_size))
+        same = self._by_size[size]
+        same.popleft()
+        if not same:
+            del self._by_size[size]
+        return size
 
 
 class HostPool:
@@ -59,18 +140,15 @@ class HostPool:
         self._returned: deque[tuple[int, bool]] = deque()
         # by address, with the number of bytes requested
         self._out: dict[int, tuple[Tensor, int]] = {}
-        self._free: dict[int, deque[Tensor]] = {}  # by size, that which came back last at the end
-        self._allocated_bytes = self._requested = self._most_wanted = 0
-        # how many buffers were made, and how often one was handed out again
-        self.allocated = self.reused = 0
-        self.peak_bytes = 0  # the most that all buffers ever had
+        self._free = _FreeBuffers()
+        self.counters = PoolCounters()
 
     @property
     def allocated_bytes(self) -> int:
         """The bytes of all buffers, free and in use."""
         with self._lock:
             self._sort()
-            return self._allocated_bytes
+            return self.counters.bytes_now
 
     def take(self, nbytes: int, *, must: bool = False) -> Tensor | None:
         """Return uint8 `[nbytes]`, of whole blocks in a storage of its own; None: there is no room.
@@ -89,12 +167,7 @@ class HostPool:
             if buffer is None:
                 buffer = self._new(size)
             if buffer is None:
-                buffer = self._again(
-                    min(
-                        (free_size for free_size in self._free if size < free_size <= 2 * size),
-                        default=size,
-                    )
-                )
+                buffer = self._again(self._free.next_larger(size))
             while buffer is None and self._free:
                 self._let_go()
                 buffer = self._new(size)
@@ -103,8 +176,7 @@ class HostPool:
             if buffer is None:
                 return None
             self._out[buffer.data_ptr()] = buffer, size
-            self._requested += size
-            self._most_wanted = max(self._most_wanted, self._requested)
+            self.counters.count_taken(size)
             return buffer[:nbytes]
 
     def give(self, buffer: Tensor) -> None:
@@ -128,31 +200,24 @@ class HostPool:
             address, again = self._returned.popleft()
             assert address in self._out, "a buffer was given back twice, or is not of this pool"
             buffer, requested = self._out.pop(address)
-            self._requested -= requested
-            size = len(buffer)
-            if again and (self.limit is None or self._allocated_bytes <= self.limit):
-                same = self._free.pop(size, deque())
-                same.append(buffer)
-                self._free[size] = same  # of all sizes, freed last
+            self.counters.count_given(requested)
+            if again and (self.limit is None or self.counters.bytes_now <= self.limit):
+                self._free.add(buffer)
             else:
-                self._allocated_bytes -= size
+                self.counters.count_freed(len(buffer))
 
     def _again(self, size: int) -> Tensor | None:
-        if size not in self._free:
-            return None
-        same = self._free[size]
-        buffer = same.pop()
-        if not same:
-            del self._free[size]
-        self.reused += 1
+        buffer = self._free.take(size)
+        if buffer is not None:
+            self.counters.count_reuse()
         return buffer
 
     def _new(self, size: int) -> Tensor | None:
-        if self._free and self._allocated_bytes + size > max(
-            self._most_wanted, self._requested + size
-        ):
+        counters = self.counters
+        nbytes = counters.bytes_now + size
+        if self._free and nbytes > max(counters.most_in_use, counters.bytes_in_use + size):
             return None
-        if self.limit is not None and self._allocated_bytes + size > self.limit:
+        if self.limit is not None and nbytes > self.limit:
             return None
         if self._available() - size < self._floor:
             return None
@@ -160,19 +225,12 @@ class HostPool:
 
     def _allocate_buffer(self, size: int) -> Tensor:
         buffer = self._allocate(size)
-        self._allocated_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self._allocated_bytes)
-        self.allocated += 1
+        self.counters.count_new(size)
         return buffer
 
     def _let_go(self) -> None:
-        """Let go of a free buffer, of the size that was not given back for the longest time."""
-        size = next(iter(self._free))
-        same = self._free[size]
-        same.popleft()
-        if not same:
-            del self._free[size]
-        self._allocated_bytes -= size
+        """Let go of a free buffer."""
+        self.counters.count_freed(self._free.drop_one())
 
 
 class HostStore:

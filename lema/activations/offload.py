@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Generic, Protocol, TypeVar
 from weakref import WeakSet, ref
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from lema.activations.pieces import Piece, span_of, view
 from lema.activations.policy import WeightView
-from lema.activations.protocols import Choice, Counters, StayReason, Store
+from lema.activations.protocols import Choice, Counters, StayReason, Store, WaitingPiece
 from lema.backend import Carrier
 
 __all__ = ["Offload", "Order", "Packed"]
@@ -102,12 +103,12 @@ class OffloadedTensor:
         self._piece = piece
         self._order = order
         self._position = order.add(piece)
-        self._round = piece.round
+        self._round = piece.tensors.round
         self._dtype = tensor.dtype
         self._shape = tensor.shape
         self._stride = tensor.stride()
         self._first = int(tensor.storage_offset()) * tensor.element_size()
-        piece.add_tensor()
+        piece.tensors.add()
 
     def unpack(self) -> Tensor:
         """Return the tensor: a view of the source if that is still there, else of the returned
@@ -136,14 +137,63 @@ class OffloadedTensor:
     def _ask(self) -> None:
         """Count a request for this copy of the piece; the last request frees it."""
         piece = self._piece
-        if self._round != piece.round:
-            self._round = piece.round
-            piece.count_request()
-        if piece.num_pending == 0:
+        if self._round != piece.tensors.round:
+            self._round = piece.tensors.round
+            piece.tensors.count_request()
+        if piece.tensors.num_pending == 0:
             piece.spend(torch._C._current_graph_task_id())
 
     def __del__(self) -> None:
         self._offload.lost(self._piece, self._round)
+
+
+class _Stash:
+    """Pieces that are held on the device while they leave, `size` at most."""
+
+    def __init__(self, size: int) -> None:
+        assert size >= 1, f"{size} pieces cannot leave at once"
+        self.size = size
+        self._pieces: deque[ref[Piece]] = deque()
+
+    def add(self, piece: Piece) -> None:
+        """Hold a piece, for which there is room."""
+        self._pieces.append(ref(piece))
+
+    def make_room(self) -> None:
+        """Let go of the pieces that were held longest, so that there is room for another."""
+        while len(self._pieces) >= self.size:
+            if (oldest := self._pieces.popleft()()) is not None:
+                oldest.release()
+
+    def release_all(self) -> None:
+        """Let go of all."""
+        while self._pieces:
+            if (piece := self._pieces.popleft()()) is not None:
+                piece.release()
+
+
+class _Space:
+    """The store that pieces leave for. It is closed with this object at the latest."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.close = weakref.finalize(self, store.close)
+        self._warned = False
+
+    def allocate(self, nbytes: int) -> WaitingPiece | None:
+        """Return where bytes can wait; None: nowhere, which is warned of once."""
+        waiting_piece = self.store.allocate(nbytes)
+        if waiting_piece is None:
+            if not self._warned:
+                what = (
+                    f"no space for {nbytes:,} bytes of activations in host memory, so they "
+                    "stay on the device; "
+                )
+                warnings.warn(
+                    f"{what}free memory, or give a directory on a disk for the rest", stacklevel=1
+                )
+            self._warned = True
+        return waiting_piece
 
 
 class Offload:
@@ -163,25 +213,20 @@ class Offload:
         certify: bool = False,
         counters: Counters | None = None,
     ) -> None:
-        assert stash >= 1, f"{stash} pieces cannot leave at once"
         self._choice = choice
-        self._store = store
-        self._carrier = carrier
-        # Not before the last packed tensor goes, because each of them holds this object.
-        self._close_store = weakref.finalize(self, store.close)
-        self._stash_size = stash
+        # Goes not before the last packed tensor, because each of them holds this object.
+        self._space = _Space(store)
+        self._carrier = cache(carrier)  # one for each device
+        self._stash = _Stash(stash)
         self._fetch = fetch
         self._certify = certify
         self.counters = counters or Counters()
         # because a graph may be differentiated in one thread, and dropped in another
         self._lock = threading.Lock()
         self._lost: deque[tuple[Piece, int]] = deque()
-        self._carriers: dict[torch.device, Carrier] = {}
         self._pieces: dict[tuple[int, int], list[Piece]] = {}  # alive, by storage and version
-        self._stash: deque[ref[Piece]] = deque()
         self._back: dict[int, WeakSet[Piece]] = {}  # pieces that came back, by backward
         self._order: Order[Piece] = Order()
-        self._full = False
 
     @property
     def live_bytes(self) -> int:
@@ -218,16 +263,14 @@ class Offload:
     def let_go(self) -> None:
         """Hold nothing on the device any more: a forward is over, or a backward was given up."""
         with self.alone():
-            while self._stash:
-                if (piece := self._stash.popleft()()) is not None:
-                    piece.release()
+            self._stash.release_all()
             for backward in list(self._back):
                 self._forget(backward)
 
     def close(self) -> None:
         """Give back where things wait. What still waits is lost."""
         self.let_go()
-        self._close_store()
+        self._space.close()
 
     def bring(self, piece: Piece) -> None:
         """Bring a piece back, until it has been used or the backward that runs is over."""
@@ -247,11 +290,11 @@ class Offload:
     def fetch_ahead(self, order: Order[Piece], position: int) -> None:
         """Begin to bring back what left before what stands at `position`: it is wanted next."""
         backward = torch._C._current_graph_task_id()
-        to_fetch = self._stash_size
+        to_fetch = self._stash.size
         while position > 0 and to_fetch > 0:
             position -= 1
             piece = order.pieces[position]() if position < len(order.pieces) else None
-            if piece is None or piece.source is not None or piece.spent == backward:
+            if piece is None or piece.source is not None or piece.tensors.spent == backward:
                 continue
             to_fetch -= 1
             if not piece.here and piece.expect(fetch=self._fetch):
@@ -281,16 +324,16 @@ class Offload:
     def _sweep(self) -> None:
         while self._lost:
             piece, came = self._lost.popleft()
-            piece.lose_tensor()
-            if piece.alive == 0:
+            piece.tensors.lose()
+            if piece.tensors.alive == 0:
                 pieces = self._pieces[piece.key]
                 pieces.remove(piece)
                 if not pieces:
                     del self._pieces[piece.key]
                 piece.gone()
-            elif came != piece.round:
-                piece.count_request()
-                if piece.num_pending == 0:
+            elif came != piece.tensors.round:
+                piece.tensors.count_request()
+                if piece.tensors.num_pending == 0:
                     piece.forget()
 
     def _piece_of(self, tensor: Tensor) -> Piece | None:
@@ -302,37 +345,22 @@ class Offload:
         for piece in pieces:
             if piece.covers(start, nbytes):
                 return piece
-        waiting_piece = self._store.allocate(nbytes)
+        waiting_piece = self._space.allocate(nbytes)
         if waiting_piece is None:
-            if not self._full:
-                what = (
-                    f"no space for {nbytes:,} bytes of activations in host memory, so they "
-                    "stay on the device; "
-                )
-                warnings.warn(
-                    f"{what}free memory, or give a directory on a disk for the rest", stacklevel=1
-                )
-            self._full = True
             return None
-        device = tensor.device
-        if device not in self._carriers:
-            self._carriers[device] = self._carrier(device)
+        carrier = self._carrier(tensor.device)
         # Before the next piece leaves, because its source is held as well until its copy is waited
         # for.
-        while len(self._stash) >= self._stash_size:
-            if (oldest := self._stash.popleft()()) is not None:
-                oldest.release()
+        self._stash.make_room()
         try:
-            piece = Piece(
-                tensor, start, nbytes, waiting_piece, self._carriers[device], self.counters
-            )
+            piece = Piece(tensor, start, nbytes, waiting_piece, carrier, self.counters)
         except BaseException:
             waiting_piece.drop()
             raise
         if self._certify:
             piece.certify()
         self._pieces.setdefault(piece.key, []).append(piece)
-        self._stash.append(ref(piece))
+        self._stash.add(piece)
         return piece
 
     def _end_backward(self, backward: int) -> None:

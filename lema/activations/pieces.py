@@ -9,6 +9,8 @@ made to wait for its copy; what comes back lies in memory of its own, and comput
 is filled. So whoever else holds a view of either reads and frees it in the order of compute.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,6 +24,96 @@ __all__ = ["ALIGNMENT", "Piece", "span_of", "view"]
 # a kernel may choose another algorithm for another alignment of its addresses, so the alignment is
 # kept
 ALIGNMENT = 64
+
+
+@dataclass
+class PackedTensors:
+    """The packed tensors that lie in one piece, and how far a backward has asked for them."""
+
+    alive: int = 0
+    num_pending: int = 0  # of these, those that were not requested since the piece came back
+    round: int = 0  # how often it came back
+    # the backward in which all of them were requested; None: there was none
+    spent: int | None = None
+
+    def add(self) -> None:
+        """Count a packed tensor that lies in the piece."""
+        self.alive += 1
+
+    def lose(self) -> None:
+        """Count a packed tensor that has gone."""
+        self.alive -= 1
+
+    def expect_requests(self) -> None:
+        """Wait for a request of every one, because the piece comes back."""
+        self.round += 1
+        self.num_pending = self.alive
+
+    def count_request(self) -> None:
+        """Count a packed tensor that needs the returned copy no longer."""
+        self.num_pending -= 1
+
+    def spend(self, backward: int) -> None:
+        """Know that all were requested in this backward."""
+        self.spent = backward
+
+
+class _Source:
+    """The storage that a piece leaves. It is held until its copy has been waited for."""
+
+    def __init__(self, tensor: Tensor, download: Download) -> None:
+        self.tensor: Tensor | None = tensor.detach()
+        self._left_at = tensor._version
+        self._download = download
+
+    @property
+    def version_copied(self) -> int:
+        """The version of the storage at the time of the copy."""
+        return self._left_at if self.tensor is None else self.tensor._version
+
+    def release(self) -> None:
+        """Hold it on the device no longer."""
+        if self.tensor is not None:
+            self._download.release()
+            self._left_at = self.tensor._version
+            self.tensor = None
+
+
+class _ReturnedCopy:
+    """The copy of a piece that comes back to the device, while it is wanted; `nbytes` of it."""
+
+    def __init__(self, waiting_piece: WaitingPiece, carrier: Carrier, nbytes: int) -> None:
+        self._waiting_piece = waiting_piece
+        self._carrier = carrier
+        self._nbytes = nbytes
+        self._upload: Upload | None = None
+        self._waited = False
+
+    @property
+    def here(self) -> bool:
+        """Whether it is on the device, or on its way there."""
+        return self._upload is not None
+
+    def fetch(self) -> None:
+        """Begin the copy."""
+        upload = self._carrier.device_slots(self._nbytes, 1).upload(self._waiting_piece.memory())
+        self._upload = upload
+        self._waited = False
+        self._waiting_piece.used(upload.drained)
+
+    def memory(self) -> Tensor:
+        """Return it, uint8 `[nbytes]`; compute queued after this call sees it."""
+        assert self._upload is not None, "a piece was requested that was never copied away"
+        self._waited = True
+        return self._upload.wait()[: self._nbytes]
+
+    def forget(self) -> None:
+        """Free it."""
+        if self._upload is not None:
+            if not self._waited:
+                # else its memory, and the host's, could be used again under the copy
+                self._upload.wait()
+            self._upload = None
 
 
 class Piece:
@@ -42,49 +134,35 @@ class Piece:
         self.version = tensor._version
         self.device = tensor.device
         self.key = (storage._cdata, self.version)
-        self.alive = 0  # packed tensors in it
-        self.num_pending = 0  # of these, those that were not requested since it came back
-        self.round = 0  # how often it came back
-        # the backward in which all of them were requested; None: there was none
-        self.spent: int | None = None
-        self._left_at = self.version
+        self.tensors = PackedTensors()
         self._guard = StorageWeakRef(storage)
         self._waiting_piece = waiting_piece
-        self._carrier = carrier
         self._counters = counters
-        self._upload: Upload | None = None
-        self._waited = False
-        self.source: Tensor | None = tensor.detach()
-        self._download: Download = carrier.download(self._bytes(tensor), waiting_piece.fill())
-        waiting_piece.filled(self._download.landed)
+        download = carrier.download(self._bytes(tensor), waiting_piece.fill())
+        self._source = _Source(tensor, download)
+        waiting_piece.filled(download.landed)
         counters.count_copy_out(nbytes)
+        self._returned = _ReturnedCopy(waiting_piece, carrier, nbytes)
         self._original: Tensor | None = None
 
     @property
     def here(self) -> bool:
         """Whether the bytes are on the device, or on their way back."""
-        return self.source is not None or self._upload is not None
+        return self.source is not None or self._returned.here
+
+    @property
+    def source(self) -> Tensor | None:
+        """The tensor that it leaves, as long as that is held; None: it is not."""
+        return self._source.tensor
 
     @property
     def version_copied(self) -> int:
         """The version of the storage at the time of the copy."""
-        return self._left_at if self.source is None else self.source._version
-
-    def add_tensor(self) -> None:
-        """Count a packed tensor that lies in the piece."""
-        self.alive += 1
-
-    def lose_tensor(self) -> None:
-        """Count a packed tensor that has gone."""
-        self.alive -= 1
-
-    def count_request(self) -> None:
-        """Count a packed tensor that needs the returned copy no longer."""
-        self.num_pending -= 1
+        return self._source.version_copied
 
     def spend(self, backward: int) -> None:
         """Free the returned copy, because all packed tensors were requested in this backward."""
-        self.spent = backward
+        self.tensors.spend(backward)
         self.forget()
 
     def covers(self, start: int, nbytes: int) -> bool:
@@ -93,10 +171,7 @@ class Piece:
 
     def release(self) -> None:
         """Hold the source on the device no longer."""
-        if self.source is not None:
-            self._download.release()
-            self._left_at = self.source._version
-            self.source = None
+        self._source.release()
 
     def expect(self, *, fetch: bool) -> bool:
         """Be wanted soon; return whether the bytes are to be fetched now, without waiting for a
@@ -111,28 +186,18 @@ class Piece:
         """Begin the copy to the device."""
         if self.here:
             return
-        upload = self._carrier.device_slots(self.nbytes, 1).upload(self._waiting_piece.memory())
-        self._upload = upload
-        self._waited = False
-        self._waiting_piece.used(upload.drained)
-        self.round += 1
-        self.num_pending = self.alive
+        self._returned.fetch()
+        self.tensors.expect_requests()
         self._counters.count_copy_back(self.nbytes)
 
     def memory(self) -> Tensor:
         """Return what came back, uint8 `[nbytes]`; compute queued after this call sees it."""
         self.fetch()
-        assert self._upload is not None, "a piece was requested that was never copied away"
-        self._waited = True
-        return self._upload.wait()[: self.nbytes]
+        return self._returned.memory()
 
     def forget(self) -> None:
         """Free the returned copy; it can be brought back again."""
-        if self._upload is not None:
-            if not self._waited:
-                # else its memory, and the host's, could be used again under the copy
-                self._upload.wait()
-            self._upload = None
+        self._returned.forget()
 
     def certify(self) -> None:
         """Keep the bytes on the device as well, to be compared with what comes back."""

@@ -31,6 +31,58 @@ REMEMBERED = 65  # layers whose times count
 EXIT = 1
 
 
+class _Progress:
+    """When work last moved, and how long its layers take.
+
+    Args:
+        moves: returns the counters of finished work, first the visits of layers.
+        clock: the seconds now.
+    """
+
+    def __init__(self, moves: Callable[[], tuple[Any, ...]], clock: Callable[[], float]) -> None:
+        self._moves = moves
+        self._clock = clock
+        self._layer_seconds: deque[float] = deque(maxlen=REMEMBERED)
+        self._counted = moves()
+        self._moved_at = clock()
+        self._layer_at = self._moved_at
+        self._polled_at = self._moved_at
+
+    @property
+    def limit(self) -> float:
+        """Seconds without a move that are too many, in layers."""
+        if not self._layer_seconds:
+            return AT_FIRST
+        return max(AT_LEAST, FACTOR * statistics.median(self._layer_seconds))
+
+    def begin_pause(self) -> None:
+        """Count idle seconds from now on."""
+        self._moved_at = self._clock()
+
+    def end_pause(self) -> None:
+        """Count idle seconds, and those of the next layer, from now on."""
+        self._moved_at = self._clock()
+        self._layer_at = self._moved_at
+
+    def idle_seconds(self) -> float | None:
+        """Return the seconds since something moved; None: something has since the last call."""
+        now = self._clock()
+        counted = self._moves()
+        # this thread was stopped, too, so the run is not to blame
+        if (gone := now - self._polled_at) > 4 * INTERVAL:
+            self._moved_at = self._moved_at + gone
+            self._layer_at = self._layer_at + gone
+        self._polled_at = now
+        if counted == self._counted:
+            return now - self._moved_at
+        if count := counted[0] - self._counted[0]:
+            self._layer_seconds.append((now - self._layer_at) / count)
+            self._layer_at = now
+        self._counted = counted
+        self._moved_at = now
+        return None
+
+
 class Watchdog:
     """Looks on while a `with` block runs, in a thread of its own, in which it calls `moves` for the
     counters of finished work: first the visits of layers, then whatever else changes while
@@ -49,27 +101,21 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
         end: Callable[[int], object] = os._exit,
     ) -> None:
-        self._moves = moves
+        self._progress = _Progress(moves, clock)
         self._awaited = awaited
         self._directory = directory
         self._end_after = end_after
-        self._clock = clock
         self._end = end
-        self._seconds: deque[float] = deque(maxlen=REMEMBERED)  # that layers took
         self._slow: list[str] = []  # what is under way that no layer is a measure of
         self._reported = False
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        self._seen = moves()
-        self._moved = self._layer = self._polled = clock()
 
     @property
     def limit(self) -> float:
         """Seconds without a move that are too many."""
-        layer_limit = (
-            max(AT_LEAST, FACTOR * statistics.median(self._seconds)) if self._seconds else AT_FIRST
-        )
-        return max(layer_limit, AT_FIRST) if self._slow else layer_limit
+        limit = self._progress.limit
+        return max(limit, AT_FIRST) if self._slow else limit
 
     @contextmanager
     def patient(self, what: str) -> Iterator[None]:
@@ -77,33 +123,21 @@ class Watchdog:
         merge.
         """
         self._slow.append(what)
-        self._moved = self._clock()
+        self._progress.begin_pause()
         try:
             yield
         finally:
             self._slow.pop()
-            self._moved = self._layer = self._clock()
+            self._progress.end_pause()
 
     def poll(self) -> None:
         """See whether anything has moved since the last look; if nothing has for too long, say
         so.
         """
-        now = self._clock()
-        seen = self._moves()
-        # this thread was stopped, too, so the run is not to blame
-        if (gone := now - self._polled) > 4 * INTERVAL:
-            self._moved = self._moved + gone
-            self._layer = self._layer + gone
-        self._polled = now
-        if seen != self._seen:
-            if count := seen[0] - self._seen[0]:
-                self._seconds.append((now - self._layer) / count)
-                self._layer = now
-            self._seen = seen
-            self._moved = now
+        idle = self._progress.idle_seconds()
+        if idle is None:
             self._reported = False
             return
-        idle = now - self._moved
         over = self._end_after is not None and idle >= self._end_after
         if over or (idle >= self.limit and not self._reported):
             self._reported = True

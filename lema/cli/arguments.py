@@ -63,6 +63,11 @@ USAGE: Any = typer.BadParameter.__base__  # typer's error of wrong use, which it
 MOST_REPEATED = 500  # characters of what was given
 
 
+def _shorten(error: Any) -> None:
+    """Let an error of wrong use repeat less of what was given."""
+    error.message = error.message[:MOST_REPEATED]
+
+
 class Verbs(TyperGroup):
     """Commands by name; one that is none is not repeated whole."""
 
@@ -71,7 +76,7 @@ class Verbs(TyperGroup):
         try:
             return super().resolve_command(ctx, args)
         except USAGE as error:
-            error.message = error.message[:MOST_REPEATED]
+            _shorten(error)
             raise
 
 
@@ -86,7 +91,7 @@ class Verb(TyperCommand):
         try:
             left = super().parse_args(ctx, self._with_settings(ctx, args))
         except USAGE as error:  # any wrong use, which repeats what was given
-            error.message = error.message[:MOST_REPEATED]
+            _shorten(error)
             raise
         for name, value in ctx.params.items():
             if type(value) in (int, float) and not abs(value) <= LARGEST_NUMBER:  # NaN, too

@@ -4,6 +4,7 @@ without replay.
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
@@ -150,6 +151,141 @@ def collate(
     return Batch(input_ids=input_ids, labels=labels, attention_mask=mask.long())
 
 
+class _RowLengths:
+    """How many tokens the rows of a data set have, each of them read once for that.
+
+    Args:
+        dataset: the rows.
+        multiple: rows count as so many tokens, or a multiple of it.
+        every: whether all lengths are needed at once.
+    """
+
+    def __init__(self, dataset: Rows, multiple: int, *, every: bool) -> None:
+        self._dataset = dataset
+        self._multiple = multiple
+        # 0: of a row that was not read yet
+        self.known: Numbers = np.zeros(len(dataset), dtype=np.int64)
+        if every:
+            self.known = -(-lengths_of(dataset) // multiple) * multiple
+        # rows that were read for their length, and not collated yet
+        self._cached_rows: dict[int, TokenRow] = {}
+
+    def of(self, row: int) -> int:
+        """Return the tokens of a row, which is read once for them and its batch, because making
+        one may take time.
+        """
+        if not self.known[row]:
+            num_tokens = getattr(self._dataset, "num_tokens", None)
+            if num_tokens is None:
+                self._cached_rows[row] = self._dataset[row]
+            tokens = (
+                len(self._cached_rows[row]["input_ids"]) if num_tokens is None else num_tokens(row)
+            )
+            self.known[row] = -(-tokens // self._multiple) * self._multiple
+        return int(self.known[row])
+
+    def read(self, groups: Sequence[Sequence[int]]) -> list[list[TokenRow]]:
+        """Return the rows of a step, by micro-batch."""
+        rows = [
+            [
+                self._cached_rows[row] if row in self._cached_rows else self._dataset[row]
+                for row in group
+            ]
+            for group in groups
+        ]
+        self._cached_rows.clear()  # also of those that other processes have
+        return rows
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """One pass over the data."""
+
+    number: int
+    order: Numbers  # the rows
+    starts: Numbers  # where in the order each batch begins, and where the last ends
+    token_ends: Numbers | None = None  # the tokens up to each row's end, of batches of tokens
+
+
+class _Epochs:
+    """The order of the rows in each epoch, and where in it each batch begins.
+
+    Args:
+        lengths: the tokens of the rows: all of them, if batches are of `tokens` or rows `alike`.
+        batch_size: rows of a batch.
+        seed: with the number of an epoch it decides the order of its rows.
+        shuffle: whether rows are not in the order of the data.
+        tokens: of a batch, in place of `batch_size`.
+        alike: of so many rows that follow each other the longest are put together; 0: none.
+    """
+
+    def __init__(
+        self,
+        lengths: Numbers,
+        batch_size: int,
+        seed: int,
+        shuffle: bool,
+        tokens: int | None,
+        alike: int,
+    ) -> None:
+        self._lengths = lengths
+        self._batch_size = batch_size
+        self._seed = seed
+        self._shuffle = shuffle
+        self._tokens = tokens
+        self._alike = alike
+        self._drawn: _Epoch | None = None
+        self._before = [0]  # batches before each epoch, as far as it is known
+
+    def before(self, epoch: int) -> int:
+        """How many batches come before an epoch."""
+        if self._tokens is None:
+            return epoch * -(-len(self._lengths) // self._batch_size)
+        while len(self._before) <= epoch:
+            number = len(self._before) - 1
+            self._before.append(self._before[-1] + len(self.of(number).starts) - 1)
+        return self._before[epoch]
+
+    def position(self, step: int) -> tuple[int, int]:
+        """The epoch of batch `step`, and the batch's number in it, from 0."""
+        if step < 0:
+            raise IndexError(f"steps count from 0, not {step}")
+        if self._tokens is None:
+            return divmod(step, self.before(1))
+        while self.before(len(self._before) - 1) <= step:
+            self.before(len(self._before))
+        epoch = bisect_right(self._before, step) - 1
+        return epoch, step - self._before[epoch]
+
+    def num_batches(self, epochs: float) -> int:
+        """How many batches so many epochs have, one at least."""
+        # of rows, all epochs are alike
+        full_epochs = int(epochs) if self._tokens is not None else 0
+        epoch_batches = self.before(full_epochs + 1) - self.before(full_epochs)
+        return max(1, self.before(full_epochs) + round((epochs - full_epochs) * epoch_batches))
+
+    def of(self, number: int) -> _Epoch:
+        """Return an epoch; the last one is remembered."""
+        if self._drawn is None or self._drawn.number != number:
+            self._drawn = self._draw(number)
+        return self._drawn
+
+    def _draw(self, number: int) -> _Epoch:
+        count = len(self._lengths)
+        order = (
+            shuffled(count, self._seed, number)
+            if self._shuffle
+            else np.arange(count, dtype=np.int64)
+        )
+        if self._alike:
+            order = grouped_by_length(order, self._lengths, self._alike)
+        if self._tokens is None:
+            starts = np.append(np.arange(0, count, self._batch_size), count)
+            return _Epoch(number, order, starts)
+        token_ends = np.cumsum(self._lengths[order])
+        return _Epoch(number, order, _starts(token_ends, self._tokens), token_ends)
+
+
 class Batches:
     """The batches of a run, each reached directly by its step. Steps count from 0 over all epochs.
     Each epoch visits every row once, in an order that it decides with `seed` alone, or in that of
@@ -195,27 +331,20 @@ class Batches:
             )
         self.dataset = dataset
         self.batch_size = batch_size
-        self.seed = seed
-        self.shuffle = shuffle
         self.pad_token_id = pad_token_id
         self.rank = rank
         self.size = size
         self.micro_batch_size = micro_batch_size
         self._example_rows = getattr(dataset, "rows_each", 1)
-        self._lengths = np.zeros(len(dataset), dtype=np.int64)  # of rows that were read; 0: not yet
-        # rows that were read for their length, and not collated yet
-        self._cached_rows: dict[int, TokenRow] = {}
         # what is trained on of examples is a mean over their batch
         self._separate_batches = separate_batches or hasattr(dataset, "batch_of")
-        self._tokens = tokens
         self._micro_batch_tokens = micro_batch_tokens
-        self._multiple = multiple
-        if tokens is not None or per_step:
-            self._lengths = -(-lengths_of(dataset) // multiple) * multiple
-        rows = batch_size if tokens is None else tokens // max(1.0, float(self._lengths.mean()))
-        self._alike = max(1, int(rows)) * per_step
-        self._drawn: tuple[int, Numbers, Numbers] | None = None
-        self._before = [0]  # batches before each epoch, as far as it is known
+        every = tokens is not None or per_step > 0
+        self._lengths = _RowLengths(dataset, multiple, every=every)
+        lengths = self._lengths.known
+        rows = batch_size if tokens is None else tokens // max(1.0, float(lengths.mean()))
+        alike = max(1, int(rows)) * per_step
+        self._epochs = _Epochs(lengths, batch_size, seed, shuffle, tokens, alike)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -224,43 +353,30 @@ class Batches:
 
     def before(self, epoch: int) -> int:
         """How many batches come before an epoch."""
-        if self._tokens is None:
-            return epoch * -(-len(self.dataset) // self.batch_size)
-        while len(self._before) <= epoch:
-            self._before.append(self._before[-1] + len(self._epoch(len(self._before) - 1)[1]) - 1)
-        return self._before[epoch]
+        return self._epochs.before(epoch)
 
     def position(self, step: int) -> tuple[int, int]:
         """The epoch of batch `step`, and the batch's number in it, from 0."""
-        if step < 0:
-            raise IndexError(f"steps count from 0, not {step}")
-        if self._tokens is None:
-            return divmod(step, self.before(1))
-        while self.before(len(self._before) - 1) <= step:
-            self.before(len(self._before))
-        epoch = bisect_right(self._before, step) - 1
-        return epoch, step - self._before[epoch]
+        return self._epochs.position(step)
 
     def num_batches(self, epochs: float) -> int:
         """How many batches so many epochs have, one at least."""
-        # of rows, all epochs are alike
-        full_epochs = int(epochs) if self._tokens is not None else 0
-        epoch_batches = self.before(full_epochs + 1) - self.before(full_epochs)
-        return max(1, self.before(full_epochs) + round((epochs - full_epochs) * epoch_batches))
+        return self._epochs.num_batches(epochs)
 
     def rows(self, step: int) -> list[int]:
         """The places in the data set of the rows of batch `step`."""
-        epoch, number = self.position(step)
-        order, starts = self._epoch(epoch)
-        return [int(row) for row in order[starts[number] : starts[number + 1]]]
+        number, batch = self.position(step)
+        epoch = self._epochs.of(number)
+        return [int(row) for row in epoch.order[epoch.starts[batch] : epoch.starts[batch + 1]]]
 
     def tokens_before(self, step: int) -> int:
         """How many tokens batches of so many tokens have, all before batch `step`."""
-        epoch, number = self.position(step)
-        first = self._epoch(epoch)[1][number]
-        return epoch * int(self._cumulative_tokens[-1]) + int(
-            self._cumulative_tokens[first - 1] if first else 0
-        )
+        number, batch = self.position(step)
+        epoch = self._epochs.of(number)
+        ends = epoch.token_ends
+        assert ends is not None, "batches of rows were asked for their tokens"
+        first = epoch.starts[batch]
+        return number * int(ends[-1]) + int(ends[first - 1] if first else 0)
 
     def groups(self, steps: Sequence[int]) -> list[list[int]]:
         """The places in the data set of this process's rows of some batches, by micro-batch: see
@@ -269,7 +385,7 @@ class Batches:
         if self._separate_batches and len(steps) > 1:
             return [group for step in steps for group in self.groups([step])]
         rows = [row for step in steps for row in self.rows(step)]
-        lengths = [self._length(row) for row in rows] if len(rows) > 1 else [1]
+        lengths = [self._lengths.of(row) for row in rows] if len(rows) > 1 else [1]
         at_once = (
             None
             if self.micro_batch_size is None
@@ -287,15 +403,7 @@ class Batches:
         as its longest row. Examples of several rows are cut further where not even one may be
         computed at once."""
         if (batch_of := getattr(self.dataset, "batch_of", None)) is None:
-            groups = self.groups(steps)
-            read = [
-                [
-                    self._cached_rows[row] if row in self._cached_rows else self.dataset[row]
-                    for row in group
-                ]
-                for group in groups
-            ]
-            self._cached_rows.clear()  # also of those that other processes have
+            read = self._lengths.read(self.groups(steps))
             return [{**collate(rows, self.pad_token_id, untrained=True)} for rows in read]  # type: ignore[dict-item] # a TypedDict is a dict
         parts = []
         for number, step in enumerate(steps):
@@ -305,41 +413,6 @@ class Batches:
                 at_once = len(groups[0]) * self._example_rows
                 parts += split_batch(share, min(self.micro_batch_size or at_once, at_once))
         return parts
-
-    def _length(self, row: int) -> int:
-        """The tokens of a row, which is read once for them and its batch, because making one may
-        take time.
-        """
-        if not self._lengths[row]:
-            num_tokens = getattr(self.dataset, "num_tokens", None)
-            if num_tokens is None:
-                self._cached_rows[row] = self.dataset[row]
-            tokens = (
-                len(self._cached_rows[row]["input_ids"]) if num_tokens is None else num_tokens(row)
-            )
-            self._lengths[row] = -(-tokens // self._multiple) * self._multiple
-        return int(self._lengths[row])
-
-    def _epoch(self, epoch: int) -> tuple[Numbers, Numbers]:
-        """The rows of an epoch in their order, and where in it each of its batches begins, and
-        the last ends.
-        """
-        if self._drawn is None or self._drawn[0] != epoch:
-            count = len(self.dataset)
-            order = (
-                shuffled(count, self.seed, epoch)
-                if self.shuffle
-                else np.arange(count, dtype=np.int64)
-            )
-            if self._alike:
-                order = grouped_by_length(order, self._lengths, self._alike)
-            if self._tokens is None:
-                starts = np.append(np.arange(0, count, self.batch_size), count)
-            else:
-                self._cumulative_tokens = np.cumsum(self._lengths[order])
-                starts = _starts(self._cumulative_tokens, self._tokens)
-            self._drawn = (epoch, order, starts)
-        return self._drawn[1:]
 
 
 def _starts(cumulative_tokens: Numbers, tokens: int) -> Numbers:

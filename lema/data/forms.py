@@ -35,6 +35,7 @@ __all__ = [
     "num_alike",
     "num_positions",
     "text_of",
+    "with_chat_template",
 ]
 
 IGNORED = -100
@@ -105,22 +106,29 @@ class Forms:
         named_templates = tokenizer.chat_template
         if template is None:
             return tokenizer
-        changed = copy.copy(tokenizer)
-        if "{{" in template or "{%" in template:
-            changed.chat_template = template
-        elif isinstance(named_templates, dict) and template in named_templates:
-            changed.chat_template = named_templates[template]
-        else:
+        text = template
+        if isinstance(named_templates, dict) and template in named_templates:
+            text = named_templates[template]
+        elif not ("{{" in template or "{%" in template):
             try:
-                changed.chat_template = read_regular(expanded(template), MAX_TEMPLATE_BYTES).decode(
-                    "utf-8"
-                )
+                text = read_regular(expanded(template), MAX_TEMPLATE_BYTES).decode("utf-8")
             except (OSError, ValueError, RuntimeError) as error:  # that of a home that is not here
                 how = "give a .jinja file, or the template itself"
                 raise DataError(
                     f"the chat template cannot be read: {error}", where="chat_template", how=how
                 ) from error
-        return changed
+        return with_chat_template(tokenizer, text)
+
+
+def with_chat_template(
+    tokenizer: "PreTrainedTokenizerBase", template: str | dict[str, str]
+) -> "PreTrainedTokenizerBase":
+    """Return a tokenizer with another chat template, or several by name; a copy, since the
+    tokenizer is the caller's.
+    """
+    changed = copy.copy(tokenizer)
+    changed.chat_template = template
+    return changed
 
 
 def forms_of(config: LemaConfig) -> Forms:

@@ -212,7 +212,7 @@ class LayerStack:
         self._gradient_sums: dict[nn.Parameter, Tensor] | None = None
         # because the caller wraps the model in DistributedDataParallel
         if streamed.backend.replicas.size > 1:
-            if split.groups:
+            if streamed.stream.groups:
                 what = "experts cannot be leased in groups if several processes call the model"
                 raise ConfigError(what, where="experts_per_slot", how="set it to null")
             self._gradient_sums = {}

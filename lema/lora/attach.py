@@ -28,6 +28,7 @@ from lema.errors import ConfigError, ModelError
 from lema.lora.checks import check_patterns
 from lema.lora.materialize import Read, check_attached, check_saved_modules, make_real, take_off
 from lema.lora.merge import WRAPPED
+from lema.lora.options import with_options, without_modules
 from lema.lora.targets import default_parameters, default_targets
 from lema.model.partition import planned_suffixes
 from lema.model.skeleton import EmptyOnMeta, find_layers, find_towers, is_in
@@ -85,28 +86,20 @@ def lora_config(
     except ValueError as error:
         raise ConfigError(f"PEFT refuses these settings of the adapter: {error}") from error
     # Modules that text does not reach, where the targets are among their names as well, are
-    # excluded by PEFT's own setting, and in an expression, because a list of it would have to name
-    # each linear.
+    # excluded by PEFT's own setting.
     every = isinstance(chosen, str) and chosen.lower() == ALL_LINEAR
     towers = find_towers(model)
-    if targets is None and config.target_parameters is None:
-        config.target_parameters = default_parameters(model, config)
-    config.target_parameters = config.target_parameters or None
+    target_parameters = config.target_parameters
+    if targets is None and target_parameters is None:
+        target_parameters = default_parameters(model, config)
+    config = with_options(config, target_parameters=target_parameters or None)
     inside = [
         name
         for name, module in model.named_modules()
         if is_in(name, towers) and not [*module.children()]
     ]
     if any(every or check_target_module_exists(config, name) for name in inside):
-        before = config.exclude_modules or ()
-        exclude_patterns = (
-            [before]
-            if isinstance(before, str)
-            else [rf"(.*\.)?{re.escape(end)}" for end in sorted(before)]
-        )
-        config.exclude_modules = "|".join(
-            [*(rf"{re.escape(tower)}(\..*)?" for tower in towers), *exclude_patterns]
-        )
+        config = without_modules(config, towers)
     check_patterns(config, [name for name, _ in model.named_modules()])
     config.fan_in_fan_out = any(
         isinstance(module, Conv1D) and (every or bool(check_target_module_exists(config, name)))
@@ -144,9 +137,8 @@ def configured_lora(model: PreTrainedModel, config: LemaConfig, parts: int = 1) 
         **options,
     )
     if parts > 1 and config.lora_target_parameters is None and peft_config.target_parameters:
-        peft_config.target_parameters = (
-            planned_suffixes(model, peft_config.target_parameters) or None
-        )
+        suffixes = planned_suffixes(model, peft_config.target_parameters) or None
+        peft_config = with_options(peft_config, target_parameters=suffixes)
     return peft_config
 
 
@@ -194,7 +186,7 @@ def inject_lora_params(
     stored tensors that biases, modules that train whole and DoRA's magnitudes begin with."""
     layers_name, _ = find_layers(model)
     # PEFT warns where it differs, as a hub id does from its place in the cache
-    config.base_model_name_or_path = None
+    config = with_options(config, base_model_name_or_path=None)
     check_saved_modules(model, config, layers_name)
     _check_token_indices(model, config)
     asked = copy(config)

@@ -28,6 +28,7 @@ from lema.config.problems import SettingsError
 from lema.errors import AdapterError, ConfigError, WeightsError
 from lema.lora.checks import check_ranks, check_types, read_json, read_records
 from lema.lora.consent import without_consent
+from lema.lora.options import with_options
 from lema.lora.published import (
     config_in_files,
     config_in_own,
@@ -84,7 +85,11 @@ def read_settings(
         raise AdapterError(
             f"there is neither {CONFIG_NAME} nor {CONFIG}", where=str(directory), how=how
         )
-    return config if saved is None else _agreed(config, saved, overrides, directory), saved
+    if saved is None:
+        return config, None
+    if "lora_dropout" in overrides:
+        saved = with_options(saved, lora_dropout=config.lora_dropout)
+    return _agreed(config, saved, overrides, directory), saved
 
 
 def settings_file(directory: Path) -> Path:
@@ -100,8 +105,6 @@ def _agreed(
     """Let the settings say what the adapter is. Only the dropout may be changed, because it is
     no part of the model.
     """
-    if "lora_dropout" in overrides:
-        saved.lora_dropout = config.lora_dropout
     facts = _facts(saved)
     # the settings as they were given; PEFT writes out the values that they came to have
     file = directory / CONFIG_NAME
@@ -132,8 +135,11 @@ def with_adapter(config: LemaConfig, directory: Path | None = None) -> LemaConfi
     saved = the_lora_config(directory)
     if config.objective != "sft":
         # because these objectives train without, as TRL's `disable_dropout` has it
-        saved.lora_dropout = 0.0
-    return _agreed(config, saved, config.model_dump(exclude_unset=True), directory)
+        saved = with_options(saved, lora_dropout=0.0)
+    overrides = config.model_dump(exclude_unset=True)
+    if "lora_dropout" in overrides:
+        saved = with_options(saved, lora_dropout=config.lora_dropout)
+    return _agreed(config, saved, overrides, directory)
 
 
 def settings_of(config: LoraConfig, task: str = "CAUSAL_LM") -> dict[str, Any]:
@@ -269,12 +275,17 @@ def read_lora_config(directory: Path, task: str = "CAUSAL_LM") -> LoraConfig | N
     check_ranks(config, directory / WEIGHTS)
     initial: Any = config.init_lora_weights
     if isinstance(initial, str):
-        config.init_lora_weights = True if initial.lower() == "eva" else cast(Any, initial.lower())
-        config.eva_config = None  # it read data before the first step, and is of no use by now
-    config.rank_pattern = config.rank_pattern or {}
-    config.alpha_pattern = config.alpha_pattern or {}
-    config.inference_mode = False  # PEFT saves every adapter as one that is not to be trained
-    return config
+        config = with_options(
+            config,
+            init_lora_weights=True if initial.lower() == "eva" else initial.lower(),
+            eva_config=None,  # it read data before the first step, and is of no use by now
+        )
+    return with_options(
+        config,
+        rank_pattern=config.rank_pattern or {},
+        alpha_pattern=config.alpha_pattern or {},
+        inference_mode=False,  # PEFT saves every adapter as one that is not to be trained
+    )
 
 
 def adapter_config(model: PreTrainedModel, saved: LoraConfig, directory: Path) -> LoraConfig:
@@ -304,6 +315,7 @@ def save_adapter(
     `consolidated`: the trained tensors by name, where processes hold parts of them
     (`lema.model.partition`). `writers`: of further files.
     """
+    # in place, because another object would be something that the model keeps from call to call
     model.peft_config["default"].base_model_name_or_path = base
     model.peft_config["default"].revision = revision
     try:

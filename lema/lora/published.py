@@ -13,7 +13,6 @@ another class: where they do, it leaves those out, or names the modules.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -30,6 +29,7 @@ from transformers import PreTrainedModel
 from lema.errors import AdapterError
 from lema.lora.class_names import class_names
 from lema.lora.merge import OWN, WRAPPED
+from lema.lora.options import with_options, without_modules
 from lema.lora.shards import PREFIX
 from lema.storage.verify import load_tensors
 
@@ -173,29 +173,32 @@ def _fitted(
     full_names = [*modules, *parameters]
     if config.target_parameters:
         there = {rename(name) for name in experts}
-        fitted.target_parameters = _parameters(config.target_parameters, parameters, experts, there)
+        target_parameters = _parameters(config.target_parameters, parameters, experts, there)
+        fitted = with_options(fitted, target_parameters=target_parameters)
     if config.modules_to_save:
-        fitted.modules_to_save = [_end(name, full_names, rename) for name in config.modules_to_save]
+        to_save = [_end(name, full_names, rename) for name in config.modules_to_save]
+        fitted = with_options(fitted, modules_to_save=to_save)
     if isinstance(rows := config.trainable_token_indices, dict):
-        fitted.trainable_token_indices = {
-            _end(name, full_names, rename): indices for name, indices in rows.items()
-        }
-    _narrow(fitted, modules, targets)
+        token_indices = {_end(name, full_names, rename): indices for name, indices in rows.items()}
+        fitted = with_options(fitted, trainable_token_indices=token_indices)
+    fitted = _narrowed(fitted, modules, targets)
     if _selected(fitted, modules) != targets:
-        fitted.target_modules = sorted({*before, *targets})  # so that it fits both classes
-        fitted.exclude_modules = fitted.layers_to_transform = fitted.layers_pattern = None
+        fitted = with_options(
+            fitted,
+            target_modules=sorted({*before, *targets}),  # so that it fits both classes
+            exclude_modules=None,
+            layers_to_transform=None,
+            layers_pattern=None,
+        )
         # names of one class may end those of other modules in the other
-        _narrow(fitted, modules, targets)
+        fitted = _narrowed(fitted, modules, targets)
     for option, usual in (("rank_pattern", config.r), ("alpha_pattern", config.lora_alpha)):
         patterns: dict[str, int] = getattr(config, option) or {}
         values = {name: _value(patterns, name, usual) for name in adapted}
         exact = values | {rename(name): value for name, value in values.items()}
         if any(_value(patterns, name, usual) != value for name, value in exact.items()):
-            setattr(
-                fitted,
-                option,
-                {name: value for name, value in sorted(exact.items()) if value != usual},
-            )
+            unusual = {name: value for name, value in sorted(exact.items()) if value != usual}
+            fitted = with_options(fitted, **{option: unusual})
     return fitted
 
 
@@ -254,23 +257,11 @@ def _selected(config: LoraConfig, modules: Iterable[str]) -> set[str]:
     return {name for name in modules if name and bool(check_target_module_exists(config, name))}
 
 
-def _narrow(config: LoraConfig, modules: Iterable[str], targets: set[str]) -> None:
-    """Leave out what a config selects beside all that it should."""
+def _narrowed(config: LoraConfig, modules: Iterable[str], targets: set[str]) -> LoraConfig:
+    """Return a config without what it selects beside all that it should."""
     if (selected := _selected(config, modules)) > targets:
-        _exclude(config, _outermost(selected - targets, targets))
-
-
-def _exclude(config: LoraConfig, modules: Iterable[str]) -> None:
-    """Leave out modules of a config's targets, with what it leaves out already."""
-    before = config.exclude_modules or ()
-    exclude_patterns = (
-        [before]
-        if isinstance(before, str)
-        else [rf"(.*\.)?{re.escape(end)}" for end in sorted(before)]
-    )
-    config.exclude_modules = "|".join(
-        [*(rf"{re.escape(module)}(\..*)?" for module in modules), *exclude_patterns]
-    )
+        return without_modules(config, _outermost(selected - targets, targets))
+    return config
 
 
 def _outermost(modules: Iterable[str], retained: Iterable[str]) -> list[str]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from copy import copy
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lema.compat import check_target
+from lema.lora.options import with_options
 from lema.model.experts import stacked_weights
 from lema.model.skeleton import find_layers
 
@@ -91,9 +91,8 @@ def _experts(model: PreTrainedModel, config: LoraConfig) -> Iterator[tuple[str, 
     """
     layers_name, _ = find_layers(model)
     numbers = set(_expert_numbers(model.config.to_dict()))
-    named = copy(config)
     for name, module in model.named_modules():
-        named.target_modules = [name.rpartition(".")[2]]
+        named = with_options(config, target_modules=[name.rpartition(".")[2]])
         if not name.startswith(f"{layers_name}.") or isinstance(module, _ConvNd):
             continue
         for leaf, parameter in module.named_parameters(recurse=False):

@@ -377,7 +377,7 @@ def without_values(model: nn.Module, submodule: nn.Module, device: torch.device)
 
     tracer = getLogger("torch._subclasses.fake_tensor")
     level = tracer.level
-    tracer.level = CRITICAL  # what fails is raised, and need not be logged as well
+    tracer.setLevel(CRITICAL)  # what fails is raised, and need not be logged as well
     try:
         fake_contexts = (
             rehearsed(model.modules(), values=False),
@@ -387,7 +387,7 @@ def without_values(model: nn.Module, submodule: nn.Module, device: torch.device)
         with by[0], by[1], fake_contexts[0], fake_contexts[1], replaced_tensors(model, like):
             yield
     finally:
-        tracer.level = level
+        tracer.setLevel(level)
 
 
 def past_layers(

@@ -21,9 +21,9 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
 from lema.compat import delta_factors, grouped_fallback
+from lema.stream.schedule import ExpertGroup
 
 __all__ = [
-    "ExpertGroup",
     "ExpertInputs",
     "LayerExperts",
     "Routed",
@@ -55,17 +55,6 @@ def stacked_weights(module: nn.Module) -> list[str]:
         for name, parameter in module.named_parameters(recurse=False)
         if marked and parameter.ndim == 3
     ]
-
-
-@dataclass(frozen=True)
-class ExpertGroup:
-    """Experts of one layer that are leased together: their number in the stream, the first, and
-    the one after them.
-    """
-
-    number: int
-    first: int
-    end: int
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from lema.data.chat.stop_tokens import stop_tokens_of
 from lema.data.chat.template import date_for
 from lema.data.dataset import first_rows
 from lema.data.files import find_files
+from lema.data.forms import with_chat_template
 from lema.data.packed import PackedTokens
 from lema.data.preference import PreferenceDataset, prepare_preferences
 from lema.data.read import mixed
@@ -88,8 +89,8 @@ class ModelFiles:
         tokenizer = load_tokenizer(self.directory, trusted=self.trusted, how=how)
         if self._forms.chat_template is None and self.adapter is not None:
             templates = read_templates(self.adapter)
-            if templates not in (None, tokenizer.chat_template):
-                tokenizer.chat_template = templates
+            if templates is not None and templates != tokenizer.chat_template:
+                tokenizer = with_chat_template(tokenizer, templates)
         return self._forms.with_template(tokenizer)
 
     @cached_property

@@ -22,7 +22,7 @@ from lema.backend import Backend
 from lema.backend.hostmemory import anonymous
 from lema.backend.registry import has_addresses, in_host_memory
 from lema.errors import ConfigError
-from lema.model.experts import ExpertGroup, layer_experts
+from lema.model.experts import layer_experts
 from lema.model.skeleton import find_towers, is_in
 from lema.storage.quantized.formats import cut_rows
 from lema.storage.quantized.records import QuantizedRecord, Stored
@@ -37,6 +37,7 @@ from lema.stream.placement import (
     views,
 )
 from lema.stream.reader import LayerReader, StoredRows
+from lema.stream.schedule import ExpertGroup
 from lema.stream.slotlayout import identity_layout, upload_to
 
 __all__ = [

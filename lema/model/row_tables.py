@@ -65,10 +65,93 @@ class _Table:
     fetch: Callable[[Tensor], Tensor] | None = None
     ids_per_token: int = 1  # as last looked up, `[batch, sequence, ...]`
 
+    def count_ids(self, ids: Tensor) -> None:
+        """Know how many ids a token has, from those that are looked up."""
+        self.ids_per_token = prod(ids.shape[2:])
+
     def take_out(self) -> None:
         """Let the embedding be as the model made it."""
         vars(self.module).pop("forward", None)
         self.module._parameters["weight"] = self.weight
+
+
+class _Choice:
+    """Chooses which embeddings of a model are looked up row by row; the arguments are those of
+    `RowTables`. `divided`: whether processes divide the input's tables. `whole_input`: why the
+    input embeddings are not among the chosen.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        stored: StoredTensors,
+        where: RowSource,
+        head: nn.Parameter | None,
+        *,
+        planned: bool,
+        num_parts: int,
+        divided: bool,
+    ) -> None:
+        self._model = model
+        self._stored = stored
+        self._where = where
+        self._head = head
+        self._planned = planned
+        self._num_parts = num_parts
+        self._divided = divided
+        self._layers_name = find_layers(model)[0]
+        self._input_embedding = find_embed_head(model)[0]
+        self.whole_input = ""
+
+    def tables(self) -> dict[str, _Table]:
+        """Return the embeddings to look up row by row, by the name of their weight.
+        `ConfigError`: the input embeddings cannot be.
+        """
+        tables: dict[str, _Table] = {}
+        asked = self._where != "auto"
+        if asked and not isinstance(self._input_embedding, nn.Embedding):
+            raise _refusal("the model does not look up its tokens in a plain table")
+        for path, module in self._model.named_modules():
+            name = f"{path}.weight"
+            is_input = module is self._input_embedding
+            if not isinstance(module, nn.Embedding) or name not in self._stored.records:
+                continue
+            assert isinstance(module.weight, nn.Parameter)
+            dtype = self._stored.dtypes[name]
+            in_layers = name.startswith(f"{self._layers_name}.")
+            nbytes = module.weight.numel() * dtype.itemsize
+            is_required = ((asked or self._divided) and is_input) or module.weight is self._head
+            part = in_layers and self._num_parts > 1  # each process has its part of the layer
+            if ((nbytes < LEAST_BYTES or self._divided) and not is_required) or part:
+                continue
+            why = self._why_not_by_rows(name, module)
+            if why is None:
+                row = self._stored.byte_layout([name]).read_bytes // module.num_embeddings
+                fetch: Callable[[Tensor], Tensor] | None = None
+                if not self._planned and self._where == "host":
+                    fetch = partial(torch.index_select, self._stored.read_to_host(name), 0)
+                elif not self._planned and (rows := self._stored.rows(name)) is not None:
+                    fetch = rows.read
+                tables[name] = _Table(module, module.weight, nbytes, row, in_layers, fetch)
+            elif is_input and asked:
+                raise _refusal(why)
+            elif is_input:
+                self.whole_input = why
+        return tables
+
+    def _why_not_by_rows(self, name: str, module: nn.Embedding) -> str | None:
+        """Return why a table has to be whole; None: it need not be."""
+        parameters = self._model.named_parameters(remove_duplicate=False)
+        if (
+            module.weight is not self._head
+            and sum(parameter is module.weight for _, parameter in parameters) > 1
+        ):
+            return "they are also the head's weight, which must be whole on the device"
+        if len(inspect.signature(type(module).forward).parameters) != 2:  # itself, and the ids
+            return "the model does not look up its tokens in a plain table"
+        if self._where != "host" and self._stored.rows(name) is None:
+            return "their rows are stored quantised or in several places"
+        return None
 
 
 class RowTables:
@@ -98,21 +181,27 @@ class RowTables:
         self._stored = stored
         self._where = where
         self._planned = planned_for is not None
-        self._layers_name = find_layers(model)[0]
         self._input_embedding = find_embed_head(model)[0]
-        self._head = head
         self._inputs = Inputs(stored.backend)
         self.copies = HostCopies()
         self._lookups_enabled = True
-        self._tables: dict[str, _Table] = {}
-        self._whole_input = ""  # why the input embeddings are not among them
         is_on_device = resident_fraction(planned_for or stored.backend) > 0 or not has_addresses(
             stored.backend.device
         )
-        self._parts = (parallel or stored.backend.parallel).size
-        self._divided = where == "auto" and is_on_device and self._parts > 1
-        if self._divided or not (where == "device" or (where == "auto" and is_on_device)):
-            self._choose()
+        num_parts = (parallel or stored.backend.parallel).size
+        self._divided = where == "auto" and is_on_device and num_parts > 1
+        choice = _Choice(
+            model,
+            stored,
+            where,
+            head,
+            planned=self._planned,
+            num_parts=num_parts,
+            divided=self._divided,
+        )
+        is_whole = where == "device" or (where == "auto" and is_on_device)
+        self._tables = choice.tables() if self._divided or not is_whole else {}
+        self._whole_input = choice.whole_input  # why the input embeddings are not among them
         self._embeddings = {name: table.module for name, table in self._tables.items()}
         self._put_in()
 
@@ -227,52 +316,6 @@ class RowTables:
         )
         return names
 
-    def _choose(self) -> None:
-        """Find the embeddings to look up row by row."""
-        asked = self._where != "auto"
-        if asked and not isinstance(self._input_embedding, nn.Embedding):
-            raise _refusal("the model does not look up its tokens in a plain table")
-        for path, module in self._model.named_modules():
-            name = f"{path}.weight"
-            is_input = module is self._input_embedding
-            if not isinstance(module, nn.Embedding) or name not in self._stored.records:
-                continue
-            assert isinstance(module.weight, nn.Parameter)
-            dtype = self._stored.dtypes[name]
-            in_layers = name.startswith(f"{self._layers_name}.")
-            nbytes = module.weight.numel() * dtype.itemsize
-            is_required = ((asked or self._divided) and is_input) or module.weight is self._head
-            part = in_layers and self._parts > 1  # each process has its part of the layer
-            if ((nbytes < LEAST_BYTES or self._divided) and not is_required) or part:
-                continue
-            why = self._why_not_by_rows(name, module)
-            if why is None:
-                row = self._stored.byte_layout([name]).read_bytes // module.num_embeddings
-                fetch: Callable[[Tensor], Tensor] | None = None
-                if not self._planned and self._where == "host":
-                    fetch = partial(torch.index_select, self._stored.read_to_host(name), 0)
-                elif not self._planned and (rows := self._stored.rows(name)) is not None:
-                    fetch = rows.read
-                self._tables[name] = _Table(module, module.weight, nbytes, row, in_layers, fetch)
-            elif is_input and asked:
-                raise _refusal(why)
-            elif is_input:
-                self._whole_input = why
-
-    def _why_not_by_rows(self, name: str, module: nn.Embedding) -> str | None:
-        """Return why a table has to be whole; None: it need not be."""
-        parameters = self._model.named_parameters(remove_duplicate=False)
-        if (
-            module.weight is not self._head
-            and sum(parameter is module.weight for _, parameter in parameters) > 1
-        ):
-            return "they are also the head's weight, which must be whole on the device"
-        if len(inspect.signature(type(module).forward).parameters) != 2:  # itself, and the ids
-            return "the model does not look up its tokens in a plain table"
-        if self._where != "host" and self._stored.rows(name) is None:
-            return "their rows are stored quantised or in several places"
-        return None
-
     def _put_in(self) -> None:
         """Have the embeddings look their ids up here: each by itself, its class stays as it is."""
         for name, table in () if self._divided else self._tables.items():
@@ -291,7 +334,7 @@ class RowTables:
         own_forward: Callable[[nn.Embedding, Tensor], Tensor] = type(module).forward
         if has_values(module.weight):  # somebody gave it some
             return own_forward(module, ids)
-        table.ids_per_token = prod(ids.shape[2:])
+        table.count_ids(ids)
         if table.fetch is not None and has_values(ids) and self._lookups_enabled:
             there = self.copies.of(ids)
             unique, indices = torch.unique(

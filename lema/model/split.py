@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,23 +24,20 @@ from lema.backend.registry import has_addresses
 from lema.errors import ConfigError, ModelError, is_out_of_memory
 from lema.model import capture
 from lema.model.capture import PASSED_THROUGH_THE_MODEL, replaced, values_unread, without_values
-from lema.model.compiled import CompiledLayers
 from lema.model.experts import (
-    ExpertGroup,
     LayerExperts,
     form_no_frozen_gradients,
-    layer_experts,
-    multiply_unmerged,
 )
 from lema.model.flow import CannotCut, LayerCall, Prelude, Suspended, Tape, find_cut
+from lema.model.layers.attached import AttachedLayers
+from lema.model.layers.compiled import CompiledLayers
 from lema.model.row_tables import RowTables
-from lema.model.shared_inputs import SharedInputs, multiply_together
 from lema.model.skeleton import find_layers, main_dtype, scores_texts
 from lema.model.state.hooks import aside
 from lema.model.state.model import ModelState
-from lema.model.weight_names import LayerNames, restored_parameters, stored_name
+from lema.model.weight_names import restored_parameters, stored_name
 
-__all__ = ["Run", "Split"]
+__all__ = ["Learned", "Run", "Split"]
 
 Run = Callable[[], Any]
 """A forward of the model's own, or of the part of it that holds the layers, on inputs that it
@@ -48,6 +46,26 @@ knows.
 
 LEARNING_TOKENS = 8
 OUT_OF_ORDER = "it does not run its layers once each, in their order"
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What running a model on a few tokens has shown of it.
+
+    Attributes:
+        extra_outputs: what layers return after the hidden state, as layer 0 did; None: it is bare.
+        mark_absent: whether a None among it has a placeholder, because it may be a tensor in
+            another layer.
+        cuts: the number of the head's input, by whether the model trains, because some models
+            differ between the two.
+    """
+
+    extra_outputs: tuple[Any, ...] | None = None
+    mark_absent: bool = True
+    cuts: Mapping[bool, int] = field(default_factory=dict)
+
+
+NOTHING_LEARNED = Learned()
 
 
 class _LayerReached(Exception):
@@ -64,9 +82,9 @@ class Split:
     layers is real. `parallel`: the processes that hold the model together; None: the backend's.
     `lazy`: whether the device compiles what is run on it, and its tensors have no addresses. It is
     then not asked for values, because each answer would be a graph to compile. `tables`: the
-    embeddings that are looked up row by row; None: all are whole. `fast`: whether LoRA linears that
-    read one input multiply together, which `ConfigError` refuses where modules are divided or
-    compiled."""
+    embeddings that are looked up row by row; None: all are whole. `learned`: what another split
+    of this model has seen of it. `fast`: whether LoRA linears that read one input multiply
+    together, which `ConfigError` refuses where modules are divided or compiled."""
 
     def __init__(
         self,
@@ -75,6 +93,8 @@ class Split:
         *,
         compiled: bool = False,
         parallel: Parallel | None = None,
+        tables: RowTables | None = None,
+        learned: Learned = NOTHING_LEARNED,
         fast: bool = False,
     ) -> None:
         self.model = model
@@ -84,16 +104,8 @@ class Split:
         self.lazy = not has_addresses(backend.device)
         self.dtype = main_dtype(model)
         self._scores = scores_texts(model)
-        # what layers return after the hidden state; None: it is bare
-        self._extra_outputs: tuple[Any, ...] | None = None
-        # a None among it may be a tensor in another layer, so it has a placeholder too
-        self._mark_absent = True
-        self.tables: RowTables | None = None
-        # The number of the head's input, in training and in evaluation, because some models differ
-        # between them.
-        self._cut: dict[bool, int] = {}
-        self._to_compile = compiled
-        self._fast = fast
+        self.learned = learned
+        self.tables = tables
         if fast and (self.lazy or self.parallel.size > 1):
             what = (
                 "the device compiles what is run on it"
@@ -103,35 +115,23 @@ class Split:
             raise ConfigError(
                 f"fast does not work if {what}", where="arithmetic", how="set it to exact"
             )
-        self._sharing: dict[int, SharedInputs] = {}
-        self._names: dict[int, LayerNames] = {}
         self.state = ModelState(model, self.layers, self.layers_name)
-        self._compiled: CompiledLayers | None = None
-        self._experts: dict[int, LayerExperts | None] = {}
-        # of layers whose experts are leased in groups
-        self.groups: Mapping[int, Sequence[ExpertGroup]] = {}
-        self._forget_layers()
+        self.attached = AttachedLayers(
+            self.layers, self.layers_name, backend, compiled=compiled, fast=fast
+        )
         form_no_frozen_gradients()
-
-    def read_rows_of(self, tables: RowTables) -> None:
-        """Read the rows of embeddings as batches ask for them."""
-        self.tables = tables
-
-    def lease_experts(self, groups: Mapping[int, Sequence[ExpertGroup]]) -> None:
-        """Lease the experts of these layers in groups, from the next step on."""
-        self.groups = groups
 
     @property
     def keeps_tensors(self) -> bool:
         """Whether layers return other tensors than the hidden state: those of layer 0 are kept."""
-        return any(isinstance(output, Tensor) for output in self._extra_outputs or ())
+        return any(isinstance(output, Tensor) for output in self.extra_outputs or ())
 
     @property
     def extra_outputs(self) -> tuple[Any, ...] | None:
         """What layers return after the hidden state, as layer 0 did on a few tokens; None: the
         hidden state is bare.
         """
-        return self._extra_outputs
+        return self.learned.extra_outputs
 
     @property
     def num_layers(self) -> int:
@@ -151,12 +151,12 @@ class Split:
         learn what a layer returns. `differentiate`: let the hidden state keep its graph, where
         something before the layers trains. `run`: what to run; None: the model on `batch`."""
         self.state.outer.begin()
-        if self.model.training not in self._cut:
+        if self.model.training not in self.learned.cuts:
             with self.state.outer.learning(), aside(self.model.modules()):
                 self._learn(self._few(batch), first_layer_weights)
         # Stopped where the head begins, because it needs what the layers make, and nothing has run
         # them yet.
-        tape = Tape(self._cut[self.model.training], _stop)
+        tape = Tape(self.learned.cuts[self.model.training], _stop)
         with torch.set_grad_enabled(differentiate), self._unread(), suppress(_LayerReached):
             self._followed(tape, run or partial(self._logits, batch), Tensor.detach)
             raise self._refusal(OUT_OF_ORDER)
@@ -177,6 +177,8 @@ class Split:
         the hidden state that it is given, and of what layer 0 has returned besides. Returns what it
         returns."""
 
+        learned = self.learned
+
         def recorder(index: int) -> Callable[..., Any]:
             def record(*args: Any, **kwargs: Any) -> Any:
                 with torch._C.DisableTorchFunction():
@@ -187,10 +189,10 @@ class Split:
                             f"the hidden state changes between layers {index - 1} and {index}"
                         )
                     # A tensor stands for None too, because it may be one in another layer.
-                    absent = torch.empty(0, dtype=torch.long) if self._mark_absent else None
+                    absent = torch.empty(0, dtype=torch.long) if learned.mark_absent else None
                     items = [
                         hidden,
-                        *(absent if item is None else item for item in self._extra_outputs or ()),
+                        *(absent if item is None else item for item in learned.extra_outputs or ()),
                     ]
                     returned = tape.returned(
                         tuple(
@@ -198,7 +200,7 @@ class Split:
                             for output in items
                         )
                     )
-                return returned[0] if self._extra_outputs is None else returned
+                return returned[0] if learned.extra_outputs is None else returned
 
             return record
 
@@ -206,22 +208,14 @@ class Split:
         with self.replaced(forwards), aside(self.layers), tape:
             return run()
 
-    def knows_as(self, source: Split) -> None:
-        """Know what another split of this model has seen: what layers return, and where the head
-        begins.
-        """
-        self._cut = dict(source._cut)
-        self._extra_outputs = source._extra_outputs
-        self._mark_absent = source._mark_absent
-
     def has_learned(self, batch: Mapping[str, Tensor]) -> bool:
         """Whether `prelude` needs no weights: once it is known what layers return, on a lazy device
         from their shapes. A model whose forward looks at values is examined as on other devices,
         which finds what cannot be split."""
-        if not self.lazy or self.model.training in self._cut:
-            return self.model.training in self._cut
+        if not self.lazy or self.model.training in self.learned.cuts:
+            return self.model.training in self.learned.cuts
         device = self._backend.device
-        marked = self._mark_absent
+        before = self.learned
         few = {name: (value.shape, value.dtype) for name, value in self._few(batch).items()}
         try:
             with without_values(self.model, self.layers, device):
@@ -240,13 +234,11 @@ class Split:
                 }
                 self._learn(shapes, weights)
         except (ModelError, *PASSED_THROUGH_THE_MODEL):
-            self._extra_outputs = None
-            self._mark_absent = marked
+            self.learned = replace(before, extra_outputs=None)
             return False
-        if self._extra_outputs is not None:
-            self._extra_outputs = tuple(
-                capture.stand_in(output, device) for output in self._extra_outputs
-            )
+        if (outputs := self.extra_outputs) is not None:
+            stand_ins = tuple(capture.stand_in(output, device) for output in outputs)
+            self.learned = replace(self.learned, extra_outputs=stand_ins)
         return True
 
     def _few(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -269,9 +261,7 @@ class Split:
     @property
     def compiled(self) -> CompiledLayers | None:
         """The layers as they are compiled; None: they are not."""
-        if self._to_compile and self._compiled is None:
-            self._compiled = CompiledLayers(list(self.layers), self.layers_name, self._backend)
-        return self._compiled
+        return self.attached.compiled
 
     def compiles(self, index: int) -> bool:
         """Whether `run_layer` runs a layer compiled, as far as is known: its first run may show
@@ -342,12 +332,10 @@ class Split:
         with replaced({layer: None}), aside([layer]):
             # Nothing is tied within a layer; looking for it would walk the modules at every call.
             tensors = self.renamed(index, weights)
-            stored = self._names[index].buffers(tensors)
-            sharing = self._sharing.setdefault(index, SharedInputs()) if self._fast else None
-            together = (
-                nullcontext() if sharing is None else sharing.used(layer, tensors, args, kwargs)
-            )
-            with restored_parameters(self._names[index].adapted), together:
+            names = self.attached.names(index)
+            stored = names.buffers(tensors)
+            together = self.attached.inputs_shared(index, tensors, args, kwargs)
+            with restored_parameters(names.adapted), together:
                 out = torch.func.functional_call(layer, tensors, args, kwargs, tie_weights=False)
         for name, buffer in stored.items():
             if tensors[name] is not buffer or buffer._version:
@@ -361,9 +349,7 @@ class Split:
         """Return the experts of a layer; None: it has none whose weights may be leased in
         groups.
         """
-        if index not in self._experts:
-            self._experts[index] = layer_experts(self.layers[index])
-        return self._experts[index]
+        return self.attached.experts(index)
 
     def suspended(self, index: int, run: Callable[[], Any]) -> Suspended:
         """Have `run` run a layer without its experts and what needs their result. `ModelError`:
@@ -431,7 +417,7 @@ class Split:
         tables = (
             nullcontext() if has_lookups or self.tables is None else self.tables.without_lookups()
         )
-        tape = Tape(self._cut[self.model.training] if cut is None else cut, enter)
+        tape = Tape(self.learned.cuts[self.model.training] if cut is None else cut, enter)
         with tables, self._unread(), aside(self.state.outer.modules) as put_back:
             returned = self._followed(tape, run, Tensor.detach)
         assert entered, "the head did not get the output of the layers"
@@ -455,7 +441,8 @@ class Split:
                 stand_in = {experts.module: lambda hidden, *_: torch.zeros_like(hidden)}
             with replaced(stand_in):
                 out = self.call_layer(0, first_layer_weights, args, kwargs)
-            self._extra_outputs = None if isinstance(out, Tensor) else tuple(out[1:])
+            outputs = None if isinstance(out, Tensor) else tuple(out[1:])
+            self.learned = replace(self.learned, extra_outputs=outputs)
             raise _LayerReached
 
         try:
@@ -477,7 +464,7 @@ class Split:
                 raise
             # None stays None, because the code may compute with other results of layers than the
             # hidden state.
-            self._mark_absent = False
+            self.learned = replace(self.learned, mark_absent=False)
             try:
                 self._check(few)
             except PASSED_THROUGH_THE_MODEL as again:
@@ -501,9 +488,11 @@ class Split:
             self._is_enough, few=few, shape=logits.shape, top=tape.calls[-1].returns[0]
         )
         try:
-            self._cut[self.model.training] = find_cut(tape, logits, enough)
+            cut = find_cut(tape, logits, enough)
         except CannotCut as error:
             raise self._refusal(str(error)) from error
+        cuts = {**self.learned.cuts, self.model.training: cut}
+        self.learned = replace(self.learned, cuts=cuts)
 
     def _is_enough(
         self, cut: int, hidden: Tensor, few: Mapping[str, Tensor], shape: torch.Size, top: int
@@ -537,28 +526,13 @@ class Split:
 
     def renamed(self, index: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Name the weights as the layer does now."""
-        if index not in self._names:
-            self._names[index] = LayerNames(self.layers[index])
-        return self._names[index].renamed(weights)
+        return self.attached.names(index).renamed(weights)
 
     def adapters_changed(self) -> None:
         """Forget the layers' names and compiled forms, because adapters were attached or taken off.
         Those of experts multiply apart from here on, also for another `Split` of this model."""
-        self._forget_layers()
-        # because a layer has to compute alike where it is compiled and where it is not
-        if not self._to_compile:
-            multiply_unmerged(self.layers)
-        if self._fast:
-            multiply_together(self.layers)
-
-    def _forget_layers(self) -> None:
-        self._names.clear()
         self.state.forget()
-        self._sharing.clear()
-        self._experts.clear()
-        self._compiled = None
-        for layer in self.layers:
-            capture.without_casts(layer)
+        self.attached = self.attached.renewed()
 
     def autocast(self, dtype: torch.dtype | None = None) -> AbstractContextManager[Any]:
         """Return the context in which weights of this model's dtype compute, or those of

@@ -18,7 +18,6 @@ from lema.config import LemaConfig
 from lema.errors import ConfigError
 from lema.model import Split
 from lema.model.capture import replaced
-from lema.model.experts import ExpertGroup
 from lema.model.outer_weights import ExpertParts
 from lema.plan.blueprint import Blueprint
 from lema.plan.meter import Tally, without_values
@@ -32,6 +31,7 @@ from lema.plan.workload import (
     learn,
     one_of_each,
 )
+from lema.stream.schedule import ExpertGroup
 
 __all__ = [
     "ExpertSummary",

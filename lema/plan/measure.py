@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lema.activations.stepstore import BoundaryArena
-from lema.backend import Backend
+from lema.backend import Backend, Parallel
 from lema.backend.hostmemory import memory_available
 from lema.backend.interrupt import autograd_in_this_thread
 from lema.backend.registry import workspace_memory
@@ -189,18 +189,17 @@ def probe(
     layers = blueprint.layers
     batch = shape.micro_batch
     dtype = main_dtype(blueprint.model)
-    split = Split(blueprint.model, backend, parallel=blueprint.parallel)
     speeds, loaded_layers = _speeds(layers, backend)
     rate = _matmul(max(layers, key=lambda layer: layer.nbytes), batch.tokens, dtype, backend)
-    firsts, layer_times, hidden = _one_of_each(
-        split,
+    split, firsts, layer_times, hidden = _one_of_each(
+        blueprint.split,
+        blueprint.parallel,
         layers,
         batch,
         backend,
         clock,
         blueprint.names,
         blank=True,
-        seen=blueprint.split,
         loaded_layers=loaded_layers,
     )
     outside_bytes = blueprint.outside_bytes + (
@@ -235,10 +234,14 @@ def calibrate(
     training = model.training
     with torch.random.fork_rng(devices=[]), rehearsed(model.modules()):
         speeds, loaded_layers = _speeds(layers, backend)
-        split = Split(model, backend)
-        clock = time.perf_counter
-        _, layer_times, _ = _one_of_each(
-            split, layers, few, backend, clock, seen=blueprint.split, loaded_layers=loaded_layers
+        _, _, layer_times, _ = _one_of_each(
+            blueprint.split,
+            backend.parallel,
+            layers,
+            few,
+            backend,
+            time.perf_counter,
+            loaded_layers=loaded_layers,
         )
         layer_times = tuple(layer.times(batch.rows / few.rows) for layer in layer_times)
     model.train(training)
@@ -312,7 +315,8 @@ def estimate(
 
 
 def _one_of_each(
-    split: Split,
+    seen: Split,
+    parallel: Parallel,
     layers: Sequence[LayerBytes],
     batch: MicroBatch,
     backend: Backend,
@@ -320,18 +324,18 @@ def _one_of_each(
     trained: Sequence[Collection[str]] = (),
     *,
     blank: bool = False,
-    seen: Split | None = None,
     loaded_layers: dict[int, Tensor],
-) -> tuple[tuple[int, ...], tuple[LayerSeconds, ...], Tensor]:
-    """Return one layer of each kind, their seconds, and what the head is given; `blank` adapters
-    have no values yet, and a split that has `seen` what layers return need not look again. What is
-    `loaded_layers` of layers is not read again."""
-    # tensors that mean nothing in another call
-    seen = split if seen is None or seen.keeps_tensors else seen
+) -> tuple[Split, tuple[int, ...], tuple[LayerSeconds, ...], Tensor]:
+    """Return the model in its parts on a backend, one layer of each kind, their seconds, and what
+    the head is given; `blank` adapters have no values yet. What a split has `seen` of the model
+    without values need not be looked at again, and what is `loaded_layers` of layers is not read
+    again."""
+    if seen.keeps_tensors:  # which mean nothing in another call
+        seen = Split(seen.model, backend, parallel=parallel)
     firsts, calls, layer_inputs = calls_of(seen, layers, batch, trained, loaded_layers)
     for index in loaded_layers.keys() - set(firsts):
         del loaded_layers[index]  # because its memory may be needed for another
-    split.knows_as(seen)
+    split = Split(seen.model, backend, parallel=parallel, learned=seen.learned)
     split.model.train()
     for index in firsts:
         for parameter in split.layers[index].parameters():
@@ -352,7 +356,7 @@ def _one_of_each(
         )
         for index in firsts
     ]
-    return firsts, tuple(layer_times), layer_inputs[-1]
+    return split, firsts, tuple(layer_times), layer_inputs[-1]
 
 
 def process_bytes() -> int:

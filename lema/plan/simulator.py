@@ -27,7 +27,7 @@ from lema.plan.cost import (
 from lema.plan.virtual import Clock, VirtualDevice, VirtualReader
 from lema.stream import LayerStream
 from lema.stream.placement import ByteRun, LayerBytes
-from lema.stream.schedule import in_parts, training_order
+from lema.stream.schedule import ExpertGroup, in_parts, training_order
 
 __all__ = ["Simulated", "layers_like", "simulate"]
 
@@ -76,7 +76,11 @@ def simulate(demand: Demand, allocation: Allocation, speeds: Speeds) -> Simulate
     buffer was misused.
     """
     clock = Clock()
-    parts = group_numbers(demand.groups)
+    # which experts are in a group changes nothing
+    groups = {
+        layer: [ExpertGroup(number, 0, 1) for number in numbers]
+        for layer, numbers in group_numbers(demand.groups).items()
+    }
     device = VirtualDevice(clock, speeds)
     stream = LayerStream(
         layers_like(demand),
@@ -84,7 +88,7 @@ def simulate(demand: Demand, allocation: Allocation, speeds: Speeds) -> Simulate
         prefetch_depth=allocation.slots - 1,
         residents=allocation.residents,
         host_cached=allocation.host_cached,
-        parts=parts,
+        groups=groups,
         reader=VirtualReader(device),
         clock=clock,
     )

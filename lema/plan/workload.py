@@ -196,7 +196,7 @@ def cost_kinds(
     """Number the kinds of layers that cost alike: of the same modules, with tensors of the same
     shapes and types.
 
-    `lema.model.layer_kinds` tells more layers apart, because there one layer's graph stands for
+    `lema.model.layers.kinds` tells more layers apart, because there one layer's graph stands for
     another's. Here every kind is measured for seconds, so attributes that cost nothing do not
     count: by these, 26 of 170 types of models have more kinds. How weights are stored on disk
     counts, and which of them (`weights` of each layer) train.

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from lema import lazy_exports
 
 if TYPE_CHECKING:
+    from lema.stream.counters import StreamCounters
     from lema.stream.lease import Lease
-    from lema.stream.ring import StreamCounters
     from lema.stream.stream import LayerStream
 
 __all__ = ["LayerStream", "Lease", "StreamCounters"]
 
 __getattr__, __dir__ = lazy_exports(
-    __name__, {"LayerStream": "stream", "Lease": "lease", "StreamCounters": "ring"}
+    __name__, {"LayerStream": "stream", "Lease": "lease", "StreamCounters": "counters"}
 )

@@ -8,7 +8,6 @@ training pass. Between two announced orders nothing is under way, because there 
 other gradients, and one may have announced the next order earlier than another.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,9 +17,8 @@ import torch
 from torch import Tensor
 
 from lema.backend import Backend, Gathering, Upload
-from lema.backend.trace import NO_TRACE, NoTrace
+from lema.stream.counters import StreamMeter
 from lema.stream.lease import NAN_BYTE
-from lema.stream.ring import StreamCounters
 
 __all__ = ["NUM_BUFFERS", "GatheredBuffers"]
 
@@ -61,17 +59,12 @@ class GatheredBuffers:
         parts: Sequence[int],
         backend: Backend,
         take: Callable[[int], Upload],
-        counters: StreamCounters,
-        *,
-        trace: NoTrace = NO_TRACE,
-        clock: Callable[[], float] = time.perf_counter,
+        meter: StreamMeter,
     ) -> None:
         self._parts = tuple(parts)
         self._replicas = backend.replicas
         self._take = take
-        self._counters = counters
-        self._trace = trace
-        self._clock = clock
+        self._meter = meter
         self._poison = bool(getattr(backend, "poison", False))  # a backend for tests
         nbytes = self._replicas.size * max(self._parts, default=0)
         # the one used longest ago first
@@ -166,9 +159,9 @@ class GatheredBuffers:
         buffer = self._buffers[0]
         buffer.empty()
         slot = buffer.memory[: self._replicas.size * self._parts[layer]]
-        with self._trace.span("gather", f"layer {layer}", nbytes=slot.numel()):
+        with self._meter.trace.span("gather", f"layer {layer}", nbytes=slot.numel()):
             buffer.assign(layer, self._replicas.gather(upload, slot))
-        self._counters.count_gathered(slot.numel() - self._parts[layer])
+        self._meter.counters.count_gathered(slot.numel() - self._parts[layer])
         self._used(buffer)
         return buffer
 
@@ -177,14 +170,12 @@ class GatheredBuffers:
         gathering = buffer.take_gathering()
         if gathering is None:
             return
-        began = self._clock()
         try:
-            with self._trace.span("stall: gather", f"layer {buffer.layer}"):
+            with self._meter.waiting_for_gather(f"layer {buffer.layer}"):
                 gathering.wait()
         except BaseException:
             buffer.empty()
             raise
-        self._counters.count_blocked_gather(self._clock() - began)
 
     def _of(self, layer: int) -> _Buffer | None:
         return next((buffer for buffer in self._buffers if buffer.layer == layer), None)

@@ -3,7 +3,8 @@
 Quantised weights are expanded, on the device, into memory that every layer uses in turn.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +12,18 @@ from torch import Tensor
 
 from lema.backend import Backend
 from lema.storage.quantized import formats
-from lema.stream.placement import LayerBytes, view
+from lema.stream.counters import StreamMeter
+from lema.stream.placement import LayerBytes, view, views
+from lema.stream.slotlayout import VECTOR
 
-__all__ = ["NAN_BYTE", "ExpandedBuffers", "Lease", "WeightReference", "expand_into"]
+__all__ = [
+    "NAN_BYTE",
+    "ExpandedBuffers",
+    "Lease",
+    "OpenLeases",
+    "WeightReference",
+    "expand_into",
+]
 
 NAN_BYTE = 0xFF  # every floating dtype reads a word of ones as NaN
 
@@ -127,3 +137,81 @@ class ExpandedBuffers:
     def clear(self) -> None:
         """Give the memory up."""
         self._free.clear()
+
+
+class OpenLeases:
+    """The leases of layers that are on the device now.
+
+    Args:
+        layers: the layers, as they lie in their slots.
+        num_visited: how many of these are layers; the others are parts of them.
+        backend: the device.
+        meter: measures how long quantised weights are expanded.
+        aligned: whether every slot has to begin at an address that kernels take.
+
+    Attributes:
+        by_layer: the leases, by the number of their layer.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerBytes],
+        num_visited: int,
+        backend: Backend,
+        meter: StreamMeter,
+        *,
+        aligned: bool,
+    ) -> None:
+        self.by_layer: dict[int, Lease] = {}
+        self._layers = layers
+        self._num_visited = num_visited
+        self._meter = meter
+        self._aligned = aligned
+        # Of a layer and of its parts one buffer each, because both are on lease at once.
+        self._expanded = tuple(
+            ExpandedBuffers(group, backend)
+            for group in (layers[:num_visited], layers[num_visited:])
+        )
+        self._before: Callable[[], None] = lambda: None
+
+    @contextmanager
+    def calling(self, before_lease: Callable[[], None]) -> Iterator[None]:
+        """Call a function before each lease in a `with` block; what it raises, the lease does."""
+        before = self._before
+        self._before = before_lease
+        try:
+            yield
+        finally:
+            self._before = before
+
+    def prepare(self) -> None:
+        """Do what comes before a lease."""
+        self._before()
+
+    @contextmanager
+    def hold(self, number: int, slot: Tensor) -> Iterator[Lease]:
+        """Hold the layer that lies in `slot`, with its quantised weights expanded."""
+        layer = self._layers[number]
+        assert not self._aligned or slot.data_ptr() % VECTOR == 0, (
+            "a slot begins at an address that kernels refuse"
+        )
+        buffers = self._expanded[number >= self._num_visited]
+        expanded = buffers.take() if layer.expansions else None
+        try:
+            if expanded is not None:
+                with self._meter.expanding(layer.called(number), layer.expanded_bytes):
+                    expand_into(expanded, slot, layer)
+            lease = Lease(number, slot, views(slot, layer, expanded), expanded)
+            self.by_layer[number] = lease
+            yield lease
+        finally:
+            if (ended := self.by_layer.pop(number, None)) is not None and not ended.has_address:
+                # because a lazy device would make a copy of each view that is still there
+                ended.weights.clear()
+            if expanded is not None:
+                buffers.give_back(expanded)
+
+    def clear(self) -> None:
+        """Give the memory of expanded weights up."""
+        for buffers in self._expanded:
+            buffers.clear()

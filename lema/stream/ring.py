@@ -11,70 +11,14 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lema.backend import Backend, DeviceSlots, SlotLayout, Upload
-from lema.backend.trace import NoTrace
+from lema.stream.counters import StreamMeter
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
 from lema.stream.schedule import Order, index_to_refill
 from lema.stream.slotlayout import upload_to
 from lema.stream.workers import Ticket
 
-__all__ = ["DeviceSlot", "HostBuffer", "LayerRing", "StreamCounters"]
-
-
-@dataclass
-class StreamCounters:
-    """What streaming has cost so far."""
-
-    layers_read: int = 0  # layers read from disk on the way to a lease
-    # leases of layers on disk that cost no read, for the layer was still there
-    layers_kept: int = 0
-    # from disk, those of residents, of host memory and of rows of embeddings among them
-    bytes_read: int = 0
-    bytes_uploaded: int = 0  # handed to device slots
-    bytes_gathered: int = 0  # of layers, that came from other processes, device to device
-    # of activations that left the device, to wait for the backward in host memory or on disk
-    bytes_offloaded: int = 0
-    leases: int = 0  # leases begun
-    seconds_blocked_disk: float = 0.0  # how long leases waited for reads
-    seconds_blocked_upload: float = 0.0  # how long leases waited for the device to take their bytes
-    # How long the next read waited for a buffer whose layer was still to be computed with.
-    seconds_blocked_compute: float = 0.0
-    seconds_blocked_gather: float = 0.0  # how long leases waited for bytes of other processes
-    # How long leases were busy expanding quantised weights; on a device that queues its work, how
-    # long queueing it.
-    seconds_expanding: float = 0.0
-
-    def count_read(self) -> None:
-        """Count a layer that is read from disk."""
-        self.layers_read += 1
-
-    def count_layer_without_read(self) -> None:
-        """Count a lease of a layer that was still in its host buffer."""
-        self.layers_kept += 1
-
-    def count_upload(self, nbytes: int) -> None:
-        """Count so many bytes that are handed to a device slot."""
-        self.bytes_uploaded += nbytes
-
-    def count_gathered(self, nbytes: int) -> None:
-        """Count so many bytes that come from other processes."""
-        self.bytes_gathered += nbytes
-
-    def count_blocked_disk(self, seconds: float) -> None:
-        """Count how long a lease waited for a read."""
-        self.seconds_blocked_disk += seconds
-
-    def count_blocked_upload(self, seconds: float) -> None:
-        """Count how long a lease waited for the device to take its bytes."""
-        self.seconds_blocked_upload += seconds
-
-    def count_blocked_compute(self, seconds: float) -> None:
-        """Count how long a read waited for a buffer."""
-        self.seconds_blocked_compute += seconds
-
-    def count_blocked_gather(self, seconds: float) -> None:
-        """Count how long a lease waited for the bytes of other processes."""
-        self.seconds_blocked_gather += seconds
+__all__ = ["DeviceSlot", "HostBuffer", "LayerRing"]
 
 
 @dataclass
@@ -186,9 +130,7 @@ class LayerRing:
         layouts: Sequence[SlotLayout],
         reader: LayerReader,
         in_use: Callable[[], Collection[int]],
-        counters: StreamCounters,
-        trace: NoTrace,
-        clock: Callable[[], float],
+        meter: StreamMeter,
     ) -> None:
         self._layers = layers
         self._host = host
@@ -196,12 +138,8 @@ class LayerRing:
         self._reader = reader
         self._layouts = layouts
         self._in_use = in_use
-        self._counters = counters
-        self._trace = trace
-        self._clock = clock
+        self._meter = meter
         self._order = Order()
-        # the time from which on a read has been waiting for a buffer
-        self._full_since: float | None = None
         # by layer being written to, the function that waits for it
         self._changing: dict[int, Callable[[], None]] = {}
         on_disk = [layer for layer in passing if layer not in host]
@@ -261,7 +199,7 @@ class LayerRing:
             if (buffer := self._buffer_of(layer)) is not None:
                 self._wait_for_read(buffer)
                 if buffer.leased:
-                    self._counters.count_layer_without_read()
+                    self._meter.counters.count_layer_without_read()
                 buffer.lease()
             slot = next((slot for slot in self.slots if slot.layer == layer), None)
             if slot is None:
@@ -277,7 +215,7 @@ class LayerRing:
     def cancel(self) -> None:
         """Forget announced leases, and wait for running reads. Layers that are whole are kept."""
         self._order.clear()
-        self._full_since = None
+        self._meter.forget_reads()
         for buffer in self.buffers:
             if buffer.ticket is not None and (not buffer.ticket.done() or buffer.ticket.failed()):
                 buffer.empty()
@@ -351,11 +289,9 @@ class LayerRing:
             if (index := self._to_refill(self.buffers, number)) is None:
                 # Later leases are not looked at, because a layer wanted later must not take a
                 # buffer from this one.
-                self._full_since = self._clock() if self._full_since is None else self._full_since
+                self._meter.buffers_are_full()
                 break
-            if self._full_since is not None:
-                self._counters.count_blocked_compute(self._clock() - self._full_since)
-                self._full_since = None
+            self._meter.buffer_is_free()
             self._read(layer, self.buffers[index])
         for number, layer in self._order:
             if any(slot.layer == layer for slot in self.slots):
@@ -389,16 +325,14 @@ class LayerRing:
             stored, buffer.memory, buffer.drain(), name=stored.called(layer)
         )
         buffer.assign(layer, ticket)
-        self._counters.count_read()
+        self._meter.counters.count_read()
 
     def _wait_for_read(self, buffer: HostBuffer) -> None:
         if buffer.ticket is None or buffer.ticket.done():
             buffer.wait()  # raises what a read raised
             return
-        began = self._clock()
-        with self._trace.span("stall: disk", self._name_of(buffer.layer)):
+        with self._meter.waiting_for_disk(self._name_of(buffer.layer)):
             buffer.wait()
-        self._counters.count_blocked_disk(self._clock() - began)
 
     def _upload(self, layer: int, number: int) -> DeviceSlot:
         """Start copying `layer`, which has arrived, into slot `number`."""
@@ -408,11 +342,11 @@ class LayerRing:
         if buffer is not None:
             buffer.wait()
         source = self._host[layer] if buffer is None else buffer.memory
-        with self._trace.span("upload", self._name_of(layer), nbytes=layout.copied):
+        with self._meter.trace.span("upload", self._name_of(layer), nbytes=layout.copied):
             upload = slot.fill(layer, source, layout)
         if buffer is not None:
             buffer.uploads[id(slot)] = upload
-        self._counters.count_upload(layout.copied)
+        self._meter.counters.count_upload(layout.copied)
         return slot
 
     def _name_of(self, layer: int | None) -> str:
@@ -430,12 +364,9 @@ class _Taken:
         self._slot = slot
 
     def wait(self) -> Tensor:
-        ring = self._ring
-        began = self._ring._clock()
-        with ring._trace.span("stall: upload", ring._name_of(self._slot.layer)):
-            slot = self._slot.lease()
-        ring._counters.count_blocked_upload(ring._clock() - began)
-        return slot
+        name = self._ring._name_of(self._slot.layer)
+        with self._ring._meter.waiting_for_upload(name):
+            return self._slot.lease()
 
     def release(self) -> None:
         self._slot.release()

@@ -11,8 +11,10 @@ places and `n` layers through them, a whole step fetches `2 (n - k)`.
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 __all__ = [
+    "ExpertGroup",
     "Order",
     "fetched",
     "fetched_per_step",
@@ -22,6 +24,17 @@ __all__ = [
     "training_order",
     "with_parts",
 ]
+
+
+@dataclass(frozen=True)
+class ExpertGroup:
+    """Experts of one layer that are leased together: their number in the stream, the first, and
+    the one after them.
+    """
+
+    number: int
+    first: int
+    end: int
 
 
 def forward_order(num_layers: int) -> tuple[int, ...]:

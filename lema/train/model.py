@@ -6,38 +6,28 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
 from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lema.backend import Backend
 from lema.backend.group import first_alone
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
 from lema.config.types import dtype_name
-from lema.data.forms import num_positions
 from lema.engine import StreamedModel
 from lema.engine.generation import KeyValues
-from lema.engine.head.cut import open_embed_head
-from lema.engine.head.loss import CHUNK_TOKENS
-from lema.engine.head.objectives import loss_settings_of, without_dropout
 from lema.engine.head.pieces import PiecedHead
-from lema.engine.layers.saving import Activations
-from lema.engine.numerics import Numerics
-from lema.engine.optim import training_bytes
-from lema.engine.padding import padding_of
 from lema.engine.reference_rows import StartingAdapter
 from lema.errors import ConfigError, named_in
 from lema.lora.attach import configured_lora, inject_lora_params
 from lema.lora.base import base_of, check_base, check_named_base, computed_for
-from lema.lora.class_names import compare_classes
 from lema.lora.files import (
     adapter_config,
     load_weights,
@@ -46,41 +36,26 @@ from lema.lora.files import (
     the_lora_config,
     with_adapter,
 )
+from lema.lora.options import with_options
 from lema.lora.targets import warn_of_left_out
-from lema.model import Split, meta_model
-from lema.model.computing import computing_of
+from lema.model import Split
+from lema.model.computing import Computing
 from lema.model.files import ModelFiles
 from lema.model.inputs import add_noise
-from lema.model.outer_weights import (
-    ExpertParts,
-    StoredTensors,
-    draw_head,
-    expert_parts,
-    layer_bytes,
-    load_outside,
-)
-from lema.model.partition import local_records, open_backend
-from lema.model.skeleton import compute_fast, other_outputs
-from lema.model.weight_names import match_names, target_dtypes
 from lema.plan import Allocation
-from lema.plan.advice import advise
-from lema.plan.allocate import whether_recomputed
-from lema.plan.blueprint import Blueprint, reference_bytes
 from lema.plan.plan import hiding_tokens
-from lema.plan.planner import Planner, fitted_planner, opened_planner
+from lema.plan.planner import Planner
 from lema.storage import GlobalBinaryIndex, resolve_model
-from lema.storage.hub import own_weights
+from lema.storage.quantized.records import Stored
 from lema.storage.rendering import read_templates
 from lema.storage.verify import BaseFiles
 from lema.stream import LayerStream
-from lema.stream.firstreads import FirstReads
-from lema.stream.placement import LayerBytes
-from lema.stream.reader import LayerReader
-from lema.stream.weightcheck import BaseGuard
 from lema.train.checkpoint.format import leave_adapter
 from lema.train.checkpoint.resume import newest_settings
+from lema.train.opened.memory import MemoryUse, planner_of_opened
+from lema.train.opened.model import open_model
+from lema.train.opened.outer import OuterWeights
 from lema.train.reference import begins_with, check_reference, reopened
-from lema.train.steps import warn_of_no_use
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -136,50 +111,73 @@ class LemaModel:
         config = with_adapter(config, None if files is None else files.adapter)
         self.config = config
         self.trusted = trust_remote_code
-        self.files = files or ModelFiles(config, trust_remote_code=trust_remote_code)
-        self.directory = self.files.directory
-        hf_config = _own_config(self.files, config)
-        self.backend = backend or open_backend(config)
-        self.gbi = GlobalBinaryIndex(
-            config.gbi_path or own_weights(config.model_name_or_path, self.directory)
+        self._opened = open_model(
+            config,
+            backend=backend,
+            files=files,
+            trust_remote_code=trust_remote_code,
+            trace=trace,
+            num_labels=num_labels,
         )
-        self.computing = computing_of(hf_config, self.gbi, config, self.backend)
-        _warn_of_config(hf_config, self.computing.notes if self.backend.replicas.first else ())
-        if scores := num_labels is not None:
-            hf_config.num_labels = num_labels
-        self._task = "SEQ_CLS" if scores else "CAUSAL_LM"
-        arguments = hf_config, self.computing.dtype, config.attn_implementation
-        self.skeleton = meta_model(*arguments, trust_remote_code=trust_remote_code, scores=scores)
-        compare_classes(self.skeleton, hf_config, trust_remote_code=trust_remote_code)
-        self.fused = compute_fast(self.skeleton, config, self.backend)
-        self.records = match_names(self.skeleton, self.gbi)
-        self.dtypes = target_dtypes(self.skeleton)
-        guard = BaseGuard(self.records) if config.check_base_weights else None
-        self._reader = LayerReader(trace=trace, guard=guard, first_reads=FirstReads())
-        self.split = Split(
-            self.skeleton,
-            self.backend,
-            compiled=config.torch_compile,
-            fast=config.arithmetic == "fast",
-        )
-        name = self.split.layers_name
-        self._trace = trace
-        self._divided = False  # whether it is divided among processes
-        self._stored = StoredTensors(self.records, self.dtypes, self.backend, self._reader)
-        self._head, self._tables = open_embed_head(
-            self.skeleton, self._stored, config, self.backend.parallel
-        )
-        self.split.read_rows_of(self._tables)
-        self.outside_bytes = load_outside(
-            self.skeleton, self._stored, name, self._tables.names | self._head.names
-        )
-        self._drawn = draw_head(self.skeleton, self.backend.device, config.seed) if scores else None
         self.lora_manager: PeftModel | None = None
         self.num_adapter_parameters = 0
         self.reference: StartingAdapter | None = None  # that preference losses compare with
-        self._padding = padding_of(config, self.backend.parallel.size, num_positions(hf_config))
-        # last: a model that is not opened closes nothing
-        self._numerics = Numerics(config.tf32, config.deterministic)
+        self._memory_use: MemoryUse | None = None
+
+    @property
+    def files(self) -> ModelFiles:
+        """The files of the model's directory."""
+        return self._opened.files
+
+    @property
+    def directory(self) -> Path:
+        """The model's directory."""
+        return self._opened.directory
+
+    @property
+    def backend(self) -> Backend:
+        """The device."""
+        return self._opened.backend
+
+    @property
+    def gbi(self) -> GlobalBinaryIndex:
+        """Where every tensor of the model's files lies."""
+        return self._opened.gbi
+
+    @property
+    def computing(self) -> Computing:
+        """The types of weights and of computing."""
+        return self._opened.computing
+
+    @property
+    def skeleton(self) -> PreTrainedModel:
+        """The model of transformers, without the weights of its decoder layers."""
+        return self._opened.skeleton
+
+    @property
+    def fused(self) -> str | None:
+        """What is computed by the device's own kernels; None: nothing is."""
+        return self._opened.fused
+
+    @property
+    def records(self) -> Mapping[str, Stored]:
+        """Where each tensor is stored, by its name in the model without adapters."""
+        return self._opened.stored.records
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """The type that the model wants each of its tensors in, by name."""
+        return self._opened.stored.dtypes
+
+    @property
+    def split(self) -> Split:
+        """The model in its parts: prelude, layers and head."""
+        return self._opened.split
+
+    @property
+    def outer(self) -> OuterWeights:
+        """The weights outside the decoder layers."""
+        return self._opened.outer
 
     @classmethod
     def from_pretrained(
@@ -282,26 +280,27 @@ class LemaModel:
             raise ConfigError(
                 "the model has an adapter already", how="open another LemaModel for another adapter"
             )
-        if self._divided and self.backend.parallel.size > 1:
+        if self.outer.divided and self.backend.parallel.size > 1:
             what = "the layers are already divided among processes"
             raise ConfigError(what, how="call initialize_lora() before anything else")
         # because PEFT copies rows as it attaches them
         if config.trainable_token_indices is not None:
             self.keep_whole(lambda name: not name.startswith(f"{self.split.layers_name}."))
         # the head was drawn before
-        begun = seed if seed is None or self._drawn is None else self._drawn
-        with self._tables.taken_out():
+        drawn = self._opened.head_generator
+        begun = seed if seed is None or drawn is None else drawn
+        with self.outer.tables.taken_out():
             self.lora_manager = inject_lora_params(
-                self.skeleton, config, self.backend.device, begun, self._stored.read
+                self.skeleton, config, self.backend.device, begun, self._opened.stored.read
             )
-            touched = self._tables.touched()
-        self.keep_whole(touched.__contains__, self._head.touched())
+            touched = self.outer.tables.touched()
+        self.keep_whole(touched.__contains__, self.outer.head.touched())
         self.num_adapter_parameters = sum(
             parameter.numel() for parameter in self.skeleton.parameters() if parameter.requires_grad
         )
         if (alpha := self.config.neftune_noise_alpha) is not None:
             add_noise(self.skeleton, alpha)
-        self._divide()
+        self.outer.divide(self.split)
         self.split.adapters_changed()
         self.spend_anew()  # limits must leave room for the adapter
 
@@ -322,8 +321,9 @@ class LemaModel:
             ConfigError: the model has an adapter already.
         """
         path = Path(directory)
-        saved = the_lora_config(path, self._task)
-        saved.lora_dropout = saved.lora_dropout if dropout is None else dropout
+        saved = the_lora_config(path, "SEQ_CLS" if self._opened.scores else "CAUSAL_LM")
+        if dropout is not None:
+            saved = with_options(saved, lora_dropout=dropout)
         check_named_base(path, saved, self.config.model_name_or_path, self.gbi)
         self.attach_lora(adapter_config(self.skeleton, saved, path))
         load_weights(self._require_adapter(), path, self.split.layers_name, self.backend.parallel)
@@ -354,7 +354,7 @@ class LemaModel:
             ConfigError: the model scores texts, for which it has no loss of tokens; or `optimizer`
                 does not have the parameters of the adapter.
         """
-        if self._task != "CAUSAL_LM":
+        if self._opened.scores:
             what = "the model scores texts, but LemaTrainer has only losses of tokens"
             raise ConfigError(
                 what, how="give it to TRL's RewardTrainer, or to transformers' Trainer"
@@ -365,12 +365,21 @@ class LemaModel:
         self.settle_tokens()
         adapter = self.adapter  # which settles what settings leave open
         adapter.add_router_loss(self.config, self.directory)
-        arguments = self.config, adapter, self.gbi, self.lora_manager, optimizer, self.memory
         if self.config.eval_prompts:
             from lema.train.inference.texts import Samples
 
             callbacks = [Samples(self), *callbacks]
-        return LemaTrainer(*arguments, callbacks=callbacks, files=self.files, **options)
+        return LemaTrainer(
+            self.config,
+            adapter,
+            self.gbi,
+            self.lora_manager,
+            optimizer,
+            self.memory,
+            callbacks=callbacks,
+            files=self.files,
+            **options,
+        )
 
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
         """Write PEFT's adapter files and `lema_config.json`.
@@ -388,63 +397,10 @@ class LemaModel:
         arguments = self.backend, self._require_adapter(), self.config, base, self.reference
         leave_adapter(Path(directory), *arguments, [self.files.write_rendering])
 
-    @cached_property
+    @property
     def adapter(self) -> StreamedModel:
         """The model as the trainer drives it: visits of leased layers."""
-        memory = self.memory  # first, because it settles where the head is
-        warn_of_no_use(self.config, shared=self.backend.memory().shared, lazy=self.split.lazy)
-        recompute = whether_recomputed(self.config)
-        loss = loss_settings_of(self.config, self.backend.replicas.size)
-        if loss.objective is not None:
-            without_dropout(self.skeleton)
-        activations = Activations(
-            self.split,
-            self.backend,
-            memory.trace,
-            recompute=self.allocation.recompute if recompute is None else recompute,
-            saved=self.allocation.saved,
-            products=self.allocation.products,
-            saved_on=self.allocation.saved_on,
-            boundaries=self.allocation.boundaries,
-            offload_dir=Path(self.config.offload_dir or self.config.output_dir),
-            at_once=self.config.activation_offloading == "legacy",
-        )
-        return StreamedModel(
-            self.split,
-            memory,
-            self.backend,
-            activations=activations,
-            loss_chunk_tokens=self.config.loss_chunk_tokens or CHUNK_TOKENS,
-            padding=self._padding,
-            head=self.head_in_pieces(),
-            runs_again=self.allocation.runs_again,
-            advise=partial(advise, self.planner, self.allocation),
-            loss=loss,
-            reference=self.reference,
-        )
-
-    @cached_property
-    def _layers(self) -> list[LayerBytes]:
-        """The decoder layers as bytes: of processes that hold the model together, this one's
-        part of each.
-        """
-        self._divide()
-        records = local_records(self.skeleton, self.records, self.backend.parallel)
-        arguments = (
-            records,
-            self.dtypes,
-            self.split.layers_name,
-            self.split.num_layers,
-            self._tables.names,
-        )
-        return layer_bytes(*arguments, narrow=self.computing.narrow)
-
-    @property
-    # as they are leased: with experts in groups, if memory is spent so
-    def _parts(self) -> ExpertParts:
-        return (self.planner.blueprint.parts if self.allocation.experts else None) or ExpertParts(
-            tuple(self._layers)
-        )
+        return self._in_memory.streamed
 
     def keep_whole(self, chosen: Callable[[str], bool], head: str | None = None) -> None:
         """Keep embeddings whole whose rows would be read one by one, and a head that would be in
@@ -458,112 +414,56 @@ class LemaModel:
         Raises:
             ConfigError: the settings require rows or pieces.
         """
-        if head is None and any(map(chosen, self._head.names)):
-            head = "its weight has an adapter, or trains"
-        if head is not None:
-            self.outside_bytes += self._head.keep_whole(self._tables, head)
-        if names := [name for name in self._tables.names if chosen(name)]:
-            self.outside_bytes += self._tables.keep_whole(names)
-            self.__dict__.pop("_layers", None)
+        self.outer.keep_whole(chosen, head)
 
-    def _divide(self) -> None:
-        """Divide the model, adapters attached or not, among the processes that hold it together;
-        once.
-        """
-        if self.backend.parallel.size > 1 and not self._divided:
-            words = self._head.handed_over() | self._tables.handed_over()
-            self.backend.parallel.shard(self.skeleton, words)
-            shard_records = local_records(self.skeleton, self.records, self.backend.parallel)
-            arguments = (
-                replace(self._stored, records=shard_records),
-                self.split.layers_name,
-                shard_records.keys() - words,
+    @property
+    def _in_memory(self) -> MemoryUse:
+        """What memory is spent on; it is planned at its first use, unless `spend` has set it."""
+        if self._memory_use is None:
+            self._memory_use = MemoryUse(
+                self._opened,
+                self.config,
+                num_adapter_parameters=self.num_adapter_parameters,
+                reference=self.reference,
+                choose=None if self.lora_manager is None else self.choose_settings,
             )
-            self.outside_bytes += load_outside(self.skeleton, *arguments)
-            self.split.adapters_changed()
-        self._divided = True
+        return self._memory_use
 
-    @cached_property
+    @property
     def allocation(self) -> Allocation:
         """How memory is used within the limits, or `MemoryLimitError`. It is computed at first
         use unless set.
         """
-        allocation = self.planner.needs().allocation
-        if self.lora_manager is not None:
-            self.config = self.config.model_copy(update=self.planner.chosen)
-        return allocation
+        return self._in_memory.allocation
 
-    @cached_property
+    @property
     def planner(self) -> Planner:
         """The planner, which finds the best use of memory for this model and the step of its
         settings.
         """
-        return fitted_planner(self.opened, trains=self.lora_manager is not None)
+        return self._in_memory.planner
 
     @property
     def opened(self) -> Planner:
         """The same before anything is chosen or looked at."""
-        if "memory" in self.__dict__:
-            self.memory.load_residents()  # because free memory is looked at
-        adapter = training_bytes(self.skeleton, self.split.layers_name), self.num_adapter_parameters
-        layers = self._layers
-        outside = (self.outside_bytes, self._tables, self._head)  # in this order: ends are divided
-        count = sum(parameter.numel() for parameter in self.skeleton.parameters())
-        arguments = (
-            self.directory,
-            self.skeleton,
-            layers,
-            *outside,
-            *adapter,
-            self.gbi.nbytes,
-            count,
-        )
-        where = self.split.layers_name, self.split.layers, self._tables.names
-        narrow = self.computing.narrow
-        cut = partial(expert_parts, self.records, self.dtypes, *where, narrow=narrow)
-        parallel = self.backend.parallel
-        reference_nbytes = reference_bytes(self.config, self.skeleton)
-        how: dict[str, Any] = {
-            "cut_experts": cut,
-            "parallel": parallel,
-            "computing": self.computing,
-        }
-        blueprint = Blueprint(*arguments, reference_bytes=reference_nbytes, **how)
-        return opened_planner(self.config, blueprint, self.backend)
+        if self._memory_use is not None:
+            self._memory_use.load_residents()  # because free memory is looked at
+        return planner_of_opened(self._opened, self.config, self.num_adapter_parameters)
 
     def head_in_pieces(self) -> PiecedHead | None:
         """Return the head in pieces, which are leased after the layers; None: it is on the
         device.
         """
-        return self._head.pieced(self.split, self.backend, self._parts.leased)
+        return self._in_memory.head_in_pieces()
 
-    @cached_property
+    @property
     def memory(self) -> LayerStream:
         """The stream of layers for `allocation`. Each of several processes makes its own, at the
         same time.
         """
-        for name in ("shard_weights", "shard_optimizer"):
-            if getattr(self.config, name) and self.backend.replicas.size == 1:
-                warnings.warn(
-                    f"{name} does nothing in one process: torchrun starts several", stacklevel=2
-                )
-        if not self.allocation.pieces:
-            self.outside_bytes += self._head.keep_whole(self._tables)
-        leased, groups = self._parts.numbered(self._head.pieces(self._parts.leased))
-        self.split.lease_experts(groups)
-        return LayerStream(
-            leased,
-            self.backend,
-            parts={at: [part.number for part in group] for at, group in groups.items()},
-            prefetch_depth=self.allocation.slots - 1,
-            residents=self.allocation.residents,
-            host_cached=self.allocation.host_cached,
-            sharded=self.config.shard_weights,
-            reader=self._reader,
-            trace=self._trace,
-        )
+        return self._in_memory.stream
 
-    @cached_property
+    @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the model's directory, with the chat template of the settings or of the
         adapter; `DataError` if there is none."""
@@ -628,41 +528,35 @@ class LemaModel:
         self.config = first_alone(self.backend.replicas, partial(self.files.dated, self.config))
 
     def spend(self, allocation: Allocation) -> None:
-        """Set the use of memory, after `spend_anew`.
+        """Spend memory anew, in a given way.
 
         Args:
             allocation: what memory is spent on from now on.
         """
-        self.allocation = allocation
+        self._memory_use = self._in_memory.in_another_way(allocation)
 
     def spend_anew(self) -> None:
-        """Forget the use of memory and drop the layers in it, so that `allocation` is computed
-        or set again.
+        """Forget the use of memory and drop the layers in it, so that it is planned again, or set
+        by `spend`.
         """
-        self.__dict__.pop("allocation", None)
-        self.__dict__.pop("planner", None)
-        if (stream := self.__dict__.pop("memory", None)) is not None:
-            stream.leave()
-        if (adapter := self.__dict__.pop("adapter", None)) is not None:
-            adapter.close()
+        before = self._memory_use
+        self._memory_use = None
+        if before is not None:
+            before.leave()
 
     def close(self, *, keep_backend: bool = False) -> None:
         """Stop reading and free the memory. With `keep_backend` the caller continues to use the
         device.
         """
-        for open_still in [
-            self.__dict__[name] for name in ("adapter", "memory") if name in self.__dict__
-        ]:
-            open_still.close()
-        self._reader.close()
-        (self.backend.synchronize if keep_backend else self.backend.close)()
-        self._numerics.put_back()
+        if self._memory_use is not None:
+            self._memory_use.close()
+        self._opened.close(keep_backend=keep_backend)
 
     def read_stored(self, names: Collection[str]) -> Mapping[str, Tensor]:
         """Return tensors of the model without adapters, by name, on the device, without those
         that are not stored.
         """
-        return self._stored.read(names)
+        return self._opened.stored.read(names)
 
     def _reopen(self, directory: Path) -> None:
         """Take what the settings and the reference are of the adapter in a directory."""
@@ -682,25 +576,3 @@ class LemaModel:
         if self.lora_manager is None:
             raise ConfigError("the model has no adapter yet", how="call initialize_lora() first")
         return self.lora_manager
-
-
-def _own_config(files: ModelFiles, config: LemaConfig) -> PreTrainedConfig:
-    """Return a copy of the model's config, whose type is that of the settings."""
-    hf_config = deepcopy(files.config)
-    if config.model_type is not None and config.model_type != hf_config.model_type:
-        what = f"the model is of type {hf_config.model_type!r}, not {config.model_type!r}"
-        where = str(files.directory / "config.json")
-        raise ConfigError(what, where=where, how="correct model_type, or remove it")
-    return hf_config
-
-
-def _warn_of_config(hf_config: PreTrainedConfig, notes: Sequence[str]) -> None:
-    """Warn of what there is to note on how it is computed, and of outputs that are not made."""
-    for note in notes:
-        warnings.warn(note, stacklevel=3)
-    if ignored_outputs := other_outputs(hf_config):
-        what = (
-            f"config.json sets {' and '.join(ignored_outputs)}, which changes no number, "
-            "and streamed layers do not do"
-        )
-        warnings.warn(f"{what}: the model returns logits and a loss", stacklevel=3)

@@ -179,7 +179,7 @@ def test_any_course_brings_back_what_was_kept(steps: list[tuple[str, int]], bloc
                 one.place.drop()
                 one.place.drop()
             assert taken_bytes(store) >= sum(other.place.size for other in kept)
-            assert store.staging.peak_bytes <= blocks * BLOCK
+            assert store.staging.counters.peak_bytes <= blocks * BLOCK
         for one in reversed(kept):
             one.place.expect()
             one.read()
@@ -196,7 +196,7 @@ def nothing_is_left(store: DiskStore) -> None:
     assert not store._in_flight
     assert not store._dropped
     assert not store._idle
-    assert taken_bytes(store) == store._extents.end == used_bytes(store.staging) == 0
+    assert taken_bytes(store) == store._space.extents.end == used_bytes(store.staging) == 0
 
 
 def test_bytes_come_back_from_the_disk(directory: Path) -> None:
@@ -208,7 +208,7 @@ def test_bytes_come_back_from_the_disk(directory: Path) -> None:
     assert (
         store.bytes_written
         == taken_bytes(store)
-        == store._file.size
+        == store._space.file.size
         == sum(one.place.size for one in kept)
     )
     for one in reversed(kept):
@@ -263,7 +263,7 @@ def test_steps_that_are_alike_use_the_same_blocks(tmp_path: Path) -> None:
         settle(store)
         for one in kept if step % 2 else reversed(kept):
             one.place.drop()
-        sizes.add(store._file.size)
+        sizes.add(store._space.file.size)
     assert len(sizes) == 1
     store.close()
 
@@ -571,7 +571,7 @@ def test_a_copy_that_has_ended_keeps_nothing_of_the_device(tmp_path: Path) -> No
 def flip(store: DiskStore, place: DiskPiece) -> None:
     """Change one bit of what lies on the disk."""
     block = mmap.mmap(-1, BLOCK)
-    descriptor = store._file._descriptor
+    descriptor = store._space.file._descriptor
     offset = place.start + (place.nbytes - 1) // BLOCK * BLOCK
     os.preadv(descriptor, [block], offset)
     block[(place.nbytes - 1) % BLOCK] ^= 16
@@ -644,7 +644,7 @@ def test_a_file_that_may_not_grow_names_the_setting(tmp_path: Path) -> None:
     threading.Thread(target=gate.opened.set).start()
     # waits for a write that nobody wants any more
     Kept(store, data(Random(0), 4 * BLOCK), []).read()
-    assert store._file.size == 4 * BLOCK
+    assert store._space.file.size == 4 * BLOCK
     store.close()
 
 
@@ -791,7 +791,7 @@ def test_two_writes_that_a_file_system_refuses_at_once_both_go_through_the_page_
         return real(descriptor, memory, offset)
 
     store = opened(tmp_path)
-    if not store._file._direct:
+    if not store._space.file._direct:
         pytest.skip("this file system has no transfers past the page cache")
     monkeypatch.setattr(os, "pwrite", refusing)
     wrong: list[str] = []
@@ -846,7 +846,7 @@ def test_a_garbage_collector_drops_in_the_middle_of_any_call_and_thread(tmp_path
 def test_a_store_that_was_closed_says_so(tmp_path: Path) -> None:
     store = opened(tmp_path)
     kept = Kept(store, data(Random(0), BLOCK), [])
-    descriptor = store._file._descriptor
+    descriptor = store._space.file._descriptor
     store.close()
     store.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -887,7 +887,7 @@ places = [store.allocate(100_000) for _ in range(30)]
 for place in places:
     place.fill().fill_(1)
     place.filled(lambda: None)
-print(store._file.size, os.listdir(sys.argv[1]), flush=True)
+print(store._space.file.size, os.listdir(sys.argv[1]), flush=True)
 {statement}
 """
     done = subprocess.run(

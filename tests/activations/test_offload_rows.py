@@ -563,8 +563,8 @@ def test_a16_every_mode_has_its_place_and_leaves_nothing(
         loss = loss_of(model)
         assert context.live_bytes > 0
         if mode == "disk":
-            settle(context.offload._store)
-            assert context.offload._store.bytes_written >= context.live_bytes  # type: ignore[attr-defined]
+            settle(context.offload._space.store)
+            assert context.offload._space.store.bytes_written >= context.live_bytes  # type: ignore[attr-defined]
             assert list(tmp_path.iterdir()) == [], "a file that a kill would leave behind"
         loss.backward()
     del loss
@@ -590,16 +590,16 @@ def test_a17_buffers_are_used_again_and_a_limit_holds(
     model = tiny_model()
     context = offloading(model)
     step(model, context)
-    pool = context.offload._store.pool  # type: ignore[attr-defined]
-    allocated = pool.allocated
+    pool = context.offload._space.store.pool  # type: ignore[attr-defined]
+    allocated = pool.counters.allocated
     assert allocated > 0
     step(model, context)
-    assert pool.allocated == allocated and pool.reused > 0
+    assert pool.counters.allocated == allocated and pool.counters.reused > 0
     limited = offloading(model, host_memory=100_000)
     with pytest.warns(UserWarning, match="no space for"):
         found = step(model, limited)
     assert_same(found, step(model))
-    assert limited.offload._store.pool.peak_bytes <= 100_000  # type: ignore[attr-defined]
+    assert limited.offload._space.store.pool.counters.peak_bytes <= 100_000  # type: ignore[attr-defined]
     assert limited.counters.kept[StayReason.FULL] > 0 and limited.counters.moved > 0
 
 
@@ -733,7 +733,7 @@ def test_b7_what_finds_no_room_in_host_memory_goes_to_disk(
     context = offloading(model, offload_dir=tmp_path, host_memory=100_000)
     assert_same(step(model, context), step(model))
     assert context.counters.kept[StayReason.FULL] == 0
-    assert context.offload._store.beyond.bytes_written > 0  # type: ignore[attr-defined]
+    assert context.offload._space.store.beyond.bytes_written > 0  # type: ignore[attr-defined]
 
 
 def test_b9_a_byte_that_comes_back_wrong_is_found(

@@ -72,9 +72,9 @@ def test_the_garbage_collector_may_drop_what_is_packed_at_any_moment() -> None:
 
 
 MUTANTS: dict[str, list[Change]] = {
-    "a source is held after its copy": [("pieces", "            self.source = None\n", "")],
+    "a source is held after its copy": [("pieces", "            self.tensor = None\n", "")],
     "a source is not held": [
-        ("pieces", "self.source: Tensor | None = tensor.detach()", "self.source = None")
+        ("pieces", "self.tensor: Tensor | None = tensor.detach()", "self.tensor = None")
     ],
     "compute goes on before the copy": [("pieces", "            self._download.release()\n", "")],
     "compute does not wait for what comes back": [
@@ -92,7 +92,7 @@ MUTANTS: dict[str, list[Change]] = {
         ),
     ],
     "what was overwritten on its way comes back": [
-        ("pieces", "self._left_at = self.source._version", "pass")
+        ("pieces", "self._left_at = self.tensor._version", "pass")
     ],
     "what was overwritten early is handed out": [
         ("offload", "piece.version_copied, piece.version,", "0, 0,")
@@ -109,7 +109,7 @@ MUTANTS: dict[str, list[Change]] = {
     ],
     "a part is too short": [("pieces", "return start, end - start", "return start, end - first")],
     "a buffer is read before it is filled": [
-        ("pieces", "waiting_piece.filled(self._download.landed)", "waiting_piece.filled(int)")
+        ("pieces", "waiting_piece.filled(download.landed)", "waiting_piece.filled(int)")
     ],
     "a buffer is filled again while it is copied": [
         ("pieces", "used(upload.drained)", "used(int)")
@@ -126,17 +126,17 @@ MUTANTS: dict[str, list[Change]] = {
         ("offload", "                oldest.release()", "                pass")
     ],
     "the end of a forward lets nothing go": [
-        ("offload", "                    piece.release()", "                    pass")
+        ("offload", "                piece.release()", "                pass")
     ],
     "a backward that is over keeps what it brought": [
         ("offload", "alone():\n            self._forget(backward)", "alone():\n            pass")
     ],
     "what comes back is held for ever": [("pieces", "            self._upload = None\n", "")],
     "a piece is forgotten with the first of its tensors": [
-        ("offload", "if piece.alive == 0:", "if piece.alive >= 0:")
+        ("offload", "if piece.tensors.alive == 0:", "if piece.tensors.alive >= 0:")
     ],
     "nobody sees a graph go": [("offload", "        self._lost.append((piece, came))\n", "")],
-    "a piece is never forgotten": [("offload", "if piece.alive == 0:", "if False:")],
+    "a piece is never forgotten": [("offload", "if piece.tensors.alive == 0:", "if False:")],
 }
 
 

@@ -46,7 +46,7 @@ def test_a_few_buffers_serve_pieces_of_all_sizes() -> None:
             assert buffer is not None
             one.give(buffer)
     assert one.allocated_bytes == one.limit == 15 * BLOCK
-    assert one.allocated == 6, "buffers are made again only where they are too small"
+    assert one.counters.allocated == 6, "buffers are made again only where they are too small"
 
 
 STEPS = st.lists(
@@ -95,8 +95,8 @@ def test_no_byte_is_handed_out_twice_and_the_limit_holds(
         assert asked <= used_bytes(one) <= 2 * asked
         assert one.allocated_bytes <= most
         peak = max(peak, one.allocated_bytes)
-        assert one.peak_bytes >= peak
-        assert forced or limit is None or one.peak_bytes <= limit
+        assert one.counters.peak_bytes >= peak
+        assert forced or limit is None or one.counters.peak_bytes <= limit
         assert limit is None or one.allocated_bytes <= max(limit, used_bytes(one))
     for buffer, _ in out:
         one.give(buffer)
@@ -111,9 +111,9 @@ def test_steps_that_are_alike_allocate_once() -> None:
         buffers = [taken(one, nbytes) for nbytes in (5000, 100, 5000, 90_000, 100)]
         for buffer in buffers:
             one.give(buffer)
-    assert one.allocated == 5
-    assert one.reused == 20
-    assert one.allocated_bytes == one.peak_bytes == 2 * 8192 + 2 * 4096 + 90_112
+    assert one.counters.allocated == 5
+    assert one.counters.reused == 20
+    assert one.allocated_bytes == one.counters.peak_bytes == 2 * 8192 + 2 * 4096 + 90_112
 
 
 def test_batches_of_all_lengths_do_not_add_up() -> None:
@@ -127,7 +127,7 @@ def test_batches_of_all_lengths_do_not_add_up() -> None:
         for buffer in buffers:
             one.give(buffer)
         assert one.allocated_bytes <= 2 * most
-    assert one.allocated < 30  # of 300
+    assert one.counters.allocated < 30  # of 300
 
 
 def test_free_buffers_of_other_sizes_make_room() -> None:
@@ -139,7 +139,7 @@ def test_free_buffers_of_other_sizes_make_room() -> None:
     assert len(taken(one, BLOCK)) == BLOCK
     one.give(second)
     assert len(taken(one, 9 * BLOCK)) == 9 * BLOCK
-    assert one.allocated_bytes == one.peak_bytes == 10 * BLOCK
+    assert one.allocated_bytes == one.counters.peak_bytes == 10 * BLOCK
 
 
 def test_a_buffer_that_must_be_had_goes_back_to_the_system() -> None:
@@ -195,7 +195,7 @@ def test_an_allocation_that_fails_leaves_the_pool_as_it_was() -> None:
     for _ in range(2):
         with pytest.raises(MemoryError, match="8192 bytes"):
             one.take(2 * BLOCK)
-    assert one.allocated_bytes == used_bytes(one) == one.allocated == 0
+    assert one.allocated_bytes == used_bytes(one) == one.counters.allocated == 0
 
 
 class Owner:
@@ -254,7 +254,7 @@ def test_threads_share_a_pool() -> None:
         thread.join()
     assert not wrong
     assert used_bytes(one) == 0
-    assert one.peak_bytes <= 64 * BLOCK
+    assert one.counters.peak_bytes <= 64 * BLOCK
 
 
 def test_a_place_in_host_memory_holds_its_bytes_until_it_is_dropped() -> None:

@@ -181,7 +181,7 @@ def test_compiled_layers_have_their_graphs_away_too(
     checkpoint_of: CheckpointOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alike: bool
 ) -> None:
     # what it makes is bitwise what runs without it
-    monkeypatch.setattr("lema.model.compiled.COMPILER", "aot_eager")
+    monkeypatch.setattr("lema.model.layers.compiled.COMPILER", "aot_eager")
     torch.compiler.reset()
     batches = micro_batches(3, lengths=(12, 12, 12) if alike else (12, 9, 14))
     outcomes = []
@@ -230,7 +230,7 @@ def test_no_byte_of_a_weight_is_moved(
             nonlocal seen
             seen += 1
             assert source.untyped_storage()._cdata not in own, own[source.untyped_storage()._cdata]
-            for lease in model.memory._open_leases.values():
+            for lease in model.memory._leases.by_layer.values():
                 start = lease.slot.data_ptr()
                 assert not start <= source.data_ptr() < start + len(lease.slot), (
                     "a weight in its slot was moved"

@@ -18,7 +18,7 @@ from lema.engine.optim import make_optimizer
 from lema.model import Split
 from lema.model.capture import has_values, values_unread
 from lema.stream import Lease
-from lema.stream.ring import StreamCounters
+from lema.stream.counters import StreamCounters
 
 
 def trained(model: Path, out: Path) -> tuple[dict[str, Tensor], float, StreamCounters]:

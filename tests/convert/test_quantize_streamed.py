@@ -119,7 +119,7 @@ def test_what_stays_on_the_device_or_in_host_memory_stays_quantised(
         assert stream.residents == residents
         assert stream.host_cached == cached
         for layer in residents:
-            assert stream._resident[layer].numel() == slot_layout(stream.layers[layer]).nbytes
+            assert stream._resident.slots[layer].numel() == slot_layout(stream.layers[layer]).nbytes
         for layer in cached:
             assert stream._host[layer].numel() == stream.layers[layer].nbytes
 

@@ -131,7 +131,7 @@ def test_a_layer_without_values_runs_its_own_code_so_that_inputs_are_shared_stil
 ) -> None:
     with opened(write_model(LlamaConfig(**SIZES), tmp_path), **FAST) as model:
         model.adapter.loss(micro_batches()).backward()
-        sharing: list[SharedInputs] = list(model.split._sharing.values())
+        sharing: list[SharedInputs] = list(model.split.attached.sharing.values())
         groups = [{len(group) for group in (one._groups or {}).values()} for one in sharing]
         norm = model.split.layers[0].input_layernorm
         assert not norm.in_place

@@ -130,7 +130,7 @@ def both(
         with opened(directory, experts_per_slot=each, **ADAPTED, **settings) as model:
             draw_b(model.lora_manager)
             found.append(run(model))
-            assert bool(model.split.groups) == (each is not None)
+            assert bool(model.memory.groups) == (each is not None)
     return found
 
 
@@ -290,7 +290,7 @@ def test_what_comes_before_experts_is_run_twice_with_no_other_numbers(
     found = list[Any]()
     for again in (False, True):
         with opened(directory, **{"experts_per_slot": 3, **ADAPTED, **settings}) as model:
-            model.allocation = replace(model.allocation, runs_again=again)
+            model.spend(replace(model.allocation, runs_again=again))
             model.get_trainer()
             before = model.memory.counters.leases
             loss, gradients = step(model)
@@ -337,7 +337,7 @@ def test_memory_that_runs_out_in_a_group_is_answered_as_in_a_layer(
         trainer = model.get_trainer()
         batches = micro_batches()
         expected = trainer.accumulate(batches, more=True).loss
-        group = model.split.groups[5][1]
+        group = model.memory.groups[5][1]
         assert model.memory.name_of(group.number) == "experts 3 to 5 of layer 5"
         place = f"in the {way} of experts 3 to 5 of layer 5"
 
@@ -424,7 +424,7 @@ def test_device_memory_says_how_many_experts_are_leased_together(tmp_path: Path)
             assert model.memory.slot_bytes * needs.allocation.slots == needs.device["slots"]
             found[limit] = needs.allocation.experts, model.adapter.engine.runs_again
             if needs.allocation.experts:
-                assert [*model.split.groups] == [*range(8)] and model.adapter.activations.recompute
+                assert [*model.memory.groups] == [*range(8)] and model.adapter.activations.recompute
                 step(model)
     assert found == {
         "800KB": (0, False),
@@ -511,7 +511,7 @@ def test_experts_that_are_stored_quantised_are_those_of_the_dequantised_model(
         for size in (1, 3):
             with opened(directory, experts_per_slot=size, dtype="float32", **ADAPTED) as model:
                 found.append(step(model))
-                assert model.split.groups
+                assert model.memory.groups
                 read.append(
                     max(one.read_bytes for one in model.memory.layers[model.memory.num_visited :])
                 )

@@ -114,7 +114,7 @@ def test_loss_and_gradients_are_those_of_the_whole_model(
             assert torch.equal(found.generator, expected.generator)
             assert head.is_meta
         # a tied table is looked up by row
-        assert model.split.tables.names == model._head.names - {"lm_head.weight"}
+        assert model.split.tables.names == model.outer.head.names - {"lm_head.weight"}
         assert first_non_finite(model.adapter, batches) is None
         loss, tokens = model.adapter.evaluate(batches)
     with streamed_model(stored, head="device") as model:
@@ -201,7 +201,7 @@ def generated(stored: Checkpoint, head: str) -> tuple[Tensor, list[int]]:
     with streamed_model(stored, head=head, prefetch_depth=1) as model:
         draw_b(model.lora_manager)
         memory = model.memory
-        pieces = model._head.pieced(model.split, model.backend, model._layers)
+        pieces = model.outer.head.pieced(model.split, model.backend, model._opened.layers())
         ids = torch.arange(3, 9)[None]
         counting = memory.calling(lambda: leased.append(0))
         with torch.no_grad(), counting, streaming_forward(model.split, memory, head=pieces):
@@ -253,7 +253,7 @@ def test_the_head_moves_twice_less_one_piece_and_the_plan_says_so(
         needs = planner.needs()
         assert needs.allocation == model.allocation
         assert needs.device["slots"] == stream.num_slots * stream.slot_bytes
-        assert needs.device["outside"] == planner.blueprint.outside_bytes == model.outside_bytes
+        assert needs.device["outside"] == planner.blueprint.outside_bytes == model.outer.nbytes
         assert needs.traffic(
             2
         ).read == needs.demand.outside_bytes + read - before.bytes_read + _first(stream, slots)
@@ -445,7 +445,7 @@ def test_a_logit_that_is_not_finite_is_the_heads(tmp_path: Path, three_pieces: N
     with opened(stored, head="stream", check_base_weights=False) as model:
         stored_pieces = model.memory.host_cached
         assert not stored_pieces
-        whole = model._head.pieced
+        whole = model.outer.head.pieced
 
         def infinite(*args: Any) -> Any:
             head = whole(*args)
@@ -456,5 +456,5 @@ def test_a_logit_that_is_not_finite_is_the_heads(tmp_path: Path, three_pieces: N
             )
             return head
 
-        model._head.pieced = infinite  # type: ignore[method-assign]
+        model.outer.head.pieced = infinite  # type: ignore[method-assign]
         assert first_non_finite(model.adapter, batches) == "the head"

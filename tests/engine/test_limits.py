@@ -63,7 +63,7 @@ def step_within(directory: Path, tmp_path: Path, **changes: Any) -> tuple[Alloca
     slots = min(stream.num_slots, len(stream.layers) - len(stream.residents)) * stream.slot_bytes
     # There is no optimizer; the gradients are among what the step made.
     trained = training_bytes(model.skeleton, model.split.layers_name) - gradients
-    held = model.outside_bytes + trained + inside + slots + tally.peak
+    held = model.outer.nbytes + trained + inside + slots + tally.peak
     outcome = Outcome.of(model.skeleton, loss)
     allocation = model.allocation
     model.close()

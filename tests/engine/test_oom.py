@@ -116,7 +116,9 @@ def device(model: LemaModel, short: Callable[[int, str, int], bool]) -> Iterator
 
     def to_logits(hidden: Tensor, *rest: Any, **options: Any) -> Tensor:
         made = head(hidden, *rest, **options)
-        if split.model.training in split._cut:  # else it is a few tokens, by which the split learns
+        if (
+            split.model.training in split.learned.cuts
+        ):  # else it is a few tokens, by which the split learns
             found.made.append(weakref.ref(made))
             found.ask(TOP, "head", len(hidden))
         return made
@@ -628,7 +630,7 @@ def test_a_model_is_not_said_not_to_stream_where_memory_runs_out(
         split.head = fail(head)
         with pytest.warns(UserWarning, match="ran out before the layers"):
             model.get_trainer().train_step(wide_batch())
-        assert split._mark_absent
+        assert split.learned.mark_absent
 
 
 def test_other_errors_are_not_taken_for_it(checkpoint_of: CheckpointOf, tmp_path: Path) -> None:
@@ -720,7 +722,7 @@ def test_where_processes_share_weights_nothing_is_begun_again(
 ) -> None:
     with opened(checkpoint_of("llama"), tmp_path) as model, device(model, nothing) as failing:
         trainer = model.get_trainer()
-        monkeypatch.setattr(model.memory, "sharded", True)
+        monkeypatch.setattr(type(model.memory), "sharded", True)
         for point in ("forward", "backward"):
             failing.short = at(point, model, slots=1)
             failing.failures.clear()
@@ -804,6 +806,6 @@ def test_a_model_too_large_to_open_ends_with_4_as_well(
     def fail(*_: Any, **__: Any) -> nn.Module:
         raise torch.OutOfMemoryError(FULL)
 
-    monkeypatch.setattr("lema.train.model.load_outside", fail)
+    monkeypatch.setattr("lema.train.opened.outer.load_outside", fail)
     assert lema("train", config_writer(small, tmp_path)()) == 4
     assert "device" in capfd.readouterr().err

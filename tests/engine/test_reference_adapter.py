@@ -168,7 +168,7 @@ def test_compiled_layers_compare_with_the_same_adapter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # torch's own kernels, which make the same bits
-    monkeypatch.setattr("lema.model.compiled.COMPILER", "aot_eager")
+    monkeypatch.setattr("lema.model.layers.compiled.COMPILER", "aot_eager")
     checkpoint = checkpoint_of("llama")
     batch = batch_of(examples(labelled=objective == "kto"))
     adapter = supervised(checkpoint, tmp_path / "supervised")

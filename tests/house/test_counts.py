@@ -11,7 +11,7 @@ from housecounts import Module, counts, grammar_names, import_cycles, writes_fro
 
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
-    "names of the grammar list": 5,
+    "names of the grammar list": 4,
     "of these parameters of public functions": 0,
     "words of the second list in identifiers": 80,
     "writes from outside to attributes of our classes": 86,
@@ -20,7 +20,7 @@ CEILINGS = {
     "files in circles of imports": 0,
     "lines over 100 columns, per thousand": 1,
     "attributes assigned in pairs": 1,
-    "bare Any in signatures": 165,
+    "bare Any in signatures": 161,
     "functions over 60 lines": 26,
 }
 

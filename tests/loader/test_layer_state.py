@@ -360,7 +360,7 @@ def test_experts_in_groups_change_nothing_in_what_a_layer_keeps(
         ) as streamed:
             streamed.adapter.engine.runs_again = again
             found.append([step(streamed, batches) for batches in steps()])
-            assert bool(streamed.split.groups) == (size is not None)
+            assert bool(streamed.memory.groups) == (size is not None)
     assert max(farthest(one, other) for one, other in zip(*found, strict=True)) <= 1e-6
 
 
@@ -377,7 +377,7 @@ def test_what_is_made_of_experts_in_groups_cannot_be_kept(tmp_path: Path) -> Non
 def test_a_compiled_layer_that_keeps_something_runs_uncompiled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("lema.model.compiled.COMPILER", "aot_eager")
+    monkeypatch.setattr("lema.model.layers.compiled.COMPILER", "aot_eager")
     model = keeping(tmp_path / "model", *COUNTER)
     with pytest.warns(UserWarning, match="is not compiled.*: it keeps count from call to call"):
         assert (

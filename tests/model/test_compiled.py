@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3NextConfig
 
 from lema import LemaModel
-from lema.model.compiled import CompiledLayers
-from lema.model.layer_kinds import compare_layers
+from lema.model.layers.compiled import CompiledLayers
+from lema.model.layers.kinds import compare_layers
 from lema_cpu import CpuBackend
 
 CheckpointOf = Callable[..., Checkpoint]
@@ -38,7 +38,7 @@ UNLIKE = (12, 9, 14)
 
 @pytest.fixture(autouse=True)
 def _own_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("lema.model.compiled.COMPILER", "aot_eager")
+    monkeypatch.setattr("lema.model.layers.compiled.COMPILER", "aot_eager")
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -188,7 +188,7 @@ def test_layers_that_draw_are_left_as_they_are(
 def test_an_error_of_the_compiler_is_said_and_nothing_else_changes(
     checkpoint_of: CheckpointOf, recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lema.model.compiled.COMPILER", "no such compiler")
+    monkeypatch.setattr("lema.model.layers.compiled.COMPILER", "no such compiler")
     with said("model.layers.0 is not compiled, like the 11 of its kind: .*no such"):
         step_of_both(checkpoint_of("llama"), micro_batches(2), gradient_checkpointing=recompute)
 
@@ -222,7 +222,7 @@ def test_a_layer_with_a_hook_is_left_as_it_is(checkpoint_of: CheckpointOf) -> No
 def test_kernels_of_its_own_stay_near(
     checkpoint_of: CheckpointOf, recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lema.model.compiled.COMPILER", "inductor")
+    monkeypatch.setattr("lema.model.layers.compiled.COMPILER", "inductor")
     outcomes = []
     for compiled in (False, True):
         with streamed_model(

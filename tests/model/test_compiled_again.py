@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from lema.model.compiled import CACHE
+from lema.model.layers.compiled import CACHE
 
 START = """
 import json, torch
 from torch import nn
 from torch._dynamo.utils import counters
-from lema.model.compiled import CompiledLayers
+from lema.model.layers.compiled import CompiledLayers
 from lema_cpu import CpuBackend
 
 torch.manual_seed(0)

@@ -27,7 +27,7 @@ from transformers.models.qwen4_exp import Qwen4ExpTextConfig
 from lema import LemaConfig, LemaModel
 from lema.errors import ConfigError, NonFiniteError
 from lema.model import row_tables
-from lema.model.compiled import CompiledLayers
+from lema.model.layers.compiled import CompiledLayers
 from lema.plan.blueprint import draw_up
 
 CheckpointOf = Callable[..., Checkpoint]
@@ -123,7 +123,7 @@ def test_tables_in_layers_and_in_shards_are_no_part_of_their_layers(
         found = module(ids)
     config = LemaConfig(str(tmp_path / "published"), device="cpu", embeddings="device")
     with closing(LemaModel(config)) as whole:
-        weights = whole._stored.read(tables)
+        weights = whole.read_stored(tables)
         assert torch.equal(found, weights[tables[1]][ids])
         spared = (
             sum(one.nbytes for one in weights.values())
@@ -262,7 +262,7 @@ def test_what_trains_is_whole(
                 }
             )
             # a page, of another allocation
-            assert abs(draw_up(config).outside_bytes - model.outside_bytes) <= 4096
+            assert abs(draw_up(config).outside_bytes - model.outer.nbytes) <= 4096
             assert model.generate("the miller", max_new_tokens=2)
     assert found[0].keys() == found[1].keys()
     assert all(
@@ -281,7 +281,7 @@ def test_weights_that_train_themselves_are_whole(tmp_path: Path, of_any_size: No
             embeddings(torch.tensor([[3, 1]])), whole_table(directory)[torch.tensor([[3, 1]])]
         )
         planned = draw_up(config, chosen=lambda _: lambda name: "layers" not in name)
-        assert abs(planned.outside_bytes - model.outside_bytes) <= 4096
+        assert abs(planned.outside_bytes - model.outer.nbytes) <= 4096
 
 
 def test_tied_to_the_head_it_is_whole_and_the_plan_says_why(
@@ -301,8 +301,8 @@ def test_the_device_holds_that_much_less_and_the_plan_says_so(tmp_path: Path, pl
     for where in (place, "device"):
         config = settings(model, tmp_path, embeddings=where)
         opened = LemaModel(config)
-        sizes[where] = opened.outside_bytes
-        assert draw_up(config).outside_bytes == opened.outside_bytes
+        sizes[where] = opened.outer.nbytes
+        assert draw_up(config).outside_bytes == opened.outer.nbytes
         if where == place:
             opened.initialize_lora()
             weight = opened.split.tables.nbytes

@@ -306,7 +306,7 @@ def test_attention_shares_beside_experts_whose_way_depends_on_values(tmp_path: P
         model.adapter.loss(micro_batches()).backward()
         groups = [
             {len(group) for group in shared._groups.values()}
-            for shared in model.split._sharing.values()
+            for shared in model.split.attached.sharing.values()
         ]
     assert len(groups) == LAYERS and all(3 in sizes for sizes in groups)
 

@@ -73,8 +73,8 @@ def test_what_images_reach_is_neither_read_nor_planned_for(published: Path) -> N
     layers = sum(
         record.nbytes for name, record in model.records.items() if "language_model.layers" in name
     )
-    assert model.outside_bytes <= whole - layers - tower + 3 * PAGE
-    assert draw_up(settings(published)).outside_bytes == model.outside_bytes
+    assert model.outer.nbytes <= whole - layers - tower + 3 * PAGE
+    assert draw_up(settings(published)).outside_bytes == model.outer.nbytes
     model.close()
 
 

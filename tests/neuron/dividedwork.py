@@ -154,7 +154,7 @@ class Numbers:
 
 def said(model: LemaModel, **options: Any) -> Tensor:
     """The tokens that follow two prompts."""
-    model.__dict__["tokenizer"] = Numbers()
+    model.files.__dict__["tokenizer"] = Numbers()
     texts = model.generate(["5 9 33 17", "40 2"], max_new_tokens=6, **options)
     # a text that has ended is shorter
     rows = [[int(word) for word in text.split()] for text in texts]
@@ -173,8 +173,8 @@ def train(
         replicas = model.backend.replicas
         model.initialize_lora()
         assert model.lora_manager is not None
-        outside = model._reader.bytes_read
-        model.allocation = Allocation(3)  # else every layer stays: `looked_at`
+        outside = model._opened.stored.reader.bytes_read
+        model.spend(Allocation(3))  # else every layer stays: `looked_at`
         rows = {name: one[replicas.rank :: replicas.size] for name, one in batch().items()}
         logits: list[Tensor] = []
         model.adapter.evaluate(split_batch(rows, 2), logits)
@@ -313,7 +313,7 @@ def looked_at(directory: Path, sequence_parallel: bool) -> dict[str, Any]:
                     [*model.skeleton.parameters(), *model.skeleton.buffers(), *micro.values()]
                 )
                 ring = [buffer.memory for buffer in model.memory._ring.buffers]
-                tally.leave_out([*model.memory._resident.values(), *ring])
+                tally.leave_out([*model.memory._resident.slots.values(), *ring])
                 model.adapter.loss([micro] * 3).backward()
             exchanged = tally.exchanged
             sent = list(wire)

@@ -101,11 +101,11 @@ def taken(config: LemaConfig, *, again: bool) -> int:
     with closing(LemaModel(config)) as model:
         model.initialize_lora()
         model.skeleton.train()
-        model.allocation = replace(model.allocation, runs_again=again)
+        model.spend(replace(model.allocation, runs_again=again))
         ids = torch.randint(1, 96, (2, LENGTH), generator=torch.Generator().manual_seed(1))
         batch = {"input_ids": ids, "labels": ids}
         tally = second_step(model, [batch] * 4)
-        assert [*model.split.groups] and model.adapter.engine.runs_again == again
+        assert [*model.memory.groups] and model.adapter.engine.runs_again == again
     return tally.peak
 
 

@@ -366,7 +366,7 @@ def events_recorded() -> Iterator[list[tuple[str, int]]]:
     read = LayerRing._read
 
     def record_lease(self: LayerStream, layer: int) -> Any:
-        if layer not in self._open_leases:
+        if layer not in self._leases.by_layer:
             found.append(("lease", layer))
         return lease(self, layer)
 

@@ -104,7 +104,7 @@ def test_a_real_step_takes_what_was_told(
         waiting = sum(weight.nbytes for weight in streamed.values()) if clipped else 0
         assert needs.host["waiting"] == waiting
         parts = sum(needs.host[part] for part in ("masters", "moments", "waiting"))
-        assert training.master_store.host_bytes == parts + sum(
+        assert training.master_store.memory.host_bytes == parts + sum(
             weight.nbytes for weight in streamed.values()
         )
         count = sum(master.numel() for master in training.masters.values())
@@ -200,9 +200,9 @@ def test_what_host_memory_does_not_hold_is_told_to_be_in_files(tmp_path: Path) -
         needs = told(config)
         with trains(config) as (model, training):
             own = [stored_in(model, name).nbytes for name in training.masters if ".layers." in name]
-            assert 0 < needs.mapped == training.master_store.mapped_bytes
+            assert 0 < needs.mapped == training.master_store.memory.mapped_bytes
             parts = sum(needs.host[part] for part in ("masters", "moments", "waiting"))
-            assert parts + sum(own) == training.master_store.host_bytes < 1.1e6
+            assert parts + sum(own) == training.master_store.memory.host_bytes < 1.1e6
 
 
 def test_a_part_that_trains_is_counted_alone(tmp_path: Path) -> None:

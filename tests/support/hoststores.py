@@ -186,7 +186,7 @@ def taken_bytes(store: DiskStore) -> int:
     """The bytes of the file in which something waits."""
     with store._lock:
         store._poll()
-        return store._extents.taken_bytes
+        return store._space.extents.taken_bytes
 
 
 def used_bytes(pool: HostPool) -> int:

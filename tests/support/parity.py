@@ -99,7 +99,7 @@ def streamed_model(
     try:
         model.initialize_lora()
         model.lora_manager.train()
-        model.allocation = replace(model.allocation, **spent or {})
+        model.spend(replace(model.allocation, **spent or {}))
         yield model
     finally:
         model.close()

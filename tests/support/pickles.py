@@ -30,7 +30,7 @@ ALLOWED: Mapping[tuple[str, str], str] = {
     ("lema/model/split.py", "_logits"): "the same, of later calls",
     ("lema/model/split.py", "call_layer"): "the same, of a layer",
     (
-        "lema/model/compiled.py",
+        "lema/model/layers/compiled.py",
         "_compile",
     ): "torch's own code, which it compiled before, in the user's cache directory",
 }

@@ -152,8 +152,8 @@ def _host_memory_is_shared(model: LemaModel) -> None:
         if layer not in stream.residents | stream.host_cached
     ]
     if not ring and not stream.residents:
-        outside = model._stored.byte_layout(
-            [one for one in model._stored.records if ".layers." not in one]
+        outside = model._opened.stored.byte_layout(
+            [one for one in model._opened.stored.records if ".layers." not in one]
         ).read_bytes
         assert sum(all_read) == kept + replicas.size * outside
 

@@ -2,6 +2,7 @@
 refused.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -315,3 +316,20 @@ def test_too_little_host_memory_is_refused(llama: Path, tmp_path: Path) -> None:
         with pytest.raises(MemoryLimitError, match="of host memory are needed") as caught:
             model.get_trainer()
         assert caught.value.where == "host_memory"
+
+
+def test_what_memory_is_spent_on_is_made_again_whole(llama: Path, tmp_path: Path) -> None:
+    with opened(settings(llama, tmp_path)) as model:
+        split = model.split
+        outer = model.outer
+        before = (model.planner, model.memory, model.adapter)
+        assert before == (model.planner, model.memory, model.adapter)
+        assert model.adapter.stream is model.memory
+        model.spend_anew()
+        after = (model.planner, model.memory, model.adapter)
+        assert all(new is not old for new, old in zip(after, before, strict=True))
+        fewer = replace(model.allocation, slots=2)
+        model.spend(fewer)
+        assert model.allocation == fewer and model.planner is after[0]
+        assert model.memory is not after[1] and model.memory.num_slots == 2
+        assert (model.split, model.outer) == (split, outer)

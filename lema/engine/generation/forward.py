@@ -48,7 +48,7 @@ def leased_forwards(
     it, whatever kind of cache `transformers` made."""
 
     def call(lease: Lease, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if lease.layer in split.groups:
+        if lease.layer in stream.groups:
             return call_in_groups(split, stream, lease, args, kwargs)
         return split.call_layer(lease.layer, lease.weights, args, kwargs)
 

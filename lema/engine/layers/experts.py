@@ -28,9 +28,10 @@ from lema.engine.layers.saving import Saving
 from lema.engine.trained_weights import Leaves
 from lema.model import Split
 from lema.model.capture import tensors_in
-from lema.model.experts import ExpertGroup, ExpertInputs, NarrowedExperts, Routed
+from lema.model.experts import ExpertInputs, NarrowedExperts, Routed
 from lema.model.flow import LayerCall, Suspended
 from lema.stream import LayerStream, Lease
+from lema.stream.schedule import ExpertGroup
 
 __all__ = ["ExpertLayer", "call_in_groups"]
 
@@ -72,7 +73,7 @@ class _Groups:
         """Return the experts' outputs for their inputs from each micro-batch, `[tokens,
         hidden]`.
         """
-        groups = self.split.groups[self.lease.layer]
+        groups = self.stream.groups[self.lease.layer]
         routed = [Routed.of(inputs, groups) for inputs in expert_inputs]
         sums = [routing.sums() for routing in routed]
         for number, group in enumerate(groups):
@@ -93,7 +94,7 @@ class _Groups:
         """Return of each micro-batch the gradients of what the experts were given: hidden states,
         and weights of experts; `gradients` are those of the experts' results. Those of the experts'
         adapters are added to `sums`."""
-        groups = self.split.groups[self.lease.layer]
+        groups = self.stream.groups[self.lease.layer]
         routed = [Routed.of(inputs, groups) for inputs in expert_inputs]
         by_hidden = [routing.sums() for routing in routed]
         by_weights = [torch.zeros_like(routing.inputs[2]) for routing in routed]

@@ -55,7 +55,9 @@ class _StartDown:
 def layers_of(engine: Engine) -> tuple[Layer[Any], ...]:
     """Return the layers of a model, each of its kind."""
     return tuple(
-        ExpertLayer(engine, number) if number in engine.split.groups else WholeLayer(engine, number)
+        ExpertLayer(engine, number)
+        if number in engine.stream.groups
+        else WholeLayer(engine, number)
         for number in range(engine.split.num_layers)
     )
 

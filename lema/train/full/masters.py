@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lema.backend import Download
 from lema.backend.group import sum_gradients
-from lema.backend.hostmemory import anonymous, memory_left
+from lema.backend.hostmemory import memory_left
 from lema.config import LemaConfig
 from lema.config.units import parse_memory
 from lema.engine import StreamedModel
@@ -28,11 +28,9 @@ from lema.errors import ConfigError
 from lema.plan.trainable_bytes import (
     TrainableBytes,
     masters_in_files,
-    outside_bytes,
     trainable_bytes,
-    unmovable_bytes,
 )
-from lema.storage.spillfile import OffloadFile, whole_blocks
+from lema.train.full.memory import MasterBytes, MasterMemory
 
 __all__ = ["MOMENTS", "BackgroundStep", "GradientOffload", "Masters", "settings_of", "step_part"]
 
@@ -49,8 +47,7 @@ class Masters:
             outside.
         by_layer: of each layer that trains, the names, each with that in the layer; `outside` has
             the other names.
-        mapped: the layers in the file, with `mapped_bytes` of the `host_bytes` of all that is here
-            and of what streams.
+        memory: where masters, moments and waiting gradients lie.
 
     Raises `ConfigError` where nothing trains, or a weight that cannot; `MemoryLimitError` where
     `host_memory` does not hold what has to lie in memory, `DiskError` where the disk does not hold
@@ -61,10 +58,6 @@ class Masters:
         self, model: StreamedModel, config: LemaConfig, chosen: Callable[[str], bool]
     ) -> None:
         self._model = model
-        self._clipped = config.max_grad_norm is not None
-        self._shared = model.backend.memory().shared
-        # what is on the device is the host's, too
-        self._in_host = self._shared and model.backend.device.type == "cpu"
         prefix = f"{model.split.layers_name}."
         # of layers' weights: the layer, and the name in it
         self._layer_keys: dict[str, tuple[int, str]] = {}
@@ -93,21 +86,25 @@ class Masters:
         self.weights |= {
             name: stored[layer][key] for name, (layer, key) in self._layer_keys.items()
         }
-        self._layer_bytes = {layer: self._bytes(names) for layer, names in self.by_layer.items()}
-        self._outside_bytes = self._bytes(self.outside)
-        self.host_bytes = sum(self.weights[name].nbytes for name in self._layer_keys)
-        self.mapped_bytes = 0
-        self.mapped = masters_in_files(self._movable(), *self._limits(config))
-        self._file: OffloadFile | None = None
-        # what is left of each layer's memory; None: of what lies outside
-        self._free_buffers: dict[int | None, Tensor] = {}
-        self._allocate_buffers(Path(config.offload_dir or config.output_dir))
+        self._nbytes = MasterBytes(
+            {layer: self._bytes(names) for layer, names in self.by_layer.items()},
+            self._bytes(self.outside),
+            clipped=config.max_grad_norm is not None,
+            # what is on the device is the host's, too
+            in_host=model.backend.memory().shared and model.backend.device.type == "cpu",
+        )
+        self.memory = MasterMemory(
+            self._nbytes.by_layer,
+            masters_in_files(self._nbytes.movable, *self._limits(config)),
+            Path(config.offload_dir or config.output_dir),
+            sum(self.weights[name].nbytes for name in self._layer_keys),
+        )
         self.by_name = {name: self._master(name) for name in order}
         self._moments = {
             name: [self._taken(name, torch.float32).zero_() for _ in MOMENTS] for name in order
         }
         self._waiting: dict[str, Tensor] = {}
-        if self._clipped:
+        if self._nbytes.clipped:
             for layer in self.by_layer:
                 self.waiting(layer)
 
@@ -144,14 +141,13 @@ class Masters:
 
     def close(self) -> None:
         """Release the file; its space is freed when it has no tensors any more."""
-        if self._file is not None:
-            self._file.close()
+        self.memory.close()
 
     def _master(self, name: str) -> nn.Parameter:
         weight = self.weights[name]
         inside = name in self._layer_keys
         # in host memory: it is its own master
-        if weight.dtype == torch.float32 and (inside or self._in_host):
+        if weight.dtype == torch.float32 and (inside or self._nbytes.in_host):
             return nn.Parameter(weight) if inside else self._model.split.model.get_parameter(name)
         return nn.Parameter(self._taken(name, torch.float32).copy_(weight))
 
@@ -160,68 +156,27 @@ class Masters:
             (name, self.weights[name].numel(), self.weights[name].dtype) for name in names
         )
 
-    def _movable(self) -> dict[int, int]:
-        return {
-            layer: layer_bytes.movable(clipped=self._clipped)
-            for layer, layer_bytes in self._layer_bytes.items()
-        }
-
     def _limits(self, config: LemaConfig) -> tuple[int, int]:
         """Return what is in host memory in any case, and the limit."""
         stream = self._model.stream
         host = psutil.virtual_memory()
         streamed = sum(stream.layers[layer].nbytes for layer in stream.host_cached)
-        if self._shared:  # what lies outside the layers, too
+        if self._model.backend.memory().shared:  # what lies outside the layers, too
             streamed += sum(
                 parameter.nbytes
                 for parameter in self._model.split.model.parameters()
                 if not parameter.is_meta
             )
-        there = streamed + unmovable_bytes(
-            self._layer_bytes.values(), self._outside_bytes, shared=self._in_host
-        )
+        there = streamed + self._nbytes.unmovable
         if config.host_memory is not None:
             return there, parse_memory(config.host_memory, host.total)
         left = memory_left()
         return there, streamed + (host.available if left is None else min(host.available, left))
 
-    def _allocate_buffers(self, directory: Path) -> None:
-        outside = outside_bytes(self._outside_bytes, shared=self._in_host)
-        sizes: dict[int | None, int] = {None: outside}
-        sizes.update(self._movable().items())
-        if self.mapped:
-            what = "masters and moments"
-            how = "free some space, set offload_dir, or raise host_memory"
-            self._file = OffloadFile(directory, what, how)
-            starts = {}
-            end = 0
-            for layer in sorted(self.mapped):
-                starts[layer] = end
-                end = end + whole_blocks(sizes[layer])
-            self._file.reserve(end)
-            memory = self._file.mapped()
-            self._free_buffers = {
-                layer: memory[start : start + sizes[layer]] for layer, start in starts.items()
-            }
-        self._free_buffers |= {
-            layer: anonymous(nbytes)
-            for layer, nbytes in sizes.items()
-            if layer not in self._free_buffers
-        }
-
     def _taken(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return the next memory of a layer's room, shaped as a weight."""
-        shape = self.weights[name].shape
+        """Return memory of a layer, shaped as a weight."""
         layer = self._layer_keys[name][0] if name in self._layer_keys else None
-        nbytes = shape.numel() * dtype.itemsize
-        buffer = self._free_buffers[layer]
-        assert len(buffer) >= nbytes, "a layer's room was too small"
-        self._free_buffers[layer] = buffer[nbytes:]
-        if layer in self.mapped:
-            self.mapped_bytes += nbytes
-        else:
-            self.host_bytes += nbytes
-        return buffer[:nbytes].view(dtype).view(shape)
+        return self.memory.take(layer, self.weights[name].shape, dtype)
 
     def _check(self, chosen: Sequence[str]) -> None:
         stream = self._model.stream

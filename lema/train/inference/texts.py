@@ -72,11 +72,26 @@ class TextModel(Protocol):
     """What texts need of a model; `lema.train.model.LemaModel` says what each is."""
 
     config: LemaConfig
-    backend: Backend
-    directory: Path
-    files: ModelFiles
-    skeleton: PreTrainedModel
-    split: Split
+
+    @property
+    def backend(self) -> Backend:
+        """The device."""
+
+    @property
+    def directory(self) -> Path:
+        """The model's directory."""
+
+    @property
+    def files(self) -> ModelFiles:
+        """The files in it."""
+
+    @property
+    def skeleton(self) -> PreTrainedModel:
+        """The model of transformers."""
+
+    @property
+    def split(self) -> Split:
+        """The model in its parts."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -98,7 +113,7 @@ class TextModel(Protocol):
         """Return the head in pieces; None: it is on the device."""
 
     def spend_anew(self) -> None:
-        """Forget the use of memory, so that `allocation` is computed or set again."""
+        """Forget the use of memory, so that `allocation` is computed again, or set by `spend`."""
 
     def spend(self, allocation: Allocation) -> None:
         """Set the use of memory."""

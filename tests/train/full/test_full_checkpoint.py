@@ -77,7 +77,7 @@ def test_a_run_with_masters_in_a_file_goes_on_from_one_without(
         anyway, _ = training.master_store._limits(model.config)
         masters = training.masters
     with opened(checkpoint, host_memory=anyway, offload_dir=str(tmp_path)) as (_, resumed):
-        taken = resumed.master_store.host_bytes, resumed.master_store.mapped_bytes
+        taken = resumed.master_store.memory.host_bytes, resumed.master_store.memory.mapped_bytes
         places = [
             one.data_ptr() for state in resumed.optimizer.state.values() for one in state.values()
         ]
@@ -85,9 +85,9 @@ def test_a_run_with_masters_in_a_file_goes_on_from_one_without(
         assert places == [
             one.data_ptr() for state in resumed.optimizer.state.values() for one in state.values()
         ]
-        assert resumed.master_store.mapped and taken == (
-            resumed.master_store.host_bytes,
-            resumed.master_store.mapped_bytes,
+        assert resumed.master_store.memory.mapped and taken == (
+            resumed.master_store.memory.host_bytes,
+            resumed.master_store.memory.mapped_bytes,
         )
         assert resumed.accumulate(micro_batches(2)).loss == expected
         assert all(torch.equal(resumed.masters[name], master) for name, master in masters.items())

@@ -13,6 +13,7 @@ from tiny import NUM_LAYERS, Checkpoint, micro_batches
 from torch import Tensor
 
 import lema.train.full.masters
+import lema.train.full.memory
 from lema.backend import Backend
 from lema.backend.hostmemory import anonymous
 from lema.errors import DiskError, MemoryLimitError
@@ -79,7 +80,10 @@ def test_a_file_holds_what_the_limit_does_not(
     checkpoint = checkpoint_of("llama", False, 0.0, dtype)
     settings = {"max_grad_norm": clipped, "learning_rate": 1e-3, "offload_dir": str(tmp_path)}
     with opened(checkpoint, selection, backend(), **settings) as (model, training):
-        assert training.master_store.mapped_bytes == 0 and not training.master_store.mapped
+        assert (
+            training.master_store.memory.mapped_bytes == 0
+            and not training.master_store.memory.mapped
+        )
         expected = trained(training)
         kind = getattr(torch, dtype)
         layers = {
@@ -87,7 +91,7 @@ def test_a_file_holds_what_the_limit_does_not(
         }
         whole = {layer: one.movable(clipped=clipped is not None) for layer, one in layers.items()}
         in_layers = sum(one.nbytes + whole[layer] for layer, one in layers.items())
-        outside = training.master_store.host_bytes - in_layers
+        outside = training.master_store.memory.host_bytes - in_layers
         assert (
             0
             <= outside
@@ -105,25 +109,29 @@ def test_a_file_holds_what_the_limit_does_not(
         taken.append(nbytes)
         return anonymous(nbytes)
 
-    monkeypatch.setattr(lema.train.full.masters, "anonymous", counted)
+    monkeypatch.setattr(lema.train.full.memory, "anonymous", counted)
     with opened(checkpoint, selection, backend(), host_memory=limit, **settings) as (
         model,
         training,
     ):
-        assert training.master_store.mapped == set(go)
-        assert training.master_store.mapped_bytes == sum(whole[layer] for layer in go)
+        assert training.master_store.memory.mapped == set(go)
+        assert training.master_store.memory.mapped_bytes == sum(whole[layer] for layer in go)
         assert (
-            training.master_store.host_bytes
-            == in_layers + outside - training.master_store.mapped_bytes
+            training.master_store.memory.host_bytes
+            == in_layers + outside - training.master_store.memory.mapped_bytes
         )
         streams = sum(model.memory.layers[layer].nbytes for layer in model.memory.host_cached)
         assert sum(taken) + streams <= limit
-        before = training.master_store.host_bytes, training.master_store.mapped_bytes, list(taken)
+        before = (
+            training.master_store.memory.host_bytes,
+            training.master_store.memory.mapped_bytes,
+            list(taken),
+        )
         assert mapped_here(tmp_path) and not list(tmp_path.iterdir()), "the file has a name"
         found = trained(training)
         assert before == (
-            training.master_store.host_bytes,
-            training.master_store.mapped_bytes,
+            training.master_store.memory.host_bytes,
+            training.master_store.memory.mapped_bytes,
             taken,
         ), "a step took more"
         assert all(
@@ -150,7 +158,7 @@ def test_a_limit_that_does_not_hold_what_streams_is_refused(
     with refused, opened(checkpoint, host_memory=anyway - 1):
         pass
     with opened(checkpoint, host_memory=anyway) as (_, training):
-        assert training.master_store.mapped == set(range(NUM_LAYERS))
+        assert training.master_store.memory.mapped == set(range(NUM_LAYERS))
 
 
 def test_free_space_is_looked_at_first(
@@ -180,7 +188,7 @@ def test_without_a_limit_it_is_what_is_free(
     checkpoint = checkpoint_of("llama", False, 0.0, "bfloat16")
     if free is None:
         with opened(checkpoint) as (_, training):
-            assert not training.master_store.mapped
+            assert not training.master_store.memory.mapped
     else:
         with pytest.raises(MemoryLimitError), opened(checkpoint, offload_dir=str(tmp_path)):
             pass

@@ -13,7 +13,7 @@ from tiny import VOCABULARY, Checkpoint
 import lema.model.files
 import lema.plan.blueprint
 import lema.plan.machine
-import lema.train.model
+import lema.train.opened.model
 import lema.train.phases.run
 from lema.cli.app import app
 from lema.cli.exitcodes import run
@@ -369,9 +369,9 @@ def test_a_run_opens_its_device_and_its_model_once(
 
         monkeypatch.setattr(module, name, counted)
 
-    for module in (lema.train.phases.run, lema.train.model, lema.plan.machine):
+    for module in (lema.train.phases.run, lema.train.opened.model, lema.plan.machine):
         count(module, "open_backend")
-    for module in (lema.train.model, lema.plan.blueprint):
+    for module in (lema.train.opened.model, lema.plan.blueprint):
         count(module, "meta_model")
     # of the model given, and of the one that the first phase leaves
     count(lema.model.files, "read_config")

@@ -22,6 +22,7 @@ import types
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from torch.utils._pytree import tree_map_only
 from lema.backend import Backend
 from lema.errors import DiskError, LemaError
 from lema.model.capture import replaced, tensors_in
-from lema.model.layer_kinds import Attribute, compare_layers
+from lema.model.layers.kinds import Attribute, compare_layers
 from lema.model.state.snapshot import rehearsed
 from lema.model.weight_names import adapted_by_parameter, restored_parameters
 from lema.storage.diskspace import make_private, user_cache
@@ -56,6 +57,67 @@ class _NotCompiled(Exception):
     """The reason why a layer runs uncompiled."""
 
 
+@dataclass(frozen=True)
+class _Template:
+    """The first layer of a kind, through whose compiled forward all layers of the kind go."""
+
+    module: nn.Module
+    index: int  # of that layer
+    adapted: Sequence[nn.Module]  # those in it of which a parameter is adapted by itself
+    forward: Callable[..., Any]  # its own, compiled
+    tried: set[Any] = field(default_factory=set)  # what calls were tried with
+
+
+class _Member:
+    """One layer, as it is put into the template of its kind.
+
+    Args:
+        layer: the layer.
+        template: the first layer of its kind.
+        labels: attributes in which layers of one kind differ.
+
+    Attributes:
+        modules: those in the layer, itself among them.
+        labels: the attributes that say which layer it is.
+    """
+
+    def __init__(
+        self, layer: nn.Module, template: nn.Module, labels: Collection[Attribute]
+    ) -> None:
+        self.modules = list(layer.modules())
+        self._hooks = [
+            getattr(part, hook_attribute) for part in self.modules for hook_attribute in HOOKS
+        ]
+        # Where the layer keeps its own tensors: their names, and the object and key under which
+        # they are stored.
+        self._tensors = [
+            (f"{path}.{key}" if path else key, registry, key)
+            for path, part in layer.named_modules()
+            for registry in (part._parameters, part._buffers)
+            for key, tensor in registry.items()
+            if tensor is not None and not tensor.is_meta
+        ]
+        self.labels = list(_labels(layer, template, labels))
+
+    @property
+    def hooked(self) -> bool:
+        """Whether a module has a hook."""
+        return any(self._hooks)
+
+    @property
+    def modes(self) -> list[bool]:
+        """Which of its modules train."""
+        return [module.training for module in self.modules]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return its own tensors, by name."""
+        return {
+            name: tensor
+            for name, registry, key in self._tensors
+            if (tensor := registry[key]) is not None
+        }
+
+
 class CompiledLayers:
     """The layers of one model, each called through the compiled template of its kind. `layers`: the
     model's decoder layers, adapters attached. Make another after changing one. `compilations`: how
@@ -67,34 +129,22 @@ class CompiledLayers:
         self._name = name
         self._backend = backend
         self.kinds, labels = compare_layers(layers, name)
-        self._firsts = [self.kinds.index(kind) for kind in range(max(self.kinds) + 1)]
         self.compilations = 0
         self._runs = 0  # of compiled graphs
-        self._templates = [layers[first] for first in self._firsts]
-        self._adapted = [adapted_by_parameter(template) for template in self._templates]
-        self._forwards = [_separate(template, self._compile) for template in self._templates]
-        self._modules = [list(layer.modules()) for layer in layers]
-        self._hooks = [
-            [getattr(part, hook_attribute) for part in parts for hook_attribute in HOOKS]
-            for parts in self._modules
+        firsts = [self.kinds.index(kind) for kind in range(max(self.kinds) + 1)]
+        self._templates = [
+            _Template(
+                layers[first],
+                first,
+                adapted_by_parameter(layers[first]),
+                _separate(layers[first], self._compile),
+            )
+            for first in firsts
         ]
-        # Where each layer keeps its own tensors: their names, and the object and key under which
-        # they are stored.
-        self._layer_tensors = [
-            [
-                (f"{path}.{key}" if path else key, registry, key)
-                for path, part in layer.named_modules()
-                for registry in (part._parameters, part._buffers)
-                for key, tensor in registry.items()
-                if tensor is not None and not tensor.is_meta
-            ]
-            for layer in layers
-        ]
-        self._labels = [
-            list(_labels(layer, layers[self._firsts[kind]], labels))
+        self._members = [
+            _Member(layer, layers[firsts[kind]], labels)
             for layer, kind in zip(layers, self.kinds, strict=True)
         ]
-        self._tried: dict[int, set[Any]] = {kind: set() for kind in range(len(self._templates))}
         self._refused: dict[tuple[int, bool], str] = {}  # by kind, and whether it trains
         self._warned: set[Any] = set()
 
@@ -115,20 +165,17 @@ class CompiledLayers:
             return NotImplemented
         kind = self.kinds[index]
         training = self._layers[index].training
-        all_tensors = {
-            name: tensor
-            for name, registry, key in self._layer_tensors[index]
-            if (tensor := registry[key]) is not None
-        } | dict(tensors)
+        all_tensors = self._members[index].tensors() | dict(tensors)
         seen = (_signature((args, kwargs)), torch.is_grad_enabled(), training)
-        if seen not in self._tried[kind]:
+        tried = self._templates[kind].tried
+        if seen not in tried:
             try:
                 self._try(index, all_tensors, args, kwargs)
             except _NotCompiled as error:
                 self._refused[kind, training] = str(error)
                 self.compiles(index)  # asked because that warns of the refusal
                 return NotImplemented
-            self._tried[kind].add(seen)
+            tried.add(seen)
         runs = self._runs
         out = self._run(index, all_tensors, args, kwargs)
         if self._runs == runs:
@@ -139,15 +186,15 @@ class CompiledLayers:
 
     def _unfit(self, index: int) -> str | None:
         """Return why a layer is not called compiled."""
-        layer = self._modules[index]
-        first = self._modules[self._firsts[self.kinds[index]]]
-        if any(self._hooks[index]):
+        layer = self._members[index]
+        first = self._members[self._templates[self.kinds[index]].index]
+        if layer.hooked:
             return "a module in it has a hook"
-        if any("forward" in vars(part) for part in layer[1:]):
+        if any("forward" in vars(part) for part in layer.modules[1:]):
             return "the rows of an embedding in it are read one by one"
-        if any(self._hooks[self._firsts[self.kinds[index]]]):
+        if first.hooked:
             return "a module of the compiled layer has a hook"
-        if [part.training for part in layer] != [part.training for part in first]:
+        if layer.modes != first.modes:
             return (
                 "some of its modules are in training mode and some are not, unlike the "
                 "compiled layer"
@@ -181,7 +228,7 @@ class CompiledLayers:
         changed_names: set[str] = set()
         hooks = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
         try:
-            with hooks, rehearsed(self._templates[self.kinds[index]].modules()) as before:
+            with hooks, rehearsed(self._templates[self.kinds[index]].module.modules()) as before:
                 out = self._run(index, tensors, args, kwargs)
                 changed_names = {name for names in before.changed().values() for name in names}
                 outputs = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
@@ -225,15 +272,14 @@ class CompiledLayers:
     def _run(
         self, index: int, tensors: Mapping[str, Tensor], args: Args, kwargs: Kwargs
     ) -> LayerOutput:
-        kind = self.kinds[index]
-        template = self._templates[kind]
+        template = self._templates[self.kinds[index]]
         # The tensors are put into the template before what is compiled begins. There, it would be
         # looked at whether they are its own, and a graph made for each answer.
-        forward = replaced({template: self._forwards[kind]})
-        parameters = restored_parameters(self._adapted[kind])
-        with forward, parameters, _labelled(self._labels[index]):
+        forward = replaced({template.module: template.forward})
+        parameters = restored_parameters(template.adapted)
+        with forward, parameters, _labelled(self._members[index].labels):
             output: LayerOutput = torch.func.functional_call(
-                template, dict(tensors), args, kwargs, tie_weights=False
+                template.module, dict(tensors), args, kwargs, tie_weights=False
             )
             return output
 

@@ -1,0 +1,1 @@
+"""A model that is open: made once from its files, and as often as memory is spent anew."""

@@ -1,0 +1,103 @@
+"""The weights outside the decoder layers: loaded, looked up row by row, or leased in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from transformers import PreTrainedModel
+
+from lema.backend import Backend
+from lema.config import LemaConfig
+from lema.engine.head.cut import HeadCut, open_embed_head
+from lema.model import Split
+from lema.model.outer_weights import StoredTensors, load_outside
+from lema.model.partition import local_records
+from lema.model.row_tables import RowTables
+
+__all__ = ["OuterWeights"]
+
+
+class OuterWeights:
+    """The weights of a model outside its decoder layers, loaded but for what need not be.
+
+    Embeddings may be looked up row by row, and the head may be leased in pieces after the layers,
+    until a change of the model needs them whole. Processes that hold a model together divide both.
+
+    Args:
+        skeleton: the model, without adapters, its parameters on `meta`.
+        stored: where its weights are.
+        config: the settings of embeddings and head.
+        backend: the device.
+        layers_name: what the decoder layers are called in the model.
+
+    Attributes:
+        head: the head, as long as it may be leased in pieces.
+        tables: the embeddings that are looked up row by row.
+        nbytes: bytes of what is loaded, on the device.
+        divided: whether the processes that hold the model together have divided it.
+
+    Raises:
+        ConfigError: the settings ask for rows or pieces that cannot be.
+    """
+
+    def __init__(
+        self,
+        skeleton: PreTrainedModel,
+        stored: StoredTensors,
+        config: LemaConfig,
+        backend: Backend,
+        layers_name: str,
+    ) -> None:
+        self._skeleton = skeleton
+        self._stored = stored
+        self._backend = backend
+        self.head: HeadCut
+        self.tables: RowTables
+        self.head, self.tables = open_embed_head(skeleton, stored, config, backend.parallel)
+        unloaded = self.tables.names | self.head.names
+        self.nbytes = load_outside(skeleton, stored, layers_name, unloaded)
+        self.divided = False
+
+    def keep_whole(self, chosen: Callable[[str], bool], head: str | None = None) -> None:
+        """Keep embeddings whole whose rows would be read one by one, and a head that would be in
+        pieces.
+
+        Args:
+            chosen: is called with the names of the embeddings' weights, and returns whether to keep
+                one.
+            head: why the head is kept; None: it is kept if `chosen` accepts its weights.
+
+        Raises:
+            ConfigError: the settings require rows or pieces.
+        """
+        if head is None and any(map(chosen, self.head.names)):
+            head = "its weight has an adapter, or trains"
+        if head is not None:
+            self.keep_head(head)
+        if names := [name for name in self.tables.names if chosen(name)]:
+            self.nbytes += self.tables.keep_whole(names)
+
+    def keep_head(self, why: str = "") -> None:
+        """Load the head whole if it is not; `ConfigError`: the settings require pieces, and `why`
+        says why that cannot be.
+        """
+        self.nbytes += self.head.keep_whole(self.tables, why)
+
+    def divide(self, split: Split) -> None:
+        """Divide the model, adapters attached or not, among the processes that hold it together;
+        once.
+        """
+        parallel = self._backend.parallel
+        if parallel.size > 1 and not self.divided:
+            words = self.head.handed_over() | self.tables.handed_over()
+            parallel.shard(self._skeleton, words)
+            shard_records = local_records(self._skeleton, self._stored.records, parallel)
+            self.nbytes += load_outside(
+                self._skeleton,
+                replace(self._stored, records=shard_records),
+                split.layers_name,
+                shard_records.keys() - words,
+            )
+            split.adapters_changed()
+        self.divided = True
