@@ -138,18 +138,20 @@ class ReferenceRows:
         """Note that the rows that train come to a layer, with these hidden states: from a certain
         one on the others differ from them.
         """
-        rows_of_all = self.all
-        layers = self.engine.split.state.layers
-        if rows_of_all and layers.keeps(number):
-            raise layers.refusal(number, "and the rows of a reference would change it")
         if number == self.first_difference:
-            for rows in rows_of_all:
+            for rows in self.all:
                 if rows.hidden is None:
                     rows.put(list(hidden if rows.source is None else rows.source.states))
 
     def run(self, layer: Layer[Any], lease: Lease) -> None:
-        """Take the rows through a layer that is on lease, from where they differ on."""
-        for rows in self.all:
+        """Take the rows through a layer that is on lease, and through which those that train have
+        gone, from where they differ on.
+        """
+        rows_of_all = self.all
+        layers = self.engine.split.state.layers
+        if rows_of_all and layers.keeps(layer.number):
+            raise layers.refusal(layer.number, "and the rows of a reference would change it")
+        for rows in rows_of_all:
             if rows.hidden is not None:
                 layer.run(lease, rows)
 

@@ -66,7 +66,7 @@ MUTANTS = (
         WHOLE,
         "for index, saved_graph in enumerate(saved.graphs):",
         "for index, saved_graph in reversed([*enumerate(saved.graphs)]):",
-        SEEN_BY.passes,
+        "tests/train/hf/test_autograd_ways.py -k one_after_the_other",
     ),
     Mutant(
         "leaves keep the slot of the forward",
