@@ -111,10 +111,10 @@ MUTANTS = (
         "tests/engine/test_stack.py -k 'a_step_is_that and checkpointing'",
     ),
     Mutant(
-        "the second run skips products one tensor too early",
+        "the second run skips products two tensors too early",
         RECOMPUTE,
         "if count == self._saved:",
-        "if count == self._saved - 1:",
+        "if count == self._saved - 2:",
         SEEN_BY.recompute,
     ),
     Mutant(
