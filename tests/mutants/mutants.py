@@ -153,11 +153,11 @@ MUTANTS = (
         "tests/train/hf/test_autograd_ways.py -k differentiated_again",
     ),
     Mutant(
-        "gradients of routers are not scaled with those of hidden states",
-        PASS,
-        "number: [[_scaled(gradient, factor) for gradient in row] for row in rows]",
-        "number: rows",
-        "tests/engine/test_routers.py",
+        "the loss of routers is a sum over micro-batches",
+        "lema/engine/head/routers.py",
+        "return self._coefficient * loss / len(self._masks) * self._weight",
+        "return self._coefficient * loss * self._weight",
+        SEEN_BY.routers,
     ),
     Mutant(
         "the gradient of the pass's outputs is held until its end",
