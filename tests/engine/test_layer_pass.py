@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from parity import draw_b, streamed_model
+from parity import Outcome, assert_same, draw_b, streamed_model
 from tiny import NUM_LAYERS, Checkpoint, micro_batches
 from torch import Tensor
 
@@ -118,3 +118,30 @@ def test_nothing_of_a_step_is_left_behind(checkpoint_of: CheckpointOf) -> None:
             called.zero_grad()
             del out
             assert node() is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"lora_modules_to_save": ["lm_head"]}, {"lora_modules_to_save": ["embed_tokens"]}],
+    ids=str,
+)
+def test_a_loss_may_be_multiplied_after_it_was_formed(
+    checkpoint_of: CheckpointOf, settings: dict[str, Any]
+) -> None:
+    """Gradients are formed with the loss, and know the factor from the backward alone. By a power
+    of two no bit of a mantissa changes.
+    """
+    batches = micro_batches(3, padding=True)
+    outcomes = []
+    with streamed_model(checkpoint_of("llama"), gradient_checkpointing=True, **settings) as model:
+        draw_b(model.lora_manager)
+        for factor in (1.0, 0.25):
+            loss = model.adapter.loss(batches)
+            (loss * factor).backward()
+            outcomes.append(Outcome.of(model.lora_manager, loss))
+    first, scaled = outcomes
+    expected = {
+        name: None if gradient is None else gradient * 0.25
+        for name, gradient in first.gradients.items()
+    }
+    assert_same(scaled, Outcome(first.loss, expected, scaled.generator))

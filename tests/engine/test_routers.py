@@ -105,6 +105,26 @@ def test_a_step_is_that_of_the_whole_model(
             assert_same(Outcome(expected.loss, found.gradients, found.generator), expected)
 
 
+def test_a_loss_may_be_multiplied_after_it_was_formed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a power of two, so that no bit of a mantissa changes."""
+    written = checkpoint("mixtral", tmp_path, monkeypatch)
+    batches = micro_batches(3, padding=True)
+    settings = {"lora_target_modules": sorted(TARGETS), "router_aux_loss_coef": COEFFICIENT}
+    outcomes = []
+    with streamed_model(written, gradient_checkpointing=True, **settings) as model:
+        model.get_trainer()
+        draw_b(model.lora_manager)
+        for factor in (1.0, 0.25):
+            loss = model.adapter.loss(batches)
+            (loss * factor).backward()
+            outcomes.append(Outcome.of(model.lora_manager, loss))
+    first, scaled = outcomes
+    expected = {name: gradient * 0.25 for name, gradient in first.gradients.items()}
+    assert_same(scaled, Outcome(first.loss, expected, scaled.generator))
+
+
 def test_one_batch_of_a_model_that_asks_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ class _Tests:
     dropout: str = "tests/engine/test_parity_trained.py -k dropout_is_drawn"
     trained: str = "tests/engine/test_trained_weights.py -k gradients_of_weights_are_those"
     passes: str = "tests/engine/test_parity_steps.py -k unlike_numbers_of_tokens"
-    scaled: str = "tests/engine/test_parity_steps.py -k gradient_scaler"
+    scaled: str = "tests/engine/test_layer_pass.py -k multiplied"
     ends: str = "tests/engine/test_parity_trained.py -k 'beside_the_matrices or train_as_one'"
     asked: str = "tests/train/hf/test_autograd_ways.py -k 'asked_for or differentiated_again'"
     objectives: str = "tests/engine/test_objectives.py -k loss_and_gradients_are_those"
@@ -153,11 +153,11 @@ MUTANTS = (
         "tests/train/hf/test_autograd_ways.py -k differentiated_again",
     ),
     Mutant(
-        "the loss of routers is a sum over micro-batches",
-        "lema/engine/head/routers.py",
-        "return self._coefficient * loss / len(self._masks) * self._weight",
-        "return self._coefficient * loss * self._weight",
-        SEEN_BY.routers,
+        "gradients of routers are not multiplied with those of hidden states",
+        PASS,
+        "number: [[_scaled(gradient, factor) for gradient in row] for row in rows]",
+        "number: rows",
+        "tests/engine/test_routers.py -k multiplied",
     ),
     Mutant(
         "the gradient of the pass's outputs is held until its end",
@@ -192,7 +192,7 @@ MUTANTS = (
         HEAD,
         "list(sums), [gradient * factor for gradient in sums.values()]",
         "list(sums), [*sums.values()]",
-        "tests/engine/test_parity_steps.py tests/engine/test_parity_trained.py",
+        SEEN_BY.scaled,
     ),
     Mutant(
         "an embedding that is the head as well gets two additions",
@@ -209,10 +209,10 @@ MUTANTS = (
         SEEN_BY.groups,
     ),
     Mutant(
-        "what follows the experts draws other numbers",
+        "hidden states of a group get no gradient",
         EXPERTS,
-        "    engine.backend.set_rng_state(half.drawn)\n",
-        "",
+        "routing.add(states, number, tokens, formed[0])",
+        "pass",
         SEEN_BY.groups,
     ),
     Mutant(

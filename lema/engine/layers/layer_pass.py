@@ -289,7 +289,7 @@ class _UpAndDown(torch.autograd.Function):
         layer_pass: LayerPass,
         anchor: Tensor,  # noqa: ARG004 - autograd looks at it
         *inputs: Tensor,  # noqa: ARG004 - the rows have them
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, ...]:
         ctx.layer_pass = layer_pass
         ctx.freed = False
         return layer_pass.walk_up(ctx.needs_input_grad[2:])
