@@ -1,10 +1,10 @@
-"""Experts, as a plan has them: whether groups of them may be leased, what these take, which sizes
-are tried, and what is told of a model's experts."""
+"""Experts, as a plan has them: what waits where groups of them are leased, and what is told of a
+model's experts."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,10 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lema.backend import Backend, load
-from lema.backend.registry import has_addresses
-from lema.config import LemaConfig
-from lema.errors import ConfigError
+from lema.backend import load
 from lema.model import Split
 from lema.model.capture import replaced
 from lema.model.experts import ExpertGroup
@@ -37,15 +34,10 @@ __all__ = [
     "ExpertSummary",
     "Waiting",
     "active_experts",
-    "expert_cuts",
     "expert_summary",
     "waiting_of",
     "with_waiting",
 ]
-
-SETTING = "experts_per_slot"
-# groups of a layer: rather than use more, run the part before the experts again, so that less waits
-FEW = 8
 
 
 @dataclass(frozen=True)
@@ -56,60 +48,6 @@ class Waiting:
     states: int  # of hidden states and the like, which wait in any case
     working: int  # alive at once, while one micro-batch is worked on
     head: int  # alive while the head is computed, if it is the top layer
-
-
-def expert_cuts(
-    blueprint: Blueprint, config: LemaConfig, backend: Backend | None
-) -> Iterator[Blueprint]:
-    """Yield the blueprint with whole layers, then, where the settings leave it open, with groups of
-    a layer's experts, the largest first; or with those that are asked for. What comes before the
-    experts is run twice where it would take too much while it waits.
-
-    Args:
-        blueprint: the model, its layers whole.
-        config: the settings of the run.
-        backend: that the model is open on; None: it is not open.
-
-    Yields:
-        The blueprints, the first itself if layers may be whole.
-
-    Raises:
-        ConfigError: something else does not go with the groups that are asked for.
-    """
-    asked = config.experts_per_slot
-    cut = blueprint.cut_experts
-    if asked is None or (asked == "auto" and config.device_memory is None) or cut is None:
-        yield blueprint
-        return
-    most = _most_experts(blueprint)
-    why = _why_not_grouped(blueprint, config, backend)
-    sizes = (
-        [asked]
-        if isinstance(asked, int)
-        else [most >> halved for halved in range(1, most.bit_length())]
-    )
-    candidates = [(size, False) for size in sizes if asked != "auto" or size * FEW >= most]
-    candidates += [(size, True) for size in sizes]
-    if asked == "auto":
-        yield blueprint
-    elif why:
-        raise ConfigError(
-            f"experts cannot be leased in groups: {why}", where=SETTING, how="set it to null"
-        )
-    for size, again in candidates if not why else ():
-        try:
-            parts = cut(size)
-        except ConfigError:
-            if asked == "auto":
-                return
-            raise
-        yield replace(blueprint, parts=parts, experts=size, runs_again=again)
-
-
-def _most_experts(blueprint: Blueprint) -> int:
-    """Return how many stacked experts a layer has, at most."""
-    layer_experts = map(blueprint.split.experts_of, range(blueprint.split.num_layers))
-    return max((experts.count for experts in layer_experts if experts is not None), default=0)
 
 
 def with_waiting(drawn: Blueprint, batch: MicroBatch, work: Workload) -> Workload:
@@ -134,30 +72,6 @@ def with_waiting(drawn: Blueprint, batch: MicroBatch, work: Workload) -> Workloa
         default=0,
     )
     return replace(work, works=tuple(works), waiting_bytes=waiting_bytes)
-
-
-def _why_not_grouped(blueprint: Blueprint, config: LemaConfig, backend: Backend | None) -> str:
-    keeps_graphs = config.offloading_tier is not None
-    model_class = type(blueprint.model).__name__
-    without_experts = f"a {model_class} has no stacked experts, once in a layer"
-    other_rows = f"objective: {config.objective} has other rows than those that train"
-    lacks_addresses = backend is not None and not has_addresses(backend.device)
-    reasons = {
-        "torch_compile compiles whole layers": config.torch_compile,
-        "shard_weights gathers whole layers": config.shard_weights,
-        "gradient_checkpointing: false keeps the graphs of whole layers": (
-            config.gradient_checkpointing is False
-        ),
-        "activation_offloading keeps the graphs of whole layers": (
-            keeps_graphs and config.activation_offloading != "hidden_states"
-        ),
-        other_rows: config.objective != "sft",
-        without_experts: not _most_experts(blueprint),
-        "several processes hold the model together": blueprint.parallel.size > 1,
-        "weights of the layers train": blueprint.trained is not None,
-        "this device compiles every size of what it runs": lacks_addresses,
-    }
-    return next((what for what, applies in reasons.items() if applies), "")
 
 
 def waiting_of(blueprint: Blueprint, batch: MicroBatch) -> dict[int, Waiting]:

@@ -51,10 +51,14 @@ LARGE = (
 FEW = 1  # of the large models
 EVERY = 40  # of the types one has plans of every kind
 SMALL_SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("4090", {"device_memory": "400KB"}),
+    ("4090", {"device_memory": "1MB"}),
     ("4090", {"device_memory": "auto", "gradient_checkpointing": "auto"}),
     ("cpu", {"device_memory": None, "gradient_checkpointing": False}),
-    ("4090", {"device_memory": "400KB", "experts_per_slot": 2, "lora_target_parameters": []}),
+    (
+        "4090",
+        {"device_memory": "650KB", "experts_per_slot": "auto", "lora_target_parameters": []},
+    ),
+    ("4090", {"device_memory": "600KB"}),
 )
 LARGE_SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("4090", {"device_memory": "auto"}),
@@ -88,7 +92,7 @@ def snapshots(scratch: Path, *, few: bool = False) -> Iterator[tuple[str, object
         for name, settings in SMALL_SETTINGS if all_settings else (one,):
             yield f"{kind} {name} {settings}", _plan(directory, SHAPE | settings, profile(name))
         if all_settings:
-            limits = SHAPE | {"device_memory": "600KB"}
+            limits = SHAPE | {"device_memory": "1200KB"}
             yield from _other_plans(kind, directory, limits, "4090")
     for model in LARGE[: FEW if few else None]:
         checkpoint = named(model)
