@@ -11,7 +11,8 @@ from lema.engine.head.loss import CHUNK_TOKENS
 from lema.engine.oom import Shortage
 from lema.errors import LemaError
 from lema.plan.choice import choice_of, cut
-from lema.plan.cost import Allocation, Demand, Tier, device_parts
+from lema.plan.cost import Allocation, Demand, Tier
+from lema.plan.memory import device_parts
 from lema.plan.needs import Planner
 from lema.plan.step import StepShape, micro_batch_of
 from lema.plan.workload import MicroBatch

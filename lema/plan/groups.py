@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lema.backend import load
+from lema.engine.layers.experts import waiting_bytes
 from lema.model import Split
 from lema.model.capture import replaced
 from lema.model.experts import ExpertGroup
@@ -109,15 +110,8 @@ def waiting_of(blueprint: Blueprint, batch: MicroBatch) -> dict[int, Waiting]:
                     half.resume(torch.zeros_like(half.expert_inputs[0]).requires_grad_().clone())
             with replaced({experts.module: lambda hidden, *_: torch.zeros_like(hidden)}):
                 work = layer_work(split, index, layers[index], call, states[index : index + 2], ())
-            hidden, chosen, factors = expert_inputs = [
-                tensor.detach() for tensor in half.expert_inputs
-            ]
-            wide = hidden.numel() * torch.promote_types(hidden.dtype, torch.float32).itemsize
-            # Its input, what experts are given, the gradient of what they make, sums, and where a
-            # backward looks at it what they make; of the pairs of a token and an expert their
-            # order, and gradients of the weights.
-            waits = states[index].nbytes + (2 + bool(observed)) * hidden.nbytes + wide
-            waits += 2 * (chosen.nbytes + factors.nbytes)
+            expert_inputs = [tensor.detach() for tensor in half.expert_inputs]
+            waits = waiting_bytes(states[index], expert_inputs, reads_values=bool(observed))
             # What the steps behind the experts compute with waits with the graph, which need not
             # save it.
             operand_bytes = {
@@ -129,7 +123,7 @@ def waiting_of(blueprint: Blueprint, batch: MicroBatch) -> dict[int, Waiting]:
             )
             group = _group_bytes(split, index, parts, call.autocast, expert_inputs)
             # of what is computed of the experts' result, before the head
-            head_bytes = 4 * hidden.nbytes
+            head_bytes = 4 * expert_inputs[0].nbytes
             waiting_by_kind[kinds[index]] = Waiting(
                 saved_bytes, waits, max(work.working_bytes, group), head_bytes
             )

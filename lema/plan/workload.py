@@ -504,8 +504,7 @@ def _pieces_work(
             [leaf, *split.model.parameters(), *split.model.buffers(), *tensors_in(stream.weights)]
         )
         head_inputs = pieced.inputs(leaf)
-        # with its gradient
-        waiting_bytes = head_inputs.numel() * (head_inputs.element_size() + torch.float32.itemsize)
+        waiting_bytes = pieced.waiting_bytes(head_inputs)
         del head_inputs
         piece_passes(pieced, stream.lease, chunks, [leaf], differentiate=True)
     return HeadWork(0, tally.peak, Exchange(), waiting_bytes)

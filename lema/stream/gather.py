@@ -22,7 +22,7 @@ from lema.backend.trace import NO_TRACE, NoTrace
 from lema.stream.lease import NAN_BYTE
 from lema.stream.ring import StreamCounters
 
-__all__ = ["NUM_BUFFERS", "GatheredBuffers"]
+__all__ = ["NUM_BUFFERS", "GatheredBuffers", "gathered_bytes"]
 
 NUM_BUFFERS = 2  # one on lease, one being filled
 
@@ -194,3 +194,13 @@ class GatheredBuffers:
 
     def _there(self) -> list[int | None]:
         return [buffer.layer for buffer in self._buffers]
+
+
+def gathered_bytes(parts: Sequence[int], processes: int) -> int:
+    """Return the bytes of the buffers on the device, as a plan counts them.
+
+    Args:
+        parts: bytes of each layer's part in one process.
+        processes: how many have such a part.
+    """
+    return NUM_BUFFERS * processes * max(parts, default=0)

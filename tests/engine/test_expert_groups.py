@@ -28,7 +28,7 @@ from lema.errors import ConfigError, MemoryLimitError
 from lema.model import meta_model
 from lema.model.experts import NarrowedExperts
 from lema.model.weight_names import map_names
-from lema.plan.cost import device_parts
+from lema.plan.memory import device_parts
 from lema.storage import GlobalBinaryIndex
 from lema.stream.schedule import fetched, in_parts, training_order
 from lema_cpu import CpuBackend

@@ -17,9 +17,9 @@ from transformers import DeepseekV3Config, MixtralConfig, PreTrainedConfig, Qwen
 from lema import LemaConfig, LemaModel
 from lema.plan import Allocation
 from lema.plan.blueprint import Blueprint, draw_up
-from lema.plan.cost import device_parts
 from lema.plan.groups import with_waiting
 from lema.plan.machine import PROFILES
+from lema.plan.memory import device_parts
 from lema.plan.planner import planner_of
 from lema.plan.step import StepShape, demand_of, step_shape
 from lema.plan.workload import Workload, measure

@@ -26,8 +26,8 @@ from transformers import (
 from lema import LemaConfig, LemaModel
 from lema.model.experts import layer_experts
 from lema.plan import make_plan
-from lema.plan.cost import device_parts
 from lema.plan.machine import profile
+from lema.plan.memory import device_parts
 from lema.plan.planner import planner_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")

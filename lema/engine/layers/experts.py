@@ -130,6 +130,27 @@ class _Groups:
         return list(zip(by_hidden, by_weights, strict=True))
 
 
+def waiting_bytes(
+    layer_input: Tensor, expert_inputs: Sequence[Tensor], *, reads_values: bool
+) -> int:
+    """Return the bytes of a micro-batch that wait in the backward while groups of a layer's experts
+    are leased, without those of its graph.
+
+    Args:
+        layer_input: what the layer is given.
+        expert_inputs: what the experts are given: hidden states, the numbers of the experts that
+            are chosen for each token, and their factors.
+        reads_values: whether the backward looks at what the experts make.
+    """
+    hidden, chosen, factors = expert_inputs
+    # Hidden states, the gradient of what the experts make of them, and that if it is looked at;
+    # gradients of hidden states are added up in single precision.
+    sums = hidden.numel() * torch.promote_types(hidden.dtype, torch.float32).itemsize
+    states = layer_input.nbytes + (2 + reads_values) * hidden.nbytes + sums
+    # of pairs of a token and an expert their order, and the gradients of their factors
+    return states + 2 * (chosen.nbytes + factors.nbytes)
+
+
 def call_in_groups(
     split: Split, stream: LayerStream, lease: Lease, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:

@@ -15,8 +15,9 @@ from lema.config.units import human_bytes, parse_memory
 from lema.engine.head.loss import CHUNK_TOKENS
 from lema.errors import MemoryLimitError
 from lema.plan.choice import choice_of, cut
-from lema.plan.cost import Allocation, device_parts, host_parts
+from lema.plan.cost import Allocation
 from lema.plan.inference.keyvalues import TextBytes, text_bytes
+from lema.plan.memory import device_parts, host_parts
 from lema.plan.needs import Planner
 
 __all__ = ["RowPlan", "TextPlan", "plan_rows", "plan_texts"]
