@@ -77,7 +77,7 @@ class Blueprint:
     experts: int = 0  # how many are in a group then
     # whether the backward then runs what comes before them twice, so that less waits
     runs_again: bool = False
-    # by micro-batch, bytes that wait for these, as far as known
+    # by micro-batch and experts in a group, bytes that wait for these, as far as known
     waiting: dict[Any, Any] = field(default_factory=dict)
     parts_by_size: dict[int, ExpertParts] = field(default_factory=dict)  # what was cut already
     # whether the head is leased in pieces; None: it is not decided

@@ -243,7 +243,7 @@ def _smaller_chunks(planner: Planner) -> list[int]:
     work = planner.workload
     if work is None or planner.config.loss_chunk_tokens is not None:
         return []
-    if planner.demand().working_bytes <= work.most(0):
+    if planner.demand().working_bytes <= work.most(0, planner.shape.num_micro_batches):
         return []
     return [tokens for tokens in LESS if tokens < planner.shape.micro_batch.tokens]
 

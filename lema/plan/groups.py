@@ -16,7 +16,7 @@ from lema.backend import load
 from lema.engine.layers.experts import waiting_bytes
 from lema.model import Split
 from lema.model.capture import replaced
-from lema.model.experts import ExpertGroup
+from lema.model.experts import ExpertGroup, most_pairs
 from lema.model.outer_weights import ExpertParts
 from lema.plan.blueprint import Blueprint
 from lema.plan.meter import Tally, without_values
@@ -47,8 +47,18 @@ class Waiting:
 
     saved: int  # by the graph of what is no expert, which waits where it is not run again
     states: int  # of hidden states and the like, which wait in any case
-    working: int  # alive at once, while one micro-batch is worked on
+    group: int  # alive at once, while a group of experts works on it
+    layer: int  # alive at once, while what is no expert is run and differentiated
+    graph: int  # of that its graph, which is among what is `saved`
     head: int  # alive while the head is computed, if it is the top layer
+
+    def waiting(self, *, runs_again: bool) -> int:
+        """Return what waits while other micro-batches are worked on."""
+        return self.states + (0 if runs_again else self.saved)
+
+    def working(self, *, runs_again: bool) -> int:
+        """Return what is alive at once besides what waits, while it is worked on."""
+        return max(self.group, self.layer - (0 if runs_again else self.graph))
 
 
 def with_waiting(drawn: Blueprint, batch: MicroBatch, work: Workload) -> Workload:
@@ -57,22 +67,18 @@ def with_waiting(drawn: Blueprint, batch: MicroBatch, work: Workload) -> Workloa
     """
     if drawn.parts is None:
         return work
-    if batch not in (waiting_by_batch := drawn.waiting):
-        waiting_by_batch[batch] = waiting_of(drawn, batch)
-    waiting_by_kind: dict[int, Waiting] = waiting_by_batch[batch]
+    if (key := (batch, drawn.experts)) not in drawn.waiting:
+        drawn.waiting[key] = waiting_of(drawn, batch)
+    waiting_by_kind: dict[int, Waiting] = drawn.waiting[key]
     works = list(work.works)
     for kind, waiting in waiting_by_kind.items():
         works[kind] = replace(
-            works[kind], working_bytes=waiting.working, forward_bytes=waiting.head
+            works[kind],
+            working_bytes=waiting.working(runs_again=drawn.runs_again),
+            forward_bytes=waiting.head,
+            waiting_bytes=waiting.waiting(runs_again=drawn.runs_again),
         )
-    waiting_bytes = max(
-        (
-            waiting.states + (0 if drawn.runs_again else waiting.saved)
-            for waiting in waiting_by_kind.values()
-        ),
-        default=0,
-    )
-    return replace(work, works=tuple(works), waiting_bytes=waiting_bytes)
+    return replace(work, works=tuple(works))
 
 
 def waiting_of(blueprint: Blueprint, batch: MicroBatch) -> dict[int, Waiting]:
@@ -125,7 +131,7 @@ def waiting_of(blueprint: Blueprint, batch: MicroBatch) -> dict[int, Waiting]:
             # of what is computed of the experts' result, before the head
             head_bytes = 4 * expert_inputs[0].nbytes
             waiting_by_kind[kinds[index]] = Waiting(
-                saved_bytes, waits, max(work.working_bytes, group), head_bytes
+                saved_bytes, waits, group, work.working_bytes, work.saved_bytes, head_bytes
             )
     return waiting_by_kind
 
@@ -138,14 +144,13 @@ def _group_bytes(
     expert_inputs: Sequence[Tensor],
 ) -> int:
     """Return the most that is alive at once while a group of a layer's experts is run and
-    differentiated for a micro-batch, each of whose tokens has as many of its experts there as can
-    be."""
+    differentiated for a micro-batch, with as many pairs as it runs at once."""
     first, end, stored = parts.groups[index][0]
     hidden, chosen, factors = expert_inputs
     all_experts = split.experts_of(index)
-    pairs = len(chosen) * min(chosen.shape[1], end - first)
     weights = split.renamed(index, fake_weights(stored))
     assert all_experts is not None
+    pairs = most_pairs(len(chosen), chosen.shape[1], end - first, all_experts.count)
     with Tally(split.parallel) as tally:
         tally.leave_out([*weights.values(), *split.layers[index].parameters()])
         with all_experts.narrowed(weights, ExpertGroup(0, first, end)) as experts:

@@ -4,8 +4,9 @@
 
 Two files, made before and after a change of `lema/plan`, are equal to the byte (`cmp`) where no plan
 has changed. No weights are read and nothing is measured, so that nothing depends on the machine that
-this runs on. Each type has a plan with one of the settings, every fortieth with all of them, and plans
-of texts, of rows and of weights that train; with `--few` only these and one large model have.
+this runs on. Each type has what a step needs with one of the settings, and every fortieth whole plans with
+all of them, and plans of texts, of rows and of weights that train; with `--few` only these and one large
+model have some.
 """
 
 import json
@@ -83,17 +84,18 @@ def snapshots(scratch: Path, *, few: bool = False) -> Iterator[tuple[str, object
         few: a part of them.
     """
     for number, kind in enumerate(STREAMED):
-        directory = scratch / kind
         all_settings = number % EVERY == 0
         if few and not all_settings:
             continue
-        write_hollow(directory, tiny_config(kind))
-        one = SMALL_SETTINGS[number % len(SMALL_SETTINGS)]
-        for name, settings in SMALL_SETTINGS if all_settings else (one,):
+        directory = write_hollow(scratch / kind, tiny_config(kind))
+        if not all_settings:
+            name, settings = SMALL_SETTINGS[number % len(SMALL_SETTINGS)]
+            yield f"{kind} {name} {settings}", _needs(directory, SHAPE | settings, profile(name))
+            continue
+        for name, settings in SMALL_SETTINGS:
             yield f"{kind} {name} {settings}", _plan(directory, SHAPE | settings, profile(name))
-        if all_settings:
-            limits = SHAPE | {"device_memory": "1200KB"}
-            yield from _other_plans(kind, directory, limits, "4090")
+        limits = SHAPE | {"device_memory": "1200KB"}
+        yield from _other_plans(kind, directory, limits, "4090")
     for model in LARGE[: FEW if few else None]:
         checkpoint = named(model)
         assert checkpoint is not None
@@ -120,6 +122,18 @@ def _plan(directory: Path, settings: dict[str, Any], machine: Machine) -> object
         plan.__dict__["room"] = room  # or it would be found out, which takes as long as many plans
         shape = asdict(planner.shape)
         return plan.to_dict() | {"settings": planner.chosen, "shape": shape, "room": room}
+
+    return _or_refused(told)
+
+
+def _needs(directory: Path, settings: dict[str, Any], machine: Machine) -> object:
+    """Return what is chosen of a plan, and what it takes of memory."""
+
+    def told() -> object:
+        planner = planner_of(_config(directory, settings), machine)
+        needs = planner.needs()
+        taken = {"device": needs.device, "host": needs.host, "seconds": needs.seconds}
+        return taken | {"settings": planner.chosen, "allocation": asdict(needs.allocation)}
 
     return _or_refused(told)
 
