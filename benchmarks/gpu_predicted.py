@@ -6,7 +6,7 @@ from lema import LemaModel
 from lema.engine.head.loss import CHUNK_TOKENS
 from lema.engine.optim import training_bytes
 from lema.model.skeleton import find_layers
-from lema.plan.cost import device_parts
+from lema.plan.memory import device_parts
 from lema.plan.step import demand_of, step_shape
 from lema.plan.workload import measure
 

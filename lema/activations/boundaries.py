@@ -24,7 +24,16 @@ from lema.backend.registry import has_addresses
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.storage.spillfile import OffloadFile, whole_blocks
 
-__all__ = ["NUM_BUFFERS", "Key", "Tier", "TierName", "make_tier", "view_like"]
+__all__ = [
+    "NUM_BUFFERS",
+    "Key",
+    "Tier",
+    "TierName",
+    "boundaries_in_host",
+    "boundaries_on_device",
+    "make_tier",
+    "view_like",
+]
 
 Key = tuple[int, int]  # layer, micro-batch
 TierName = Literal["device", "host", "disk"]
@@ -304,3 +313,20 @@ def view_like(memory: Tensor, like: Tensor) -> Tensor:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def boundaries_on_device(tier: TierName, waiting: int, largest: int) -> int:
+    """Return the bytes of boundaries on the device at the peak of a step, as a plan counts them.
+
+    Args:
+        tier: where they wait.
+        waiting: bytes of all of them.
+        largest: bytes of the largest.
+    """
+    return waiting if tier == "device" else min(waiting, NUM_BUFFERS * largest)
+
+
+def boundaries_in_host(tier: TierName, waiting: int, largest: int) -> int:
+    """Return the bytes of boundaries in host memory, with arguments as `boundaries_on_device`; on
+    their way to the disk and back they pass through a few buffers there."""
+    return {"device": 0, "host": waiting, "disk": min(waiting, NUM_BUFFERS * largest)}[tier]

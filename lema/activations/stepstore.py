@@ -28,7 +28,15 @@ from lema.backend import Carrier
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.storage.spillfile import OffloadFile
 
-__all__ = ["STAGING", "BoundaryArena", "SavedGraphs", "StepBoundaries", "StepGraphs"]
+__all__ = [
+    "STAGING",
+    "BoundaryArena",
+    "SavedGraphs",
+    "StepBoundaries",
+    "StepGraphs",
+    "graphs_in_host",
+    "graphs_on_device",
+]
 
 STASH = 5  # pieces that leave while compute goes on, and that come back ahead of it
 STAGING = 256 * 2**20  # bytes of host memory through which things go to the disk and come back
@@ -262,3 +270,20 @@ def _like(state: Tensor) -> Tensor:
     strides.
     """
     return torch.empty_like(state, device="meta", requires_grad=False)
+
+
+def graphs_on_device(staying: Iterable[int], passing: Iterable[int]) -> int:
+    """Return the bytes of saved graphs on the device at the peak of a step, as a plan counts them.
+
+    Args:
+        staying: bytes of each layer's that wait there.
+        passing: bytes of each layer's of one micro-batch that wait elsewhere: on the way up the
+            largest is just leaving, and on the way down it is the next that comes back.
+    """
+    return sum(staying) + max(passing, default=0)
+
+
+def graphs_in_host(tier: TierName, nbytes: int) -> int:
+    """Return the bytes of host memory of graphs of so many bytes that wait in a tier; to the disk
+    and back they pass through a pool of it."""
+    return {"device": 0, "host": nbytes, "disk": min(nbytes, STAGING)}[tier]

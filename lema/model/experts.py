@@ -8,10 +8,12 @@ docs/internals/experts.md describes it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +31,7 @@ __all__ = [
     "Routed",
     "form_no_frozen_gradients",
     "layer_experts",
+    "most_pairs",
     "multiply_unmerged",
     "stacked_weights",
 ]
@@ -176,6 +179,36 @@ class Factors:
         ]
 
 
+LEAST_PAIRS = 128  # that are worth a run of a group
+# Pairs of a micro-batch that a group runs at once, as a part of what it has if routers choose all
+# experts alike. A group that has more runs several times, so that no choice of routers takes more.
+PAIRS_AT_ONCE = 1.25
+
+
+def most_pairs(tokens: int, top_k: int, experts: int, count: int) -> int:
+    """Return how many pairs of a token and an expert a group of experts runs at once.
+
+    Args:
+        tokens: of a micro-batch.
+        top_k: experts of each token.
+        experts: of the group.
+        count: experts of the layer.
+    """
+    alike = tokens * top_k * experts / count
+    at_once = max(LEAST_PAIRS, math.ceil(PAIRS_AT_ONCE * alike))
+    return min(at_once, tokens * min(top_k, experts))
+
+
+@dataclass(frozen=True)
+class PairsAtOnce:
+    """Pairs of a token and an expert that a group runs together, and how many there are of each
+    place among a token's experts."""
+
+    pairs: Tensor  # their places in the numbers of experts that are chosen, flat
+    tokens: Tensor  # of the pairs
+    counts: Sequence[int]
+
+
 @dataclass(eq=False)
 class Routed:
     """One micro-batch at the experts of a layer. The pairs of a token and an expert are in the
@@ -187,6 +220,7 @@ class Routed:
     inputs: tuple[Tensor, Tensor, Tensor]
     pairs: Sequence[Tensor]  # of each group, where in the experts, flat
     counts: Sequence[Sequence[int]]  # of each group, how many pairs there are of each place
+    at_once: Sequence[int]  # of each group, how many pairs it runs together, at most
 
     @classmethod
     def of(cls, inputs: ExpertInputs, groups: Sequence[ExpertGroup]) -> Routed:
@@ -204,30 +238,42 @@ class Routed:
         order = key.argsort(stable=True).split(
             [sum(group_counts) for group_counts in counts] + [len(key) - sum(map(sum, counts))]
         )
-        return cls(inputs[0], (hidden, chosen, weights), order[: len(groups)], counts)
+        sizes = (group.end - group.first for group in groups)
+        at_once = [most_pairs(len(chosen), top_k, size, groups[-1].end) for size in sizes]
+        return cls(inputs[0], (hidden, chosen, weights), order[: len(groups)], counts, at_once)
 
-    def of_group(self, number: int) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Return the tokens of a group's pairs, and the pairs in the form of the experts'
-        arguments.
-        """
-        hidden, chosen, weights = self.inputs
+    def of_group(self, number: int) -> Iterator[PairsAtOnce]:
+        """Yield the pairs of a group, as many as it runs at once."""
         pairs = self.pairs[number]
-        tokens = pairs // chosen.shape[1]
+        at_once = self.at_once[number]
+        ends = [*accumulate(self.counts[number], initial=0)]
+        for start in range(0, len(pairs), at_once):
+            here = [min(max(end, start), start + at_once) for end in ends]
+            counts = [after - before for before, after in pairwise(here)]
+            some_pairs = pairs[start : start + at_once]
+            yield PairsAtOnce(some_pairs, some_pairs // self.inputs[1].shape[1], counts)
+
+    def arguments(self, at_once: PairsAtOnce) -> tuple[Tensor, Tensor, Tensor]:
+        """Return pairs in the form of the experts' arguments."""
+        hidden, chosen, weights = self.inputs
         # Not by brackets, which take several times as long on a CPU.
         picked = (
-            tensor.flatten().index_select(0, pairs).unsqueeze(1) for tensor in (chosen, weights)
+            tensor.flatten().index_select(0, at_once.pairs).unsqueeze(1)
+            for tensor in (chosen, weights)
         )
-        return tokens, (hidden.index_select(0, tokens), next(picked), next(picked))
+        return hidden.index_select(0, at_once.tokens), next(picked), next(picked)
 
     def sums(self) -> Tensor:
         """Return zeros to add to, as wide as the hidden states and no narrower than fp32."""
         hidden = self.inputs[0]
         return torch.zeros_like(hidden, dtype=torch.promote_types(hidden.dtype, torch.float32))
 
-    def add(self, sums: Tensor, number: int, tokens: Tensor, outputs: Tensor) -> None:
-        """Add the results for a group's pairs to the sums of their tokens."""
+    def add(self, sums: Tensor, at_once: PairsAtOnce, outputs: Tensor) -> None:
+        """Add the results for pairs to the sums of their tokens."""
         for at, rows in zip(
-            tokens.split(self.counts[number]), outputs.split(self.counts[number]), strict=True
+            at_once.tokens.split(list(at_once.counts)),
+            outputs.split(list(at_once.counts)),
+            strict=True,
         ):
             sums.index_add_(0, at, rows.to(sums.dtype))
 

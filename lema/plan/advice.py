@@ -10,8 +10,10 @@ from lema.config.units import MEMORY_PARTS, human_bytes
 from lema.engine.head.loss import CHUNK_TOKENS
 from lema.engine.oom import Shortage
 from lema.errors import LemaError
-from lema.plan.cost import Allocation, Demand, Tier, device_parts
-from lema.plan.planner import Planner
+from lema.plan.choice import choice_of, cut
+from lema.plan.cost import Allocation, Demand, Tier
+from lema.plan.memory import device_parts
+from lema.plan.needs import Planner
 from lema.plan.step import StepShape, micro_batch_of
 from lema.plan.workload import MicroBatch
 
@@ -32,7 +34,8 @@ def advise(planner: Planner, allocation: Allocation, short: Shortage) -> str:
     if short.rows:  # else it was no micro-batch
         batch = micro_batch_of(planner.config, short.rows, short.length)
     chunk = planner.config.loss_chunk_tokens or CHUNK_TOKENS
-    planner = planner.with_head(pieces=allocation.pieces > 0)
+    choice = replace(choice_of(planner), head_in_pieces=allocation.pieces > 0)
+    planner = cut(planner, choice)
 
     def demand(batch: MicroBatch, chunk: int) -> Demand:
         step = StepShape(batch, max(planner.shape.num_rows, batch.rows))

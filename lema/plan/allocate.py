@@ -19,7 +19,7 @@ from lema.plan.blueprint import Blueprint
 from lema.plan.budget import MARGIN, solve
 from lema.plan.cost import Allocation, Demand, Speeds, Tier, seconds
 from lema.plan.step import StepShape
-from lema.stream.gather import NUM_BUFFERS
+from lema.stream.gather import gathered_bytes
 from lema.stream.placement import part_bytes
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ def of_one_process(demand: Demand, replicas: Replicas, *, sharded: bool) -> Dema
                 read_bytes=math.ceil(layer.read_bytes / size),
             )
         )
-    largest = max(layer.slot_bytes for layer in layers)
-    return replace(demand, layers=tuple(layers), gathered_bytes=NUM_BUFFERS * size * largest)
+    gathered = gathered_bytes([layer.slot_bytes for layer in layers], size)
+    return replace(demand, layers=tuple(layers), gathered_bytes=gathered)
 
 
 DEPTHS = (2, 1)  # of prefetching, the first that fits, where the settings leave it open

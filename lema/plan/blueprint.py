@@ -77,8 +77,11 @@ class Blueprint:
     experts: int = 0  # how many are in a group then
     # whether the backward then runs what comes before them twice, so that less waits
     runs_again: bool = False
-    # by micro-batch, bytes that wait for these, as far as known
+    # by micro-batch and experts in a group, bytes that wait for these, as far as known
     waiting: dict[Any, Any] = field(default_factory=dict)
+    parts_by_size: dict[int, ExpertParts] = field(default_factory=dict)  # what was cut already
+    # whether the head is leased in pieces; None: it is not decided
+    head_in_pieces: bool | None = None
     pieces: Sequence[LayerBytes] = ()  # the head in pieces that are leased after the layers
     # that hold it together; layers and adapters are one's
     parallel: Parallel = field(default_factory=SingleProcess)
@@ -95,6 +98,23 @@ class Blueprint:
         if not self.splits:
             self.splits.append(Split(self.model, load("cpu"), parallel=self.parallel))
         return self.splits[0]
+
+    @property
+    def most_experts(self) -> int:
+        """How many stacked experts a layer has, at most."""
+        layer_experts = map(self.split.experts_of, range(self.split.num_layers))
+        return max((experts.count for experts in layer_experts if experts is not None), default=0)
+
+    def parts_of(self, experts: int) -> ExpertParts:
+        """Return the layers with so many experts in a group.
+
+        Raises:
+            ConfigError: experts are stored in a form that cannot be cut.
+        """
+        if experts not in self.parts_by_size:
+            assert self.cut_experts is not None
+            self.parts_by_size[experts] = self.cut_experts(experts)
+        return self.parts_by_size[experts]
 
     @property
     def leased(self) -> Sequence[LayerBytes]:

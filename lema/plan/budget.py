@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from lema.errors import MemoryLimitError
-from lema.plan.cost import Allocation, Demand, Speeds, Tier, device_parts, host_parts, seconds
+from lema.plan.cost import Allocation, Demand, Speeds, Tier, seconds
+from lema.plan.memory import device_parts, host_parts
 
 __all__ = ["scattered", "solve", "spread"]
 

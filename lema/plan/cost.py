@@ -1,5 +1,6 @@
-"""The cost of one optimizer step, in bytes and seconds, without and with an allocation: pure
-Python.
+"""The cost of one optimizer step: what it demands, its seconds, and the bytes that move in it.
+
+It is arithmetic alone; `lema.plan.memory` has the bytes that are there at its peak.
 
 A step has two phases, up through the layers and down again. In each, layers are computed while
 others are read and uploaded, so a phase lasts as long as the slowest of the three. The top layer,
@@ -28,14 +29,13 @@ __all__ = [
     "Tier",
     "Traffic",
     "crossover",
-    "device_parts",
     "down_seconds",
     "group_numbers",
-    "host_parts",
     "phases",
     "saved_elsewhere",
     "seconds",
     "traffic",
+    "waiting_bytes",
 ]
 
 
@@ -276,78 +276,6 @@ class Phase:
         return max(self.compute, self.link, self.disk)
 
 
-OF_LAYERS = ("slots", "residents")  # parts of device memory whose tensors are known
-# boundaries between where they wait and their layer: one in use, the others on their way
-STAGED = 3
-STAGING = 256 * 2**20  # bytes of host memory through which activations go to the disk and come back
-
-
-def device_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
-    """Return the peak of device memory by part, in bytes."""
-    away = _away(demand, allocation)
-    gone = saved_elsewhere(demand, allocation)
-    staged = min(away * demand.boundary_bytes, STAGED * demand.micro_boundary_bytes)
-    saved_bytes = sum(demand.layers[index].saved_bytes for index in allocation.saved - gone.keys())
-    saved_bytes += sum(demand.layers[index].product_bytes for index in allocation.products)
-    # Up, the activations that are just leaving; down, those of the micro-batch that comes next.
-    passing = max(
-        (demand.layers[index].micro_saved_bytes + demand.micro_boundary_bytes for index in gone),
-        default=0,
-    )
-    tensors = {
-        "slots": _ring(demand, allocation, skip_cached=demand.shared),
-        "residents": sum(demand.layers[index].slot_bytes for index in allocation.residents),
-        "outside": demand.outside_bytes + demand.buffer_bytes,
-        "adapters": demand.adapter_bytes,
-        "gradients": demand.gradient_bytes,
-        "working": demand.working_bytes,
-        "flight": demand.flight_bytes,
-        "expanded": demand.expanded_bytes,
-        "gathered": demand.gathered_bytes,
-        "boundaries": (len(demand.keeping) - away - len(gone)) * demand.boundary_bytes + staged,
-        "saved": saved_bytes + passing,
-    }
-    slot = max(
-        (size for index, size in demand.leased if index not in allocation.residents), default=0
-    )
-    layer_sizes = [slot] * (tensors["slots"] // slot if slot else 0)
-    layer_sizes += [demand.layers[index].slot_bytes for index in allocation.residents]
-    # What an allocation may still add to is counted in any case, so that adding to it begins no
-    # block that is unknown.
-    num_parts = sum(
-        1
-        for part in tensors
-        if part in ("boundaries", "saved") or (tensors[part] and part not in OF_LAYERS)
-    )
-    return {
-        **tensors,
-        "workspaces": demand.overhead.workspaces + demand.overhead.rounding(layer_sizes, num_parts),
-    }
-
-
-def host_parts(demand: Demand, allocation: Allocation) -> dict[str, int]:
-    """Return the peak of host memory by part, in bytes, of all processes; on a shared device the
-    ring is its slots.
-    """
-    away = _away(demand, allocation) * demand.boundary_bytes
-    staged = min(away, STAGED * demand.micro_boundary_bytes)
-    saved = sum(saved_elsewhere(demand, allocation).values())
-    training = demand.training
-    return {
-        "ring": demand.processes * _ring(demand, allocation, skip_cached=True),
-        "cached": demand.host_copies
-        * sum(demand.layers[index].slot_bytes for index in allocation.host_cached),
-        "boundaries": demand.processes
-        * {"device": 0, "host": away, "disk": staged}[allocation.boundaries],
-        "saved": demand.processes
-        * (min(saved, STAGING) if allocation.saved_on == "disk" else saved),
-        "masters": demand.processes * training.masters,
-        "moments": demand.processes * training.moments,
-        "waiting": demand.processes * training.gradients,
-        "stepping": demand.processes * training.stepping,
-    }
-
-
 def saved_elsewhere(demand: Demand, allocation: Allocation) -> dict[int, int]:
     """Return the layers whose activations are kept and leave the device, and their bytes, those
     of inputs included.
@@ -359,21 +287,18 @@ def saved_elsewhere(demand: Demand, allocation: Allocation) -> dict[int, int]:
 
 
 def _away(demand: Demand, allocation: Allocation) -> int:
-    """Return how many layers' inputs leave the device; that of a layer whose activations are
-    kept stays with them.
-    """
+    """Return the bytes of inputs of layers that leave the device."""
     if allocation.boundaries == "device":
         return 0
-    return len(demand.keeping) - len(allocation.saved.intersection(demand.keeping))
+    return waiting_bytes(demand, allocation)
 
 
-def _ring(demand: Demand, allocation: Allocation, *, skip_cached: bool) -> int:
-    """Return the bytes of a ring; layers in host memory do not pass through it where they are
-    used, as `skip_cached` says.
+def waiting_bytes(demand: Demand, allocation: Allocation) -> int:
+    """Return the bytes of inputs of layers that wait for the backward; that of a layer whose
+    activations are kept waits with them, and is not among these.
     """
-    in_memory = allocation.residents | (allocation.host_cached if skip_cached else frozenset())
-    through = [nbytes for index, nbytes in demand.leased if index not in in_memory]
-    return min(allocation.slots, len(through)) * max(through, default=0)
+    count = len(demand.keeping) - len(allocation.saved.intersection(demand.keeping))
+    return count * demand.boundary_bytes
 
 
 def phases(demand: Demand, allocation: Allocation, speeds: Speeds) -> tuple[Phase, Phase]:
@@ -383,7 +308,7 @@ def phases(demand: Demand, allocation: Allocation, speeds: Speeds) -> tuple[Phas
     top = layers[demand.top]
     up = sum(layer.expand + layer.forward for layer in layers) + top.backward + demand.head_seconds
     down = sum(down_seconds(demand, allocation, index) for index in twice)
-    inputs = _away(demand, allocation) * demand.boundary_bytes
+    inputs = _away(demand, allocation)
     saved = sum(saved_elsewhere(demand, allocation).values())
     moved = inputs + saved
     spilled = inputs * (allocation.boundaries == "disk") + saved * (allocation.saved_on == "disk")
@@ -486,8 +411,6 @@ def traffic(demand: Demand, allocation: Allocation, steps: int, *, rewritten: bo
     if demand.shared:
         return Traffic(read, 0, 0)
     uploaded = demand.outside_bytes + weights(allocation.residents, "upload_bytes")
-    waiting = _away(demand, allocation) * demand.boundary_bytes + sum(
-        saved_elsewhere(demand, allocation).values()
-    )
+    waiting = _away(demand, allocation) + sum(saved_elsewhere(demand, allocation).values())
     gradients = sum(layer.gradient_bytes for layer in demand.layers)
     return Traffic(read, uploaded + steps * waiting, steps * (gradients + waiting))

@@ -1,10 +1,10 @@
-"""Experts, as a plan has them: whether groups of them may be leased, what these take, which sizes
-are tried, and what is told of a model's experts."""
+"""Experts, as a plan has them: what waits where groups of them are leased, and what is told of a
+model's experts."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lema.backend import Backend, load
-from lema.backend.registry import has_addresses
-from lema.config import LemaConfig
-from lema.errors import ConfigError
+from lema.backend import load
+from lema.engine.layers.experts import waiting_bytes
 from lema.model import Split
 from lema.model.capture import replaced
+from lema.model.experts import most_pairs
 from lema.model.outer_weights import ExpertParts
 from lema.plan.blueprint import Blueprint
 from lema.plan.meter import Tally, without_values
@@ -37,15 +36,10 @@ __all__ = [
     "ExpertSummary",
     "Waiting",
     "active_experts",
-    "expert_cuts",
     "expert_summary",
     "waiting_of",
     "with_waiting",
 ]
-
-SETTING = "experts_per_slot"
-# groups of a layer: rather than use more, run the part before the experts again, so that less waits
-FEW = 8
 
 
 @dataclass(frozen=True)
@@ -54,62 +48,18 @@ class Waiting:
 
     saved: int  # by the graph of what is no expert, which waits where it is not run again
     states: int  # of hidden states and the like, which wait in any case
-    working: int  # alive at once, while one micro-batch is worked on
+    group: int  # alive at once, while a group of experts works on it
+    layer: int  # alive at once, while what is no expert is run and differentiated
+    graph: int  # of that its graph, which is among what is `saved`
     head: int  # alive while the head is computed, if it is the top layer
 
+    def waiting(self, *, runs_again: bool) -> int:
+        """Return what waits while other micro-batches are worked on."""
+        return self.states + (0 if runs_again else self.saved)
 
-def expert_cuts(
-    blueprint: Blueprint, config: LemaConfig, backend: Backend | None
-) -> Iterator[Blueprint]:
-    """Yield the blueprint with whole layers, then, where the settings leave it open, with groups of
-    a layer's experts, the largest first; or with those that are asked for. What comes before the
-    experts is run twice where it would take too much while it waits.
-
-    Args:
-        blueprint: the model, its layers whole.
-        config: the settings of the run.
-        backend: that the model is open on; None: it is not open.
-
-    Yields:
-        The blueprints, the first itself if layers may be whole.
-
-    Raises:
-        ConfigError: something else does not go with the groups that are asked for.
-    """
-    asked = config.experts_per_slot
-    cut = blueprint.cut_experts
-    if asked is None or (asked == "auto" and config.device_memory is None) or cut is None:
-        yield blueprint
-        return
-    most = _most_experts(blueprint)
-    why = _why_not_grouped(blueprint, config, backend)
-    sizes = (
-        [asked]
-        if isinstance(asked, int)
-        else [most >> halved for halved in range(1, most.bit_length())]
-    )
-    candidates = [(size, False) for size in sizes if asked != "auto" or size * FEW >= most]
-    candidates += [(size, True) for size in sizes]
-    if asked == "auto":
-        yield blueprint
-    elif why:
-        raise ConfigError(
-            f"experts cannot be leased in groups: {why}", where=SETTING, how="set it to null"
-        )
-    for size, again in candidates if not why else ():
-        try:
-            parts = cut(size)
-        except ConfigError:
-            if asked == "auto":
-                return
-            raise
-        yield replace(blueprint, parts=parts, experts=size, runs_again=again)
-
-
-def _most_experts(blueprint: Blueprint) -> int:
-    """Return how many stacked experts a layer has, at most."""
-    layer_experts = map(blueprint.split.experts_of, range(blueprint.split.num_layers))
-    return max((experts.count for experts in layer_experts if experts is not None), default=0)
+    def working(self, *, runs_again: bool) -> int:
+        """Return what is alive at once besides what waits, while it is worked on."""
+        return max(self.group, self.layer - (0 if runs_again else self.graph))
 
 
 def with_waiting(drawn: Blueprint, batch: MicroBatch, work: Workload) -> Workload:
@@ -118,46 +68,18 @@ def with_waiting(drawn: Blueprint, batch: MicroBatch, work: Workload) -> Workloa
     """
     if drawn.parts is None:
         return work
-    if batch not in (waiting_by_batch := drawn.waiting):
-        waiting_by_batch[batch] = waiting_of(drawn, batch)
-    waiting_by_kind: dict[int, Waiting] = waiting_by_batch[batch]
+    if (key := (batch, drawn.experts)) not in drawn.waiting:
+        drawn.waiting[key] = waiting_of(drawn, batch)
+    waiting_by_kind: dict[int, Waiting] = drawn.waiting[key]
     works = list(work.works)
     for kind, waiting in waiting_by_kind.items():
         works[kind] = replace(
-            works[kind], working_bytes=waiting.working, forward_bytes=waiting.head
+            works[kind],
+            working_bytes=waiting.working(runs_again=drawn.runs_again),
+            forward_bytes=waiting.head,
+            waiting_bytes=waiting.waiting(runs_again=drawn.runs_again),
         )
-    waiting_bytes = max(
-        (
-            waiting.states + (0 if drawn.runs_again else waiting.saved)
-            for waiting in waiting_by_kind.values()
-        ),
-        default=0,
-    )
-    return replace(work, works=tuple(works), waiting_bytes=waiting_bytes)
-
-
-def _why_not_grouped(blueprint: Blueprint, config: LemaConfig, backend: Backend | None) -> str:
-    keeps_graphs = config.offloading_tier is not None
-    model_class = type(blueprint.model).__name__
-    without_experts = f"a {model_class} has no stacked experts, once in a layer"
-    other_rows = f"objective: {config.objective} has other rows than those that train"
-    lacks_addresses = backend is not None and not has_addresses(backend.device)
-    reasons = {
-        "torch_compile compiles whole layers": config.torch_compile,
-        "shard_weights gathers whole layers": config.shard_weights,
-        "gradient_checkpointing: false keeps the graphs of whole layers": (
-            config.gradient_checkpointing is False
-        ),
-        "activation_offloading keeps the graphs of whole layers": (
-            keeps_graphs and config.activation_offloading != "hidden_states"
-        ),
-        other_rows: config.objective != "sft",
-        without_experts: not _most_experts(blueprint),
-        "several processes hold the model together": blueprint.parallel.size > 1,
-        "weights of the layers train": blueprint.trained is not None,
-        "this device compiles every size of what it runs": lacks_addresses,
-    }
-    return next((what for what, applies in reasons.items() if applies), "")
+    return replace(work, works=tuple(works))
 
 
 def waiting_of(blueprint: Blueprint, batch: MicroBatch) -> dict[int, Waiting]:
@@ -195,15 +117,8 @@ def waiting_of(blueprint: Blueprint, batch: MicroBatch) -> dict[int, Waiting]:
                     half.resume(torch.zeros_like(half.expert_inputs[0]).requires_grad_().clone())
             with replaced({experts.module: lambda hidden, *_: torch.zeros_like(hidden)}):
                 work = layer_work(split, index, layers[index], call, states[index : index + 2], ())
-            hidden, chosen, factors = expert_inputs = [
-                tensor.detach() for tensor in half.expert_inputs
-            ]
-            wide = hidden.numel() * torch.promote_types(hidden.dtype, torch.float32).itemsize
-            # Its input, what experts are given, the gradient of what they make, sums, and where a
-            # backward looks at it what they make; of the pairs of a token and an expert their
-            # order, and gradients of the weights.
-            waits = states[index].nbytes + (2 + bool(observed)) * hidden.nbytes + wide
-            waits += 2 * (chosen.nbytes + factors.nbytes)
+            expert_inputs = [tensor.detach() for tensor in half.expert_inputs]
+            waits = waiting_bytes(states[index], expert_inputs, reads_values=bool(observed))
             # What the steps behind the experts compute with waits with the graph, which need not
             # save it.
             operand_bytes = {
@@ -215,9 +130,9 @@ def waiting_of(blueprint: Blueprint, batch: MicroBatch) -> dict[int, Waiting]:
             )
             group = _group_bytes(split, index, parts, call.autocast, expert_inputs)
             # of what is computed of the experts' result, before the head
-            head_bytes = 4 * hidden.nbytes
+            head_bytes = 4 * expert_inputs[0].nbytes
             waiting_by_kind[kinds[index]] = Waiting(
-                saved_bytes, waits, max(work.working_bytes, group), head_bytes
+                saved_bytes, waits, group, work.working_bytes, work.saved_bytes, head_bytes
             )
     return waiting_by_kind
 
@@ -230,14 +145,13 @@ def _group_bytes(
     expert_inputs: Sequence[Tensor],
 ) -> int:
     """Return the most that is alive at once while a group of a layer's experts is run and
-    differentiated for a micro-batch, each of whose tokens has as many of its experts there as can
-    be."""
+    differentiated for a micro-batch, with as many pairs as it runs at once."""
     first, end, stored = parts.groups[index][0]
     hidden, chosen, factors = expert_inputs
     all_experts = split.experts_of(index)
-    pairs = len(chosen) * min(chosen.shape[1], end - first)
     weights = split.renamed(index, fake_weights(stored))
     assert all_experts is not None
+    pairs = most_pairs(len(chosen), chosen.shape[1], end - first, all_experts.count)
     with Tally(split.parallel) as tally:
         tally.leave_out([*weights.values(), *split.layers[index].parameters()])
         with all_experts.narrowed(weights, ExpertGroup(0, first, end)) as experts:

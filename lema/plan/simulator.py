@@ -11,19 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from lema.activations.boundaries import NUM_BUFFERS
 from lema.backend import Backend
 from lema.plan.cost import (
-    STAGED,
     Allocation,
     Demand,
     Speeds,
     Tier,
-    device_parts,
     down_seconds,
     group_numbers,
-    host_parts,
     saved_elsewhere,
 )
+from lema.plan.memory import device_parts, host_parts
 from lema.plan.virtual import Clock, VirtualDevice, VirtualReader
 from lema.stream import LayerStream
 from lema.stream.placement import ByteRun, LayerBytes
@@ -32,7 +31,7 @@ from lema.stream.schedule import ExpertGroup, in_parts, training_order
 __all__ = ["Simulated", "layers_like", "simulate"]
 
 
-AHEAD = STAGED - 1  # layers whose activations are on their way while one is in use
+AHEAD = NUM_BUFFERS - 1  # layers whose activations are on their way while one is in use
 STEPS = 3  # the first begins with nothing read; the last is what a run is made of
 
 

@@ -267,9 +267,7 @@ def _with_activations(
         head_seconds += times * timings.layers[workload.kinds[demand.top]].forward
     return replace(
         demand,
-        # Of experts in groups all micro-batches wait while one is worked on.
-        working_bytes=round(max(times, 1.0) * workload.waiting_bytes)
-        + (workload.in_pieces(times) if demand.pieces else workload.working_bytes),
+        working_bytes=workload.in_pieces(times) if demand.pieces else workload.working_bytes(times),
         # Hidden states of all micro-batches before a layer and after it; of one, the second is in
         # working_bytes.
         flight_bytes=(2 + batch.beside) * hidden

@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from lema.config import LemaConfig
 from lema.errors import ConfigError, MemoryLimitError
 from lema.model.skeleton import find_layers
-from lema.plan.cost import Allocation, Demand, HostTraining, device_parts
+from lema.plan.cost import Allocation, Demand, HostTraining
+from lema.plan.memory import device_parts
 from lema.storage.quantized.records import NARROW
 from lema.stream.placement import LayerBytes
 

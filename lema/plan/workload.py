@@ -80,6 +80,13 @@ class LayerWork:
     # of the products by frozen weights that running it again needs; 0 under another autocast
     product_bytes: int
     product_flops: int  # of these products
+    # what waits for the layer's experts in the backward, where these are leased in groups
+    waiting_bytes: int = 0
+
+    def at_once(self, times: float) -> int:
+        """Return the most that is alive at once in the layer, of so many micro-batches: of experts
+        in groups all wait while one is worked on."""
+        return round(max(times, 1.0) * self.waiting_bytes) + self.working_bytes
 
 
 @dataclass(frozen=True)
@@ -110,41 +117,38 @@ class Workload:
     entered: Exchange  # before the layers
     # the head and the loss in pieces of the vocabulary; None: they are not asked for
     pieces: HeadWork | None = None
-    # what waits for a layer's experts in the backward, where these are leased in groups
-    waiting_bytes: int = 0
 
     def of(self, layer: int) -> LayerWork:
         """Return what a layer costs."""
         return self.works[self.kinds[layer]]
 
-    @property
-    def working_bytes(self) -> int:
-        """The most that one micro-batch needs at once beside adapters and gradients, before, in
-        or after the layers.
+    def working_bytes(self, times: float) -> int:
+        """Return the most that so many micro-batches need at once beside adapters and gradients,
+        before, in or after the layers.
         """
         # The graph of the top layer, and the gradient of its output, wait while the head is
         # computed.
         top = self.of(len(self.kinds) - 1).forward_bytes + self.hidden_bytes
-        return self.most(top + self.head.working_bytes)
+        return self.most(top + self.head.working_bytes, times)
 
     def in_pieces(self, times: float) -> int:
-        """The same where the head is in pieces: so many micro-batches go through a piece before
-        the next one.
+        """Return the same where the head is in pieces: so many micro-batches go through a piece
+        before the next one.
         """
         assert self.pieces is not None
         # Less the hidden states, because those of all micro-batches are counted twice elsewhere.
         waiting_bytes = (max(times, 1.0) - 1) * (self.pieces.waiting_bytes - self.hidden_bytes)
-        return self.most(round(self.pieces.working_bytes + waiting_bytes))
+        return self.most(round(self.pieces.working_bytes + waiting_bytes), times)
 
-    def most(self, head_bytes: int) -> int:
-        """Return the most that is needed anywhere, given what the turn takes with the gradients
-        of adapters, if any.
+    def most(self, head_bytes: int, times: float) -> int:
+        """Return the most that so many micro-batches need anywhere, given what the turn takes with
+        the gradients of adapters, if any.
         """
         # These are not there yet at the turn, because they come on the way down.
         to_come = sum(self.of(layer).gradient_bytes for layer in range(len(self.kinds)))
-        return max(
-            self.prelude_bytes, head_bytes - to_come, *(work.working_bytes for work in self.works)
-        )
+        top = self.of(len(self.kinds) - 1)
+        at_head = head_bytes - to_come + round(max(times, 1.0) * top.waiting_bytes)
+        return max(self.prelude_bytes, at_head, *(work.at_once(times) for work in self.works))
 
 
 def measure(
@@ -504,8 +508,7 @@ def _pieces_work(
             [leaf, *split.model.parameters(), *split.model.buffers(), *tensors_in(stream.weights)]
         )
         head_inputs = pieced.inputs(leaf)
-        # with its gradient
-        waiting_bytes = head_inputs.numel() * (head_inputs.element_size() + torch.float32.itemsize)
+        waiting_bytes = pieced.waiting_bytes(head_inputs)
         del head_inputs
         piece_passes(pieced, stream.lease, chunks, [leaf], differentiate=True)
     return HeadWork(0, tally.peak, Exchange(), waiting_bytes)

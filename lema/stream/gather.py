@@ -20,7 +20,7 @@ from lema.backend import Backend, Gathering, Upload
 from lema.stream.counters import StreamMeter
 from lema.stream.lease import NAN_BYTE
 
-__all__ = ["NUM_BUFFERS", "GatheredBuffers"]
+__all__ = ["NUM_BUFFERS", "GatheredBuffers", "gathered_bytes"]
 
 NUM_BUFFERS = 2  # one on lease, one being filled
 
@@ -185,3 +185,13 @@ class GatheredBuffers:
 
     def _there(self) -> list[int | None]:
         return [buffer.layer for buffer in self._buffers]
+
+
+def gathered_bytes(parts: Sequence[int], processes: int) -> int:
+    """Return the bytes of the buffers on the device, as a plan counts them.
+
+    Args:
+        parts: bytes of each layer's part in one process.
+        processes: how many have such a part.
+    """
+    return NUM_BUFFERS * processes * max(parts, default=0)

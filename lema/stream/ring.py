@@ -18,7 +18,7 @@ from lema.stream.schedule import Order, index_to_refill
 from lema.stream.slotlayout import upload_to
 from lema.stream.workers import Ticket
 
-__all__ = ["DeviceSlot", "HostBuffer", "LayerRing"]
+__all__ = ["DeviceSlot", "HostBuffer", "LayerRing", "ring_bytes"]
 
 
 @dataclass
@@ -377,3 +377,13 @@ class _Taken:
     def drained(self) -> None:
         if self._slot.upload is not None:
             self._slot.upload.drained()
+
+
+def ring_bytes(num_slots: int, layers: Sequence[int]) -> int:
+    """Return the bytes of a ring's slots, or of its host buffers, as a plan counts them.
+
+    Args:
+        num_slots: how many there may be; there are no more than layers.
+        layers: bytes of each layer that passes through.
+    """
+    return min(num_slots, len(layers)) * max(layers, default=0)

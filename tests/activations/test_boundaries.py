@@ -13,9 +13,14 @@ import torch
 from stream_fakes import LateBackend
 from torch import Tensor
 
-from lema.activations.boundaries import NUM_BUFFERS, TierName
+from lema.activations.boundaries import (
+    NUM_BUFFERS,
+    TierName,
+    boundaries_in_host,
+    boundaries_on_device,
+)
 from lema.activations.stepstore import BoundaryArena
-from lema.backend import Backend
+from lema.backend import Backend, DeviceSlots
 from lema.engine.head.gradients import graph_input
 from lema.errors import ReadError
 from lema_cpu import CpuBackend
@@ -276,3 +281,45 @@ def test_a_graph_holds_nothing_of_its_input_and_hands_on_the_gradient() -> None:
     assert freed == [True]
     assert torch.equal(found[7], torch.full((3, 4), 3.0))
     assert anchor.grad is None
+
+
+class Counting(CpuBackend):
+    """A device apart from host memory, as far as what is taken of both is counted."""
+
+    def __init__(self) -> None:
+        super().__init__(poison=True)
+        self.in_host = 0
+        self.on_device = 0
+
+    def host_buffer(self, nbytes: int, memory: Tensor | None = None) -> Tensor:
+        self.in_host += nbytes
+        return super().host_buffer(nbytes, memory)
+
+    def device_slots(self, nbytes: int, count: int) -> DeviceSlots:
+        self.on_device += nbytes * count
+        return super().device_slots(nbytes, count)
+
+
+@every_tier
+@pytest.mark.parametrize("num_layers", [2, len(LAYERS)])
+def test_a_plan_is_told_the_bytes_that_a_tier_takes(
+    arena_on: Callable[..., BoundaryArena], tier: TierName, num_layers: int
+) -> None:
+    """If fewer wait than there are buffers, a plan has room for no more than wait, and each slot is
+    as large as the largest, so no other is on the device with them then."""
+    backend = Counting()
+    arena = arena_on(tier, backend)
+    (state,) = states(512)
+    layers = LAYERS[:num_layers]
+    step = arena.step([state], layers)
+    for layer in layers:
+        step.keep(layer, 0, state + layer)
+    for layer in reversed(layers):
+        with step.fetch(layer, 0):
+            pass
+    waiting = num_layers * state.nbytes
+    on_device = arena.memory_bytes if tier == "device" else backend.on_device
+    told = boundaries_on_device(tier, waiting, state.nbytes)
+    assert told == (on_device if num_layers > NUM_BUFFERS or tier == "device" else waiting)
+    in_host = 0 if tier == "device" else backend.in_host
+    assert boundaries_in_host(tier, waiting, state.nbytes) == in_host

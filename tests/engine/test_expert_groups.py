@@ -25,10 +25,11 @@ from lema.engine.generation import streaming_forward
 from lema.engine.layers import experts
 from lema.engine.stack import LayerStack
 from lema.errors import ConfigError, MemoryLimitError
+from lema.model import experts as routing
 from lema.model import meta_model
 from lema.model.experts import NarrowedExperts
 from lema.model.weight_names import map_names
-from lema.plan.cost import device_parts
+from lema.plan.memory import device_parts
 from lema.storage import GlobalBinaryIndex
 from lema.stream.schedule import fetched, in_parts, training_order
 from lema_cpu import CpuBackend
@@ -153,6 +154,37 @@ def test_a_step_is_that_of_whole_layers(kind: str, tmp_path: Path) -> None:
         # By processor: 4.13e-6 where products of few rows have blocks of their own (AVX-512, 27
         # November 2026).
         assert max(difference(found[name], expected[name]) for name in found) <= 5e-6
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_group_that_many_tokens_choose_runs_several_times(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no more pairs at once than the plan has room for, and the same numbers but for the order
+    of additions."""
+    directory = write_model(CONFIGS[kind], tmp_path)
+    with opened(directory, experts_per_slot=3, **ADAPTED) as model:
+        loss, expected = step(model)
+    monkeypatch.setattr(routing, "LEAST_PAIRS", 1)
+    monkeypatch.setattr(routing, "PAIRS_AT_ONCE", 0.3)
+    runs = list[tuple[int, int]]()
+    run = NarrowedExperts.run
+
+    def counted(narrowed: NarrowedExperts, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        group = narrowed.group
+        most = max(routing.most_pairs(len(rows), 3, group.end - group.first, 8) for rows in tokens)
+        runs.append((len(inputs[0]), most))
+        return run(narrowed, inputs)
+
+    tokens = [batch["input_ids"].flatten() for batch in micro_batches()]
+    monkeypatch.setattr(NarrowedExperts, "run", counted)
+    with opened(directory, experts_per_slot=3, **ADAPTED) as model:
+        again, found = step(model)
+    assert all(0 < pairs <= most for pairs, most in runs)
+    # three groups in each layer, up and down, of four micro-batches
+    assert len(runs) > 2 * 4 * 3 * SPARSE[kind] * 2
+    assert difference(again, loss) <= 1e-6
+    assert apart(found, expected) <= 1e-6
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -405,7 +437,7 @@ def test_device_memory_says_how_many_experts_are_leased_together(tmp_path: Path)
     fits."""
     directory = write_model(CONFIGS["qwen3_moe"], tmp_path)
     found = dict[str, tuple[int, bool]]()
-    for limit in ("800KB", "640KB", "610KB", "570KB"):
+    for limit in ("800KB", "640KB", "610KB", "560KB", "540KB"):
         settings = {
             "lora_rank": 2,
             "batch_size": 4,
@@ -430,7 +462,8 @@ def test_device_memory_says_how_many_experts_are_leased_together(tmp_path: Path)
         "800KB": (0, False),
         "640KB": (4, False),
         "610KB": (2, False),
-        "570KB": (2, True),
+        "560KB": (1, False),
+        "540KB": (2, True),
     }
 
 

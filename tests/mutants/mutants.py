@@ -211,14 +211,14 @@ MUTANTS = (
     Mutant(
         "hidden states of a group get no gradient",
         EXPERTS,
-        "routing.add(states, number, tokens, formed[0])",
+        "routing.add(states, pairs, formed[0])",
         "pass",
         SEEN_BY.groups,
     ),
     Mutant(
         "tokens of a group lose the weight of their expert",
         EXPERTS,
-        "factors.view(-1)[routing.pairs[number]] = formed[1].flatten()",
+        "factors.view(-1)[pairs.pairs] = formed[1].flatten()",
         "pass",
         SEEN_BY.groups,
     ),

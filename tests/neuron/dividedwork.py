@@ -27,7 +27,7 @@ from lema.errors import ConfigError
 from lema.model.partition import layout_of, planned_parallel, whole_tensor
 from lema.plan import Allocation
 from lema.plan.blueprint import draw_up
-from lema.plan.cost import device_parts
+from lema.plan.memory import device_parts
 from lema.plan.meter import Tally
 from lema.plan.step import demand_of, step_shape
 from lema.plan.workload import measure

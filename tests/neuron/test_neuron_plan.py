@@ -24,8 +24,9 @@ from lema.errors import ConfigError
 from lema.plan import Allocation
 from lema.plan.allocate import allocated
 from lema.plan.blueprint import Blueprint, draw_up
-from lema.plan.cost import Demand, LayerCost, Speeds, device_parts
+from lema.plan.cost import Demand, LayerCost, Speeds
 from lema.plan.machine import profile
+from lema.plan.memory import device_parts
 from lema.plan.planner import planner_of
 from lema.plan.step import by_arithmetic
 from lema_neuron.divide import Division

@@ -17,9 +17,9 @@ from transformers import DeepseekV3Config, MixtralConfig, PreTrainedConfig, Qwen
 from lema import LemaConfig, LemaModel
 from lema.plan import Allocation
 from lema.plan.blueprint import Blueprint, draw_up
-from lema.plan.cost import device_parts
 from lema.plan.groups import with_waiting
 from lema.plan.machine import PROFILES
+from lema.plan.memory import device_parts
 from lema.plan.planner import planner_of
 from lema.plan.step import StepShape, demand_of, step_shape
 from lema.plan.workload import Workload, measure
@@ -130,9 +130,9 @@ def told(drawn: Blueprint, shape: StepShape, work: Workload, *, again: bool) -> 
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_real_step_takes_what_was_told(kind: str, adapted: bool, tmp_path: Path) -> None:
-    """Within 10%, and not 3% more; and less if what comes before the experts is run twice. Within
-    20% with adapted experts, because their gradients count, and are not there yet at the top layer,
-    where most waits."""
+    """Not more, and within 5%; within 17% if what comes before the experts is run twice, which takes
+    less. With adapted experts 11% more than that, because their gradients count, and are not there
+    yet at the top layer, where most waits."""
     directory = all_alike(write_model(CONFIGS[kind], tmp_path))
     experts = {} if adapted else {"lora_target_parameters": []}
     config = config_of(directory, experts_per_slot=4, **experts)
@@ -141,13 +141,11 @@ def test_a_real_step_takes_what_was_told(kind: str, adapted: bool, tmp_path: Pat
     assert drawn.cut_experts is not None
     drawn = replace(drawn, parts=drawn.cut_experts(4))
     work = measure(drawn.model, drawn.layers, shape.micro_batch, 64)
-    most = 1.2 if adapted else 1.1
+    most = (1.12, 1.28) if adapted else (1.05, 1.17)
     real = [taken(config, again=again) for again in (False, True)]
     said = [told(drawn, shape, work, again=again) for again in (False, True)]
-    assert all(0.97 * one <= other <= most * one for one, other in zip(real, said, strict=True)), (
-        real,
-        said,
-    )
+    for taken_bytes, told_bytes, factor in zip(real, said, most, strict=True):
+        assert taken_bytes <= told_bytes <= factor * taken_bytes, (real, said)
     assert real[1] < 0.8 * real[0]
 
 

@@ -9,7 +9,8 @@ from smallrun import settings, write_model
 
 from lema import LemaModel
 from lema.errors import MemoryLimitError
-from lema.plan.cost import Allocation, Demand, LayerCost, Overhead, device_parts
+from lema.plan.cost import Allocation, Demand, LayerCost, Overhead
+from lema.plan.memory import device_parts
 from lema.plan.plan import plan_with
 from lema_cpu import CpuBackend
 

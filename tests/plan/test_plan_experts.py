@@ -26,8 +26,8 @@ from transformers import (
 from lema import LemaConfig, LemaModel
 from lema.model.experts import layer_experts
 from lema.plan import make_plan
-from lema.plan.cost import device_parts
 from lema.plan.machine import profile
+from lema.plan.memory import device_parts
 from lema.plan.planner import planner_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -91,23 +91,30 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 
 
+CASES = [(None, True), (3, True), (3, False)]  # experts of a group, whether all tokens choose alike
+
+
 @pytest.mark.parametrize(
-    ("kind", "experts"),
+    ("kind", "experts", "alike"),
     [
         pytest.param(
             kind,
             experts,
+            alike,
             marks=[] if experts and kind in ("mixtral", "glm4_moe") else pytest.mark.slow,
         )
         for kind in CONFIGS
-        for experts in (None, 3)
+        for experts, alike in CASES
     ],
 )
-def test_a_real_step_takes_what_was_told(kind: str, experts: int | None, tmp_path: Path) -> None:
-    """Bytes of tensors alive at once in a real step on the CPU, adapters on experts: within 10% of
-    those told, where as many tokens as can be are given to one group, which is what is told of."""
-    told, real = measured(CONFIGS[kind], tmp_path, experts)
-    assert 0.97 * real <= told <= 1.1 * real
+def test_a_real_step_takes_what_was_told(
+    kind: str, experts: int | None, alike: bool, tmp_path: Path
+) -> None:
+    """Bytes of tensors alive at once in a real step on the CPU, adapters on experts: those told or
+    up to 5% fewer, whether routers give all tokens the same experts of a group or choose as random
+    weights do. Of whole layers all tokens choose the same, because that takes most."""
+    told, real = measured(CONFIGS[kind], tmp_path, experts, worst=alike)
+    assert (1 if experts else 0.97) * real <= told <= 1.05 * real
 
 
 def to_the_first(module: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -190,7 +197,7 @@ def test_layers_in_groups_have_seconds_where_this_machine_is_planned_for(tmp_pat
 
 if __name__ == "__main__":
     for name, given in CONFIGS.items():
-        for size, most in ((None, True), (3, True), (3, False)):
+        for size, most in CASES:
             with TemporaryDirectory() as scratch:
                 planned, taken = measured(given, Path(scratch), size, worst=most)
             how = f"groups of {size}" if size else "whole layers"

@@ -17,18 +17,9 @@ from smallrun import write_model
 
 from lema import LemaModel
 from lema.plan import Allocation, Machine
-from lema.plan.cost import (
-    Demand,
-    LayerCost,
-    Speeds,
-    device_parts,
-    fetches,
-    host_parts,
-    phases,
-    saved_elsewhere,
-    seconds,
-)
+from lema.plan.cost import Demand, LayerCost, Speeds, fetches, phases, saved_elsewhere, seconds
 from lema.plan.machine import PROFILES
+from lema.plan.memory import device_parts, host_parts
 from lema.plan.simulator import STEPS, layers_like, simulate
 from lema.plan.virtual import Clock, ScheduleError, VirtualDevice, VirtualReader
 from lema.stream import LayerStream

@@ -16,7 +16,6 @@ from smallrun import settings, write_model
 from transformers import LlamaConfig, MixtralConfig
 
 from lema import LemaConfig, LemaModel
-from lema.activations.boundaries import NUM_BUFFERS
 from lema.backend import load
 from lema.convert.prepare import prepare
 from lema.engine.head import cut
@@ -26,7 +25,7 @@ from lema.model import Split
 from lema.model.capture import tensors_in
 from lema.plan import Allocation
 from lema.plan.blueprint import Blueprint, draw_up
-from lema.plan.cost import STAGED, device_parts
+from lema.plan.memory import device_parts
 from lema.plan.meter import Tally, without_values
 from lema.plan.planner import fitted_planner, machine_state_of, planner_of
 from lema.plan.step import StepShape, demand_of, step_shape
@@ -332,10 +331,6 @@ def test_a_run_spends_memory_as_its_plan_said(tmp_path: Path, changes: dict[str,
     if "device_memory" in changes:
         assert planned.residents
     model.close()
-
-
-def test_boundaries_take_as_many_buffers_as_the_engine_gives_them() -> None:
-    assert STAGED == NUM_BUFFERS
 
 
 @pytest.mark.slow

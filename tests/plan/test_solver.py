@@ -12,16 +12,8 @@ from hypothesis import strategies as st
 from lema.errors import MemoryLimitError
 from lema.plan import Allocation
 from lema.plan.budget import MARGIN, scattered, solve, spread
-from lema.plan.cost import (
-    Demand,
-    LayerCost,
-    Overhead,
-    Speeds,
-    device_parts,
-    host_parts,
-    phases,
-    seconds,
-)
+from lema.plan.cost import Demand, LayerCost, Overhead, Speeds, phases, seconds
+from lema.plan.memory import device_parts, host_parts
 
 LAYERS = st.builds(
     LayerCost,

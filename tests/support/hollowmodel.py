@@ -11,7 +11,14 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from lema.model import meta_model
 
-STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
+STORED = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.bool: "BOOL",
+}
 SIZES = {  # hidden, intermediate, layers, heads, key and value heads
     "8B": (4096, 14336, 32, 32, 8),
     "70B": (8192, 28672, 80, 64, 8),
@@ -30,7 +37,9 @@ def write_hollow(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     seen = set[int]()
-    for name, tensor in model.named_parameters():
+    stored = model.state_dict().keys()
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
+    for name, tensor in [*model.named_parameters(), *buffers]:
         if id(tensor) not in seen:
             seen.add(id(tensor))
             span = [end, end + tensor.nbytes]

@@ -22,7 +22,8 @@ from lema.errors import MemoryLimitError
 from lema.plan import Allocation
 from lema.plan.allocate import allocated, of_one_process
 from lema.plan.budget import solve
-from lema.plan.cost import Demand, LayerCost, Speeds, device_parts, host_parts
+from lema.plan.cost import Demand, LayerCost, Speeds
+from lema.plan.memory import device_parts, host_parts
 from lema.stream.placement import PAGE
 
 SCRIPT = str(Path(__file__).with_name("shardedwork.py"))

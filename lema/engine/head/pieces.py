@@ -79,6 +79,11 @@ class PiecedHead:
         self._dtype = hidden.dtype
         return captured[0]
 
+    def waiting_bytes(self, inputs: Tensor) -> int:
+        """Return the bytes of a micro-batch's `inputs` and of their gradient, which wait while
+        other micro-batches go through a piece."""
+        return inputs.numel() * (inputs.element_size() + torch.float32.itemsize)
+
     def product(self, inputs: Tensor, weight: Tensor, span: tuple[int, int]) -> Tensor:
         """Return the product by one piece, as the head itself returns it."""
         bias = self._module.bias

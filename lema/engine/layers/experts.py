@@ -79,11 +79,10 @@ class _Groups:
         for number, group in enumerate(groups):
             with self._leased(group, direction) as experts:
                 for routing, total in zip(routed, sums, strict=True):
-                    if len(routing.pairs[number]):
-                        tokens, pairs = routing.of_group(number)
+                    for pairs in routing.of_group(number):
                         with self.split.autocast(routing.autocast):
-                            output = experts.run(pairs)
-                        routing.add(total, number, tokens, output)
+                            output = experts.run(routing.arguments(pairs))
+                        routing.add(total, pairs, output)
         for index, routing in enumerate(routed):  # one by one, because a sum may be twice as wide
             sums[index] = sums[index].to(routing.inputs[0].dtype)
         return sums
@@ -110,28 +109,53 @@ class _Groups:
                 for routing, gradient, states, factors in zip(
                     routed, gradients, by_hidden, by_weights, strict=True
                 ):
-                    if not len(routing.pairs[number]):
-                        continue
-                    tokens, (hidden, chosen, expert_weights) = routing.of_group(number)
-                    hidden = hidden.requires_grad_()
-                    expert_weights = expert_weights.requires_grad_()
-                    with torch.enable_grad(), self.split.autocast(routing.autocast):
-                        output = experts.run((hidden, chosen, expert_weights))
-                    grad_inputs = [hidden, expert_weights, *leaves, *trained]
-                    formed = torch.autograd.grad(
-                        output, grad_inputs, gradient.index_select(0, tokens), allow_unused=True
-                    )
-                    routing.add(states, number, tokens, formed[0])
-                    factors.view(-1)[routing.pairs[number]] = formed[1].flatten()
-                    for (_, total), by in zip(adapted, formed[2:], strict=False):
-                        if by is not None:
-                            total.add_(by[:, : total.shape[1], : total.shape[2]])
-                    for parameter, by in zip(trained, formed[2 + len(leaves) :], strict=True):
-                        if by is not None:
-                            sums[parameter] = sums[parameter].add_(by) if parameter in sums else by
+                    for pairs in routing.of_group(number):
+                        hidden, chosen, expert_weights = routing.arguments(pairs)
+                        grad_inputs = [hidden.requires_grad_(), expert_weights.requires_grad_()]
+                        with torch.enable_grad(), self.split.autocast(routing.autocast):
+                            output = experts.run((hidden, chosen, expert_weights))
+                        formed = torch.autograd.grad(
+                            output,
+                            [*grad_inputs, *leaves, *trained],
+                            gradient.index_select(0, pairs.tokens),
+                            allow_unused=True,
+                        )
+                        # because the next pairs are run while these would still be named
+                        del output, hidden, grad_inputs
+                        routing.add(states, pairs, formed[0])
+                        factors.view(-1)[pairs.pairs] = formed[1].flatten()
+                        for (_, total), by in zip(adapted, formed[2:], strict=False):
+                            if by is not None:
+                                total.add_(by[:, : total.shape[1], : total.shape[2]])
+                        for parameter, by in zip(trained, formed[2 + len(leaves) :], strict=True):
+                            if by is not None:
+                                summed = sums.get(parameter)
+                                sums[parameter] = by if summed is None else summed.add_(by)
+                        del formed
         for index, routing in enumerate(routed):
             by_hidden[index] = by_hidden[index].to(routing.inputs[0].dtype)
         return list(zip(by_hidden, by_weights, strict=True))
+
+
+def waiting_bytes(
+    layer_input: Tensor, expert_inputs: Sequence[Tensor], *, reads_values: bool
+) -> int:
+    """Return the bytes of a micro-batch that wait in the backward while groups of a layer's experts
+    are leased, without those of its graph.
+
+    Args:
+        layer_input: what the layer is given.
+        expert_inputs: what the experts are given: hidden states, the numbers of the experts that
+            are chosen for each token, and their factors.
+        reads_values: whether the backward looks at what the experts make.
+    """
+    hidden, chosen, factors = expert_inputs
+    # Hidden states, the gradient of what the experts make of them, and that if it is looked at;
+    # gradients of hidden states are added up in single precision.
+    sums = hidden.numel() * torch.promote_types(hidden.dtype, torch.float32).itemsize
+    states = layer_input.nbytes + (2 + reads_values) * hidden.nbytes + sums
+    # of pairs of a token and an expert their order, and the gradients of their factors
+    return states + 2 * (chosen.nbytes + factors.nbytes)
 
 
 def call_in_groups(

@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 from lema.config.units import human_bytes, parse_memory
 from lema.engine.head.loss import CHUNK_TOKENS
 from lema.errors import MemoryLimitError
-from lema.plan.cost import Allocation, device_parts, host_parts
+from lema.plan.choice import choice_of, cut
+from lema.plan.cost import Allocation
 from lema.plan.inference.keyvalues import TextBytes, text_bytes
-from lema.plan.planner import Planner
+from lema.plan.memory import device_parts, host_parts
+from lema.plan.needs import Planner
 
 __all__ = ["RowPlan", "TextPlan", "plan_rows", "plan_texts"]
 
@@ -200,7 +202,7 @@ def _allocator(
         else current_allocation.pieces > 0
     )
     # Whole unless the settings ask for pieces, because each token would read all of them once more.
-    planner = planner.with_head(pieces=in_pieces)
+    planner = cut(planner, replace(choice_of(planner), head_in_pieces=in_pieces))
     adapters = sum(
         parameter.nbytes
         for parameter in planner.blueprint.model.parameters()
