@@ -144,6 +144,7 @@ class Numbers:
     pad_token_id = 0
     bos_token_id = None
     eos_token_id = None
+    chat_template = None
 
     def __call__(self, text: str, **_: bool) -> dict[str, list[int]]:
         return {"input_ids": [int(word) for word in text.split()]}
