@@ -251,7 +251,7 @@ def test_more_processes_than_one_machine_has_do_not_share_its_memory(
         seen.append(demand.processes)
         return allocated(config, demand, *rest, **options)
 
-    monkeypatch.setattr("lema.plan.planner.allocated", look)
+    monkeypatch.setattr("lema.plan.needs.allocated", look)
     config = LemaConfig(str(base), device="cpu")
     for local in ("4", "2"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)

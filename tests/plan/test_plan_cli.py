@@ -279,7 +279,7 @@ def test_how_much_larger_a_step_may_be_is_found_out_where_it_is_shown(
         ran.append(arguments[2].rows)
         return measure(*arguments)
 
-    monkeypatch.setattr("lema.plan.planner.measure", counted)
+    monkeypatch.setattr("lema.plan.needs.measure", counted)
     largest = "limits\tlargest micro_batch_size"
     for options, shown in ((), ""), (("--verbose",), largest), (("--json",), '"room"'):
         ran.clear()

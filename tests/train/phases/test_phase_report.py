@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from lema import LemaConfig
 from lema.data.mixture import Mixture
 from lema.errors import ConfigError, DataError, MemoryLimitError, ModelError
-from lema.plan import planner as planned
+from lema.plan import needs as planned
 from lema.plan.machine import profile
 from lema.stream.reader import LayerReader
 from lema.train import LemaTrainer
