@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lema.model import experts
-from lema.model.experts import ExpertGroup, Routed, most_pairs
+from lema.model.experts import Routed, most_pairs
+from lema.stream.schedule import ExpertGroup
 
 TOKENS = 50
 TOP_K = 3
