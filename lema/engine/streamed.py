@@ -30,12 +30,12 @@ from lema.engine.head.pieces import PiecedHead, piece_passes
 from lema.engine.head.routers import router_loss_of
 from lema.engine.head.rows import RowLoss
 from lema.engine.layers.layer_pass import LayerPass, layers_of
+from lema.engine.layers.reference_rows import ReferenceRows, StartingAdapter, reference_rows_of
 from lema.engine.layers.rows import Rows
 from lema.engine.layers.saving import Activations, Saving
 from lema.engine.layers.top import HeadInPieces, Top, TopLayer
 from lema.engine.oom import OomRetry, Shortage
 from lema.engine.padding import Padding, cut
-from lema.engine.reference_rows import ReferenceRows, StartingAdapter, reference_rows_of
 from lema.engine.step_inputs import MicroBatches, StepInputs
 from lema.engine.trained_weights import TrainedWeights
 from lema.errors import ConfigError

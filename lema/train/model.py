@@ -24,7 +24,7 @@ from lema.config.types import dtype_name
 from lema.engine import StreamedModel
 from lema.engine.generation import KeyValues
 from lema.engine.head.pieces import PiecedHead
-from lema.engine.reference_rows import StartingAdapter
+from lema.engine.layers.reference_rows import StartingAdapter
 from lema.errors import ConfigError, named_in
 from lema.lora.attach import configured_lora, inject_lora_params
 from lema.lora.base import base_of, check_base, check_named_base, computed_for

@@ -18,7 +18,7 @@ from lema.backend import Parallel
 from lema.config import LemaConfig
 from lema.config.lemaconfig import CONFIG_NAME
 from lema.config.objective import has_reference, reference_of
-from lema.engine.reference_rows import StartingAdapter
+from lema.engine.layers.reference_rows import StartingAdapter
 from lema.errors import AdapterError, ConfigError
 from lema.lora import save_adapter
 from lema.lora.base import Base

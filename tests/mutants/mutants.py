@@ -182,7 +182,7 @@ MUTANTS = (
     ),
     Mutant(
         "rows of a reference are computed with the adapters that train",
-        "lema/engine/reference_rows.py",
+        "lema/engine/layers/reference_rows.py",
         "    compute_as = partial(as_reference, start)",
         "    compute_as = None",
         SEEN_BY.objectives,
@@ -259,7 +259,7 @@ MUTANTS = (
     ),
     Mutant(
         "a layer is read for the rows of a reference once more",
-        "lema/engine/reference_rows.py",
+        "lema/engine/layers/reference_rows.py",
         "                layer.run(lease, rows)",
         "                with self.engine.stream.lease(layer.number) as lease:\n"
         "                    layer.run(lease, rows)",

@@ -20,11 +20,11 @@ from lema.engine.engine import Engine
 from lema.engine.head.gradients import check_not_freed, detached
 from lema.engine.layers.experts import ExpertLayer
 from lema.engine.layers.layer import Layer, SavedLayer
+from lema.engine.layers.reference_rows import ReferenceRows
 from lema.engine.layers.rows import Rows
 from lema.engine.layers.saving import NOTHING, Saving
 from lema.engine.layers.top import Top
 from lema.engine.layers.whole import WholeLayer
-from lema.engine.reference_rows import ReferenceRows
 from lema.engine.trained_weights import OuterGradients, differentiated_again
 from lema.model.flow import LayerCall
 

@@ -19,8 +19,8 @@ from lema.engine.head.loss import LossChunks
 from lema.engine.head.pieces import PiecedHead, piece_passes
 from lema.engine.head.rows import RowLoss
 from lema.engine.layers.layer import Layer, LossAndGrad, TopGradients
+from lema.engine.layers.reference_rows import ReferenceRows
 from lema.engine.layers.rows import Rows
-from lema.engine.reference_rows import ReferenceRows
 from lema.engine.trained_weights import Leaves
 from lema.stream import Lease
 

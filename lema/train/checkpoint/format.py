@@ -31,7 +31,7 @@ from lema.backend.findings import program_versions
 from lema.backend.group import first_alone
 from lema.backend.layout import Layout
 from lema.config import LemaConfig
-from lema.engine.reference_rows import StartingAdapter
+from lema.engine.layers.reference_rows import StartingAdapter
 from lema.errors import AdapterError, ConfigError, DiskError, LemaError, WeightsError
 from lema.lora import save_adapter
 from lema.lora.base import Base, write_base

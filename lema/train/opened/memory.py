@@ -18,9 +18,9 @@ from lema.engine import StreamedModel
 from lema.engine.head.loss import CHUNK_TOKENS
 from lema.engine.head.objectives import loss_settings_of, without_dropout
 from lema.engine.head.pieces import PiecedHead
+from lema.engine.layers.reference_rows import StartingAdapter
 from lema.engine.layers.saving import Activations
 from lema.engine.optim import training_bytes
-from lema.engine.reference_rows import StartingAdapter
 from lema.model.outer_weights import ExpertParts, expert_parts
 from lema.plan import Allocation
 from lema.plan.advice import advise
