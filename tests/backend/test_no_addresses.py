@@ -33,7 +33,7 @@ def lazy(monkeypatch: pytest.MonkeyPatch) -> None:
     attention rounds.
     """
     for module in (
-        "stream.stream",
+        "stream.layouts",
         "activations.boundaries",
         "model.split",
         "engine.optim",

@@ -131,7 +131,7 @@ def test_a_command_that_is_within_a_library_ends_too(interrupted: Interrupted) -
 
 
 @pytest.mark.parametrize(
-    "function", ["lema.engine.streamed:visit", "lema.train.trainer:save_adapter"]
+    "function", ["lema.engine.layers.whole:WholeLayer.forward", "lema.train.trainer:save_adapter"]
 )
 def test_a_run_that_is_trained_stops_with_a_whole_checkpoint(
     function: str, interrupted: Interrupted, place: Path, tmp_path: Path
@@ -163,7 +163,7 @@ def test_a_run_that_is_told_twice_within_a_second_stops_as_if_told_once(
     """The run is so small that it has stopped when the second one comes."""
     code, said = interrupted(
         ["train", "CONFIG", "--set", "output_dir=RUN"],
-        "lema.engine.streamed:visit",
+        "lema.engine.layers.whole:WholeLayer.forward",
         number,
         AGAIN=again,
     )

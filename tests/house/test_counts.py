@@ -13,14 +13,14 @@ ROOT = Path(__file__).parents[2]
 CEILINGS = {
     "names of the grammar list": 4,
     "of these parameters of public functions": 0,
-    "words of the second list in identifiers": 80,
-    "writes from outside to attributes of our classes": 86,
-    "classes that set over 12 attributes": 20,
+    "words of the second list in identifiers": 82,
+    "writes from outside to attributes of our classes": 40,
+    "classes that set over 12 attributes": 1,
     "circles of imports": 0,
     "files in circles of imports": 0,
     "lines over 100 columns, per thousand": 1,
     "attributes assigned in pairs": 1,
-    "bare Any in signatures": 161,
+    "bare Any in signatures": 162,
     "functions over 60 lines": 26,
 }
 

@@ -90,7 +90,9 @@ class EmbedHead:
         on from there.
         """
         if not self._before:
-            return tuple(self._hidden)
+            hidden = tuple(self._hidden)
+            self._hidden.clear()  # nothing comes back to them
+            return hidden
         alone = tuple(state.detach() for state in self._hidden)
         parameters = () if self._outer is None else self._outer.parameters
         return detached(lambda *_: alone, self._start_backward, anchor, parameters)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from lema.engine.trained_weights import OuterGradients, differentiated_again
 from lema.model.flow import LayerCall
 
 __all__ = ["LayerPass", "layers_of"]
+
+_Kind: TypeAlias = tuple[torch.Size, torch.dtype]
+"""The shape and the dtype of a hidden state."""
 
 
 @dataclass(eq=False)
@@ -103,7 +106,7 @@ class LayerPass:
         self._end_first = end_first
         # of each layer that gradients reach: what its backward wants, and what its outputs look
         # like
-        self._saved: dict[int, tuple[SavedLayer, list[Tensor]]] = {}
+        self._saved: dict[int, tuple[SavedLayer, list[_Kind]]] = {}
         # of each layer, how much its routers made of each micro-batch that has a gradient
         self._num_logits: list[list[int]] = []
         self._start = _StartDown([], {})
@@ -126,7 +129,10 @@ class LayerPass:
                     # an output needs a gradient as soon as the pass has come to what trains
                     needs = [True] * len(rows.states) if self._saved else needs_grad
                     saved = layer.forward(lease, rows, needs, self._saving)
-                    self._saved[number] = saved, [_like(state) for state in rows.states]
+                    self._saved[number] = (
+                        saved,
+                        [(state.shape, state.dtype) for state in rows.states],
+                    )
                 if extra is not None:
                     extra.run(layer, lease)
             if layer is self._layers[0]:
@@ -259,11 +265,11 @@ class LayerPass:
                 if number not in self._saved:
                     gradients = [None] * len(gradients)
                     break
-                saved, likes = self._saved[number]
+                saved, kinds = self._saved[number]
                 logits = of_routers.pop(number, None) or [[]] * len(gradients)
                 arrived = [
-                    [_filled(gradient, like, engine.backend.device), *more]
-                    for gradient, like, more in zip(gradients, likes, logits, strict=True)
+                    [_filled(gradient, kind, engine.backend.device), *more]
+                    for gradient, kind, more in zip(gradients, kinds, logits, strict=True)
                 ]
                 gradients.clear()
                 # put back below, because recomputing draws what the forward drew
@@ -300,13 +306,10 @@ class _UpAndDown(torch.autograd.Function):
         return None, None, *ctx.layer_pass.walk_down(gradients)
 
 
-def _like(state: Tensor) -> Tensor:
-    return torch.empty_like(state, device="meta", requires_grad=False)
-
-
-def _filled(gradient: Tensor | None, like: Tensor, device: torch.device) -> Tensor:
+def _filled(gradient: Tensor | None, kind: _Kind, device: torch.device) -> Tensor:
     """Return the gradient of an output, which is zero where nothing was made of that."""
-    return torch.zeros_like(like, device=device) if gradient is None else gradient
+    shape, dtype = kind
+    return torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
 
 
 def _scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
