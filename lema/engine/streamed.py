@@ -302,6 +302,7 @@ class StreamedModel:
                     around or (),
                     drawn_before,
                     reference_rows,
+                    first_lease.close,
                 )
             loss = LayerPass(
                 self.engine,
@@ -344,6 +345,7 @@ class StreamedModel:
         around: Sequence[Mapping[str, Any]],
         drawn_before: Tensor,
         reference_rows: ReferenceRows | None,
+        end_first: Callable[[], None],
     ) -> int:
         """Take rows to the layer up to which a prefix keeps what the layers make, and keep that; or
         fetch it. Return the number of that layer.
@@ -353,7 +355,10 @@ class StreamedModel:
             rows.put(list(prefix.fetch(inputs)))
             return start
         below = self.layers[: prefix.layer]
-        for _ in LayerPass(self.engine, below, rows, reference_rows=reference_rows).up():
+        prefix_pass = LayerPass(
+            self.engine, below, rows, reference_rows=reference_rows, end_first=end_first
+        )
+        for _ in prefix_pass.up():
             pass
         received = [call.received for call in rows.calls[prefix.layer]]
         prefix.keep(

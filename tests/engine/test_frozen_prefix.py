@@ -81,6 +81,27 @@ def watched(config: LemaConfig, rows: Any) -> tuple[dict[str, Tensor], Leases]:
         return adapter_of(model.skeleton), leases
 
 
+def test_one_layer_at_a_time_is_on_lease(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first layer, whose weights the model's own code needs once, is given back when it is
+    done.
+    """
+    open_leases = list[set[int]]()
+    with opened(upper(llama, tmp_path, cache_frozen_prefix=True)) as model:
+        stream = model.memory
+        lease = stream.lease
+
+        def counted(layer: int) -> Any:
+            open_leases.append({*stream._leases.by_layer} - {layer})
+            return lease(layer)
+
+        monkeypatch.setattr(stream, "lease", counted)
+        model.get_trainer().fit(token_rows(4))
+    assert len(open_leases) > NUM_LAYERS
+    assert not any(open_leases)
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "changes",
