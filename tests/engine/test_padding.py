@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lema.config import LemaConfig
 from lema.data import collate
-from lema.engine import StreamedModel
 from lema.engine.head.loss import split_batch
 from lema.engine.padding import Padding, padding_of
+from lema.engine.step_inputs import StepInputs
 from lema.errors import ConfigError, DataError
 from lema.plan.step import step_shape
 
@@ -74,14 +74,14 @@ def test_a_run_evaluates_trains_and_counts_as_without_it(
     model = write_model(tmp_path / "model")
     rows = token_rows(12)
     seen = []
-    place = StreamedModel._prepare
+    place = StepInputs.prepare
 
-    def noted(self: StreamedModel, batches: Any, **options: Any) -> Any:
+    def noted(self: StepInputs, batches: Any, **options: Any) -> Any:
         found = place(self, batches, **options)
         seen.append({tuple(batch["input_ids"].shape) for batch in found[0]})
         return found
 
-    monkeypatch.setattr(StreamedModel, "_prepare", noted)
+    monkeypatch.setattr(StepInputs, "prepare", noted)
     results = []
     for name, multiple in (("plain", None), ("longer", 16)):
         # no sign of a rounding is a step
