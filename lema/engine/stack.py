@@ -4,7 +4,7 @@ caller of the model.
 A trainer calls the model, or the part of it that holds the layers, and differentiates what it makes
 of the result. So the forward of the module that holds the layers is replaced. It cuts its rows into
 micro-batches, by length and each as wide as its longest row, notes the calls of the layers for each
-(`Split.prelude`), takes all of them through one leased layer after the other by the visits that
+(`Split.prelude`), takes all of them through one leased layer after the other by the passes that
 every step of LEMA is made of, and lets the model's own code go on from there (`Split.finish`), with
 rows as they came. What comes before and after the layers, and its graph, is the model's own.
 
@@ -111,7 +111,7 @@ class StackCall:
                 batch_logits = self.joined([*reshaped])
                 logits.append(batch_logits.flatten(0, 1) if parts[0].dim() == 2 else batch_logits)
             for call in layer:
-                call.ask_routers(False)  # because the backward does not need it
+                call.drop_routers()  # because the backward does not need it
         return tuple(logits)
 
     def check_unseen(self, gradient: Tensor) -> None:

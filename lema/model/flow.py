@@ -108,6 +108,12 @@ class LayerCall:
         """Ask for what the layer's routers make in its next run, or do no more."""
         self.routers = [] if asked else None
 
+    def drop_routers(self) -> None:
+        """Let go of what routers made, also in copies of this call, and ask for no more."""
+        if self.routers is not None:
+            self.routers.clear()
+        self.routers = None
+
     def call_as(self, autocast: torch.dtype | None, hooks: HookSnapshot | None) -> None:
         """Note how the model was called: the dtype of its products, and the hooks of modules inside
         the layer.

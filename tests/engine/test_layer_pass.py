@@ -10,13 +10,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from parity import Outcome, assert_same, draw_b, streamed_model
+import torch
+from parity import Outcome, assert_same, draw_b, streamed_model, whole_model
 from tiny import NUM_LAYERS, Checkpoint, micro_batches
 from torch import Tensor
 
 from lema import LemaModel
 from lema.engine.layers.layer_pass import _UpAndDown
 from lema.engine.stack import LayerStack
+from lema.errors import ConfigError
 
 CheckpointOf = Callable[..., Checkpoint]
 
@@ -145,3 +147,49 @@ def test_a_loss_may_be_multiplied_after_it_was_formed(
         for name, gradient in first.gradients.items()
     }
     assert_same(scaled, Outcome(first.loss, expected, scaled.generator))
+
+
+def test_a_loss_of_one_layer_s_routers_reaches_no_layer_above(checkpoint_of: CheckpointOf) -> None:
+    """Their gradients are None, not zero, which an optimizer with momentum would move."""
+    checkpoint = checkpoint_of("mixtral")
+    (batch,) = micro_batches(1)
+    reached = []
+    whole = whole_model(checkpoint)
+    draw_b(whole)
+    with stacked(checkpoint) as (_, streamed):
+        for model in (whole, streamed):
+            out = model(**batch, output_router_logits=True)
+            out.router_logits[1].square().sum().backward()
+            reached.append(Outcome.of(model, out.loss).gradients)
+    expected, found = reached
+    assert {name for name, gradient in expected.items() if gradient is None}
+    for name, gradient in expected.items():
+        assert (found[name] is None) is (gradient is None), name
+        assert gradient is None or torch.equal(found[name], gradient), name
+
+
+def test_outputs_of_routers_are_let_go_of_where_a_layer_has_a_hook(
+    checkpoint_of: CheckpointOf,
+) -> None:
+    with stacked(checkpoint_of("mixtral")) as (model, called):
+        model.split.layers[2].register_forward_hook(lambda *_: None)
+        for _ in range(2):
+            out = called(**micro_batches(1)[0], output_router_logits=True)
+            logits = weakref.ref(out.router_logits[2].untyped_storage())
+            node = weakref.ref(_input_of_the_head(out.logits))
+            out.loss.backward()
+            called.zero_grad()
+            del out
+            assert logits() is None
+            assert node() is None
+
+
+def test_a_loss_formed_with_its_gradients_is_differentiated_once(
+    checkpoint_of: CheckpointOf,
+) -> None:
+    with streamed_model(checkpoint_of("llama"), gradient_checkpointing=True) as model:
+        loss = model.adapter.loss(micro_batches(2))
+        loss.backward(retain_graph=True)
+        with pytest.raises(ConfigError, match="differentiated again"):
+            loss.backward()
+        model.adapter.loss(micro_batches(2)).backward()

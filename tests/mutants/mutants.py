@@ -162,8 +162,8 @@ MUTANTS = (
     Mutant(
         "the gradient of the pass's outputs is held until its end",
         PASS,
-        "return [gradient.new_zeros(()).expand(gradient.shape) for gradient in gradients]",
-        "return list(gradients)",
+        "None if gradient is None else gradient.new_zeros(()).expand(gradient.shape)",
+        "gradient",
         SEEN_BY.layer_pass,
     ),
     Mutant(

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lema.engine.engine import Engine
-from lema.engine.head.gradients import check_not_freed, detached
+from lema.engine.head.gradients import check_not_freed
 from lema.engine.layers.experts import ExpertLayer
 from lema.engine.layers.layer import Layer, SavedLayer
 from lema.engine.layers.reference_rows import ReferenceRows
@@ -26,6 +27,7 @@ from lema.engine.layers.saving import NOTHING, Saving
 from lema.engine.layers.top import Top
 from lema.engine.layers.whole import WholeLayer
 from lema.engine.trained_weights import OuterGradients, differentiated_again
+from lema.errors import ConfigError
 from lema.model.flow import LayerCall
 
 __all__ = ["LayerPass", "layers_of"]
@@ -104,12 +106,10 @@ class LayerPass:
         self._top = top
         self._outer = outer
         self._end_first = end_first
-        # of each layer that gradients reach: what its backward wants, and what its outputs look
-        # like
-        self._saved: dict[int, tuple[SavedLayer, list[_Kind]]] = {}
-        # of each layer, how much its routers made of each micro-batch that has a gradient
-        self._num_logits: list[list[int]] = []
-        self._start = _StartDown([], {})
+        # of each layer that gradients reach: what its backward wants, and of each micro-batch what
+        # its output, and what its routers made of it, look like
+        self._saved: dict[int, tuple[SavedLayer, list[list[_Kind]]]] = {}
+        self._start: _StartDown | None = None
 
     def up(self, needs_grad: Sequence[bool] = ()) -> Iterator[int]:
         """Take the rows through the layers; yield the number of each that is done. `needs_grad`:
@@ -129,10 +129,12 @@ class LayerPass:
                     # an output needs a gradient as soon as the pass has come to what trains
                     needs = [True] * len(rows.states) if self._saved else needs_grad
                     saved = layer.forward(lease, rows, needs, self._saving)
-                    self._saved[number] = (
-                        saved,
-                        [(state.shape, state.dtype) for state in rows.states],
-                    )
+                    calls = rows.calls[number]
+                    kinds = [
+                        [(output.shape, output.dtype) for output in (state, *_differentiable(call))]
+                        for state, call in zip(rows.states, calls, strict=True)
+                    ]
+                    self._saved[number] = saved, kinds
                 if extra is not None:
                     extra.run(layer, lease)
             if layer is self._layers[0]:
@@ -151,12 +153,7 @@ class LayerPass:
             return self._rows.take()
         anchor = self._engine.anchor
         outputs: tuple[Tensor, ...] = _UpAndDown.apply(self, anchor, *self._inputs())  # type: ignore[no-untyped-call] # torch's is
-        received: Sequence[Tensor] = detached(
-            lambda tensors, _: tuple(tensor.detach() for tensor in tensors),
-            self._receive,
-            anchor,
-            outputs,
-        )
+        received: tuple[Tensor, ...] = _HandOver.apply(self, *outputs)  # type: ignore[no-untyped-call] # torch's is
         logits = iter(received[len(self._rows) :])
         for layer in self._layers:
             for call in self._rows.calls[layer.number]:
@@ -188,14 +185,12 @@ class LayerPass:
             pass
         if self._top is not None:
             return self._form_loss(self._top, [True] * len(self._rows) if self._saved else needs)
-        of_layers = [self._rows.calls[layer.number] for layer in self._layers]
         logits = [
             output.detach()
-            for calls in of_layers
-            for call in calls
+            for layer in self._layers
+            for call in self._rows.calls[layer.number]
             for output in _differentiable(call)
         ]
-        self._num_logits = [[len(_differentiable(call)) for call in calls] for calls in of_layers]
         # Handed over, because they refer to this pass from now on, and a circle would keep them.
         return (*self._rows.take(), *logits)
 
@@ -220,26 +215,36 @@ class LayerPass:
         self._start = _StartDown(formed.inputs, of_routers)
         return formed.value
 
-    def _receive(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+    def receive(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Take the gradients of what this pass has made, and return what stands for them: autograd
-        would hold them until the way down has ended, and each layer's are let go of on it.
+        would hold them until the way down has ended, and each layer's are let go of on it. None:
+        nothing was made of an output.
         """
         logits = iter(gradients[len(self._rows) :])
-        of_routers: dict[int, list[list[Tensor | None]]] = {
-            layer.number: [[next(logits) for _ in range(count)] for count in counts]
-            for layer, counts in zip(self._layers, self._num_logits, strict=True)
+        of_routers = {
+            number: [[next(logits) for _ in of_batch[1:]] for of_batch in kinds]
+            for number, (_, kinds) in self._saved.items()
         }
         self._start = _StartDown([*gradients[: len(self._rows)]], of_routers)
-        return [gradient.new_zeros(()).expand(gradient.shape) for gradient in gradients]
+        return [
+            None if gradient is None else gradient.new_zeros(()).expand(gradient.shape)
+            for gradient in gradients
+        ]
 
     def walk_down(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Take gradients down; return those of the inputs of the pass.
 
         Args:
             gradients: that of the loss, or what stands for those of hidden states.
+
+        Raises:
+            ConfigError: the gradients of a loss are wanted twice.
         """
         start = self._start
-        self._start = _StartDown([], {})
+        if start is None:
+            what = "a loss whose gradients were formed with it is differentiated again"
+            raise ConfigError(what, where="backward", how="form the loss once more")
+        self._start = None
         if self._top is not None:
             start.scale(self._top.backward(gradients[0]))
         return self._down(start.hidden, start.of_routers)
@@ -266,10 +271,17 @@ class LayerPass:
                     gradients = [None] * len(gradients)
                     break
                 saved, kinds = self._saved[number]
+                if not again:
+                    del self._saved[number]
                 logits = of_routers.pop(number, None) or [[]] * len(gradients)
+                if all(gradient is None for gradient in chain(gradients, *logits)):
+                    continue  # nothing was made of what this layer and those above have made
                 arrived = [
-                    [_filled(gradient, kind, engine.backend.device), *more]
-                    for gradient, kind, more in zip(gradients, kinds, logits, strict=True)
+                    [
+                        _filled(gradient, kind, engine.backend.device)
+                        for gradient, kind in zip((state, *more), of_batch, strict=True)
+                    ]
+                    for state, more, of_batch in zip(gradients, logits, kinds, strict=True)
                 ]
                 gradients.clear()
                 # put back below, because recomputing draws what the forward drew
@@ -281,9 +293,21 @@ class LayerPass:
                 engine.observe(number, gradients)
                 engine.trained.end(number, saved.leaves)
                 del saved
-                if not again:
-                    del self._saved[number]
         return [*gradients, *(() if outer is None else outer.handed_over())]
+
+
+class _HandOver(torch.autograd.Function):
+    """Hands what a pass has made to the caller's graph, and the gradients there to the pass."""
+
+    @staticmethod
+    def forward(ctx: Any, layer_pass: LayerPass, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.layer_pass = layer_pass
+        ctx.set_materialize_grads(False)  # a layer above all gradients has none
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        return None, *ctx.layer_pass.receive(gradients)
 
 
 class _UpAndDown(torch.autograd.Function):
@@ -298,6 +322,7 @@ class _UpAndDown(torch.autograd.Function):
     ) -> Tensor | tuple[Tensor, ...]:
         ctx.layer_pass = layer_pass
         ctx.freed = False
+        ctx.set_materialize_grads(False)
         return layer_pass.walk_up(ctx.needs_input_grad[2:])
 
     @staticmethod
