@@ -62,13 +62,6 @@ MUTANTS = (
         SEEN_BY.steps,
     ),
     Mutant(
-        "micro-batches are differentiated in the other order",
-        WHOLE,
-        "for index, saved_graph in enumerate(saved.graphs):",
-        "for index, saved_graph in reversed([*enumerate(saved.graphs)]):",
-        "tests/train/hf/test_autograd_ways.py -k one_after_the_other",
-    ),
-    Mutant(
         "leaves keep the slot of the forward",
         WHOLE,
         "saved.leaves[name].data = weight.detach()",
@@ -109,13 +102,6 @@ MUTANTS = (
         "            return self._lease.resolve(packed)",
         "            return packed",
         "tests/engine/test_stack.py -k 'a_step_is_that and checkpointing'",
-    ),
-    Mutant(
-        "the second run skips products two tensors too early",
-        RECOMPUTE,
-        "if count == self._saved:",
-        "if count == self._saved - 2:",
-        SEEN_BY.recompute,
     ),
     Mutant(
         "a graph that is kept is freed by its first backward",
@@ -256,13 +242,5 @@ MUTANTS = (
         "            return 0\n        trained = ",
         "            return 1\n        trained = ",
         SEEN_BY.ends,
-    ),
-    Mutant(
-        "a layer is read for the rows of a reference once more",
-        "lema/engine/layers/reference_rows.py",
-        "                layer.run(lease, rows)",
-        "                with self.engine.stream.lease(layer.number) as lease:\n"
-        "                    layer.run(lease, rows)",
-        "tests/engine/test_objectives.py -k no_byte",
     ),
 )

@@ -20,8 +20,8 @@ FAILED = 1  # pytest's exit code where tests were collected, ran, and some faile
 SELECTED = "not exhaustive and not cuda and not neuron and not seconddevice"
 
 
-def test_there_are_thirty_and_each_is_one_place_in_a_file() -> None:
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) == 30
+def test_each_is_one_place_in_a_file() -> None:
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) == 27
     for mutant in MUTANTS:
         text = (ROOT / mutant.file).read_text(encoding="utf-8")
         assert text.count(mutant.line) == 1, mutant
