@@ -38,7 +38,7 @@ from lema.config import MemoryStrategy
 from lema.engine.head.loss import split_batch
 from lema.plan import Allocation
 from lema.plan.cost import Demand, LayerCost, Speeds
-from lema.plan.simulator import simulate
+from lema.plan.simulation.simulator import simulate
 from lema.stream import LayerStream
 from lema.stream.schedule import fetched_per_step, training_order
 from lema_cpu import CpuBackend

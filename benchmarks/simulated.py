@@ -41,7 +41,7 @@ from lema.plan.budget import solve, spread
 from lema.plan.cost import Demand, LayerCost, Speeds
 from lema.plan.machine import PROFILES
 from lema.plan.planner import Planner, machine_state_of
-from lema.plan.simulator import Simulated, simulate
+from lema.plan.simulation.simulator import Simulated, simulate
 from lema.plan.step import StepShape, by_arithmetic
 from lema.plan.workload import MicroBatch, Workload, measure
 

@@ -30,7 +30,7 @@ from lema.plan.cost import Allocation, Demand, Traffic, traffic
 from lema.plan.groups import with_waiting
 from lema.plan.machine import MachineState, Memory, unknown_speeds
 from lema.plan.memory import device_parts, host_parts
-from lema.plan.simulator import Simulated, simulate
+from lema.plan.simulation.simulator import Simulated, simulate
 from lema.plan.step import StepShape, Timings, demand_of
 from lema.plan.trainable_bytes import training_of
 from lema.plan.workload import MicroBatch, Workload, measure

@@ -24,7 +24,7 @@ from lema.plan.cost import Allocation, crossover, phases, saved_elsewhere
 from lema.plan.groups import ExpertSummary, expert_summary
 from lema.plan.machine import Machine
 from lema.plan.planner import Planner, StepNeeds, planner_of, timed
-from lema.plan.simulator import Simulated
+from lema.plan.simulation.simulator import Simulated
 from lema.plan.step import StepShape, step_shape
 from lema.plan.workload import MicroBatch, Workload
 from lema.storage.quantized.formats import LIBRARY

@@ -25,7 +25,6 @@ class _Tests:
     steps: str = "tests/engine/test_stack.py -k a_step_is_that_of_the_whole_model"
     dropout: str = "tests/engine/test_parity_trained.py -k dropout_is_drawn"
     trained: str = "tests/engine/test_trained_weights.py -k gradients_of_weights_are_those"
-    passes: str = "tests/engine/test_parity_steps.py -k unlike_numbers_of_tokens"
     scaled: str = "tests/engine/test_layer_pass.py -k multiplied"
     ends: str = "tests/engine/test_parity_trained.py -k 'beside_the_matrices or train_as_one'"
     asked: str = "tests/train/hf/test_autograd_ways.py -k 'asked_for or differentiated_again'"
@@ -38,8 +37,6 @@ class _Tests:
         "or nothing_of_a_failed'"
     )
     prefix: str = "tests/engine/test_frozen_prefix.py"
-    reads: str = "tests/engine/test_parity_reads.py tests/engine/test_objectives.py -k read"
-    recompute: str = "tests/engine/test_recompute.py -k 'loss_and_gradients or formed_again'"
     layer_pass: str = "tests/engine/test_layer_pass.py"
     state: str = "tests/loader/test_layer_state.py -k attempted_again"
 

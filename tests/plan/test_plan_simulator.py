@@ -20,8 +20,8 @@ from lema.plan import Allocation, Machine
 from lema.plan.cost import Demand, LayerCost, Speeds, fetches, phases, saved_elsewhere, seconds
 from lema.plan.machine import PROFILES
 from lema.plan.memory import device_parts, host_parts
-from lema.plan.simulator import STEPS, layers_like, simulate
-from lema.plan.virtual import Clock, ScheduleError, VirtualDevice, VirtualReader
+from lema.plan.simulation.simulator import STEPS, layers_like, simulate
+from lema.plan.simulation.virtual import Clock, ScheduleError, VirtualDevice, VirtualReader
 from lema.stream import LayerStream
 from lema.stream.placement import PAGE
 from lema.stream.ring import LayerRing

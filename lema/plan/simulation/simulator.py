@@ -23,7 +23,7 @@ from lema.plan.cost import (
     saved_elsewhere,
 )
 from lema.plan.memory import device_parts, host_parts
-from lema.plan.virtual import Clock, VirtualDevice, VirtualReader
+from lema.plan.simulation.virtual import Clock, VirtualDevice, VirtualReader
 from lema.stream import LayerStream
 from lema.stream.placement import ByteRun, LayerBytes
 from lema.stream.schedule import ExpertGroup, in_parts, training_order
