@@ -54,12 +54,13 @@ _core_app = typer.Typer(
     rich_markup_mode=None,
 )
 config_app = typer.Typer(
+    name="config",
     cls=Verbs,
     help="Show the settings of a run, list all settings, or translate a file of another trainer.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-_core_app.add_typer(config_app, name="config")
+_core_app.add_typer(config_app)
 
 
 def main() -> NoReturn:
@@ -78,6 +79,8 @@ def _command_line(words: Sequence[str]) -> typer.Typer:
     Verbs of other packages take as long to find and import as its own.
     """
     verb = words[0] if words else ""
+    if verb == config_app.info.name and words[1:2] not in OWN_OF_CONFIG:
+        _add_verbs_of_config()
     if verb in OWN:
         return _core_app
     if not (points := entry_points(group="lema.verbs", name=verb)):
@@ -91,7 +94,15 @@ def _full_app() -> typer.Typer:
     """Return the command line with the verbs of other packages."""
     for point in sorted(entry_points(group="lema.verbs"), key=lambda point: point.name):
         _add_verb(point)
+    _add_verbs_of_config()
     return _core_app
+
+
+@cache
+def _add_verbs_of_config() -> None:
+    """Add the verbs of `lema config` that other packages have, once."""
+    for point in sorted(entry_points(group="lema.config_verbs"), key=lambda point: point.name):
+        config_app.command(name=point.name, cls=Verb)(point.load())
 
 
 @cache
@@ -314,6 +325,7 @@ VERBS = train, plan, tellcommands.backends
 OWN = {"config", *(verb.__name__ for verb in VERBS)}
 for verb in VERBS:
     _core_app.command(name=verb.__name__, cls=Verb)(verb)
-config_app.command(cls=Verb)(tellcommands.show)
-config_app.command(cls=Verb)(tellcommands.schema)
-config_app.command(name="import", cls=Verb)(tellcommands.import_file)
+VERBS_OF_CONFIG = tellcommands.show, tellcommands.schema
+OWN_OF_CONFIG = [[verb.__name__] for verb in VERBS_OF_CONFIG]
+for verb_of_config in VERBS_OF_CONFIG:
+    config_app.command(cls=Verb)(verb_of_config)

@@ -3,15 +3,14 @@
 import json
 import sys
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from lema.cli.arguments import ConfigFile, PhaseNamed, Settings, config_of, phase_of
-from lema.errors import BackendUnavailable, installing, printable
+from lema.errors import BackendUnavailable, installing
 
-__all__ = ["backends", "import_file", "schema", "show"]
+__all__ = ["backends", "schema", "show"]
 
 
 def backends() -> None:
@@ -43,31 +42,6 @@ def show(config: ConfigFile, phase: PhaseNamed = None, settings: Settings = None
     from lema.train.phases.file import all_settings
 
     _print_yaml(all_settings(selected[0], None if phase is None else selected[1]))
-
-
-def import_file(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of axolotl or TRL.")],
-) -> None:
-    """Translate a file of axolotl or TRL into settings of LEMA. Comments list what was not
-    carried over, and why.
-    """
-    from lema.config import LemaConfig
-    from lema.config.foreign import imported
-    from lema.config.problems import SettingsError
-    from lema.config.yaml import read_yaml
-
-    settings, notes = imported(read_yaml(file).values, LemaConfig.defaults())
-    try:
-        LemaConfig(**settings)
-    except SettingsError as error:
-        for problem in error.problems:
-            if problem.key in settings:
-                notes[problem.key] = str(problem)
-                del settings[problem.key]
-    _print_yaml(settings)
-    for key, why in notes.items():
-        # in one line, or it is none
-        typer.echo(f"# {' '.join(printable(f'{key}: not carried over; {why}').split())}")
 
 
 def _print_yaml(settings: Mapping[str, Any]) -> None:

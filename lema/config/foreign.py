@@ -1,13 +1,11 @@
-"""What other trainers call settings, and what says the same here: as a hint, and for a whole file
-of theirs.
+"""What other trainers call settings, and what says the same here, as hints in errors.
 
 The names are those of TRL's settings, of axolotl's, and of others that call them so.
 """
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-__all__ = ["CALLED_HERE", "FOREIGN_HINTS", "imported"]
+__all__ = ["CALLED_HERE", "FOREIGN_HINTS"]
 
 # What the columns of a data set, and of a message in it, are called by `field_...` and
 # `message_field_...`.
@@ -148,123 +146,3 @@ CALLED_HERE: Mapping[str, str] = {
     "val_set_size": "eval_split",
     "wandb_name": "run_name",
 }
-# What is so here in any case, or has no meaning here.
-_NEEDLESS = (
-    *(
-        "adapter",
-        "assistant_only_loss",
-        "completion_only_loss",
-        "dataset_name",
-        "dataset_prepared_path",
-    ),
-    *(
-        "dataset_text_field",
-        "datasets",
-        "eval_sample_packing",
-        "eval_strategy",
-        "lora_target_linear",
-    ),
-    *("pad_to_sequence_len", "remove_unused_columns", "save_strategy", "strict", "use_peft"),
-    *("wandb_entity", "wandb_log_model", "wandb_watch"),
-)
-_ATTENTION = {
-    "eager_attention": "eager",
-    "flash_attention": "flash_attention_2",
-    "sdp_attention": "sdpa",
-}
-# of axolotl's data sets; columns tell them here
-_FORMS = ("alpaca", "chat_template", "completion", "sharegpt")
-_FIELDS = {"field": "text"} | {f"field_{ours}": ours for ours in _COLUMNS}
-_FIELDS |= {f"message_field_{ours}": ours for ours in _OF_MESSAGES}
-
-
-def imported(
-    values: Mapping[str, Any], setting_names: Collection[str]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the settings that say what a file of axolotl or TRL says, and of each of its keys that
-    none says, why. What a device accumulates over several batches becomes one batch, because the
-    layers then stream once for all of it. `values`: the file's keys; one without a value counts as
-    not given. `setting_names`: the settings there are here."""
-    foreign = {key: value for key, value in values.items() if value is not None and value != ""}
-    settings, notes = _data_settings(foreign)
-    settings |= _batch_settings(foreign)
-    settings |= _computing_settings(foreign)
-    if foreign.get("adapter", "lora") != "lora":
-        qlora = foreign["adapter"] == "qlora"
-        notes["adapter"] = (
-            FOREIGN_HINTS["load_in_4bit"] if qlora else "LEMA trains only LoRA adapters"
-        )
-    if "wandb_project" in foreign:
-        settings["report_to"] = ["wandb"]
-        notes["wandb_project"] = "set the environment variable WANDB_PROJECT"
-    for key, value in foreign.items():
-        ours = CALLED_HERE.get(key, key)
-        if (
-            key in notes
-            or key in _NEEDLESS
-            or ours in settings
-            or (value is False and ours not in setting_names)
-        ):
-            continue
-        if ours not in setting_names:
-            notes[key] = FOREIGN_HINTS.get(key, "LEMA has no such setting")
-        elif (ours, value) not in (
-            ("eval_split", 0),
-            ("lora_target_modules", "all-linear"),
-        ):  # what is so without
-            settings[ours] = value
-    return {name: settings[name] for name in setting_names if name in settings}, notes
-
-
-def _data_settings(foreign: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the settings of the data that a file names, and a note on data of a form that is not
-    known.
-    """
-    notes: dict[str, str] = {}
-    files: list[object] = []
-    columns: dict[str, str] = {}
-    named: Any = foreign.get("datasets") or foreign.get("dataset_name")
-    for dataset in named if isinstance(named, list) else [named]:
-        about = dataset if isinstance(dataset, Mapping) else {"path": dataset}
-        files += [about["path"]] if about.get("path") else []
-        form = about.get("type")
-        if form is not None and str(form).partition(".")[0] not in _FORMS:
-            notes["datasets"] = (
-                f"the type {form!r} is not known; docs/data.md lists the columns that LEMA reads"
-            )
-        columns |= {
-            ours: about[name] for name, ours in _FIELDS.items() if isinstance(about.get(name), str)
-        }
-    if isinstance(text := foreign.get("dataset_text_field"), str):
-        columns["text"] = text
-    settings = {"train_data": files, "columns": columns}
-    return {key: value for key, value in settings.items() if value}, notes
-
-
-def _batch_settings(foreign: dict[str, Any]) -> dict[str, Any]:
-    """Take what says the rows of a step out of a file's keys; return the settings that say it."""
-    rows = foreign.pop("per_device_train_batch_size", foreign.get("micro_batch_size"))
-    if isinstance(rows, int) and isinstance(
-        batches := foreign.pop("gradient_accumulation_steps", 1), int
-    ):
-        return {"batch_size": rows * batches, "micro_batch_size": rows}
-    return {}
-
-
-def _computing_settings(foreign: dict[str, Any]) -> dict[str, Any]:
-    """Take the switches of types and of attention out of a file's keys; return the settings that
-    say it.
-    """
-    settings: dict[str, Any] = {}
-    for name, dtype in {
-        "bf16": "bfloat16",
-        "bfloat16": "bfloat16",
-        "fp16": "float16",
-        "float16": "float16",
-    }.items():
-        if foreign.pop(name, None) is True:
-            settings["dtype"] = dtype
-    for name, attention in _ATTENTION.items():
-        if foreign.pop(name, False) is True:
-            settings["attn_implementation"] = attention
-    return settings
