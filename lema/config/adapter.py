@@ -10,7 +10,7 @@ from pydantic import Field
 from lema.config import types
 from lema.config.peft import contradictions
 from lema.config.problems import Problem
-from lema.config.settings import OfAdapter, Reported, Settings, Silent
+from lema.config.settings import LARGEST, OfAdapter, Reported, Settings, Silent
 
 __all__ = ["AdapterSettings"]
 
@@ -24,7 +24,7 @@ class AdapterSettings(Settings):
     lora_rank: OfAdapter[types.Count] = 16
     """Rank of the adapter's two matrices (LoRA, arXiv:2106.09685)."""
     lora_alpha: OfAdapter[types.Scale] = 32
-    """The adapter's output is multiplied by lora_alpha / lora_rank."""
+    """The adapter's output is multiplied by lora_alpha / lora_rank. Not given: 2 x `lora_rank`."""
     lora_target_modules: OfAdapter[types.Targets | None] = None
     """Modules to adapt: names or one regular expression; None: every linear module of the
     layers, and experts.
@@ -72,6 +72,15 @@ class AdapterSettings(Settings):
     """
     lora_ensure_weight_tying: OfAdapter[bool] = False
     """Keep tied parameters tied if both train."""
+
+    def __init__(self, **settings: Any) -> None:
+        rank = settings.get("lora_rank")
+        derived: dict[str, Any] = {}
+        if "lora_alpha" not in settings and type(rank) is int and 0 < rank <= LARGEST // 2:
+            derived["lora_alpha"] = 2 * rank
+        super().__init__(**settings, **derived)
+        # these were not given: with another rank they are others
+        self.__pydantic_fields_set__.difference_update(derived)
 
     def disagreements(self) -> Iterator[Problem]:
         """Yield combinations that PEFT does not allow."""

@@ -15,7 +15,13 @@ from lema.config import types
 from lema.config.adapter import AdapterSettings
 from lema.config.backendsettings import backend_setting, backend_settings, check_backend_settings
 from lema.config.batching import BatchSettings, disagreements_of_batches
-from lema.config.objective import ObjectiveName, Reference, disagreements_of_objective
+from lema.config.objective import (
+    PREFERENCE_LEARNING_RATE,
+    ObjectiveName,
+    Reference,
+    disagreements_of_objective,
+    is_preference,
+)
 from lema.config.problems import Problem, SettingsError, problems_of, unknown_setting
 from lema.config.results import ResultSettings
 from lema.config.settings import OfAdapter, OfData, Refused, Reported, Settings, Silent
@@ -57,7 +63,7 @@ class _First(Settings):
     lora_rank: OfAdapter[types.Count] = 16
     lora_alpha: OfAdapter[types.Scale] = 32
     learning_rate: Reported[Annotated[float, Field(ge=0)]] = 1e-4
-    """Peak learning rate."""
+    """Peak learning rate. Not given: 1e-4 for sft, 5e-6 for objectives that compare rows."""
     gradient_checkpointing: Silent[bool | Literal["auto"]] = "auto"
     """Recompute each layer in the backward, and keep only its input; auto: recompute only if
     memory requires it.
@@ -91,7 +97,7 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     which rows are computed at once."""
     gradient_accumulation_steps: Refused[Annotated[int, Field(ge=1, le=100_000)]] = 1
     """Batches per optimizer step."""
-    max_grad_norm: Reported[Annotated[float, Field(gt=0)] | None] = None
+    max_grad_norm: Reported[Annotated[float, Field(gt=0)] | None] = 1.0
     """Gradients with a larger norm are scaled down to this norm; None: no clipping."""
     prefetch_depth: Silent[types.AutoCount] = None
     """Layers that are read ahead of the current layer; None or auto: 2, or 1 if memory is short."""
@@ -172,12 +178,12 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     """Further arguments of a `transformers` schedule, such as {min_lr_rate: 0.1} for
     cosine_with_min_lr.
     """
-    warmup_steps: Reported[types.NotNegative] = 0
-    """Optimizer steps in which the learning rate rises from 0. A number below 1, such as 0.1,
-    sets `warmup_ratio`.
-    """
+    warmup_steps: Reported[types.NotNegative | Literal["auto"]] = "auto"
+    """Optimizer steps in which the learning rate rises from 0. auto: 3 % of all steps, rounded
+    down, at most 100; none with `warmup_ratio`. A number below 1, such as 0.1, sets
+    `warmup_ratio`."""
     warmup_ratio: Reported[types.Beta] = 0.0
-    """The same as a fraction of all steps. If both are 0, wsd, wsds and cosine_rewarm use 0.01."""
+    """The same as a fraction of all steps. Without both, wsd, wsds and cosine_rewarm use 0.01."""
     train_data: OfData[types.DataFiles | None] = None
     """Files, directories or globs of .jsonl, .txt (also .gz or .zst of these), .json, .csv,
     .parquet or .arrow; a data set of the hub, {path: org/name, name: subset, split: train}; or
@@ -343,7 +349,12 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
             and not settings.get("warmup_ratio")
         ):
             settings["warmup_ratio"] = settings.pop("warmup_steps")
-        super().__init__(**settings)
+        derived: dict[str, Any] = {}
+        if "learning_rate" not in settings and is_preference(settings.get("objective")):
+            derived["learning_rate"] = PREFERENCE_LEARNING_RATE
+        super().__init__(**settings, **derived)
+        # these were not given: with another objective they are others
+        self.__pydantic_fields_set__.difference_update(derived)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in type(self).model_fields:
@@ -370,11 +381,16 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
         for key, what in check_backend_settings(self.backend_settings):
             yield Problem(key, what)
         for setting, conflict in (("eval_data", "eval_split"), ("warmup_steps", "warmup_ratio")):
-            if getattr(self, setting) and getattr(self, conflict):
+            value = getattr(self, setting)
+            if value and value != "auto" and getattr(self, conflict):
                 yield Problem(
                     "", f"{setting} and {conflict} exclude each other; leave one of them out"
                 )
-        if self.max_steps is not None and self.warmup_steps > self.max_steps:
+        if (
+            self.max_steps is not None
+            and self.warmup_steps != "auto"
+            and self.warmup_steps > self.max_steps
+        ):
             yield Problem(
                 "", f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps})"
             )

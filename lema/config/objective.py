@@ -82,6 +82,17 @@ SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
 OF_TOKENS = ("eval_loss", "eval_perplexity")  # what an evaluation of sft measures
 
 
+PREFERENCE_LEARNING_RATE = 5e-6
+"""The learning rate of objectives that compare rows, where none is given: that of LLaMA-Factory's
+and Unsloth's examples.
+"""
+
+
+def is_preference(objective: Any) -> bool:
+    """Whether an objective compares rows, by its name in settings or in a file."""
+    return isinstance(objective, str) and objective in OBJECTIVES and objective != "sft"
+
+
 def has_reference(objective: Any) -> bool:
     """Whether an objective compares with another model, by its name in settings or in a file."""
     if not isinstance(objective, str) or objective not in OBJECTIVES:

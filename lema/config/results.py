@@ -65,7 +65,7 @@ class ResultSettings(Settings):
     """Allow a new run to replace an adapter, or the metrics of another run, in `output_dir`, but
     never checkpoints.
     """
-    save_total_limit: Silent[RetainedCount | None] = None
+    save_total_limit: Silent[RetainedCount | None] = 3
     """How many of the newest checkpoints to keep, at least 2. The best one is kept, too. None:
     all.
     """

@@ -35,6 +35,10 @@ __all__ = [
 ]
 __all__ += ["divided", "moments_elsewhere", "own_share", "step_share"]
 
+AUTO_WARMUP = 0.03
+"""The share of all steps that `warmup_steps: auto` is, which is axolotl's rule."""
+MOST_AUTO_WARMUP = 100
+
 DeviceDtype: TypeAlias = tuple[torch.device, torch.dtype]
 
 
@@ -329,17 +333,15 @@ def make_schedule(
     name = config.lr_scheduler_type
     if name not in {scheduler_type.value for scheduler_type in SchedulerType}:
         try:
-            spans = spans_of(
-                name, num_steps, warmup=config.warmup_steps or config.warmup_ratio or None
-            )
+            given_steps = 0 if config.warmup_steps == "auto" else config.warmup_steps
+            spans = spans_of(name, num_steps, warmup=given_steps or config.warmup_ratio or None)
         except ConfigError as error:
-            where = "warmup_steps" if config.warmup_steps else "warmup_ratio"
+            where = "warmup_ratio" if config.warmup_ratio else "warmup_steps"
             raise ConfigError(
                 error.what, where=where, how=f"lower {where}, or train for more steps"
             ) from error
         return follow(optimizer, factor_of(name, num_steps, spans), step=step)
-    # rounded as transformers does
-    warmup = config.warmup_steps or math.ceil(config.warmup_ratio * num_steps)
+    warmup = num_warmup_steps(config, num_steps)
     if name in ("reduce_lr_on_plateau", "greedy"):
         what = "a schedule that follows the loss is not supported"
         how = "use one that is a function of the step, such as cosine"
@@ -355,6 +357,15 @@ def make_schedule(
         raise ConfigError(what, where=f"lr_scheduler_type: {name}", how=how) from error
     assert isinstance(schedule, LambdaLR)
     return _at_step(schedule, step)
+
+
+def num_warmup_steps(config: LemaConfig, num_steps: int) -> int:
+    """Return the optimizer steps of the warm-up of a run of `num_steps`."""
+    if config.warmup_ratio:
+        return math.ceil(config.warmup_ratio * num_steps)  # rounded as transformers does
+    if config.warmup_steps == "auto":
+        return min(int(AUTO_WARMUP * num_steps), MOST_AUTO_WARMUP)
+    return config.warmup_steps
 
 
 def follow(

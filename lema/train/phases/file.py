@@ -36,7 +36,6 @@ Made = TypeVar("Made", LemaConfig, LoRATrainerConfig, PhasePlan)
 EVAL_ROWS = "eval_rows"
 PHASES = "phases"
 EVALUATIONS_NAME = "evaluations.json"
-MAX_GRAD_NORM = 1.0
 ONLY = "train"  # name of the data set where the file names none
 
 # names of a two-phase trainer
@@ -199,13 +198,11 @@ def _file(
     if problems:
         raise SettingsError(problems)
     if stages is None:
-        return PhaseFile(clipped(config), plan, train_data, eval_data, rows)
+        return PhaseFile(config, plan, train_data, eval_data, rows)
     validated = eval_data if stages.validate else {}
     rows = rows or stages.validation_steps
     evaluations = {name: eval_data[name] for name in measured}
-    return PhaseFile(
-        clipped(stages.settings_of_run(config)), plan, train_data, validated, rows, evaluations
-    )
+    return PhaseFile(stages.settings_of_run(config), plan, train_data, validated, rows, evaluations)
 
 
 def _unfit(values: Mapping[str, Any], *, staged: bool) -> Iterator[Problem]:
@@ -302,15 +299,6 @@ def _missing(config: LemaConfig) -> Iterator[Problem]:
                         f"there is no {file}",
                         "correct the path",
                     )
-
-
-def clipped(config: LemaConfig) -> LemaConfig:
-    """Return the settings of a run of phases: gradients are clipped to a norm of 1, unless
-    `max_grad_norm` is given.
-    """
-    if "max_grad_norm" in config.model_fields_set:
-        return config
-    return LemaConfig(**{**config.model_dump(exclude_unset=True), "max_grad_norm": MAX_GRAD_NORM})
 
 
 def with_model(config: LemaConfig, directory: Path) -> LemaConfig:

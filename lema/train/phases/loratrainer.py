@@ -21,7 +21,7 @@ from lema.lora.attach import configured_lora
 from lema.model import meta_model
 from lema.model.files import ModelFiles
 from lema.train.checkpoint.format import STATE, read_state
-from lema.train.phases.file import Files, clipped, evaluate_end, read_sources, with_model
+from lema.train.phases.file import Files, evaluate_end, read_sources, with_model
 from lema.train.phases.paths import PhasePaths, find_point, find_start
 from lema.train.phases.phase import Phase
 from lema.train.phases.plan import PhasePlan
@@ -134,7 +134,7 @@ class LoRATrainer:
         self.config = config
         stages = config if isinstance(config, LoRATrainerConfig) else None
         self.plan = config if isinstance(config, PhasePlan) else config.plan()
-        model = clipped(model if stages is None else stages.settings_of_run(model))
+        model = model if stages is None else stages.settings_of_run(model)
         files = ModelFiles(model, trust_remote_code=trust_remote_code)
         self._paths = PhasePaths(Path(model.output_dir), self.plan)
         # Of a run that has begun there, because its rows are those of its first day.
