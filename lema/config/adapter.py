@@ -73,10 +73,10 @@ class AdapterSettings(Settings):
     lora_ensure_weight_tying: OfAdapter[bool] = False
     """Keep tied parameters tied if both train."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, **settings: object) -> None:
         rank = settings.get("lora_rank")
-        derived: dict[str, Any] = {}
-        if "lora_alpha" not in settings and type(rank) is int and 0 < rank <= LARGEST // 2:
+        derived: dict[str, object] = {}
+        if "lora_alpha" not in settings and isinstance(rank, int) and 0 < rank <= LARGEST // 2:
             derived["lora_alpha"] = 2 * rank
         super().__init__(**settings, **derived)
         # these were not given: with another rank they are others

@@ -178,9 +178,9 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     """Further arguments of a `transformers` schedule, such as {min_lr_rate: 0.1} for
     cosine_with_min_lr.
     """
-    warmup_steps: Reported[types.NotNegative | Literal["auto"]] = "auto"
-    """Optimizer steps in which the learning rate rises from 0. auto: 3 % of all steps, rounded
-    down, at most 100; none with `warmup_ratio`. A number below 1, such as 0.1, sets
+    warmup_steps: Reported[types.AutoSteps] = None
+    """Optimizer steps in which the learning rate rises from 0. None or auto: 3 % of all steps,
+    rounded down, at most 100; none with `warmup_ratio`. A number below 1, such as 0.1, sets
     `warmup_ratio`."""
     warmup_ratio: Reported[types.Beta] = 0.0
     """The same as a fraction of all steps. Without both, wsd, wsds and cosine_rewarm use 0.01."""
@@ -349,6 +349,8 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
             and not settings.get("warmup_ratio")
         ):
             settings["warmup_ratio"] = settings.pop("warmup_steps")
+        if settings.get("warmup_ratio") == 0 and "warmup_steps" not in settings:
+            settings["warmup_steps"] = 0  # who gives a share of 0 wants no warm-up
         derived: dict[str, Any] = {}
         if "learning_rate" not in settings and is_preference(settings.get("objective")):
             derived["learning_rate"] = PREFERENCE_LEARNING_RATE
@@ -381,16 +383,11 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
         for key, what in check_backend_settings(self.backend_settings):
             yield Problem(key, what)
         for setting, conflict in (("eval_data", "eval_split"), ("warmup_steps", "warmup_ratio")):
-            value = getattr(self, setting)
-            if value and value != "auto" and getattr(self, conflict):
+            if getattr(self, setting) and getattr(self, conflict):
                 yield Problem(
                     "", f"{setting} and {conflict} exclude each other; leave one of them out"
                 )
-        if (
-            self.max_steps is not None
-            and self.warmup_steps != "auto"
-            and self.warmup_steps > self.max_steps
-        ):
+        if self.max_steps is not None and (self.warmup_steps or 0) > self.max_steps:
             yield Problem(
                 "", f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps})"
             )

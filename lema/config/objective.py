@@ -88,7 +88,7 @@ and Unsloth's examples.
 """
 
 
-def is_preference(objective: Any) -> bool:
+def is_preference(objective: object) -> bool:
     """Whether an objective compares rows, by its name in settings or in a file."""
     return isinstance(objective, str) and objective in OBJECTIVES and objective != "sft"
 

@@ -196,6 +196,8 @@ Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 # A number, or None where the plan of the run chooses it, which may be written as auto.
 AutoCount = Annotated[Count | None, BeforeValidator(_auto)]
+# The same where zero is a number to give.
+AutoSteps = Annotated[NotNegative | None, BeforeValidator(_auto)]
 RetainedCount = Annotated[
     int, Field(json_schema_extra={"minimum": 2}), AfterValidator(_retained_count)
 ]

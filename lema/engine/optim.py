@@ -333,8 +333,9 @@ def make_schedule(
     name = config.lr_scheduler_type
     if name not in {scheduler_type.value for scheduler_type in SchedulerType}:
         try:
-            given_steps = 0 if config.warmup_steps == "auto" else config.warmup_steps
-            spans = spans_of(name, num_steps, warmup=given_steps or config.warmup_ratio or None)
+            spans = spans_of(
+                name, num_steps, warmup=config.warmup_steps or config.warmup_ratio or None
+            )
         except ConfigError as error:
             where = "warmup_ratio" if config.warmup_ratio else "warmup_steps"
             raise ConfigError(
@@ -363,7 +364,7 @@ def num_warmup_steps(config: LemaConfig, num_steps: int) -> int:
     """Return the optimizer steps of the warm-up of a run of `num_steps`."""
     if config.warmup_ratio:
         return math.ceil(config.warmup_ratio * num_steps)  # rounded as transformers does
-    if config.warmup_steps == "auto":
+    if config.warmup_steps is None:
         return min(int(AUTO_WARMUP * num_steps), MOST_AUTO_WARMUP)
     return config.warmup_steps
 

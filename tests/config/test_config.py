@@ -227,7 +227,7 @@ def test_every_setting_that_an_answer_names_is_there() -> None:
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.99])
 def test_warmup_steps_below_one_are_a_share_of_the_steps_as_in_transformers(share: float) -> None:
     taken = LemaConfig("m", warmup_steps=share)
-    assert (taken.warmup_steps, taken.warmup_ratio) == (0, share)
+    assert (taken.warmup_steps, taken.warmup_ratio) == (None if share else 0, share)
     assert taken == LemaConfig("m", warmup_ratio=share)
 
 

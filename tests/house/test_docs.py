@@ -29,7 +29,14 @@ LONG = {
     "commands.md",
 }
 # Names with dots that are no modules: groups of entry points, and the repository's own name.
-GROUPS = {"lema.backends", "lema.settings", "lema.doctors", "lema.verbs", "lema.config_verbs", "lema.shard_formats"}
+GROUPS = {
+    "lema.backends",
+    "lema.settings",
+    "lema.doctors",
+    "lema.verbs",
+    "lema.config_verbs",
+    "lema.shard_formats",
+}
 ROOMS = sorted(
     path.parent
     for path in ROOT.glob("lema/**/__init__.py")

@@ -43,6 +43,7 @@ def config_of(checkpoint: Checkpoint, **settings: object) -> LemaConfig:
         "strategy": "resident",
         "learning_rate": 1e-2,
         "weight_decay": 0.1,
+        "max_grad_norm": None,
     }
     return LemaConfig(
         str(checkpoint.streamed), **{**fixed, "gradient_checkpointing": False, **settings}

@@ -273,7 +273,10 @@ class Phase(AdapterSettings):
         else:
             defaults = AdapterSettings.defaults()
             for key in (
-                name for name, value in self.adapter_settings().items() if value != defaults[name]
+                name
+                for name, value in self.adapter_settings().items()
+                if value != defaults[name]
+                and (name, value) != ("lora_alpha", 2 * self.lora_rank)  # nobody gave it
             ):
                 how = f"set trains: lora, or leave {key} out (trains is {self.trains})"
                 yield Problem(key, f"{key} describes adapters, but this phase trains none", how)

@@ -481,6 +481,7 @@ def test_a_checkpoint_of_another_plan_is_told_by_key() -> None:
         "seed is 8, and was 7",
         "phases[1].learning_rate is 0.002, and was 0.001",
         "phases[1].lora_rank is 4, and was 16",
+        "phases[1].lora_alpha is 8.0, and was 32.0",
     ]
     assert now.differences(then, 1)[0] == "seed is 8, and was 7"
     now.check_same(now.numbers(), "checkpoint-5")

@@ -76,6 +76,7 @@ class Case:
             lora_target_parameters=[],
             learning_rate=self.learning_rate,
             lr_scheduler_type="constant",
+            max_grad_norm=None,
             seed=self.seed,
             save_steps=0,
             output_dir=str(Path(self.scratch) / "output"),
