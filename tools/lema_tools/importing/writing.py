@@ -13,8 +13,13 @@ from lema_tools.importing.translation import Note, Translation
 
 __all__ = ["notes_of", "settings_text"]
 
-ALWAYS = ("model_name_or_path", "train_data", "output_dir")
-"""Settings that a file has even where they equal LEMA's defaults."""
+ALWAYS = (
+    *("model_name_or_path", "train_data", "output_dir"),
+    *("learning_rate", "lora_alpha", "warmup_steps", "warmup_ratio"),
+)
+"""Settings that a file has even where they equal LEMA's defaults: what a reader looks for, and
+those whose defaults depend on other settings.
+"""
 WIDTH = 98
 
 
