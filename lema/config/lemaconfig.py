@@ -15,9 +15,11 @@ from lema.config import types
 from lema.config.adapter import AdapterSettings
 from lema.config.backendsettings import backend_setting, backend_settings, check_backend_settings
 from lema.config.batching import BatchSettings, disagreements_of_batches
+from lema.config.datasets import DataFiles
 from lema.config.objective import ObjectiveName, Reference, disagreements_of_objective
 from lema.config.problems import Problem, SettingsError, problems_of, unknown_setting
 from lema.config.results import ResultSettings
+from lema.config.rows import RowSettings
 from lema.config.settings import OfAdapter, OfData, Refused, Reported, Settings, Silent
 from lema.errors import ConfigError, DiskError, unreadable
 
@@ -64,7 +66,7 @@ class _First(Settings):
     """
 
 
-class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
+class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _First):
     """Every setting of a run. Unknown names and wrong types are errors that list every problem at
     once.
 
@@ -178,11 +180,11 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     """
     warmup_ratio: Reported[types.Beta] = 0.0
     """The same as a fraction of all steps. If both are 0, wsd, wsds and cosine_rewarm use 0.01."""
-    train_data: OfData[types.DataFiles | None] = None
+    train_data: OfData[DataFiles | None] = None
     """Files, directories or globs of .jsonl, .txt (also .gz or .zst of these), .json, .csv,
-    .parquet or .arrow; a data set of the hub, {path: org/name, name: subset, split: train}; or
-    several data sets with names."""
-    eval_data: Reported[types.DataFiles | None] = None
+    .parquet or .arrow; a data set of the hub, {path: org/name, name: subset, split: train}; a
+    mapping that also says how rows are read (docs/data.md); or several data sets with names."""
+    eval_data: Reported[DataFiles | None] = None
     """Data to evaluate on, in the same forms."""
     eval_split: OfData[types.RowSplit | None] = None
     """Instead: rows to hold back from `train_data`, as a fraction or a number of rows."""

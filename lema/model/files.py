@@ -28,11 +28,11 @@ from lema.data.cache import folder_of
 from lema.data.chat.stop_tokens import stop_tokens_of
 from lema.data.chat.template import date_for
 from lema.data.dataset import first_rows
-from lema.data.files import find_files
 from lema.data.forms import with_chat_template
 from lema.data.packed import PackedTokens
 from lema.data.preference import PreferenceDataset, prepare_preferences
 from lema.data.read import mixed
+from lema.data.sources import data_files, given_files
 from lema.errors import DataError, ModelError, message_of
 from lema.storage import resolve_model
 from lema.storage.modelfiles import (
@@ -261,7 +261,7 @@ def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
     """
     if data is config.train_data or data is config.eval_data:
         first = config.max_train_samples if data is config.train_data else config.max_eval_samples
-        data = find_files(cast("Any", data), first)  # of data sets by name, one after the other
+        data = data_files(cast("Any", data), first)  # of data sets by name, one after the other
     text = files.config.get_text_config()
     forms = replace(forms_of(config), chat_template=None)  # the tokenizer has it
     longest = longest_row(config.max_length, num_positions(text))
@@ -279,8 +279,6 @@ def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
         return prepare_preferences(
             data, files.tokenizer, labelled=examples == "labelled rows", **options
         )
-    paths = data[0] if isinstance(data, list | tuple) and data else data
-    of_files = isinstance(paths, str | Path)
-    return prepare_data(
-        data, files.tokenizer if not of_files or needs_tokenizer(data, forms) else None, **options
-    )
+    data = named if (named := given_files(data)) is not None else data
+    has_texts = named is None or needs_tokenizer(named, forms)
+    return prepare_data(data, files.tokenizer if has_texts else None, **options)

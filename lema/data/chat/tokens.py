@@ -74,7 +74,10 @@ class Chats:
         None: the data say so of none. `DataError`: no template, it refuses the chat, no assistant
         message, or it does not write an answer."""
         if not any(message["role"] == "assistant" for message in chat.messages):
-            raise row.broken("no message is the assistant's, so there is nothing to train on")
+            what = "no message is the assistant's, so there is nothing to train on"
+            unknown = [turn["role"] for turn in chat.messages if turn["role"] not in ROLES]
+            how = f"map the roles: roles: {{assistant: {unknown[-1]}}}" if unknown else ""
+            raise row.broken(what, how=how)
         template = open_template(self.tokenizer, chat.tools, row, self.date, self.ahead)
         if self.date is not None:
             self.remarks.add(row, DATED.format(self.date))
@@ -183,7 +186,10 @@ def check_roles(chat: Chat, template: Template, row: Row) -> None:
     for number, message in enumerate(chat.messages, 1):
         role = message["role"]
         if role not in ROLES and role not in template.text:
-            how = f"use one of: {', '.join(ROLES)}; or one that the chat template names"
+            how = (
+                f"use one of: {', '.join(ROLES)}; or one that the chat template names; or map it: "
+                f"roles: {{assistant: {role}}}"
+            )
             raise row.broken(f"the role {role!r} is not known", at=f"message {number}", how=how)
 
 
