@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Annotated, Any, TypeGuard
 from urllib.parse import urlencode
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler
 
 from lema.config.problems import Problem, SettingsError, Several, prefixed, unknown_setting
 from lema.config.rows import Roles, RowFormat, TrainOn, TruncationSide
@@ -147,7 +147,16 @@ def _within(key: str, value: object) -> object:
         raise Several(prefixed(problem, key) for problem in error.problems) from error
 
 
-_Mapping = Annotated[dict[str, Any], WithJsonSchema(DataSet.model_json_schema())]
+class _Described:
+    """Describes a mapping as the settings of a data set in the JSON schema."""
+
+    def __get_pydantic_json_schema__(
+        self, _: object, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return handler(DataSet.__pydantic_core_schema__)
+
+
+_Mapping = Annotated[dict[str, Any], _Described()]
 Entries = Names | _Mapping | Annotated[list[Name | _Mapping], Field(min_length=1)]
 # One data set, or several by name.
 DataFiles = Annotated[

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 
+from lema.config.problems import SettingsError, Several
 from lema.config.settings import OfData, Settings
 from lema.config.types import Name, Names
 
@@ -61,13 +62,16 @@ class InstructionForm(Settings):
 
 
 def _form(value: object) -> object:
-    texts = [value] if isinstance(value, str) else []
+    if value in ("auto", "alpaca", "chat"):
+        return value
     if isinstance(value, dict):
-        texts = [value[key] for key in ("prompt", "without_input") if key in value]
+        try:
+            value = InstructionForm(**value)
+        except SettingsError as error:
+            raise Several(error.problems) from error
+    texts = [value.prompt, value.without_input] if isinstance(value, InstructionForm) else [value]
     for text in texts:
-        if text in ("auto", "alpaca", "chat") and isinstance(value, str):
-            continue
-        if isinstance(text, str) and "{instruction}" not in text:
+        if text is not None and (not isinstance(text, str) or "{instruction}" not in text):
             raise ValueError(
                 f"must be auto, alpaca, chat, or a text with {{instruction}}, not {text!r}"
             )
