@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from lema.config import LemaConfig
 from lema.config.rows import READING, InstructionForm
+from lema.data.chat.named import named_template, suggestion
 from lema.data.files import MAX_ROW, SHORTER, TOO_LONG, Row
 from lema.errors import ConfigError, DataError
 from lema.storage.modelfiles import MAX_TEMPLATE_BYTES
@@ -144,10 +145,18 @@ class Forms:
         if isinstance(named_templates, dict) and template in named_templates:
             text = named_templates[template]
         elif not ("{{" in template or "{%" in template):
+            known = None if expanded(template).exists() else named_template(template)
+            if known is not None:
+                return with_chat_template(tokenizer, known)
             try:
                 text = read_regular(expanded(template), MAX_TEMPLATE_BYTES).decode("utf-8")
             except (OSError, ValueError, RuntimeError) as error:  # that of a home that is not here
-                how = "give a .jinja file, or the template itself"
+                names = [*named_templates] if isinstance(named_templates, dict) else []
+                own = f"the tokenizer's are {', '.join(names)}; " if names else ""
+                how = (
+                    f"give a .jinja file, the template itself, or a name: {own}"
+                    f"{suggestion(template)}"
+                )
                 raise DataError(
                     f"the chat template cannot be read: {error}", where="chat_template", how=how
                 ) from error

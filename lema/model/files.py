@@ -25,6 +25,7 @@ from lema.data import (
     prepare_data,
 )
 from lema.data.cache import folder_of
+from lema.data.chat.named import end_token
 from lema.data.chat.stop_tokens import stop_tokens_of
 from lema.data.chat.template import date_for
 from lema.data.dataset import first_rows
@@ -132,10 +133,19 @@ class ModelFiles:
         `load_generation_config`."""
         source = self._generation_directory()
         settings = load_generation_config(source)
-        if self.stop_tokens:
+        if stop_tokens := self._stop_tokens():
             settings = settings or GenerationConfig.from_model_config(self.config)
-            settings.eos_token_id = _with_stop_tokens(settings.eos_token_id, self.stop_tokens)
+            settings.eos_token_id = _with_stop_tokens(settings.eos_token_id, stop_tokens)
         return settings
+
+    def _stop_tokens(self) -> tuple[int, ...]:
+        """The tokens that texts end at besides those of the settings of generation: that ended the
+        texts which were trained on, or that end a turn of a template with a name."""
+        number = None
+        with suppress(DataError):  # rows of token ids need no tokenizer
+            number = end_token(self.tokenizer)[1]
+        ends = () if number is None or number in self.stop_tokens else (number,)
+        return (*self.stop_tokens, *ends)
 
     def write_rendering(self, directory: Path) -> None:
         """Write into the directory of what was trained how its texts are written and end, where the

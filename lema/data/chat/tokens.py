@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from lema.compat import encodes_by_itself
 from lema.data.chat.frame import frame_of, shape_of
 from lema.data.chat.messages import Chat
+from lema.data.chat.named import end_token
 from lema.data.chat.pieces import Ids, Learnt, Pieces
 from lema.data.chat.template import Ahead, Template, open_template, render_ahead
 from lema.data.chat.turns import Rendered, Span, TemplateCache, keep, render_chat
@@ -35,6 +36,10 @@ DATED = (
 ENDED = (
     "the chat template's {% generation %} marks leave out the token that ends an answer; LEMA "
     "trains it"
+)
+NO_TOKEN = (
+    "the chat template ends an answer with {!r}, which is no single token of this tokenizer, so a "
+    "model cannot stop there; use a template of the model, or add the token"
 )
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -81,6 +86,9 @@ class Chats:
         template = open_template(self.tokenizer, chat.tools, row, self.date, self.ahead)
         if self.date is not None:
             self.remarks.add(row, DATED.format(self.date))
+        end, number = self._end_token
+        if end and number is None:
+            self.remarks.add(row, NO_TOKEN.format(end))
         check_roles(chat, template, row)
         trained = self._trained(chat, row)
         if not trained:
@@ -114,6 +122,10 @@ class Chats:
         ):
             keep(frames, key, frame)
         return rendered.text + ending, spans
+
+    @cached_property
+    def _end_token(self) -> tuple[str, int | None]:
+        return end_token(self.tokenizer)
 
     def _trained(self, chat: Chat, row: Row) -> list[int]:
         """The messages to train on."""
