@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from lema.data.forms import Forms, Remarks, check_ids, num_alike
 from lema.data.read import Overlong, table_of
 from lema.data.readers import Reader, Readers
 from lema.data.sources import given_files
-from lema.errors import DataError
+from lema.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -211,6 +211,9 @@ def prepare_preferences(
     malformed row (named by file and line), or none left."""
     files = given_files(data)
     readers = Readers(files, forms or Forms(), tokenizer)
+    if labelled and readers.cuts_left():
+        what = "rows with labels are cut at their end, because completions change their prompts"
+        raise ConfigError(what, where="truncation_side", how="leave it out, or set overlong: drop")
 
     def gather(rows: Iterable[Row], _: Row | None = None) -> Columns:
         remarks = Remarks()
@@ -227,7 +230,8 @@ def prepare_preferences(
                     if encoding.date is not None and not isinstance(values[0], str):
                         remarks.add(row, DATED.format(encoding.date))
                     mark = GOOD * label | SECOND * (number > 0)
-                    _take(columns, row, tokens, mark, (max_length, overlong, labelled))
+                    side = reader.forms.truncation_side
+                    _take(columns, row, tokens, mark, _Limits(max_length, overlong, labelled, side))
         return columns
 
     settings: dict[str, Any] = {
@@ -249,31 +253,41 @@ def prepare_preferences(
     return dataset.select(np.argsort(second, kind="stable")) if second.any() else dataset
 
 
+class _Limits(NamedTuple):
+    """How long rows may be, and what becomes of longer ones."""
+
+    max_length: int
+    overlong: Overlong
+    labelled: bool
+    side: Literal["right", "left"]  # that is cut off
+
+
 def _take(
     columns: Columns,
     row: Row,
     tokens: Sequence[tuple[list[int], list[int]]],
     mark: int,
-    limits: tuple[int, Overlong, bool],
+    limits: _Limits,
 ) -> None:
-    """Take in the rows of an example, or drop it; `limits`: how long rows may be, what becomes of
-    longer ones, and whether they are labelled."""
-    max_length, overlong, labelled = limits
-    if not _fits(row, tokens, max_length, overlong):
+    """Take in the rows of an example, or drop it."""
+    max_length, _, labelled, side = limits
+    if not _fits(row, tokens, limits):
         columns.drop(row, max(len(ids) for ids, _ in tokens))
         return
     for ids, learnt in tokens:
+        if side == "left" and not labelled:
+            columns.append(row, ids[-max_length:], learnt[-max_length:], learnt[:-max_length], mark)
+            continue
         # Labelled rows stay whole, because completions also stand behind shorter prompts.
         end = len(ids) if labelled else max_length
         columns.append(row, ids[:end], learnt[:end], learnt[max_length:], mark)
 
 
-def _fits(
-    row: Row, tokens: Sequence[tuple[list[int], list[int]]], max_length: int, overlong: Overlong
-) -> bool:
+def _fits(row: Row, tokens: Sequence[tuple[list[int], list[int]]], limits: _Limits) -> bool:
     """Whether the rows of an example are kept: they are short enough, or some of each completion
     is left of them.
     """
+    max_length, overlong, _, side = limits
     longest = max(len(ids) for ids, _ in tokens)
     if longest > max_length and overlong == "error":
         how = "raise max_length, shorten the row, or set overlong to truncate or drop"
@@ -281,7 +295,7 @@ def _fits(
             f"the row has {longest:,} tokens, more than max_length={max_length:,}", how=how
         )
     start = min(_start(learnt) for _, learnt in tokens)
-    return longest <= max_length or (overlong != "drop" and start < max_length)
+    return longest <= max_length or (overlong != "drop" and (side == "left" or start < max_length))
 
 
 GOOD = 1

@@ -73,6 +73,10 @@ class Readers:
         by_label = {label: reader.described() for label, reader in self._by_label.items()}
         return {"readers": by_label} if by_label else {}
 
+    def cuts_left(self) -> bool:
+        """Whether the beginning of any row is cut off if it is too long."""
+        return any(reader.forms.truncation_side == "left" for reader in self.all())
+
     def all(self) -> list[Reader]:
         """Return every reader, the run's first."""
         return [self.run, *self._by_label.values()]

@@ -12,7 +12,7 @@ from lema.data.preference import prepare_preferences
 from lema.data.read import mixed
 from lema.data.slices import SplitPart, parse_split
 from lema.data.sources import data_files
-from lema.errors import DataError
+from lema.errors import ConfigError, DataError
 
 
 def config_of(**settings):
@@ -308,3 +308,24 @@ def test_a_field_that_is_missing_is_named_with_the_setting_that_names_it(make_to
         DataError, match=r"it has from, value(.|\n)*columns: \{role: from, content: value\}"
     ):
         prepare_data([{"messages": turns}], make_tokenizer(templates["plain"]), max_length=64)
+
+
+def test_the_end_of_a_row_is_kept_if_its_beginning_is_cut(make_tokenizer):
+    """As TRL's `keep_end` does: of a pair each row is cut for itself."""
+    tokenizer = make_tokenizer()
+    row = {"prompt": "the river runs past the mill", "completion": " and under the bridge"}
+    left = forms_of(config_of(truncation_side="left"))
+    whole = prepare_data([row], tokenizer, max_length=64)[0]
+    data = prepare_data([row], tokenizer, max_length=8, forms=left)
+    assert data[0] == {name: values[-8:] for name, values in whole.items()}
+    assert data.counts.truncated == 1 and data.counts.cut_tokens == len(whole["labels"]) - 8
+    pair = {"prompt": row["prompt"], "chosen": " and on", "rejected": row["completion"]}
+    for max_length in (64, 4):
+        sides = prepare_preferences(
+            [pair], tokenizer, labelled=False, max_length=max_length, forms=left
+        )[0]
+        if max_length == 64:
+            full = sides
+    assert sides == [{name: values[-4:] for name, values in side.items()} for side in full]
+    with pytest.raises(ConfigError, match="cut at their end"):
+        prepare_preferences([pair], tokenizer, labelled=True, max_length=4, forms=left)
