@@ -181,22 +181,24 @@ def with_system(row: Row, chat: Chat, forms: Forms) -> Chat:
     if not (forms.drops_system or forms.system_prompt or "system" in row.values):
         return chat
     flags = chat.flags or (None,) * len(chat.messages)
-    turns = list(zip(chat.messages, flags, strict=True))
+    messages = list(zip(chat.messages, flags, strict=True))
     length = chat.prompt_length
     if forms.drops_system:
-        removed = [number for number, (turn, _) in enumerate(turns) if turn["role"] == "system"]
-        turns = [turn for number, turn in enumerate(turns) if number not in removed]
+        removed = [
+            number for number, (message, _) in enumerate(messages) if message["role"] == "system"
+        ]
+        messages = [pair for number, pair in enumerate(messages) if number not in removed]
         length = length and length - sum(number < length for number in removed)
-    if not any(message["role"] in ("system", "developer") for message, _ in turns):
+    if not any(message["role"] in ("system", "developer") for message, _ in messages):
         text = "" if forms.drops_system else _system_of(row, forms)
         if text := text or forms.system_prompt or "":
-            turns.insert(0, ({"role": "system", "content": text}, None))
+            messages.insert(0, ({"role": "system", "content": text}, None))
             length = None if chat.prompt_length is None else (length or 0) + 1
     return replace(
         chat,
-        messages=[message for message, _ in turns],
+        messages=[message for message, _ in messages],
         prompt_length=length,
-        flags=tuple(flag for _, flag in turns) if chat.flags else (),
+        flags=tuple(flag for _, flag in messages) if chat.flags else (),
     )
 
 
@@ -287,11 +289,11 @@ def _instruction(row: Row, forms: Forms, *, chat_template: bool) -> Example:
         raise row.broken("the row has an 'input', and row_format has no place for it", how=how)
     system = _system_of(row, forms) or forms.system_prompt or ""
     values = {"instruction": instruction, "input": extra, "system": system}
-    question = PLACES.sub(lambda place: values[place[1]], text)
+    question = PLACES.sub(lambda match: values[match[1]], text)
     before = _history(row, forms)
     if form.get("chat"):
-        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
-        return Chat([*before, *turns])
+        asked = {"role": "user", "content": question}
+        return Chat([*before, asked, {"role": "assistant", "content": output}])
     if before:
         how = "set row_format: chat"
         raise row.broken("the row has a 'history', and row_format writes no chats", how=how)

@@ -145,16 +145,16 @@ class Forms:
         if isinstance(named_templates, dict) and template in named_templates:
             text = named_templates[template]
         elif not ("{{" in template or "{%" in template):
-            known = None if expanded(template).exists() else named_template(template)
-            if known is not None:
-                return with_chat_template(tokenizer, known)
+            named_text = None if expanded(template).exists() else named_template(template)
+            if named_text is not None:
+                return with_chat_template(tokenizer, named_text)
             try:
                 text = read_regular(expanded(template), MAX_TEMPLATE_BYTES).decode("utf-8")
             except (OSError, ValueError, RuntimeError) as error:  # that of a home that is not here
                 names = [*named_templates] if isinstance(named_templates, dict) else []
-                own = f"the tokenizer's are {', '.join(names)}; " if names else ""
+                listed = f"the tokenizer's are {', '.join(names)}; " if names else ""
                 how = (
-                    f"give a .jinja file, the template itself, or a name: {own}"
+                    f"give a .jinja file, the template itself, or a name: {listed}"
                     f"{suggestion(template)}"
                 )
                 raise DataError(
@@ -181,7 +181,7 @@ _NAMES = {"drop_system_messages": "drops_system"}
 _DEFAULTS = Forms()
 
 
-def at_path(values: Mapping[str, Any], name: str) -> Any:
+def at_path(values: Mapping[str, Any], name: str) -> object:
     """Return the value of a name, or of one within another, `outer.inner`; None: there is none."""
     if name in values:
         return values[name]

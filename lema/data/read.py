@@ -122,12 +122,12 @@ def _take(
             f"the row has {length:,} tokens, more than max_length={max_length:,}", how=how
         )
     left = side == "left" and length > max_length
-    kept = slice(-max_length, None) if left else slice(max_length)
+    span = slice(-max_length, None) if left else slice(max_length)
     cut = labels[:-max_length] if left else labels[max_length:]
-    if len(cut) and (overlong == "drop" or num_trained(labels[kept]) == 0):
+    if len(cut) and (overlong == "drop" or num_trained(labels[span]) == 0):
         columns.drop(row, length)
     else:
-        columns.append(row, ids[kept], labels[kept], cut)
+        columns.append(row, ids[span], labels[span], cut)
 
 
 def table_of(
@@ -186,11 +186,11 @@ def mixed(config: LemaConfig, rows: Any) -> Any:
     check_rates([Sampling(name, rate) for name, rate in config.mixture.items()], "mixture")
     assert isinstance(config.train_data, dict), "the settings were checked"
     sets: dict[str, str] = {}
-    ways = dict[str, str]()
+    readings = dict[str, str]()
     for file in data_files(config.train_data, config.max_train_samples):
         sets[file.label] = file.data_set
-        way = f"{file.path} {file.span} {dict(file.options)}"
-        if ways.setdefault(way, file.data_set) != file.data_set:
+        reading = f"{file.path} {file.span} {dict(file.options)}"
+        if readings.setdefault(reading, file.data_set) != file.data_set:
             raise ConfigError(
                 f"{file.path} is in two data sets", where="mixture", how="give it to one of them"
             )

@@ -6,7 +6,7 @@ import glob
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from lema.config.datasets import BUILDERS, is_data_set, is_files
 from lema.config.rows import READING
@@ -160,8 +160,8 @@ def _of_files(source: Mapping[str, Any], options: Mapping[str, Any], name: str) 
     files = [DataFile(file, str(file), None, options, name) for file in paths]
     split = source.get("split") or "train"
     parts = parse_split(split, path)
-    if other := next((part.split for part in parts if part.split != "train"), None):
-        what = f"files have one split, train, and there is no {other!r}"
+    if unknown := next((part.split for part in parts if part.split != "train"), None):
+        what = f"files have one split, train, and there is no {unknown!r}"
         raise DataError(what, where=path, how="leave split out, or write train[:20%]")
     return _parts(split, dict.fromkeys(["train"], files), path) if is_sliced(split) else files
 
@@ -200,7 +200,10 @@ def _of_sliced_stream(
         count = None if part.stop is None else max(part.stop - start, 0)
         stream = replace(hub, split=part.split).part(start, count)
         streams.append(stream if first is None else stream.part(0, first))
-    return [DataFile(Path(one.label), one.label, None, options, name, one) for one in streams]
+    return [
+        DataFile(Path(stream.label), stream.label, None, options, name, stream)
+        for stream in streams
+    ]
 
 
 def _parts(split: str, files: Mapping[str, list[DataFile]], where: str) -> list[DataFile]:
@@ -253,14 +256,14 @@ def _first_rows(files: list[DataFile], most: int) -> list[DataFile]:
 
 def _labelled(files: list[DataFile]) -> list[DataFile]:
     """Return files whose labels tell apart the ways in which one of them is read."""
-    ways = dict[Path, list[Any]]()
+    readings = dict[Path, list[Any]]()
     labelled = []
     for file in files:
-        way = (file.data_set, dict(file.options))
-        known = ways.setdefault(file.path, [])
-        if way not in known:
-            known.append(way)
-        number = known.index(way) + 1
+        reading = (file.data_set, dict(file.options))
+        earlier = readings.setdefault(file.path, [])
+        if reading not in earlier:
+            earlier.append(reading)
+        number = earlier.index(reading) + 1
         label = str(file.path) if file.stream is None else file.stream.label
         label += f" ({file.data_set or 'reading'} {number})" * (number > 1)
         labelled.append(replace(file, label=label))
@@ -279,7 +282,7 @@ def local_paths(sources: Sources | None) -> list[Path]:
         elif isinstance(source, Mapping):
             chosen = source.get("data_files") or []
             named = [str(source["path"]), *([chosen] if isinstance(chosen, str) else chosen)]
-            paths += [path for one in named for path in _matches(one)]
+            paths += [path for named_path in named for path in _matches(named_path)]
         elif not is_hub(source):
             paths += _matches(source)
     return paths
@@ -320,11 +323,11 @@ def _expand(source: str | Path) -> list[Path]:
     return files
 
 
-def given_files(data: Any) -> list[DataFile] | None:
+def given_files(data: object) -> list[DataFile] | None:
     """Return the files that data name; None: they are rows, or name files one by one."""
     items = list(data) if isinstance(data, (list, tuple)) else [data]
     named = (isinstance(item, (str, Path, DataFile)) or is_data_set(item) for item in items)
-    return data_files(data) if items and all(named) else None
+    return data_files(cast("Sources", data)) if items and all(named) else None
 
 
 def load_rows(sources: Sources) -> list[Row]:

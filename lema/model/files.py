@@ -144,8 +144,9 @@ class ModelFiles:
         number = None
         with suppress(DataError):  # rows of token ids need no tokenizer
             number = end_token(self.tokenizer)[1]
-        ends = () if number is None or number in self.stop_tokens else (number,)
-        return (*self.stop_tokens, *ends)
+        if number is None or number in self.stop_tokens:
+            return self.stop_tokens
+        return (*self.stop_tokens, number)
 
     def write_rendering(self, directory: Path) -> None:
         """Write into the directory of what was trained how its texts are written and end, where the

@@ -76,8 +76,8 @@ def read_messages(
     flags = []
     value = row.values[column]
     alone = isinstance(value, Mapping) and column in _SIDES
-    turns = [value] if alone else list_of(row, column)
-    for number, raw_message in enumerate(turns, 1):
+    raw_messages = [value] if alone else list_of(row, column)
+    for number, raw_message in enumerate(raw_messages, 1):
         at = f"{column}, message {number}"
         if not isinstance(raw_message, Mapping):
             raise row.broken(

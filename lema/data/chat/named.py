@@ -39,7 +39,7 @@ class NamedTemplate:
 
 
 _IM_END = "<|im_end|>"
-_TURN = "<end_of_turn>"
+_GEMMA_END = "<end_of_turn>"
 _DEEPSEEK_END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 _COHERE = "<|END_OF_TURN_TOKEN|>"
 
@@ -50,8 +50,8 @@ NAMED: Mapping[str, NamedTemplate] = {
     "falcon_h1": NamedTemplate("chatml", _IM_END, (), "Falcon-H1-Instruct"),
     "llama2": NamedTemplate("llama", EOS, ("llama-2",), "Llama-2-chat"),
     "llama3": NamedTemplate("llama", "<|eot_id|>", ("llama-3",), "Meta-Llama-3-Instruct"),
-    "gemma": NamedTemplate("gemma", _TURN, ("gemma2",), "gemma-it, gemma-2-it"),
-    "gemma3": NamedTemplate("gemma", _TURN, (), "gemma-3-it, text alone"),
+    "gemma": NamedTemplate("gemma", _GEMMA_END, ("gemma2",), "gemma-it, gemma-2-it"),
+    "gemma3": NamedTemplate("gemma", _GEMMA_END, (), "gemma-3-it, text alone"),
     "mistral_v1": NamedTemplate("mistral", EOS, (), "Mistral-7B-Instruct-v0.1, Mixtral"),
     "mistral_v2v3": NamedTemplate("mistral", EOS, ("mistral",), "Mistral-7B-Instruct-v0.3"),
     "mistral_v3_tekken": NamedTemplate("mistral", EOS, (), "Mistral-Nemo-Instruct-2407"),

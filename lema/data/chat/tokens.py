@@ -80,7 +80,7 @@ class Chats:
         message, or it does not write an answer."""
         if not any(message["role"] == "assistant" for message in chat.messages):
             what = "no message is the assistant's, so there is nothing to train on"
-            unknown = [turn["role"] for turn in chat.messages if turn["role"] not in ROLES]
+            unknown = [message["role"] for message in chat.messages if message["role"] not in ROLES]
             how = f"map the roles: roles: {{assistant: {unknown[-1]}}}" if unknown else ""
             raise row.broken(what, how=how)
         template = open_template(self.tokenizer, chat.tools, row, self.date, self.ahead)
