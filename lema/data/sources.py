@@ -27,7 +27,7 @@ from lema.storage.hubdata import HubData, is_hub
 from lema.storage.regular import expanded
 
 __all__ = ["DataFile", "Source", "data_files", "find_files", "load_rows", "local_paths"]
-__all__ += ["given_files", "read_rows", "rows_in"]
+__all__ += ["given_files", "read_rows", "rows_in", "templates_of"]
 
 Span: TypeAlias = tuple[int, int]
 """The number of the first row, from 0, and of the one after the last."""
@@ -268,6 +268,15 @@ def _labelled(files: list[DataFile]) -> list[DataFile]:
         label += f" ({file.data_set or 'reading'} {number})" * (number > 1)
         labelled.append(replace(file, label=label))
     return labelled
+
+
+def templates_of(sources: Sources | None) -> set[str]:
+    """Return the chat templates that data sets have of their own."""
+    return {
+        str(source["chat_template"])
+        for _, source in _named(sources or {})
+        if isinstance(source, Mapping) and source.get("chat_template")
+    }
 
 
 def local_paths(sources: Sources | None) -> list[Path]:

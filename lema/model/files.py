@@ -33,7 +33,7 @@ from lema.data.forms import with_chat_template
 from lema.data.packed import PackedTokens
 from lema.data.preference import PreferenceDataset, prepare_preferences
 from lema.data.read import mixed
-from lema.data.sources import data_files, given_files
+from lema.data.sources import data_files, given_files, templates_of
 from lema.errors import DataError, ModelError, message_of
 from lema.storage import resolve_model
 from lema.storage.modelfiles import (
@@ -108,9 +108,13 @@ class ModelFiles:
         have none, so that the rows of a run stay the same when it is resumed on another day.
         `then`: the date when the run began, if it has begun."""
         with suppress(DataError):  # rows of token ids need no tokenizer
-            date = date_for(self.tokenizer, settings.template_date or then)
-            if date != settings.template_date and date is not None:
-                return settings.model_copy(update={"template_date": date})
+            names = templates_of(settings.train_data) | templates_of(settings.eval_data)
+            forms = [replace(self._forms, chat_template=name) for name in sorted(names)]
+            tokenizers = [form.with_template(self.tokenizer) for form in forms]
+            for tokenizer in (self.tokenizer, *tokenizers):
+                date = date_for(tokenizer, settings.template_date or then)
+                if date != settings.template_date and date is not None:
+                    return settings.model_copy(update={"template_date": date})
         return settings
 
     def note_stop_tokens(self, rows: object) -> None:

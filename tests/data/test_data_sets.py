@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from smallrun import write_model
 
 from lema import LemaConfig
 from lema.config.problems import SettingsError
@@ -13,6 +14,7 @@ from lema.data.read import mixed
 from lema.data.slices import SplitPart, parse_split
 from lema.data.sources import data_files
 from lema.errors import ConfigError, DataError
+from lema.model.files import ModelFiles
 
 
 def config_of(**settings):
@@ -329,3 +331,13 @@ def test_the_end_of_a_row_is_kept_if_its_beginning_is_cut(make_tokenizer):
     assert sides == [{name: values[-4:] for name, values in side.items()} for side in full]
     with pytest.raises(ConfigError, match="cut at their end"):
         prepare_preferences([pair], tokenizer, labelled=True, max_length=4, forms=left)
+
+
+def test_a_data_set_with_a_dated_template_has_the_date_of_the_run(tmp_path, write):
+    """So that its rows are the same if the run goes on the next day."""
+    model = write_model(tmp_path / "model")
+    source = {"path": "a.jsonl", "chat_template": "{{ strftime_now('%d %b %Y') }}"}
+    config = LemaConfig(str(model), train_data={"a": source, "b": "b.jsonl"})
+    assert ModelFiles(config).dated(config, "2026-03-31").template_date == "2026-03-31"
+    plain = LemaConfig(str(model), train_data={"path": "a.jsonl", "train_on": "last"})
+    assert ModelFiles(plain).dated(plain, "2026-03-31").template_date is None
