@@ -4,7 +4,7 @@ length or in shares.
 
 from collections.abc import Iterator
 
-from lema.config.datasets import DataFiles
+from lema.config.data.sets import DataFiles
 from lema.config.problems import Problem
 from lema.config.settings import OfData, Refused, Settings, Silent
 from lema.config.types import Name, Packing, StepTokens, Tokens

@@ -15,11 +15,11 @@ from lema.config import types
 from lema.config.adapter import AdapterSettings
 from lema.config.backendsettings import backend_setting, backend_settings, check_backend_settings
 from lema.config.batching import BatchSettings, disagreements_of_batches
-from lema.config.datasets import DataFiles
+from lema.config.data.rows import RowSettings
+from lema.config.data.sets import DataFiles
 from lema.config.objective import ObjectiveName, Reference, disagreements_of_objective
 from lema.config.problems import Problem, SettingsError, problems_of, unknown_setting
 from lema.config.results import ResultSettings
-from lema.config.rows import RowSettings
 from lema.config.settings import OfAdapter, OfData, Refused, Reported, Settings, Silent
 from lema.errors import ConfigError, DiskError, unreadable
 
@@ -124,9 +124,8 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     """Your names of the columns, by LEMA's names: {prompt: question, completion: answer}. `role`
     and `content` are fields of a message."""
     chat_template: OfData[types.Name | None] = None
-    """A .jinja file, the Jinja text itself, or the name of a tokenizer's template; None: the
-    tokenizer's default.
-    """
+    """A .jinja file, the Jinja text itself, or a name: of a template of the tokenizer's, or of a
+    published format (docs/chat-templates.md). None: the tokenizer's default."""
     train_generation_prompt: OfData[bool] = False
     """Train also on tags that the chat template's prompt for generation gives, such as an opened
     `<think>`. The model never writes them there."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lema.data.forms import Forms, forms_of, longest_row, num_positions
     from lema.data.read import needs_tokenizer, prepare_data
     from lema.data.sampling import Sampling
-    from lema.data.sources import load_rows, read_rows
+    from lema.data.sets.sources import load_rows, read_rows
 
 __all__ = [
     "Batch",
@@ -40,7 +40,7 @@ __getattr__, __dir__ = lazy_exports(
         **dict.fromkeys(("Counts", "TokenDataset"), "dataset"),
         **dict.fromkeys(("Forms", "forms_of", "longest_row", "num_positions"), "forms"),
         "Row": "files",
-        **dict.fromkeys(("load_rows", "read_rows"), "sources"),
+        **dict.fromkeys(("load_rows", "read_rows"), "sets.sources"),
         **dict.fromkeys(("needs_tokenizer", "prepare_data"), "read"),
         "Sampling": "sampling",
     },

@@ -41,7 +41,7 @@ from lema.config.units import human_bytes, human_duration
 from lema.data.dataset import LABELLED, ROW, Columns, Skipped, Table
 from lema.data.files import Piece, Row, Where
 from lema.data.parts import ABOUT, PARTS, ROWS, SKIPPED, TOKENS, Parts, Pieces
-from lema.data.sources import DataFile
+from lema.data.sets.sources import DataFile
 from lema.errors import DataError, DiskError, unreadable
 from lema.storage.atomic import appearing, discard_unused, replace_file
 from lema.storage.directio import read_at

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from lema.config.rows import PLACES
+from lema.config.data.rows import PLACES
 from lema.data.chat.messages import Chat, read_conversations, read_messages
 from lema.data.files import Row
 from lema.data.forms import IGNORED, Forms, flag_of, list_of, text_of

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lema.config import LemaConfig
-from lema.config.rows import READING, InstructionForm
-from lema.data.chat.named import named_template, suggestion
+from lema.config.data.rows import READING, InstructionForm
 from lema.data.files import MAX_ROW, SHORTER, TOO_LONG, Row
+from lema.data.templates.named import named_template, suggestion
 from lema.errors import ConfigError, DataError
 from lema.storage.modelfiles import MAX_TEMPLATE_BYTES
 from lema.storage.regular import expanded, read_regular

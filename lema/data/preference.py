@@ -29,7 +29,7 @@ from lema.data.files import Row
 from lema.data.forms import Forms, Remarks, check_ids, num_alike
 from lema.data.read import Overlong, table_of
 from lema.data.readers import Reader, Readers
-from lema.data.sources import given_files
+from lema.data.sets.sources import given_files
 from lema.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from lema.data.files import Row
 from lema.data.forms import Forms, Remarks
 from lema.data.readers import Readers
 from lema.data.sampling import Sampling, check_rates
-from lema.data.sources import DataFile, Sources, data_files, given_files, read_rows, rows_in
+from lema.data.sets.sources import DataFile, Sources, data_files, given_files, read_rows, rows_in
 from lema.data.tokenize import Ints, Reading, tokenize_rows
 from lema.errors import ConfigError, DataError, DiskError
 from lema.storage.diskspace import make_private

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lema.data.chat.template import date_for
 from lema.data.files import Row
 from lema.data.forms import Forms
-from lema.data.sources import DataFile
+from lema.data.sets.sources import DataFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

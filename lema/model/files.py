@@ -25,7 +25,6 @@ from lema.data import (
     prepare_data,
 )
 from lema.data.cache import folder_of
-from lema.data.chat.named import end_token
 from lema.data.chat.stop_tokens import stop_tokens_of
 from lema.data.chat.template import date_for
 from lema.data.dataset import first_rows
@@ -33,7 +32,8 @@ from lema.data.forms import with_chat_template
 from lema.data.packed import PackedTokens
 from lema.data.preference import PreferenceDataset, prepare_preferences
 from lema.data.read import mixed
-from lema.data.sources import data_files, given_files, templates_of
+from lema.data.sets.sources import data_files, given_files, templates_of
+from lema.data.templates.named import end_token
 from lema.errors import DataError, ModelError, message_of
 from lema.storage import resolve_model
 from lema.storage.modelfiles import (

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lema.data import load_rows, prepare_data
 from lema.data.files import pieces_of
-from lema.data.sources import find_files
+from lema.data.sets.sources import find_files
 from lema.errors import DataError
 
 ROWS = [

@@ -11,8 +11,8 @@ from lema.data import load_rows, prepare_data
 from lema.data.forms import forms_of
 from lema.data.preference import prepare_preferences
 from lema.data.read import mixed
-from lema.data.slices import SplitPart, parse_split
-from lema.data.sources import data_files
+from lema.data.sets.slices import SplitPart, parse_split
+from lema.data.sets.sources import data_files
 from lema.errors import ConfigError, DataError
 from lema.model.files import ModelFiles
 

@@ -17,7 +17,7 @@ from lema import LemaConfig
 from lema.config.problems import SettingsError
 from lema.data import load_rows, needs_tokenizer, prepare_data
 from lema.data.read import mixed
-from lema.data.sources import find_files
+from lema.data.sets.sources import find_files
 from lema.errors import ConfigError, DataError
 from lema.train.batch import as_rows
 

@@ -4,9 +4,9 @@ import pytest
 
 from lema import LemaConfig
 from lema.data import prepare_data
-from lema.data.chat.named import EOS, NAMED, end_token, named_template
 from lema.data.chat.stop_tokens import stop_tokens_of
 from lema.data.forms import forms_of
+from lema.data.templates.named import EOS, NAMED, end_token, named_template
 from lema.errors import DataError
 
 SYSTEM = {"role": "system", "content": "be kind"}

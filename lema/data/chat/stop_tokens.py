@@ -4,8 +4,8 @@ them ends there, too.
 
 from typing import TYPE_CHECKING
 
-from lema.data.chat.named import end_token
 from lema.data.forms import IGNORED, Rows
+from lema.data.templates.named import end_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

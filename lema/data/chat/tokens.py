@@ -14,12 +14,12 @@ import numpy as np
 from lema.compat import encodes_by_itself
 from lema.data.chat.frame import frame_of, shape_of
 from lema.data.chat.messages import Chat
-from lema.data.chat.named import end_token
 from lema.data.chat.pieces import Ids, Learnt, Pieces
 from lema.data.chat.template import Ahead, Template, open_template, render_ahead
 from lema.data.chat.turns import Rendered, Span, TemplateCache, keep, render_chat
 from lema.data.files import Row
 from lema.data.forms import Remarks, TrainOn, num_alike
+from lema.data.templates.named import end_token
 from lema.errors import DataError
 from lema.storage.modelfiles import library_errors
 

@@ -19,10 +19,10 @@ from lema.data.chat.marks import (
     mark_messages,
     without_marks,
 )
-from lema.data.chat.named import end_token
 from lema.data.chat.template import Template, in_forms, literals_of
 from lema.data.files import Row
 from lema.data.forms import num_alike
+from lema.data.templates.named import end_token
 from lema.errors import DataError
 
 if TYPE_CHECKING:

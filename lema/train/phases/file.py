@@ -16,13 +16,13 @@ from lema.config import LemaConfig
 from lema.config.adapter import AdapterSettings
 from lema.config.backendsettings import backend_settings
 from lema.config.batching import BatchSettings
-from lema.config.datasets import is_data_set
+from lema.config.data.sets import is_data_set
 from lema.config.objective import OF_OBJECTIVES
 from lema.config.problems import Problem, SettingsError, meant, unknown_setting
 from lema.config.results import OF_PLAIN_RUNS
 from lema.config.yaml import read_yaml
 from lema.data.sampling import Style
-from lema.data.sources import local_paths
+from lema.data.sets.sources import local_paths
 from lema.errors import ConfigError
 from lema.storage.atomic import replace_file
 from lema.storage.hubdata import is_hub

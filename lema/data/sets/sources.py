@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from lema.config.datasets import BUILDERS, is_data_set, is_files
-from lema.config.rows import READING
+from lema.config.data.rows import READING
+from lema.config.data.sets import BUILDERS, is_data_set, is_files
 from lema.data.files import (
     READERS,
     Piece,
@@ -21,7 +21,7 @@ from lema.data.files import (
     pieces_of,
     with_first,
 )
-from lema.data.slices import is_sliced, parse_split
+from lema.data.sets.slices import is_sliced, parse_split
 from lema.errors import DataError
 from lema.storage.hubdata import HubData, is_hub
 from lema.storage.regular import expanded

@@ -1,5 +1,5 @@
-"""Chat templates by name: the formats that models were published with, each in a file of
-`templates`, and the token that ends a turn in it.
+"""Chat templates by name: the formats that models were published with, each in a file beside
+this one, and the token that ends a turn in it.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ __all__ = ["EOS", "NAMED", "NamedTemplate", "end_token", "named_template", "sugg
 EOS = "eos"
 """A turn ends with the tokenizer's end-of-sequence token."""
 
-_FOLDER = Path(__file__).with_name("templates")
+_FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class NamedTemplate:
     """A format of chats.
 
     Attributes:
-        file: its Jinja text, in `templates`.
+        folder: the folder of its Jinja text, beside this file.
         end: the text of the token that ends a turn, or `EOS`.
         aliases: its other names.
         source: the model, or the paper, that it was published with.
     """
 
-    file: str
+    folder: str
     end: str
     aliases: tuple[str, ...]
     source: str
@@ -75,7 +75,7 @@ NAMED: Mapping[str, NamedTemplate] = {
 def _texts() -> Mapping[str, str]:
     """Return the text of every template by its name."""
     return {
-        name: (_FOLDER / about.file / f"{name}.jinja").read_text(encoding="utf-8")
+        name: (_FOLDER / about.folder / f"{name}.jinja").read_text(encoding="utf-8")
         for name, about in NAMED.items()
     }
 

@@ -12,8 +12,8 @@ from urllib.parse import urlencode
 
 from pydantic import BeforeValidator, Field, GetJsonSchemaHandler
 
+from lema.config.data.rows import Roles, RowFormat, TrainOn, TruncationSide
 from lema.config.problems import Problem, SettingsError, Several, prefixed, unknown_setting
-from lema.config.rows import Roles, RowFormat, TrainOn, TruncationSide
 from lema.config.settings import Settings
 from lema.config.types import Columns, Count, Location, Name, Names
 
