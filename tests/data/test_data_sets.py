@@ -12,7 +12,7 @@ from lema.data.forms import forms_of
 from lema.data.preference import prepare_preferences
 from lema.data.read import mixed
 from lema.data.sets.slices import SplitPart, parse_split
-from lema.data.sets.sources import data_files
+from lema.data.sets.sources import data_files, names_of
 from lema.errors import ConfigError, DataError
 from lema.model.files import ModelFiles
 
@@ -341,3 +341,10 @@ def test_a_data_set_with_a_dated_template_has_the_date_of_the_run(tmp_path, writ
     assert ModelFiles(config).dated(config, "2026-03-31").template_date == "2026-03-31"
     plain = LemaConfig(str(model), train_data={"path": "a.jsonl", "train_on": "last"})
     assert ModelFiles(plain).dated(plain, "2026-03-31").template_date is None
+
+
+def test_data_sets_are_listed_by_their_names_or_those_of_their_files():
+    listed = ["data/a.jsonl", {"path": "data/b.jsonl", "train_on": "all"}, {"path": "org/name"}]
+    assert names_of(config_of(train_data=listed).train_data) == ["a.jsonl", "b.jsonl", "name"]
+    assert names_of({"one": "data/a.jsonl", "two": listed[1]}) == ["one", "two"]
+    assert names_of(listed[1]) == ["b.jsonl"] and names_of(None) == []

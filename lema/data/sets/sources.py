@@ -27,7 +27,7 @@ from lema.storage.hubdata import HubData, is_hub
 from lema.storage.regular import expanded
 
 __all__ = ["DataFile", "Source", "data_files", "find_files", "load_rows", "local_paths"]
-__all__ += ["given_files", "read_rows", "rows_in", "templates_of"]
+__all__ += ["given_files", "names_of", "read_rows", "rows_in", "templates_of"]
 
 Span: TypeAlias = tuple[int, int]
 """The number of the first row, from 0, and of the one after the last."""
@@ -268,6 +268,17 @@ def _labelled(files: list[DataFile]) -> list[DataFile]:
         label += f" ({file.data_set or 'reading'} {number})" * (number > 1)
         labelled.append(replace(file, label=label))
     return labelled
+
+
+def names_of(sources: Sources | None) -> list[str]:
+    """Return what to call data sets in a list: their own names, or those of their files."""
+    if isinstance(sources, Mapping) and not is_data_set(sources):
+        return [str(name) for name in sources]
+    paths = [
+        source["path"] if isinstance(source, Mapping) else source
+        for _, source in (_named(sources) if sources else ())
+    ]
+    return [path.path.name if isinstance(path, DataFile) else Path(path).name for path in paths]
 
 
 def templates_of(sources: Sources | None) -> set[str]:
