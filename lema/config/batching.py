@@ -4,9 +4,10 @@ length or in shares.
 
 from collections.abc import Iterator
 
+from lema.config.data.sets import DataFiles
 from lema.config.problems import Problem
 from lema.config.settings import OfData, Refused, Settings, Silent
-from lema.config.types import DataFiles, Name, Packing, StepTokens, Tokens
+from lema.config.types import Name, Packing, StepTokens, Tokens
 
 __all__ = ["BatchSettings", "disagreements_of_batches"]
 
@@ -77,7 +78,8 @@ def disagreements_of_batches(
     if config.group_by_length and packing:
         yield Problem("group_by_length", "packs have about the same length already", "leave it out")
     if config.mixture is not None:
-        if not isinstance(train_data, dict) or train_data.keys() != config.mixture.keys():
+        names = train_data.keys() if isinstance(train_data, dict) else None
+        if names != config.mixture.keys():
             what = "its names are not those of the data sets in train_data"
             yield Problem("mixture", what, "write train_data: {one: FILES, other: FILES}")
         if objective != "sft":

@@ -22,6 +22,8 @@ from lema.config.objective import (
     disagreements_of_objective,
     is_preference,
 )
+from lema.config.data.rows import RowSettings
+from lema.config.data.sets import DataFiles
 from lema.config.problems import Problem, SettingsError, problems_of, unknown_setting
 from lema.config.results import ResultSettings
 from lema.config.settings import OfAdapter, OfData, Refused, Reported, Settings, Silent
@@ -70,7 +72,7 @@ class _First(Settings):
     """
 
 
-class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
+class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _First):
     """Every setting of a run. Unknown names and wrong types are errors that list every problem at
     once.
 
@@ -128,9 +130,8 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     """Your names of the columns, by LEMA's names: {prompt: question, completion: answer}. `role`
     and `content` are fields of a message."""
     chat_template: OfData[types.Name | None] = None
-    """A .jinja file, the Jinja text itself, or the name of a tokenizer's template; None: the
-    tokenizer's default.
-    """
+    """A .jinja file, the Jinja text itself, or a name: of a template of the tokenizer's, or of a
+    published format (docs/chat-templates.md). None: the tokenizer's default."""
     train_generation_prompt: OfData[bool] = False
     """Train also on tags that the chat template's prompt for generation gives, such as an opened
     `<think>`. The model never writes them there."""
@@ -184,11 +185,11 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     `warmup_ratio`."""
     warmup_ratio: Reported[types.Beta] = 0.0
     """The same as a fraction of all steps. Without both, wsd, wsds and cosine_rewarm use 0.01."""
-    train_data: OfData[types.DataFiles | None] = None
+    train_data: OfData[DataFiles | None] = None
     """Files, directories or globs of .jsonl, .txt (also .gz or .zst of these), .json, .csv,
-    .parquet or .arrow; a data set of the hub, {path: org/name, name: subset, split: train}; or
-    several data sets with names."""
-    eval_data: Reported[types.DataFiles | None] = None
+    .parquet or .arrow; a data set of the hub, {path: org/name, name: subset, split: train}; a
+    mapping that also says how rows are read (docs/data.md); or several data sets with names."""
+    eval_data: Reported[DataFiles | None] = None
     """Data to evaluate on, in the same forms."""
     eval_split: OfData[types.RowSplit | None] = None
     """Instead: rows to hold back from `train_data`, as a fraction or a number of rows."""

@@ -9,7 +9,6 @@ from datetime import date
 from enum import StrEnum
 from os import PathLike
 from typing import TYPE_CHECKING, Annotated, Any, Literal
-from urllib.parse import urlencode
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -90,7 +89,7 @@ def _split(value: object) -> object:
 
 # That data may call by other names; the last two are of a message.
 _OF_TOKENS = ("input_ids", "labels", "attention_mask")
-_OF_CHATS = ("messages", "conversations", "tools", "system")
+_OF_CHATS = ("messages", "conversations", "tools", "system", "history")
 _OF_TEXT = (
     "prompt",
     "completion",
@@ -130,31 +129,6 @@ def _names(value: object) -> object:
     return (
         [_path(item) for item in value] if isinstance(value, list | tuple | set) else _path(value)
     )
-
-
-def _source(value: object) -> object:
-    """Return a data set of the hub as the text that names it, and any other value unchanged."""
-    if isinstance(value, dict) and isinstance(value.get("path"), str):
-        if wrong := [
-            key for key in value if key not in ("path", "name", "split", "revision", "streaming")
-        ]:
-            choices = "path, name, split, revision and streaming"
-            raise ValueError(f"has {wrong[0]!r}; of a data set of the hub there are {choices}")
-        options = {
-            key: option for key, option in value.items() if key != "path" and option is not None
-        }
-        about = urlencode(
-            {
-                key: "true" if option is True else option
-                for key, option in options.items()
-                if option is not False
-            },
-            safe="/",
-        )
-        return f"hub:{value['path']}" + f"?{about}" * bool(about)
-    if isinstance(value, list | tuple | set):
-        return [_source(item) for item in value]
-    return {key: _source(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _auto(value: object) -> object:
@@ -204,10 +178,6 @@ RetainedCount = Annotated[
 Name = Annotated[str, Field(min_length=1)]
 Location = Annotated[Name, BeforeValidator(_path)]
 Names = Annotated[Name | Annotated[list[Name], Field(min_length=1)], BeforeValidator(_names)]
-# One data set, or several by name.
-DataFiles = Annotated[
-    Names | Annotated[dict[Name, Names], Field(min_length=1)], BeforeValidator(_source)
-]
 Columns = Annotated[dict[Name, Name], AfterValidator(_columns)]
 RowSplit = Annotated[int | float, BeforeValidator(_split)]
 Strategy = Annotated[MemoryStrategy, BeforeValidator(_strategy)]

@@ -9,10 +9,11 @@ from lema import lazy_exports
 if TYPE_CHECKING:
     from lema.data.batches import Batch, Batches, collate
     from lema.data.dataset import Counts, TokenDataset
-    from lema.data.files import Row, load_rows, read_rows
+    from lema.data.files import Row
     from lema.data.forms import Forms, forms_of, longest_row, num_positions
     from lema.data.read import needs_tokenizer, prepare_data
     from lema.data.sampling import Sampling
+    from lema.data.sets.sources import load_rows, read_rows
 
 __all__ = [
     "Batch",
@@ -38,7 +39,8 @@ __getattr__, __dir__ = lazy_exports(
         **dict.fromkeys(("Batch", "Batches", "collate"), "batches"),
         **dict.fromkeys(("Counts", "TokenDataset"), "dataset"),
         **dict.fromkeys(("Forms", "forms_of", "longest_row", "num_positions"), "forms"),
-        **dict.fromkeys(("Row", "load_rows", "read_rows"), "files"),
+        "Row": "files",
+        **dict.fromkeys(("load_rows", "read_rows"), "sets.sources"),
         **dict.fromkeys(("needs_tokenizer", "prepare_data"), "read"),
         "Sampling": "sampling",
     },

@@ -39,13 +39,13 @@ from lema.backend.host.processors import usable_threads
 from lema.config.printing import draws
 from lema.config.units import human_bytes, human_duration
 from lema.data.dataset import LABELLED, ROW, Columns, Skipped, Table
-from lema.data.files import Piece, Row, Where, pieces_of
+from lema.data.files import Piece, Row, Where
 from lema.data.parts import ABOUT, PARTS, ROWS, SKIPPED, TOKENS, Parts, Pieces
+from lema.data.sets.sources import DataFile
 from lema.errors import DataError, DiskError, unreadable
 from lema.storage.atomic import appearing, discard_unused, replace_file
 from lema.storage.directio import read_at
 from lema.storage.diskspace import user_cache
-from lema.storage.hub import is_stream, version_of
 from lema.storage.regular import expanded
 
 if TYPE_CHECKING:
@@ -74,7 +74,9 @@ def folder_of(setting: bool | str) -> Path | None:
 
 
 def key_of(
-    files: Sequence[Path], tokenizer: "PreTrainedTokenizerBase | None", settings: Mapping[str, Any]
+    files: Sequence[DataFile],
+    tokenizer: "PreTrainedTokenizerBase | None",
+    settings: Mapping[str, Any],
 ) -> str:
     """Return a digest of all that decides the tokens. `DataError`: a file cannot be read.
     `NotImplementedError`: the tokenizer cannot be saved, so nothing says which one it is."""
@@ -94,20 +96,24 @@ def key_of(
     return digest.hexdigest()[:32]
 
 
-def _identity(file: Path) -> list[Any]:
-    if is_stream(file):
-        return [str(file), version_of(file)]
+def _identity(file: DataFile) -> list[Any]:
+    if file.stream is not None:
+        options = file.stream.options.get("data_files")
+        return [file.label, file.stream.version(), *([options] if options else [])]
+    path = file.path
     try:
-        about = file.stat()
+        about = path.stat()
         content = (
-            hashlib.sha256(file.read_bytes()).hexdigest() if about.st_size <= READ_WHOLE else ""
+            hashlib.sha256(path.read_bytes()).hexdigest() if about.st_size <= READ_WHOLE else ""
         )
     except OSError as error:
-        raise unreadable(file, error) from error
-    return [str(file), str(file.resolve()), about.st_size, about.st_mtime_ns, content]
+        raise unreadable(path, error) from error
+    identity = [str(path), str(path.resolve()), about.st_size, about.st_mtime_ns, content]
+    identity += [] if file.span is None else [list(file.span)]
+    return identity + ([] if file.label == str(path) else [file.label])
 
 
-def cached(files: Sequence[Path], key: Callable[[], str], gather: Gather, root: Path) -> Table:
+def cached(files: Sequence[DataFile], key: Callable[[], str], gather: Gather, root: Path) -> Table:
     """Return the rows of files as tokens: those that are kept, or else newly made, and then kept.
     Of several processes that ask for the same at once, one makes them and the others wait.
     `DataError`: as `gather`; or the files have changed while they were read. `DiskError`: the
@@ -127,7 +133,7 @@ def cached(files: Sequence[Path], key: Callable[[], str], gather: Gather, root: 
                 what = "the data or the tokenizer's files changed while LEMA read them"
                 raise DataError(
                     what,
-                    where=", ".join(map(str, files)),
+                    where=", ".join(file.label for file in files),
                     how="start again when they no longer change",
                 )
         table = _opened(directory)
@@ -271,13 +277,13 @@ def _part_folder(directory: Path, locked: bool) -> Iterator[Path]:
         raise
 
 
-def _write(folder: Path, files: Sequence[Path], gather: Gather) -> str:
+def _write(folder: Path, files: Sequence[DataFile], gather: Gather) -> str:
     """Write the files of an entry; return a text on the processes, and on parts of an earlier
     start.
     """
-    total = sum(file.stat().st_size for file in files if not is_stream(file))
+    total = sum(file.num_bytes for file in files)
     processes = _num_processes()
-    todo = (piece for file in files for piece in pieces_of(file))
+    todo = (piece for file in files for piece in file.pieces())
     with _line() as report:
         num_parts = Parts(folder, total, report).write(
             todo, lambda left: _gathered_pieces(left, gather, processes)

@@ -2,16 +2,16 @@
 completion, or text.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from lema.config.data.rows import PLACES
 from lema.data.chat.messages import Chat, read_conversations, read_messages
 from lema.data.files import Row
-from lema.data.forms import IGNORED, MESSAGE_FIELDS, Forms, flag_of, list_of, text_of
+from lema.data.forms import IGNORED, Forms, flag_of, list_of, text_of
 
 __all__ = [
     "FLAGS",
@@ -24,6 +24,7 @@ __all__ = [
     "num_trained",
     "parse",
     "unused",
+    "with_system",
 ]
 
 Kind: TypeAlias = tuple[str, ...]
@@ -49,6 +50,7 @@ _EXTRA_COLUMNS: dict[str, tuple[str, ...]] = {
     "prompt": ("tools",),
     "instruction": ("input",),
 }
+_OF_FORMATS = ("system", "history")  # of instructions in a form that the settings name
 FLAGS = frozenset(("train", "weight"))  # of any row: false or 0 leaves it out
 
 # Stanford Alpaca's wording (https://github.com/tatsu-lab/stanford_alpaca), for tokenizers without a
@@ -65,6 +67,13 @@ _ALPACA_INPUT = (
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 )
+
+
+_AS_CHAT = {
+    "prompt": "{instruction}\n\n{input}",
+    "without_input": "{instruction}",
+    "chat": True,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +132,12 @@ def detect(row: Row, forms: Forms = _AS_IT_IS) -> Kind:
     raise row.broken(f"the columns say nothing to train on (found: {columns})", how=how)
 
 
-def unused(row: Row, kind: Kind) -> list[str]:
+def unused(row: Row, kind: Kind, forms: Forms = _AS_IT_IS) -> list[str]:
     """The names of the columns that hold something and that nothing is read from."""
     used = {*kind, *_EXTRA_COLUMNS.get(kind[0], ()), *FLAGS}
+    used |= {"system"} & forms.columns.keys()
+    if kind[0] == "instruction":
+        used |= set(_OF_FORMATS) if _formatted(forms) else _OF_FORMATS & forms.columns.keys()
     return sorted(
         str(name) for name, value in row.values.items() if value is not None and name not in used
     )
@@ -145,21 +157,62 @@ def left_out(row: Row) -> bool:
 
 def parse(row: Row, kind: Kind, *, chat_template: bool, forms: Forms = _AS_IT_IS) -> Example:
     """Read a row of the kind that `detect` found; with a `chat_template` instruction data become
-    chats. `DataError`: a value is missing, of the wrong type, or empty; names file, line and
-    column."""
-    fields = {name: forms.columns[name] for name in MESSAGE_FIELDS if name in forms.columns}
+    chats, unless the forms say how they are written. `DataError`: a value is missing, of the wrong
+    type, or empty; names file, line and column."""
     match kind[0]:
         case "input_ids":
             return _tokens(row, labelled="labels" in kind)
         case "messages":
-            return read_messages(row, "messages", fields)
+            example: Example = read_messages(row, "messages", forms.fields, forms.roles)
         case "conversations":
-            return read_conversations(row, fields)
+            example = read_conversations(row, forms.fields, forms.roles)
         case "prompt":
-            return _prompt_completion(row, fields)
+            example = _prompt_completion(row, forms)
         case "instruction":
-            return _instruction(row, chat_template)
-    return Text("", _text(row, "text"))
+            example = _instruction(row, forms, chat_template=chat_template)
+        case _:
+            return Text("", _text(row, "text"))
+    return with_system(row, example, forms) if isinstance(example, Chat) else example
+
+
+def with_system(row: Row, chat: Chat, forms: Forms) -> Chat:
+    """Return a chat with the system message that the settings ask for. `DataError`: the column of
+    system messages does not hold text."""
+    if not (forms.drops_system or forms.system_prompt or "system" in row.values):
+        return chat
+    flags = chat.flags or (None,) * len(chat.messages)
+    messages = list(zip(chat.messages, flags, strict=True))
+    length = chat.prompt_length
+    if forms.drops_system:
+        removed = [
+            number for number, (message, _) in enumerate(messages) if message["role"] == "system"
+        ]
+        messages = [pair for number, pair in enumerate(messages) if number not in removed]
+        length = length and length - sum(number < length for number in removed)
+    if not any(message["role"] in ("system", "developer") for message, _ in messages):
+        text = "" if forms.drops_system else _system_of(row, forms)
+        if text := text or forms.system_prompt or "":
+            messages.insert(0, ({"role": "system", "content": text}, None))
+            length = None if chat.prompt_length is None else (length or 0) + 1
+    return replace(
+        chat,
+        messages=[message for message, _ in messages],
+        prompt_length=length,
+        flags=tuple(flag for _, flag in messages) if chat.flags else (),
+    )
+
+
+def _system_of(row: Row, forms: Forms) -> str:
+    """Return the text of a row's column of system messages, if the settings name it."""
+    named = "system" in forms.columns or ("instruction" in row.values and _formatted(forms))
+    value = row.values.get("system") if named else None
+    text = "" if value is None else text_of(row, value, "'system'")
+    return text if text.strip() else ""
+
+
+def _formatted(forms: Forms) -> bool:
+    """Whether the settings say how instructions are written."""
+    return forms.row_format != "auto"
 
 
 def _ints(row: Row, column: str) -> list[int]:
@@ -195,7 +248,7 @@ def _text(row: Row, column: str, *, may_be_empty: bool = False) -> str:
     return value
 
 
-def _prompt_completion(row: Row, fields: Mapping[str, str]) -> Example:
+def _prompt_completion(row: Row, forms: Forms) -> Example:
     """Two strings, or two lists of messages; the second begins with the assistant's answer."""
     prompt = row.values["prompt"]
     completion = row.values["completion"]
@@ -204,8 +257,8 @@ def _prompt_completion(row: Row, fields: Mapping[str, str]) -> Example:
     if isinstance(prompt, str) or isinstance(completion, str):
         how = "write both as text, or both as lists of messages"
         raise row.broken("only one of 'prompt' and 'completion' is text", how=how)
-    before = read_messages(row, "prompt", fields)
-    after = read_messages(row, "completion", fields)
+    before = read_messages(row, "prompt", forms.fields, forms.roles)
+    after = read_messages(row, "completion", forms.fields, forms.roles)
     if after.messages[0]["role"] != "assistant":
         raise row.broken(
             "'completion' should begin with an assistant message", at="completion, message 1"
@@ -215,17 +268,48 @@ def _prompt_completion(row: Row, fields: Mapping[str, str]) -> Example:
     return Chat(before.messages + after.messages, before.tools, length, flags)
 
 
-def _instruction(row: Row, chat_template: bool) -> Example:
+def _instruction(row: Row, forms: Forms, *, chat_template: bool) -> Example:
     instruction = _text(row, "instruction")
     output = _text(row, "output")
     raw_input = row.values.get("input")
     extra = text_of(row, raw_input, "'input'") if raw_input is not None else ""
-    if chat_template:
-        question = f"{instruction}\n\n{extra}" if extra.strip() else instruction
-        return Chat(
-            [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
-        )
-    return Text(
-        (_ALPACA_INPUT if extra.strip() else _ALPACA).format(instruction=instruction, input=extra),
-        output,
-    )
+    extra = extra if extra.strip() else ""
+    form: Any = forms.row_format
+    if form == "auto":
+        form = "chat" if chat_template else "alpaca"
+    if form == "chat":
+        form = _AS_CHAT
+    elif form == "alpaca":
+        form = {"prompt": _ALPACA_INPUT, "without_input": _ALPACA}
+    elif isinstance(form, str):
+        form = {"prompt": form}
+    text = form["prompt"] if extra else form.get("without_input") or form["prompt"]
+    if extra and "{input}" not in text:
+        how = "write {input} in row_format, or leave the column out: columns: {input: NONE}"
+        raise row.broken("the row has an 'input', and row_format has no place for it", how=how)
+    system = _system_of(row, forms) or forms.system_prompt or ""
+    values = {"instruction": instruction, "input": extra, "system": system}
+    question = PLACES.sub(lambda match: values[match[1]], text)
+    before = _history(row, forms)
+    if form.get("chat"):
+        asked = {"role": "user", "content": question}
+        return Chat([*before, asked, {"role": "assistant", "content": output}])
+    if before:
+        how = "set row_format: chat"
+        raise row.broken("the row has a 'history', and row_format writes no chats", how=how)
+    return Text(question, output)
+
+
+def _history(row: Row, forms: Forms) -> list[dict[str, Any]]:
+    """Return the earlier turns of an instruction, pairs of a question and an answer."""
+    named = _formatted(forms) or "history" in forms.columns
+    if not named or not row.values.get("history"):
+        return []
+    messages = []
+    for number, pair in enumerate(list_of(row, "history"), 1):
+        at = f"history, turn {number}"
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise row.broken("a turn should be a question and an answer", at=at)
+        for role, text in zip(("user", "assistant"), pair, strict=True):
+            messages.append({"role": role, "content": text_of(row, text, f"the {role}'s text", at)})
+    return messages

@@ -1,30 +1,26 @@
-"""Rows out of data files and of data sets of the hub, each row knowing the file and line it came
-from.
-"""
+"""Rows out of data files, each row knowing the file and line it came from."""
 
 import csv
-import glob
 import gzip
 import io
 import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 from lema.backend.host.limits import bounded_memory
 from lema.errors import DataError, installing, unreadable
-from lema.storage.hub import HUB, hub_data, is_stream, stream_rows
-from lema.storage.regular import expanded
 
-__all__ = ["Piece", "Row", "Where", "find_files", "load_rows", "pieces_of", "read_rows"]
+__all__ = ["READERS", "Piece", "Row", "Where", "accepted", "kind_of", "num_rows", "pieces_of"]
 
 T = TypeVar("T")
-Paths: TypeAlias = str | Path | Iterable[str | Path]
 _BLANK = re.compile(r"[ \t\r\n]*")
 _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
@@ -49,108 +45,6 @@ class Row:
         return DataError(what, where=f"{self.origin}, {at}" if at else self.origin, how=how)
 
 
-def find_files(paths: str | Path | Iterable[str | Path], first: int | None = None) -> list[Path]:
-    """The data files that files, directories and globs stand for, in a fixed order. A directory
-    gives the data files directly inside it, sorted by name; a glob its matches, sorted. Of data
-    sets by name, these are the files of all of them. A stream of the hub stands for itself, with
-    how many of its rows are read, which are the `first` ones. `DataError`: a path does not exist,
-    matches nothing, or is of a kind which cannot be read."""
-    if isinstance(paths, Mapping):
-        return [file for files in paths.values() for file in find_files(files, first)]
-    path_list = [paths] if isinstance(paths, (str, Path)) else list(paths)
-    if not path_list:
-        raise DataError(
-            "no data files were given", how="set train_data to a file, a directory or a glob"
-        )
-    return [file for path in path_list for file in _expand(path, first)]
-
-
-def local_paths(paths: Paths | Mapping[str, Paths] | None) -> list[Path]:
-    """Return the files and directories that the settings of data name, globs as what they match,
-    without opening any; a data set of the hub is none."""
-    if isinstance(paths, Mapping):
-        return [local_path for named in paths.values() for local_path in local_paths(named)]
-    if isinstance(paths, (str, Path)):
-        if is_stream(paths):
-            return []
-        path = expanded(paths)
-        return (
-            [path]
-            if path.exists()
-            else [Path(match) for match in glob.glob(str(path), recursive=True)]  # noqa: PTH207 - Path.glob takes no absolute pattern
-        )
-    return [local_path for path in paths or () for local_path in local_paths(path)]
-
-
-def _kind(path: Path) -> str:
-    """The suffix for a file's contents, without the suffix for its compression."""
-    if is_stream(path):
-        return HUB
-    kind = path.suffix.lower()
-    inner = Path(path.stem).suffix.lower()
-    return inner if kind in _COMPRESSED and inner in _OF_LINES else kind
-
-
-def _expand(source: str | Path, first: int | None) -> list[Path]:
-    if is_stream(source):
-        with hub_data(str(source)) as (datasets, name, options, how):
-            if how.get("streaming") == "true":
-                return [
-                    Path(source if first is None or "take" in how else f"{source}&take={first}")
-                ]
-            dataset = datasets.load_dataset(
-                name, keep_in_memory=False, split=how["split"], **options
-            )
-            return [Path(file["filename"]) for file in dataset.cache_files]
-    path = expanded(source)
-    if path.is_dir():
-        files = sorted(
-            p for p in path.iterdir() if _kind(p) in _READERS and not p.name.startswith(".")
-        )
-        if not files:
-            raise DataError(
-                "the directory holds no data files",
-                where=str(path),
-                how=f"it may hold {_accepted()}",
-            )
-        return files
-    matches = [str(path)] if path.exists() else glob.glob(str(path), recursive=True)  # noqa: PTH207 (absolute globs)
-    if not matches:
-        fix = (
-            "check the path; it is relative to the shell's; of the hub, give {path: org/name, "
-            "split: train}"
-        )
-        raise DataError("no such data file", where=str(path), how=fix)
-    files = [Path(match) for match in sorted(matches)]
-    for file in files:
-        if _kind(file) not in _READERS:
-            what = f"cannot read a {file.suffix or 'nameless'} file"
-            raise DataError(what, where=str(file), how=f"give {_accepted()}")
-    return files
-
-
-def _accepted() -> str:
-    return (
-        f"{', '.join(sorted(_READERS))} files, or {' and '.join(_OF_LINES)} with "
-        f"{' or '.join(_COMPRESSED)} after it"
-    )
-
-
-def load_rows(paths: str | Path | Iterable[str | Path]) -> list[Row]:
-    """All rows of the files, in memory; see `read_rows`."""
-    return list(read_rows(paths))
-
-
-def read_rows(paths: str | Path | Iterable[str | Path]) -> Iterator[Row]:
-    """The rows of the files, one after another, in the order of the files and their lines. Blank
-    lines of .jsonl, .csv and .txt files are no rows. A leading UTF-8 byte-order mark is taken off.
-    `DataError`: a file is missing, empty, damaged or not UTF-8, or a row is malformed; names file
-    and line."""
-    for path in find_files(paths):
-        for _, piece in pieces_of(path):
-            yield from piece.rows()
-
-
 # bytes of a line, characters of a text: a tokenizer takes thirty times as much memory
 MAX_ROW = 16 << 20
 TOO_LONG = "a row of more than 16 MiB"
@@ -170,11 +64,27 @@ the piece.
 """
 
 
+def accepted() -> str:
+    """Say which files can be read."""
+    return (
+        f"{', '.join(sorted(READERS))} files, or {' and '.join(_OF_LINES)} with "
+        f"{' or '.join(_COMPRESSED)} after it"
+    )
+
+
+def kind_of(path: Path) -> str:
+    """Return the ending for a file's contents, without the one for its compression."""
+    kind = path.suffix.lower()
+    inner = Path(path.stem).suffix.lower()
+    return inner if kind in _COMPRESSED and inner in _OF_LINES else kind
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Some of the rows of a file, as they are or as the lines they are yet to be read from."""
 
     path: Path
+    label: str  # what its rows name as their source
     line: int  # the number of the first line
     content: bytes | list[Row]
     end: int  # bytes of the file that have been read up to here
@@ -182,7 +92,7 @@ class Piece:
     @property
     def where(self) -> Where:
         """Which piece of the data this is."""
-        return str(self.path), self.line, self.end
+        return self.label, self.line, self.end
 
     def rows(self) -> Iterator[Row]:
         """Read the rows, if they are not read yet."""
@@ -190,15 +100,47 @@ class Piece:
             yield from self.content
             return
         lines = _decoded(self.path, io.BytesIO(self.content), self.line)
-        for line, values in _OF_LINES[_kind(self.path)](self.path, lines):
-            yield Row(values, str(self.path), line)
+        for line, values in _OF_LINES[kind_of(self.path)](self.path, lines):
+            yield Row(values, self.label, line)
+
+    def num_rows(self) -> int:
+        """Count the rows; those of JSON lines are not decoded for it."""
+        if isinstance(self.content, list):
+            return len(self.content)
+        if kind_of(self.path) != ".jsonl":
+            return sum(1 for _ in self.rows())
+        content = self.content.removeprefix(_UTF8_MARK) if self.line == 1 else self.content
+        return sum(1 for line in content.split(b"\n") if line.strip(b" \t\r"))
 
 
-def pieces_of(path: Path) -> Iterator[tuple[Row, Piece]]:
-    """Read a file in pieces, each with the file's first row. `DataError`: it cannot be read or is
+def num_rows(path: Path) -> int:
+    """Count the rows of a file. `DataError`: it cannot be read."""
+    if kind_of(path) == ".parquet":
+        with _columns_of(path):
+            import pyarrow.parquet
+
+            return int(pyarrow.parquet.read_metadata(path).num_rows)
+    if kind_of(path) == ".arrow":
+        with _columns_of(path):
+            return sum(len(batch) for batch in _batches(path))
+    return sum(piece.num_rows() for _, piece in pieces_of(path))
+
+
+def pieces_of(
+    path: Path, label: str = "", span: tuple[int, int] | None = None
+) -> Iterator[tuple[Row, Piece]]:
+    """Read a file in pieces, each with the first row that is read of the file. Its rows name the
+    `label` as their source; without one, the file's path. `span`: the number of the first row, from
+    0, and of the one after the last; None: all are read. `DataError`: it cannot be read or is
     empty, its first row is malformed, or another is where rows are not lines."""
+    pieces = _pieces(path, label or str(path))
+    yield from with_first(path, pieces if span is None else _between(pieces, *span))
+
+
+def with_first(path: Path, pieces: Iterable[Piece]) -> Iterator[tuple[Row, Piece]]:
+    """Yield pieces with the first row of them all. `DataError`: there is no row."""
     first = None
-    for piece in _pieces(path):
+    for piece in pieces:
         first = first or next(piece.rows(), None)
         if first is not None:
             yield first, piece
@@ -208,14 +150,49 @@ def pieces_of(path: Path) -> Iterator[tuple[Row, Piece]]:
         )
 
 
-def _pieces(path: Path) -> Iterator[Piece]:
+def _between(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:
+    """Yield the rows from number `start` on, before number `stop`."""
+    before = 0
+    for piece in pieces:
+        after = before + piece.num_rows()
+        if start <= before and after <= stop:
+            yield piece
+        elif after > start:
+            rows = list(islice(piece.rows(), max(0, start - before), stop - before))
+            yield replace(piece, content=rows)
+        before = after
+        if after >= stop:
+            return
+
+
+def grouped(
+    rows: Iterable[tuple[int, dict[str, Any]]], path: Path, label: str, size: int
+) -> Iterator[Piece]:
+    """Yield rows, each with its number, in pieces of a file of so many bytes. `DataError`: as
+    raised by `rows`, after those before it have been yielded."""
+    group: list[Row] = []
+    try:
+        for line, values in rows:
+            group.append(Row(values, label, line))
+            if len(group) == PIECE_ROWS:
+                yield Piece(path, label, group[0].line, group, size)
+                group = []
+    except DataError:
+        if group:  # because what is wrong with them is to be told first
+            yield Piece(path, label, group[0].line, group, size)
+        raise
+    if group:
+        yield Piece(path, label, group[0].line, group, size)
+
+
+def _pieces(path: Path, label: str) -> Iterator[Piece]:
     if path.exists() and not path.is_file():
         how = "write the data to a file, because LEMA reads them more than once"
         raise DataError(
             "the data are a pipe or a device, not a regular file", where=str(path), how=how
         )
     try:
-        if _kind(path) in _OF_LINES:
+        if kind_of(path) in _OF_LINES:
             if path.suffix.lower() in _COMPRESSED:
                 with path.open("rb") as raw, _expanded(raw, path) as file:
                     blocks = iter(partial(file.read, 1 << 20), b"")
@@ -229,24 +206,10 @@ def _pieces(path: Path) -> Iterator[Piece]:
                     if len(content) > MAX_ROW and not content.endswith(b"\n"):
                         raise _error(TOO_LONG, path, line + content.count(b"\n"), SHORTER)
                     num_lines = content.count(b"\n")
-                    yield Piece(path, line, content, raw.tell())
+                    yield Piece(path, label, line, content, raw.tell())
                     line += num_lines
             return
-        size = 0 if is_stream(path) else path.stat().st_size
-        read = _OF_FILES[_kind(path)](path)
-        rows: list[Row] = []
-        try:
-            for line, values in read:
-                rows.append(Row(values, str(path), line))
-                if len(rows) == PIECE_ROWS:
-                    yield Piece(path, rows[0].line, rows, size)
-                    rows = []
-        except DataError:
-            if rows:  # because what is wrong with them is to be told first
-                yield Piece(path, rows[0].line, rows, size)
-            raise
-        if rows:
-            yield Piece(path, rows[0].line, rows, size)
+        yield from grouped(_OF_FILES[kind_of(path)](path), path, label, path.stat().st_size)
     except OSError as error:
         raise unreadable(path, error) from error
     except (EOFError, zlib.error) as error:
@@ -440,7 +403,7 @@ def _batches(path: Path) -> Iterator[Any]:
     """
     import pyarrow.ipc
 
-    if _kind(path) == ".parquet":
+    if kind_of(path) == ".parquet":
         import pyarrow.parquet
 
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -462,6 +425,18 @@ def _within_memory(path: Path, number: int, function: Callable[[], T]) -> T:
             return function()
     except MemoryError as error:
         raise _error(UNPACKS, path, number + 1, DISTRUST) from error
+
+
+@contextmanager
+def _columns_of(path: Path) -> Iterator[None]:
+    """Name a file whose columns cannot be read. `DataError`: the library is not installed, or the
+    file is damaged.
+    """
+    pyarrow = _arrow(path)
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _error(f"not a whole {path.suffix[1:]} file: {error}", path, 1) from error
 
 
 def _columnar(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -501,5 +476,4 @@ _OF_LINES: dict[str, Callable[[Path, Iterable[tuple[int, str]]], _Values]] = {
 _OF_FILES: dict[str, Callable[[Path], _Values]] = {".json": _json, ".csv": _csv}
 _OF_FILES |= dict.fromkeys((".parquet", ".arrow"), _columnar)
 _COMPRESSED = {".gz", ".zst"}
-_READERS = _OF_LINES.keys() | _OF_FILES.keys()
-_OF_FILES[HUB] = stream_rows
+READERS = _OF_LINES.keys() | _OF_FILES.keys()

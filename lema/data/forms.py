@@ -5,7 +5,7 @@ have.
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
@@ -13,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lema.config import LemaConfig
+from lema.config.data.rows import READING, InstructionForm
 from lema.data.files import MAX_ROW, SHORTER, TOO_LONG, Row
+from lema.data.templates.named import named_template, suggestion
 from lema.errors import ConfigError, DataError
 from lema.storage.modelfiles import MAX_TEMPLATE_BYTES
 from lema.storage.regular import expanded, read_regular
@@ -27,6 +29,7 @@ __all__ = [
     "Remarks",
     "Rows",
     "TrainOn",
+    "at_path",
     "check_ids",
     "flag_of",
     "forms_of",
@@ -72,6 +75,33 @@ class Forms:
     trains_prompt: bool = False
     # that chat templates are told for today, YYYY-MM-DD; None: today's
     template_date: str | None = None
+    roles: Mapping[str, str] = field(default_factory=dict)  # the data's name of a role to ours
+    system_prompt: str | None = None  # of chats that have no system message
+    drops_system: bool = False  # whether chats' own system messages are left out
+    row_format: str | Mapping[str, Any] = "auto"  # how instructions are written
+    truncation_side: Literal["right", "left"] = "right"
+
+    def of_data_set(self, options: Mapping[str, Any]) -> "Forms":
+        """Return the forms with the settings that a data set has of its own."""
+        return replace(self, **_values_of(options)) if options else self
+
+    def described(self) -> dict[str, Any]:
+        """Return what decides the tokens of rows besides `columns`, `train_on` and the template,
+        where it is not the default.
+        """
+        about = {
+            "roles": dict(self.roles),
+            "system_prompt": self.system_prompt,
+            "drops_system": self.drops_system,
+            "row_format": self.row_format,
+            "truncation_side": self.truncation_side,
+        }
+        return {name: value for name, value in about.items() if value != getattr(_DEFAULTS, name)}
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """The data's names of the fields of a message, by ours."""
+        return {name: self.columns[name] for name in MESSAGE_FIELDS if name in self.columns}
 
     def renamed(self, row: Row) -> Row:
         """Return the row with the columns under our names. `DataError`: the row lacks a column
@@ -82,7 +112,11 @@ class Forms:
         }
         if not renames:
             return row
-        if missing := [theirs for theirs in renames.values() if theirs not in row.values]:
+        values = dict(row.values)
+        for theirs in renames.values():
+            if theirs not in values and (nested := at_path(row.values, theirs)) is not None:
+                values[theirs] = nested
+        if missing := [theirs for theirs in renames.values() if theirs not in values]:
             present = ", ".join(sorted(map(str, row.values)))
             what = (
                 f"the settings name the column {missing[0]!r}, and the row has {present or 'none'}"
@@ -91,9 +125,10 @@ class Forms:
                 what, how="correct `columns`, which maps LEMA's names to yours: {prompt: question}"
             )
         taken = set(renames.values()) | set(renames)
-        values = {name: value for name, value in row.values.items() if name not in taken}
+        taken |= {theirs.partition(".")[0] for theirs in renames.values()}
+        remaining = {name: value for name, value in row.values.items() if name not in taken}
         return Row(
-            values | {ours: row.values[theirs] for ours, theirs in renames.items()},
+            remaining | {ours: values[theirs] for ours, theirs in renames.items()},
             row.source,
             row.line,
         )
@@ -110,14 +145,49 @@ class Forms:
         if isinstance(named_templates, dict) and template in named_templates:
             text = named_templates[template]
         elif not ("{{" in template or "{%" in template):
+            named_text = None if expanded(template).exists() else named_template(template)
+            if named_text is not None:
+                return with_chat_template(tokenizer, named_text)
             try:
                 text = read_regular(expanded(template), MAX_TEMPLATE_BYTES).decode("utf-8")
             except (OSError, ValueError, RuntimeError) as error:  # that of a home that is not here
-                how = "give a .jinja file, or the template itself"
+                names = [*named_templates] if isinstance(named_templates, dict) else []
+                listed = f"the tokenizer's are {', '.join(names)}; " if names else ""
+                how = (
+                    f"give a .jinja file, the template itself, or a name: {listed}"
+                    f"{suggestion(template)}"
+                )
                 raise DataError(
                     f"the chat template cannot be read: {error}", where="chat_template", how=how
                 ) from error
         return with_chat_template(tokenizer, text)
+
+
+def _values_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of how rows are read by the names that `Forms` has for them."""
+    values = {_NAMES.get(name, name): value for name, value in settings.items()}
+    if "roles" in values:
+        values["roles"] = {
+            theirs: ours
+            for ours, names in (values["roles"] or {}).items()
+            for theirs in ([names] if isinstance(names, str) else names)
+        }
+    if isinstance(form := values.get("row_format"), InstructionForm):
+        values["row_format"] = form.to_dict()
+    return values
+
+
+_NAMES = {"drop_system_messages": "drops_system"}
+_DEFAULTS = Forms()
+
+
+def at_path(values: Mapping[str, Any], name: str) -> object:
+    """Return the value of a name, or of one within another, `outer.inner`; None: there is none."""
+    if name in values:
+        return values[name]
+    outer, dot, inner = name.partition(".")
+    nested = values.get(outer) if dot else None
+    return at_path(nested, inner) if isinstance(nested, Mapping) else None
 
 
 def with_chat_template(
@@ -134,11 +204,9 @@ def with_chat_template(
 def forms_of(config: LemaConfig) -> Forms:
     """Return what a run's settings say of the form of its data."""
     return Forms(
-        dict(config.columns),
-        config.chat_template,
-        config.train_on,
-        config.train_generation_prompt,
-        config.template_date,
+        trains_prompt=config.train_generation_prompt,
+        template_date=config.template_date,
+        **_values_of({name: getattr(config, name) for name in READING}),
     )
 
 

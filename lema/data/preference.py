@@ -10,25 +10,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from lema.data.batches import Batch, collate
-from lema.data.chat.messages import read_messages, read_tools
-from lema.data.chat.template import Ahead, date_for, open_template, render_ahead
+from lema.data.chat.messages import Chat, read_messages, read_tools
+from lema.data.chat.template import Ahead, open_template, render_ahead
 from lema.data.chat.tokens import DATED, encoded
-from lema.data.columns import IGNORED, left_out, parse
+from lema.data.columns import IGNORED, left_out, parse, with_system
 from lema.data.dataset import Columns, TokenDataset, eval_mask
 from lema.data.files import Row
 from lema.data.forms import Forms, Remarks, check_ids, num_alike
 from lema.data.read import Overlong, table_of
-from lema.errors import DataError
+from lema.data.readers import Reader, Readers
+from lema.data.sets.sources import given_files
+from lema.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -207,41 +209,40 @@ def prepare_preferences(
     they are rows with a label, which a pair is made two of. "drop" leaves out the example of a
     longer row; so is one of which no token of a completion would be left. `DataError`: no rows, a
     malformed row (named by file and line), or none left."""
-    forms = forms or Forms()
-    tokenizer = forms.with_template(tokenizer)
-    date = date_for(tokenizer, forms.template_date)
+    files = given_files(data)
+    readers = Readers(files, forms or Forms(), tokenizer)
+    if labelled and readers.cuts_left():
+        what = "rows with labels are cut at their end, because completions change their prompts"
+        raise ConfigError(what, where="truncation_side", how="leave it out, or set overlong: drop")
 
     def gather(rows: Iterable[Row], _: Row | None = None) -> Columns:
         remarks = Remarks()
         columns = Columns(remarks=remarks.counts)
-        for row, examples, ahead in _read(
-            map(forms.renamed, rows), tokenizer, date, labelled=labelled
-        ):
-            if examples is None:
-                columns.leave_out(row)
-                continue
-            for number, (values, label) in enumerate(examples):
-                tokens = _tokenized(values, _Encoding(tokenizer, row, date, ahead), vocab_size)
-                if date is not None and not isinstance(values[0], str):
-                    remarks.add(row, DATED.format(date))
-                if not _fits(row, tokens, max_length, overlong):
-                    columns.drop(row, max(len(ids) for ids, _ in tokens))
+        for reader, group in readers.grouped(rows):
+            assert reader.tokenizer is not None, "examples are never token ids"
+            for row, examples, ahead in _read(group, reader, labelled=labelled):
+                if examples is None:
+                    columns.leave_out(row)
                     continue
-                mark = GOOD * label | SECOND * (number > 0)
-                for ids, learnt in tokens:
-                    # Labelled rows stay whole, because completions also stand behind shorter
-                    # prompts.
-                    end = len(ids) if labelled else max_length
-                    columns.append(row, ids[:end], learnt[:end], learnt[max_length:], mark)
+                encoding = _Encoding(reader.tokenizer, row, reader.forms.template_date, ahead)
+                for number, (values, label) in enumerate(examples):
+                    tokens = _tokenized(values, encoding, vocab_size)
+                    if encoding.date is not None and not isinstance(values[0], str):
+                        remarks.add(row, DATED.format(encoding.date))
+                    mark = GOOD * label | SECOND * (number > 0)
+                    side = reader.forms.truncation_side
+                    _take(columns, row, tokens, mark, _Limits(max_length, overlong, labelled, side))
         return columns
 
     settings: dict[str, Any] = {
         "task": "kto" if labelled else "pairs",
-        "columns": dict(forms.columns),
+        "columns": dict(readers.run.forms.columns),
     }
     settings |= {"max_length": max_length, "overlong": overlong, "vocab_size": vocab_size}
+    date = readers.run.forms.template_date
     settings |= {} if date is None else {"template_date": date}
-    rows = TokenDataset(table_of(data, gather, tokenizer, settings, cache))
+    settings |= readers.run.forms.described() | readers.described()
+    rows = TokenDataset(table_of(data, files, gather, readers.run.tokenizer, settings, cache))
     marks = rows.marks[:: 1 if labelled else 2]
     dataset = PreferenceDataset(
         rows, (marks & GOOD).astype(np.int64) if labelled else None, max_length
@@ -252,12 +253,41 @@ def prepare_preferences(
     return dataset.select(np.argsort(second, kind="stable")) if second.any() else dataset
 
 
-def _fits(
-    row: Row, tokens: Sequence[tuple[list[int], list[int]]], max_length: int, overlong: Overlong
-) -> bool:
+class _Limits(NamedTuple):
+    """How long rows may be, and what becomes of longer ones."""
+
+    max_length: int
+    overlong: Overlong
+    labelled: bool
+    side: Literal["right", "left"]  # that is cut off
+
+
+def _take(
+    columns: Columns,
+    row: Row,
+    tokens: Sequence[tuple[list[int], list[int]]],
+    mark: int,
+    limits: _Limits,
+) -> None:
+    """Take in the rows of an example, or drop it."""
+    max_length, _, labelled, side = limits
+    if not _fits(row, tokens, limits):
+        columns.drop(row, max(len(ids) for ids, _ in tokens))
+        return
+    for ids, learnt in tokens:
+        if side == "left" and not labelled:
+            columns.append(row, ids[-max_length:], learnt[-max_length:], learnt[:-max_length], mark)
+            continue
+        # Labelled rows stay whole, because completions also stand behind shorter prompts.
+        end = len(ids) if labelled else max_length
+        columns.append(row, ids[:end], learnt[:end], learnt[max_length:], mark)
+
+
+def _fits(row: Row, tokens: Sequence[tuple[list[int], list[int]]], limits: _Limits) -> bool:
     """Whether the rows of an example are kept: they are short enough, or some of each completion
     is left of them.
     """
+    max_length, overlong, _, side = limits
     longest = max(len(ids) for ids, _ in tokens)
     if longest > max_length and overlong == "error":
         how = "raise max_length, shorten the row, or set overlong to truncate or drop"
@@ -265,7 +295,7 @@ def _fits(
             f"the row has {longest:,} tokens, more than max_length={max_length:,}", how=how
         )
     start = min(_start(learnt) for _, learnt in tokens)
-    return longest <= max_length or (overlong != "drop" and start < max_length)
+    return longest <= max_length or (overlong != "drop" and (side == "left" or start < max_length))
 
 
 GOOD = 1
@@ -283,19 +313,19 @@ is left out.
 """
 
 
-def _examples(row: Row, *, labelled: bool) -> Iterator[tuple[list[Side], bool]]:
+def _examples(row: Row, forms: Forms, *, labelled: bool) -> Iterator[tuple[list[Side], bool]]:
     """Yield the examples of a row: their sides, chosen first, and the label."""
     present = {name for name, value in row.values.items() if value is not None}
     if present.issuperset(("chosen", "rejected")):
-        prompt, chosen, rejected = _pair(row)
+        prompt, chosen, rejected = _pair(row, forms)
         if labelled:
             yield from (([(prompt, chosen)], True), ([(prompt, rejected)], False))
         else:
             yield [(prompt, chosen), (prompt, rejected)], True
         return
     if labelled and present.issuperset(("prompt", "completion", "label")):
-        prompt = _value(row, "prompt", may_be_empty=True)
-        completion = _value(row, "completion")
+        prompt = _value(row, "prompt", forms, may_be_empty=True)
+        completion = _value(row, "completion", forms)
         _check_alike(row, prompt, completion)
         label = row.values["label"]
         if label not in (True, False, 0, 1, "true", "false", "True", "False"):
@@ -311,16 +341,16 @@ def _examples(row: Row, *, labelled: bool) -> Iterator[tuple[list[Side], bool]]:
     raise row.broken(f"the columns do not form a preference example (found: {columns})", how=how)
 
 
-def _pair(row: Row) -> tuple[Value, Value, Value]:
-    chosen = _value(row, "chosen")
-    rejected = _value(row, "rejected")
+def _pair(row: Row, forms: Forms) -> tuple[Value, Value, Value]:
+    chosen = _value(row, "chosen", forms)
+    rejected = _value(row, "rejected", forms)
     _check_alike(row, chosen, rejected)
     if chosen == rejected:
         raise row.broken(
             "'chosen' and 'rejected' are equal", how="remove the row, because it has no preference"
         )
     if row.values.get("prompt") is not None:
-        prompt = _value(row, "prompt", may_be_empty=True)
+        prompt = _value(row, "prompt", forms, may_be_empty=True)
         _check_alike(row, prompt, chosen)
         return prompt, chosen, rejected
     end = min(num_alike(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
@@ -340,12 +370,14 @@ def _check_alike(row: Row, first: Value, second: Value) -> None:
         raise row.broken("only some parts of the example are text", how=how)
 
 
-def _value(row: Row, column: str, *, may_be_empty: bool = False) -> Value:
-    """Return a column that holds text or messages, checked as those of other rows are."""
+def _value(row: Row, column: str, forms: Forms, *, may_be_empty: bool = False) -> Value:
+    """Return a column that holds text or messages, checked as those of other rows are; one message
+    alone is a list of it."""
     value: Any = row.values[column]
     if not isinstance(value, str):
+        value = [value] if isinstance(value, Mapping) else value
         return read_messages(
-            Row({"messages": value}, row.source, row.line), "messages", {}
+            Row({column: value}, row.source, row.line), column, forms.fields, forms.roles
         ).messages
     if not (may_be_empty and not value):
         parse(Row({"text": value}, row.source, row.line), ("text",), chat_template=False)
@@ -353,12 +385,14 @@ def _value(row: Row, column: str, *, may_be_empty: bool = False) -> Value:
 
 
 def _read(
-    rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, date: str | None, *, labelled: bool
+    rows: Iterable[Row], reader: Reader, *, labelled: bool
 ) -> Iterator[tuple[Row, Examples, Ahead]]:
     """Yield each row with its examples and what templates have written for them, of several rows at
     once, because that is faster. What is wrong with a row is raised after those before it are
     yielded."""
-    for batch in _batches(rows, labelled=labelled):
+    tokenizer, date = reader.tokenizer, reader.forms.template_date
+    assert tokenizer is not None, "examples are never token ids"
+    for batch in _batches(map(reader.forms.renamed, rows), reader.forms, labelled=labelled):
         asked = []
         for row, examples in batch:
             for prompt, *wholes in (values for values, _ in examples or ()):
@@ -375,12 +409,15 @@ def _read(
         yield from ((row, examples, ahead) for row, examples in batch)
 
 
-def _batches(rows: Iterable[Row], *, labelled: bool) -> Iterator[list[tuple[Row, Examples]]]:
+def _batches(
+    rows: Iterable[Row], forms: Forms, *, labelled: bool
+) -> Iterator[list[tuple[Row, Examples]]]:
     batch = list[tuple[Row, Examples]]()
     size = 0
     try:
         for row in rows:
-            batch.append((row, None if left_out(row) else list(_values(row, labelled=labelled))))
+            examples = None if left_out(row) else list(_values(row, forms, labelled=labelled))
+            batch.append((row, examples))
             size += sum(len(str(value)) for value in row.values.values())
             if len(batch) == BATCH or size > BATCH_CHARACTERS:
                 yield batch
@@ -392,8 +429,11 @@ def _batches(rows: Iterable[Row], *, labelled: bool) -> Iterator[list[tuple[Row,
     yield batch
 
 
-def _values(row: Row, *, labelled: bool) -> Iterator[tuple[list[Value], bool]]:
-    for sides, label in _examples(row, labelled=labelled):
+def _values(row: Row, forms: Forms, *, labelled: bool) -> Iterator[tuple[list[Value], bool]]:
+    for sides, label in _examples(row, forms, labelled=labelled):
+        if isinstance(sides[0][0], list):
+            prompt = with_system(row, Chat(sides[0][0]), forms).messages
+            sides = [(prompt, completion) for _, completion in sides]
         yield [sides[0][0], *(prompt + completion for prompt, completion in sides)], label  # type: ignore[operator] # two texts, or two lists
 
 

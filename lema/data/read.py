@@ -4,23 +4,22 @@ used.
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from itertools import chain, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from lema.config import LemaConfig
 from lema.data import cache as token_cache
-from lema.data.chat.template import date_for
 from lema.data.columns import Kind, detect, num_trained, unused
 from lema.data.dataset import Columns, Table, TokenDataset
-from lema.data.files import Row, find_files, read_rows
+from lema.data.files import Row
 from lema.data.forms import Forms, Remarks
+from lema.data.readers import Readers
 from lema.data.sampling import Sampling, check_rates
+from lema.data.sets.sources import DataFile, Sources, data_files, given_files, read_rows, rows_in
 from lema.data.tokenize import Ints, Reading, tokenize_rows
 from lema.errors import ConfigError, DataError, DiskError
 from lema.storage.diskspace import make_private
-from lema.storage.hub import is_stream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,8 +29,8 @@ __all__ = ["Overlong", "mixed", "needs_tokenizer", "prepare_data", "rows_of", "t
 Overlong: TypeAlias = Literal["truncate", "drop", "error"]
 """What becomes of a row which is too long: cut at the end, left out, or refused."""
 
-Data: TypeAlias = str | Path | Iterable[str | Path] | Iterable[Mapping[str, Any]]
-"""Files, directories, globs; or the rows themselves, as dictionaries."""
+Data: TypeAlias = Sources | Iterable[Mapping[str, Any]]
+"""Files, directories, globs, data sets; or the rows themselves, as dictionaries."""
 
 
 def prepare_data(
@@ -72,34 +71,49 @@ def prepare_data(
             where="overlong",
             how="truncate, drop or error",
         )
-    forms = forms or Forms()
-    if tokenizer is not None:
-        tokenizer = forms.with_template(tokenizer)
-        forms = replace(forms, template_date=date_for(tokenizer, forms.template_date))
-    reading = Reading(tokenizer, forms, vocab_size)
+    files = given_files(data)
+    readers = Readers(files, forms or Forms(), tokenizer)
+    remarks = Remarks()
+    readings = {
+        id(reader): Reading(reader.tokenizer, reader.forms, vocab_size, remarks)
+        for reader in readers.all()
+    }
 
     def gather(rows: Iterable[Row], first: Row | None = None) -> Columns:
-        columns = Columns(remarks=reading.remarks.begin())
-        for row, ids, labels in tokenize_rows(_with_kinds(rows, forms, reading, first), reading):
-            if len(ids):
-                _take(columns, row, ids, labels, max_length, overlong)
-            else:
-                columns.leave_out(row)
+        columns = Columns(remarks=remarks.begin())
+        for reader, group in readers.grouped(rows):
+            reading = readings[id(reader)]
+            side = reader.forms.truncation_side
+            kinds = _with_kinds(group, reader.forms, reading, first)
+            for row, ids, labels in tokenize_rows(kinds, reading):
+                if len(ids):
+                    _take(columns, row, ids, labels, max_length, overlong, side)
+                else:
+                    columns.leave_out(row)
         return columns
 
     settings: dict[str, Any] = {
         "task": "sft",
-        "train_on": forms.train_on,
-        "columns": dict(forms.columns),
+        "train_on": readers.run.forms.train_on,
+        "columns": dict(readers.run.forms.columns),
     }
     settings |= {"max_length": max_length, "overlong": overlong, "vocab_size": vocab_size}
-    settings |= {"trains_prompt": forms.trains_prompt}
-    settings |= {} if forms.template_date is None else {"template_date": forms.template_date}
-    return TokenDataset(table_of(data, gather, tokenizer, settings, cache))
+    settings |= {"trains_prompt": readers.run.forms.trains_prompt}
+    date = readers.run.forms.template_date
+    settings |= {} if date is None else {"template_date": date}
+    settings |= readers.run.forms.described() | readers.described()
+    tokenizer = readers.run.tokenizer
+    return TokenDataset(table_of(data, files, gather, tokenizer, settings, cache))
 
 
 def _take(
-    columns: Columns, row: Row, ids: Ints, labels: Ints, max_length: int, overlong: Overlong
+    columns: Columns,
+    row: Row,
+    ids: Ints,
+    labels: Ints,
+    max_length: int,
+    overlong: Overlong,
+    side: Literal["right", "left"],
 ) -> None:
     length = len(ids)
     if length > max_length and overlong == "error":
@@ -107,15 +121,18 @@ def _take(
         raise row.broken(
             f"the row has {length:,} tokens, more than max_length={max_length:,}", how=how
         )
-    cut = labels[max_length:]
-    if len(cut) and (overlong == "drop" or num_trained(labels[:max_length]) == 0):
+    left = side == "left" and length > max_length
+    span = slice(-max_length, None) if left else slice(max_length)
+    cut = labels[:-max_length] if left else labels[max_length:]
+    if len(cut) and (overlong == "drop" or num_trained(labels[span]) == 0):
         columns.drop(row, length)
     else:
-        columns.append(row, ids[:max_length], labels[:max_length], cut)
+        columns.append(row, ids[span], labels[span], cut)
 
 
 def table_of(
     data: Data,
+    files: list[DataFile] | None,
     gather: token_cache.Gather,
     tokenizer: "PreTrainedTokenizerBase | None",
     settings: Mapping[str, Any],
@@ -126,12 +143,11 @@ def table_of(
     `DiskError`: as `lema.data.cache.cached`."""
     notes = list[str]()
     table = None
-    if cache is not None and (isinstance(data, (str, Path)) or (_lists_files(data) and data)):
-        files = find_files(data)  # type: ignore[arg-type] # they are paths
+    if cache is not None and files is not None:
         # A tokenizer that cannot be saved cannot be told from another, so nothing is kept for it.
         with suppress(NotImplementedError):
-            size = sum(file.stat().st_size for file in files if file.is_file())
-            if size >= token_cache.SMALL or any(map(is_stream, files)):
+            size = sum(file.num_bytes for file in files)
+            if size >= token_cache.SMALL or any(file.stream is not None for file in files):
                 try:
                     if cache == token_cache.folder_of(True):
                         make_private(cache)
@@ -148,7 +164,7 @@ def table_of(
                         )
                     ]
     if table is None:
-        columns = gather(rows_of(data), None)
+        columns = gather(rows_of(data) if files is None else rows_in(files), None)
         table = columns.table((*notes, *Remarks(columns.remarks).lines()))
     if not len(table.rows):
         how = (
@@ -157,7 +173,7 @@ def table_of(
             else "give some rows"
         )
         gone = f"{table.dropped:,} were dropped, {table.left_out:,} say not to be trained on"
-        raise DataError(f"no rows to train on: {gone}", where=_describe(data), how=how)
+        raise DataError(f"no rows to train on: {gone}", where=_describe(data, files), how=how)
     return table
 
 
@@ -170,25 +186,30 @@ def mixed(config: LemaConfig, rows: Any) -> Any:
     check_rates([Sampling(name, rate) for name, rate in config.mixture.items()], "mixture")
     assert isinstance(config.train_data, dict), "the settings were checked"
     sets: dict[str, str] = {}
-    for name, files in config.train_data.items():
-        for file in map(str, find_files(files, config.max_train_samples)):
-            if sets.setdefault(file, name) != name:
-                raise ConfigError(
-                    f"{file} is in two data sets", where="mixture", how="give it to one of them"
-                )
+    readings = dict[str, str]()
+    for file in data_files(config.train_data, config.max_train_samples):
+        sets[file.label] = file.data_set
+        reading = f"{file.path} {file.span} {dict(file.options)}"
+        if readings.setdefault(reading, file.data_set) != file.data_set:
+            raise ConfigError(
+                f"{file.path} is in two data sets", where="mixture", how="give it to one of them"
+            )
     return rows.mixed(sets, config.mixture, config.seed)
 
 
-def needs_tokenizer(data: str | Path | Iterable[str | Path], forms: Forms | None = None) -> bool:
+def needs_tokenizer(data: Sources, forms: Forms | None = None) -> bool:
     """Whether any of the files holds other than token ids, by the first row of each; a stream is
     taken to, because its rows may be kept, and no network needed. `DataError`: as `prepare_data`.
     """
-    forms = forms or Forms()
-    files = find_files(data)
-    firsts = (forms.renamed(next(read_rows(file))) for file in files)
-    return any(map(is_stream, files)) or any(
-        detect(first, forms)[0] != "input_ids" for first in firsts
-    )
+    files = data_files(data)
+    if any(file.stream is not None for file in files):
+        return True
+    for file in files:
+        manner = (forms or Forms()).of_data_set(file.options)
+        first, _ = next(file.pieces())
+        if detect(manner.renamed(first), manner)[0] != "input_ids":
+            return True
+    return False
 
 
 def _with_kinds(
@@ -209,7 +230,7 @@ def _with_kinds(
                 raise row.broken(
                     what, how="give every row of a file the same columns, or use one file per kind"
                 )
-            for name in unused(row, kind):
+            for name in unused(row, kind, forms):
                 reading.remarks.add(row, f"LEMA does not use the column {name!r}")
             yield row, kind
 
@@ -218,17 +239,14 @@ def rows_of(data: Data) -> Iterator[Row]:
     """Yield the rows of files, or the given rows. `DataError`: there are none, or the data are
     of another kind.
     """
-    if isinstance(data, (str, Path)):
-        yield from read_rows(data)
-        return
     if isinstance(data, Mapping):
         what = f"the data are one dictionary (of {', '.join(map(str, data))}), not a list of rows"
         raise DataError(what, where="data", how="give a list of rows, or one of its splits")
-    items = iter(data)
+    items = iter(cast("Iterable[Any]", data))
     first = next(items, None)
     if first is None:
         raise DataError(
-            "there are no rows and no files", where=_describe(data), how="give some data"
+            "there are no rows and no files", where=_describe(data, None), how="give some data"
         )
     if isinstance(first, (str, Path)):
         yield from read_rows(_paths(chain([first], items)))
@@ -248,11 +266,9 @@ def _paths(items: Iterable[Any]) -> Iterator[str | Path]:
         yield item
 
 
-def _describe(data: Data) -> str:
+def _describe(data: Data, files: list[DataFile] | None) -> str:
     if isinstance(data, (str, Path)):
         return str(data)
-    return ", ".join(map(str, data)) or "data" if _lists_files(data) else "rows"
-
-
-def _lists_files(data: Data) -> bool:
-    return isinstance(data, (list, tuple)) and all(isinstance(item, (str, Path)) for item in data)
+    if files is not None:
+        return ", ".join(dict.fromkeys(str(file.path) for file in files))
+    return "data" if isinstance(data, (list, tuple)) and not data else "rows"

@@ -14,7 +14,7 @@ from lema.data.chat.messages import Chat
 from lema.data.chat.pieces import Ids, Learnt
 from lema.data.chat.tokens import Chats, check_words, tokenizing
 from lema.data.chat.turns import Span, TemplateCache
-from lema.data.columns import IGNORED, Example, Kind, Tokens, left_out, num_trained, parse
+from lema.data.columns import IGNORED, Example, Kind, Text, Tokens, left_out, num_trained, parse
 from lema.data.files import Row
 from lema.data.forms import Forms, Remarks, check_ids
 from lema.errors import DataError
@@ -166,7 +166,14 @@ def _example(row: Row, kind: Kind, reading: Reading) -> Example:
         raise row.broken(
             f"the data are '{kind[0]}' and there is no tokenizer", how="give the model's tokenizer"
         )
+    if isinstance(example, Text) and reading.forms.system_prompt and not _has_system(reading.forms):
+        reading.remarks.add(row, "system_prompt is of chats; rows of text do not get it")
     return example
+
+
+def _has_system(forms: Forms) -> bool:
+    """Whether the form of instructions has a place for the system message."""
+    return "{system}" in str(forms.row_format)
 
 
 def _draft(row: Row, example: Example, reading: Reading) -> Draft:

@@ -28,11 +28,12 @@ from lema.data.cache import folder_of
 from lema.data.chat.stop_tokens import stop_tokens_of
 from lema.data.chat.template import date_for
 from lema.data.dataset import first_rows
-from lema.data.files import find_files
 from lema.data.forms import with_chat_template
 from lema.data.packed import PackedTokens
 from lema.data.preference import PreferenceDataset, prepare_preferences
 from lema.data.read import mixed
+from lema.data.sets.sources import data_files, given_files, templates_of
+from lema.data.templates.named import end_token
 from lema.errors import DataError, ModelError, message_of
 from lema.storage import resolve_model
 from lema.storage.modelfiles import (
@@ -107,9 +108,13 @@ class ModelFiles:
         have none, so that the rows of a run stay the same when it is resumed on another day.
         `then`: the date when the run began, if it has begun."""
         with suppress(DataError):  # rows of token ids need no tokenizer
-            date = date_for(self.tokenizer, settings.template_date or then)
-            if date != settings.template_date and date is not None:
-                return settings.model_copy(update={"template_date": date})
+            names = templates_of(settings.train_data) | templates_of(settings.eval_data)
+            forms = [replace(self._forms, chat_template=name) for name in sorted(names)]
+            tokenizers = [form.with_template(self.tokenizer) for form in forms]
+            for tokenizer in (self.tokenizer, *tokenizers):
+                date = date_for(tokenizer, settings.template_date or then)
+                if date != settings.template_date and date is not None:
+                    return settings.model_copy(update={"template_date": date})
         return settings
 
     def note_stop_tokens(self, rows: object) -> None:
@@ -132,10 +137,20 @@ class ModelFiles:
         `load_generation_config`."""
         source = self._generation_directory()
         settings = load_generation_config(source)
-        if self.stop_tokens:
+        if stop_tokens := self._stop_tokens():
             settings = settings or GenerationConfig.from_model_config(self.config)
-            settings.eos_token_id = _with_stop_tokens(settings.eos_token_id, self.stop_tokens)
+            settings.eos_token_id = _with_stop_tokens(settings.eos_token_id, stop_tokens)
         return settings
+
+    def _stop_tokens(self) -> tuple[int, ...]:
+        """The tokens that texts end at besides those of the settings of generation: that ended the
+        texts which were trained on, or that end a turn of a template with a name."""
+        number = None
+        with suppress(DataError):  # rows of token ids need no tokenizer
+            number = end_token(self.tokenizer)[1]
+        if number is None or number in self.stop_tokens:
+            return self.stop_tokens
+        return (*self.stop_tokens, number)
 
     def write_rendering(self, directory: Path) -> None:
         """Write into the directory of what was trained how its texts are written and end, where the
@@ -261,7 +276,7 @@ def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
     """
     if data is config.train_data or data is config.eval_data:
         first = config.max_train_samples if data is config.train_data else config.max_eval_samples
-        data = find_files(cast("Any", data), first)  # of data sets by name, one after the other
+        data = data_files(cast("Any", data), first)  # of data sets by name, one after the other
     text = files.config.get_text_config()
     forms = replace(forms_of(config), chat_template=None)  # the tokenizer has it
     longest = longest_row(config.max_length, num_positions(text))
@@ -279,8 +294,6 @@ def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
         return prepare_preferences(
             data, files.tokenizer, labelled=examples == "labelled rows", **options
         )
-    paths = data[0] if isinstance(data, list | tuple) and data else data
-    of_files = isinstance(paths, str | Path)
-    return prepare_data(
-        data, files.tokenizer if not of_files or needs_tokenizer(data, forms) else None, **options
-    )
+    data = named if (named := given_files(data)) is not None else data
+    has_texts = named is None or needs_tokenizer(named, forms)
+    return prepare_data(data, files.tokenizer if has_texts else None, **options)

@@ -1,5 +1,4 @@
-"""Finds the local directory of a model that the user names by a directory, a file, or a hub id; and
-data of the hub.
+"""Finds the local directory of a model that the user names by a directory, a file, or a hub id.
 
 A hub id is fetched by `huggingface_hub` into its own cache, only safetensors and the small files
 that belong to them: no pickles, and code only if trusted. Its environment variables set offline
@@ -7,25 +6,17 @@ mode, tokens, mirrors and cache.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl
 
-from lema.errors import DataError, DiskError, WeightsError, installing
+from lema.errors import DiskError, WeightsError
 from lema.storage.diskspace import is_full
 from lema.storage.modelfiles import CODE, COMPANIONS, require_commit
 from lema.storage.regular import expanded
 
 __all__ = [
-    "HUB",
-    "hub_data",
-    "is_stream",
     "own_weights",
     "resolve_model",
-    "stream_rows",
-    "version_of",
 ]
 
 # A second copy of the same weights, in the layout of the model's makers or of another runtime.
@@ -162,72 +153,3 @@ def _refusal(error: Exception, name: str, where: str, *, online: bool) -> Weight
             what = f"the hub cannot be reached: {error}"
             how = "check the connection"
     return WeightsError(what, where=where, how=how)
-
-
-HUB = "hub:"
-"""How the name of a data set of the hub begins:
-`hub:org/name?name=subset&split=train&revision=main&streaming=true`.
-"""
-
-
-def is_stream(path: str | Path) -> bool:
-    """Whether this names a data set of the hub; of what `find_files` returns, one that is
-    streamed, not downloaded.
-    """
-    return str(path).startswith(HUB)
-
-
-@contextmanager
-def hub_data(source: str) -> Iterator[tuple[Any, str, dict[str, str], dict[str, str]]]:
-    """Give the library `datasets`, a data set's path and options, and how it is read.
-    `DataError`: what is raised.
-    """
-    path, _, query = source.removeprefix(HUB).partition("?")
-    options = dict(parse_qsl(query))
-    how = {"split": "train"} | {
-        name: options.pop(name) for name in ("split", "streaming", "take") if name in options
-    }
-    # others name files, directories and addresses
-    if wrong := sorted(options.keys() - {"name", "revision"}):
-        what = f"a data set of the hub has no option {wrong[0]!r}"
-        raise DataError(what, where=source, how="there are name, split, revision and streaming")
-    try:
-        import datasets
-    except ImportError as error:
-        what = "a data set of the hub needs the library `datasets`"
-        fix = installing("datasets")
-        raise DataError(what, where=source, how=fix) from error
-    if "[" in how["split"]:
-        fix = "give the whole split; max_train_samples takes a part of it"
-        raise DataError(
-            f"a part of a split, {how['split']}, has no file of its own", where=source, how=fix
-        )
-    if how.get("streaming") not in (None, "true", "false"):
-        raise DataError(f"streaming is {how['streaming']!r}", where=source, how="say true or false")
-    try:
-        yield datasets, path, options, how
-    except Exception as error:  # whatever the network, the builder or the files raise
-        fix = (
-            "check path, name and split; without a network the data set must be in the cache "
-            "of `datasets`"
-        )
-        raise DataError(f"the data set cannot be loaded: {error}", where=source, how=fix) from error
-
-
-def version_of(stream: Path) -> str:
-    """Where the library would keep a stream: it names the commit by it, or the times of local
-    files.
-    """
-    with hub_data(str(stream)) as (datasets, path, options, _):
-        return str(datasets.load_dataset_builder(path, **options).cache_dir)
-
-
-def stream_rows(stream: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of a stream, numbered from 1, as the library reads them. `DataError`: they cannot
-    be had.
-    """
-    with hub_data(str(stream)) as (datasets, path, options, how):
-        rows = datasets.load_dataset_builder(path, **options).as_streaming_dataset(
-            split=how["split"]
-        )
-        yield from enumerate(rows.take(int(how["take"])) if "take" in how else rows, 1)

@@ -172,7 +172,9 @@ def as_rows(
     `lema.data.prepare_data`, and where there is no tokenizer."""
     if isinstance(data, TokenDataset | PreferenceDataset):
         return data
-    if _is_numbered(data):
+    if isinstance(data, list | Mapping) and data == config.train_data:
+        data = config.train_data  # data sets, which the config knows
+    elif _is_numbered(data):
         # once, because a row of the caller's may take time to make
         first = data[0] if len(data) else None
         if not isinstance(first, Mapping | str | Path):
@@ -190,9 +192,6 @@ def as_rows(
         raise DataError(
             "the rows are not token ids, and this trainer has no tokenizer", where="fit", how=how
         )
-    # data sets by name, which the config knows
-    if isinstance(data, Mapping) and data == config.train_data:
-        data = config.train_data
     read: TokenDataset | PreferenceDataset = read_data(config, files, data)
     read = mixed(config, read) if data is config.train_data else read
     for line in (f"data: {read.counts}", *read.notes):

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lema.config import LemaConfig
-from lema.data.files import local_paths
+from lema.data.sets.sources import local_paths
 from lema.errors import named_in
 from lema.storage.regular import check_directory, check_separate, expanded
 from lema.train.metrics import METRICS_NAME, PLAN_NAME, SAMPLES

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from lema.data import load_rows, prepare_data
-from lema.data.files import find_files, pieces_of
+from lema.data.files import pieces_of
+from lema.data.sets.sources import find_files
 from lema.errors import DataError
 
 ROWS = [

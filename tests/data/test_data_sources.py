@@ -16,8 +16,8 @@ from transformers import LlamaConfig
 from lema import LemaConfig
 from lema.config.problems import SettingsError
 from lema.data import load_rows, needs_tokenizer, prepare_data
-from lema.data.files import find_files
 from lema.data.read import mixed
+from lema.data.sets.sources import find_files
 from lema.errors import ConfigError, DataError
 from lema.train.batch import as_rows
 
@@ -91,12 +91,14 @@ def test_a_data_set_of_the_hub_is_asked_for_as_it_is_named(hub, make_tokenizer):
 def test_what_cannot_be_had_of_the_hub_is_named(hub, monkeypatch):
     with pytest.raises(DataError, match="there is no org/none on the hub"):
         find_files("hub:org/none")
-    with pytest.raises(DataError, match="has no file of its own"):
-        find_files("hub:org/rivers?split=train[:5]")
+    with pytest.raises(DataError, match="is no part of a split"):
+        find_files("hub:org/rivers?split=train[5]")
+    with pytest.raises(DataError, match="has no rows: train has 2 rows"):
+        find_files("hub:org/rivers?split=train[5:]")
     for wrong in ("cache_dir=/somewhere", "data_files=/etc/hostname", "trust_remote_code=true"):
         with pytest.raises(DataError, match="of the hub has no option"):
             find_files(f"hub:text?{wrong}")
-    with pytest.raises(SettingsError, match="has 'subset'"):
+    with pytest.raises(SettingsError, match="unknown setting 'subset'"):
         config_of(train_data={"path": "org/rivers", "subset": "long"})
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"lema-lora\[datasets\]"):

@@ -315,3 +315,33 @@ def test_the_library_streams_a_directory(tmp_path: Path, monkeypatch: pytest.Mon
     assert streamed.fingerprint() == again.fingerprint() == whole.select(range(1000)).fingerprint()
     (tmp_path / "rivers/train-0.jsonl").write_text('{"text": "the only one"}\n')
     assert len(read()) == 701
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        "train[33%:66%]",
+        "train[:10]+train[50%:]",
+        "train[-7:]",
+        "test[:3]+train[90%:]",
+        "train[5:-5]",
+    ],
+)
+def test_a_part_of_a_split_has_the_rows_of_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str
+) -> None:
+    """Row for row, of a directory that the library reads and of a file that LEMA reads itself."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "rivers"
+    folder.mkdir()
+    for name, count in (("train", 37), ("test", 13)):
+        lines = [json.dumps({"text": f"{name} {number}"}) + "\n" for number in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    expected = list(datasets.load_dataset(str(folder), split=split)["text"])
+    rows = load_rows({"path": str(folder), "split": split})
+    assert [row.values["text"] for row in rows] == expected
+    if "test" not in split:
+        alone = {"path": str(folder / "train.jsonl"), "split": split}
+        assert [row.values["text"] for row in load_rows(alone)] == expected

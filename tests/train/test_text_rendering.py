@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from smallrun import settings, tokenizer, write_model
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+import torch
+from smallrun import VOCABULARY, settings, tokenizer, write_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lema import LemaConfig, LemaModel
 from lema.convert import merge_adapter
@@ -162,3 +163,29 @@ def test_ends_are_special_tokens_that_are_trained_at_the_end_of_whole_rows() -> 
     assert stop_tokens_of([row([word, turn, word], 2)], encode) == ()  # within an answer
     unlearnt = {"input_ids": [word, word, turn], "labels": [-100, word, -100]}
     assert stop_tokens_of([unlearnt], encode) == ()
+
+
+def test_texts_end_where_a_named_template_ends_a_turn(tmp_path: Path) -> None:
+    """Though neither the model nor its tokenizer says that the token ends anything."""
+    base = write_model(tmp_path / "model", vocab_size=VOCABULARY + 1)
+    encode = tokenizer()
+    assert len(encode) == VOCABULARY
+    encode.add_tokens(["<|im_end|>"])
+    encode.save_pretrained(base)
+    weights = AutoModelForCausalLM.from_pretrained(base)
+    prompt = encode(["the miller"], return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        likeliest = int(weights(prompt).logits[0, -1].argmax())
+        weights.lm_head.weight[VOCABULARY] = 2 * weights.lm_head.weight[likeliest]
+    weights.save_pretrained(base)
+    lengths = []
+    for template in (None, "chatml"):
+        changes = {} if template is None else {"chat_template": template}
+        with closing(LemaModel(settings(base, tmp_path / "run", **changes))) as model:
+            (text,) = model.generate("the miller", max_new_tokens=5, do_sample=False)
+            lengths.append(len(encode(text)["input_ids"]))
+    assert lengths == [5, 1]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
+    data = {"train_data": str(tmp_path / "chats.jsonl"), "chat_template": "chatml"}
+    train(settings(base, tmp_path / "run", **data, max_steps=1, batch_size=1))
+    assert VOCABULARY in ends_in(tmp_path / "run")

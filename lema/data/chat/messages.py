@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lema.data.files import Row
-from lema.data.forms import flag_of, list_of, text_of
+from lema.data.forms import at_path, flag_of, list_of, text_of
 
 __all__ = ["Chat", "read_conversations", "read_messages", "read_tools"]
 
@@ -28,6 +28,10 @@ _ROLES = {
     "function_response": "tool",
 }
 _CALLS = ("function_call", "tool_call")
+# What other tools call the fields of a message.
+_FIELDS = (("from", "value"), ("speaker", "text"), ("role", "value"), ("role", "text"))
+_SIDES = ("prompt", "completion", "chosen", "rejected")  # which may be one message
+_NO_ROLES: Mapping[str, str] = {}
 
 # What says of one message whether it is trained on: axolotl's names, and OpenAI's.
 FLAGS = ("train", "training", "weight")
@@ -59,15 +63,21 @@ class Chat:
         ]
 
 
-def read_messages(row: Row, column: str, fields: Mapping[str, str]) -> Chat:
-    """The messages of a column; `fields` names those that are not called `role` and `content`.
-    `DataError`: a message is malformed; names file, line and message."""
+def read_messages(
+    row: Row, column: str, fields: Mapping[str, str], roles: Mapping[str, str] = _NO_ROLES
+) -> Chat:
+    """The messages of a column; `fields` names those that are not called `role` and `content`,
+    `roles` has the role that is meant by each of the data's own names. `DataError`: a message is
+    malformed; names file, line and message."""
     role_key = fields.get("role", "role")
     content_key = fields.get("content", "content")
     how = f'write {{"{role_key}": "user", "{content_key}": "..."}}'
     messages = []
     flags = []
-    for number, raw_message in enumerate(list_of(row, column), 1):
+    value = row.values[column]
+    alone = isinstance(value, Mapping) and column in _SIDES
+    raw_messages = [value] if alone else list_of(row, column)
+    for number, raw_message in enumerate(raw_messages, 1):
         at = f"{column}, message {number}"
         if not isinstance(raw_message, Mapping):
             raise row.broken(
@@ -75,12 +85,14 @@ def read_messages(row: Row, column: str, fields: Mapping[str, str]) -> Chat:
             )
         # Columnar files fill what a message does not have with nulls.
         message = {key: value for key, value in raw_message.items() if value is not None}
-        if role_key not in message:
-            raise row.broken(f"a message has no {role_key!r}", at=at, how=how)
-        role = text_of(row, message.pop(role_key), f"'{role_key}'", at)
-        content = message.pop(content_key, None)
+        if at_path(message, role_key) is None:
+            raise row.broken(_lacks(role_key, message), at=at, how=_how_to_name(message, how))
+        role = text_of(row, at_path(message, role_key), f"'{role_key}'", at)
+        content = at_path(message, content_key)
+        for key in (role_key, content_key):
+            message.pop(key.partition(".")[0], None)
         message = {
-            "role": _ROLES.get(role, role) if "role" in fields else role,
+            "role": roles.get(role) or (_ROLES.get(role, role) if "role" in fields else role),
             "content": content,
             **message,
         }
@@ -99,6 +111,19 @@ def read_messages(row: Row, column: str, fields: Mapping[str, str]) -> Chat:
     )
 
 
+def _lacks(field: str, message: Mapping[str, Any]) -> str:
+    present = ", ".join(sorted(str(name) for name, value in message.items() if value is not None))
+    return f"a message has no {field!r} (it has {present or 'nothing'})"
+
+
+def _how_to_name(message: Mapping[str, Any], how: str) -> str:
+    """Return how to read a message whose fields have other names."""
+    for role, content in _FIELDS:
+        if role in message and content in message:
+            return f"set columns: {{role: {role}, content: {content}}}"
+    return f"{how}, or set columns: {{role: FIELD, content: FIELD}}"
+
+
 def _content(row: Row, message: Mapping[str, Any], key: str, at: str, how: str) -> str | None:
     """The words of a message, its parts joined, since templates for words alone show parts as
     nothing, or refuse them; a template that takes parts alone is given the words as one
@@ -106,7 +131,8 @@ def _content(row: Row, message: Mapping[str, Any], key: str, at: str, how: str) 
     content = message["content"]
     if content is None:
         if not message.get("tool_calls"):
-            raise row.broken(f"a message has no {key!r}", at=at, how=how)
+            how = _how_to_name(message, how)
+            raise row.broken(_lacks(key, message), at=at, how=how)
         return None
     if not isinstance(content, (list, tuple)):
         return text_of(row, content, f"'{key}'", at)
@@ -166,13 +192,15 @@ def _tool_calls(row: Row, calls: object, at: str) -> list[dict[str, Any]]:
     return tool_calls
 
 
-def read_conversations(row: Row, fields: Mapping[str, str]) -> Chat:
+def read_conversations(
+    row: Row, fields: Mapping[str, str], roles: Mapping[str, str] = _NO_ROLES
+) -> Chat:
     """ShareGPT's `from` and `value`, turned to `role` and `content`; messages which already have
     those pass.
     """
     turns = list_of(row, "conversations")
     if fields or all(isinstance(turn, Mapping) and "from" not in turn for turn in turns):
-        return read_messages(row, "conversations", fields)
+        return read_messages(row, "conversations", fields, roles)
     messages: list[dict[str, Any]] = []
     flags: list[bool | None] = []
     if isinstance(row.values.get("system"), str) and row.values["system"].strip():
@@ -191,12 +219,12 @@ def read_conversations(row: Row, fields: Mapping[str, str]) -> Chat:
             )
         speaker = str(turn["from"])
         value = text_of(row, turn["value"], "'value'", at)
-        role = _ROLES.get(speaker)
+        role = roles.get(speaker) or _ROLES.get(speaker)
         if role is None:
             raise row.broken(
                 f"the speaker {speaker!r} is not known",
                 at=at,
-                how=f"use one of: {', '.join(_ROLES)}",
+                how=f"use one of: {', '.join(_ROLES)}; or map it: roles: {{assistant: {speaker}}}",
             )
         flags.append(
             _flag(row, {key: entry for key, entry in turn.items() if entry is not None}, at)

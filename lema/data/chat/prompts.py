@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from lema.data.chat.messages import read_messages
 from lema.data.chat.template import in_forms, open_template
 from lema.data.chat.tokens import check_roles, encoded
-from lema.data.files import Row, load_rows
+from lema.data.files import Row
 from lema.data.forms import check_ids, num_positions, text_of
+from lema.data.sets.sources import load_rows
 from lema.errors import DataError
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ them ends there, too.
 from typing import TYPE_CHECKING
 
 from lema.data.forms import IGNORED, Rows
+from lema.data.templates.named import end_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,6 +25,8 @@ def stop_tokens_of(rows: Rows, tokenizer: "PreTrainedTokenizerBase") -> tuple[in
     within an answer, as between the channels of gpt-oss."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     special |= set(tokenizer.all_special_ids)
+    _, end = end_token(tokenizer)
+    special |= set() if end is None else {end}
     if tokenizer.bos_token_id != tokenizer.eos_token_id:
         special.discard(tokenizer.bos_token_id)
     counts = dict[int, int]()

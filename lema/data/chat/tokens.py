@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +19,7 @@ from lema.data.chat.template import Ahead, Template, open_template, render_ahead
 from lema.data.chat.turns import Rendered, Span, TemplateCache, keep, render_chat
 from lema.data.files import Row
 from lema.data.forms import Remarks, TrainOn, num_alike
+from lema.data.templates.named import end_token
 from lema.errors import DataError
 from lema.storage.modelfiles import library_errors
 
@@ -35,6 +36,10 @@ DATED = (
 ENDED = (
     "the chat template's {% generation %} marks leave out the token that ends an answer; LEMA "
     "trains it"
+)
+NO_TOKEN = (
+    "the chat template ends an answer with {!r}, which is no single token of this tokenizer, so a "
+    "model cannot stop there; use a template of the model, or add the token"
 )
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -74,10 +79,16 @@ class Chats:
         None: the data say so of none. `DataError`: no template, it refuses the chat, no assistant
         message, or it does not write an answer."""
         if not any(message["role"] == "assistant" for message in chat.messages):
-            raise row.broken("no message is the assistant's, so there is nothing to train on")
+            what = "no message is the assistant's, so there is nothing to train on"
+            unknown = [message["role"] for message in chat.messages if message["role"] not in ROLES]
+            how = f"map the roles: roles: {{assistant: {unknown[-1]}}}" if unknown else ""
+            raise row.broken(what, how=how)
         template = open_template(self.tokenizer, chat.tools, row, self.date, self.ahead)
         if self.date is not None:
             self.remarks.add(row, DATED.format(self.date))
+        end, number = self._end_token
+        if end and number is None:
+            self.remarks.add(row, NO_TOKEN.format(end))
         check_roles(chat, template, row)
         trained = self._trained(chat, row)
         if not trained:
@@ -111,6 +122,10 @@ class Chats:
         ):
             keep(frames, key, frame)
         return rendered.text + ending, spans
+
+    @cached_property
+    def _end_token(self) -> tuple[str, int | None]:
+        return end_token(self.tokenizer)
 
     def _trained(self, chat: Chat, row: Row) -> list[int]:
         """The messages to train on."""
@@ -183,7 +198,10 @@ def check_roles(chat: Chat, template: Template, row: Row) -> None:
     for number, message in enumerate(chat.messages, 1):
         role = message["role"]
         if role not in ROLES and role not in template.text:
-            how = f"use one of: {', '.join(ROLES)}; or one that the chat template names"
+            how = (
+                f"use one of: {', '.join(ROLES)}; or one that the chat template names; or map it: "
+                f"roles: {{assistant: {role}}}"
+            )
             raise row.broken(f"the role {role!r} is not known", at=f"message {number}", how=how)
 
 

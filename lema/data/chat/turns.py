@@ -22,6 +22,7 @@ from lema.data.chat.marks import (
 from lema.data.chat.template import Template, in_forms, literals_of
 from lema.data.files import Row
 from lema.data.forms import num_alike
+from lema.data.templates.named import end_token
 from lema.errors import DataError
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ class TemplateCache:
             token.content for token in tokenizer.added_tokens_decoder.values() if token.special
         }
         tokens |= set(tokenizer.all_special_tokens)
+        end, number = end_token(tokenizer)
+        tokens |= {end} if number is not None else set()
         longest_first = sorted(filter(None, tokens), key=len, reverse=True)
         return cls(
             re.compile("|".join(map(re.escape, longest_first)) or "(?!)"),

@@ -16,14 +16,16 @@ from lema.config import LemaConfig
 from lema.config.adapter import AdapterSettings
 from lema.config.backendsettings import backend_settings
 from lema.config.batching import BatchSettings
+from lema.config.data.sets import is_data_set
 from lema.config.objective import OF_OBJECTIVES
 from lema.config.problems import Problem, SettingsError, meant, unknown_setting
 from lema.config.results import OF_PLAIN_RUNS
 from lema.config.yaml import read_yaml
 from lema.data.sampling import Style
+from lema.data.sets.sources import local_paths
 from lema.errors import ConfigError
 from lema.storage.atomic import replace_file
-from lema.storage.hub import HUB
+from lema.storage.hubdata import is_hub
 from lema.train.phases.phase import LENGTHS, Phase
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.twophase import LoRATrainerConfig
@@ -285,15 +287,15 @@ def named_files(files: object) -> dict[str, Any]:
     """Return the files of each data set by name; one that has none is called `train`."""
     if files is None:
         return {}
-    return dict(files) if isinstance(files, Mapping) else {ONLY: files}
+    named = isinstance(files, Mapping) and not is_data_set(files)
+    return dict(cast("Mapping[str, Any]", files)) if named else {ONLY: files}
 
 
 def _missing(config: LemaConfig) -> Iterator[Problem]:
     for key in ("train_data", "eval_data"):
         for name, files in named_files(getattr(config, key)).items():
-            for file in [files] if isinstance(files, str) else files:
-                is_unchecked = file.startswith(HUB) or any(sign in file for sign in "*?[")
-                if not is_unchecked and not Path(file).exists():
+            for file in files if isinstance(files, list) else [files]:
+                if isinstance(file, str) and not is_hub(file) and not local_paths(file):
                     yield Problem(
                         f"{key}.{name}" if name != ONLY else key,
                         f"there is no {file}",
@@ -338,7 +340,7 @@ def all_settings(file: PhaseFile, index: int | None = None) -> dict[str, Any]:
     return {**run, PHASES: phases} if index is None else {**run, **phases[index]}
 
 
-Files = str | PathLike[str] | list[str]
+Files = str | PathLike[str] | Mapping[str, Any] | list[str | Mapping[str, Any]]
 
 
 def read_sources(
@@ -377,24 +379,30 @@ def read_sources(
     for name in names:
         paths: Any = datasets[name]
         if used[name] is Style.PMD:
-            if isinstance(paths, list):
-                what = "packed tokens are one directory, but this is a list"
+            if not isinstance(paths, str | PathLike):
+                what = "packed tokens are one directory, but this is a list or a mapping"
                 raise ConfigError(what, where=name, how="name the directory")
             vocabulary = getattr(opened.config.get_text_config(), "vocab_size", None)
             sources[name] = PackedTokens(Path(paths) / f"{split}.bin", plan.max_length, vocabulary)
         else:
-            file_names = (
-                [fspath(path) for path in paths] if isinstance(paths, list) else fspath(paths)
-            )
-            sources[name] = read = read_data(settings, opened, file_names)
+            named = [
+                fspath(path) if isinstance(path, PathLike) else path for path in _listed(paths)
+            ]
+            sources[name] = read = read_data(settings, opened, named)
             report(f"{name}: {read.counts}")
     return sources
 
 
 def _is_files(source: object) -> bool:
     """Whether files are named, rather than rows given; rows may be a list too."""
-    items = source if isinstance(source, list) else [source]
-    return bool(items) and all(isinstance(entry, str | PathLike) for entry in items)
+    items = _listed(source)
+    return bool(items) and all(
+        isinstance(entry, str | PathLike) or is_data_set(entry) for entry in items
+    )
+
+
+def _listed(source: object) -> list[Any]:
+    return source if isinstance(source, list) else [source]
 
 
 def evaluate_end(

@@ -10,6 +10,7 @@ from lema.backend import Replicas
 from lema.backend.group import check_alike, first_alone
 from lema.config import LemaConfig
 from lema.data.dataset import Rows, first_rows
+from lema.data.sets.sources import names_of
 from lema.engine import StreamedModel
 from lema.errors import ConfigError
 from lema.train.batch import packed
@@ -143,8 +144,8 @@ class PlainData:
             ("evaluation", self.config.eval_data, self.eval_rows),
         ):
             if rows is not None:
-                listed = [source] if isinstance(source, str) else source or ()
-                files = f"{', '.join(Path(path).name for path in listed)}: " if listed else ""
+                names = names_of(source)
+                files = f"{', '.join(names)}: " if names else ""
                 summary[name] = f"{files}{getattr(rows, 'counts', None) or f'{len(rows):,} rows'}"
         return summary
 

@@ -1,0 +1,1 @@
+"""Settings of data sets, and of how rows are read."""

@@ -1,0 +1,1 @@
+"""Data sets: their files, the parts of them that are read, and how their rows are read."""

@@ -1,0 +1,1 @@
+"""Chat templates that have names: the formats that models were published with."""
