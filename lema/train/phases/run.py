@@ -46,12 +46,14 @@ from lema.train.model import LemaModel
 from lema.train.phases.file import PhaseFile, evaluate_end, read_sources, with_model
 from lema.train.phases.paths import PhasePaths, Start, begin_at, find_start, go_on
 from lema.train.phases.plan import PhasePlan
-from lema.train.phases.report import PhaseReport, phase_report, show_report
+from lema.train.phases.report import PhaseReport, check_fits, phase_report, show_report
+from lema.train.phases.rows import ROWS, count_steps, read_rows
 from lema.train.phases.stage import (
     PhaseData,
+    check_rows,
     copy_adapter,
-    mixture_of,
     phase_policy,
+    rows_of,
     settings_of_phase,
     tokens_counted,
     trainer_of,
@@ -60,7 +62,7 @@ from lema.train.stage import Progress, Stage
 from lema.train.stop import STOP_FILE, StopOnSignal
 from lema.train.trainer import LemaTrainer
 
-__all__ = ["Phases", "date_then", "run_phases", "train_phases"]
+__all__ = ["Phases", "counted", "date_then", "planned", "run_phases", "train_phases"]
 
 Log = Callable[[dict[str, Any]], None]
 
@@ -96,15 +98,51 @@ def run_phases(
     run writes there; `AdapterError` of a damaged checkpoint; `DiskFull` where there is no space for
     two checkpoints, or, at the end of a phase or of the run, for the last.
     """
-    for index in range(len(plan.phases)):
-        # which refuses what does not fit, before the first phase begins
-        mixture_of(plan, index, sources)
+    check_rows(plan, sources)
+    if not plan.is_counted:
+        trusted = options.get("trust_remote_code", False)
+        files = options.get("opened") or ModelFiles(config, trust_remote_code=trusted)
+        plan = counted(config, plan, sources[ROWS], files)
     with ExitStack() as stack:
         device = backend or stack.enter_context(closing(open_backend(config)))
         run = Phases(config, plan, sources, device, **options)
         inside = [run.paths.phase_directory(index) for index in range(len(plan.phases))]
         stack.enter_context(one_run(device.replicas, run.paths.directory, inside))
         return run.train(run.prepare(resume=resume, start=start), callbacks, on_step)
+
+
+def planned(file: PhaseFile, *, trust_remote_code: bool = False) -> PhasePlan:
+    """Return the plan of a file with the steps of its epochs, for which its rows are read.
+
+    Args:
+        file: the file.
+        trust_remote_code: run the model's own code.
+
+    Raises:
+        DataError: the rows are missing or malformed.
+    """
+    if file.plan.is_counted:
+        return file.plan
+    files = ModelFiles(file.config, trust_remote_code=trust_remote_code)
+    rows, _ = read_rows(file.config, files)
+    return counted(file.config, file.plan, rows, files)
+
+
+def counted(config: LemaConfig, plan: PhasePlan, rows: Source, files: ModelFiles) -> PhasePlan:
+    """Return a plan with the steps of its epochs.
+
+    Args:
+        config: the settings of the run.
+        plan: the phases.
+        rows: those of `train_data`.
+        files: the model's directory.
+
+    Raises:
+        SettingsError: a phase has fewer steps than something in it needs.
+    """
+    return plan.counted(
+        lambda index: count_steps(rows, settings_of_phase(config, plan, plan.phases[index]), files)
+    )
 
 
 @dataclass(frozen=True)
@@ -208,8 +246,7 @@ class Phases:
         first = begin.index if begin else 0
         paths = self.paths
         # so that what does not fit is told before any phase begins
-        for index in range(first, len(self.plan.phases)):
-            mixture_of(self.plan, index, self.sources, self.held_out)
+        check_rows(self.plan, self.sources, self.held_out, first)
         if begin is not None and (below := begin.rebuilt) is not None:
             self._train(below, events, Start(below, paths.end_of(below), {}, here=True))
             gc.collect()
@@ -253,7 +290,6 @@ class Phases:
         config = as_begun(
             config, start.checkpoint if start is not None and start.index == index else None
         )
-        mixture = mixture_of(self.plan, index, self.sources, self.held_out)
         with ExitStack() as stack:
             files = None if under else self._files  # else the model that an earlier phase has left
             opened: dict[str, Any] = {"backend": self.backend, "files": files, "trace": self.trace}
@@ -261,11 +297,7 @@ class Phases:
             stack.callback(model.close, keep_backend=True)
             # Those of the phases before as well, which another process may have trained.
             phases = self.plan.phases[: index + 1]
-            used = dict.fromkeys(
-                name
-                for past in phases
-                for name in sorted({sampling.full_name for sampling in past.mixture})
-            )
+            used = dict.fromkeys(name for past in phases for name in past.data_sets)
             for name in used:
                 if name in self.sources:
                     model.files.note_stop_tokens(self.sources[name])
@@ -275,10 +307,12 @@ class Phases:
             if isinstance(trainer, FullTraining):
                 stack.callback(trainer.close)
             stack.callback(events.release)
-            rows = None if self.held_out is None else self.eval_rows or self.plan.batch_size
-            rows_of = {f"data set {name}" for name in used}
-            data = {name: list(about) for name, about in self._rows.items() if name in rows_of}
-            about = PhaseData(paths, index, trainer.config, trainer.model, mixture, rows, data)
+            rows = rows_of(trainer, self.plan, index, self.sources, self.held_out, self.eval_rows)
+            fingerprint_names = {f"data set {name}" for name in used}
+            data = {
+                name: list(about) for name, about in self._rows.items() if name in fingerprint_names
+            }
+            about = PhaseData(paths, index, trainer.config, trainer.model, rows, data)
             stage = self._begin(about, trainer, start)
             if not stage.has_taken_all or stage.progress.pending is not None:
                 self._take_past(stage, events)
@@ -312,7 +346,8 @@ class Phases:
         if start is not None and start.index == index and start.checkpoint is not None:
             checkpoint = start.checkpoint
             computed = trainer.model.split.dtype
-            changed = check_same_run(checkpoint, trainer.config, None, about.fingerprints, computed)
+            identity = {**about.fingerprints, **about.rows.about}
+            changed = check_same_run(checkpoint, trainer.config, None, identity, computed)
             if replicas.first:
                 report_changes(changed, self.say)
                 report_regrouped(checkpoint, trainer.config, trainer.model.split.model, self.say)
@@ -377,8 +412,12 @@ def train_phases(
             )
         shared: dict[str, Any] = {"trust_remote_code": trust_remote_code, "backend": backend}
         # Now, because what does not fit should be known before any data is read.
-        report = phase_report(config, plan, processes=backend.replicas.size, **shared)
-        _show_forecast(report, shown, verbose=verbose)
+        forecast = partial(phase_report, config, processes=backend.replicas.size, **shared)
+        if plan.is_counted:
+            report = forecast(plan)
+            _show_forecast(report, shown, verbose=verbose)
+        else:
+            check_fits(config, plan, processes=backend.replicas.size, **shared)
         files = ModelFiles(config, trust_remote_code=trust_remote_code)
         then = date_then(PhasePaths(Path(config.output_dir), plan)) if resume else None
         config = first_alone(backend.replicas, partial(files.dated, config, then))
@@ -386,6 +425,14 @@ def train_phases(
         sources = read(file.train_data, "train")
         eval_sources = read(file.eval_data, "val") or None
         measured = read(file.evaluations, "val", also=file.evaluations)
+        if plan.has_rows:
+            sources[ROWS], held_out = read_rows(config, files)
+            report_line(f"training data: {getattr(sources[ROWS], 'counts', len(sources[ROWS]))}")
+            eval_sources = _with_rows(eval_sources, held_out)
+        if not plan.is_counted:
+            plan = counted(config, plan, sources[ROWS], files)
+            report = forecast(plan)
+            _show_forecast(report, shown, verbose=verbose)
         with StopOnSignal(Path(config.output_dir) / STOP_FILE) as stop:
             rows: dict[str, Any] = {
                 "held_out": eval_sources,
@@ -407,6 +454,11 @@ def train_phases(
         evaluations = evaluate_end(config, plan, end, measured, trust_remote_code=trust_remote_code)
         _report_evaluations(evaluations, report_line)
     return end
+
+
+def _with_rows(held_out: dict[str, Source] | None, rows: Source | None) -> dict[str, Source] | None:
+    """Return what is validated on with the rows of phases of epochs, if there are any."""
+    return held_out if rows is None else {**(held_out or {}), ROWS: rows}
 
 
 def _show_forecast(report: PhaseReport, console: Console, *, verbose: bool) -> None:
