@@ -144,13 +144,14 @@ def _with_one_phase(values: dict[str, Any]) -> dict[str, Any]:
     if trains == "lora":
         what = "a run without phases trains adapters anyway"
         raise SettingsError([Problem(TRAINS, what, "leave trains out, or write a list of phases")])
-    phase = {key: values[key] for key in OF_ONE_PHASE if values.get(key) is not None}
+    of_phase = {*OF_ONE_PHASE, *OF_ADAPTERS}
+    phase = {key: values[key] for key in values if key in of_phase and values[key] is not None}
     steps = values.get("max_steps")
     epochs = values.get("num_train_epochs", LemaConfig.defaults()["num_train_epochs"])
     if "tokens" not in phase:
         phase |= {"epochs": epochs} if steps is None else {"steps": steps}
     name = trains if isinstance(trains, str) else None
-    moved = {*OF_ONE_PHASE, "num_train_epochs", "max_steps"}
+    moved = {*of_phase, "num_train_epochs", "max_steps"}
     run = {key: value for key, value in values.items() if key not in moved}
     return {**run, PHASES: [{"name": name, **phase}]}
 
