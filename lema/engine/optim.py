@@ -5,7 +5,7 @@ our own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
@@ -346,7 +346,7 @@ def make_schedule(
 
 
 def trainer_factor(
-    name: str, num_steps: int, warmup: int, kwargs: Mapping[str, Any] | None = None
+    name: str, num_steps: int, warmup: int, kwargs: dict[str, Any] | None = None
 ) -> Callable[[int], float]:
     """Return the factor of a `transformers` schedule as a function of the step, counted from 0.
 
@@ -361,7 +361,7 @@ def trainer_factor(
     """
     schedule = _trainers(AdamW([nn.Parameter(torch.zeros(1))]), name, num_steps, warmup, kwargs)
     (factor,) = schedule.lr_lambdas
-    return cast("Callable[[int], float]", factor)
+    return factor
 
 
 def _trainers(
@@ -369,7 +369,7 @@ def _trainers(
     name: str,
     num_steps: int,
     warmup: int,
-    kwargs: Mapping[str, Any] | None,
+    kwargs: dict[str, Any] | None,
 ) -> LambdaLR:
     """Return a schedule of `transformers`, at its first step."""
     if name in ("reduce_lr_on_plateau", "greedy"):

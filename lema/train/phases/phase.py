@@ -10,11 +10,13 @@ from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
     InstanceOf,
     SerializerFunctionWrapHandler,
+    ValidationInfo,
     model_serializer,
     model_validator,
 )
@@ -106,6 +108,13 @@ Mixture = Annotated[
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
+def _length(tokens: int | None, info: ValidationInfo) -> int | None:
+    others = [name for name in PHASE_LENGTHS if name != "tokens"]
+    if tokens is None and all(name in info.data and info.data[name] is None for name in others):
+        raise ValueError(f"is not given, nor is the length as {' or '.join(others)}; add one")
+    return tokens
+
+
 def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
@@ -158,14 +167,15 @@ class Phase(AdapterSettings):
     trains: Literal["full", "lora", "selection"]
     """`full`: every parameter. `lora`: adapters, with the model frozen. `selection`: the weights
     that `trainable` and `layers` select; it is the default if one of these is given."""
-    tokens: Tokens | None = None
-    """Tokens to train on, padding included. A rest of less than an optimizer step is left out."""
     epochs: Positive | None = None
-    """Instead: passes over the rows of `train_data`, with the steps and batches of a run without
+    """Passes over the rows of `train_data`, with the steps and batches of a run without
     phases: see `num_train_epochs`."""
     steps: Count | None = None
     """Instead: optimizer steps; without a `mixture` on the rows of `train_data`, as `max_steps` of
     a run without phases."""
+    tokens: Annotated[Tokens | None, AfterValidator(_length)] = Field(None, validate_default=True)
+    """Instead: tokens to train on, padding included. A rest of less than an optimizer step is left
+    out."""
     mixture: Mixture = Field(default_factory=list)
     """Data sets with their rates, which sum to 1. Without it, a phase of `epochs` or `steps` trains
     on the rows of `train_data`, one data set after the other."""
@@ -320,10 +330,7 @@ class Phase(AdapterSettings):
     def _about_rows(self) -> Iterator[Problem]:
         """Yield what is wrong with the length of the phase and the rows that it trains on."""
         lengths = [name for name in PHASE_LENGTHS if getattr(self, name) is not None]
-        if not lengths:
-            what = "the phase has no length"
-            yield Problem("tokens", what, f"add one of {', '.join(PHASE_LENGTHS)}")
-        elif len(lengths) > 1:
+        if len(lengths) > 1:
             what = f"{' and '.join(lengths)} each give the length of the phase"
             yield Problem(lengths[1], what, "keep one")
         if not self.is_of_rows:

@@ -412,12 +412,12 @@ def train_phases(
             )
         shared: dict[str, Any] = {"trust_remote_code": trust_remote_code, "backend": backend}
         # Now, because what does not fit should be known before any data is read.
-        forecast = partial(phase_report, config, processes=backend.replicas.size, **shared)
+        options = {"processes": backend.replicas.size, **shared}
         if plan.is_counted:
-            report = forecast(plan)
+            report = phase_report(config, plan, **options)
             _show_forecast(report, shown, verbose=verbose)
         else:
-            check_fits(config, plan, processes=backend.replicas.size, **shared)
+            check_fits(config, plan, **options)
         files = ModelFiles(config, trust_remote_code=trust_remote_code)
         then = date_then(PhasePaths(Path(config.output_dir), plan)) if resume else None
         config = first_alone(backend.replicas, partial(files.dated, config, then))
@@ -431,7 +431,7 @@ def train_phases(
             eval_sources = _with_rows(eval_sources, held_out)
         if not plan.is_counted:
             plan = counted(config, plan, sources[ROWS], files)
-            report = forecast(plan)
+            report = phase_report(config, plan, **options)
             _show_forecast(report, shown, verbose=verbose)
         with StopOnSignal(Path(config.output_dir) / STOP_FILE) as stop:
             rows: dict[str, Any] = {
@@ -451,6 +451,9 @@ def train_phases(
                 config, plan, sources, **rows, **asked, **reporting, trace=trace, **shared
             )
         report_line(f"the last phase ended in {end}")
+        if plan.phases[-1].trains != "lora":
+            left = PhasePaths(Path(config.output_dir), plan).model_of(len(plan.phases) - 1)
+            report_line(f"{left.name}: {left}")
         evaluations = evaluate_end(config, plan, end, measured, trust_remote_code=trust_remote_code)
         _report_evaluations(evaluations, report_line)
     return end
