@@ -24,7 +24,7 @@ from lema.model.files import ModelFiles, read_data
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["Dataset", "as_batch", "as_rows", "joined", "packed"]
+__all__ = ["Dataset", "as_batch", "as_rows", "pack_rows", "packed"]
 
 NAMES = ("input_ids", "labels", "attention_mask")
 
@@ -227,13 +227,13 @@ def packed(
     sample_rows = [rows[index]["input_ids"] for index in range(min(len(rows), 4))]
     if not checked:
         check_packing(model, sample_rows, config.micro_batch_size or config.batch_size)
-    packs = joined(rows, config, model.split.model.config)
+    packs = pack_rows(rows, config, model.split.model.config)
     for line in packs.notes if isinstance(packs, Packs) else ():
         report(line)
     return packs
 
 
-def joined(rows: Rows, config: LemaConfig, model_config: "PreTrainedConfig") -> Rows:
+def pack_rows(rows: Rows, config: LemaConfig, model_config: "PreTrainedConfig") -> Rows:
     """Return rows joined into packs, where the settings ask for that, whatever the model makes of
     packs.
 

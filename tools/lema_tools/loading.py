@@ -181,8 +181,8 @@ class Outcome:
         if self.phase.is_of_rows:
             from lema.train.phases.rows import read_rows
 
-            held_out = read_rows(self.file.config, model.files)[1]
-            return {} if held_out is None else {"": held_out}
+            eval_rows = read_rows(self.file.config, model.files)[1]
+            return {} if eval_rows is None else {"": eval_rows}
 
         plan = self.file.plan
         used = {sampling.full_name for sampling in self.phase.mixture}

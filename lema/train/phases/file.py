@@ -156,7 +156,7 @@ def _with_one_phase(values: dict[str, Any]) -> dict[str, Any]:
     return {**run, PHASES: [{"name": name, **phase}]}
 
 
-def _of_rows(entries: Any) -> bool:
+def _of_rows(entries: object) -> bool:
     """Whether a phase of a file trains on the rows of `train_data`, as far as it is a phase."""
     return isinstance(entries, list) and any(
         isinstance(entry, Mapping) and entry.get("tokens") is None and not entry.get("mixture")

@@ -161,7 +161,7 @@ class PhasePlan(Settings):
         return TokenSteps(phase.steps, phase.steps * self.batch_size * self.max_length, 0)
 
     @property
-    def is_counted(self) -> bool:
+    def has_steps(self) -> bool:
         """Whether the steps of every phase are known; those of epochs follow from the rows."""
         return all(phase.tokens is not None or phase.steps is not None for phase in self.phases)
 
@@ -170,7 +170,7 @@ class PhasePlan(Settings):
         """Whether a phase trains on the rows of `train_data`, and not on a mixture."""
         return any(phase.is_of_rows for phase in self.phases)
 
-    def counted(self, steps: Callable[[int], int]) -> Self:
+    def with_steps(self, steps: Callable[[int], int]) -> Self:
         """Return the plan with the steps of its epochs.
 
         Args:

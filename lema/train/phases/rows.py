@@ -13,7 +13,7 @@ from lema.data.mixture import Mixture, Source
 from lema.engine import StreamedModel
 from lema.engine.head.loss import split_batch
 from lema.model.files import ModelFiles, read_data, training_rows
-from lema.train.batch import joined
+from lema.train.batch import pack_rows
 from lema.train.evaluate import evaluate, passes_of_mixture
 from lema.train.phases.plan import PhasePlan
 from lema.train.plain.stage import PlainData
@@ -132,10 +132,10 @@ def read_rows(config: LemaConfig, files: ModelFiles) -> tuple[Rows, Rows | None]
     Raises:
         DataError: files are missing or malformed.
     """
-    rows, held_out = training_rows(config, files)
+    rows, eval_rows = training_rows(config, files)
     if config.eval_data:
-        held_out = read_data(config, files, config.eval_data)
-    return rows, first_rows(held_out, config.max_eval_samples)
+        eval_rows = read_data(config, files, config.eval_data)
+    return rows, first_rows(eval_rows, config.max_eval_samples)
 
 
 def count_steps(rows: Source, config: LemaConfig, files: ModelFiles) -> int:
@@ -146,5 +146,5 @@ def count_steps(rows: Source, config: LemaConfig, files: ModelFiles) -> int:
         config: the settings of the phase.
         files: the model's directory, whose positions limit packs.
     """
-    packs = joined(rows, config, files.config.get_text_config())
+    packs = pack_rows(rows, config, files.config.get_text_config())
     return StepSampler(packs, config, Alone()).num_steps

@@ -62,7 +62,7 @@ from lema.train.stage import Progress, Stage
 from lema.train.stop import STOP_FILE, StopOnSignal
 from lema.train.trainer import LemaTrainer
 
-__all__ = ["Phases", "counted", "date_then", "planned", "run_phases", "train_phases"]
+__all__ = ["Phases", "date_then", "plan_of", "plan_with_steps", "run_phases", "train_phases"]
 
 Log = Callable[[dict[str, Any]], None]
 
@@ -99,10 +99,10 @@ def run_phases(
     two checkpoints, or, at the end of a phase or of the run, for the last.
     """
     check_rows(plan, sources)
-    if not plan.is_counted:
+    if not plan.has_steps:
         trusted = options.get("trust_remote_code", False)
         files = options.get("opened") or ModelFiles(config, trust_remote_code=trusted)
-        plan = counted(config, plan, sources[ROWS], files)
+        plan = plan_with_steps(config, plan, sources[ROWS], files)
     with ExitStack() as stack:
         device = backend or stack.enter_context(closing(open_backend(config)))
         run = Phases(config, plan, sources, device, **options)
@@ -111,7 +111,7 @@ def run_phases(
         return run.train(run.prepare(resume=resume, start=start), callbacks, on_step)
 
 
-def planned(file: PhaseFile, *, trust_remote_code: bool = False) -> PhasePlan:
+def plan_of(file: PhaseFile, *, trust_remote_code: bool = False) -> PhasePlan:
     """Return the plan of a file with the steps of its epochs, for which its rows are read.
 
     Args:
@@ -121,14 +121,16 @@ def planned(file: PhaseFile, *, trust_remote_code: bool = False) -> PhasePlan:
     Raises:
         DataError: the rows are missing or malformed.
     """
-    if file.plan.is_counted:
+    if file.plan.has_steps:
         return file.plan
     files = ModelFiles(file.config, trust_remote_code=trust_remote_code)
     rows, _ = read_rows(file.config, files)
-    return counted(file.config, file.plan, rows, files)
+    return plan_with_steps(file.config, file.plan, rows, files)
 
 
-def counted(config: LemaConfig, plan: PhasePlan, rows: Source, files: ModelFiles) -> PhasePlan:
+def plan_with_steps(
+    config: LemaConfig, plan: PhasePlan, rows: Source, files: ModelFiles
+) -> PhasePlan:
     """Return a plan with the steps of its epochs.
 
     Args:
@@ -140,7 +142,7 @@ def counted(config: LemaConfig, plan: PhasePlan, rows: Source, files: ModelFiles
     Raises:
         SettingsError: a phase has fewer steps than something in it needs.
     """
-    return plan.counted(
+    return plan.with_steps(
         lambda index: count_steps(rows, settings_of_phase(config, plan, plan.phases[index]), files)
     )
 
@@ -413,7 +415,7 @@ def train_phases(
         shared: dict[str, Any] = {"trust_remote_code": trust_remote_code, "backend": backend}
         # Now, because what does not fit should be known before any data is read.
         options = {"processes": backend.replicas.size, **shared}
-        if plan.is_counted:
+        if plan.has_steps:
             report = phase_report(config, plan, **options)
             _show_forecast(report, shown, verbose=verbose)
         else:
@@ -426,11 +428,9 @@ def train_phases(
         eval_sources = read(file.eval_data, "val") or None
         measured = read(file.evaluations, "val", also=file.evaluations)
         if plan.has_rows:
-            sources[ROWS], held_out = read_rows(config, files)
-            report_line(f"training data: {getattr(sources[ROWS], 'counts', len(sources[ROWS]))}")
-            eval_sources = _with_rows(eval_sources, held_out)
-        if not plan.is_counted:
-            plan = counted(config, plan, sources[ROWS], files)
+            eval_sources = _add_rows(sources, eval_sources, config, files, report_line)
+        if not plan.has_steps:
+            plan = plan_with_steps(config, plan, sources[ROWS], files)
             report = phase_report(config, plan, **options)
             _show_forecast(report, shown, verbose=verbose)
         with StopOnSignal(Path(config.output_dir) / STOP_FILE) as stop:
@@ -451,17 +451,31 @@ def train_phases(
                 config, plan, sources, **rows, **asked, **reporting, trace=trace, **shared
             )
         report_line(f"the last phase ended in {end}")
-        if plan.phases[-1].trains != "lora":
-            left = PhasePaths(Path(config.output_dir), plan).model_of(len(plan.phases) - 1)
-            report_line(f"{left.name}: {left}")
+        _report_model(PhasePaths(Path(config.output_dir), plan), report_line)
         evaluations = evaluate_end(config, plan, end, measured, trust_remote_code=trust_remote_code)
         _report_evaluations(evaluations, report_line)
     return end
 
 
-def _with_rows(held_out: dict[str, Source] | None, rows: Source | None) -> dict[str, Source] | None:
-    """Return what is validated on with the rows of phases of epochs, if there are any."""
-    return held_out if rows is None else {**(held_out or {}), ROWS: rows}
+def _add_rows(
+    sources: dict[str, Source],
+    eval_sources: dict[str, Source] | None,
+    config: LemaConfig,
+    files: ModelFiles,
+    report: Callable[[str], None],
+) -> dict[str, Source] | None:
+    """Read the rows of phases of epochs into the sources; return what is validated on."""
+    rows, eval_rows = read_rows(config, files)
+    sources[ROWS] = rows
+    report(f"training data: {getattr(rows, 'counts', len(rows))}")
+    return eval_sources if eval_rows is None else {**(eval_sources or {}), ROWS: eval_rows}
+
+
+def _report_model(paths: PhasePaths, report: Callable[[str], None]) -> None:
+    """Say where the weights are that the last phase has trained, if it has trained any."""
+    last = len(paths.plan.phases) - 1
+    if paths.plan.phases[last].trains != "lora":
+        report(f"{paths.model_of(last).name}: {paths.model_of(last)}")
 
 
 def _show_forecast(report: PhaseReport, console: Console, *, verbose: bool) -> None:

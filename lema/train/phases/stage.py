@@ -232,7 +232,7 @@ def rows_of(
     plan: PhasePlan,
     index: int,
     sources: Mapping[str, Source],
-    held_out: Mapping[str, Source] | None,
+    eval_sources: Mapping[str, Source] | None,
     eval_rows: int | None = None,
 ) -> PhaseRows:
     """Return the rows of a phase.
@@ -243,16 +243,16 @@ def rows_of(
         index: of the phase, from 0.
         sources: the rows of every data set, by name; those of `train_data` in epochs are called
             `ROWS`.
-        held_out: rows to validate on, in the same way; None: there is no validation.
+        eval_sources: rows to validate on, in the same way; None: there is no validation.
         eval_rows: how many of these a mixture takes; None: as many as a step has.
 
     Raises:
         ConfigError: the data sets do not fit the phase.
     """
     if plan.phases[index].is_of_rows:
-        held = None if held_out is None else held_out.get(ROWS)
-        return EpochRows(plain_data(steps, sources[ROWS], held))
-    validated = held_out if held_out is None or held_out.keys() - {ROWS} else None
+        rows_to_validate = None if eval_sources is None else eval_sources.get(ROWS)
+        return EpochRows(plain_data(steps, sources[ROWS], rows_to_validate))
+    validated = eval_sources if eval_sources is None or eval_sources.keys() - {ROWS} else None
     return MixtureRows(
         mixture_of(plan, index, sources, validated),
         plan,
@@ -266,13 +266,13 @@ def rows_of(
 def check_rows(
     plan: PhasePlan,
     sources: Mapping[str, Source],
-    held_out: Mapping[str, Source] | None = None,
+    eval_sources: Mapping[str, Source] | None = None,
     first: int = 0,
 ) -> None:
     """Refuse data sets that do not fit a phase, from the `first` on, with `ConfigError`, before
     any begins.
     """
-    validated = held_out if held_out is None or held_out.keys() - {ROWS} else None
+    validated = eval_sources if eval_sources is None or eval_sources.keys() - {ROWS} else None
     for index, phase in enumerate(plan.phases):
         if index < first:
             continue

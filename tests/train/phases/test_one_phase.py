@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from lema.errors import ConfigError, LemaError
 from lema.train.phases.file import all_settings, has_phases, read_phase_file
 from lema.train.phases.report import phase_report
-from lema.train.phases.run import planned, train_phases
+from lema.train.phases.run import plan_of, train_phases
 
 if TYPE_CHECKING:
     from tiny import Checkpoint
@@ -104,7 +104,7 @@ def test_the_steps_are_those_of_a_run_without_phases(
     file_of: Callable[..., Path], settings: dict[str, Any], steps: int
 ) -> None:
     file = read_phase_file(file_of(**settings))
-    plan = planned(file)
+    plan = plan_of(file)
     assert plan.num_steps == steps
     report = phase_report(file.config, plan)
     assert report.steps == steps
@@ -120,7 +120,7 @@ def test_settings_are_shown_as_a_file_has_them(
     assert settings["gradient_accumulation_steps"] == 1
     again = tmp_path / "again.yaml"
     again.write_text(json.dumps(settings, default=str), "utf-8")
-    assert planned(read_phase_file(again)).num_steps == 6
+    assert plan_of(read_phase_file(again)).num_steps == 6
 
 
 @pytest.mark.parametrize(
