@@ -441,12 +441,8 @@ def train_phases(
             }
             asked: dict[str, Any] = {"resume": resume, "start": start, "at_layer": stop.why}
             about = {"given": sorted(config.model_fields_set), "used": backend.memory().used}
-            heard = [*callbacks, NotePlan(config, report.to_dict(), **about)] if first else ()
-            reporting: dict[str, Any] = {
-                "on_step": partial(_report_event, report_line),
-                "callbacks": heard,
-                "say": report_line,
-            }
+            note = NotePlan(config, report.to_dict(), **about)
+            reporting = _reporting(report_line, [*callbacks, note] if first else ())
             end = run_phases(
                 config, plan, sources, **rows, **asked, **reporting, trace=trace, **shared
             )
@@ -455,6 +451,12 @@ def train_phases(
         evaluations = evaluate_end(config, plan, end, measured, trust_remote_code=trust_remote_code)
         _report_evaluations(evaluations, report_line)
     return end
+
+
+def _reporting(report: Callable[[str], None], callbacks: Sequence[Any]) -> dict[str, Any]:
+    """Return the options of `run_phases` by which it reports."""
+    on_step = partial(_report_event, report)
+    return {"on_step": on_step, "callbacks": callbacks, "say": report}
 
 
 def _add_rows(
