@@ -233,9 +233,7 @@ def _file(
             problems.append(
                 Problem(key, what, "add `eval_data:` with files of each data set, or leave it out")
             )
-    if rows is not None and not mixes:
-        what = f"{EVAL_ROWS} has no effect: phases of epochs validate on all rows of eval_data"
-        problems.append(Problem(EVAL_ROWS, what, "leave it out, or use max_eval_samples"))
+    problems += [] if mixes else _eval_rows_problems(rows)
     used = {sampling.full_name for phase in plan.phases for sampling in phase.mixture}
     for name in sorted(used - train_data.keys()) if train_data else ():
         how = meant(name, train_data) or "give its files"
@@ -269,6 +267,14 @@ def _file(
     return PhaseFile(
         clipped(stages.settings_of_run(config)), plan, train_data, validated, rows, evaluations
     )
+
+
+def _eval_rows_problems(rows: object) -> list[Problem]:
+    """Return what is wrong with `eval_rows` where no phase has a mixture."""
+    if rows is None:
+        return []
+    what = f"{EVAL_ROWS} has no effect: phases of epochs validate on all rows of eval_data"
+    return [Problem(EVAL_ROWS, what, "leave it out, or use max_eval_samples")]
 
 
 def _unfit(values: Mapping[str, Any], *, staged: bool) -> Iterator[Problem]:

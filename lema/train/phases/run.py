@@ -408,10 +408,7 @@ def train_phases(
     with closing(open_backend(config)) as backend:
         first = backend.replicas.first
         shown.quiet = shown.quiet or not first
-        if backend.replicas.size > 1:
-            report_line(
-                f"{backend.replicas.num_processes} processes, each with its share of every batch"
-            )
+        _report_processes(backend, report_line)
         shared: dict[str, Any] = {"trust_remote_code": trust_remote_code, "backend": backend}
         # Now, because what does not fit should be known before any data is read.
         options = {"processes": backend.replicas.size, **shared}
@@ -434,11 +431,8 @@ def train_phases(
             report = phase_report(config, plan, **options)
             _show_forecast(report, shown, verbose=verbose)
         with StopOnSignal(Path(config.output_dir) / STOP_FILE) as stop:
-            rows: dict[str, Any] = {
-                "held_out": eval_sources,
-                "eval_rows": file.eval_rows,
-                "opened": files,
-            }
+            rows: dict[str, Any] = {"held_out": eval_sources, "eval_rows": file.eval_rows}
+            rows["opened"] = files
             asked: dict[str, Any] = {"resume": resume, "start": start, "at_layer": stop.why}
             about = {"given": sorted(config.model_fields_set), "used": backend.memory().used}
             note = NotePlan(config, report.to_dict(), **about)
@@ -451,6 +445,12 @@ def train_phases(
         evaluations = evaluate_end(config, plan, end, measured, trust_remote_code=trust_remote_code)
         _report_evaluations(evaluations, report_line)
     return end
+
+
+def _report_processes(backend: Backend, report: Callable[[str], None]) -> None:
+    """Say how many processes share each batch, if several do."""
+    if backend.replicas.size > 1:
+        report(f"{backend.replicas.num_processes} processes, each with its share of every batch")
 
 
 def _reporting(report: Callable[[str], None], callbacks: Sequence[Any]) -> dict[str, Any]:
