@@ -289,8 +289,10 @@ def plan(
 
 def _plan_phases(file: "PhaseFile", *, as_json: bool, **options: Any) -> None:
     from lema.train.phases.report import phase_report, show_report
+    from lema.train.phases.run import plan_of
 
-    report = phase_report(file.config, file.plan, measure=True, **options)
+    plan = plan_of(file, trust_remote_code=options["trust_remote_code"])
+    report = phase_report(file.config, plan, measure=True, **options)
     _print(report.to_dict, partial(show_report, report), as_json=as_json)
 
 

@@ -15,6 +15,8 @@ from lema.config import types
 from lema.config.adapter import AdapterSettings
 from lema.config.backendsettings import backend_setting, backend_settings, check_backend_settings
 from lema.config.batching import BatchSettings, disagreements_of_batches
+from lema.config.data.rows import RowSettings
+from lema.config.data.sets import DataFiles
 from lema.config.objective import (
     PREFERENCE_LEARNING_RATE,
     ObjectiveName,
@@ -22,8 +24,6 @@ from lema.config.objective import (
     disagreements_of_objective,
     is_preference,
 )
-from lema.config.data.rows import RowSettings
-from lema.config.data.sets import DataFiles
 from lema.config.problems import Problem, SettingsError, problems_of, unknown_setting
 from lema.config.results import ResultSettings
 from lema.config.settings import OfAdapter, OfData, Refused, Reported, Settings, Silent

@@ -31,6 +31,7 @@ __all__ = [
     "make_schedule",
     "set_rates",
     "set_update",
+    "trainer_factor",
     "training_bytes",
 ]
 __all__ += ["divided", "moments_elsewhere", "own_share", "step_share"]
@@ -343,12 +344,43 @@ def make_schedule(
             ) from error
         return follow(optimizer, factor_of(name, num_steps, spans), step=step)
     warmup = num_warmup_steps(config, num_steps)
+    schedule = _trainers(optimizer, name, num_steps, warmup, config.lr_scheduler_kwargs)
+    return _at_step(schedule, step)
+
+
+def trainer_factor(
+    name: str, num_steps: int, warmup: int, kwargs: dict[str, Any] | None = None
+) -> Callable[[int], float]:
+    """Return the factor of a `transformers` schedule as a function of the step, counted from 0.
+
+    Args:
+        name: the schedule, by the name of `transformers`.
+        num_steps: the optimizer steps of the schedule.
+        warmup: the steps in which the rate rises.
+        kwargs: further arguments of the schedule.
+
+    Raises:
+        ConfigError: it follows the loss, or needs other arguments.
+    """
+    schedule = _trainers(AdamW([nn.Parameter(torch.zeros(1))]), name, num_steps, warmup, kwargs)
+    (factor,) = schedule.lr_lambdas
+    return factor
+
+
+def _trainers(
+    optimizer: Optimizer,
+    name: str,
+    num_steps: int,
+    warmup: int,
+    kwargs: dict[str, Any] | None,
+) -> LambdaLR:
+    """Return a schedule of `transformers`, at its first step."""
     if name in ("reduce_lr_on_plateau", "greedy"):
         what = "a schedule that follows the loss is not supported"
         how = "use one that is a function of the step, such as cosine"
         raise ConfigError(what, where=f"lr_scheduler_type: {name}", how=how)
     try:
-        schedule = get_scheduler(name, optimizer, warmup, num_steps, config.lr_scheduler_kwargs)
+        schedule = get_scheduler(name, optimizer, warmup, num_steps, kwargs)
     except (ValueError, TypeError) as error:
         what = f"this schedule needs further settings: {error}"
         how = (
@@ -357,7 +389,7 @@ def make_schedule(
         )
         raise ConfigError(what, where=f"lr_scheduler_type: {name}", how=how) from error
     assert isinstance(schedule, LambdaLR)
-    return _at_step(schedule, step)
+    return schedule
 
 
 def num_warmup_steps(config: LemaConfig, num_steps: int) -> int:

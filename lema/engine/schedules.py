@@ -17,7 +17,7 @@ from functools import partial
 from lema.config.problems import nearest
 from lema.errors import ConfigError
 
-__all__ = ["SCHEDULES", "Spans", "factor_of", "spans_of", "takes"]
+__all__ = ["SCHEDULES", "TRAINERS", "Spans", "factor_of", "spans_as_trainer", "spans_of", "takes"]
 
 LOW = 0.01  # where warm-up begins and decay ends, for those of the schedules that do not go to 0
 TAIL = 0.1  # the factor of the second stable part of wsds
@@ -96,6 +96,10 @@ SCHEDULES: Mapping[str, Schedule] = {
 }
 
 
+TRAINERS = frozenset({"constant", "constant_with_warmup", "linear", "cosine"})
+"""Those of `SCHEDULES` that are `transformers`' own."""
+
+
 def takes(name: str) -> tuple[str, ...]:
     """Return the parts whose length a schedule can be given."""
     return tuple(SCHEDULES[name].parts)
@@ -130,6 +134,34 @@ def spans_of(name: str, total: int, **lengths: int | float | None) -> Spans:
         how = f"make {' or '.join(steps)} shorter, or train on more tokens"
         raise ConfigError(what, where=max(steps, key=lambda part: steps[part]), how=how)
     return Spans(**steps)
+
+
+def spans_as_trainer(name: str, total: int, **lengths: int | float | None) -> Spans:
+    """Return how many steps each part of a schedule takes, as a run without phases counts them.
+
+    Args:
+        name: the schedule; one that is not in `SCHEDULES` is another of `transformers`.
+        total: the steps of the schedule.
+        lengths: as in `spans_of`.
+
+    Returns:
+        Its parts. A fraction of warm-up is rounded up for the schedules of `transformers`, as its
+        Trainer does, and `constant` has none, whatever is asked.
+
+    Raises:
+        ConfigError: as `spans_of`.
+    """
+    if name in SCHEDULES and name not in TRAINERS:
+        return spans_of(name, total, **lengths)
+    for part in ("decay", "tail"):
+        if lengths.get(part) is not None:
+            what = f"schedule {name} has no {part}"
+            how = f"leave {part} out, or use wsd or wsds"
+            raise ConfigError(what, where=part, how=how)
+    warmup = lengths.get("warmup") or 0
+    if name == "constant":
+        return Spans()
+    return Spans(warmup if isinstance(warmup, int) else math.ceil(warmup * total))
 
 
 def _steps(length: int | float, total: int) -> int:

@@ -24,7 +24,7 @@ from lema.model.files import ModelFiles, read_data
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["Dataset", "as_batch", "as_rows", "packed"]
+__all__ = ["Dataset", "as_batch", "as_rows", "pack_rows", "packed"]
 
 NAMES = ("input_ids", "labels", "attention_mask")
 
@@ -226,8 +226,22 @@ def packed(
     sample_rows = [rows[index]["input_ids"] for index in range(min(len(rows), 4))]
     if not checked:
         check_packing(model, sample_rows, config.micro_batch_size or config.batch_size)
-    length = longest_row(config.max_length, num_positions(model.split.model.config))
-    packs = Packs(rows, length, config.seed, wrapped=config.packing == "wrapped")
-    for line in packs.notes:
+    packs = pack_rows(rows, config, model.split.model.config)
+    for line in packs.notes if isinstance(packs, Packs) else ():
         report(line)
     return packs
+
+
+def pack_rows(rows: Rows, config: LemaConfig, model_config: "PreTrainedConfig") -> Rows:
+    """Return rows joined into packs, where the settings ask for that, whatever the model makes of
+    packs.
+
+    Args:
+        rows: the rows.
+        config: the settings.
+        model_config: of the model, whose positions limit a pack.
+    """
+    if not config.packing:
+        return rows
+    length = longest_row(config.max_length, num_positions(model_config))
+    return Packs(rows, length, config.seed, wrapped=config.packing == "wrapped")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lema.cli.arguments import ConfigFile, Settings, Trust, config_of
+from lema.cli.arguments import ConfigFile, Settings, Trust, config_of, phase_file_of
 from lema.cli.libraries import import_libraries
 from lema.errors import ConfigError, LemaError, printable
 
@@ -36,12 +36,16 @@ def data(
     from lema.train.phases.file import has_phases
 
     if has_phases(config):
-        how = (
-            "write its data sets as train_data into a file without phases; `lema plan` shows a "
-            "mixture"
-        )
-        raise ConfigError("a file of phases has several data sets", where=str(config), how=how)
-    checked = config_of(config, settings)
+        file = phase_file_of(config, settings)
+        if not all(phase.is_of_rows for phase in file.plan.phases):
+            how = (
+                "write its data sets as train_data into a file without phases; `lema plan` shows a "
+                "mixture"
+            )
+            raise ConfigError("a file of phases has several data sets", where=str(config), how=how)
+        checked = file.config
+    else:
+        checked = config_of(config, settings)
     if not checked.train_data:
         raise ConfigError(
             "the config names no training data",

@@ -108,7 +108,9 @@ class Outcome:
                 with_model(config, self._model_left()), trust_remote_code=trust_remote_code
             )
         if phase.trains == "lora" and (saved := paths.saved(self.index)):
-            if saved[-1] != paths.end_of(self.index):
+            if self.phase.steps is None and self.phase.epochs is not None:
+                report(f"phase {phase.name}: this is {saved[-1].name}")
+            elif saved[-1] != paths.end_of(self.index):
                 report(f"phase {phase.name} has not ended: this is {saved[-1].name} of it")
             excluded = {*OF_ADAPTERS, "model_name_or_path", "gbi_path", "revision"}
             options = config.model_dump(exclude_unset=True, exclude=excluded) | self._steps
@@ -175,6 +177,12 @@ class Outcome:
     def eval_sources(self, model: "LemaModel") -> "dict[str, Source]":
         """Return the rows to evaluate on of each data set that the phase reads, by its name."""
         from lema.train.phases.file import read_sources
+
+        if self.phase.is_of_rows:
+            from lema.train.phases.rows import read_rows
+
+            eval_rows = read_rows(self.file.config, model.files)[1]
+            return {} if eval_rows is None else {"": eval_rows}
 
         plan = self.file.plan
         used = {sampling.full_name for sampling in self.phase.mixture}

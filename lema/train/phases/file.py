@@ -45,17 +45,26 @@ STAGES = frozenset(
     f"{time}_lora_{what}" for time in ("pre", "post") for what in ("tokens", "dataset", "datasets")
 )
 
-# Settings that a phase has as tokens and mixture: next to those they would have no effect.
-IDLE = {
+# What phases of epochs have in common with a run without phases, and those of a mixture do not.
+OF_ROWS = {
     "eval_split": "name files for validation with `eval_data`",
-    "num_train_epochs": "each phase has its `tokens`",
-    "max_steps": "each phase has its `tokens`",
     "packing": "use packed tokens in a mixture, with `style: PMD`",
     "shuffle": "each phase has its `mixture`",
-    "mixture": "each phase has its own",
     "gradient_accumulation_steps": (
         "`batch_size` is the rows of a step, `micro_batch_size` the rows computed at once"
     ),
+    "group_by_length": "rows of phases have one length, and `batch_size` is their number",
+    **dict.fromkeys(
+        ("max_train_samples", "max_eval_samples", "label_smoothing_factor", "neftune_noise_alpha"),
+        "only phases of `epochs` or `steps` on the rows of `train_data` have it",
+    ),
+}
+
+# Settings that a phase has as tokens and mixture: next to those they would have no effect.
+IDLE = {
+    "num_train_epochs": "each phase has its `tokens`, `epochs` or `steps`",
+    "max_steps": "each phase has its `tokens`, `epochs` or `steps`",
+    "mixture": "each phase has its own",
     "cache_frozen_prefix": "leave it out",
     **dict.fromkeys(
         BatchSettings.model_fields,
@@ -64,6 +73,7 @@ IDLE = {
     **dict.fromkeys(
         OF_PLAIN_RUNS, "only runs without phases have it; phases always keep the best checkpoint"
     ),
+    **OF_ROWS,
     "adapter_name_or_path": "start from it with --from",
     **dict.fromkeys(
         OF_OBJECTIVES,
@@ -72,9 +82,21 @@ IDLE = {
 }
 
 # Settings of the run that a phase has, too, and takes from the run where it does not say otherwise.
-SHARED = {"learning_rate", "lr_scheduler_type", *(key for keys in LENGTHS.values() for key in keys)}
+SHARED = {
+    "learning_rate",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    *(key for keys in LENGTHS.values() for key in keys),
+}
 ONLY_OF_PHASES = SHARED - LemaConfig.model_fields.keys()
 OF_ADAPTERS = frozenset(AdapterSettings.model_fields)
+
+TRAINS = "trains"
+# What a file without a list of phases may say of its one phase besides `SHARED`.
+OF_ONE_PHASE = (
+    *(TRAINS, "trainable", "layers", "tokens", "mixture", "save"),
+    *("schedule_steps", "schedule_start"),
+)
 
 
 @dataclass(frozen=True)
@@ -94,7 +116,7 @@ class PhaseFile:
 def has_phases(path: str | PathLike[str]) -> bool:
     """Whether a file is one of phases. The code that reads it reports errors."""
     with suppress(ConfigError):
-        return bool((STAGES | {PHASES}) & read_yaml(path).values.keys())
+        return bool((STAGES | {PHASES, TRAINS}) & read_yaml(path).values.keys())
     return False
 
 
@@ -110,7 +132,42 @@ def read_phase_file(path: str | PathLike[str], **overrides: object) -> PhaseFile
         raise located_error.located({key: f"--set {key}" for key in overrides}) from error.__cause__
 
 
+def _with_one_phase(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a file that has `trains` in place of phases as those of a file of one
+    phase, which has its name from what it trains.
+    """
+    if PHASES in values or STAGES & values.keys():
+        how = "write it into an entry of phases, or leave the other keys out"
+        raise SettingsError(
+            [Problem(TRAINS, "trains belongs to a phase, and the file has a list of them", how)]
+        )
+    trains = values[TRAINS]
+    if trains == "lora":
+        what = "a run without phases trains adapters anyway"
+        raise SettingsError([Problem(TRAINS, what, "leave trains out, or write a list of phases")])
+    of_phase = {*OF_ONE_PHASE, *OF_ADAPTERS}
+    phase = {key: values[key] for key in values if key in of_phase and values[key] is not None}
+    steps = values.get("max_steps")
+    epochs = values.get("num_train_epochs", LemaConfig.defaults()["num_train_epochs"])
+    if "tokens" not in phase:
+        phase |= {"epochs": epochs} if steps is None else {"steps": steps}
+    name = trains if isinstance(trains, str) else None
+    moved = {*of_phase, "num_train_epochs", "max_steps"}
+    run = {key: value for key, value in values.items() if key not in moved}
+    return {**run, PHASES: [{"name": name, **phase}]}
+
+
+def _of_rows(entries: object) -> bool:
+    """Whether a phase of a file trains on the rows of `train_data`, as far as it is a phase."""
+    return isinstance(entries, list) and any(
+        isinstance(entry, Mapping) and entry.get("tokens") is None and not entry.get("mixture")
+        for entry in entries
+    )
+
+
 def _read(values: dict[str, Any]) -> PhaseFile:
+    if TRAINS in values:
+        values = _with_one_phase(values)
     staged = PHASES not in values
     problems = list(_unfit(values, staged=staged))
     values = {
@@ -155,10 +212,13 @@ def _build(make: Callable[[], Made], problems: list[Problem]) -> Made | None:
 def _file(
     config: LemaConfig, plan: PhasePlan, stages: LoRATrainerConfig | None, rows: Any
 ) -> PhaseFile:
-    train_data = named_files(config.train_data)
-    eval_data = named_files(config.eval_data)
-    problems = list(_missing(config))
-    if not train_data:
+    mixes = any(not phase.is_of_rows for phase in plan.phases)
+    # The rows of epochs are read as those of a run without phases, which knows more kinds of files.
+    train_data = named_files(config.train_data) if mixes else {}
+    eval_data = named_files(config.eval_data) if mixes else {}
+    validates = bool(config.eval_data or config.eval_split)
+    problems = list(_missing(config)) if mixes else []
+    if not config.train_data:
         problems.append(
             Problem("train_data", "the file names no data sets", "add `train_data:` with files")
         )
@@ -169,19 +229,20 @@ def _file(
             )
         )
     for key, setting in ((EVAL_ROWS, rows), ("eval_steps", config.eval_steps)):
-        if setting is not None and not eval_data:
+        if setting is not None and not validates:
             what = f"{key} is for validation, but there is nothing to validate on"
             problems.append(
                 Problem(key, what, "add `eval_data:` with files of each data set, or leave it out")
             )
+    problems += [] if mixes else _eval_rows_problems(rows)
     used = {sampling.full_name for phase in plan.phases for sampling in phase.mixture}
     for name in sorted(used - train_data.keys()) if train_data else ():
         how = meant(name, train_data) or "give its files"
         problems.append(
             Problem("train_data", f"train_data has no data set {name!r}, which a phase reads", how)
         )
-    validates = bool(eval_data) and (stages is None or stages.validate)
-    for name in sorted(used - eval_data.keys()) if validates else ():
+    compared = bool(eval_data) and (stages is None or stages.validate)
+    for name in sorted(used - eval_data.keys()) if compared else ():
         how = meant(name, eval_data) or "give its files, or leave eval_data out"
         problems.append(
             Problem(
@@ -207,13 +268,22 @@ def _file(
     return PhaseFile(stages.settings_of_run(config), plan, train_data, validated, rows, evaluations)
 
 
+def _eval_rows_problems(rows: object) -> list[Problem]:
+    """Return what is wrong with `eval_rows` where no phase has a mixture."""
+    if rows is None:
+        return []
+    what = f"{EVAL_ROWS} has no effect: phases of epochs validate on all rows of eval_data"
+    return [Problem(EVAL_ROWS, what, "leave it out, or use max_eval_samples")]
+
+
 def _unfit(values: Mapping[str, Any], *, staged: bool) -> Iterator[Problem]:
     """Yield the settings that say nothing in a file of phases, or what another one there says."""
     if not staged and (stage_keys := STAGES & values.keys()):
         yield Problem(
             min(stage_keys), f"{PHASES} and {min(stage_keys)} both define the phases", "keep one"
         )
-    for key in values.keys() & IDLE.keys():
+    effective = OF_ROWS.keys() if _of_rows(values.get(PHASES)) else set()
+    for key in (values.keys() & IDLE.keys()) - effective:
         yield Problem(key, f"{key} has no effect in a file of phases", IDLE[key])
     if not staged:
         return
@@ -268,7 +338,7 @@ def _entry(entry: object, values: Mapping[str, Any], alone: str | None) -> objec
     for keys in LENGTHS.values():
         if entry.keys() & set(keys):
             above = {key: value for key, value in above.items() if key not in keys}
-    if alone is not None and "mixture" not in entry:
+    if alone is not None and "mixture" not in entry and entry.get("tokens") is not None:
         above["mixture"] = {alone: 1.0}
     return {**above, **entry}
 
@@ -328,10 +398,14 @@ def phase_named(plan: PhasePlan, named: str | None) -> int:
 def all_settings(file: PhaseFile, index: int | None = None) -> dict[str, Any]:
     """Return every setting of a file of phases, defaults included, as such a file has them; with an
     `index` those that are in force in this phase."""
-    of_phases = {*IDLE, *OF_ADAPTERS, *Phase.model_fields}
+    idle = IDLE.keys() - (OF_ROWS.keys() if file.plan.has_rows else set())
+    of_phases = {*idle, *OF_ADAPTERS, *Phase.model_fields}
     run = {key: value for key, value in file.config.to_dict().items() if key not in of_phases}
     run |= {key: value for key, value in file.plan.to_dict().items() if key != PHASES}
-    run |= {EVAL_ROWS: file.eval_rows} if file.eval_data else {"eval_steps": None}
+    if not file.eval_data and not (file.config.eval_data or file.config.eval_split):
+        run |= {"eval_steps": None}
+    if file.eval_data:
+        run |= {EVAL_ROWS: file.eval_rows}
     run |= {"evaluations": list(file.evaluations)} if file.evaluations else {}
     phases = [
         values | values.pop("overrides")

@@ -134,6 +134,12 @@ class LoRATrainer:
         self.config = config
         stages = config if isinstance(config, LoRATrainerConfig) else None
         self.plan = config if isinstance(config, PhasePlan) else config.plan()
+        if self.plan.has_rows:
+            what = "a phase without a mixture trains on the files of a run, and this has data sets"
+            how = (
+                "give it a mixture with tokens or steps, or use lema.train.phases.run.train_phases"
+            )
+            raise ConfigError(what, where="phases", how=how)
         model = model if stages is None else stages.settings_of_run(model)
         files = ModelFiles(model, trust_remote_code=trust_remote_code)
         self._paths = PhasePaths(Path(model.output_dir), self.plan)

@@ -10,11 +10,13 @@ from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
     InstanceOf,
     SerializerFunctionWrapHandler,
+    ValidationInfo,
     model_serializer,
     model_validator,
 )
@@ -23,10 +25,10 @@ from lema.config import LemaConfig
 from lema.config.adapter import AdapterSettings
 from lema.config.problems import Problem, SettingsError, Several, problem_at, unknown_setting
 from lema.config.settings import Settings, part
-from lema.config.types import Beta, Count, NameList, NotNegative, PhaseScheduler, Positive, Tokens
+from lema.config.types import Beta, Count, NameList, NotNegative, Positive, Scheduler, Tokens
 from lema.data import Sampling
 from lema.data.sampling import SamplingError, check_rates, rates_of
-from lema.engine.schedules import Spans, spans_of
+from lema.engine.schedules import SCHEDULES, Spans, spans_as_trainer, spans_of
 from lema.errors import ConfigError
 from lema.train.phases.selection import may_overlap, selection_problems
 
@@ -37,6 +39,9 @@ __all__ = ["LENGTHS", "OVERRIDES", "Mixture", "Phase", "between_phases", "mixtur
 LENGTHS: Mapping[str, tuple[str, str]] = {
     name: (f"{name}_steps", f"{name}_ratio") for name in ("warmup", "decay", "tail")
 }
+
+# Settings of which one says how long a phase is.
+PHASE_LENGTHS = ("tokens", "epochs", "steps")
 
 # Settings of a run that a phase may override besides those it has itself: how its steps are taken,
 # and in what memory.
@@ -103,6 +108,13 @@ Mixture = Annotated[
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
+def _length(tokens: int | None, info: ValidationInfo) -> int | None:
+    others = [name for name in PHASE_LENGTHS if name != "tokens"]
+    if tokens is None and all(name in info.data and info.data[name] is None for name in others):
+        raise ValueError(f"is not given, nor is the length as {' or '.join(others)}; add one")
+    return tokens
+
+
 def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
@@ -155,15 +167,27 @@ class Phase(AdapterSettings):
     trains: Literal["full", "lora", "selection"]
     """`full`: every parameter. `lora`: adapters, with the model frozen. `selection`: the weights
     that `trainable` and `layers` select; it is the default if one of these is given."""
-    tokens: Tokens
-    """Tokens to train on, padding included. A rest of less than an optimizer step is left out."""
-    mixture: Mixture
-    """Data sets with their rates, which sum to 1."""
+    epochs: Positive | None = None
+    """Passes over the rows of `train_data`, with the steps and batches of a run without
+    phases: see `num_train_epochs`."""
+    steps: Count | None = None
+    """Instead: optimizer steps; without a `mixture` on the rows of `train_data`, as `max_steps` of
+    a run without phases."""
+    tokens: Annotated[Tokens | None, AfterValidator(_length)] = Field(None, validate_default=True)
+    """Instead: tokens to train on, padding included. A rest of less than an optimizer step is left
+    out."""
+    mixture: Mixture = Field(default_factory=list)
+    """Data sets with their rates, which sum to 1. Without it, a phase of `epochs` or `steps` trains
+    on the rows of `train_data`, one data set after the other."""
     learning_rate: Positive = 1e-4
     """Peak learning rate."""
-    lr_scheduler_type: PhaseScheduler = "linear"
-    """Schedule of the learning rate; `lema.engine.schedules` has the formulas. It counts the
-    steps of this phase.
+    lr_scheduler_type: Scheduler = "linear"
+    """Schedule of the learning rate, by `transformers`' name, or wsd, wsds, cosine_rewarm
+    (`lema.engine.schedules` has the formulas). It counts the steps of this phase.
+    """
+    lr_scheduler_kwargs: dict[str, Any] | None = None
+    """Further arguments of a `transformers` schedule, such as {min_lr_rate: 0.1} for
+    cosine_with_min_lr.
     """
     warmup_steps: NotNegative | None = None
     """Steps in which the learning rate rises; None: `warmup_ratio` decides."""
@@ -236,6 +260,10 @@ class Phase(AdapterSettings):
             return values
         if "trains" not in values and {"trainable", "layers"} & values.keys():
             values = {**values, "trains": "selection"}
+        share = values.get("warmup_steps")
+        # as in transformers, it is then a share of all steps
+        if isinstance(share, float) and 0 <= share < 1 and values.get("warmup_ratio") is None:
+            values = {**values, "warmup_steps": None, "warmup_ratio": share}
         if overridden := OVERRIDES & values.keys():
             remaining = {key: value for key, value in values.items() if key not in overridden}
             values = {
@@ -289,7 +317,7 @@ class Phase(AdapterSettings):
         for steps, ratio in LENGTHS.values():
             if getattr(self, steps) is not None and getattr(self, ratio) is not None:
                 yield Problem(ratio, f"{ratio} and {steps} both set this length", "keep one")
-        yield from mixture_problems(self.mixture, "mixture")
+        yield from self._about_rows()
         if wrong := self.overrides.keys() - OVERRIDES:
             yield Problem(
                 "overrides",
@@ -301,6 +329,49 @@ class Phase(AdapterSettings):
             LemaConfig("model", **{"gradient_checkpointing": True, **self.overrides})
         except SettingsError as error:
             yield from error.problems
+
+    def _about_rows(self) -> Iterator[Problem]:
+        """Yield what is wrong with the length of the phase and the rows that it trains on."""
+        lengths = [name for name in PHASE_LENGTHS if getattr(self, name) is not None]
+        if len(lengths) > 1:
+            what = f"{' and '.join(lengths)} each give the length of the phase"
+            yield Problem(lengths[1], what, "keep one")
+        if not self.is_of_rows:
+            yield from mixture_problems(self.mixture, "mixture")
+            if self.epochs is not None:
+                what = "a mixture has rates, and its data sets end at different times"
+                how = (
+                    "use tokens or steps, or leave mixture out to train on every row of train_data"
+                )
+                yield Problem("epochs", what, how)
+            if self.lr_scheduler_type not in SCHEDULES:
+                how = f"use one of {', '.join(SCHEDULES)}, or a phase of epochs without a mixture"
+                what = f"a phase with a mixture has no schedule {self.lr_scheduler_type}"
+                yield Problem("lr_scheduler_type", what, how)
+            if self.lr_scheduler_kwargs is not None:
+                what = "lr_scheduler_kwargs has no effect in a phase with a mixture"
+                yield Problem("lr_scheduler_kwargs", what, "leave it out")
+            return
+        if self.fade is not None:
+            what = "this phase has no mixture to fade into"
+            yield Problem("fade", what, "leave fade out, or give it tokens and a mixture")
+        if self.data == "restart":
+            what = "data: restart has no effect: a phase without a mixture begins its rows anew"
+            yield Problem("data", what, "leave it out")
+
+    @property
+    def data_sets(self) -> list[str]:
+        """The names of the data sets that it reads, sorted; rows of `train_data` have that name."""
+        if self.is_of_rows:
+            return ["train_data"]
+        return sorted({sampling.full_name for sampling in self.mixture})
+
+    @property
+    def is_of_rows(self) -> bool:
+        """Whether it trains on the rows of `train_data` as a run without phases does, in epochs or
+        steps; else samples come from a mixture.
+        """
+        return self.tokens is None and not self.mixture
 
     @property
     def adapters(self) -> AdapterSettings | None:
@@ -325,6 +396,10 @@ class Phase(AdapterSettings):
         """
         lengths = {part: getattr(self, self.length_key(part)) for part in LENGTHS}
         try:
+            if self.is_of_rows:
+                return spans_as_trainer(
+                    self.lr_scheduler_type, self.schedule_total(steps), **lengths
+                )
             return spans_of(self.lr_scheduler_type, self.schedule_total(steps), **lengths)
         except ConfigError as error:
             where = self.length_key(error.where) if error.where in LENGTHS else error.where
@@ -394,6 +469,10 @@ def _fading(before: Phase | None, phase: Phase, path: str) -> Iterator[Problem]:
         yield problem_at(
             path, "the first phase has no earlier mixture to fade from", "leave fade out"
         )
+        return
+    if before.is_of_rows:
+        what = "the phase before has no mixture to fade from"
+        yield problem_at(path, what, "leave fade out")
         return
     if rates_of(before.mixture) == rates_of(phase.mixture):
         yield problem_at(

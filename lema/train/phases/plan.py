@@ -11,16 +11,16 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from lema.config.problems import Problem, problem_at
+from lema.config.problems import Problem, SettingsError, problem_at
 from lema.config.settings import Settings, part
 from lema.config.types import AutoCount, Count
 from lema.data.interleave import Fade, Interleaving
 from lema.data.sampling import Start, rates_of
-from lema.engine.schedules import factor_of
+from lema.engine.schedules import SCHEDULES, factor_of
 from lema.errors import ConfigError, listed
 from lema.train.phases.phase import Phase, between_phases
 
@@ -116,10 +116,13 @@ class PhasePlan(Settings):
         yield from between_phases(self.phases)
         for index, phase in enumerate(self.phases):
             path = f"phases[{index}]"
-            key = f"{path}.tokens"
-            problems = list(token_problems(phase.tokens, self.batch_size, self.max_length, key))
-            if problems:
-                yield from problems
+            if phase.tokens is not None:
+                key = f"{path}.tokens"
+                problems = list(token_problems(phase.tokens, self.batch_size, self.max_length, key))
+                if problems:
+                    yield from problems
+                    continue
+            elif phase.steps is None:  # how many there are is known when the rows are read
                 continue
             steps = self.steps(index).steps
             try:
@@ -148,8 +151,42 @@ class PhasePlan(Settings):
                     yield problem_at(key, what, "make it longer")
 
     def steps(self, index: int) -> TokenSteps:
-        """Return the optimizer steps of a phase, counted from 0, and its tokens."""
-        return steps_of(self.phases[index].tokens, self.batch_size, self.max_length)
+        """Return the optimizer steps of a phase, counted from 0, and its tokens; of rows in epochs,
+        tokens as if each row were `max_length` long.
+        """
+        phase = self.phases[index]
+        if phase.tokens is not None:
+            return steps_of(phase.tokens, self.batch_size, self.max_length)
+        assert phase.steps is not None, "the rows of its epochs are not counted yet"
+        return TokenSteps(phase.steps, phase.steps * self.batch_size * self.max_length, 0)
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the steps of every phase are known; those of epochs follow from the rows."""
+        return all(phase.tokens is not None or phase.steps is not None for phase in self.phases)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether a phase trains on the rows of `train_data`, and not on a mixture."""
+        return any(phase.is_of_rows for phase in self.phases)
+
+    def with_steps(self, steps: Callable[[int], int]) -> Self:
+        """Return the plan with the steps of its epochs.
+
+        Args:
+            steps: returns the optimizer steps of the phase of an index, whose `epochs` are given.
+
+        Raises:
+            SettingsError: something does not fit into so many steps.
+        """
+        phases = [
+            phase.model_copy(update={"steps": steps(index)}) if phase.epochs is not None else phase
+            for index, phase in enumerate(self.phases)
+        ]
+        plan = self.model_copy(update={"phases": phases})
+        if problems := list(plan.disagreements()):
+            raise SettingsError(problems)
+        return plan
 
     @property
     def num_steps(self) -> int:
@@ -171,9 +208,15 @@ class PhasePlan(Settings):
         """
         phase = self.phases[index]
         steps = self.steps(index).steps
-        of_schedule = factor_of(
-            phase.lr_scheduler_type, phase.schedule_total(steps), phase.spans(steps)
-        )
+        name = phase.lr_scheduler_type
+        total = phase.schedule_total(steps)
+        if name in SCHEDULES:
+            of_schedule = factor_of(name, total, phase.spans(steps))
+        else:
+            from lema.engine.optim import trainer_factor  # which loads transformers
+
+            warmup = phase.spans(steps).warmup
+            of_schedule = trainer_factor(name, total, warmup, phase.lr_scheduler_kwargs)
         return lambda step: of_schedule(phase.schedule_start + step)
 
     def learning_rate(self, index: int, step: int) -> float:
@@ -207,7 +250,7 @@ class PhasePlan(Settings):
         stage_starts: list[dict[str, Start]] = []
         reached: dict[str, Start] = {}
         for index, phase in enumerate(self.phases):
-            counts = self.counts(index)
+            counts = self.counts(index)  # no row, of a phase without a mixture
             is_restart = phase.data == "restart"
             begins = {
                 name: Start(index, 0) if is_restart else reached.get(name, Start(index, 0))
@@ -221,7 +264,9 @@ class PhasePlan(Settings):
         return stage_starts
 
     def counts(self, index: int) -> dict[str, int]:
-        """Return how many rows of a phase each data set gives, by name."""
+        """Return how many rows of a phase's mixture each data set gives, by name."""
+        if self.phases[index].is_of_rows:
+            return {}
         rates = rates_of(self.phases[index].mixture)
         interleaving = Interleaving(rates, "turns", self.seed, index, fade=self.fade(index))
         return interleaving.counts(self.steps(index).steps * self.batch_size)
@@ -300,6 +345,7 @@ def _numbers(plan: PhasePlan, index: int, starts: Mapping[str, Start]) -> dict[s
     phase = plan.phases[index]
     steps = plan.steps(index).steps
     fade = plan.fade(index)
+    kwargs = phase.lr_scheduler_kwargs
     return {
         "trains": phase.trains,
         "trainable": None if phase.trainable is None else sorted(set(phase.trainable)),
@@ -317,6 +363,9 @@ def _numbers(plan: PhasePlan, index: int, starts: Mapping[str, Start]) -> dict[s
         "rounding": (phase.rounding or "nearest") if phase.merge else None,
         "fade": None if fade is None else {"samples": fade.samples, "shape": fade.shape},
         "data": {name: start._asdict() for name, start in starts.items()},
+        **(
+            {} if (kwargs := phase.lr_scheduler_kwargs) is None else {"lr_scheduler_kwargs": kwargs}
+        ),
     }
 
 
@@ -354,14 +403,15 @@ def _warnings(plan: PhasePlan, index: int) -> Iterator[Problem]:
         )
         what += f", and never reaches {phase.learning_rate:.2g}"
         key = f"{path}.{phase.length_key('warmup')}"
-        how = "shorten the warm-up, or give the phase more tokens"
+        length = "tokens" if phase.tokens is not None else "steps"
+        how = f"shorten the warm-up, or give the phase more {length}"
         yield Problem(key, what, how)
     elif not goes_on and stop_step < total:
         what = f"{called} ends at step {stop_step} of a schedule of {total}; {moves}"
         yield Problem(
             f"{path}.schedule_steps", what, "leave schedule_steps out to end with the phase"
         )
-    if size.leftover > _NOTABLE * phase.tokens:
+    if phase.tokens is not None and size.leftover > _NOTABLE * phase.tokens:
         what = (
             f"{called} leaves out {size.leftover} of {phase.tokens} tokens, which are less "
             "than a step"

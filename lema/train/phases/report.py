@@ -22,10 +22,11 @@ from lema.plan import Machine
 from lema.plan.cost import Traffic
 from lema.plan.planner import MachineState, StepNeeds, machine_state_of, planner_of
 from lema.train.phases.paths import PhasePaths
-from lema.train.phases.plan import PhasePlan
+from lema.train.phases.phase import Phase
+from lema.train.phases.plan import PhasePlan, TokenSteps
 from lema.train.phases.stage import chosen_by, settings_of_phase, tied_note
 
-__all__ = ["PhaseReport", "phase_report", "report_rows", "show_report"]
+__all__ = ["PhaseReport", "check_fits", "phase_report", "report_rows", "show_report"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,9 @@ class PhaseEntry:
     parameters: int  # of the model, adapters not counted
     first_step: int  # its first step in the run, counted from 1
     last_step: int
-    tokens: int  # it is trained on, padding included
+    # It is trained on, padding included; of rows in epochs the most, 0 where no length limits them.
+    tokens: int
+    epochs: float | None  # passes over the rows of `train_data`; None: it has a mixture, or steps
     leftover: int  # requested tokens that are less than a step
     tokens_per_source: dict[str, int]
     # learning rates: of its `first` step, the highest (`peak`), and of its `last` step
@@ -151,6 +154,31 @@ def phase_report(
     )
 
 
+def check_fits(
+    config: LemaConfig,
+    plan: PhasePlan,
+    *,
+    backend: Backend | None = None,
+    processes: int = 1,
+    trust_remote_code: bool = False,
+) -> None:
+    """Refuse a run of phases that does not fit the memory, before its data are read.
+
+    Args:
+        config: the settings of the run.
+        plan: the phases, whose steps need not be counted.
+        backend: the open device; None: it is opened here.
+        processes: share each batch.
+        trust_remote_code: run the model's own code.
+
+    Raises:
+        MemoryLimitError: a phase does not fit; the message names it.
+        ConfigError: something is wrong with a phase.
+    """
+    machine_state = machine_state_of(config, None, backend=backend, measured=False)
+    _needs(config, plan, machine_state, processes, trust_remote_code)
+
+
 def _needs(
     config: LemaConfig, plan: PhasePlan, machine_state: MachineState, processes: int, trusted: bool
 ) -> list[StepNeeds]:
@@ -159,7 +187,16 @@ def _needs(
     """
     needs_by_kind: dict[str, StepNeeds] = {}
     kinds = [
-        repr([phase.trains, phase.trainable, phase.layers, phase.adapters, phase.overrides])
+        repr(
+            [
+                phase.trains,
+                phase.trainable,
+                phase.layers,
+                phase.adapters,
+                phase.overrides,
+                phase.is_of_rows,
+            ]
+        )
         for phase in plan.phases
     ]
     for kind, phase in zip(kinds, plan.phases, strict=True):
@@ -209,7 +246,8 @@ def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) ->
         parameters=blueprint.parameters,
         first_step=boundary.first_step + 1,
         last_step=boundary.stop_step,
-        tokens=size.tokens,
+        tokens=_tokens(config, phase, size),
+        epochs=phase.epochs,
         leftover=size.leftover,
         tokens_per_source={
             name: count * plan.max_length for name, count in plan.counts(index).items()
@@ -222,6 +260,15 @@ def _entry(config: LemaConfig, plan: PhasePlan, index: int, needs: StepNeeds) ->
         at_once=needs.planner.shape.micro_batch.rows,
         hours=None if seconds is None else size.steps * seconds / 3600,
     )
+
+
+def _tokens(config: LemaConfig, phase: Phase, size: TokenSteps) -> int:
+    """Return the tokens that a phase trains on, or the most that they can be; 0: rows of any length
+    count.
+    """
+    if not phase.is_of_rows:
+        return size.tokens
+    return size.tokens * config.gradient_accumulation_steps if config.max_length else 0
 
 
 Row = tuple[str, str, str]
@@ -258,11 +305,13 @@ def _phase(phase: PhaseEntry, report: PhaseReport) -> Iterator[tuple[str, str]]:
     )
     yield "trains", f"{parts[phase.trains]}: {numbers}"
     yield "steps", f"{phase.first_step:,} to {phase.last_step:,}"
-    yield (
-        "tokens",
-        f"{phase.tokens:,}"
-        + (f"; {phase.leftover:,} more are less than a step" if phase.leftover else ""),
-    )
+    if phase.epochs is not None:
+        yield "epochs", f"{phase.epochs:g}"
+    if phase.tokens_per_source:
+        more = f"; {phase.leftover:,} more are less than a step" if phase.leftover else ""
+        yield "tokens", f"{phase.tokens:,}{more}"
+    elif phase.tokens:
+        yield "tokens", f"{phase.tokens:,} at most"
     yield from (
         (f"tokens of {name}", f"{tokens:,}") for name, tokens in phase.tokens_per_source.items()
     )

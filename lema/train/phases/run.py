@@ -46,12 +46,14 @@ from lema.train.model import LemaModel
 from lema.train.phases.file import PhaseFile, evaluate_end, read_sources, with_model
 from lema.train.phases.paths import PhasePaths, Start, begin_at, find_start, go_on
 from lema.train.phases.plan import PhasePlan
-from lema.train.phases.report import PhaseReport, phase_report, show_report
+from lema.train.phases.report import PhaseReport, check_fits, phase_report, show_report
+from lema.train.phases.rows import ROWS, count_steps, read_rows
 from lema.train.phases.stage import (
     PhaseData,
+    check_rows,
     copy_adapter,
-    mixture_of,
     phase_policy,
+    rows_of,
     settings_of_phase,
     tokens_counted,
     trainer_of,
@@ -60,7 +62,7 @@ from lema.train.stage import Progress, Stage
 from lema.train.stop import STOP_FILE, StopOnSignal
 from lema.train.trainer import LemaTrainer
 
-__all__ = ["Phases", "date_then", "run_phases", "train_phases"]
+__all__ = ["Phases", "date_then", "plan_of", "plan_with_steps", "run_phases", "train_phases"]
 
 Log = Callable[[dict[str, Any]], None]
 
@@ -96,15 +98,53 @@ def run_phases(
     run writes there; `AdapterError` of a damaged checkpoint; `DiskFull` where there is no space for
     two checkpoints, or, at the end of a phase or of the run, for the last.
     """
-    for index in range(len(plan.phases)):
-        # which refuses what does not fit, before the first phase begins
-        mixture_of(plan, index, sources)
+    check_rows(plan, sources)
+    if not plan.has_steps:
+        trusted = options.get("trust_remote_code", False)
+        files = options.get("opened") or ModelFiles(config, trust_remote_code=trusted)
+        plan = plan_with_steps(config, plan, sources[ROWS], files)
     with ExitStack() as stack:
         device = backend or stack.enter_context(closing(open_backend(config)))
         run = Phases(config, plan, sources, device, **options)
         inside = [run.paths.phase_directory(index) for index in range(len(plan.phases))]
         stack.enter_context(one_run(device.replicas, run.paths.directory, inside))
         return run.train(run.prepare(resume=resume, start=start), callbacks, on_step)
+
+
+def plan_of(file: PhaseFile, *, trust_remote_code: bool = False) -> PhasePlan:
+    """Return the plan of a file with the steps of its epochs, for which its rows are read.
+
+    Args:
+        file: the file.
+        trust_remote_code: run the model's own code.
+
+    Raises:
+        DataError: the rows are missing or malformed.
+    """
+    if file.plan.has_steps:
+        return file.plan
+    files = ModelFiles(file.config, trust_remote_code=trust_remote_code)
+    rows, _ = read_rows(file.config, files)
+    return plan_with_steps(file.config, file.plan, rows, files)
+
+
+def plan_with_steps(
+    config: LemaConfig, plan: PhasePlan, rows: Source, files: ModelFiles
+) -> PhasePlan:
+    """Return a plan with the steps of its epochs.
+
+    Args:
+        config: the settings of the run.
+        plan: the phases.
+        rows: those of `train_data`.
+        files: the model's directory.
+
+    Raises:
+        SettingsError: a phase has fewer steps than something in it needs.
+    """
+    return plan.with_steps(
+        lambda index: count_steps(rows, settings_of_phase(config, plan, plan.phases[index]), files)
+    )
 
 
 @dataclass(frozen=True)
@@ -208,8 +248,7 @@ class Phases:
         first = begin.index if begin else 0
         paths = self.paths
         # so that what does not fit is told before any phase begins
-        for index in range(first, len(self.plan.phases)):
-            mixture_of(self.plan, index, self.sources, self.held_out)
+        check_rows(self.plan, self.sources, self.held_out, first)
         if begin is not None and (below := begin.rebuilt) is not None:
             self._train(below, events, Start(below, paths.end_of(below), {}, here=True))
             gc.collect()
@@ -253,7 +292,6 @@ class Phases:
         config = as_begun(
             config, start.checkpoint if start is not None and start.index == index else None
         )
-        mixture = mixture_of(self.plan, index, self.sources, self.held_out)
         with ExitStack() as stack:
             files = None if under else self._files  # else the model that an earlier phase has left
             opened: dict[str, Any] = {"backend": self.backend, "files": files, "trace": self.trace}
@@ -261,11 +299,7 @@ class Phases:
             stack.callback(model.close, keep_backend=True)
             # Those of the phases before as well, which another process may have trained.
             phases = self.plan.phases[: index + 1]
-            used = dict.fromkeys(
-                name
-                for past in phases
-                for name in sorted({sampling.full_name for sampling in past.mixture})
-            )
+            used = dict.fromkeys(name for past in phases for name in past.data_sets)
             for name in used:
                 if name in self.sources:
                     model.files.note_stop_tokens(self.sources[name])
@@ -275,10 +309,12 @@ class Phases:
             if isinstance(trainer, FullTraining):
                 stack.callback(trainer.close)
             stack.callback(events.release)
-            rows = None if self.held_out is None else self.eval_rows or self.plan.batch_size
-            rows_of = {f"data set {name}" for name in used}
-            data = {name: list(about) for name, about in self._rows.items() if name in rows_of}
-            about = PhaseData(paths, index, trainer.config, trainer.model, mixture, rows, data)
+            rows = rows_of(trainer, self.plan, index, self.sources, self.held_out, self.eval_rows)
+            fingerprint_names = {f"data set {name}" for name in used}
+            data = {
+                name: list(about) for name, about in self._rows.items() if name in fingerprint_names
+            }
+            about = PhaseData(paths, index, trainer.config, trainer.model, rows, data)
             stage = self._begin(about, trainer, start)
             if not stage.has_taken_all or stage.progress.pending is not None:
                 self._take_past(stage, events)
@@ -312,7 +348,8 @@ class Phases:
         if start is not None and start.index == index and start.checkpoint is not None:
             checkpoint = start.checkpoint
             computed = trainer.model.split.dtype
-            changed = check_same_run(checkpoint, trainer.config, None, about.fingerprints, computed)
+            identity = {**about.fingerprints, **about.rows.about}
+            changed = check_same_run(checkpoint, trainer.config, None, identity, computed)
             if replicas.first:
                 report_changes(changed, self.say)
                 report_regrouped(checkpoint, trainer.config, trainer.model.split.model, self.say)
@@ -371,14 +408,15 @@ def train_phases(
     with closing(open_backend(config)) as backend:
         first = backend.replicas.first
         shown.quiet = shown.quiet or not first
-        if backend.replicas.size > 1:
-            report_line(
-                f"{backend.replicas.num_processes} processes, each with its share of every batch"
-            )
+        _report_processes(backend, report_line)
         shared: dict[str, Any] = {"trust_remote_code": trust_remote_code, "backend": backend}
         # Now, because what does not fit should be known before any data is read.
-        report = phase_report(config, plan, processes=backend.replicas.size, **shared)
-        _show_forecast(report, shown, verbose=verbose)
+        options = {"processes": backend.replicas.size, **shared}
+        if plan.has_steps:
+            report = phase_report(config, plan, **options)
+            _show_forecast(report, shown, verbose=verbose)
+        else:
+            check_fits(config, plan, **options)
         files = ModelFiles(config, trust_remote_code=trust_remote_code)
         then = date_then(PhasePaths(Path(config.output_dir), plan)) if resume else None
         config = first_alone(backend.replicas, partial(files.dated, config, then))
@@ -386,27 +424,60 @@ def train_phases(
         sources = read(file.train_data, "train")
         eval_sources = read(file.eval_data, "val") or None
         measured = read(file.evaluations, "val", also=file.evaluations)
+        if plan.has_rows:
+            eval_sources = _add_rows(sources, eval_sources, config, files, report_line)
+        if not plan.has_steps:
+            plan = plan_with_steps(config, plan, sources[ROWS], files)
+            report = phase_report(config, plan, **options)
+            _show_forecast(report, shown, verbose=verbose)
         with StopOnSignal(Path(config.output_dir) / STOP_FILE) as stop:
-            rows: dict[str, Any] = {
-                "held_out": eval_sources,
-                "eval_rows": file.eval_rows,
-                "opened": files,
-            }
+            rows: dict[str, Any] = {"held_out": eval_sources, "eval_rows": file.eval_rows}
+            rows["opened"] = files
             asked: dict[str, Any] = {"resume": resume, "start": start, "at_layer": stop.why}
             about = {"given": sorted(config.model_fields_set), "used": backend.memory().used}
-            heard = [*callbacks, NotePlan(config, report.to_dict(), **about)] if first else ()
-            reporting: dict[str, Any] = {
-                "on_step": partial(_report_event, report_line),
-                "callbacks": heard,
-                "say": report_line,
-            }
+            note = NotePlan(config, report.to_dict(), **about)
+            reporting = _reporting(report_line, [*callbacks, note] if first else ())
             end = run_phases(
                 config, plan, sources, **rows, **asked, **reporting, trace=trace, **shared
             )
         report_line(f"the last phase ended in {end}")
+        _report_model(PhasePaths(Path(config.output_dir), plan), report_line)
         evaluations = evaluate_end(config, plan, end, measured, trust_remote_code=trust_remote_code)
         _report_evaluations(evaluations, report_line)
     return end
+
+
+def _report_processes(backend: Backend, report: Callable[[str], None]) -> None:
+    """Say how many processes share each batch, if several do."""
+    if backend.replicas.size > 1:
+        report(f"{backend.replicas.num_processes} processes, each with its share of every batch")
+
+
+def _reporting(report: Callable[[str], None], callbacks: Sequence[Any]) -> dict[str, Any]:
+    """Return the options of `run_phases` by which it reports."""
+    on_step = partial(_report_event, report)
+    return {"on_step": on_step, "callbacks": callbacks, "say": report}
+
+
+def _add_rows(
+    sources: dict[str, Source],
+    eval_sources: dict[str, Source] | None,
+    config: LemaConfig,
+    files: ModelFiles,
+    report: Callable[[str], None],
+) -> dict[str, Source] | None:
+    """Read the rows of phases of epochs into the sources; return what is validated on."""
+    rows, eval_rows = read_rows(config, files)
+    sources[ROWS] = rows
+    report(f"training data: {getattr(rows, 'counts', len(rows))}")
+    return eval_sources if eval_rows is None else {**(eval_sources or {}), ROWS: eval_rows}
+
+
+def _report_model(paths: PhasePaths, report: Callable[[str], None]) -> None:
+    """Say where the weights are that the last phase has trained, if it has trained any."""
+    last = len(paths.plan.phases) - 1
+    if paths.plan.phases[last].trains != "lora":
+        report(f"{paths.model_of(last).name}: {paths.model_of(last)}")
 
 
 def _show_forecast(report: PhaseReport, console: Console, *, verbose: bool) -> None:

@@ -21,9 +21,9 @@ from lema.config.lemaconfig import CONFIG_NAME
 from lema.convert import merge_adapter
 from lema.data.mixture import Mixture, Source
 from lema.engine import StreamedModel
-from lema.engine.head.loss import split_batch
 from lema.engine.optim import follow
 from lema.errors import AdapterError, ConfigError, DiskError
+from lema.model.inputs import add_noise
 from lema.model.skeleton import find_layers, find_towers, is_in
 from lema.plan.machine import Memory
 from lema.plan.planner import fitted_planner
@@ -33,7 +33,6 @@ from lema.storage.diskspace import disk_errors
 from lema.storage.regular import open_regular
 from lema.storage.rendering import carry_rendering
 from lema.train.checkpoint.format import read_state
-from lema.train.evaluate import evaluate, passes_of_mixture
 from lema.train.events import Position
 from lema.train.full.checkpoint import save_delta, save_trained
 from lema.train.full.training import FullTraining
@@ -43,16 +42,20 @@ from lema.train.model import LemaModel
 from lema.train.phases.paths import PhasePaths
 from lema.train.phases.phase import Phase
 from lema.train.phases.plan import Boundary, PhasePlan
+from lema.train.phases.rows import ROWS, EpochRows, MixtureRows, PhaseRows
 from lema.train.phases.selection import layer_selection
+from lema.train.plain.stage import plain_data
 from lema.train.stage import Drawn, Pending, Progress, StagePolicy
 from lema.train.trainer import LemaTrainer
 
 __all__ = [
     "PhaseData",
+    "check_rows",
     "chosen_by",
     "copy_adapter",
     "mixture_of",
     "phase_policy",
+    "rows_of",
     "settings_of_phase",
     "tokens_counted",
     "trainer_of",
@@ -78,6 +81,8 @@ def trainer_of(
         replace(opened, blueprint=blueprint, device_memory=device_memory), trains=True
     )
     model.choose_settings(planner.chosen)
+    if (alpha := model.config.neftune_noise_alpha) is not None:
+        add_noise(model.skeleton, alpha)
     adapter = model.adapter  # which settles what settings leave open
     adapter.add_router_loss(model.config, model.directory, "weights that train themselves")
     return FullTraining(model.adapter, model.config, chosen, model.gbi)
@@ -183,6 +188,13 @@ def settings_of_phase(
         "learning_rate": phase.learning_rate,
         **phase.overrides,
     }
+    if phase.is_of_rows:
+        rows["max_length"] = config.max_length
+        phase_settings |= {
+            "gradient_accumulation_steps": config.gradient_accumulation_steps,
+            "num_train_epochs": phase.epochs or 1.0,
+            "max_steps": phase.steps if phase.epochs is None else None,
+        }
     settings = {**config.to_dict(), **rows, **phase_settings, **of_kind(phase), **more}
     if phase.adapters is None and settings["compute_dtype"] == "auto":
         settings["compute_dtype"] = "weights"  # because they are written to as they are stored
@@ -207,12 +219,68 @@ def mixture_of(
     sources: Mapping[str, Source],
     eval_sources: Mapping[str, Source] | None = None,
 ) -> Mixture:
-    """Return the rows of a phase, `eval_sources` those to validate on; `ConfigError` where the
+    """Return the mixture of a phase, `eval_sources` those to validate on; `ConfigError` where the
     data sets do not fit it.
     """
     options: dict[str, Any] = {"stage": index, "eval_sources": eval_sources}
     options |= {"fade": plan.fade(index), "starts": plan.starts()[index]}
     return Mixture(plan.phases[index].mixture, sources, plan.seed, plan.max_length, **options)
+
+
+def rows_of(
+    steps: LemaTrainer | FullTraining,
+    plan: PhasePlan,
+    index: int,
+    sources: Mapping[str, Source],
+    eval_sources: Mapping[str, Source] | None,
+    eval_rows: int | None = None,
+) -> PhaseRows:
+    """Return the rows of a phase.
+
+    Args:
+        steps: what trains in it.
+        plan: the phases of the run.
+        index: of the phase, from 0.
+        sources: the rows of every data set, by name; those of `train_data` in epochs are called
+            `ROWS`.
+        eval_sources: rows to validate on, in the same way; None: there is no validation.
+        eval_rows: how many of these a mixture takes; None: as many as a step has.
+
+    Raises:
+        ConfigError: the data sets do not fit the phase.
+    """
+    if plan.phases[index].is_of_rows:
+        rows_to_validate = None if eval_sources is None else eval_sources.get(ROWS)
+        return EpochRows(plain_data(steps, sources[ROWS], rows_to_validate))
+    validated = eval_sources if eval_sources is None or eval_sources.keys() - {ROWS} else None
+    return MixtureRows(
+        mixture_of(plan, index, sources, validated),
+        plan,
+        plan.boundaries()[index].first_token,
+        steps.config,
+        steps.model,
+        None if validated is None else eval_rows or plan.batch_size,
+    )
+
+
+def check_rows(
+    plan: PhasePlan,
+    sources: Mapping[str, Source],
+    eval_sources: Mapping[str, Source] | None = None,
+    first: int = 0,
+) -> None:
+    """Refuse data sets that do not fit a phase, from the `first` on, with `ConfigError`, before
+    any begins.
+    """
+    validated = eval_sources if eval_sources is None or eval_sources.keys() - {ROWS} else None
+    for index, phase in enumerate(plan.phases):
+        if index < first:
+            continue
+        if not phase.is_of_rows:
+            mixture_of(plan, index, sources, validated)
+        elif ROWS not in sources:
+            what = f"phase {phase.name} trains on the rows of {ROWS}, and there are none"
+            raise ConfigError(what, where=f"phases[{index}]", how="give it a mixture, or rows")
 
 
 def phase_policy(phase: Phase) -> StagePolicy:
@@ -236,8 +304,7 @@ class PhaseData:
     index: int  # of the phase, from 0
     config: LemaConfig  # settings of the phase
     model: StreamedModel
-    mixture: Mixture
-    eval_rows: int | None = None  # how many rows to validate on; None: there is no validation
+    rows: PhaseRows
     fingerprints: Mapping[str, Any] = field(default_factory=dict)  # of the data sets, by name
 
     @property
@@ -263,7 +330,7 @@ class PhaseData:
     @property
     def evaluates(self) -> bool:
         """Whether there are rows to validate on."""
-        return self.eval_rows is not None
+        return self.rows.evaluates
 
     @cached_property
     def _boundary(self) -> Boundary:
@@ -276,36 +343,24 @@ class PhaseData:
     def position(self, done: int) -> Position:
         """Return where the run is after so many steps of the phase."""
         step = self._boundary.first_step + done
-        per_step = self.plan.batch_size * self.plan.max_length
-        tokens = self._boundary.first_token + done * per_step
         name = self._boundary.name
         where = self.paths.checkpoint(self.index, done)
-        row = {
+        row: dict[str, Any] = {
             "phase": name,
             "stage": self.index,
             "step": step,
             "step_in_phase": done,
-            "tokens": tokens,
+            **self.rows.row(done),
         }
-        return Position(step, None, row, f"step {done} of phase {name}", where)
+        return Position(step, row.get("epoch"), row, f"step {done} of phase {name}", where)
 
     def draw(self, step: int) -> Drawn:
         """Return this process's rows of a step of the phase, counted from 0."""
-        count = self.plan.batch_size
-        size = self.config.micro_batch_size
-        replicas = self.replicas
-        drawn = self.mixture.rows(step * count, count, replicas.rank, replicas.size, size)
-        batch = self.mixture.collated(drawn, replicas.size)
-        where = f", rows {', '.join(f'{sample.row} of {sample.source}' for sample in drawn)}"
-        return Drawn([] if batch is None else split_batch(batch, size), where, {})
+        return self.rows.draw(step)
 
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss of the rows to validate on."""
-        assert self.eval_rows is not None, "there is no validation"
-        size = self.config.micro_batch_size
-        arguments = (self.mixture, self.eval_rows, self.replicas)
-        passes = passes_of_mixture(*arguments, at_once=self.plan.batch_size, micro_batch_size=size)
-        return evaluate(self.model, passes)
+        return self.rows.evaluate()
 
     def saved_state(self, progress: Progress, pending: Pending | None) -> dict[str, Any]:
         """Return what a checkpoint keeps: the plan so far, the position in it, and what is
@@ -314,7 +369,7 @@ class PhaseData:
         base = Path(self.config.model_name_or_path)
         return {
             "plan": self.plan.numbers(self.index + 1),
-            "data": dict(self.fingerprints),
+            "data": {**self.fingerprints, **self.rows.about},
             "phase": self.phase.name,
             "kind": self.phase.trains,
             "step": progress.done,

@@ -400,7 +400,7 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     }
     assert "did you mean lora_alpha?" in found["phases[1].lora_alfa"]
     assert list(problems(lambda: plan())) == ["phases"]
-    assert list(problems(lambda: Phase(trains="full"))) == ["tokens", "mixture"]
+    assert list(problems(lambda: Phase(trains="full"))) == ["tokens"]
 
 
 # What a change of one setting does to the fingerprint.

@@ -242,6 +242,11 @@ class PhaseSteps:
         self._index = index
         self.settings = settings_of_phase(file.config, file.plan, file.plan.phases[index])
 
+    @property
+    def is_of_rows(self) -> bool:
+        """Whether its steps are those of a run without phases."""
+        return self._file.plan.phases[self._index].is_of_rows
+
     def draw(self, model: LemaModel, count: int) -> list[Any]:
         """Return the micro-batches of the first steps of the phase."""
         plan = self._file.plan
@@ -270,7 +275,7 @@ def profile_steps(
     model.settle_tokens()
     trainer = model.get_trainer()
     watched = Watched(spans, model.backend, _ranks(model))
-    if phase is None:
+    if phase is None or phase.is_of_rows:
         data = plain_data(trainer, load_data(model)[0])
         drawn = [data.draw(number % data.num_steps).micro_batches for number in range(steps + 1)]
     else:
