@@ -138,8 +138,12 @@ class LemaConfig(ResultSettings, BatchSettings, AdapterSettings, _First):
     """The folder that keeps the tokens of large data for later starts. true: a folder in the user's
     cache directory (XDG_CACHE_HOME); false: no folder, and every start tokenises the data in
     memory."""
-    shuffle: Refused[bool] = True
-    """Draw the rows of each epoch in a random order that the seed determines."""
+    shuffle: Refused[bool | Literal["transformers"]] = True
+    """Draw the rows of each epoch in a random order that the seed determines. "transformers": in
+    the order in which its Trainer draws them. A batch then keeps that order within its
+    micro-batches, and the last step of an epoch takes no batches of the next one."""
+    data_seed: Refused[Annotated[int, Field(ge=0, lt=2**32)] | None] = None
+    """Seed of the order of rows; None: `seed`."""
     num_train_epochs: Reported[Annotated[float, Field(gt=0)]] = 1.0
     """Passes over the data; `max_steps` overrides it."""
     max_steps: Reported[types.Count | None] = None
