@@ -74,10 +74,10 @@ def disagreements_of_batches(
     if config.group_by_length and not shuffle:
         what = "shuffle: false keeps the rows in the order of the data"
         yield Problem("group_by_length", what, "leave one of them out")
-    if shuffle == "transformers":
+    if isinstance(shuffle, str):
         for name in ("group_by_length", "tokens_per_step", "micro_batch_tokens"):
             if getattr(config, name):
-                what = "shuffle: transformers takes as many rows for each batch, in its own order"
+                what = f"shuffle: {shuffle} takes as many rows for each batch, in its own order"
                 yield Problem(name, what, "leave one of them out")
     if config.group_by_length and packing:
         yield Problem("group_by_length", "packs have about the same length already", "leave it out")

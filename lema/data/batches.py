@@ -296,6 +296,7 @@ class Batches:
         seed: decides the order of the rows, with the number of the epoch.
         shuffle: false: the order of the data. "transformers": the order in which its Trainer draws
             rows (`lema.data.order`), and each batch stays in that order, whatever its lengths.
+            "sequential": the same in the order of the data.
         micro_batch_size: rows computed at once; None: a process's whole share of a batch.
         separate_batches: put together rows of one batch only, so that its micro-batches are the
             same in whatever step it is.
@@ -338,7 +339,7 @@ class Batches:
         self.micro_batch_size = micro_batch_size
         self._example_rows = getattr(dataset, "rows_each", 1)
         # what is trained on of examples is a mean over their batch
-        self._by_length = shuffle != "transformers"
+        self._by_length = isinstance(shuffle, bool)
         self._separate_batches = (
             separate_batches or hasattr(dataset, "batch_of") or not self._by_length
         )

@@ -14,8 +14,8 @@ from lema.data.dataset import shuffled
 
 __all__ = ["DataOrder", "RowOrder", "SeededOrder", "Shuffle", "TrainerOrder", "row_order"]
 
-Shuffle: TypeAlias = bool | Literal["transformers"]
-"""What the setting `shuffle` says."""
+Shuffle: TypeAlias = bool | Literal["transformers", "sequential"]
+"""What the setting `shuffle` says; a name: batches and steps are Trainer's, too."""
 
 
 class RowOrder(Protocol):
@@ -75,4 +75,4 @@ def row_order(count: int, seed: int, shuffle: Shuffle) -> RowOrder:
     """Return the order of so many rows that the setting `shuffle` asks for."""
     if shuffle == "transformers":
         return TrainerOrder(count, seed)
-    return SeededOrder(count, seed) if shuffle else DataOrder(count)
+    return SeededOrder(count, seed) if shuffle is True else DataOrder(count)

@@ -17,7 +17,7 @@ from lema.data.preference import PreferenceDataset
 from lema.data.read import Data, mixed
 from lema.engine import StreamedModel
 from lema.engine.head.loss import IGNORED
-from lema.engine.packing import Packs, check_packing
+from lema.engine.packing import check_packing, packs_of
 from lema.errors import DataError
 from lema.model.files import ModelFiles, read_data
 
@@ -228,7 +228,7 @@ def packed(
     if not checked:
         check_packing(model, sample_rows, config.micro_batch_size or config.batch_size)
     length = longest_row(config.max_length, num_positions(model.split.model.config))
-    packs = Packs(rows, length, config.seed, wrapped=config.packing == "wrapped")
+    packs = packs_of(rows, length, config)
     for line in packs.notes:
         report(line)
     return packs

@@ -20,7 +20,7 @@ __all__ = ["StepSampler", "batches_of"]
 class StepSampler:
     """The optimizer steps of a run over rows with `input_ids` and `labels`, of which each process
     gets its share. Where in the data a step ends follows from its number alone. The last step may
-    take fewer batches than the others; with `shuffle: transformers` that of each epoch may."""
+    take fewer batches than the others; with batches as Trainer has them that of each epoch may."""
 
     def __init__(
         self, dataset: Rows, config: LemaConfig, replicas: Replicas, padding: Padding | None = None
@@ -42,7 +42,7 @@ class StepSampler:
             separate_batches=not config.shuffle or config.batch_size == 1,
             per_step=self._per_step * config.group_by_length,
         )
-        self._steps_end_with_epochs = config.shuffle == "transformers"
+        self._steps_end_with_epochs = not isinstance(config.shuffle, bool)
         steps = config.max_steps
         epochs = config.num_train_epochs
         if steps is None and self._steps_end_with_epochs:

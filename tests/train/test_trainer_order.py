@@ -57,7 +57,7 @@ def sampler_of(count: int, **options: Any) -> StepSampler:
     rows = [
         {"input_ids": [1] * (1 + row % 7), "labels": [row] * (1 + row % 7)} for row in range(count)
     ]
-    config = LemaConfig("model", shuffle="transformers", micro_batch_size=None, **options)
+    config = LemaConfig("model", **{"shuffle": "transformers", **options})
     return StepSampler(rows, config, Alone())
 
 
@@ -118,6 +118,14 @@ def test_micro_batches_are_those_of_a_trainer(
     ]
 
 
+def test_sequential_batches_are_those_of_a_trainer(tmp_path: Path) -> None:
+    options = {"num_train_epochs": 2.0, "gradient_accumulation_steps": 3}
+    strategy = {"train_sampling_strategy": "sequential", "save_strategy": "no"}
+    theirs = trained(tmp_path, 22, per_device_train_batch_size=4, **strategy, **options)
+    ours = sampler_of(22, shuffle="sequential", batch_size=4, **options)
+    assert batches_of_steps(ours) == theirs.batches
+
+
 @pytest.mark.parametrize("step", [2, 3, 5])
 def test_a_trainer_that_is_resumed_draws_what_the_sampler_has_from_that_step_on(
     tmp_path: Path, step: int
@@ -155,7 +163,7 @@ def test_a_run_that_is_resumed_in_an_epoch_equals_one_that_was_not_stopped(tmp_p
 def test_orders_are_by_the_setting() -> None:
     assert row_order(9, 1, "transformers") == TrainerOrder(9, 1)
     assert row_order(9, 1, True) == SeededOrder(9, 1)
-    assert row_order(9, 1, False) == DataOrder(9)
+    assert row_order(9, 1, False) == row_order(9, 1, "sequential") == DataOrder(9)
     assert sorted(TrainerOrder(9, 1)(3)) == list(range(9))
     assert list(TrainerOrder(9, 1)(3)) != list(TrainerOrder(9, 1)(2))
 

@@ -36,6 +36,7 @@ ENDED = (
     "the chat template's {% generation %} marks leave out the token that ends an answer; LEMA "
     "trains it"
 )
+ALL_WORDS = ("all", "all_but_prompts")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -100,8 +101,9 @@ class Chats:
             spans[-1], ending = _ended(rendered, spans[-1], remarks)
         if rendered.ended:
             remarks.append(ENDED)
-        if self.train_on == "all":
-            spans = [(0, len(rendered.text) + len(ending))]
+        if self.train_on in ALL_WORDS:
+            start = self._prompt_end(chat, rendered, row)
+            spans = [(start, len(rendered.text) + len(ending))]
         for what in remarks:
             self.remarks.add(row, what)
         words = shape[1] if shape is not None and rendered.messages is chat.messages else None
@@ -112,18 +114,28 @@ class Chats:
             keep(frames, key, frame)
         return rendered.text + ending, spans
 
+    def _prompt_end(self, chat: Chat, rendered: Rendered, row: Row) -> int:
+        """Return where in a rendered chat its training begins that has all words but the prompt's:
+        where it parts from what the template writes for the prompt alone, ready for an answer.
+        """
+        length = chat.prompt_length
+        if self.train_on == "all" or length is None:
+            return 0
+        prompt = rendered.template.render(rendered.messages[:length], row, prompt=True)
+        return num_alike(prompt, rendered.text)
+
     def _trained(self, chat: Chat, row: Row) -> list[int]:
         """The messages to train on."""
         for number, flag in enumerate(chat.flags):
             assistant = chat.messages[number]["role"] == "assistant"
-            if flag is False and self.train_on == "all":
+            if flag is False and self.train_on in ALL_WORDS:
                 what = "the settings train on all words, but this message must not be trained on"
                 raise row.broken(
                     what,
                     at=f"message {number + 1}",
                     how="set train_on: assistant, or remove the flag",
                 )
-            if flag and not assistant and self.train_on != "all":
+            if flag and not assistant and self.train_on not in ALL_WORDS:
                 what = "the message asks to be trained on, but it is not the assistant's"
                 raise row.broken(
                     what, at=f"message {number + 1}", how="remove the flag, or set train_on: all"
