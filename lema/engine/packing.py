@@ -274,7 +274,9 @@ def _fitted(lengths: npt.NDArray[np.int64], capacity: int, *, oldest: bool = Fal
         if remaining := space - length:
             free.setdefault(remaining, []).append(pack)
             sizes |= 1 << remaining
-    row_indices = np.argsort(packs, kind="stable").astype(np.int64)
+    # In order, the longest row of a pack is its first; else rows of a pack have the data's order.
+    first = order if oldest else np.arange(len(lengths), dtype=np.int64)
+    row_indices = first[np.argsort(packs[first], kind="stable")].astype(np.int64)
     return (
         row_indices,
         np.zeros(len(row_indices), dtype=np.int64),

@@ -42,10 +42,11 @@ class StepSampler:
             separate_batches=not config.shuffle or config.batch_size == 1,
             per_step=self._per_step * config.group_by_length,
         )
-        self._steps_end_with_epochs = not isinstance(config.shuffle, bool)
+        self.is_trainers = not isinstance(config.shuffle, bool)
+        """Whether batches and steps are those of `transformers.Trainer`."""
         steps = config.max_steps
         epochs = config.num_train_epochs
-        if steps is None and self._steps_end_with_epochs:
+        if steps is None and self.is_trainers:
             steps = ceil(epochs * self._steps_per_epoch)
         self.num_batches = (
             self._batches_before(steps) if steps else self._batches.num_batches(epochs)
@@ -59,7 +60,7 @@ class StepSampler:
 
     def _batches_before(self, step: int) -> int:
         """Return how many batches steps have that come before a step."""
-        if not self._steps_end_with_epochs:
+        if not self.is_trainers:
             return step * self._per_step
         epoch, step_of_epoch = divmod(step, self._steps_per_epoch)
         of_epoch = min(step_of_epoch * self._per_step, self._batches.before(1))
