@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,15 @@ from lema.train.metrics import read_metrics
 from lema_tools.importing.command import translated
 from lema_tools.importing.translation import Translation
 
-__all__ = ["Steps", "imported", "run_by_lema", "run_by_trl", "write_file", "write_rows"]
+__all__ = [
+    "Steps",
+    "imported",
+    "run_by_lema",
+    "run_by_trl",
+    "steps_of",
+    "write_file",
+    "write_rows",
+]
 
 TRAINERS = {"sft": "SFTTrainer", "dpo": "DPOTrainer", "kto": "KTOTrainer"}
 
@@ -60,6 +67,11 @@ def imported(file: Path, kind: str) -> tuple[LemaConfig, Translation]:
 def run_by_lema(config: LemaConfig) -> Steps:
     """Run the settings as `lema train` does."""
     train(config)
+    return steps_of(config)
+
+
+def steps_of(config: LemaConfig) -> Steps:
+    """Return what a run of LEMA has logged."""
     rows = [row for row in read_metrics(Path(config.output_dir) / "metrics.jsonl") if "loss" in row]
     return Steps([row["loss"] for row in rows], [row["grad_norm"] for row in rows])
 
@@ -101,9 +113,7 @@ class Recorder(TrainerCallback):
 
 
 @contextmanager
-def recorded(
-    name: str, recorder: Recorder, loss: Callable[..., Any] | None
-) -> Iterator[None]:
+def recorded(name: str, recorder: Recorder, loss: Callable[..., Any] | None) -> Iterator[None]:
     """Let TRL's script make trainers that are recorded."""
     original = getattr(trl, name)
 
@@ -124,4 +134,3 @@ def recorded(
         yield
     finally:
         setattr(trl, name, original)
-        sys.modules.pop("trl.scripts._none", None)

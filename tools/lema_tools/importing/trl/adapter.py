@@ -25,6 +25,11 @@ def adapter(ledger: Ledger) -> None:
     ledger.translation.same["use_peft"] = "LEMA trains an adapter unless it is told otherwise"
     for key, setting in SAME.items():
         ledger.carry(key, setting)
+    if ledger["lora_dropout"] and ledger["gradient_accumulation_steps"] > 1:
+        ledger.translation.same["lora_dropout"] += (
+            " (drawn for all batches of a step in one layer after the other, so its random numbers "
+            "are those of another seed)"
+        )
     _targets(ledger)
     if ledger.kind != "sft" and ledger["disable_dropout"]:
         ledger.put(lora_dropout=0.0)

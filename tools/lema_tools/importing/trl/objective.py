@@ -7,6 +7,14 @@ from lema_tools.importing.trl.ledger import Ledger
 
 __all__ = ["objective"]
 
+ROUNDING_OF_TOKENS = (
+    "losses equal TRL's but for rounding, about 1e-7 of them in float32, because TRL adds up the "
+    "vocabulary in tiles"
+)
+ROUNDING_OF_PAIRS = (
+    "losses equal TRL's but for rounding, about 1e-6 of them in float32, because TRL adds up the "
+    "vocabulary in tiles, and computes all chosen answers before the rejected ones"
+)
 SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
 
 
@@ -17,9 +25,15 @@ def objective(ledger: Ledger) -> None:
     _routers(ledger)
 
 
+def _rounded(ledger: Ledger, loss: str, why: str) -> None:
+    """Carry the loss, with a note on how its last digits differ."""
+    ledger.put(loss_type=loss)
+    ledger.differs("loss_type", f"loss_type: {loss}; {why}", changes_numbers=False)
+
+
 def _sft(ledger: Ledger) -> None:
-    loss = ledger["loss_type"]
-    ledger.carry("loss_type", "loss_type", "nll" if loss == "chunked_nll" else loss)
+    loss = "nll" if ledger["loss_type"] == "chunked_nll" else ledger["loss_type"]
+    _rounded(ledger, loss, ROUNDING_OF_TOKENS)
     smoothing = ledger["label_smoothing_factor"]
     ledger.carry("label_smoothing_factor", "label_smoothing_factor", float(smoothing or 0))
 
@@ -27,10 +41,11 @@ def _sft(ledger: Ledger) -> None:
 def _dpo(ledger: Ledger) -> None:
     losses = ledger["loss_type"]
     losses = [losses] if isinstance(losses, str) else list(losses)
-    ledger.carry("loss_type", "loss_type", losses[0])
     if len(losses) > 1:
-        del ledger.translation.same["loss_type"]
+        ledger.put(loss_type=losses[0])
         ledger.lost("loss_type", f"LEMA has one loss, here {losses[0]}, and no sum of several")
+    else:
+        _rounded(ledger, losses[0], ROUNDING_OF_PAIRS)
     if ledger["loss_weights"] not in (None, [1], [1.0]):
         ledger.lost("loss_weights", "LEMA's loss has no weight; a learning rate may stand for it")
     ledger.carry("beta", "beta", float(ledger["beta"]))
@@ -67,7 +82,7 @@ def _options_of_dpo(ledger: Ledger, losses: list[str]) -> None:
 
 
 def _kto(ledger: Ledger) -> None:
-    ledger.carry("loss_type", "loss_type")
+    _rounded(ledger, ledger["loss_type"], ROUNDING_OF_PAIRS)
     for key in ("beta", "desirable_weight", "undesirable_weight"):
         ledger.carry(key, key, float(ledger[key]))
     _of_reference(ledger)
