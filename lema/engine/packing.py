@@ -76,7 +76,7 @@ def check_packing(model: StreamedModel, rows: Sequence[Sequence[int]], at_once: 
             differs = _relative_distances(pack_logits[end - len(row) : end], next(alone))
             (differences if number else noise).extend(differs[:FIRST])
     typical = sorted(differences)[len(differences) // 2]
-    if not typical <= max(FLOOR[torch.finfo(model.split.dtype).bits < 32], NOISE * max(noise)):
+    if not typical <= max(FLOOR[torch.finfo(model.split.cast).bits < 32], NOISE * max(noise)):
         what = (
             "rows of a pack influence each other in this model: their logits differ by "
             f"{typical:.1%} from those "

@@ -103,7 +103,6 @@ class Split:
         self.parallel = parallel or backend.parallel
         self.layers_name, self.layers = find_layers(model)
         self._backend = backend
-        self.lazy = not has_addresses(backend.device)
         self.dtype = main_dtype(model)
         self.cast = cast or self.dtype
         self._scores = scores_texts(model)
@@ -314,6 +313,11 @@ class Split:
                 hidden = hidden.detach().requires_grad_()
             output = call.run(hidden, layer)
         return parallel.leave_layers(output) if index == self.num_layers - 1 else output
+
+    @property
+    def lazy(self) -> bool:
+        """Whether the device compiles what is run on it, and its tensors have no addresses."""
+        return not has_addresses(self._backend.device)
 
     def enter(self, hidden: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return what this process gives its first layer of each micro-batch's hidden state;

@@ -470,7 +470,7 @@ def test_the_run_of_the_page_is_the_same_in_python(tmp_path: Path) -> None:
     """The `trl yaml` of the page, imported, and its `settings example`."""
     file = tmp_path / "sft.yaml"
     file.write_text(block("trl yaml", "yaml"))
-    _, translation = translated([str(file)], tool="trl")
+    _, translation = translated([str(file)], tool="trl", objective="sft")
     assert translation.changes == []
     known = LemaConfig.defaults()
     settings = {name: value for name, value in translation.settings.items() if name in known}
@@ -497,7 +497,7 @@ def test_the_run_of_the_page_trains(
     text = text.replace("data/chats.jsonl", "lema-demo/data/chat.jsonl")
     assert text.count("lema-demo") == 2
     Path("sft.yaml").write_text(text, encoding="utf-8")
-    _, translation = translated(["sft.yaml"], tool="trl")
+    _, translation = translated(["sft.yaml"], tool="trl", objective="sft")
     settings = {
         name: value for name, value in translation.settings.items() if name in LemaConfig.defaults()
     }
