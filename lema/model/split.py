@@ -105,7 +105,7 @@ class Split:
         self._backend = backend
         self.dtype = main_dtype(model)
         self.cast = cast or self.dtype
-        self._scores = scores_texts(model)
+        self.lazy = not has_addresses(backend.device)
         self.learned = learned
         self.tables = tables
         if fast and (self.lazy or self.parallel.size > 1):
@@ -168,7 +168,7 @@ class Split:
         """Run the whole model; of one that scores texts its base, because a score is none of each
         token, and its head is run by the caller of the model."""
         with self.autocast():
-            if self._scores:
+            if scores_texts(self.model):
                 last: Tensor = self.model.base_model(**batch, use_cache=False)[0]
                 return last[..., :1]
             logits: Tensor = self.model(**batch, use_cache=False).logits
@@ -313,11 +313,6 @@ class Split:
                 hidden = hidden.detach().requires_grad_()
             output = call.run(hidden, layer)
         return parallel.leave_layers(output) if index == self.num_layers - 1 else output
-
-    @property
-    def lazy(self) -> bool:
-        """Whether the device compiles what is run on it, and its tensors have no addresses."""
-        return not has_addresses(self._backend.device)
 
     def enter(self, hidden: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return what this process gives its first layer of each micro-batch's hidden state;
