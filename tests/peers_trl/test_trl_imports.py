@@ -99,6 +99,21 @@ DATA: dict[str, list[dict[str, Any]]] = {
         }
         for at in range(11)
     ],
+    "whole pairs": [
+        {
+            "chosen": text(at, 4 + at % 3) + " " + text(at + 1, 5 + at % 2),
+            "rejected": text(at, 4 + at % 3) + " " + text(at + 5, 4 + at % 4),
+        }
+        for at in range(11)
+    ],
+    "chat pairs": [
+        {
+            "prompt": [{"role": "user", "content": text(at, 3)}],
+            "chosen": [{"role": "assistant", "content": text(at + 1, 3 + at % 3)}],
+            "rejected": [{"role": "assistant", "content": text(at + 4, 4)}],
+        }
+        for at in range(11)
+    ],
     "labels": [
         {
             "prompt": text(at, 4 + at % 3),
@@ -152,7 +167,17 @@ SFT: dict[str, Case] = {
     ),
     "turns": Case("turns"),
     "truncated": Case("texts", {"max_length": 12}),
+    "prompts that fill a row": Case("answers", {"max_length": 11, "num_train_epochs": 4}),
     "packed": Case("texts", {"packing": True, "max_length": 40, "per_device_train_batch_size": 1}),
+    "packs of cut rows": Case(
+        "texts",
+        {
+            "packing": True,
+            "max_length": 16,
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": 3,
+        },
+    ),
     # TRL lays the packs of a batch in one row, LEMA side by side.
     "packs side by side": Case("texts", {"packing": True, "max_length": 40}, bitwise=False),
     "dropout": Case("texts", {"lora_dropout": 0.3, **ONE_BATCH}),
@@ -191,7 +216,11 @@ PREFERENCES: dict[str, tuple[str, Case]] = {
         }.items()
     },
     "dpo by default": ("dpo", Case("pairs", {"max_length": 30, **ONE_BATCH})),
+    "prompts that fill a pair": ("dpo", Case("pairs", {"max_length": 16})),
+    "prompts that pairs share": ("dpo", Case("whole pairs")),
+    "pairs of chats": ("dpo", Case("chat pairs")),
     "kto": ("kto", Case("labels")),
+    "kto of pairs": ("kto", Case("pairs")),
     "kto in batches of three": (
         "kto",
         Case("labels", {"per_device_train_batch_size": 3, "desirable_weight": 0.7}),
