@@ -271,6 +271,12 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ),
     ("sft", {"data_seed": 3, "seed": 1}, {"data_seed": 3, "seed": 1}, set()),
     ("sft", {"num_processes": 4}, {"batch_size": 32, "micro_batch_size": 8}, set()),
+    ("sft", {"accelerate_config": "zero3"}, {"batch_size": 64, "micro_batch_size": 8}, set()),
+    ("dpo", {"config_file": "x/multi_gpu.yaml"}, {"batch_size": 64}, {"config_file"}),
+    ("sft", {"config_file": "absent.yaml"}, {"batch_size": 8}, {"config_file"}),
+    ("dpo", {"use_peft": False}, {}, {"use_peft"}),
+    ("sft", {"datasets": [{"path": "a/b", "columns": ["messages"]}]}, {}, set()),
+    ("sft", {"datasets": [{"path": "a/b", "columns": ["text"]}]}, {}, {"datasets"}),
     (
         "sft",
         {"accelerator_config": {"use_seedable_sampler": False}},
@@ -364,6 +370,13 @@ def test_a_model_that_is_here_tells_lengths_and_coefficients(tmp_path: Path) -> 
     assert (settings["dtype"], settings["autocast"]) == (None, None)
 
 
+def test_folders_of_data_sets_are_their_files() -> None:
+    sets = [{"path": "json", "data_dir": "chats"}, {"path": "org/data", "data_dir": "more"}]
+    run = ForeignRun({**LEAST, "use_peft": True, "datasets": sets}, objective="sft")
+    other = {"path": "org/data", "split": "train", "data_files": "more/**"}
+    assert PEER.translate(run).settings["train_data"] == ["chats", other]
+
+
 def test_answers_that_a_template_marks_are_trained_alone_as_there(tmp_path: Path) -> None:
     file = tmp_path / "marked.jinja"
     file.write_text("{%- generation %}{{ m.content }}{% endgeneration %}")
@@ -387,6 +400,15 @@ def test_a_command_line_says_its_kind(words: list[str], kind: str) -> None:
     translation = PEER.translate(run)
     assert translation.settings["objective"] == kind
     assert lists_of(translation).count("remove_unused_columns") == 1
+
+
+def test_the_file_of_a_launcher_says_how_many_processes_there_are(tmp_path: Path) -> None:
+    file = tmp_path / "multi.yaml"
+    file.write_text("distributed_type: MULTI_GPU\nnum_processes: 3\n")
+    words = ["accelerate", "launch", "--config_file", str(file), "trl/scripts/sft.py"]
+    least = [f"--{key}={value}" for key, value in LEAST.items()]
+    settings = translated([*words, *least], tool="trl")[1].settings
+    assert (settings["batch_size"], settings["micro_batch_size"]) == (24, 8)
 
 
 def test_values_of_a_command_line_replace_those_of_its_file(tmp_path: Path) -> None:

@@ -18,7 +18,11 @@ def adapter(ledger: Ledger) -> None:
     """Translate what trains: an adapter, or with `use_peft: false` every weight."""
     if not ledger["use_peft"]:
         ledger.put(trains="full")
-        ledger.translation.same["use_peft"] = "trains: full"
+        if ledger.kind == "sft":
+            ledger.translation.same["use_peft"] = "trains: full"
+        else:
+            what = "LEMA trains preferences with an adapter alone, here TRL trains every weight"
+            ledger.lost("use_peft", what)
         for key in (*SAME, "lora_target_modules", "lora_target_parameters", "lora_task_type"):
             ledger.same(key, "without use_peft there is no adapter, in both")
         return

@@ -1,10 +1,17 @@
 """TRL's batches, the order of their rows, and its seeds."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
+from lema.config.yaml import read_yaml
 from lema_tools.importing.trl.ledger import Ledger
 
 __all__ = ["batches"]
+
+LAUNCHED = {"single_gpu": 1} | dict.fromkeys(
+    ("multi_gpu", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"), 8
+)
+"""TRL's files for `accelerate launch`, and how many processes they start."""
 
 ORDERS = {"random": "transformers", "sequential": "sequential"}
 """Trainer's sampling strategies by LEMA's setting `shuffle`, row for row."""
@@ -27,21 +34,40 @@ def batches(ledger: Ledger) -> None:
 
 def _sizes(ledger: Ledger) -> None:
     rows = ledger["per_device_train_batch_size"]
-    processes = ledger["num_processes"] or 1
-    if processes == 1:
-        ledger.carry("per_device_train_batch_size", "batch_size")
-        ledger.put(micro_batch_size=None)
-        ledger.same("num_processes", "one process")
-    else:
-        each = rows if ledger.kind == "sft" else rows * (1 + (ledger.kind == "dpo"))
-        ledger.carry("per_device_train_batch_size", "batch_size", rows * processes)
-        ledger.put(micro_batch_size=each)
-        what = f"batch_size: {rows * processes}, the rows of all {processes} processes"
-        if ledger.kind == "sft":
-            ledger.differs("num_processes", what, changes_numbers=False)
-        else:
-            ledger.differs("num_processes", f"{what}, whose mean is one, not one of each process's")
     ledger.carry("gradient_accumulation_steps", "gradient_accumulation_steps")
+    key, processes = _processes(ledger)
+    ledger.carry("per_device_train_batch_size", "batch_size", rows * processes)
+    ledger.put(micro_batch_size=None)
+    if processes == 1:
+        ledger.same("num_processes", "one process")
+        return
+    ledger.put(micro_batch_size=rows * (2 if ledger.kind == "dpo" else 1))
+    what = f"batch_size: {rows * processes}, the rows of all {processes} processes"
+    if ledger.kind == "sft":
+        ledger.differs(key, what, changes_numbers=False)
+    else:
+        ledger.differs(key, f"{what}, of which there is one mean, not a mean of theirs")
+
+
+def _processes(ledger: Ledger) -> tuple[str, int]:
+    """Return how many processes are launched, and the key that says so: the number, or the
+    launcher's file, one of TRL's by name or a path.
+    """
+    if ledger["num_processes"]:
+        return "num_processes", int(ledger["num_processes"])
+    for key in ("accelerate_config", "config_file"):
+        name = ledger[key]
+        if name is None:
+            continue
+        file = Path(str(name))
+        if file.is_file():
+            launched = read_yaml(file).values
+            alone = str(launched.get("distributed_type", "NO")).upper() == "NO"
+            return key, 1 if alone else int(launched.get("num_processes") or 1)
+        if file.stem in LAUNCHED:
+            return key, LAUNCHED[file.stem]
+        ledger.differs(key, f"the file {name} is not here: say --num_processes; here it is one")
+    return "num_processes", 1
 
 
 def _order(ledger: Ledger) -> None:

@@ -14,6 +14,17 @@ __all__ = ["Ledger"]
 CONFIG_BYTES = 1 << 20
 
 
+def _cached(name: str, revision: str | None) -> object:
+    """Return where the hub's cache has the config of a model; anything but a path: nowhere."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return try_to_load_from_cache(name, "config.json", revision=revision)
+    except HFValidationError:  # of a directory that is not here
+        return None
+
+
 @dataclass
 class Ledger:
     """The values of a run and its translation.
@@ -39,9 +50,15 @@ class Ledger:
 
     @cached_property
     def model_config(self) -> Mapping[str, Any]:
-        """The model's config.json where its directory is here; empty: it is not."""
-        file = Path(str(self["model_name_or_path"])) / "config.json"
-        return read_json(file, CONFIG_BYTES, "a config") if file.is_file() else {}
+        """The model's config.json where its directory, or the hub's copy, is here; empty: neither
+        is.
+        """
+        file: object = Path(str(self["model_name_or_path"])) / "config.json"
+        if not Path(str(file)).is_file():
+            file = _cached(str(self["model_name_or_path"]), self["model_revision"])
+        return (
+            read_json(Path(file), CONFIG_BYTES, "a config") if isinstance(file, str | Path) else {}
+        )
 
     def is_default(self, key: str) -> bool:
         """Whether a key has TRL's default."""

@@ -62,6 +62,7 @@ SILENT: Mapping[str, str] = {
             "average_tokens_across_devices",
             "ignore_bias_buffers",
             "accelerate_config",
+            "config_file",
             "save_on_each_node",
             "main_process_port",
             "mixed_precision",

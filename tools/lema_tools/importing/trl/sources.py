@@ -1,6 +1,6 @@
 """The data sets of TRL's runs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,9 @@ __all__ = ["sources"]
 
 BUILDERS = ("json", "csv", "parquet", "arrow", "text")
 """What `datasets` calls data in files, where `data_files` says which."""
+
+READ_FIRST = {"input_ids", "messages"}
+"""Columns that LEMA reads whatever others a row has."""
 
 KEYS = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")
 
@@ -62,6 +65,15 @@ def _mixture(ledger: Ledger) -> None:
     train = [_source({"split": "train", **entry}, streams=streams) for entry in entries]
     flat = [part for source in train for part in (source if isinstance(source, list) else [source])]
     ledger.carry("datasets", "train_data", flat[0] if len(flat) == 1 and len(train) == 1 else flat)
+    _selections(ledger, entries)
+    ledger.same("streaming", "in train_data")
+    for key in ("dataset_name", "dataset_config", "dataset_train_split", "dataset_streaming"):
+        ledger.same(key, "TRL does not use it beside `datasets`")
+    _held_out(ledger)
+
+
+def _selections(ledger: Ledger, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Note what is taken of rows or columns otherwise than LEMA takes it."""
     if any(entry.get("fraction") is not None for entry in entries):
         del ledger.translation.same["datasets"]
         what = (
@@ -69,10 +81,13 @@ def _mixture(ledger: Ledger) -> None:
             "that TRL takes"
         )
         ledger.lost("datasets", what)
-    ledger.same("streaming", "in train_data")
-    for key in ("dataset_name", "dataset_config", "dataset_train_split", "dataset_streaming"):
-        ledger.same(key, "TRL does not use it beside `datasets`")
-    _held_out(ledger)
+    elif any(not READ_FIRST & {*entry["columns"]} for entry in entries if entry.get("columns")):
+        del ledger.translation.same["datasets"]
+        what = (
+            "columns: LEMA reads the first of input_ids, messages, conversations, prompt and text "
+            "that a row has: where it has others, too, take these out of the files"
+        )
+        ledger.differs("datasets", what)
 
 
 def _held_out(ledger: Ledger) -> None:
@@ -89,6 +104,8 @@ def _source(entry: Mapping[str, Any], *, streams: bool) -> Any:
     """Return a data set as LEMA writes it: files in a list, anything else as a mapping."""
     path = str(entry["path"])
     files = entry.get("data_files")
+    if path in BUILDERS and entry.get("data_dir") and not files:
+        return [str(entry["data_dir"])]
     if path in BUILDERS and files:
         if isinstance(files, Mapping):
             files = files.get(entry.get("split") or "train", [])
@@ -98,6 +115,7 @@ def _source(entry: Mapping[str, Any], *, streams: bool) -> Any:
     if Path(path).suffix and (Path(path).is_file() or path.endswith((".jsonl", ".json", ".csv"))):
         return [path]
     source = {"path": path, "name": entry.get("name"), "split": entry.get("split") or "train"}
-    source |= {"data_dir": entry.get("data_dir"), "data_files": files}
+    folder = entry.get("data_dir")
+    source |= {"data_files": f"{folder}/**" if folder and not files else files}
     source |= {"streaming": True if streams else None}
     return {key: value for key, value in source.items() if value is not None}
