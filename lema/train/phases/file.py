@@ -50,7 +50,7 @@ IDLE = {
     "num_train_epochs": "each phase has its `tokens`",
     "max_steps": "each phase has its `tokens`",
     "packing": "use packed tokens in a mixture, with `style: PMD`",
-    "shuffle": "each phase has its `mixture`",
+    **dict.fromkeys(("shuffle", "data_seed"), "each phase has its `mixture`"),
     "mixture": "each phase has its own",
     "gradient_accumulation_steps": (
         "`batch_size` is the rows of a step, `micro_batch_size` the rows computed at once"

@@ -87,7 +87,11 @@ def _quantised(ledger: Ledger) -> None:
         raise ConfigError(what, where="load_in_4bit", how="leave one of them out")
     if ledger["load_in_8bit"]:
         ledger.put(quantize_base="int8")
-        _differs_by_adapters(ledger, "load_in_8bit", "quantize_base: int8")
+        _differs_by_adapters(
+            ledger,
+            "load_in_8bit",
+            "quantize_base: int8, torchao's weights of 8 bits, not bitsandbytes'",
+        )
     if not ledger["load_in_4bit"]:
         return
     if ledger["bnb_4bit_quant_type"] == "fp4":
