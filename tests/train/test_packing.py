@@ -281,7 +281,9 @@ def test_evaluation_of_packs_is_that_of_the_rows(models: dict[str, Path], tmp_pa
 
 
 def test_settings_that_contradict_packing_are_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="packing must be true, false or wrapped, not 'tight'"):
+    with pytest.raises(
+        ConfigError, match="packing must be true, false, wrapped or bfd, not 'tight'"
+    ):
         LemaConfig("model", packing="tight")
     with pytest.raises(ConfigError, match="dpo compares rows, which cannot be packed"):
         LemaConfig("model", packing=True, objective="dpo")
