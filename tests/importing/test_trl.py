@@ -364,8 +364,11 @@ def test_a_value_becomes_its_setting_or_a_note_that_it_changes_numbers(
 def test_a_model_that_is_here_tells_lengths_and_coefficients(tmp_path: Path) -> None:
     config = {"max_position_embeddings": 512, "router_aux_loss_coef": 0.02, "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    settings = translation_of(model_name_or_path=str(tmp_path), dtype="auto").settings
-    assert settings["max_length"] == 512
+    translation = translation_of(model_name_or_path=str(tmp_path), dtype="auto")
+    settings = translation.settings
+    assert settings["max_length"] == 512 and changed_by(translation) == {"max_length"}
+    fits = translation_of(model_name_or_path=str(tmp_path), max_length=512)
+    assert fits.settings["max_length"] == 512 and not fits.changes
     assert settings["router_aux_loss_coef"] == 0.02
     assert (settings["dtype"], settings["autocast"]) == (None, None)
 

@@ -139,6 +139,7 @@ COMMON: dict[str, Any] = {
     "gradient_accumulation_steps": 2,
     "num_train_epochs": 2,
     "bf16": False,
+    "max_length": 128,
     "use_cpu": True,
     "logging_steps": 1,
     "save_strategy": "no",

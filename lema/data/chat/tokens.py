@@ -97,7 +97,8 @@ class Chats:
         spans = [rendered.span(number) for number in trained]
         ending = ""
         remarks = _remarks(rendered, chat)
-        if trained[-1] == len(chat.messages) - 1:
+        # What TRL trains on by default is the chat as its template writes it.
+        if trained[-1] == len(chat.messages) - 1 and self.train_on != "all_but_prompts":
             spans[-1], ending = _ended(rendered, spans[-1], remarks)
         if rendered.ended:
             remarks.append(ENDED)

@@ -9,8 +9,6 @@ __all__ = ["rows"]
 MARK = "{% generation"
 """How a template begins that says itself what an assistant wrote; or with a minus sign."""
 
-LONG = 1 << 20  # tokens, where nothing limits a row
-
 
 def rows(ledger: Ledger) -> None:
     """Translate columns, templates, lengths, packing, and which tokens are trained on."""
@@ -30,11 +28,17 @@ def rows(ledger: Ledger) -> None:
 
 def _length(ledger: Ledger) -> None:
     length = ledger["max_length"]
-    positions = ledger.model_config.get("max_position_embeddings")
-    if length is not None:
-        ledger.carry("max_length", "max_length", min(length, positions or length))
+    config = ledger.model_config
+    positions = config.get("text_config", config).get("max_position_embeddings")
+    if length is None and positions is None:
+        what = "TRL cuts no row; set max_length to the positions that the model's config has"
+        ledger.lost("max_length", what)
+    elif length is None or length > (positions or length):
+        ledger.put(max_length=positions)
+        what = f"max_length: {positions}, the model's positions; TRL also computes longer rows"
+        ledger.differs("max_length", what)
     else:
-        ledger.carry("max_length", "max_length", positions or LONG)
+        ledger.carry("max_length", "max_length")
     ledger.put(overlong="truncate")
     side = ledger["truncation_mode"]
     if ledger.kind != "kto":
@@ -65,6 +69,9 @@ def _packing(ledger: Ledger) -> None:
         ledger.same("packing_strategy", "without packing")
     elif strategy == "bfd":
         ledger.carry("packing", "packing", "bfd")
+        ledger.translation.same["packing"] += (
+            " (rows of which max_length leaves the prompt alone are left out of packs)"
+        )
         ledger.translation.same["packing_strategy"] = "packing: bfd"
     else:
         ledger.carry("packing", "packing", "wrapped")
