@@ -101,11 +101,12 @@ class Split:
     ) -> None:
         self.model = model
         self.parallel = parallel or backend.parallel
-        self.layers_name, self.layers = find_layers(model)
+        layers_name, self.layers = find_layers(model)
         self._backend = backend
         self.dtype = main_dtype(model)
         self.cast = cast or self.dtype
         self.lazy = not has_addresses(backend.device)
+        self._scores = scores_texts(model)
         self.learned = learned
         self.tables = tables
         if fast and (self.lazy or self.parallel.size > 1):
@@ -117,11 +118,16 @@ class Split:
             raise ConfigError(
                 f"fast does not work if {what}", where="arithmetic", how="set it to exact"
             )
-        self.state = ModelState(model, self.layers, self.layers_name)
+        self.state = ModelState(model, self.layers, layers_name)
         self.attached = AttachedLayers(
-            self.layers, self.layers_name, backend, compiled=compiled, fast=fast
+            self.layers, layers_name, backend, compiled=compiled, fast=fast
         )
         form_no_frozen_gradients()
+
+    @property
+    def layers_name(self) -> str:
+        """What the decoder layers are called in the model."""
+        return self.attached.name
 
     @property
     def keeps_tensors(self) -> bool:
@@ -168,7 +174,7 @@ class Split:
         """Run the whole model; of one that scores texts its base, because a score is none of each
         token, and its head is run by the caller of the model."""
         with self.autocast():
-            if scores_texts(self.model):
+            if self._scores:
                 last: Tensor = self.model.base_model(**batch, use_cache=False)[0]
                 return last[..., :1]
             logits: Tensor = self.model(**batch, use_cache=False).logits
