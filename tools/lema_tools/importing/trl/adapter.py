@@ -17,8 +17,8 @@ SAME = {
 def adapter(ledger: Ledger) -> None:
     """Translate what trains: an adapter, or with `use_peft: false` every weight."""
     if not ledger["use_peft"]:
-        ledger.put(trains="full")
         if ledger.kind == "sft":
+            ledger.put(trains="full")
             ledger.translation.same["use_peft"] = "trains: full"
         else:
             what = "LEMA trains preferences with an adapter alone, here TRL trains every weight"

@@ -8,6 +8,7 @@ from lema.errors import ConfigError
 from lema_tools.importing.translation import ForeignRun, Translation
 from lema_tools.importing.trl.adapter import adapter
 from lema_tools.importing.trl.batches import batches
+from lema_tools.importing.trl.full import full_run
 from lema_tools.importing.trl.kind import DEFAULTS, kind_of, words_of_trl
 from lema_tools.importing.trl.ledger import Ledger
 from lema_tools.importing.trl.objective import objective
@@ -29,6 +30,7 @@ PARTS: tuple[Callable[[Ledger], None], ...] = (
     adapter,
     objective,
     results,
+    full_run,
 )
 """What translates a run, one concept after the other."""
 
