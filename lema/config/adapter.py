@@ -26,9 +26,9 @@ class AdapterSettings(Settings):
     lora_alpha: OfAdapter[types.Scale] = 32
     """The adapter's output is multiplied by lora_alpha / lora_rank. Not given: 2 x `lora_rank`."""
     lora_target_modules: OfAdapter[types.Targets | None] = None
-    """Modules to adapt: names or one regular expression; None: every linear module of the
-    layers, and experts.
-    """
+    """Modules to adapt: names or one regular expression; "all-linear": PEFT's choice of that name;
+    "peft": those that PEFT adapts by default in this type of model, such as q_proj and v_proj;
+    None: every linear module of the layers, and experts."""
     lora_dropout: Reported[types.Beta] = 0.0
     """Dropout on the adapter's input."""
     lora_exclude_modules: OfAdapter[types.Targets | None] = None

@@ -42,7 +42,7 @@ def disagreements_of_batches(
     config: BatchSettings,
     *,
     objective: str,
-    shuffle: bool,
+    shuffle: bool | str,
     packing: Packing,
     train_data: DataFiles | None,
 ) -> Iterator[Problem]:
@@ -51,7 +51,7 @@ def disagreements_of_batches(
     Args:
         config: all settings of the run, those that count rows among them.
         objective: what the run trains on.
-        shuffle: whether rows are drawn in a random order.
+        shuffle: whether, or as whom, rows are drawn in a random order.
         packing: whether rows are joined into packs.
         train_data: where the rows are.
 
@@ -75,6 +75,11 @@ def disagreements_of_batches(
     if config.group_by_length and not shuffle:
         what = "shuffle: false keeps the rows in the order of the data"
         yield Problem("group_by_length", what, "leave one of them out")
+    if isinstance(shuffle, str):
+        for name in ("group_by_length", "tokens_per_step", "micro_batch_tokens"):
+            if getattr(config, name):
+                what = f"shuffle: {shuffle} takes as many rows for each batch, in its own order"
+                yield Problem(name, what, "leave one of them out")
     if config.group_by_length and packing:
         yield Problem("group_by_length", "packs have about the same length already", "leave it out")
     if config.mixture is not None:

@@ -86,7 +86,8 @@ FOREIGN_HINTS: Mapping[str, str] = {
         "row needs"
     ),
     "train_sampling_strategy": (
-        "here: group_by_length: true; shuffle: false keeps the order of the data"
+        "here: group_by_length: true; shuffle: false keeps the order of the data, and "
+        "transformers draws rows as its Trainer does"
     ),
     **dict.fromkeys(
         ("max_tokens", "max_tokens_per_batch", "batch_tokens"), "here: micro_batch_tokens"

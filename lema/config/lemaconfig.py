@@ -125,7 +125,8 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     packing: OfData[types.Packing] = False
     """Join rows into packs of `max_length` tokens. A row of a batch is then a pack, and rows in a
     pack do not attend to each other. "wrapped": join rows of any length and cut every `max_length`
-    tokens, for raw text."""
+    tokens, for raw text. "bfd": the packs of TRL's strategy of that name, made of each thousand
+    rows in the order of the data."""
     columns: OfData[types.Columns] = Field(default_factory=dict)
     """Your names of the columns, by LEMA's names: {prompt: question, completion: answer}. `role`
     and `content` are fields of a message."""
@@ -138,15 +139,23 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     template_date: OfData[types.Day | None] = None
     """The date, YYYY-MM-DD, that a chat template is told which writes the day's date; None: that of
     the run's first start, which every resume keeps."""
-    train_on: OfData[Literal["assistant", "last", "all", "completion"]] = "assistant"
+    train_on: OfData[Literal["assistant", "last", "all", "completion", "all_but_prompts"]] = (
+        "assistant"
+    )
     """Which words are trained on. `assistant`: all answers; `last`: the last answer; `completion`:
-    the answers after the user's last message; `all`: everything, including prompts."""
+    the answers after the user's last message; `all`: everything, including prompts;
+    `all_but_prompts`: everything but what a column `prompt` holds, as TRL has it by default."""
     data_cache: Silent[bool | types.Location] = True
     """The folder that keeps the tokens of large data for later starts. true: a folder in the user's
     cache directory (XDG_CACHE_HOME); false: no folder, and every start tokenises the data in
     memory."""
-    shuffle: Refused[bool] = True
-    """Draw the rows of each epoch in a random order that the seed determines."""
+    shuffle: Refused[bool | Literal["transformers", "sequential"]] = True
+    """Draw the rows of each epoch in a random order that the seed determines. "transformers": in
+    the order in which its Trainer draws them. A batch then keeps that order within its
+    micro-batches, and the last step of an epoch takes no batches of the next one. "sequential":
+    the same in the order of the data, as with Trainer's strategy of that name."""
+    data_seed: Refused[Annotated[int, Field(ge=0, lt=2**32)] | None] = None
+    """Seed of the order of rows; None: `seed`."""
     num_train_epochs: Reported[Annotated[float, Field(gt=0)]] = 1.0
     """Passes over the data; `max_steps` overrides it."""
     max_steps: Reported[types.Count | None] = None
@@ -322,6 +331,10 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     what it began with, and phases that train weights of the model have theirs. With float32 the
     numbers are those of `dtype: float32`, and weights in half precision stay so on disk and in host
     memory until they are leased."""
+    autocast: Reported[Literal["bfloat16"] | None] = None
+    """Type that float32 weights and their inputs are cast to for products, as Trainer's `bf16:
+    true` does (`torch.autocast`). Between products, numbers stay float32. None: products in the
+    type that layers compute in."""
     backend_settings: Reported[dict[str, Any]] = Field(default_factory=dict)
     """Settings of a single backend, by name. They may also be given like any other setting."""
 
@@ -416,7 +429,11 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
                 "packing: wrapped cuts rows of any length, so no row is too long",
                 "leave it out",
             )
-        if self.cache_frozen_prefix and self.shuffle and self.batch_size > 1:
+        if (
+            self.cache_frozen_prefix
+            and self.shuffle not in (False, "sequential")
+            and self.batch_size > 1
+        ):
             what = (
                 "shuffled rows form different batches in each epoch; set shuffle: false or "
                 "batch_size: 1"

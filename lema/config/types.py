@@ -200,7 +200,7 @@ Indices = NotNegative | Annotated[list[NotNegative], Field(min_length=1), Before
 Offloading = Annotated[
     bool | Literal["legacy", "hidden_states", "disk"], _switch("legacy", "hidden_states", "disk")
 ]
-Packing = Annotated[bool | Literal["wrapped"], _switch("wrapped")]
+Packing = Annotated[bool | Literal["wrapped", "bfd"], _switch("wrapped", "bfd")]
 Scale = Annotated[int | float, Field(gt=0)]
 Day = Annotated[str, BeforeValidator(_as_text), AfterValidator(_day)]
 Beta = Annotated[float, Field(ge=0, lt=1)]

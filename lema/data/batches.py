@@ -13,7 +13,8 @@ import torch
 from torch.nn.functional import pad
 
 from lema.data.columns import IGNORED
-from lema.data.dataset import Rows, grouped_by_length, lengths_of, shuffled
+from lema.data.dataset import Rows, grouped_by_length, lengths_of
+from lema.data.order import RowOrder, Shuffle, row_order
 from lema.errors import DataError
 
 __all__ = ["OF_ROWS", "Batch", "Batches", "collate", "dealt", "split_batch"]
@@ -42,6 +43,8 @@ def dealt(
     at_once: int | None = None,
     batches: int = 1,
     tokens: int | None = None,
+    *,
+    by_length: bool = True,
 ) -> list[list[int]]:
     """Return the micro-batches of process `rank` of `size`, as places in the `lengths` of a step's
     rows. Rows are put together by length, the longest first; those of one length stay in order.
@@ -49,8 +52,10 @@ def dealt(
     last get none where there are too few. None: as many rows as make one for each process and each
     of the `batches` that the rows are. With `tokens` in place of `at_once`, the rows of a
     micro-batch times its longest are so many at most, unless it is one row, and no more than a
-    quarter is padding."""
-    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    quarter is padding. Without `by_length` all rows stay in order."""
+    order = list(range(len(lengths)))
+    if by_length:
+        order.sort(key=lambda index: -lengths[index])
     if tokens is not None:
         return _within(order, lengths, tokens)[rank::size]
     if at_once is None:
@@ -213,8 +218,7 @@ class _Epochs:
     Args:
         lengths: the tokens of the rows: all of them, if batches are of `tokens` or rows `alike`.
         batch_size: rows of a batch.
-        seed: with the number of an epoch it decides the order of its rows.
-        shuffle: whether rows are not in the order of the data.
+        row_order: of the rows in each epoch.
         tokens: of a batch, in place of `batch_size`.
         alike: of so many rows that follow each other the longest are put together; 0: none.
     """
@@ -223,15 +227,13 @@ class _Epochs:
         self,
         lengths: Numbers,
         batch_size: int,
-        seed: int,
-        shuffle: bool,
+        row_order: RowOrder,
         tokens: int | None,
         alike: int,
     ) -> None:
         self._lengths = lengths
         self._batch_size = batch_size
-        self._seed = seed
-        self._shuffle = shuffle
+        self._row_order = row_order
         self._tokens = tokens
         self._alike = alike
         self._drawn: _Epoch | None = None
@@ -272,11 +274,7 @@ class _Epochs:
 
     def _draw(self, number: int) -> _Epoch:
         count = len(self._lengths)
-        order = (
-            shuffled(count, self._seed, number)
-            if self._shuffle
-            else np.arange(count, dtype=np.int64)
-        )
+        order = self._row_order(number)
         if self._alike:
             order = grouped_by_length(order, self._lengths, self._alike)
         if self._tokens is None:
@@ -295,6 +293,10 @@ class Batches:
 
     Args:
         dataset: a `TokenDataset`, or any sequence of rows with `input_ids` and `labels`.
+        seed: decides the order of the rows, with the number of the epoch.
+        shuffle: false: the order of the data. "transformers": the order in which its Trainer draws
+            rows (`lema.data.order`), and each batch stays in that order, whatever its lengths.
+            "sequential": the same in the order of the data.
         micro_batch_size: rows computed at once; None: a process's whole share of a batch.
         separate_batches: put together rows of one batch only, so that its micro-batches are the
             same in whatever step it is.
@@ -311,7 +313,7 @@ class Batches:
         dataset: Rows,
         batch_size: int,
         seed: int = 0,
-        shuffle: bool = True,
+        shuffle: Shuffle = True,
         pad_token_id: int = 0,
         *,
         rank: int = 0,
@@ -337,14 +339,18 @@ class Batches:
         self.micro_batch_size = micro_batch_size
         self._example_rows = getattr(dataset, "rows_each", 1)
         # what is trained on of examples is a mean over their batch
-        self._separate_batches = separate_batches or hasattr(dataset, "batch_of")
+        self._by_length = isinstance(shuffle, bool)
+        self._separate_batches = (
+            separate_batches or hasattr(dataset, "batch_of") or not self._by_length
+        )
         self._micro_batch_tokens = micro_batch_tokens
         every = tokens is not None or per_step > 0
         self._lengths = _RowLengths(dataset, multiple, every=every)
         lengths = self._lengths.known
         rows = batch_size if tokens is None else tokens // max(1.0, float(lengths.mean()))
         alike = max(1, int(rows)) * per_step
-        self._epochs = _Epochs(lengths, batch_size, seed, shuffle, tokens, alike)
+        order = row_order(len(lengths), seed, shuffle)
+        self._epochs = _Epochs(lengths, batch_size, order, tokens, alike)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -394,7 +400,13 @@ class Batches:
         # At most a batch, because memory is planned for that, however many batches a step has.
         limit = None if at_once is None else min(at_once, self.batch_size)
         micro_batches = dealt(
-            lengths, self.rank, self.size, limit, len(steps), self._micro_batch_tokens
+            lengths,
+            self.rank,
+            self.size,
+            limit,
+            len(steps),
+            self._micro_batch_tokens,
+            by_length=self._by_length,
         )
         return [[rows[index] for index in group] for group in micro_batches]
 

@@ -46,9 +46,9 @@ IGNORED = -100
 `torch.nn.functional.cross_entropy` ignores.
 """
 
-TrainOn: TypeAlias = Literal["assistant", "last", "all", "completion"]
-"""What is trained on: every answer; the last one; every token; or the answers after the user's
-last message.
+TrainOn: TypeAlias = Literal["assistant", "last", "all", "completion", "all_but_prompts"]
+"""What is trained on: every answer; the last one; every token; the answers after the user's last
+message; or every token but those of a prompt in a column of its own.
 """
 
 MESSAGE_FIELDS = ("role", "content")

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lema.config import LemaConfig
 from lema.data.columns import IGNORED
 from lema.data.dataset import Rows, lengths_of, shuffled
 from lema.errors import ConfigError, DataError
@@ -27,11 +28,12 @@ from lema.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from lema.engine.streamed import StreamedModel
 
-__all__ = ["Packs", "check_packing"]
+__all__ = ["Packs", "check_packing", "packs_of"]
 
 NUM_TOKENS = (5, 3, 6, 4)  # of the rows that are tried
 FIRST = 2  # tokens of each row that are compared: those that see least of their own row
 NOISE = 3  # times what rounding does to the first row of a pack, which has nothing before it
+AT_ONCE = 1000  # rows that TRL joins at once: those of a batch of `datasets`' map
 FLOOR = {True: 0.01, False: 1e-4}  # relative to the logits; whether numbers have 16 bits
 
 
@@ -74,7 +76,7 @@ def check_packing(model: StreamedModel, rows: Sequence[Sequence[int]], at_once: 
             differs = _relative_distances(pack_logits[end - len(row) : end], next(alone))
             (differences if number else noise).extend(differs[:FIRST])
     typical = sorted(differences)[len(differences) // 2]
-    if not typical <= max(FLOOR[torch.finfo(model.split.dtype).bits < 32], NOISE * max(noise)):
+    if not typical <= max(FLOOR[torch.finfo(model.split.cast).bits < 32], NOISE * max(noise)):
         what = (
             "rows of a pack influence each other in this model: their logits differ by "
             f"{typical:.1%} from those "
@@ -122,12 +124,15 @@ class Packs(Sequence[dict[str, list[int]]]):
     `rows`: the data set. `length`: of a pack, at most. `seed`: draws the order of rows that are
     equally long. `wrapped`: lay all rows end to end, in an order that the seed draws, and cut at
     every `length` tokens. What is cut off begins the next pack as a row of its own. A pack in which
-    nothing is trained, such as a part of a long prompt, is left out. `DataError`: a row is longer
-    than a pack, and not `wrapped`; or no pack is left."""
+    nothing is trained, such as a part of a long prompt, is left out. `in_order`: join whole rows of
+    each thousand, of which equally long ones stay in the order of the data, as TRL's strategy
+    `bfd` does. `DataError`: a row is longer than a pack, and not `wrapped`; or no pack is left."""
 
-    def __init__(self, rows: Rows, length: int, seed: int, *, wrapped: bool = False) -> None:
+    def __init__(
+        self, rows: Rows, length: int, seed: int, *, wrapped: bool = False, in_order: bool = False
+    ) -> None:
         self._rows = rows
-        self._about = (length, seed, wrapped)
+        self._about = (length, "bfd") if in_order else (length, seed, wrapped)
         lengths = lengths_of(rows)
         if not wrapped and len(rows) and lengths.max() > length:
             longest = int(lengths.argmax())
@@ -139,10 +144,11 @@ class Packs(Sequence[dict[str, list[int]]]):
                 where="packing",
                 how="raise max_length, shorten the row, or set packing: wrapped",
             )
-        order = shuffled(len(rows), seed, stream=2**32 + 1)
-        row_indices, starts, stops, packs = (_cut_through if wrapped else _fitted)(
-            lengths[order], length
-        )
+        order = np.arange(len(rows), dtype=np.int64)
+        if not in_order:
+            order = shuffled(len(rows), seed, stream=2**32 + 1)
+        pieces_of = _fitted_in_order if in_order else _cut_through if wrapped else _fitted
+        row_indices, starts, stops, packs = pieces_of(lengths[order], length)
         self._row_indices = order[row_indices]
         self._starts = starts
         self._stops = stops
@@ -216,6 +222,12 @@ class Packs(Sequence[dict[str, list[int]]]):
         return None if of_rows is None else f"{of_rows()} packed {self._about}"
 
 
+def packs_of(rows: Rows, length: int, config: LemaConfig) -> Packs:
+    """Return packs of so many tokens as the setting `packing` asks for."""
+    wrapped = config.packing == "wrapped"
+    return Packs(rows, length, config.seed, wrapped=wrapped, in_order=config.packing == "bfd")
+
+
 Pieces = tuple[
     npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]
 ]
@@ -224,9 +236,22 @@ and the pack.
 """
 
 
-def _fitted(lengths: npt.NDArray[np.int64], capacity: int) -> Pieces:
+def _fitted_in_order(lengths: npt.NDArray[np.int64], capacity: int) -> Pieces:
+    """Put whole rows of each thousand into packs, by best-fit decreasing."""
+    parts = list[Pieces]()
+    num_packs = 0
+    for start in range(0, len(lengths), AT_ONCE):
+        part = lengths[start : start + AT_ONCE]
+        row_indices, starts, stops, packs = _fitted(part, capacity, oldest=True)
+        parts.append((row_indices + start, starts, stops, packs + num_packs))
+        num_packs += int(packs.max()) + 1
+    row_indices, starts, stops, packs = map(np.concatenate, zip(*parts, strict=True))
+    return row_indices, starts, stops, packs
+
+
+def _fitted(lengths: npt.NDArray[np.int64], capacity: int, *, oldest: bool = False) -> Pieces:
     """Put whole rows into packs by best-fit decreasing (Johnson, 1974): each where the least is
-    left over.
+    left over. Of packs with the same space the newest takes it, or the `oldest`.
     """
     order = np.argsort(-lengths, kind="stable")
     packs = np.empty(len(lengths), dtype=np.int64)
@@ -238,7 +263,7 @@ def _fitted(lengths: npt.NDArray[np.int64], capacity: int) -> Pieces:
         length = int(lengths[row])
         if fit := sizes >> length:
             space = length + (fit & -fit).bit_length() - 1
-            pack = free[space].pop()
+            pack = free[space].pop(0 if oldest else -1)
             if not free[space]:
                 sizes ^= 1 << space
         else:
@@ -249,7 +274,9 @@ def _fitted(lengths: npt.NDArray[np.int64], capacity: int) -> Pieces:
         if remaining := space - length:
             free.setdefault(remaining, []).append(pack)
             sizes |= 1 << remaining
-    row_indices = np.argsort(packs, kind="stable").astype(np.int64)
+    # In order, the longest row of a pack is its first; else rows of a pack have the data's order.
+    first = order if oldest else np.arange(len(lengths), dtype=np.int64)
+    row_indices = first[np.argsort(packs[first], kind="stable")].astype(np.int64)
     return (
         row_indices,
         np.zeros(len(row_indices), dtype=np.int64),

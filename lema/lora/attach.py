@@ -29,7 +29,7 @@ from lema.lora.checks import check_patterns
 from lema.lora.materialize import Read, check_attached, check_saved_modules, make_real, take_off
 from lema.lora.merge import WRAPPED
 from lema.lora.options import with_options, without_modules
-from lema.lora.targets import default_parameters, default_targets
+from lema.lora.targets import OF_PEFT, default_parameters, default_targets, peft_targets
 from lema.model.partition import planned_suffixes
 from lema.model.skeleton import EmptyOnMeta, find_layers, find_towers, is_in
 
@@ -67,14 +67,13 @@ def lora_config(
     """Return PEFT's config of an adapter (Hu et al. 2021, https://arxiv.org/abs/2106.09685) of a
     model without adapters. `ConfigError`: PEFT refuses the options. `alpha`: the adapter's output
     is scaled by `alpha / rank`. `targets`: module names, or a regular expression over full names;
-    None: `default_targets`, and experts."""
-    chosen = (
-        default_targets(model)
-        if targets is None
-        else targets
-        if isinstance(targets, str)
-        else sorted(targets)
-    )
+    None: `default_targets`, and experts; "peft": `peft_targets`."""
+    if targets is None:
+        chosen: list[str] | str = default_targets(model)
+    elif targets == OF_PEFT:
+        chosen = peft_targets(model)
+    else:
+        chosen = targets if isinstance(targets, str) else sorted(targets)
     try:
         options |= {
             "r": rank,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
@@ -24,19 +25,24 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lema.compat import check_target
+from lema.errors import ConfigError
 from lema.lora.options import with_options
 from lema.model.experts import stacked_weights
 from lema.model.skeleton import find_layers
 
 __all__ = [
+    "OF_PEFT",
     "default_parameters",
     "default_targets",
     "linear_modules",
+    "peft_targets",
     "router_modules",
     "warn_of_left_out",
 ]
 
 ROUTER = "router"
+OF_PEFT = "peft"
+"""The value of `lora_target_modules` for the modules that PEFT adapts unless it is told others."""
 
 
 def default_targets(model: PreTrainedModel) -> list[str]:
@@ -44,6 +50,24 @@ def default_targets(model: PreTrainedModel) -> list[str]:
     it from all others. Routers are left out, and linears that PEFT refuses to adapt, or takes for
     the weights of experts by their names."""
     return [end for end in _adaptable(model) if _peft_adapts(model, end)]
+
+
+def peft_targets(model: PreTrainedModel) -> list[str] | str:
+    """Return the modules that PEFT adapts by default in models of this type, as it writes them:
+    ends of names, or a regular expression over full names.
+
+    Raises:
+        ConfigError: PEFT has no default for the type, and refuses to guess.
+    """
+    kind = model.config.model_type
+    if kind not in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING:
+        raise ConfigError(
+            f"PEFT has no modules that it adapts by default for models of type {kind}",
+            where="lora_target_modules: peft",
+            how=f"name them, such as {', '.join(default_targets(model)[:4])}, or leave it out",
+        )
+    targets = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING[kind]
+    return targets if isinstance(targets, str) else sorted(targets)
 
 
 def default_parameters(model: PreTrainedModel, config: LoraConfig) -> list[str]:

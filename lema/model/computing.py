@@ -19,6 +19,7 @@ from lema.backend.group import first_alone
 from lema.backend.registry import fast_dtype
 from lema.config import LemaConfig
 from lema.config.types import dtype_name
+from lema.errors import ConfigError
 from lema.model.weight_names import checkpoint_dtype
 from lema.storage import GlobalBinaryIndex
 
@@ -35,6 +36,7 @@ class Computing:
     weights: torch.dtype  # that `from_pretrained` gives them
     dtype: torch.dtype  # in which layers, hidden states and adapters compute
     measured: bool = False  # whether the device asked for it, and not the settings
+    autocast: torch.dtype | None = None  # of products, where it is another than that of layers
 
     @property
     def narrow(self) -> bool:
@@ -80,8 +82,17 @@ def computing_of(
 
     Raises:
         WeightsError: `transformers` finds no type for the weights.
+        ConfigError: the settings cast weights for products that are in half precision already.
     """
     weights = checkpoint_dtype(hf_config, index, config.dtype)
+    if config.autocast is not None:
+        if weights != torch.float32 or config.compute_dtype not in (AUTO, OF_WEIGHTS, "float32"):
+            raise ConfigError(
+                f"autocast casts float32 for products, and this model is {dtype_name(weights)}",
+                where="autocast",
+                how="set dtype: float32, or leave autocast out",
+            )
+        return Computing(weights, weights, autocast=getattr(torch, config.autocast))
     if config.compute_dtype not in (AUTO, OF_WEIGHTS):
         return Computing(weights, getattr(torch, config.compute_dtype))
     if config.compute_dtype == OF_WEIGHTS or device is None:

@@ -82,7 +82,8 @@ class Split:
     layers is real. `parallel`: the processes that hold the model together; None: the backend's.
     `lazy`: whether the device compiles what is run on it, and its tensors have no addresses. It is
     then not asked for values, because each answer would be a graph to compile. `tables`: the
-    embeddings that are looked up row by row; None: all are whole. `learned`: what another split
+    embeddings that are looked up row by row; None: all are whole. `cast`: the dtype that
+    inputs and weights are cast to for products; None: their own. `learned`: what another split
     of this model has seen of it. `fast`: whether LoRA linears that read one input multiply
     together, which `ConfigError` refuses where modules are divided or compiled."""
 
@@ -96,13 +97,15 @@ class Split:
         tables: RowTables | None = None,
         learned: Learned = NOTHING_LEARNED,
         fast: bool = False,
+        cast: torch.dtype | None = None,
     ) -> None:
         self.model = model
         self.parallel = parallel or backend.parallel
-        self.layers_name, self.layers = find_layers(model)
+        layers_name, self.layers = find_layers(model)
         self._backend = backend
-        self.lazy = not has_addresses(backend.device)
         self.dtype = main_dtype(model)
+        self.cast = cast or self.dtype
+        self.lazy = not has_addresses(backend.device)
         self._scores = scores_texts(model)
         self.learned = learned
         self.tables = tables
@@ -115,11 +118,16 @@ class Split:
             raise ConfigError(
                 f"fast does not work if {what}", where="arithmetic", how="set it to exact"
             )
-        self.state = ModelState(model, self.layers, self.layers_name)
+        self.state = ModelState(model, self.layers, layers_name)
         self.attached = AttachedLayers(
-            self.layers, self.layers_name, backend, compiled=compiled, fast=fast
+            self.layers, layers_name, backend, compiled=compiled, fast=fast
         )
         form_no_frozen_gradients()
+
+    @property
+    def layers_name(self) -> str:
+        """What the decoder layers are called in the model."""
+        return self.attached.name
 
     @property
     def keeps_tensors(self) -> bool:
@@ -535,10 +543,10 @@ class Split:
         self.attached = self.attached.renewed()
 
     def autocast(self, dtype: torch.dtype | None = None) -> AbstractContextManager[Any]:
-        """Return the context in which weights of this model's dtype compute, or those of
-        another.
+        """Return the context in which this model computes products, or with weights of another
+        dtype.
         """
-        return self._backend.autocast(dtype or self.dtype)
+        return self._backend.autocast(dtype or self.cast)
 
     def replaced(self, forwards: Sequence[Callable[..., Any]]) -> AbstractContextManager[None]:
         """Replace the layers' `forward` for the length of a `with` block."""

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from lema.backend import Backend, Parallel, SingleProcess, load
@@ -91,12 +92,18 @@ class Blueprint:
     splits: list[Split] = field(default_factory=list)  # `split`, after the first request
 
     @property
+    def cast(self) -> torch.dtype | None:
+        """The dtype that inputs and weights are cast to for products; None: their own."""
+        return None if self.computing is None else self.computing.autocast
+
+    @property
     def split(self) -> Split:
         """The parts of the model, for who runs it without values; one for all blueprints of this
         model.
         """
         if not self.splits:
-            self.splits.append(Split(self.model, load("cpu"), parallel=self.parallel))
+            split = Split(self.model, load("cpu"), parallel=self.parallel, cast=self.cast)
+            self.splits.append(split)
         return self.splits[0]
 
     @property

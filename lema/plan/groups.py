@@ -89,7 +89,7 @@ def waiting_of(blueprint: Blueprint, batch: MicroBatch) -> dict[int, Waiting]:
     layers = blueprint.layers
     parts = blueprint.parts
     assert parts is not None
-    split = Split(model, load("cpu"))
+    split = Split(model, load("cpu"), cast=blueprint.cast)
     waiting_by_kind = dict[int, Waiting]()
     with without_values(model):
         learn(split, layers)
@@ -255,7 +255,7 @@ def active_experts(blueprint: Blueprint, layer: int, batch: MicroBatch) -> int:
     """Return how many of a layer's experts each token has, as its router says on tensors without
     values.
     """
-    split = Split(blueprint.model, load("cpu"))
+    split = Split(blueprint.model, load("cpu"), cast=blueprint.cast)
     seen = list[int]()
 
     def observe(hidden: Any, chosen: Any, *_: Any) -> Any:

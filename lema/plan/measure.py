@@ -331,11 +331,11 @@ def _one_of_each(
     without values need not be looked at again, and what is `loaded_layers` of layers is not read
     again."""
     if seen.keeps_tensors:  # which mean nothing in another call
-        seen = Split(seen.model, backend, parallel=parallel)
+        seen = Split(seen.model, backend, parallel=parallel, cast=seen.cast)
     firsts, calls, layer_inputs = calls_of(seen, layers, batch, trained, loaded_layers)
     for index in loaded_layers.keys() - set(firsts):
         del loaded_layers[index]  # because its memory may be needed for another
-    split = Split(seen.model, backend, parallel=parallel, learned=seen.learned)
+    split = Split(seen.model, backend, parallel=parallel, learned=seen.learned, cast=seen.cast)
     split.model.train()
     for index in firsts:
         for parameter in split.layers[index].parameters():

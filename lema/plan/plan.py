@@ -15,7 +15,7 @@ from lema.data import Batches, TokenDataset
 from lema.data.forms import num_positions
 from lema.data.preference import PreferenceDataset
 from lema.engine.head.loss import CHUNK_TOKENS
-from lema.engine.packing import Packs
+from lema.engine.packing import Packs, packs_of
 from lema.errors import ConfigError
 from lema.lora.files import with_adapter
 from lema.model.files import ModelFiles, training_rows
@@ -362,7 +362,7 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool, data: Rows | No
     counts = data.counts
     batched_rows: Rows | Packs = data
     if config.packing:
-        batched_rows = Packs(data, length, config.seed, wrapped=config.packing == "wrapped")
+        batched_rows = packs_of(data, length, config)
         counts = replace(counts, rows=len(batched_rows))
     rows = counts.rows
     tokens = counts.tokens

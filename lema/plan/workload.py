@@ -175,7 +175,8 @@ def measure(
     """
     # which were made without values in another call, and mean nothing in this
     if split is None or split.keeps_tensors:
-        split = Split(model, load("cpu"), parallel=parallel)
+        cast = None if split is None else split.cast
+        split = Split(model, load("cpu"), parallel=parallel, cast=cast)
     trained = trained or [()] * len(layers)
     kinds = cost_kinds(split, layers, trained)
     with without_values(model):
@@ -395,7 +396,7 @@ def layer_work(
     gradients = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     for parameter in parameters:
         parameter.grad = None
-    keeps_products = call.autocast in (None, split.dtype)
+    keeps_products = (call.autocast or split.cast) == split.dtype
     return LayerWork(
         forward=forward,
         recompute=tally.flops_to_saved(),

@@ -17,7 +17,7 @@ from lema.data.preference import PreferenceDataset
 from lema.data.read import Data, mixed
 from lema.engine import StreamedModel
 from lema.engine.head.loss import IGNORED
-from lema.engine.packing import Packs, check_packing
+from lema.engine.packing import Packs, check_packing, packs_of
 from lema.errors import DataError
 from lema.model.files import ModelFiles, read_data
 
@@ -244,4 +244,4 @@ def pack_rows(rows: Rows, config: LemaConfig, model_config: "PreTrainedConfig") 
     if not config.packing:
         return rows
     length = longest_row(config.max_length, num_positions(model_config))
-    return Packs(rows, length, config.seed, wrapped=config.packing == "wrapped")
+    return packs_of(rows, length, config)

@@ -158,6 +158,7 @@ class RunLoop:
             self._remember()
             if not in_epoch and self._policy.has_epochs:
                 events.fire("on_epoch_begin")
+                stage.data.begin_epoch(progress.done)
             in_epoch = True
             events.fire("on_step_begin")
             numbers = self._step()

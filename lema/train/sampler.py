@@ -1,6 +1,7 @@
 """Which batches of a data set each optimizer step of a plain run takes, and where the run ends."""
 
 from functools import cached_property
+from math import ceil
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +20,7 @@ __all__ = ["StepSampler", "batches_of"]
 class StepSampler:
     """The optimizer steps of a run over rows with `input_ids` and `labels`, of which each process
     gets its share. Where in the data a step ends follows from its number alone. The last step may
-    take fewer batches than the others."""
+    take fewer batches than the others; with batches as Trainer has them that of each epoch may."""
 
     def __init__(
         self, dataset: Rows, config: LemaConfig, replicas: Replicas, padding: Padding | None = None
@@ -27,11 +28,12 @@ class StepSampler:
         self.dataset = dataset
         self._config = config
         self._per_step = config.gradient_accumulation_steps
+        self._seed = config.seed if config.data_seed is None else config.data_seed
         self._batches = batches_of(
             dataset,
             config,
             padding,
-            seed=config.seed,
+            seed=self._seed,
             shuffle=config.shuffle,
             rank=replicas.rank,
             size=replicas.size,
@@ -40,12 +42,29 @@ class StepSampler:
             separate_batches=not config.shuffle or config.batch_size == 1,
             per_step=self._per_step * config.group_by_length,
         )
+        self.is_trainers = not isinstance(config.shuffle, bool)
+        """Whether batches and steps are those of `transformers.Trainer`."""
         steps = config.max_steps
-        batches = self._batches
+        epochs = config.num_train_epochs
+        if steps is None and self.is_trainers:
+            steps = ceil(epochs * self._steps_per_epoch)
         self.num_batches = (
-            steps * self._per_step if steps else batches.num_batches(config.num_train_epochs)
+            self._batches_before(steps) if steps else self._batches.num_batches(epochs)
         )
-        self.num_steps = -(-self.num_batches // self._per_step)
+        self.num_steps = steps or -(-self.num_batches // self._per_step)
+
+    @property
+    def _steps_per_epoch(self) -> int:
+        """How many steps an epoch has where steps end with epochs."""
+        return -(-self._batches.before(1) // self._per_step)
+
+    def _batches_before(self, step: int) -> int:
+        """Return how many batches steps have that come before a step."""
+        if not self.is_trainers:
+            return step * self._per_step
+        epoch, step_of_epoch = divmod(step, self._steps_per_epoch)
+        of_epoch = min(step_of_epoch * self._per_step, self._batches.before(1))
+        return self._batches.before(epoch) + of_epoch
 
     @property
     def num_epochs(self) -> int:
@@ -70,7 +89,7 @@ class StepSampler:
             "tokens_per_step": config.tokens_per_step,
             "group_by_length": config.group_by_length,
             "shuffle": config.shuffle,
-            "seed": config.seed,
+            "seed": self._seed,
         }
 
     def rows(self, step: int) -> list[int]:
@@ -93,7 +112,7 @@ class StepSampler:
         return sum(part["input_ids"].numel() for part in parts)
 
     def _of(self, step: int) -> range:
-        return range(step * self._per_step, self._done(step + 1))
+        return range(self._done(step), self._done(step + 1))
 
     def epoch(self, steps: int) -> float:
         """Return how many epochs, and what part of one, lie behind so many steps."""
@@ -117,7 +136,7 @@ class StepSampler:
         return self.position(steps)["epoch"] != self.position(max(steps - 1, 0))["epoch"]
 
     def _done(self, steps: int) -> int:
-        return min(steps * self._per_step, self.num_batches)
+        return min(self._batches_before(steps), self.num_batches)
 
 
 def batches_of(

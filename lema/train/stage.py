@@ -132,6 +132,9 @@ class StageData(Protocol):
     def position(self, done: int) -> Position:
         """Return where the run is after so many steps of the stage."""
 
+    def begin_epoch(self, done: int) -> None:
+        """Note that after so many steps the rows begin anew, or go on within an epoch."""
+
     def draw(self, step: int) -> Drawn:
         """Return the rows of a step, counted from 0."""
 

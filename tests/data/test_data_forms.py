@@ -152,6 +152,12 @@ def test_what_is_trained_on_is_chosen(learn):
     assert learn([pair], train_on="all")[0] == [["What?", "Long.</s>"]]
     split = {"prompt": row["messages"][:2], "completion": [CHAT[3], CHAT[2], row["messages"][4]]}
     assert learn([split])[0] == [answers[1:]]  # the user's words in a completion are not learnt
+    assert learn([pair], train_on="all_but_prompts")[0] == [["Long.</s>"]]
+    _, whole = learn([row], train_on="all_but_prompts")
+    assert whole[0]["labels"] == whole[0]["input_ids"]
+    # from where the prompt ends, ready for an answer; the user's words in a completion, too
+    (lines,), _ = learn([split], train_on="all_but_prompts")
+    assert (lines[0], lines[-1]) == tuple(answers[1:]) and "<|im_start|>user" in lines
     quiet = [CHAT[0], CHAT[1] | {"train": False}, *CHAT[2:]]
     with pytest.raises(
         DataError, match="the settings train on all words, but this message must not be trained on"

@@ -29,7 +29,7 @@ RUN = {  # name of a block, and the tests that run it
     "activations example": "tests/activations/test_activations_page.py",
     "trainer example": "tests/activations/test_activations_page.py",
     "axolotl yaml": "tests/cli/test_import.py",
-    "trl yaml": "tests/cli/test_import.py",
+    "trl yaml": "tests/importing/test_trl.py",
     "phases example": "tests/train/phases/test_phases_page.py",
     "data example": "tests/house/test_readme.py",
     "settings example": "tests/house/test_readme.py",

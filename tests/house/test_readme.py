@@ -75,7 +75,7 @@ def test_the_python_examples_run(place: Path) -> None:
     assert (place / "output/from-python/checkpoint-10/adapter_model.safetensors").is_file()
     assert (place / "output/from-python/adapter/adapter_config.json").is_file()
     assert (place / "output/first/adapter_config.json").is_file()
-    assert (place / "output/adapter_config.json").is_file()
+    assert (place / "Qwen2.5-0.5B-SFT/adapter_config.json").is_file()
 
 
 @pytest.mark.slow

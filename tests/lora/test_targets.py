@@ -16,14 +16,24 @@ from parity import SEED, assert_same, draw_b, streamed_step, whole_step
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
+from smallrun import adapter_of, opened
+from smallrun import settings as run_settings
+from smallrun import write_model as write_llama
 from tinyconfig import tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM, DogeConfig, LlamaConfig, PreTrainedModel
 
 from lema import LemaConfig, LemaModel
+from lema.errors import ConfigError
 from lema.lora import inject_lora_params
 from lema.lora.attach import configured_lora
-from lema.lora.targets import default_targets, linear_modules, router_modules, warn_of_left_out
+from lema.lora.targets import (
+    default_targets,
+    linear_modules,
+    peft_targets,
+    router_modules,
+    warn_of_left_out,
+)
 from lema.model import meta_model
 from lema.model.skeleton import find_layers
 from lema_cpu import CpuBackend
@@ -271,3 +281,19 @@ def test_exactly_the_linears_that_are_no_routers_are_adapted(model_type: str) ->
     told = {end for one in caught for end in str(one.message).partition(": ")[2].split(", ")}
     left_out = {name for name in wanted if any(f".{name}".endswith(f".{end}") for end in told)}
     assert adapted(model) == wanted - left_out
+
+
+def test_peft_s_own_targets_are_those_of_the_type_of_model(tmp_path: Path) -> None:
+    base = write_llama(tmp_path / "model", num_hidden_layers=2)
+    with opened(run_settings(base, tmp_path / "out", lora_target_modules="peft")) as model:
+        ours = adapter_of(model.skeleton)
+    torch.manual_seed(42)
+    config = LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM")
+    theirs = adapter_of(get_peft_model(AutoModelForCausalLM.from_pretrained(base), config))
+    assert ours.keys() == theirs.keys() and len(ours) == 8
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours if "lora_A" in name)
+
+
+def test_a_type_for_which_peft_has_no_targets_is_refused() -> None:
+    with pytest.raises(ConfigError, match="type olmo2"):
+        peft_targets(meta_model(tiny_config("olmo2")))

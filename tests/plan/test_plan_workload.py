@@ -25,6 +25,7 @@ from lema.model import Split
 from lema.model.capture import tensors_in
 from lema.plan import Allocation
 from lema.plan.blueprint import Blueprint, draw_up
+from lema.plan.cost import Demand
 from lema.plan.memory import device_parts
 from lema.plan.meter import Tally, without_values
 from lema.plan.planner import fitted_planner, machine_state_of, planner_of
@@ -90,10 +91,27 @@ def test_a_real_step_takes_what_was_told(
         loss_chunk_tokens=64,
     )
     real, flops = peak_and_flops_of_a_step(config)
+    told, blueprint, workload, demand = told_of(config, recompute=recompute)
+    assert 0.97 * real <= told <= 1.1 * real
+    work = workload.of(0)
+    again = len(demand.visited_twice) * recompute
+    layers = len(blueprint.layers) * (work.forward + work.backward) + again * work.recompute
+    expected = 3 * (layers + workload.head.flops)
+    assert 0.98 * expected <= flops <= expected  # nothing below the lowest layer wants a gradient
+    # the last matrix product reaches nothing that is wanted
+    assert work.recompute < 0.9 * work.forward
+
+
+def told_of(config: LemaConfig, *, recompute: bool) -> tuple[int, Blueprint, Workload, Demand]:
+    """Return the bytes of a step beside slots, as they are told, and what they follow from."""
     blueprint = draw_up(config)
     shape = step_shape(config, 128)
     workload = measure(
-        blueprint.model, blueprint.layers, shape.micro_batch, config.loss_chunk_tokens
+        blueprint.model,
+        blueprint.layers,
+        shape.micro_batch,
+        config.loss_chunk_tokens,
+        split=blueprint.split,
     )
     demand = demand_of(
         blueprint.layers,
@@ -109,14 +127,24 @@ def test_a_real_step_takes_what_was_told(
     saved = frozenset[int]() if recompute else frozenset(demand.visited_twice)
     parts = device_parts(demand, Allocation(3, saved=saved))
     told = sum(size for part, size in parts.items() if part not in ("slots", "residents"))
-    assert 0.97 * real <= told <= 1.1 * real
-    work = workload.of(0)
-    again = len(demand.visited_twice) * recompute
-    layers = len(blueprint.layers) * (work.forward + work.backward) + again * work.recompute
-    expected = 3 * (layers + workload.head.flops)
-    assert 0.98 * expected <= flops <= expected  # nothing below the lowest layer wants a gradient
-    # the last matrix product reaches nothing that is wanted
-    assert work.recompute < 0.9 * work.forward
+    return told, blueprint, workload, demand
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_step_under_autocast_takes_what_was_told(tmp_path: Path, recompute: bool) -> None:
+    config = settings(
+        write_model(tmp_path / "model", dtype=torch.float32, **WIDE["llama"]),
+        tmp_path,
+        batch_size=6,
+        micro_batch_size=2,
+        max_length=LENGTH,
+        gradient_checkpointing=recompute,
+        loss_chunk_tokens=64,
+        autocast="bfloat16",
+    )
+    real, _ = peak_and_flops_of_a_step(config)
+    assert 0.97 * real <= told_of(config, recompute=recompute)[0] <= 1.1 * real
 
 
 def peak_and_flops_of_a_step(config: LemaConfig) -> tuple[int, int]:

@@ -69,6 +69,30 @@ def test_on_a_slow_device_the_numbers_are_those_of_the_whole_model_in_fp32(
             assert torch.equal(outcome.gradients[f"base_model.model.{key}"], gradient), key
 
 
+@pytest.mark.parametrize("recompute", [True, False])
+def test_products_under_autocast_are_those_of_the_whole_model_under_autocast(
+    tmp_path: Path, recompute: bool
+) -> None:
+    base = write_model(tmp_path / "model", num_hidden_layers=3)
+    parts = [batch(seed) for seed in (1, 2)]
+    config = settings(base, tmp_path / "run", autocast="bfloat16", gradient_checkpointing=recompute)
+    with opened(config) as model:
+        model.save_pretrained(tmp_path / "adapter")
+        outcome = streamed_step(model, parts)
+        assert {one.dtype for one in model.skeleton.parameters()} == {torch.float32}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        whole = whole_of(base, tmp_path / "adapter", parts)
+    assert outcome.loss == whole.loss
+    for key, gradient in whole.gradients.items():
+        assert torch.equal(outcome.gradients[f"base_model.model.{key}"], gradient), key
+
+
+def test_autocast_of_half_precision_is_refused(tmp_path: Path) -> None:
+    base = write_model(tmp_path / "model", num_hidden_layers=1, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="this model is bfloat16"):
+        LemaModel(settings(base, tmp_path / "run", autocast="bfloat16"))
+
+
 @pytest.mark.filterwarnings(SAID)
 def test_layers_stay_in_half_precision_until_they_are_leased(
     tmp_path: Path, measured: Slow

@@ -158,6 +158,17 @@ def test_many_rows_are_packed_at_once_and_well() -> None:
     assert "99% filled" in packs.notes[0] or "100% filled" in packs.notes[0]
 
 
+def test_packs_in_order_are_those_of_the_strategy_bfd_of_trl() -> None:
+    """TRL fills the pack that has had its space for longest, of each thousand rows."""
+    lengths = [4, 6, 6, 4, 2, 2, 3]
+    rows = [{"input_ids": [row] * size, "labels": [row] * size} for row, size in enumerate(lengths)]
+    packs = Packs(rows, 10, 3, in_order=True)
+    assert [sorted(set(pack["input_ids"])) for pack in packs] == [[0, 1], [2, 3], [4, 5, 6]]
+    many = [{"input_ids": [row], "labels": [row]} for row in range(1003)]
+    packs = Packs(many, 600, 3, in_order=True)
+    assert [len(pack["input_ids"]) for pack in packs] == [600, 400, 3]
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_packs_that_train_nothing_are_left_out(known: bool) -> None:
     class Known(list[Any]):
@@ -270,7 +281,9 @@ def test_evaluation_of_packs_is_that_of_the_rows(models: dict[str, Path], tmp_pa
 
 
 def test_settings_that_contradict_packing_are_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="packing must be true, false or wrapped, not 'tight'"):
+    with pytest.raises(
+        ConfigError, match="packing must be true, false, wrapped or bfd, not 'tight'"
+    ):
         LemaConfig("model", packing="tight")
     with pytest.raises(ConfigError, match="dpo compares rows, which cannot be packed"):
         LemaConfig("model", packing=True, objective="dpo")

@@ -41,6 +41,7 @@ NO_TOKEN = (
     "the chat template ends an answer with {!r}, which is no single token of this tokenizer, so a "
     "model cannot stop there; use a template of the model, or add the token"
 )
+ALL_WORDS = ("all", "all_but_prompts")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -107,12 +108,14 @@ class Chats:
         spans = [rendered.span(number) for number in trained]
         ending = ""
         remarks = _remarks(rendered, chat)
-        if trained[-1] == len(chat.messages) - 1:
+        # What TRL trains on by default is the chat as its template writes it.
+        if trained[-1] == len(chat.messages) - 1 and self.train_on != "all_but_prompts":
             spans[-1], ending = _ended(rendered, spans[-1], remarks)
         if rendered.ended:
             remarks.append(ENDED)
-        if self.train_on == "all":
-            spans = [(0, len(rendered.text) + len(ending))]
+        if self.train_on in ALL_WORDS:
+            start = self._prompt_end(chat, rendered, row)
+            spans = [(start, len(rendered.text) + len(ending))]
         for what in remarks:
             self.remarks.add(row, what)
         words = shape[1] if shape is not None and rendered.messages is chat.messages else None
@@ -126,19 +129,28 @@ class Chats:
     @cached_property
     def _end_token(self) -> tuple[str, int | None]:
         return end_token(self.tokenizer)
+    def _prompt_end(self, chat: Chat, rendered: Rendered, row: Row) -> int:
+        """Return where in a rendered chat its training begins that has all words but the prompt's:
+        where it parts from what the template writes for the prompt alone, ready for an answer.
+        """
+        length = chat.prompt_length
+        if self.train_on == "all" or length is None:
+            return 0
+        prompt = rendered.template.render(rendered.messages[:length], row, prompt=True)
+        return num_alike(prompt, rendered.text)
 
     def _trained(self, chat: Chat, row: Row) -> list[int]:
         """The messages to train on."""
         for number, flag in enumerate(chat.flags):
             assistant = chat.messages[number]["role"] == "assistant"
-            if flag is False and self.train_on == "all":
+            if flag is False and self.train_on in ALL_WORDS:
                 what = "the settings train on all words, but this message must not be trained on"
                 raise row.broken(
                     what,
                     at=f"message {number + 1}",
                     how="set train_on: assistant, or remove the flag",
                 )
-            if flag and not assistant and self.train_on != "all":
+            if flag and not assistant and self.train_on not in ALL_WORDS:
                 what = "the message asks to be trained on, but it is not the assistant's"
                 raise row.broken(
                     what, at=f"message {number + 1}", how="remove the flag, or set train_on: all"

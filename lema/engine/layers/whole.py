@@ -117,7 +117,8 @@ class WholeLayer:
         # No product is skipped where weights are cast for it, because it saves what they were cast
         # to; nor is anything kept, because that would keep the cast weights.
         is_top = self.number == engine.split.num_layers - 1
-        cast = any(call.autocast not in (None, engine.split.dtype) for call in calls)
+        split = engine.split
+        cast = any((call.autocast or split.cast) != split.dtype for call in calls)
         return _SavedGraphs(
             calls,
             engine.trained.leaves(self.number, lease),

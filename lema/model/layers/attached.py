@@ -34,7 +34,7 @@ class AttachedLayers:
         self, layers: nn.ModuleList, name: str, backend: Backend, *, compiled: bool, fast: bool
     ) -> None:
         self._layers = layers
-        self._name = name
+        self.name = name
         self._backend = backend
         self._to_compile = compiled
         self._fast = fast
@@ -49,7 +49,7 @@ class AttachedLayers:
         """Return what takes its place now that adapters were attached or taken off. Those of
         experts multiply apart from here on, wherever the layers are used."""
         renewed = AttachedLayers(
-            self._layers, self._name, self._backend, compiled=self._to_compile, fast=self._fast
+            self._layers, self.name, self._backend, compiled=self._to_compile, fast=self._fast
         )
         # because a layer has to compute alike where it is compiled and where it is not
         if not self._to_compile:
@@ -62,7 +62,7 @@ class AttachedLayers:
     def compiled(self) -> CompiledLayers | None:
         """The layers as they are compiled; None: they are not."""
         if self._to_compile and self._compiled is None:
-            self._compiled = CompiledLayers(list(self._layers), self._name, self._backend)
+            self._compiled = CompiledLayers(list(self._layers), self.name, self._backend)
         return self._compiled
 
     def names(self, index: int) -> LayerNames:

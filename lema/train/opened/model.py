@@ -136,6 +136,7 @@ def open_model(
             compiled=config.torch_compile,
             fast=config.arithmetic == "fast",
             tables=outer.tables,
+            cast=computing.autocast,
         ),
         padding=padding_of(config, backend.parallel.size, num_positions(hf_config)),
         trace=trace,

@@ -49,7 +49,7 @@ STAGES = frozenset(
 OF_ROWS = {
     "eval_split": "name files for validation with `eval_data`",
     "packing": "use packed tokens in a mixture, with `style: PMD`",
-    "shuffle": "each phase has its `mixture`",
+    **dict.fromkeys(("shuffle", "data_seed"), "each phase has its `mixture`"),
     "gradient_accumulation_steps": (
         "`batch_size` is the rows of a step, `micro_batch_size` the rows computed at once"
     ),

@@ -354,6 +354,9 @@ class PhaseData:
         }
         return Position(step, row.get("epoch"), row, f"step {done} of phase {name}", where)
 
+    def begin_epoch(self, done: int) -> None:
+        """Do nothing, because a phase has no epochs."""
+
     def draw(self, step: int) -> Drawn:
         """Return this process's rows of a step of the phase, counted from 0."""
         return self.rows.draw(step)

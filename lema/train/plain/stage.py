@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
 from lema.backend import Replicas
 from lema.backend.group import check_alike, first_alone
 from lema.config import LemaConfig
@@ -111,6 +113,14 @@ class PlainData:
         evaluated.
         """
         return None if progress.best is None else self.paths.checkpoint(progress.best["step"])
+
+    def begin_epoch(self, done: int) -> None:
+        """Take the number from torch's generator that Trainer's loader takes for each epoch, as the
+        seed of its workers, where rows are drawn as Trainer draws them: so dropout and noise are
+        those of Trainer, too, where each step has one micro-batch.
+        """
+        if self.sampler.is_trainers and self.sampler.position(done)["batch"] == 0:
+            torch.empty((), dtype=torch.int64).random_()
 
     def draw(self, step: int) -> Drawn:
         """Return the rows of a step, counted from 0."""

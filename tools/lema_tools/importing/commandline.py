@@ -12,9 +12,14 @@ from lema_tools.importing.translation import ForeignRun
 
 __all__ = ["foreign_run"]
 
+SCRIPT = ".py"
+"""How a word ends that is a script, and no value of the option before it, as after the options of
+`accelerate launch`.
+"""
 SUFFIXES = (".yaml", ".yml", ".json")
-CONFIG_OPTIONS = ("config", "config_file")
-"""Options of command lines that name the file whose values they lay others over."""
+CONFIG_OPTIONS = ("config",)
+"""Options of command lines that name the file whose values they lay others over. The
+`--config_file` of `accelerate launch` is none of them: it says how many processes there are."""
 
 
 def foreign_run(
@@ -81,7 +86,7 @@ def _groups(words: Sequence[str]) -> Iterator[tuple[str | None, list[str]]]:
             if equals:
                 yield key, texts
                 key = None
-        elif key is None:
+        elif key is None or word.endswith(SCRIPT):
             yield None, [word]
         else:
             texts.append(word)

@@ -1,1 +1,5 @@
-"""Runs of trl."""
+"""Runs of TRL: the files and command lines of `trl sft`, `trl dpo` and `trl kto`."""
+
+from lema_tools.importing.trl.peer import PEER
+
+__all__ = ["PEER"]

@@ -1,0 +1,52 @@
+"""What a run that trains every weight has otherwise than one with an adapter: it is a phase of
+LEMA, which has fewer settings.
+"""
+
+from lema.config import LemaConfig
+from lema.config.objective import OF_OBJECTIVES
+from lema.config.results import OF_PLAIN_RUNS
+from lema_tools.importing.trl.ledger import Ledger
+
+__all__ = ["full_run"]
+
+NUMBERS = ("loss_type", "neftune_noise_alpha", "label_smoothing_factor", "router_aux_loss_coef")
+"""Settings of runs with an adapter alone that change numbers."""
+
+
+def full_run(ledger: Ledger) -> None:
+    """Take settings out that a full fine-tune has not, and note those that had an effect."""
+    settings = ledger.translation.settings
+    if settings.get("trains") != "full":
+        return
+    if settings["loss_type"] == "nll":
+        del settings["loss_type"]
+    defaults = LemaConfig.defaults()
+    keys = {text.partition(":")[0]: key for key, text in ledger.translation.same.items()}
+    for name in (*OF_PLAIN_RUNS, *OF_OBJECTIVES):
+        if name not in settings or settings[name] == defaults[name]:
+            continue
+        del settings[name]
+        _note(ledger, keys.get(name, name), changes_numbers=name in NUMBERS)
+    _optimizer(ledger)
+
+
+def _note(ledger: Ledger, key: str, *, changes_numbers: bool) -> None:
+    translation = ledger.translation
+    translation.same.pop(key, None)
+    translation.differs[:] = [note for note in translation.differs if note.key != key]
+    what = "LEMA has it for runs with an adapter alone, and not for those that train every weight"
+    ledger.lost(key, what, changes_numbers=changes_numbers)
+
+
+def _optimizer(ledger: Ledger) -> None:
+    """Weights train with AdamW, whose moments are beside them in host memory."""
+    optimizer = ledger["optim"]
+    ledger.put(optim="adamw_torch")
+    del ledger.translation.same["optim"]
+    if optimizer == "adamw_torch":
+        ledger.translation.same["optim"] = "optim: adamw_torch"
+    elif optimizer == "adamw_torch_fused":
+        what = "optim: adamw_torch, the same but for rounding, about 1e-7 of a loss in float32"
+        ledger.differs("optim", what, changes_numbers=False)
+    else:
+        ledger.lost("optim", "weights of the model train with adamw_torch alone")

@@ -1,0 +1,166 @@
+"""TRL as a source of runs: which are its, and what they are as settings of LEMA."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lema.errors import ConfigError
+from lema_tools.importing.translation import ForeignRun, Translation
+from lema_tools.importing.trl.adapter import adapter
+from lema_tools.importing.trl.batches import batches
+from lema_tools.importing.trl.full import full_run
+from lema_tools.importing.trl.kind import DEFAULTS, kind_of, words_of_trl
+from lema_tools.importing.trl.ledger import Ledger
+from lema_tools.importing.trl.objective import objective
+from lema_tools.importing.trl.optimizer import optimizer
+from lema_tools.importing.trl.precision import model
+from lema_tools.importing.trl.results import results
+from lema_tools.importing.trl.rows import rows
+from lema_tools.importing.trl.silent import SILENT
+from lema_tools.importing.trl.sources import sources
+
+__all__ = ["PEER", "Trl"]
+
+PARTS: tuple[Callable[[Ledger], None], ...] = (
+    model,
+    sources,
+    rows,
+    batches,
+    optimizer,
+    adapter,
+    objective,
+    results,
+    full_run,
+)
+"""What translates a run, one concept after the other."""
+
+DISTINCTIVE = frozenset(
+    {
+        "dataset_name",
+        "dataset_config",
+        "dataset_train_split",
+        "dataset_test_split",
+        "dataset_text_field",
+        "dataset_num_proc",
+        "use_peft",
+        "lora_task_type",
+        "lora_target_parameters",
+        "lora_modules_to_save",
+        "assistant_only_loss",
+        "completion_only_loss",
+        "chat_template_path",
+        "packing_strategy",
+        "truncation_mode",
+        "precompute_ref_log_probs",
+        "model_revision",
+        "test_split_size",
+        "eval_packing",
+        "model_init_kwargs",
+        "num_generations",
+        "reward_funcs",
+        "center_rewards_coefficient",
+        "loss_weights",
+    }
+)
+"""Keys of TRL's scripts that no other trainer here has."""
+
+EARLIER = {
+    "max_seq_length": "max_length",
+    "evaluation_strategy": "eval_strategy",
+    "torch_dtype": "dtype",
+    "learning_rate_scheduler": "lr_scheduler_type",
+    "use_cpu_offload": "activation_offloading",
+}
+"""Names that earlier releases of TRL had for a key."""
+
+BEYOND = {
+    "reward": (
+        "`lema train` has no loss for a head that scores texts",
+        "use TRL's RewardTrainer with a model of lema.streamed(...): docs/trainers.md, Rewards",
+    ),
+    "grpo": (
+        "`lema train` generates no completions to reward",
+        "use TRL's GRPOTrainer with a model of lema.streamed(...): docs/trainers.md, GRPO",
+    ),
+}
+"""Kinds of run that are refused: the reason, and the way."""
+
+
+@dataclass(frozen=True)
+class Trl:
+    """TRL's scripts `sft`, `dpo` and `kto`."""
+
+    name: str = "TRL"
+
+    def recognises(self, run: ForeignRun) -> int:
+        """Return how many keys or words of a run only TRL has."""
+        return len(DISTINCTIVE & run.values.keys()) + 8 * bool(words_of_trl(run))
+
+    def origin(self) -> str:
+        """Return the version whose defaults were used."""
+        return DEFAULTS.origin
+
+    def translate(self, run: ForeignRun) -> Translation:
+        """Return the run as settings of LEMA.
+
+        Raises:
+            ConfigError: the kind of run is unclear or none of LEMA's, or a value is wrong.
+        """
+        kind = kind_of(run)
+        if kind in BEYOND:
+            what, how = BEYOND[kind]
+            raise ConfigError(what, where=f"trl {kind}", how=how)
+        defaults = DEFAULTS.of(kind)
+        ledger = _opened(run, kind, defaults)
+        for part in PARTS:
+            part(ledger)
+        _silent(ledger)
+        _unknown(ledger)
+        return ledger.translation
+
+
+PEER = Trl()
+
+
+def _opened(run: ForeignRun, kind: str, defaults: Mapping[str, Any]) -> Ledger:
+    """Return the run's values over TRL's defaults, with today's names."""
+    values = dict[str, Any]()
+    renamed = dict[str, str]()
+    for key, value in run.values.items():
+        name, value = _switch(EARLIER.get(key, key), value, defaults)
+        if key in EARLIER and name not in run.values:
+            renamed[key] = name
+        values[name] = value
+    ledger = Ledger(kind, {**defaults, **values}, frozenset(values), defaults, run.directory)
+    for key, name in renamed.items():
+        ledger.differs(
+            key, f"TRL calls it {name} now, and ignores this name", changes_numbers=False
+        )
+    return ledger
+
+
+def _switch(key: str, value: Any, defaults: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the key that a switch such as `--no_gradient_checkpointing` turns off."""
+    name = key.removeprefix("no_")
+    if key not in defaults and isinstance(defaults.get(name), bool) and value is True:
+        return name, False
+    return key, value
+
+
+def _silent(ledger: Ledger) -> None:
+    """Note what the run has of keys that change no number."""
+    for key in sorted(ledger.written - ledger.settled()):
+        if key in SILENT:
+            ledger.lost(key, SILENT[key], changes_numbers=False)
+
+
+def _unknown(ledger: Ledger) -> None:
+    """Note keys that no part has settled: TRL's own with no counterpart, and unknown ones."""
+    for key in sorted(ledger.written - ledger.settled()):
+        if key in ledger.defaults and ledger.is_default(key):
+            ledger.same(key, "none there, none here")
+        elif key in ledger.defaults:
+            ledger.lost(key, "LEMA has nothing that stands for it")
+        else:
+            what = f"TRL {DEFAULTS.contents['version']} has no such key, and ignores it"
+            ledger.lost(key, what)
