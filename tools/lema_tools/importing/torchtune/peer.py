@@ -180,9 +180,12 @@ def _results(ledger: Ledger) -> None:
 
 def _launched(run: ForeignRun, ledger: Ledger) -> None:
     """Note that several processes each take `batch_size` rows."""
-    processes = run.values.get("nproc_per_node") or 1
-    if int(str(processes)) > 1:
-        rows = int(ledger["batch_size"]) * int(str(processes))
+    words = run.values.get("nproc_per_node") or 1
+    processes = int(
+        str(words[0] if isinstance(words, list) else words)
+    )  # the recipe comes after it
+    if processes > 1:
+        rows = int(ledger["batch_size"]) * processes
         ledger.put(batch_size=rows, micro_batch_size=int(ledger["batch_size"]))
         what = f"batch_size: {rows}, the rows of all {processes} processes"
         ledger.differs("nproc_per_node", what, changes_numbers=False)

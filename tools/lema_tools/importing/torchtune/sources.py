@@ -136,7 +136,8 @@ def _data(ledger: Ledger, key: str, entries: list[dict[str, Any]]) -> Any:
         name = str(entry.get("_component_", "")).rpartition(".")[2]
         if name not in BUILDERS:
             what = f"LEMA does not know the builder {name}: write its rows as a file of messages"
-            ledger.lost(key, what, changes_numbers=changes)
+            full = f"{key}._component_"
+            ledger.lost(full if full in ledger.written else key, what, changes_numbers=changes)
             continue
         arguments = {**BUILDERS[name], **entry}
         if not arguments.get("source"):

@@ -241,8 +241,7 @@ def loss(ledger: Ledger) -> None:
         ledger.same("loss._component_", "objective: sft")
     elif name in ("DPOLoss", "RSOLoss"):
         kind, key = ("sigmoid", "beta") if name == "DPOLoss" else ("hinge", "gamma")
-        ledger.put(objective="dpo", loss_type=kind, reference="base", lora_dropout=...)
-        del ledger.translation.settings["lora_dropout"]
+        ledger.put(objective="dpo", loss_type=kind, reference="base")
         ledger.same("loss._component_", f"objective: dpo, loss_type: {kind}")
         ledger.carry(f"loss.{key}", "beta", ledger.number(f"loss.{key}"))
         if ledger.number("loss.label_smoothing") and name == "DPOLoss":
