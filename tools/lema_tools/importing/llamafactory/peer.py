@@ -117,11 +117,10 @@ def _opened(run: ForeignRun) -> Ledger:
     Raises:
         ConfigError: a key is none of LLaMA-Factory's, which refuses it, too.
     """
-    defaults = (
-        DEFAULTS.of("megatron") if run.values.get("use_megatron_bridge") else DEFAULTS.of("all")
-    )
+    defaults = DEFAULTS.of("all")
+    others = DEFAULTS.of("megatron")
     values = dict(run.values)
-    if unknown := [key for key in values if key not in defaults]:
+    if unknown := [key for key in values if key not in others]:
         key = unknown[0]
         close = get_close_matches(key, defaults, 2)
         how = f"did you mean {' or '.join(close)}?" if close else "leave it out"
@@ -137,14 +136,21 @@ def _check_verb(run: ForeignRun, ledger: Ledger) -> None:
     trains = bool(ledger["do_train"])
     adapters = names_of(ledger["adapter_name_or_path"])
     if verb == "export" or (ledger["export_dir"] and not trains):
-        name = adapters[0] if adapters else "ADAPTER"
         out = ledger["export_dir"] or "OUT"
         what = "this file merges an adapter into a model, and trains nothing"
-        raise ConfigError(what, where="export_dir", how=f"run: lema merge {name} {out}")
+        how = f"run: lema merge {adapters[0]} {out}" if adapters else ""
+        if not adapters:
+            what = "this file saves a model, and trains nothing"
+            how = "use the model's directory; lema prepare quantises, lema merge adds an adapter"
+        raise ConfigError(what, where="export_dir", how=how)
     if verb != "train":
         what = f"`llamafactory-cli {verb}` trains nothing"
         how = "use lema chat, lema generate or lema eval with the adapter"
         raise ConfigError(what, where=verb, how=how)
+    if not trains and not ledger["dataset"]:
+        what = "this file is for writing answers, and trains nothing"
+        how = "use lema chat or lema generate with the adapter"
+        raise ConfigError(what, where="dataset", how=how)
     if not trains and (ledger["do_eval"] or ledger["do_predict"]):
         what = "this file evaluates, and trains nothing"
         how = "use lema eval, or lema generate --prompts"
@@ -176,7 +182,7 @@ def _others(ledger: Ledger) -> None:
     for key in sorted(ledger.written - ledger.settled()):
         if key in SILENT:
             ledger.lost(key, SILENT[key], changes_numbers=False)
-        elif key.startswith(OF_BACKENDS):
+        elif key.startswith(OF_BACKENDS) or key not in ledger.defaults:
             ledger.lost(key, "LEMA streams layers", changes_numbers=False)
         elif _empty(ledger[key]) or ledger.is_default(key):
             ledger.same(key, "none there, none here")
