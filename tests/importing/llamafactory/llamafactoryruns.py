@@ -61,7 +61,7 @@ INFO = {
 }
 FORM = {"prompt": "{instruction}\n{input}", "chat": True, "without_input": "{instruction}"}
 SHOP = {"path": "data/shop.json", "row_format": FORM}
-DEFAULTS = {
+DEFAULTS: dict[str, Any] = {
     "objective": "sft",
     "loss_type": "nll",
     "dtype": None,
@@ -311,6 +311,7 @@ output_dir: out
             "cpo_alpha": 0.0,
             "dtype": "bfloat16",
         },
+        {"dataset ranked_rows"},
     ),
     "orpo": Run(
         """
@@ -347,7 +348,7 @@ output_dir: out
             "undesirable_weight": 1.0,
             "dtype": "bfloat16",
         },
-        {"stage"},
+        {"stage", "dataset thumbs"},
     ),
     "pretrain": Run(
         """
@@ -468,13 +469,18 @@ max_steps: 40
 output_dir: out
 """,
         {
+            "train_data": {
+                "path": "data/older.json",
+                "columns": {"instruction": "q", "history": "turns"},
+                "row_format": {"prompt": "{instruction}", "chat": True},
+            },
             "adapter_name_or_path": "saves/first",
             "router_aux_loss_coef": 0.01,
             "neftune_noise_alpha": 5,
             "loss_type": "dft",
             "max_steps": 40,
         },
-        {"bf16", "dataset older"},
+        {"bf16"},
     ),
     "images": Run(
         """

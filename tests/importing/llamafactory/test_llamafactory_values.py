@@ -42,6 +42,9 @@ def test_a_file_becomes_the_settings_that_its_sources_say(name: str, project: Pa
     assert resolved == wanted
     assert {note.key for note in translation.changes} == run.changes
     assert values.keys() <= settled(translation)
+    keys = [note.key for note in (*translation.differs, *translation.lost)]
+    assert not translation.same.keys() & set(keys)
+    assert len({*keys}) == len(keys)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -44,6 +44,9 @@ def test_a_file_becomes_the_settings_that_its_sources_say(name: str) -> None:
     }
     assert {note.key for note in translation.changes} == run.changes
     known = settled(translation)
+    notes = [note.key for note in (*translation.differs, *translation.lost)]
+    assert not translation.same.keys() & set(notes)
+    assert len({*notes}) == len(notes)
     assert {key for key in flat(values) if not {key, key.partition(".")[0]} & known} == set()
 
 

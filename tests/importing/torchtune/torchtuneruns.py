@@ -209,12 +209,13 @@ RUNS = {
                 },
             },
         },
+        {"dataset._component_"},
     ),
     "dpo_smoothed": Run(
         {**DPO, "loss.label_smoothing": 0.1, "model.lora_dropout": 0.1},
         {"objective": "dpo", "lora_dropout": 0.0, "train_data": ..., "max_length": ...}
         | {"max_steps": 1000, "max_grad_norm": 1.0, "loss_type": "sigmoid"},
-        {"loss.label_smoothing", "model.lora_dropout"},
+        {"loss.label_smoothing", "model.lora_dropout", "dataset._component_"},
     ),
     "chat_of_files": Run(
         {

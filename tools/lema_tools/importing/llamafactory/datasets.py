@@ -158,7 +158,8 @@ class DataSource:
     def _instructions(self) -> dict[str, Any]:
         columns = self.columns
         names = {"instruction": columns["prompt"], "input": columns["query"]}
-        names |= {"system": columns["system"], "label": columns["kto_tag"]}
+        names |= {"system": columns["system"], "history": columns["history"]}
+        names["label"] = columns["kto_tag"]
         if self.stage == "dpo":
             names |= {"chosen": columns["chosen"], "rejected": columns["rejected"]}
         else:
@@ -218,9 +219,12 @@ class DataSource:
         """
         notes = list[tuple[str, bool]]()
         columns = self.columns
-        if columns["history"] and self.is_instructions:
-            what = f"LEMA does not read earlier turns from a column ({columns['history']})"
-            notes.append((f"{what}: make them messages", True))
+        if self.stage in ("dpo", "kto") and self.is_instructions:
+            what = "LEMA reads instructions with several answers, or with a label, as raw text"
+            notes.append((f"{what}: write prompts and answers as messages", True))
+        elif self.stage == "kto":
+            what = "LEMA reads a label beside prompt and completion: write the last answer of "
+            notes.append((f"{what}{columns['messages']} as completion", True))
         for kind in ("images", "videos", "audios"):
             if columns[kind]:
                 notes.append((f"`lema train` reads no {kind}: their column is left out", True))

@@ -143,10 +143,11 @@ def _data(ledger: Ledger, key: str, entries: list[dict[str, Any]]) -> Any:
         if not arguments.get("source"):
             raise ConfigError(f"{name} has no source", where=f"{key}.source", how="name one")
         data[f"{name.removesuffix('_dataset')}_{number}"] = _source(arguments)
-        for argument, why in _notes(arguments):
+        notes = dict(_notes(arguments))
+        for argument, why in notes.items():
             ledger.lost(f"{key}.{argument}", why, changes_numbers=changes)
         for argument in entry:
-            if argument in KEYS:
+            if argument in KEYS and argument not in notes:
                 said = f"in {'train_data' if changes else 'eval_data'}"
                 for full in ledger.written:
                     if full == f"{key}.{argument}" or full.startswith(f"{key}.{argument}."):
@@ -218,6 +219,9 @@ def _renamed(names: Mapping[str, str]) -> dict[str, Any]:
 
 def _notes(arguments: Mapping[str, Any]) -> list[tuple[str, str]]:
     notes = list[tuple[str, str]]()
+    if arguments["kind"] == "answers":
+        what = "LEMA reads questions with two answers as raw text: write them as messages"
+        notes.append(("_component_", what))
     if arguments.get("filter_fn"):
         notes.append(("filter_fn", "LEMA calls no function of a file: filter the rows before"))
     if arguments["kind"] == "text" and arguments.get("add_eos") is False:

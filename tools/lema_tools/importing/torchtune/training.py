@@ -226,6 +226,7 @@ def batches(ledger: Ledger) -> None:
     packed = bool(ledger["dataset.packed"])
     ledger.put(packing=packed)
     if packed:
+        ledger.translation.same.pop("dataset.packed", None)
         ledger.differs("dataset.packed", "packing: true, which fills packs with other rows")
 
 
