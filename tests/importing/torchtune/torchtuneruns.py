@@ -70,7 +70,7 @@ DEFAULTS = {
     "model_name_or_path": "/models/llama",
     "train_data": CLEANED,
     "chat_template": chat_template(FAMILIES["llama3_tokenizer"]),
-    "max_length": 1 << 20,
+    "max_length": 131072,
     "lora_rank": 8,
     "lora_alpha": 16,
     "lora_dropout": 0.0,
@@ -181,6 +181,7 @@ RUNS = {
             **NO_LORA,
             "trains": "full",
             "chat_template": chat_template(FAMILIES["qwen3_tokenizer"]),
+            "max_length": 40960,
             "lr_scheduler_type": "constant",
             "warmup_steps": 0,
             "max_grad_norm": 1.0,
@@ -334,6 +335,7 @@ RUNS = {
         },
         {
             "chat_template": chat_template(FAMILIES["llama2_tokenizer"]),
+            "max_length": 4096,
             "optim": "sgd",
             "learning_rate": 0.1,
             "weight_decay": 0.0,
@@ -349,6 +351,7 @@ RUNS = {
         },
         {
             "chat_template": chat_template(FAMILIES["phi3_mini_tokenizer"]),
+            "max_length": 4096,
             "lora_target_modules": None,
             "optim": "adamw_torch",
             "learning_rate": 1e-3,

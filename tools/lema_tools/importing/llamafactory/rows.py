@@ -39,8 +39,9 @@ def _lengths(ledger: Ledger) -> None:
     stage = ledger["stage"]
     packing = True if ledger["neat_packing"] else ledger["packing"]
     length = int(ledger["cutoff_len"]) - bool(packing)
+    positions = ledger.model_config.get("max_position_embeddings")
     ledger.put(overlong="truncate")
-    ledger.carry("cutoff_len", "max_length", length)
+    ledger.carry("cutoff_len", "max_length", min(length, positions or length))
     if stage != "pt":
         ledger.translation.same["cutoff_len"] += (
             " for rows that fit; of a longer one LLaMA-Factory shortens question and answer in "

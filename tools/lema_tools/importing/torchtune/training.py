@@ -14,7 +14,24 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 FUSED = ("phi3", "phi4")
 """Families whose modules `transformers` has fused, where torchtune adapts the parts."""
 
-LONG = 1 << 20  # tokens, where nothing limits a row
+POSITIONS = {
+    "llama2": 4096,
+    "llama3": 8192,
+    "llama3_1": 131072,
+    "llama3_2": 131072,
+    "llama3_3": 131072,
+    "mistral": 32768,
+    "gemma": 8192,
+    "gemma2": 8192,
+    "qwen2": 32768,
+    "qwen2_5": 32768,
+    "qwen3": 40960,
+    "phi3": 4096,
+    "phi4": 16384,
+}
+"""The longest row of each family, by its builders, where the file does not limit rows."""
+
+SHORT = 4096  # tokens, of a family that is not known
 TYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 OPTIMIZERS = {
     "AdamW": "adamw_torch",
@@ -82,7 +99,7 @@ def _lora(ledger: Ledger, name: str) -> None:
     targets += MLP if ledger["model.apply_lora_to_mlp"] else ()
     targets += ["lm_head"] if ledger["model.apply_lora_to_output"] else []
     ledger.put(lora_target_modules=targets, lora_target_parameters=[], lora_init=True)
-    family = str(ledger["model._component_"]).rpartition(".")[0].rpartition(".")[2]
+    family = _family(ledger)
     if family in FUSED:
         what = f"{family} has fused modules in `transformers`, and LEMA adapts these as a whole"
         ledger.put(lora_target_modules=None)
@@ -100,16 +117,22 @@ def _lora(ledger: Ledger, name: str) -> None:
         ledger.carry("model.quantize_base", "quantize_base", None)
 
 
+def _family(ledger: Ledger) -> str:
+    """The family of models that a builder belongs to."""
+    return str(ledger["model._component_"]).rpartition(".")[0].rpartition(".")[2]
+
+
 def tokenizer(ledger: Ledger) -> None:
     """Translate the tokenizer's length, and what it writes around messages."""
     name = component_of(ledger.values, "tokenizer")
     length = ledger["tokenizer.max_seq_len"]
     positions = ledger.model_config.get("max_position_embeddings")
-    ledger.put(max_length=length or positions or LONG, overlong="truncate")
+    longest = positions or POSITIONS.get(_family(ledger), SHORT)
+    ledger.put(max_length=min(length or longest, longest), overlong="truncate")
     ledger.translation.same["tokenizer.max_seq_len"] = (
         f"max_length: {length}; of a longer row torchtune keeps the last token as its end"
         if length
-        else "no row is cut"
+        else f"max_length: {longest}, the longest row of the model"
     )
     own = ledger["tokenizer.prompt_template"]
     if name not in FAMILIES:
