@@ -1,4 +1,4 @@
-"""The page on Unsloth: its scripts and LEMA's files have the same values, and the files run."""
+"""The pages on Unsloth: their scripts and LEMA's files have the same values, and the files run."""
 
 import json
 import re
@@ -14,7 +14,9 @@ import lema.train
 from lema import LemaConfig
 from lema_tools.demo import run_demo
 
-PAGE = (Path(__file__).parents[2] / "docs" / "coming-from-unsloth.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ("coming-from-unsloth.md", "coming-from-unsloth-more.md")
+PAGE = "".join((DOCS / name).read_text(encoding="utf-8") for name in PAGES)
 FILES = ("chat.yaml", "dpo.yaml", "text.yaml")
 SAME = {
     "r": "lora_rank",
@@ -103,17 +105,15 @@ def test_a_script_and_its_file_have_the_same_values(
     )
 
 
-def test_the_python_of_the_page_asks_for_the_runs_of_the_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_python_of_the_pages_asks_for_the_runs_of_the_files(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = list[LemaConfig]()
     monkeypatch.setattr(lema.train, "train", asked.append)
-    monkeypatch.chdir(tmp_path)
-    Path("dpo.yaml").write_text(blocks("yaml")[1], encoding="utf-8")
     for example in blocks("python"):
-        exec(compile(example, "page", "exec"), {})  # a block of the page
+        exec(compile(example, "page", "exec"), {})  # noqa: S102 # a block of the page
     assert [config.to_dict() for config in asked] == [
-        LemaConfig(**values).to_dict() for values in settings()[:2]
+        LemaConfig(**values).to_dict() for values in settings()
     ]
 
 
