@@ -111,7 +111,7 @@ def test_the_python_of_the_pages_asks_for_the_runs_of_the_files(
     asked = list[LemaConfig]()
     monkeypatch.setattr(lema.train, "train", asked.append)
     for example in blocks("python"):
-        exec(compile(example, "page", "exec"), {})  # noqa: S102 # a block of the page
+        exec(compile(example, "page", "exec"), {})  # a block of the page
     assert [config.to_dict() for config in asked] == [
         LemaConfig(**values).to_dict() for values in settings()
     ]
