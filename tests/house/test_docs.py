@@ -108,11 +108,11 @@ def test_every_linked_heading_exists(page: Path) -> None:
 
 
 def test_the_settings_of_every_example_are_ours() -> None:
-    """Files of axolotl and TRL, which some pages show too, are between markers with their names."""
+    """Files of other trainers, which some pages show too, are between markers with their names."""
     ours = {*LemaConfig.json_schema()["properties"], "phases", "trains"}
     for page in PAGES:
         text = re.sub(
-            r"<!-- (?:axolotl|trl) yaml -->.*?<!-- end -->",
+            r"<!-- (?:axolotl|trl|llamafactory) yaml -->.*?<!-- end -->",
             "",
             page.read_text(encoding="utf-8"),
             flags=re.S,

@@ -43,6 +43,9 @@ def foreign_run(
         raise ConfigError("there is no run to translate", where=" ".join(words)[:80], how=how)
     keys = dict[str, Any]()
     for file in files:
+        if not file.endswith(SUFFIXES) and not Path(file).is_file():
+            how = f"write its file first: tune cp {file} my.yaml"
+            raise ConfigError("a config by its name cannot be read here", where=file, how=how)
         keys |= read_yaml(file).values
     return ForeignRun(
         keys | values,

@@ -35,9 +35,16 @@ def settings_text(translation: Translation, origin: str) -> str:
     yaml = YAML(typ="safe", pure=True)
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment] # its annotation is narrower than its use
+    yaml.representer.add_representer(str, _text)
     stream = io.StringIO()
     yaml.dump(_to_write(translation.settings), stream)
     return stream.getvalue() + "".join(f"{line}\n" for line in notes_of(translation, origin))
+
+
+def _text(representer: Any, text: str) -> Any:
+    """Write a text of several lines, such as a chat template, line by line."""
+    style = "|" if "\n" in text else None
+    return representer.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 def _to_write(settings: dict[str, Any]) -> dict[str, Any]:
