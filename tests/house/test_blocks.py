@@ -28,7 +28,7 @@ RUN = {  # name of a block, and the tests that run it
     "python example": "tests/house/test_readme.py",
     "activations example": "tests/activations/test_activations_page.py",
     "trainer example": "tests/activations/test_activations_page.py",
-    "axolotl yaml": "tests/cli/test_import.py",
+    "axolotl yaml": "tests/importing/test_axolotl.py",
     "trl yaml": "tests/cli/test_import.py",
     "phases example": "tests/train/phases/test_phases_page.py",
     "data example": "tests/house/test_readme.py",

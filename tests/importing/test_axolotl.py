@@ -1,10 +1,13 @@
 """Files of axolotl become the same run, and what becomes another one is told."""
 
+import re
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lema.config.yaml import read_yaml
 from lema.errors import ConfigError
 from lema_tools.importing.axolotl.peer import DEFAULTS, PEER
 from lema_tools.importing.translation import ForeignRun, Translation
@@ -191,3 +194,16 @@ def test_what_axolotl_refuses_is_an_error(values: dict[str, Any]) -> None:
 
 def test_the_package_names_its_peer() -> None:
     assert import_module("lema_tools.importing.axolotl").PEER is PEER
+
+
+def test_the_page_says_which_of_its_values_change_the_numbers(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "coming-from-axolotl.md"
+    block = re.search(
+        r"<!-- axolotl yaml -->\n```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL
+    )
+    assert block is not None
+    file = tmp_path / "axolotl.yaml"
+    file.write_text(block.group(1), encoding="utf-8")
+    translation = PEER.translate(ForeignRun(read_yaml(file).values))
+    assert _changed(translation) == {"val_set_size", "warmup_ratio"}
+    assert translation.settings["batch_size"] == 4

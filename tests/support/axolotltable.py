@@ -34,10 +34,10 @@ def main(directory: Path) -> None:
         word, keys = outcome(file)
         outcomes[word] += 1
         reasons.update(keys)
-        print(f"{file.relative_to(directory)}: {word}: {', '.join(keys)}")
-    print(dict(outcomes))
+        sys.stdout.write(f"{file.relative_to(directory)}: {word}: {', '.join(keys)}\n")
+    sys.stdout.write(f"{dict(outcomes)}\n")
     for key, count in reasons.most_common():
-        print(f"{count:5} {key}")
+        sys.stdout.write(f"{count:5} {key}\n")
 
 
 if __name__ == "__main__":
