@@ -41,12 +41,12 @@ def full_run(ledger: Ledger) -> None:
             translation.same.pop(key, None)
             what = "LEMA has it for runs with an adapter alone"
             ledger.lost(key, what, changes_numbers=name not in REPORTS)
-    name = settings.get("optim")
+    optimizer = settings.get("optim")
     settings["optim"] = "adamw_torch"
-    if name == "adamw_torch_fused":
+    if optimizer == "adamw_torch_fused":
         translation.same.pop("optimizer")
         what = "optim: adamw_torch, the same but for rounding"
         ledger.differs("optimizer", what, changes_numbers=False)
-    elif name not in (None, "adamw_torch"):
+    elif optimizer not in (None, "adamw_torch"):
         translation.same.pop("optimizer")
         ledger.lost("optimizer", "weights of the model train with adamw_torch alone")
