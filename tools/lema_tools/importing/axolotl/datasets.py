@@ -12,7 +12,6 @@ __all__ = ["datasets"]
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 LOCATION = ("path", "name", "split", "revision", "data_files", "ds_type", "trust_remote_code")
-TIMES_SAME = ("preprocess_shards",)
 
 
 def datasets(ledger: Ledger) -> None:
@@ -29,7 +28,9 @@ def datasets(ledger: Ledger) -> None:
     else:
         training = _sources(ledger, "datasets")
         ledger.put(train_data=training)
-        ledger.translation.same["datasets"] = "train_data"
+        ledger.translation.same["datasets"] = (
+            "train_data (its tokens were not compared with axolotl's)"
+        )
     size = ledger.number("val_set_size")
     if ledger["test_datasets"]:
         ledger.put(eval_data=_sources(ledger, "test_datasets"), eval_split=None)
@@ -81,7 +82,7 @@ def _source(ledger: Ledger, entry: Mapping[str, Any], where: str) -> dict[str, A
         ledger.lost(f"{where}.shards", what)
     settings, settled = rows(ledger, entry, where)
     source.update(settings)
-    settled |= {*LOCATION, *TIMES_SAME, "shards", "shards_idx"}
+    settled |= {*LOCATION, "preprocess_shards", "shards", "shards_idx"}
     for name in sorted(entry.keys() - settled):
         if entry[name] not in (None, False, "", [], {}):
             ledger.lost(f"{where}.{name}", "LEMA has nothing that stands for it")
