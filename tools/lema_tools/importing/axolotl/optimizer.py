@@ -1,0 +1,153 @@
+"""axolotl's optimizer, learning rate, batches and lengths of a run, which are Trainer's."""
+
+from lema.errors import ConfigError
+from lema_tools.importing.ledger import Ledger
+
+__all__ = ["batches", "optimizer"]
+
+NUMBERS = {
+    "weight_decay": "weight_decay",
+    "adam_beta1": "adam_beta1",
+    "adam_beta2": "adam_beta2",
+    "adam_epsilon": "adam_epsilon",
+    "max_grad_norm": "max_grad_norm",
+}
+CUSTOM = frozenset(
+    {
+        "optimi_adamw",
+        "ao_adamw_4bit",
+        "ao_adamw_8bit",
+        "ao_adamw_fp8",
+        "adopt_adamw",
+        "came_pytorch",
+        "muon",
+        "dion",
+        "sinkgd",
+        "flash_adamw",
+        "flash_adam",
+        "flash_sgd",
+        "flash_sgdw",
+        "flash_lion",
+        "q_galore_adamw8bit",
+    }
+)
+"""Optimizers that axolotl adds to those of transformers."""
+OWN_SCHEDULES = ("one_cycle", "rex")
+STRATEGIES = {"drop": "drop", "truncate": "truncate", "raise": "error"}
+DEFAULT_WARMUP = 0.03
+MOST_DEFAULT_WARMUP_STEPS = 100
+
+
+def optimizer(ledger: Ledger) -> None:
+    """Translate what makes an optimizer step of gradients, and how many steps there are."""
+    ledger.carry("learning_rate", "learning_rate", ledger.number("learning_rate"))
+    for key, setting in NUMBERS.items():
+        ledger.carry(key, setting, ledger.number(key))
+    name = str(ledger["optimizer"])
+    if name in CUSTOM:
+        ledger.lost("optimizer", f"LEMA has transformers' optimizers, and no {name}")
+    else:
+        ledger.carry("optimizer", "optim", name)
+    arguments = ledger["optim_args"]
+    if isinstance(arguments, dict):
+        arguments = ",".join(f"{key}={value}" for key, value in arguments.items())
+    ledger.carry("optim_args", "optim_args", arguments)
+    alpha = ledger["neftune_noise_alpha"]
+    ledger.carry("neftune_noise_alpha", "neftune_noise_alpha", alpha)
+    ledger.carry("num_epochs", "num_train_epochs", ledger.number("num_epochs"))
+    ledger.carry("max_steps", "max_steps", ledger["max_steps"] or None)
+    _schedule(ledger)
+    _warmup(ledger)
+
+
+def _schedule(ledger: Ledger) -> None:
+    name = ledger["lr_scheduler"]
+    options = dict(ledger["lr_scheduler_kwargs"] or {})
+    ratio = ledger["cosine_min_lr_ratio"]
+    if name in OWN_SCHEDULES:
+        ledger.lost("lr_scheduler", f"LEMA has transformers' schedules, and no {name}")
+        return
+    if name == "cosine" and ratio:
+        ledger.carry("lr_scheduler", "lr_scheduler_type", "cosine_with_min_lr")
+        ledger.put(lr_scheduler_kwargs={"min_lr_rate": float(ratio)})
+        ledger.same("cosine_min_lr_ratio", f"lr_scheduler_kwargs: min_lr_rate: {ratio}")
+        if ledger["cosine_constant_lr_ratio"]:
+            what = "LEMA's cosine ends with the run, and stays nowhere at its lowest rate"
+            ledger.lost("cosine_constant_lr_ratio", what)
+        return
+    ledger.carry("lr_scheduler", "lr_scheduler_type", name)
+    ledger.carry("lr_scheduler_kwargs", "lr_scheduler_kwargs", options or None)
+    for key in ("cosine_min_lr_ratio", "cosine_constant_lr_ratio"):
+        ledger.same(key, f"axolotl does not use it with {name}")
+
+
+def _warmup(ledger: Ledger) -> None:
+    """Carry warmup; axolotl makes steps of a ratio, rounds down, and makes two steps of one."""
+    steps = ledger["warmup_steps"]
+    ratio = ledger["warmup_ratio"]
+    total = ledger["max_steps"]
+    if steps is None and total:
+        share = DEFAULT_WARMUP if ratio is None else float(ratio)
+        steps = int(share * int(total))
+        steps = min(steps, MOST_DEFAULT_WARMUP_STEPS) if ratio is None else steps
+    if steps is not None:
+        steps = 2 if steps == 1 else steps
+        ledger.put(warmup_steps=steps, warmup_ratio=0.0)
+        ledger.same("warmup_steps", f"warmup_steps: {steps}")
+        ledger.same("warmup_ratio", f"warmup_steps: {steps}")
+        return
+    share = DEFAULT_WARMUP if ratio is None else float(ratio)
+    ledger.put(warmup_steps=0, warmup_ratio=share)
+    if not share:
+        ledger.same("warmup_ratio", "warmup_ratio: 0.0")
+        return
+    limit = ", at most 100 steps," if ratio is None else ""
+    what = (
+        f"warmup_ratio: {share}; axolotl{limit} rounds the number of steps down and LEMA up, so "
+        "there may be one step more: write warmup_steps to have the same"
+    )
+    ledger.differs("warmup_ratio", what)
+
+
+def batches(ledger: Ledger) -> None:
+    """Translate how many rows a step has, how long they are, and in which order they come.
+
+    Raises:
+        ConfigError: a value is none of axolotl's.
+    """
+    micro = int(ledger["micro_batch_size"])
+    accumulated = int(ledger["gradient_accumulation_steps"])
+    key = "gradient_accumulation_steps"
+    if ledger["batch_size"] and key not in ledger.written:
+        accumulated = int(ledger["batch_size"]) // micro
+        key = "batch_size"
+    total = micro * accumulated
+    ledger.put(batch_size=total, gradient_accumulation_steps=1)
+    ledger.translation.same[key] = f"batch_size: {total}"
+    ledger.same("batch_size", f"batch_size: {total}")
+    ledger.carry("micro_batch_size", "micro_batch_size", micro)
+    ledger.carry("seed", "seed", int(ledger["seed"]))
+    ledger.carry("group_by_length", "group_by_length", bool(ledger["group_by_length"]))
+    sequential = bool(ledger["curriculum_sampling"])
+    ledger.put(shuffle=not sequential)
+    ledger.same("curriculum_sampling", f"shuffle: {not sequential}")
+    words = "the same rows" if sequential else "the same rows, drawn by other random numbers"
+    ledger.translation.same["shuffle_merged_datasets"] = f"shuffle: {not sequential} ({words})"
+    _lengths(ledger)
+
+
+def _lengths(ledger: Ledger) -> None:
+    ledger.carry("sequence_len", "max_length", int(ledger["sequence_len"]))
+    strategy = str(ledger["excess_length_strategy"] or "drop")
+    if strategy not in STRATEGIES:
+        what = f"axolotl has no strategy {strategy!r}"
+        how = f"use {', '.join(STRATEGIES)}"
+        raise ConfigError(what, where="excess_length_strategy", how=how)
+    ledger.carry("excess_length_strategy", "overlong", STRATEGIES[strategy])
+    packing = bool(ledger["sample_packing"]) and not ledger["rl"]
+    ledger.put(packing=packing)
+    if packing:
+        what = "packing: true, which fills packs with other rows, so steps have other rows"
+        ledger.differs("sample_packing", what)
+    else:
+        ledger.same("sample_packing", "packing: False")

@@ -1,0 +1,120 @@
+"""axolotl as a source of runs: which are its, and what they are as settings of LEMA."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lema.errors import ConfigError
+from lema_tools.importing.axolotl.adapter import adapter
+from lema_tools.importing.axolotl.datasets import datasets
+from lema_tools.importing.axolotl.full import full_run
+from lema_tools.importing.axolotl.model import model
+from lema_tools.importing.axolotl.objective import objective
+from lema_tools.importing.axolotl.optimizer import batches, optimizer
+from lema_tools.importing.axolotl.results import results
+from lema_tools.importing.axolotl.silent import SILENT, SILENT_PREFIXES
+from lema_tools.importing.ledger import Ledger
+from lema_tools.importing.translation import DefaultsTable, ForeignRun, Translation
+
+__all__ = ["DEFAULTS", "PEER", "Axolotl"]
+
+DEFAULTS = DefaultsTable("axolotl")
+
+DISTINCTIVE = frozenset(
+    {
+        "base_model",
+        "datasets",
+        "test_datasets",
+        "pretraining_dataset",
+        "sequence_len",
+        "sample_packing",
+        "pad_to_sequence_len",
+        "num_epochs",
+        "micro_batch_size",
+        "val_set_size",
+        "evals_per_epoch",
+        "saves_per_epoch",
+        "lora_r",
+        "lora_target_linear",
+        "lora_model_dir",
+        "dataset_prepared_path",
+        "train_on_inputs",
+        "rl",
+        "lr_scheduler",
+        "eot_tokens",
+        "wandb_watch",
+        "wandb_log_model",
+        "excess_length_strategy",
+    }
+)
+"""Keys of axolotl that no other trainer here has."""
+
+
+@dataclass(frozen=True)
+class Axolotl:
+    """The runs of `axolotl train`."""
+
+    name: str = "axolotl"
+
+    def recognises(self, run: ForeignRun) -> int:
+        """Return how many keys or words of a run only axolotl has."""
+        program = any(word.rpartition("/")[2] == "axolotl" for word in run.words)
+        return len(DISTINCTIVE & run.values.keys()) + 8 * program
+
+    def origin(self) -> str:
+        """Return the version whose defaults were used."""
+        return DEFAULTS.origin
+
+    def translate(self, run: ForeignRun) -> Translation:
+        """Return the run as settings of LEMA.
+
+        Raises:
+            ConfigError: the run names no model or no data, or a value is wrong for axolotl.
+        """
+        defaults = DEFAULTS.of("all")
+        values = dict(run.values)
+        if not values.get("base_model"):
+            raise ConfigError("axolotl's run names no model", where="base_model", how="set it")
+        ledger = Ledger(
+            {**defaults, **{key: value for key, value in values.items() if value is not None}},
+            frozenset(values),
+            defaults,
+            run.directory,
+            run.options,
+        )
+        model(ledger)
+        objective(ledger)
+        datasets(ledger)
+        batches(ledger)
+        optimizer(ledger)
+        adapter(ledger)
+        results(ledger)
+        full_run(ledger)
+        _others(ledger)
+        return ledger.translation
+
+
+PEER = Axolotl()
+
+
+def _others(ledger: Ledger) -> None:
+    """Note keys that no part has settled: those that change no number, and the rest."""
+    known = frozenset(DEFAULTS.contents["keys"])
+    for key in sorted(ledger.written - ledger.settled()):
+        value = ledger[key]
+        if _empty(value) or (key in ledger.defaults and ledger.is_default(key)):
+            ledger.same(key, "none there, none here" if _empty(value) else "axolotl's default")
+        elif key in SILENT:
+            ledger.lost(key, SILENT[key], changes_numbers=False)
+        elif key.startswith(SILENT_PREFIXES):
+            what = "it is about reports, kernels or devices, and LEMA streams layers"
+            ledger.lost(key, what, changes_numbers=False)
+        elif key in known:
+            ledger.lost(key, "LEMA has nothing that stands for it")
+        else:
+            version = DEFAULTS.contents["version"]
+            what = f"axolotl {version} has no such key; a plugin or another version may read it"
+            ledger.lost(key, what)
+
+
+def _empty(value: Any) -> bool:
+    return value is None or value is False or value in ("", [], {})
