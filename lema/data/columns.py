@@ -14,11 +14,14 @@ from lema.data.files import Row
 from lema.data.forms import IGNORED, MESSAGE_FIELDS, Forms, flag_of, list_of, text_of
 
 __all__ = [
+    "ALPACA_HEAD",
     "FLAGS",
     "IGNORED",
+    "Example",
     "Kind",
     "Text",
     "Tokens",
+    "alpaca_prompt",
     "detect",
     "left_out",
     "num_trained",
@@ -53,14 +56,15 @@ FLAGS = frozenset(("train", "weight"))  # of any row: false or 0 leaves it out
 
 # Stanford Alpaca's wording (https://github.com/tatsu-lab/stanford_alpaca), for tokenizers without a
 # chat template.
+ALPACA_HEAD = "Below is an instruction that describes a task"
 _ALPACA = (
-    "Below is an instruction that describes a task. Write a response that appropriately "
+    f"{ALPACA_HEAD}. Write a response that appropriately "
     "completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n"
 )
 
 _ALPACA_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides "
+    f"{ALPACA_HEAD}, paired with an input that provides "
     "further context. "
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
@@ -225,7 +229,10 @@ def _instruction(row: Row, chat_template: bool) -> Example:
         return Chat(
             [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
         )
-    return Text(
-        (_ALPACA_INPUT if extra.strip() else _ALPACA).format(instruction=instruction, input=extra),
-        output,
-    )
+    return Text(alpaca_prompt(instruction, extra), output)
+
+
+def alpaca_prompt(instruction: str, extra: str = "") -> str:
+    """Return an instruction, with its input if it has one, in Alpaca's words."""
+    wording = _ALPACA_INPUT if extra.strip() else _ALPACA
+    return wording.format(instruction=instruction, input=extra)

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
 
@@ -28,6 +29,7 @@ from lema.data.dataset import Columns, TokenDataset, eval_mask
 from lema.data.files import Row
 from lema.data.forms import Forms, Remarks, check_ids, num_alike
 from lema.data.read import Overlong, table_of
+from lema.data.row_forms import BITS, RowForm
 from lema.errors import DataError
 
 if TYPE_CHECKING:
@@ -228,11 +230,13 @@ def prepare_preferences(
                     columns.drop(row, max(len(ids) for ids, _ in tokens))
                     continue
                 mark = GOOD * label | SECOND * (number > 0)
+                form: RowForm = "completion" if isinstance(values[0], str) else "chat"
+                formed = replace(row, form=BITS[form])
                 for ids, learnt in tokens:
                     # Labelled rows stay whole, because completions also stand behind shorter
                     # prompts.
                     end = len(ids) if labelled else max_length
-                    columns.append(row, ids[:end], learnt[:end], learnt[max_length:], mark)
+                    columns.append(formed, ids[:end], learnt[:end], learnt[max_length:], mark)
         return columns
 
     settings: dict[str, Any] = {

@@ -37,6 +37,7 @@ PUBLISHED = (
         "*.jinja",
     ),
     "generation_config.json",
+    "row_forms.json",
 )
 OF_THIS_MACHINE = {
     "model_name_or_path",

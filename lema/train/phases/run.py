@@ -268,7 +268,7 @@ class Phases:
             )
             for name in used:
                 if name in self.sources:
-                    model.files.note_stop_tokens(self.sources[name])
+                    model.files.note_rows(self.sources[name])
             trainer = trainer_of(
                 model, phase, phase.overrides.get("device_memory", self.config.device_memory)
             )
