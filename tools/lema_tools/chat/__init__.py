@@ -51,7 +51,13 @@ def chat(
             help="Chat with the merged model in DIR, which is written first if it is not there.",
         ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 512,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of an answer at most. Default: 512, or half of the model's positions.",
+        ),
+    ] = None,
     do_sample: DoSample = False,
     temperature: Temperature = None,
     top_p: TopP = None,

@@ -20,6 +20,7 @@ from lema_tools.generation.stream import ShownText
 
 __all__ = ["Answer", "Answers"]
 
+MOST_NEW = 512  # tokens of an answer, unless asked for
 LEAST_PLANNED = 1024  # tokens; memory is planned for chats of so many at first
 
 
@@ -38,7 +39,7 @@ class Answers:
     Args:
         model: answers, with its adapter if it has one.
         options: those of `transformers`' `generate`, and `stop_strings`.
-        max_new_tokens: of an answer.
+        max_new_tokens: of an answer; None: 512, or half of the model's positions.
         keys_values: where keys and values wait, "device" or "host".
         seed: of sampling; each answer begins with the next number.
     """
@@ -48,18 +49,19 @@ class Answers:
         model: LemaModel,
         options: Mapping[str, Any],
         *,
-        max_new_tokens: int,
+        max_new_tokens: int | None,
         keys_values: Any,
         seed: int,
     ) -> None:
         self.model = model
         self._options = dict(options)
-        self._max_new_tokens = max_new_tokens
         self._keys_values = keys_values
         self._seed = seed
         self._planned = 0  # tokens of the longest chat that memory is planned for
         text_config = model.skeleton.config.get_text_config()
         self._positions = num_positions(text_config)
+        half = (self._positions or 2 * MOST_NEW) // 2
+        self._max_new_tokens = max_new_tokens or min(MOST_NEW, max(1, half))
 
     def answer(
         self,
