@@ -33,7 +33,7 @@ _SHOWN: dict[str, Callable[[float], str]] = {
     "eval_rewards/accuracies": lambda value: f"accuracy {value:.3f}",
     "eval_rewards/margins": lambda value: f"margin {value:.3f}",
     "learning_rate": lambda rate: f"lr {rate:.2e}",
-    "grad_norm": lambda norm: f"grad {norm:.3g}",
+    "grad_norm": lambda norm: f"grad {f'{norm:#.3g}'.rstrip('.')}",
     "tokens_per_second": lambda rate: f"{human_count(rate)} tok/s",
     "bytes_read": lambda count: f"{human_bytes(count)} read",
     "memory": lambda count: f"{human_bytes(count)} memory",

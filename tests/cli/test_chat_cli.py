@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from clirun import CHATS, TEXTS, config_writer, lema, write_rows
 from smallrun import opened, settings, tokenizer
 
@@ -122,6 +123,9 @@ def test_the_base_model_answers_without_the_adapter(llama: Path, tmp_path: Path)
     chat = Conversation()
     chat.ask("who grinds corn?")
     with opened(settings(llama, tmp_path)) as model:
+        with torch.no_grad():
+            for parameter in model.get_trainable_parameters():
+                parameter.mul_(20)
         answers = Answers(model, {}, max_new_tokens=8, keys_values="device", seed=1)
         silent = threading.Event(), lambda _: None
         compared = [answers.answer(chat, *silent, of_base=of_base) for of_base in (True, False)]

@@ -30,6 +30,7 @@ class Answer:
 
     text: str
     left_out: int
+    tokens: tuple[int, ...] = ()
 
 
 class Answers:
@@ -107,7 +108,7 @@ class Answers:
                 keys_values=self._keys_values,
                 seed=self._seed + turn,
             )
-        return Answer(completion.text, left_out)
+        return Answer(completion.text, left_out, completion.tokens)
 
     def _prompt(self, conversation: Conversation) -> tuple[list[int], int]:
         """Return the tokens of a chat, without its oldest turns where it is too long with them,
