@@ -198,10 +198,12 @@ def plot_loss(
             curves.append(Curve(name, points, colour, dots=key == "eval_loss"))
     if not curves:
         return False
-    ends = [row["step"] for row in rows if row.get("event") == "phase_end" and row is not rows[-1]]
+    boundaries = [
+        row["step"] for row in rows if row.get("event") == "phase_end" and row is not rows[-1]
+    ]
     try:
         with replacing(Path(png)) as out:
-            out.write(drawn(title, curves, ends))
+            out.write(drawn(title, curves, boundaries))
     except OSError as error:
         raise DiskError(f"cannot write the loss curve: {error.strerror}", where=str(png)) from error
     return True

@@ -60,7 +60,7 @@ class _Canvas:
 
     def rectangle(self, x: float, y: float, width: float, height: float, colour: Colour) -> None:
         """Fill a rectangle; places are in pixels from the upper left."""
-        left, top = (max(0, round(place * SAMPLES)) for place in (x, y))
+        left, top = (max(0, round(value * SAMPLES)) for value in (x, y))
         right = max(left + 1, round((x + width) * SAMPLES))
         bottom = max(top + 1, round((y + height) * SAMPLES))
         self._samples[top:bottom, left:right] = colour
@@ -119,7 +119,7 @@ def drawn(title: str, curves: Sequence[Curve], marks: Sequence[float] = ()) -> b
     wide = WIDTH - LEFT - RIGHT
     tall = HEIGHT - TOP - BOTTOM
 
-    def place(point: Point) -> Point:
+    def position_of(point: Point) -> Point:
         return (
             LEFT + wide * (point[0] - first) / (last - first),
             TOP + tall * (high - point[1]) / (high - low),
@@ -127,26 +127,26 @@ def drawn(title: str, curves: Sequence[Curve], marks: Sequence[float] = ()) -> b
 
     canvas.text(LEFT, 12, title[: wide // 12])
     for value in _ticks(low, high):
-        y = place((first, value))[1]
+        y = position_of((first, value))[1]
         canvas.rectangle(LEFT, y, wide, 1, GRID)
         label = f"{value:.4g}"
         canvas.text(LEFT - 10 - 12 * len(label), y - 7, label)
     for step in _ticks(first, last):
-        x = place((step, low))[0]
+        x = position_of((step, low))[0]
         canvas.rectangle(x, TOP, 1, tall, GRID)
         label = f"{step:.6g}"
         canvas.text(x - 6 * len(label), HEIGHT - BOTTOM + 8, label)
     canvas.text(LEFT + wide / 2 - 24, HEIGHT - 24, "step")
     for mark in marks:
-        canvas.rectangle(place((mark, low))[0], TOP, 1.5, tall, MARK)
+        canvas.rectangle(position_of((mark, low))[0], TOP, 1.5, tall, MARK)
     x = float(LEFT)
     for curve in curves:
         for start, end in zip(curve.points, curve.points[1:], strict=False):
             if math.isfinite(start[1]) and math.isfinite(end[1]):
-                canvas.line(place(start), place(end), curve.colour)
+                canvas.line(position_of(start), position_of(end), curve.colour)
         for point in curve.points if curve.dots or len(curve.points) == 1 else ():
             if math.isfinite(point[1]):
-                at = place(point)
+                at = position_of(point)
                 canvas.rectangle(at[0] - 3, at[1] - 3, 6, 6, curve.colour)
         canvas.rectangle(x, 38, 20, 4, curve.colour)
         canvas.text(x + 26, 33, curve.name)
@@ -158,8 +158,8 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     """Return the ends of an axis, with a little room; never of length 0."""
     low = min(values)
     high = max(values)
-    room = 0.03 * (high - low) or 0.5
-    return low - room, high + room
+    margin = 0.03 * (high - low) or 0.5
+    return low - margin, high + margin
 
 
 def _ticks(low: float, high: float, count: int = 6) -> Iterator[float]:

@@ -14,7 +14,7 @@ from lema.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["stop_tokens_of", "turn_ends_of"]
+__all__ = ["answer_stop_tokens", "stop_tokens_of"]
 
 SAMPLED = 1000  # rows that are looked at, at even distances; rows of one data set end alike
 BLANKS = 8  # tokens, at most, that a template writes after the end of the last turn
@@ -61,7 +61,7 @@ def _end_of(
     return None
 
 
-def turn_ends_of(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
+def answer_stop_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
     """Return the special token in which the tokenizer's chat template ends an answer; none: it
     has no template, or one that ends answers in words."""
     if not tokenizer.chat_template:

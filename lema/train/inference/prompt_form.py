@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from lema.config import LemaConfig
 from lema.data import forms_of, read_rows
-from lema.data.chat.stop_tokens import turn_ends_of
+from lema.data.chat.stop_tokens import answer_stop_tokens
 from lema.data.columns import detect
 from lema.data.row_forms import PromptForm, prompt_form_of
 from lema.errors import ConfigError, DataError
@@ -62,7 +62,7 @@ def choose_form(files: ModelFiles, config: LemaConfig, chat: bool | None) -> Cho
     """
     chosen = _chosen(files, config, chat)
     if chosen.form == "chat":
-        files.end_turns_at(turn_ends_of(files.tokenizer))
+        files.end_turns_at(answer_stop_tokens(files.tokenizer))
     return chosen
 
 
@@ -93,7 +93,7 @@ def _requested(files: ModelFiles, chat: bool) -> PromptForm:
             where=files.tokenizer.name_or_path or "tokenizer",
             how="set chat_template, or continue the text as it is with --raw (chat=False)",
         )
-    files.end_turns_at(turn_ends_of(files.tokenizer))
+    files.end_turns_at(answer_stop_tokens(files.tokenizer))
     return "chat"
 
 

@@ -18,7 +18,7 @@ from lema_tools.generation.sampling import (
     Temperature,
     TopK,
     TopP,
-    check_place,
+    check_keys_values,
     sampling,
 )
 from lema_tools.loading import model_of, outcome_of
@@ -73,7 +73,7 @@ def chat(
 ) -> None:
     """Chat with a model: each line is a message, and the answer is shown as it is made. /help lists
     what else a line may be. Lines of a pipe are answered one after the other."""
-    check_place(kv)
+    check_keys_values(kv)
     if base and merged is not None:
         raise ConfigError(
             "a merged model has no adapter to leave out", where="--base, --merged", how="give one"

@@ -97,7 +97,7 @@ class Answers:
         }
         adapter = self.model.lora_manager
         leaving = nullcontext() if adapter is None or not of_base else adapter.disable_adapter()
-        turn = sum(message["role"] == "user" for message in conversation.turns)
+        number = sum(message["role"] == "user" for message in conversation.turns)
         with leaving:
             ((completion,),) = completions(
                 self.model,
@@ -106,7 +106,7 @@ class Answers:
                 1,
                 options,
                 keys_values=self._keys_values,
-                seed=self._seed + turn,
+                seed=self._seed + number,
             )
         return Answer(completion.text, left_out, completion.tokens)
 

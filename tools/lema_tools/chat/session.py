@@ -135,7 +135,7 @@ class Session:
 
     def _streamed(self) -> str:
         answer = self._answers.answer(self._conversation, self._stopped, print_text)
-        self._tell_left_out(answer.left_out)
+        self._note_left_out(answer.left_out)
         return answer.text
 
     def _compared(self) -> str:
@@ -154,10 +154,10 @@ class Session:
             left_out = answer.left_out
         if wide:
             print_text("\n".join(side_by_side(("base model", "adapter"), texts, width)) + "\n")
-        self._tell_left_out(left_out)
+        self._note_left_out(left_out)
         return texts[-1]
 
-    def _tell_left_out(self, messages: int) -> None:
+    def _note_left_out(self, messages: int) -> None:
         if messages:
             self._note(f"(the chat is too long: its first {messages} messages were left out)")
 

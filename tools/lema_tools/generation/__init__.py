@@ -21,7 +21,7 @@ from lema_tools.generation.sampling import (
     Temperature,
     TopK,
     TopP,
-    check_place,
+    check_keys_values,
     sampling,
 )
 from lema_tools.loading import model_of, outcome_of
@@ -104,7 +104,7 @@ def generate(
         raise ConfigError(
             "a text is written as a message, or as it is", where="--chat, --raw", how="give one"
         )
-    check_place(kv)
+    check_keys_values(kv)
     options = sampling(
         do_sample=do_sample,
         temperature=temperature,

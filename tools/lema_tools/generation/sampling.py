@@ -16,7 +16,7 @@ __all__ = [
     "Temperature",
     "TopK",
     "TopP",
-    "check_place",
+    "check_keys_values",
     "sampling",
 ]
 
@@ -67,7 +67,7 @@ Stop = Annotated[
 Keys = Annotated[str, typer.Option(metavar="device|host", help="Where keys and values are kept.")]
 
 
-def check_place(kv: str) -> None:
+def check_keys_values(kv: str) -> None:
     """Refuse, with `ConfigError`, a place for keys and values that is none."""
     if kv not in ("device", "host"):
         raise ConfigError(

@@ -67,9 +67,9 @@ class ShownText:
 
     def _advance(self, *, final: bool) -> None:
         text = str(self._tokenizer.decode(self._tokens or [], skip_special_tokens=True))
-        ends = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if ends:
-            text = text[: min(ends)]
+        cuts = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if cuts:
+            text = text[: min(cuts)]
         elif not final:
             text = text[: len(text) - self._withheld(text)]
         if text.startswith(self.text) and len(text) > len(self.text):
