@@ -206,7 +206,7 @@ def test_a_line_is_a_record_however_long_and_whatever_is_in_it(
     out = tmp_path / "[bold]runs[bold]" / ":smile:"
     assert lema("train", write_config(output_dir=str(out), max_steps=1)) == 0
     lines = capfd.readouterr().out.splitlines()
-    assert lines[-2] == f"adapter: {out}"
+    assert lines[-3] == f"adapter: {out}"
     assert len(lines[0]) > 40
     assert lines[0].endswith("of them trained on")  # nothing is cut or dropped
 
