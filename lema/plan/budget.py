@@ -249,7 +249,8 @@ def _nothing_fits(
     )[0]
     if device_limit is not None and on_device > device_limit:
         largest = max(nbytes for _, nbytes in demand.leased)
-        adapter_hint = f", or lower lora_rank or exclude modules: what trains takes {human_bytes(demand.adapter_bytes)}"
+        adapter_bytes = human_bytes(demand.adapter_bytes)
+        adapter_hint = f", or lower lora_rank or exclude modules: what trains takes {adapter_bytes}"
         return MemoryLimitError(
             f"{human_bytes(device_limit)} of device memory cannot hold the layer slots "
             f"({refused[0].slots} of {human_bytes(largest)}) "
@@ -257,7 +258,8 @@ def _nothing_fits(
             "optimizer state and one "
             "micro-batch in one layer",
             where="device_memory",
-            how=f"allow at least {on_device:,} bytes ({human_bytes(on_device)}), or lower micro_batch_size or prefetch_depth"
+            how=f"allow at least {on_device:,} bytes ({human_bytes(on_device)}), or lower "
+            "micro_batch_size or prefetch_depth"
             f"{adapter_hint * (2 * demand.adapter_bytes > device_limit)}",
         )
     usable = [
