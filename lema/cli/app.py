@@ -4,6 +4,7 @@ codes.
 
 import contextlib
 import json
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -30,7 +31,7 @@ from lema.cli.kernels import hide_kernels
 from lema.cli.libraries import import_libraries
 from lema.cli.threads import let_threads_sleep
 from lema.config.printing import hush
-from lema.errors import ConfigError, MemoryLimitError
+from lema.errors import ConfigError, MemoryLimitError, Stopped
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -193,13 +194,26 @@ def train(
             if phased
             else _plain_run(checked, console if verbose else None, weights_only=weights_only)
         )
-        begin(
-            resume=resume,
-            console=console,
-            callbacks=[progress_callback(display)],
-            trust_remote_code=trust_remote_code,
-            trace=recorded,
-        )
+        try:
+            begin(
+                resume=resume,
+                console=console,
+                callbacks=[progress_callback(display)],
+                trust_remote_code=trust_remote_code,
+                trace=recorded,
+            )
+        except Stopped as stopped:
+            trust = ["--trust-remote-code"] if trust_remote_code else []
+            stopped.explain(resume_command(config, settings, trust))
+            raise
+
+
+def resume_command(
+    config: Path, settings: Sequence[str] | None = None, options: Sequence[str] = ()
+) -> str:
+    """Return the command line that goes on with a run, as a shell reads it."""
+    sets = [word for assignment in settings or () for word in ("--set", assignment)]
+    return shlex.join(["lema", "train", str(config), *sets, *options, "--resume"])
 
 
 def _run_of_phases(

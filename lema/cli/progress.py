@@ -18,7 +18,7 @@ from lema.config.units import human_bytes, human_count, human_duration
 if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-__all__ = ["ByteProgress", "ProgressDisplay", "TokenProgress", "progress_callback"]
+__all__ = ["ByteProgress", "NoProgress", "ProgressDisplay", "TokenProgress", "progress_callback"]
 
 
 Clock = Callable[[], float]  # seconds
@@ -33,7 +33,7 @@ _SHOWN: dict[str, Callable[[float], str]] = {
     "eval_rewards/accuracies": lambda value: f"accuracy {value:.3f}",
     "eval_rewards/margins": lambda value: f"margin {value:.3f}",
     "learning_rate": lambda rate: f"lr {rate:.2e}",
-    "grad_norm": lambda norm: f"grad {norm:.3g}",
+    "grad_norm": lambda norm: f"grad {f'{norm:#.3g}'.rstrip('.')}",
     "tokens_per_second": lambda rate: f"{human_count(rate)} tok/s",
     "bytes_read": lambda count: f"{human_bytes(count)} read",
     "memory": lambda count: f"{human_bytes(count)} memory",
@@ -212,6 +212,16 @@ class TokenProgress:
         done = f"{self._done}/{self._total} texts"
         left = f"{human_count(self._tokens / self._bar.seconds())} tok/s"
         self._bar.update_task(completed=self._done, total=max(1, self._total), done=done, left=left)
+
+
+class NoProgress:
+    """Shows nothing, where the texts themselves are shown as they are made."""
+
+    def __call__(self, tokens: int, texts: int = 0) -> None:
+        """Take what `TokenProgress` takes."""
+
+    def close(self) -> None:
+        """Leave the terminal as it is."""
 
 
 def progress_callback(display: ProgressDisplay | None = None) -> "TrainerCallback":

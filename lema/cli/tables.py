@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lema.config.printing import print_table
-from lema.config.units import MEMORY_PARTS, human_bytes, human_count, human_duration
+from lema.config.units import MEMORY_PARTS, human_bytes, human_count, human_duration, human_rate
 from lema.errors import ConfigError, DiskError, installing
 from lema.plan import Plan
 from lema.plan.plan import BOTTLENECKS, plan_with, step_curve
@@ -64,7 +64,7 @@ def rows(plan: Plan, *, limits: bool = True) -> Iterator[Row]:
     yield "machine", "disk", f"{human_bytes(machine.speeds.disk)}/s"
     if not machine.shared:
         yield "machine", "link", f"{human_bytes(machine.speeds.link)}/s"
-    yield "machine", "matrix products", f"{human_count(machine.flops(plan.itemsize))}FLOP/s"
+    yield "machine", "matrix products", human_rate(machine.flops(plan.itemsize), "FLOP/s")
     if (epoch := plan.epoch) is not None:
         yield "an epoch", "rows, tokens", f"{human_count(epoch.rows)}, {human_count(epoch.tokens)}"
         yield "an epoch", "steps", f"{epoch.steps:,}"

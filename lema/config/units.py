@@ -12,6 +12,7 @@ __all__ = [
     "human_bytes",
     "human_count",
     "human_duration",
+    "human_rate",
     "memory_bytes",
     "parse_memory",
 ]
@@ -102,6 +103,12 @@ def human_bytes(count: float) -> str:
 def human_count(count: float) -> str:
     """`3.4k`, `12M`."""
     return _scaled(count, "", ("", "k", "M", "G", "T", "P"))
+
+
+def human_rate(count: float, unit: str) -> str:
+    """`27.8 GFLOP/s`."""
+    scaled = _scaled(count, " ", ("", "k", "M", "G", "T", "P"))
+    return f"{scaled}{unit}" if scaled[-1].isalpha() else f"{scaled} {unit}"
 
 
 def human_duration(seconds: float) -> str:

@@ -14,11 +14,14 @@ from lema.data.files import Row
 from lema.data.forms import IGNORED, Forms, flag_of, list_of, text_of
 
 __all__ = [
+    "ALPACA_HEAD",
     "FLAGS",
     "IGNORED",
+    "Example",
     "Kind",
     "Text",
     "Tokens",
+    "alpaca_prompt",
     "detect",
     "left_out",
     "num_trained",
@@ -55,14 +58,15 @@ FLAGS = frozenset(("train", "weight"))  # of any row: false or 0 leaves it out
 
 # Stanford Alpaca's wording (https://github.com/tatsu-lab/stanford_alpaca), for tokenizers without a
 # chat template.
+ALPACA_HEAD = "Below is an instruction that describes a task"
 _ALPACA = (
-    "Below is an instruction that describes a task. Write a response that appropriately "
+    f"{ALPACA_HEAD}. Write a response that appropriately "
     "completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n"
 )
 
 _ALPACA_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides "
+    f"{ALPACA_HEAD}, paired with an input that provides "
     "further context. "
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
@@ -313,3 +317,9 @@ def _history(row: Row, forms: Forms) -> list[dict[str, Any]]:
         for role, text in zip(("user", "assistant"), pair, strict=True):
             messages.append({"role": role, "content": text_of(row, text, f"the {role}'s text", at)})
     return messages
+
+
+def alpaca_prompt(instruction: str, extra: str = "") -> str:
+    """Return an instruction, with its input if it has one, in Alpaca's words."""
+    wording = _ALPACA_INPUT if extra.strip() else _ALPACA
+    return wording.format(instruction=instruction, input=extra)

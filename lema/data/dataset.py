@@ -21,6 +21,7 @@ import numpy.typing as npt
 from lema.data.columns import IGNORED
 from lema.data.files import Row
 from lema.data.forms import Rows
+from lema.data.row_forms import BITS, RowForm
 from lema.errors import DataError
 
 __all__ = [
@@ -160,7 +161,7 @@ class Columns:
             len(cut),
             lost,
             source,
-            mark | LABELLED * labelled,
+            mark | row.form | LABELLED * labelled,
         )
         self.rows += PACKED.pack(start, row.line, *about)
         if len(cut):
@@ -274,6 +275,13 @@ class TokenDataset(Sequence[TokenRow]):
     def marks(self) -> npt.NDArray[np.int32]:
         """What the reader of each row had to say of it, int32 `[rows]`."""
         return cast("npt.NDArray[np.int32]", self._table.rows["mark"][self._rows] & (LABELLED - 1))
+
+    @property
+    def forms(self) -> tuple[RowForm, ...]:
+        """The forms that the rows were read in, the most frequent first; none of token ids."""
+        marks, counts = np.unique(self.marks, return_counts=True)
+        bits = {form: counts[(marks & bit) > 0].sum() for form, bit in BITS.items()}
+        return tuple(sorted(filter(bits.__getitem__, bits), key=lambda form: -bits[form]))
 
     def num_tokens(self, index: int) -> int:
         """The length of row `index` in tokens."""

@@ -34,6 +34,7 @@ class Row:
     values: Mapping[str, Any]  # column name to value
     source: str  # the file's path, or a word for rows which came from memory
     line: int  # 1-based line of a text file on which the row begins; 1-based row of a parquet file
+    form: int = 0  # the bit of the form that it was read in (`lema.data.row_forms`); 0: none yet
 
     @property
     def origin(self) -> str:

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, overload
 
@@ -29,6 +30,7 @@ from lema.data.files import Row
 from lema.data.forms import Forms, Remarks, check_ids, num_alike
 from lema.data.read import Overlong, table_of
 from lema.data.readers import Reader, Readers
+from lema.data.row_forms import BITS, RowForm
 from lema.data.sets.sources import given_files
 from lema.errors import ConfigError, DataError
 
@@ -231,7 +233,11 @@ def prepare_preferences(
                         remarks.add(row, DATED.format(encoding.date))
                     mark = GOOD * label | SECOND * (number > 0)
                     side = reader.forms.truncation_side
-                    _take(columns, row, tokens, mark, _Limits(max_length, overlong, labelled, side))
+                    form: RowForm = "completion" if isinstance(values[0], str) else "chat"
+                    formed = replace(row, form=BITS[form])
+                    _take(
+                        columns, formed, tokens, mark, _Limits(max_length, overlong, labelled, side)
+                    )
         return columns
 
     settings: dict[str, Any] = {

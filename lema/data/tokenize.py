@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -17,6 +17,7 @@ from lema.data.chat.turns import Span, TemplateCache
 from lema.data.columns import IGNORED, Example, Kind, Text, Tokens, left_out, num_trained, parse
 from lema.data.files import Row
 from lema.data.forms import Forms, Remarks, check_ids
+from lema.data.row_forms import form_bit
 from lema.errors import DataError
 
 if TYPE_CHECKING:
@@ -123,7 +124,8 @@ def _examples(
     try:
         for row, kind in rows:
             example = None if left_out(row) else _example(row, kind, reading)
-            examples.append((row, example))
+            formed = row if example is None else replace(row, form=form_bit(example))
+            examples.append((formed, example))
             size += _size(example)
             if len(examples) == BATCH or size > BATCH_CHARACTERS:
                 yield examples

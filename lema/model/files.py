@@ -44,7 +44,14 @@ from lema.storage.modelfiles import (
     read_config_file,
 )
 from lema.storage.regular import check_inside, read_regular
-from lema.storage.rendering import GENERATION, read_templates, write_generation, write_templates
+from lema.storage.rendering import (
+    GENERATION,
+    read_row_forms,
+    read_templates,
+    write_generation,
+    write_row_forms,
+    write_templates,
+)
 
 __all__ = ["ModelFiles", "read_config", "read_data", "training_rows"]
 
@@ -74,6 +81,7 @@ class ModelFiles:
         self.config = read_config(self.directory, trust_remote_code=trust_remote_code)
         self.trusted = trust_remote_code
         self.stop_tokens: tuple[int, ...] = ()  # tokens that ended the texts which were trained on
+        self._noted_forms: tuple[str, ...] = ()  # of the rows that this process trains on
         self._forms = forms_of(settings)
         self._adapter = adapter
         self._begun = settings.adapter_name_or_path
@@ -117,11 +125,28 @@ class ModelFiles:
                     return settings.model_copy(update={"template_date": date})
         return settings
 
-    def note_stop_tokens(self, rows: object) -> None:
-        """Remember in which tokens the rows end that are trained on; of a data set of the
-        caller's nothing is read.
+    @property
+    def row_forms(self) -> tuple[str, ...]:
+        """The forms of the rows that were trained on, the most frequent first: as they were noted,
+        or as the directory of the adapter, or else of the model, says it; empty: nothing is known.
+        """
+        if self._noted_forms:
+            return self._noted_forms
+        of_adapter = () if self.adapter is None else read_row_forms(self.adapter)
+        return of_adapter or (read_row_forms(self.directory) if self.adapter is None else ())
+
+    def end_turns_at(self, tokens: Sequence[int]) -> None:
+        """Let texts end at these tokens, too: those in which a chat template ends a turn."""
+        self.stop_tokens += tuple(end for end in tokens if end not in self.stop_tokens)
+
+    def note_rows(self, rows: object) -> None:
+        """Remember of the rows that are trained on in which tokens they end, and which form they
+        have; of a data set of the caller's nothing is read.
         """
         rows = rows.rows if isinstance(rows, PreferenceDataset) else rows
+        if isinstance(rows, TokenDataset):
+            new = (form for form in rows.forms if form not in self._noted_forms)
+            self._noted_forms += tuple(new)
         if not isinstance(rows, TokenDataset | PackedTokens | list) or not len(rows):
             return
         if isinstance(rows, list) and not {"input_ids", "labels"} <= rows[0].keys():
@@ -160,6 +185,8 @@ class ModelFiles:
             templates = self.tokenizer.chat_template
             if templates is not None and templates != read_templates(self.directory):
                 write_templates(directory, templates)
+        if forms := self.row_forms:
+            write_row_forms(directory, forms)
         source = self._generation_directory()
         if not self.stop_tokens and source == self.directory:
             return

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from lema.config.units import human_bytes
 from lema.errors import MemoryLimitError
 from lema.plan.cost import Allocation, Demand, Speeds, Tier, seconds
 from lema.plan.memory import device_parts, host_parts
@@ -248,17 +249,17 @@ def _nothing_fits(
     )[0]
     if device_limit is not None and on_device > device_limit:
         largest = max(nbytes for _, nbytes in demand.leased)
-        adapter_hint = (
-            f", or lower lora_rank or exclude modules: what trains takes {demand.adapter_bytes:,}"
-        )
+        adapter_bytes = human_bytes(demand.adapter_bytes)
+        adapter_hint = f", or lower lora_rank or exclude modules: what trains takes {adapter_bytes}"
         return MemoryLimitError(
-            f"{device_limit:,} bytes of device memory cannot hold the layer slots "
-            f"({refused[0].slots} of {largest:,} "
-            f"bytes) beside {demand.fixed_bytes:,} bytes of embeddings, head, adapters, "
+            f"{human_bytes(device_limit)} of device memory cannot hold the layer slots "
+            f"({refused[0].slots} of {human_bytes(largest)}) "
+            f"beside {human_bytes(demand.fixed_bytes)} of embeddings, head, adapters, "
             "optimizer state and one "
             "micro-batch in one layer",
             where="device_memory",
-            how=f"allow at least {on_device:,} bytes, or lower micro_batch_size or prefetch_depth"
+            how=f"allow at least {on_device:,} bytes ({human_bytes(on_device)}), or lower "
+            "micro_batch_size or prefetch_depth"
             f"{adapter_hint * (2 * demand.adapter_bytes > device_limit)}",
         )
     usable = [

@@ -2,13 +2,14 @@
 adapter, say.
 
 These are the chat templates and `generation_config.json`, in the form that `save_pretrained` of
-`transformers` gives them. They go with weights that were trained on such texts: beside an adapter,
+`transformers` gives them, and `row_forms.json`, which says what kind of rows the training read.
+They go with weights that were trained on such texts: beside an adapter,
 into a merged model.
 """
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,17 +21,20 @@ from lema.storage.regular import read_regular
 __all__ = [
     "GENERATION",
     "RENDERING",
+    "ROW_FORMS",
     "TEMPLATE",
     "Templates",
     "carry_rendering",
+    "read_row_forms",
     "read_templates",
     "write_generation",
 ]
-__all__ += ["write_templates"]
+__all__ += ["write_row_forms", "write_templates"]
 
 GENERATION = "generation_config.json"
 TEMPLATE = "chat_template.jinja"
-RENDERING = (GENERATION, TEMPLATE, TEMPLATES)
+ROW_FORMS = "row_forms.json"
+RENDERING = (GENERATION, TEMPLATE, TEMPLATES, ROW_FORMS)
 """The files and the folder of this kind in a directory."""
 
 # the name of the template in the file above; others are in the folder under their own
@@ -88,6 +92,23 @@ def write_generation(directory: Path, values: Mapping[str, Any]) -> None:
     replace_file(directory / GENERATION, _written(values))
 
 
+def read_row_forms(directory: Path) -> tuple[str, ...]:
+    """Return the forms of the rows that were trained on, the most frequent first (`chat`, `alpaca`,
+    `completion`, `text`), as the directory of what was trained says it; empty: it does not.
+    `WeightsError`: the file is a link that leaves the directory, or no regular file."""
+    file = directory / ROW_FORMS
+    if not file.is_symlink() and not file.exists():
+        return ()
+    values = _object(read_regular(file, inside=True))
+    forms = values.get("forms")
+    return tuple(form for form in forms if isinstance(form, str)) if isinstance(forms, list) else ()
+
+
+def write_row_forms(directory: Path, forms: Sequence[str]) -> None:
+    """Write which forms the rows of training had. `DiskError`: the file could not be written."""
+    replace_file(directory / ROW_FORMS, _written({"forms": list(forms)}))
+
+
 def carry_rendering(source: Path, out: Path) -> None:
     """Let the directory of a model say what that of an adapter says of its texts; of what it does
     not, nothing changes. Errors are those of `read_templates` and `load_generation_config`, and
@@ -99,6 +120,8 @@ def carry_rendering(source: Path, out: Path) -> None:
     if file.is_symlink() or file.exists():
         load_generation_config(source)  # which refuses what is no such file
         replace_file(out / GENERATION, read_regular(file, inside=True))
+    if forms := read_row_forms(source):
+        write_row_forms(out, forms)
 
 
 def _written(values: Mapping[str, Any]) -> bytes:
@@ -117,7 +140,15 @@ def _text(file: Path) -> str:
 def _json(file: Path) -> dict[str, Any]:
     """Read a JSON object; any other file counts as empty here, and fails where it is used."""
     try:
-        values = json.loads(read_regular(file))
-    except (OSError, DataError, ValueError, RecursionError):
+        return _object(read_regular(file))
+    except (OSError, DataError):
+        return {}
+
+
+def _object(content: bytes) -> dict[str, Any]:
+    """Return the JSON object that a text is; any other text counts as an empty one."""
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}

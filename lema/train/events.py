@@ -417,7 +417,8 @@ class RunEvents:
         if not self._replicas.first:
             return
         try:
-            plot_loss(self._directory / METRICS_NAME, self._directory / PICTURE)
+            name = self._directory.absolute().name
+            plot_loss(self._directory / METRICS_NAME, self._directory / PICTURE, f"{name}: loss")
         except DiskError as error:
             warnings.warn(f"{error.what} ({error.where})", stacklevel=3)
 

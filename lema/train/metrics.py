@@ -25,6 +25,7 @@ from lema.storage.diskspace import disk_errors, not_written
 from lema.storage.regular import open_appending, open_regular
 from lema.stream import StreamCounters
 from lema.train.health.signs import Signs
+from lema.train.picture import Curve, drawn
 from lema.train.steps import StepResult, Steps, added, means
 
 METRICS_NAME = "metrics.jsonl"
@@ -181,32 +182,28 @@ def _drawn(value: Any) -> bool:
     return type(value) in (int, float) and not 1e100 < abs(value) < math.inf
 
 
-def plot_loss(metrics_file: str | PathLike[str], png: str | PathLike[str]) -> bool:
-    """Draw training and evaluation loss over steps; False where matplotlib is not installed or
-    no loss was measured.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
+def plot_loss(
+    metrics_file: str | PathLike[str], png: str | PathLike[str], title: str = "loss"
+) -> bool:
+    """Draw training and evaluation loss over steps; False where no loss was measured."""
     # What is no number is left out, because a run that has ended is worth more than its picture.
     rows = [row for row in read_metrics(metrics_file) if _drawn(row.get("step"))]
-    # Without pyplot: no global state, and no window system is looked for.
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="loss")
-    for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o--")):
-        if points := [(row["step"], row[key]) for row in rows if _drawn(row.get(key))]:
-            axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
-    if not axes.lines:
+    curves = []
+    for key, name, colour in (
+        ("loss", "training", (31, 119, 180)),
+        ("eval_loss", "evaluation", (230, 110, 20)),
+    ):
+        points = [(row["step"], float(row[key])) for row in rows if _drawn(row.get(key))]
+        if any(math.isfinite(value) for _, value in points):
+            curves.append(Curve(name, points, colour, dots=key == "eval_loss"))
+    if not curves:
         return False
-    for row in rows:
-        if row.get("event") == "phase_end" and row is not rows[-1]:
-            axes.axvline(row["step"], color="grey", linestyle=":", linewidth=1)
-    axes.legend()
-    axes.grid(alpha=0.3)
+    boundaries = [
+        row["step"] for row in rows if row.get("event") == "phase_end" and row is not rows[-1]
+    ]
     try:
         with replacing(Path(png)) as out:
-            figure.savefig(out, format="png", dpi=120)
+            out.write(drawn(title, curves, boundaries))
     except OSError as error:
         raise DiskError(f"cannot write the loss curve: {error.strerror}", where=str(png)) from error
     return True

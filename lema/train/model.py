@@ -474,17 +474,21 @@ class LemaModel:
         prompt: str | Sequence[str],
         max_new_tokens: int = 128,
         *,
+        chat: bool | None = None,
         batch_size: int | None = None,
         keys_values: KeyValues = "device",
         **options: object,
     ) -> list[str]:
-        """Return the continuation of each prompt. A batch streams every layer once per new token.
+        """Return what follows each prompt. A batch streams every layer once per new token.
 
         Processes that hold the model together must all call this, and all get the texts.
 
         Args:
             prompt: one text or several.
             max_new_tokens: the most tokens that each prompt gets.
+            chat: True: a prompt is a message of the user, and the answer follows it; False: a
+                prompt is text that is continued as it is; None: prompts are written as the rows
+                were that the adapter was trained on, and as they are where no training is known.
             batch_size: prompts that run at once; None: all.
             keys_values: where keys and values wait between tokens.
             options: those of `generate` of transformers (do_sample, temperature, top_p,
@@ -495,7 +499,8 @@ class LemaModel:
 
         Raises:
             MemoryLimitError: keys and values of a batch do not fit.
-            ConfigError: processes divide the tokens of a row.
+            ConfigError: processes divide the tokens of a row, or `chat` is asked for and the
+                tokenizer has no chat template.
 
         Example:
             ```python
@@ -503,9 +508,11 @@ class LemaModel:
             print(model.generate("The capital of France is", max_new_tokens=8)[0])
             ```
         """
+        from lema.train.inference.prompt_form import recorded_form
         from lema.train.inference.texts import texts_of
 
-        return texts_of(self, prompt, max_new_tokens, batch_size, keys_values, options)
+        form = recorded_form(self.files, chat)
+        return texts_of(self, prompt, max_new_tokens, batch_size, keys_values, options, form)
 
     def settle_tokens(self) -> bool:
         """Set a number for `tokens_per_step: auto` in `config`, and return whether there was none:

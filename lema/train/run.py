@@ -16,6 +16,7 @@ from lema.config.printing import line_printer
 from lema.config.units import human_bytes, human_count, human_duration
 from lema.data.dataset import TokenDataset, first_rows
 from lema.data.preference import PreferenceDataset
+from lema.data.row_forms import prompt_form_of
 from lema.errors import ConfigError
 from lema.model.files import ModelFiles, read_data, training_rows
 from lema.plan.plan import brief, verdict_of
@@ -115,7 +116,8 @@ def train(
                 "stop": stop.why,
             }
             result = trainer.fit(train_data, eval_data, **how)
-        for line in _ended(result, trainer.global_step, config):
+        chats = prompt_form_of(model.files.row_forms) == "chat"
+        for line in _ended(result, trainer.global_step, config, chats=chats):
             out(line)
     return result
 
@@ -160,17 +162,18 @@ def _about(model: LemaModel) -> Iterator[str]:
         yield f"{what}; router_aux_loss_coef: {coefficient} adds it here"
 
 
-def _ended(result: Mapping[str, Any], steps: int, config: LemaConfig) -> Iterator[str]:
-    """Yield what a run has come to, where its adapter is, and a command that goes on from there."""
+def _ended(
+    result: Mapping[str, Any], steps: int, config: LemaConfig, *, chats: bool
+) -> Iterator[str]:
+    """Yield what a run has come to, where its adapter is, and a command that goes on from there:
+    one that talks with what was trained on `chats`."""
+    directory = shlex.quote(config.output_dir)
     if "train_loss" in result:
         name = config.best_by[0]
         if (dead := result.get("dead")) is not None:
             yield f"ended at step {steps}, but this run may have learnt nothing: {dead}"
             yield f"adapter: {config.output_dir}"
-            yield (
-                f"next: lema report {shlex.quote(config.output_dir)}, then train again with "
-                "other settings"
-            )
+            yield f"next: lema report {directory}"
             return
         rate = human_count(result["train_tokens_per_second"])
         time = human_duration(result["train_runtime"])
@@ -189,10 +192,8 @@ def _ended(result: Mapping[str, Any], steps: int, config: LemaConfig) -> Iterato
                 f"{adapter_note}"
             )
     yield f"adapter: {config.output_dir}"
-    yield (
-        f"next: lema generate {(directory := shlex.quote(config.output_dir))} --prompt TEXT, "
-        f"or lema report {directory}"
-    )
+    yield f"next: lema chat {directory}" if chats else f"next: lema generate {directory} -p TEXT"
+    yield f"next: lema report {directory}"
 
 
 def load_data(model: LemaModel) -> tuple[Dataset, Dataset | None]:

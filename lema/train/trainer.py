@@ -384,7 +384,7 @@ class LemaTrainer:
                 )
             rows = as_rows(dataset, self.config, self.files, say)
             if self.files is not None:
-                self.files.note_stop_tokens(rows)
+                self.files.note_rows(rows)
             eval_rows = None
             if eval_dataset is not None:
                 eval_rows = as_rows(eval_dataset, self.config, self.files, say)

@@ -4,13 +4,22 @@ on with.
 
 import io
 import json
+import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from clirun import config_writer, lema, write_rows
+import torch
+from clirun import CHATS, TEXTS, config_writer, lema, write_rows
 from smallrun import SENTENCES, tokenizer
+
+from lema import LemaConfig, LemaModel
+from lema.data import prepare_data
+from lema.data.columns import alpaca_prompt
+from lema.model.files import ModelFiles
+from lema_tools.generation.stream import ShownText
 
 Read = Callable[[], list[dict[str, Any]]]
 
@@ -213,3 +222,70 @@ def test_what_cannot_be_is_refused(
     batch = ["--batch-size", "64"]
     assert lema("generate", config, *(one.format(**places) for one in arguments), *batch) == code
     assert said in capfd.readouterr().err
+
+
+def test_a_prompt_is_written_as_the_rows_of_the_training_were(
+    llama: Path, tmp_path: Path, capfd: Any
+) -> None:
+    """After a run on chats `--prompt` is a message, and after one on text it is text, though the
+    tokenizer has a chat template; the adapter's directory says which, without the data."""
+    texts = ["[user]corn[end][assistant]", "corn"]
+    for name, rows, written in (("chats", CHATS, texts[0]), ("texts", TEXTS, texts[1])):
+        data = write_rows(tmp_path / f"{name}.jsonl", rows)
+        out = tmp_path / name
+        run = config_writer(llama, tmp_path)(train_data=str(data), output_dir=str(out))
+        assert lema("train", run) == 0
+        data.unlink()
+        found = []
+        for asked in (["-p", "corn"], ["--raw", "-p", written]):
+            capfd.readouterr()
+            assert lema("generate", out, *asked, "--max-new-tokens", 3) == 0
+            found.append(capfd.readouterr())
+        assert found[0].out == found[1].out
+        kind = "chats" if name == "chats" else "text"
+        assert f"because the run was trained on {kind}" in found[0].err
+        assert "because" not in found[1].err
+        with closing(LemaModel.from_pretrained(out)) as model:
+            assert model.generate("corn", 3) == model.generate(written, 3, chat=False)
+    assert lema("generate", run, "--raw", "--chat", "-p", "corn") == 2
+
+
+def test_alpaca_rows_make_prompts_instructions(llama: Path, tmp_path: Path, capfd: Any) -> None:
+    base = shutil.copytree(llama, tmp_path / "bare")
+    (base / "chat_template.jinja").unlink()
+    about = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(about | {"max_position_embeddings": 512}))
+    rows = [{"instruction": f"grind {n}", "output": "corn"} for n in range(4)]
+    data = write_rows(tmp_path / "alpaca.jsonl", rows)
+    run = config_writer(base, tmp_path)(train_data=str(data), max_length=128)
+    found = []
+    for asked in (["-p", "grind"], ["--raw", "-p", alpaca_prompt("grind")]):
+        capfd.readouterr()
+        assert lema("generate", run, *asked, "--max-new-tokens", 3) == 0
+        found.append(capfd.readouterr())
+    assert found[0].out == found[1].out and "prompts are instructions" in found[0].err
+    files = ModelFiles(LemaConfig(str(base)))
+    files.note_rows(prepare_data(data, tokenizer(), max_length=64))  # where there is a template
+    assert files.row_forms == ("chat",)
+
+
+def test_a_model_without_a_run_goes_by_its_tokenizer(llama: Path, capfd: Any) -> None:
+    found = []
+    for asked in (["-p", "corn"], ["--raw", "-p", "[user]corn[end][assistant]"]):
+        capfd.readouterr()
+        assert lema("generate", llama, *asked, "--max-new-tokens", 3) == 0
+        found.append(capfd.readouterr())
+    assert found[0].out == found[1].out
+    assert "because the tokenizer has a chat template" in found[0].err
+
+
+def test_a_text_is_shown_as_it_is_made_but_for_half_characters_and_strings_to_stop_at() -> None:
+    encode = tokenizer()
+    parts = list[str]()
+    shown = ShownText(encode, ["river"], parts.append)
+    shown.put(torch.tensor([[1, 2, 3]]))  # the prompt
+    for token in encode("mühle by the rim river and on").input_ids:
+        shown.put(torch.tensor([token]))
+    shown.end()
+    assert "".join(parts) == "mühle by the rim \n" and len(parts) > 4
+    assert not any("\ufffd" in part for part in parts)

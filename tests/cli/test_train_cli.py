@@ -78,16 +78,17 @@ def test_training_reads_every_format_and_says_what_it_found(
         assert word in steps[1]
     assert sum(" eval loss " in line for line in lines) == 1
     assert re.fullmatch(
-        r"ended at step 2 after [\d.]+ ?\w+: mean loss \d\.\d{4}, [\d.]+k? tokens/s", lines[-4]
+        r"ended at step 2 after [\d.]+ ?\w+: mean loss \d\.\d{4}, [\d.]+k? tokens/s", lines[-5]
     )
     assert re.fullmatch(
         r"best evaluation: eval_loss \d\.\d{4} at step 2, the adapter is from the last step",
-        lines[-3],
+        lines[-4],
     )
     out = tmp_path / "out"
-    assert lines[-2:] == [
+    assert lines[-3:] == [
         f"adapter: {out}",
-        f"next: lema generate {out} --prompt TEXT, or lema report {out}",
+        f"next: lema generate {out} -p TEXT",
+        f"next: lema report {out}",
     ]
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert {
@@ -205,7 +206,7 @@ def test_a_line_is_a_record_however_long_and_whatever_is_in_it(
     out = tmp_path / "[bold]runs[bold]" / ":smile:"
     assert lema("train", write_config(output_dir=str(out), max_steps=1)) == 0
     lines = capfd.readouterr().out.splitlines()
-    assert lines[-2] == f"adapter: {out}"
+    assert lines[-3] == f"adapter: {out}"
     assert len(lines[0]) > 40
     assert lines[0].endswith("of them trained on")  # nothing is cut or dropped
 

@@ -58,7 +58,7 @@ def test_texts_of_preferences_begin_and_end_once(single: str, pair: dict[str, st
 @pytest.mark.parametrize("text", ["w10 w11", "<s> w10 w11"])
 def test_a_prompt_begins_once_and_goes_on(single: str, text: str) -> None:
     tokenizer = tokenizer_adding(single)
-    assert prompt_ids(Row({"prompt": text}, "rows", 1), tokenizer, chat=False) == [1, 10, 11]
+    assert prompt_ids(Row({"prompt": text}, "rows", 1), tokenizer) == [1, 10, 11]
     assert encoded(tokenizer, [text]) == [[1, 10, 11]]
     ended = f"{text} </s>"  # which a user may write, to have a second text begun
     assert encoded(tokenizer, [ended]) == [[1, 10, 11, 2]]

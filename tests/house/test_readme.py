@@ -84,7 +84,7 @@ def test_the_config_and_the_commands_run(place: Path, monkeypatch: pytest.Monkey
     Path("my.yaml").write_text(block("config example"), encoding="utf-8")
     for command in (
         ["train", "my.yaml", "--set", "save_steps=10"],
-        ["train", "my.yaml", "--set", "save_steps=10", "--set", "max_steps=22", "--resume"],
+        ["train", "my.yaml", "--set", "save_steps=10", "--set", "max_steps=152", "--resume"],
         ["eval", "my.yaml"],
         ["generate", "my.yaml", "--prompt", "What does the miller bring?", "--max-new-tokens", "4"],
         ["merge", "output/my-run", "merged/"],

@@ -2,6 +2,7 @@
 settings, or of a phase.
 """
 
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,12 +47,15 @@ def model_of(
     unread: "Container[str]" = (),
 ) -> "LemaModel":
     """Return the model of an adapter directory; of a config with the adapter in its `output_dir`,
-    if any; or of a phase, as that has left it. `unread`: settings that the command has no use for,
+    if any; of a model directory or a hub id, without an adapter; or of a phase, as that has left
+    it. `unread`: settings that the command has no use for,
     as in `from_pretrained`."""
     if outcome is not None:
         return outcome.open(
             report=partial(typer.echo, err=True), trust_remote_code=trust_remote_code
         )
+    if _names_model(source):
+        return _base_model(source, settings, trust_remote_code)
     overrides = settings_of(settings) if source.is_dir() else {}
     config = None if source.is_dir() else config_of(source, settings)
     # after the settings, because importing these takes seconds
@@ -71,6 +75,27 @@ def model_of(
             config.output_dir, trust_remote_code=trust_remote_code, **options
         )
     typer.echo(f"no adapter in {config.output_dir} yet: this is the base model", err=True)
+    return LemaModel(config, trust_remote_code=trust_remote_code)
+
+
+def _names_model(source: Path) -> bool:
+    """Whether a source is a model without an adapter: a directory with a config and no adapter, or
+    a hub id."""
+    if source.is_dir():
+        adapters = ("adapter_config.json", "lema_config.json")
+        return (source / "config.json").is_file() and not any(
+            (source / name).exists() for name in adapters
+        )
+    is_id = re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) is not None
+    return is_id and source.suffix not in (".yaml", ".yml", ".json") and not source.exists()
+
+
+def _base_model(source: Path, settings: list[str] | None, trust_remote_code: bool) -> "LemaModel":
+    from lema.config import LemaConfig
+
+    config = LemaConfig(**{"model_name_or_path": str(source), **settings_of(settings)})
+    from lema.train import LemaModel
+
     return LemaModel(config, trust_remote_code=trust_remote_code)
 
 

@@ -5,6 +5,9 @@ same.
 import shlex
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -84,10 +87,15 @@ def prove(
             str(model_path), scratch, device, dtype, steps, micro_batches, tokens, rank, seed=seed
         )
         check_memory(case)
-        streamed = run_in_subprocess("streamed", case)
+        if model is None:
+            typer.echo("this takes about three minutes of one CPU core", err=True)
+        with _part(1, "training by streaming"):
+            streamed = run_in_subprocess("streamed", case)
         # where a device is slow in the type of weights
         compared = replace(case, dtype=streamed.details["compute_dtype"])
-        certificate = certify(case, streamed, run_in_subprocess("whole", compared), _command())
+        with _part(2, "training the whole model"):
+            reference = run_in_subprocess("whole", compared)
+        certificate = certify(case, streamed, reference, _command())
     certificate["case"]["model"] = model or "made"  # the path of what was made is gone
     files = write(certificate, output)
     typer.echo("\n".join(markdown(certificate)))
@@ -99,6 +107,31 @@ def prove(
             where=str(files[0]),
             how="please report it, with that file and `lema doctor --json`",
         )
+
+
+@contextmanager
+def _part(number: int, what: str) -> Iterator[None]:
+    """Say which of the two parts runs: with a clock at a terminal, elsewhere by a line as it begins
+    and one as it ends."""
+    from rich.console import Console
+
+    from lema.config.printing import draws
+    from lema.config.units import human_duration
+
+    console = Console(stderr=True)
+    began = time.monotonic()
+    text = f"part {number} of 2: {what}"
+    if draws(console):
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            progress.add_task(text, total=None)
+            yield
+    else:
+        typer.echo(text, err=True)
+        yield
+    typer.echo(f"{text}: done after {human_duration(time.monotonic() - began)}", err=True)
 
 
 def check_memory(case: "Case") -> None:

@@ -60,7 +60,11 @@ def html(run: Run, trace: Path | None = None) -> str:
     """
     settings = _settings(run)
     name = settings.get("run_name") or run.directory.absolute().name
-    about = [str(settings.get("model_name_or_path") or ""), _objective(settings), _machine(run)]
+    device = str(settings.get("device") or "")
+    if device == "auto":  # what it came to is known of the plan
+        device = _machine(run) or str((run.about.get("plan") or {}).get("device") or "")
+    about = [str(settings.get("model_name_or_path") or ""), _objective(settings, device)]
+    about += [name for name in [_machine(run)] if name not in ("cpu", device)]
     head = f'<h1>{escape(str(name))}<span class="chip {run.state}">{run.state}</span></h1>'
     head += f"<p>{escape(' · '.join(filter(None, about)))}</p>"
     sections = [
@@ -88,19 +92,15 @@ def _settings(run: Run) -> Mapping[str, Any]:
     )
 
 
-def _objective(settings: Mapping[str, Any]) -> str:
+def _objective(settings: Mapping[str, Any], device: str) -> str:
     rank = settings.get("lora_rank")
-    return (
-        ""
-        if not settings
-        else f"{settings.get('objective', 'sft')}, rank {rank}, on {settings.get('device')}"
-    )
+    where = f", on {device}" if device else ""
+    return f"{settings.get('objective', 'sft')}, rank {rank}{where}" if settings else ""
 
 
 def _machine(run: Run) -> str:
     machine = (run.about.get("plan") or {}).get("machine") or ""
-    name = str(machine.get("name", "") if isinstance(machine, Mapping) else machine)
-    return name if name != "cpu" else ""  # which the device says already
+    return str(machine.get("name", "") if isinstance(machine, Mapping) else machine)
 
 
 def _tiles(run: Run) -> Iterator[tuple[str, str, str]]:
@@ -222,7 +222,8 @@ def _curves(run: Run) -> str:
 
 
 KNOWN = re.compile(
-    r"(step|bytes_|layers_|seconds_|tokens).*|epoch|loss|dead_steps|learning_rate|grad_norm|memory|phase|stage"
+    r"(step|bytes_|layers_|seconds_|tokens).*|epoch|loss|dead_steps|learning_rate|grad_norm|memory"
+    r"|phase|stage|time|num_tokens|total_flos"
 )
 
 
@@ -309,6 +310,11 @@ def _memory(run: Run) -> str:
             limit += (
                 " It does not include activations, because no limit required counting them "
                 "before the run."
+            )
+        if memory.measured is not None and memory.measured > memory.planned:
+            limit += (
+                " More was measured than planned, because the plan leaves out what libraries "
+                "allocate for themselves, and memory that was freed and not given back."
             )
         measured = None if memory.measured is None else float(memory.measured)
         mark = "" if measured is None else f"{human_bytes(measured)} measured at most"

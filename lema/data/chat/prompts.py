@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 from lema.data.chat.messages import read_messages
 from lema.data.chat.template import in_forms, open_template
 from lema.data.chat.tokens import check_roles, encoded
+from lema.data.columns import alpaca_prompt
 from lema.data.files import Row
 from lema.data.forms import check_ids, num_positions, text_of
+from lema.data.row_forms import PromptForm
 from lema.data.sets.sources import load_rows
 from lema.errors import DataError
 
@@ -66,11 +68,14 @@ def written(row: Row) -> dict[str, Any]:
     return {"prompt": values["text"]} if list(values) == ["text"] else values
 
 
-def prompt_ids(row: Row, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> list[int]:
+def prompt_ids(
+    row: Row, tokenizer: PreTrainedTokenizerBase, *, form: PromptForm = "text"
+) -> list[int]:
     """Return the token ids that a row's text begins with. A row has `messages`, or a `prompt` that
-    is text or messages. Messages, and with `chat` text, as the user's, go through the tokenizer's
-    template as far as the assistant's turn. `DataError`: the row has neither, it is malformed, or
-    the template does not take it."""
+    is text or messages. Messages, and as a "chat" text, which is the user's, go through the
+    tokenizer's template as far as the assistant's turn. As "alpaca" a text is the instruction in
+    Alpaca's words, and as "text" it is continued as it is. `DataError`: the row has neither, it is
+    malformed, or the template does not take it."""
     values = written(row)
     column = next((name for name in ("messages", "prompt") if values.get(name) is not None), None)
     if column is None:
@@ -80,8 +85,9 @@ def prompt_ids(row: Row, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> l
         text = text_of(row, prompt, f"'{column}'")
         if not text.strip():
             raise row.broken(f"'{column}' is empty", how="remove the row, or fill it")
-        if not chat:
-            return encoded(tokenizer, text, row, has_special=False)
+        if form != "chat":
+            written_text = alpaca_prompt(text) if form == "alpaca" else text
+            return encoded(tokenizer, written_text, row, has_special=False)
         prompt = [{"role": "user", "content": text}]
     conversation = read_messages(Row({**values, column: prompt}, row.source, row.line), column, {})
     if conversation.messages[-1]["role"] == "assistant":

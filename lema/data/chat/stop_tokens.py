@@ -2,15 +2,20 @@
 them ends there, too.
 """
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from lema.data.chat.template import in_forms, open_template
+from lema.data.chat.tokens import encoded
+from lema.data.files import Row
 from lema.data.forms import IGNORED, Rows
 from lema.data.templates.named import end_token
+from lema.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["stop_tokens_of"]
+__all__ = ["answer_stop_tokens", "stop_tokens_of"]
 
 SAMPLED = 1000  # rows that are looked at, at even distances; rows of one data set end alike
 BLANKS = 8  # tokens, at most, that a template writes after the end of the last turn
@@ -57,3 +62,21 @@ def _end_of(
         if str(tokenizer.decode([token])).strip():
             return None
     return None
+
+
+def answer_stop_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
+    """Return the special token in which the tokenizer's chat template ends an answer; none: it
+    has no template, or one that ends answers in words."""
+    if not tokenizer.chat_template:
+        return ()
+    row = Row({}, "the chat template", 1)
+    answer = "0Aa0"  # which no template writes itself
+    messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": answer}]
+    with suppress(DataError):  # a template may refuse such a chat; texts end elsewhere then
+        template = open_template(tokenizer, None, row)
+        rendered = next(in_forms(messages, lambda form: template.render(form, row)))
+        ids = encoded(tokenizer, rendered.rpartition(answer)[2], row, has_special=True)
+        special = {number for number, tok in tokenizer.added_tokens_decoder.items() if tok.special}
+        special |= set(tokenizer.all_special_ids)
+        return tuple(token for token in ids if token in special)[:1]
+    return ()

@@ -129,6 +129,7 @@ class Chats:
     @cached_property
     def _end_token(self) -> tuple[str, int | None]:
         return end_token(self.tokenizer)
+
     def _prompt_end(self, chat: Chat, rendered: Rendered, row: Row) -> int:
         """Return where in a rendered chat its training begins that has all words but the prompt's:
         where it parts from what the template writes for the prompt alone, ready for an answer.

@@ -37,6 +37,7 @@ PUBLISHED = (
         "*.jinja",
     ),
     "generation_config.json",
+    "row_forms.json",
 )
 OF_THIS_MACHINE = {
     "model_name_or_path",
@@ -74,7 +75,13 @@ def model_card(
         pipeline_tag="text-generation",
         tags=tags,
     )
-    settings = config.model_dump(mode="json", exclude_unset=True, exclude=OF_THIS_MACHINE)
+    settings = {
+        name: value
+        for name, value in config.model_dump(
+            mode="json", exclude_unset=True, exclude=OF_THIS_MACHINE
+        ).items()
+        if value not in (None, [], {}, "")
+    }
     versions = ", ".join(map(" ".join, program_versions("peft", "transformers", "torch").items()))
     parts = [
         f"---\n{about.to_yaml()}\n---",
@@ -83,7 +90,14 @@ def model_card(
             f"An adapter (LoRA) of {markdown.code(shown)}, trained with LEMA; the objective is "
             f"{config.objective}."
         ),
-        USE.format(base=markdown.python_text(shown), name=markdown.python_text(name)),
+        USE.format(
+            # a path as it was given, because the code shall run where the model is
+            base=markdown.python_text(base),
+            name=markdown.python_text(
+                config.output_dir if local and not config.push_to_hub else name
+            ),
+        ),
+        markdown.table("Adapter", _adapter(config)),
         markdown.table("Data", data),
         markdown.table(
             "Results",
@@ -96,6 +110,21 @@ def model_card(
         f"Made with {versions}.",
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _adapter(config: LemaConfig) -> dict[str, object]:
+    """Return what was trained: rank, alpha and targets, also where they are the defaults."""
+    targets = config.lora_target_modules
+    return {
+        "objective": config.objective,
+        "rank": config.lora_rank,
+        "alpha": config.lora_alpha,
+        "dropout": config.lora_dropout,
+        "target modules": targets
+        if isinstance(targets, str)
+        else ", ".join(targets or ["all linear layers of the decoder"]),
+        "learning rate": config.learning_rate,
+    }
 
 
 def _plain(value: object) -> object:

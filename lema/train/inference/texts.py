@@ -28,6 +28,7 @@ from lema.backend import Backend
 from lema.config import LemaConfig
 from lema.data.chat.prompts import fitting, prompt_ids, read_prompts, written
 from lema.data.files import Row
+from lema.data.row_forms import PromptForm
 from lema.engine import complete
 from lema.engine.generation import Finish, KeyValues, checked, encoded
 from lema.engine.head.pieces import PiecedHead
@@ -191,11 +192,17 @@ def texts_of(
     batch_size: int | None,
     keys_values: KeyValues,
     options: Mapping[str, Any],
+    form: PromptForm = "text",
 ) -> list[str]:
-    """Return the text that follows each prompt; `batch_size` None: all at once. Errors: of
-    `plan_of`, `completions`.
+    """Return the text that follows each prompt, which is written in a form; `batch_size` None: all
+    at once. Errors: of `prompt_ids`, `plan_of`, `completions`.
     """
-    prompts = encoded(model.tokenizer, [prompt] if isinstance(prompt, str) else prompt)
+    texts = [prompt] if isinstance(prompt, str) else prompt
+    if form == "text":
+        prompts = encoded(model.tokenizer, texts)
+    else:
+        rows = (Row({"prompt": text}, "prompt", number) for number, text in enumerate(texts, 1))
+        prompts = [prompt_ids(row, model.tokenizer, form=form) for row in rows]
     ids = checked(prompts, getattr(model.skeleton.config.get_text_config(), "vocab_size", None))
     size = batch_size or len(ids)
     plan_of(model, ids, max_new_tokens, size, keys_values)
@@ -322,7 +329,7 @@ class Samples(TrainerCallback):
             for number, text in enumerate(prompts or (), 1)
         ]
         self._rows = read_prompts(Path(prompts)) if isinstance(prompts, str) else texts
-        self._ids = [prompt_ids(row, model.tokenizer, chat=False) for row in self._rows]
+        self._ids = [prompt_ids(row, model.tokenizer) for row in self._rows]
         fitting(self._rows, self._ids, self._new, model.skeleton.config.get_text_config())
         self._model = model
         self._file = Path(model.config.output_dir) / SAMPLES

@@ -302,7 +302,7 @@ class Phases:
             used = dict.fromkeys(name for past in phases for name in past.data_sets)
             for name in used:
                 if name in self.sources:
-                    model.files.note_stop_tokens(self.sources[name])
+                    model.files.note_rows(self.sources[name])
             trainer = trainer_of(
                 model, phase, phase.overrides.get("device_memory", self.config.device_memory)
             )

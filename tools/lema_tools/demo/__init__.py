@@ -32,7 +32,7 @@ _OWN = {
     "data": "text.txt chat.jsonl pairs.jsonl",
     "adapter": "adapter_config.json adapter_model.safetensors lema_config.json loss.png "
     "metrics.jsonl "
-    "README.md "
+    "README.md row_forms.json generation_config.json "
     "tokenizer*.json chat_template.jinja",
 }
 

@@ -32,7 +32,7 @@ from lema.cli.progress import ProgressDisplay, progress_callback
 from lema.config import LemaConfig
 from lema.config.units import human_bytes, human_count
 from lema.data import TokenDataset, collate
-from lema.errors import LemaError, installing
+from lema.errors import LemaError
 from lema.train import LemaModel
 from lema.train.run import load_data
 from lema_cpu.threads import one_thread
@@ -76,7 +76,7 @@ class DemoFiles:
         self.adapter = directory / "adapter"
         # the numbers of the run, a line of JSON for every measurement
         self.metrics = self.adapter / "metrics.jsonl"
-        # the loss over the steps, where matplotlib is installed
+        # a picture of the loss over the steps
         self.curve = self.adapter / "loss.png"
 
 
@@ -237,11 +237,10 @@ def _show_outcome(print_line: Printer, outcome: Outcome) -> None:
 
 
 def _show_next(print_line: Printer, files: DemoFiles) -> None:
-    curve = files.curve if files.curve.is_file() else f"none: {installing('plot')} draws it"
     print_line("Files", style="bold")
     named = {"model": files.model, "text": files.text, "chats": files.chat, "pairs": files.pairs}
     named |= {"config": files.config, "adapter": files.adapter, "metrics": files.metrics}
-    for name, path in {**named, "curve": curve}.items():
+    for name, path in {**named, "curve": files.curve}.items():
         print_line(f"  {name:8} {path}")
     print_line("What to try next", style="bold")
     for command in next_commands(files):
@@ -256,10 +255,11 @@ def next_commands(files: DemoFiles) -> list[str]:
     smaller = ["--set", "lora_rank=8", *_set("output_dir", directory / "rank8")]
     chats = [*_set("train_data", files.chat), *_set("output_dir", directory / "chat")]
     arguments = [
-        ["generate", adapter, "--prompt", "When does the baker rise?", "--max-new-tokens", "32"],
+        ["generate", adapter, "--prompt", "When does the baker rise?", "--max-new-tokens", "24"],
         ["eval", adapter],
         ["train", config, *smaller],
         ["train", config, *chats],
+        ["chat", str(directory / "chat")],
         ["merge", adapter, str(directory / "merged")],
     ]
     return [f"{_command()} {shlex.join(line)}" for line in arguments]

@@ -1,6 +1,4 @@
-"""`lema generate`: continues prompts with a trained model, and writes what it makes as batches
-end.
-"""
+"""The results of `lema generate`: read where a run was stopped, and written as batches end."""
 
 import contextlib
 import json
@@ -8,174 +6,27 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from lema.cli.arguments import PhaseNamed, Settings, Source, Trust, check_written
 from lema.config.units import human_bytes, human_count
 from lema.errors import ConfigError, printable
-from lema_tools.loading import model_of, outcome_of
+from lema_tools.generation.stream import ShownText, draws_text
 
 if TYPE_CHECKING:
     from lema.data.files import Row
+    from lema.data.row_forms import PromptForm
     from lema.train.inference.texts import Completion
     from lema.train.model import LemaModel
 
-__all__ = ["generate"]
+__all__ = ["ResultWriter", "saved_results"]
 
-COLDEST = 1e-4
-HOTTEST = 1e4  # divisors of logits, of which none overflows in bfloat16
 LINE = b'{"'  # how each result begins
 MOST_RESULTS = 2**32  # bytes of the results that a command which resumes reads again
 
 
-def generate(
-    source: Source,
-    prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="Text to continue; may be repeated.")
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help=(
-                "Prompts: lines of .txt, or `prompt` or `messages` of .jsonl; - is standard input."
-            ),
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="File for the results, one JSON object per line."),
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Keep the results in the output file, and generate the others."
-        ),
-    ] = False,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="Prompts at once. Default: as many as fit, at most 64."),
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 128,
-    do_sample: Annotated[
-        bool,
-        typer.Option(
-            "--do-sample",
-            help="Sample tokens instead of taking the most likely one; --temperature implies it.",
-        ),
-    ] = False,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0, max=HOTTEST, help="Temperature of sampling; 0 takes the most likely token."
-        ),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0, max=1.0, help="Sample from the most likely tokens up to this probability mass."
-        ),
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(min=1, help="Sample from this many of the most likely tokens.")
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            max=1.0,
-            help="Sample from tokens with this fraction of the highest probability.",
-        ),
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None,
-        typer.Option(min=COLDEST, max=HOTTEST, help="Above 1: repeat tokens less often."),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="Seed of sampling. Default: the seed of the settings.")
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="Stop before this text; may be repeated."),
-    ] = None,
-    chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat", help="Render texts with the chat template, as messages of the user."
-        ),
-    ] = False,
-    kv: Annotated[
-        str, typer.Option(metavar="device|host", help="Where keys and values are kept.")
-    ] = "device",
-    phase: PhaseNamed = None,
-    settings: Settings = None,
-    trust_remote_code: Trust = False,
-) -> None:
-    """Continue prompts with the base model and adapter. A batch reads the weights once per new
-    token.
-    """
-    if (prompts is None) == (not prompt):
-        raise ConfigError(
-            "prompts must come from one place",
-            where="--prompt",
-            how="give --prompt TEXT or --prompts FILE",
-        )
-    if kv not in ("device", "host"):
-        raise ConfigError(
-            f"{kv!r} is not a place for keys and values", where="--kv", how="use device or host"
-        )
-    options = _sampling(
-        do_sample=do_sample, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p
-    )
-    options |= {} if repetition_penalty is None else {"repetition_penalty": repetition_penalty}
-    options |= {"stop_strings": stop} if stop else {}
-    from lema.config.acting import OF_TRAINING
-    from lema.data.chat.prompts import read_prompts
-    from lema.data.files import Row
-
-    rows = [
-        Row({"prompt": text}, "--prompt", number) for number, text in enumerate(prompt or [], 1)
-    ]
-    rows = rows or read_prompts(prompts or Path("-"))
-    results = _saved_results(output, rows, resume=resume)
-    outcome = outcome_of(source, settings, phase)
-    model = model_of(source, settings, trust_remote_code, outcome, unread=OF_TRAINING)
-    with contextlib.closing(model):
-        check_written("--output", output, model.config, source, prompts)
-        writer = _ResultWriter(
-            model, rows, results, output, bare=prompts is None and output is None
-        )
-        writer.run(options, chat=chat, new=max_new_tokens, batch_size=batch_size, kv=kv, seed=seed)
-
-
-def _sampling(
-    *, do_sample: bool, temperature: float | None, **options: float | None
-) -> dict[str, Any]:
-    """Return the settings of sampling as `transformers` names them; a ConfigError: with them
-    nothing would be drawn.
-    """
-    chosen = {name: value for name, value in options.items() if value is not None}
-    if temperature is not None and 0 < temperature < COLDEST:
-        what = f"logits divided by {temperature} would be infinite"
-        raise ConfigError(what, where="--temperature", how=f"give 0, or {COLDEST} or more")
-    if temperature == 0 or not (do_sample or temperature):
-        if chosen or do_sample:
-            named = ", ".join(
-                f"--{name.replace('_', '-')}" for name in [*chosen, *["do_sample"] * do_sample]
-            )
-            how = "give --do-sample, or a --temperature above 0; or leave these out"
-            raise ConfigError("this option has no effect without sampling", where=named, how=how)
-        return {"do_sample": False}
-    return {
-        "do_sample": True,
-        **({} if temperature is None else {"temperature": temperature}),
-        **chosen,
-    }
-
-
-def _saved_results(
+def saved_results(
     output: Path | None, rows: list["Row"], *, resume: bool
 ) -> dict[int, dict[str, Any]]:
     """Return the results in the output, by the number of their prompts; or ConfigError: of
@@ -214,7 +65,7 @@ def _saved_results(
 
 
 @dataclass(frozen=True)
-class _ResultWriter:
+class ResultWriter:
     """Results, written where they are wanted as batches end; the first process of a group writes
     for all.
     """
@@ -229,20 +80,20 @@ class _ResultWriter:
         self,
         options: dict[str, Any],
         *,
-        chat: bool,
+        form: "PromptForm",
         new: int,
         batch_size: int | None,
         kv: Any,
         seed: int | None,
     ) -> None:
         """Continue the prompts that have no result yet."""
-        from lema.cli.progress import TokenProgress
+        from lema.cli.progress import NoProgress, TokenProgress
         from lema.data.chat.prompts import fitting, prompt_ids
         from lema.train.inference.texts import completions, plan_of
 
         model = self.model
         first = self.model.backend.replicas.first
-        ids = [prompt_ids(row, model.tokenizer, chat=chat) for row in self.rows]
+        ids = [prompt_ids(row, model.tokenizer, form=form) for row in self.rows]
         fitting(self.rows, ids, new, model.skeleton.config.get_text_config())
         plan = plan_of(model, ids, new, batch_size, kv, choose=True)
         size = plan.rows if plan is not None else batch_size or min(64, len(ids))
@@ -251,7 +102,12 @@ class _ResultWriter:
         began = time.monotonic()
         before = model.memory.counters
         seed = model.config.seed if seed is None else seed
-        with contextlib.closing(TokenProgress(len(ids), len(self.results))) as display:
+        shown = None
+        if first and self.bare and len(ids) == 1 and draws_text():
+            shown = ShownText(model.tokenizer, options.get("stop_strings") or ())
+            options = {**options, "streamer": shown}
+        counts = TokenProgress(len(ids), len(self.results)) if shown is None else NoProgress()
+        with contextlib.closing(counts) as display:
             on_token = display if first else lambda _: None
             done = self.results.keys()
             batches = completions(
@@ -265,7 +121,7 @@ class _ResultWriter:
                 done=done,
                 on_token=on_token,
             )
-            tokens = self._written(batches, display, first=first)
+            tokens = self._written(batches, display, first=first, streamed=shown is not None)
         seconds = time.monotonic() - began
         after = model.memory.counters
         if first and not self.bare:
@@ -281,6 +137,7 @@ class _ResultWriter:
         show: Callable[[int, int], None],
         *,
         first: bool,
+        streamed: bool,
     ) -> int:
         """Write each batch as it ends, whole, and all in the order of the prompts at last;
         return the tokens made.
@@ -318,7 +175,7 @@ class _ResultWriter:
             show(0, len(batch))
         if first:
             self._rewrite()
-        if first and self.bare:
+        if first and self.bare and not streamed:
             for index in sorted(self.results):
                 typer.echo(printable(self.results[index]["completion"]))
         return tokens

@@ -1,0 +1,140 @@
+"""`lema chat`: talks with a model in a terminal, or answers the lines of a pipe."""
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lema.cli.arguments import PhaseNamed, Settings, Trust
+from lema.errors import ConfigError
+from lema_tools.generation.sampling import (
+    DoSample,
+    Keys,
+    MinP,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+    check_keys_values,
+    sampling,
+)
+from lema_tools.loading import model_of, outcome_of
+
+if TYPE_CHECKING:
+    from lema.train.model import LemaModel
+
+__all__ = ["chat"]
+
+
+def chat(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="ADAPTER_DIR|CONFIG|MODEL",
+            help="Directory of a run or adapter, YAML file, model directory or hub id.",
+        ),
+    ],
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="System message that every chat begins with.")
+    ] = None,
+    base: Annotated[
+        bool,
+        typer.Option("--base", help="Show the base model's answer beside that of the adapter."),
+    ] = False,
+    merged: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Chat with the merged model in DIR, which is written first if it is not there.",
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of an answer at most. Default: 512, or half of the model's positions.",
+        ),
+    ] = None,
+    do_sample: DoSample = False,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    kv: Keys = "device",
+    phase: PhaseNamed = None,
+    settings: Settings = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Chat with a model: each line is a message, and the answer is shown as it is made. /help lists
+    what else a line may be. Lines of a pipe are answered one after the other."""
+    check_keys_values(kv)
+    if base and merged is not None:
+        raise ConfigError(
+            "a merged model has no adapter to leave out", where="--base, --merged", how="give one"
+        )
+    options = sampling(
+        do_sample=do_sample,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop=stop,
+    )
+    from lema.config.acting import OF_TRAINING
+
+    if merged is not None:
+        source = _merged(source, merged, settings, trust_remote_code)
+    outcome = outcome_of(source, settings, phase)
+    model = model_of(source, settings, trust_remote_code, outcome, unread=OF_TRAINING)
+    with contextlib.closing(model):
+        _check(model, base)
+        from lema_tools.chat.answers import Answers
+        from lema_tools.chat.conversation import Conversation
+        from lema_tools.chat.session import Session
+
+        answers = Answers(
+            model,
+            options,
+            max_new_tokens=max_new_tokens,
+            keys_values=kv,
+            seed=model.config.seed if seed is None else seed,
+        )
+        Session(answers, Conversation(system), compares=base, name=str(source)).run()
+
+
+def _merged(source: Path, out: Path, settings: list[str] | None, trust_remote_code: bool) -> Path:
+    """Return the directory of the merged model, which is written if it is not there."""
+    if (out / "config.json").is_file():
+        return out
+    from lema.cli.arguments import config_of
+    from lema.convert import merge_adapter
+
+    adapter = source if source.is_dir() else Path(config_of(source, settings).output_dir)
+    typer.echo(f"merging {adapter} into {out}", err=True)
+    return merge_adapter(adapter, out, trust_remote_code=trust_remote_code)
+
+
+def _check(model: "LemaModel", base: bool) -> None:
+    """Refuse, with `ConfigError`, a model that cannot chat, or has nothing to compare."""
+    if base and model.lora_manager is None:
+        raise ConfigError(
+            "there is no adapter to compare the base model with",
+            where="--base",
+            how="name the directory of an adapter, or leave --base out",
+        )
+    if model.backend.replicas.num_processes > 1:
+        raise ConfigError(
+            "several processes cannot read one terminal",
+            where="lema chat",
+            how="start one process, or use lema generate",
+        )
+    from lema.train.inference.prompt_form import choose_form
+
+    choose_form(model.files, model.config, chat=True)  # which has the template end the answers

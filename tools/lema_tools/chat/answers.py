@@ -1,0 +1,163 @@
+"""The answers of a model to a chat, one at a time, streamed as they are made."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lema.data.chat.prompts import fitting, prompt_ids
+from lema.data.files import Row
+from lema.data.forms import num_positions
+from lema.errors import DataError
+from lema.plan.inference.capacity import TextPlan
+from lema.train.inference.texts import completions, plan_of
+from lema.train.model import LemaModel
+from lema_tools.chat.conversation import Conversation
+from lema_tools.generation.stream import ShownText
+
+__all__ = ["Answer", "Answers"]
+
+MOST_NEW = 512  # tokens of an answer, unless asked for
+LEAST_PLANNED = 1024  # tokens; memory is planned for chats of so many at first
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer, and how many of the oldest messages it was made without."""
+
+    text: str
+    left_out: int
+    tokens: tuple[int, ...] = ()
+
+
+class Answers:
+    """Makes answers. Keys and values of earlier turns are not kept: each answer reads the whole
+    chat again, because the template may write earlier turns in another way by then.
+
+    Args:
+        model: answers, with its adapter if it has one.
+        options: those of `transformers`' `generate`, and `stop_strings`.
+        max_new_tokens: of an answer; None: 512, or half of the model's positions.
+        keys_values: where keys and values wait, "device" or "host".
+        seed: of sampling; each answer begins with the next number.
+    """
+
+    def __init__(
+        self,
+        model: LemaModel,
+        options: Mapping[str, Any],
+        *,
+        max_new_tokens: int | None,
+        keys_values: Any,
+        seed: int,
+    ) -> None:
+        self.model = model
+        self._options = dict(options)
+        self._keys_values = keys_values
+        self._seed = seed
+        self._planned = 0  # tokens of the longest chat that memory is planned for
+        text_config = model.skeleton.config.get_text_config()
+        self._positions = num_positions(text_config)
+        half = (self._positions or 2 * MOST_NEW) // 2
+        self._max_new_tokens = max_new_tokens or min(MOST_NEW, max(1, half))
+
+    def answer(
+        self,
+        conversation: Conversation,
+        stopped: threading.Event,
+        show: Callable[[str], object],
+        *,
+        of_base: bool = False,
+    ) -> Answer:
+        """Answer the last message of a chat.
+
+        Args:
+            conversation: ends with a message of the user.
+            stopped: ends the answer after the token that is being made, once it is set.
+            show: is called with each part of the text as it is made, and a line's end.
+            of_base: leave the adapter out.
+
+        Returns:
+            The answer, as far as it was made.
+
+        Raises:
+            DataError: the message alone is too long for the model, or the template refuses it.
+            MemoryLimitError: its keys and values do not fit.
+        """
+        ids, left_out = self._prompt(conversation)
+        self._plan(ids)
+        shown = ShownText(self.model.tokenizer, self._options.get("stop_strings") or (), show)
+        options = {
+            **self._options,
+            "streamer": shown,
+            "stopping_criteria": [lambda *_, **__: _all_ended(stopped)],
+        }
+        adapter = self.model.lora_manager
+        leaving = nullcontext() if adapter is None or not of_base else adapter.disable_adapter()
+        number = sum(message["role"] == "user" for message in conversation.turns)
+        with leaving:
+            ((completion,),) = completions(
+                self.model,
+                [ids],
+                self._max_new_tokens,
+                1,
+                options,
+                keys_values=self._keys_values,
+                seed=self._seed + number,
+            )
+        return Answer(completion.text, left_out, completion.tokens)
+
+    def _prompt(self, conversation: Conversation) -> tuple[list[int], int]:
+        """Return the tokens of a chat, without its oldest turns where it is too long with them,
+        and how many messages were left out."""
+        left_out = 0
+        while True:
+            messages = conversation.messages(left_out)
+            row = Row({"messages": messages}, "message", len(conversation.turns))
+            ids = prompt_ids(row, self.model.tokenizer, form="chat")
+            needed = len(ids) + self._max_new_tokens
+            if self._positions is None or needed <= self._positions:
+                return ids, left_out
+            if left_out + 2 >= len(conversation.turns):
+                config = self.model.skeleton.config.get_text_config()
+                fitting([row], [ids], self._max_new_tokens, config)  # which refuses it
+                raise DataError("the message is too long for the model", where=row.origin)
+            left_out += 2
+
+    def _plan(self, ids: Sequence[int]) -> None:
+        """Spend memory on chats of this length; for some room to grow where there is room."""
+        if len(ids) <= self._planned:
+            return
+        most = (self._positions or 1 << 30) - self._max_new_tokens
+        length = max(LEAST_PLANNED, 1 << (len(ids) - 1).bit_length())
+        for tokens in dict.fromkeys((max(len(ids), min(length, most)), len(ids))):
+            if self._fits(tokens, last=tokens == len(ids)) is not None:
+                self._planned = tokens
+                return
+        self._planned = len(ids)
+
+    def _fits(self, tokens: int, *, last: bool) -> TextPlan | None:
+        """Plan for a chat of so many tokens; None: there is no room, and it is not the `last` to
+        be tried."""
+        from lema.errors import MemoryLimitError
+
+        try:
+            return plan_of(
+                self.model,
+                [[0] * tokens],
+                self._max_new_tokens,
+                1,
+                self._keys_values,
+                choose=True,
+            )
+        except MemoryLimitError:
+            if last:
+                raise
+            return None
+
+
+def _all_ended(stopped: threading.Event) -> torch.Tensor:
+    return torch.tensor([stopped.is_set()])
