@@ -80,7 +80,9 @@ def base_of(
     about = files.fingerprint, of_numbers(files.config), index.sources, computed
     if expanded(config.model_name_or_path).exists() and (origin := index.origin) is not None:
         name, commit = origin
-        if not Path(name).is_absolute() or Path(name).is_dir():
+        # a quantised base is of the very model that the settings name
+        is_named = expanded(config.model_name_or_path).resolve() == Path(name).resolve()
+        if not is_named and (not Path(name).is_absolute() or Path(name).is_dir()):
             return Base(name, commit, *about)
     return Base(config.model_name_or_path, config.revision, *about)
 
