@@ -161,6 +161,18 @@ class Conversion:
         sources = dict.fromkeys((*index.sources, base_fingerprint(index)))
         return {ORIGIN_MARK: origin_of(index), SOURCES_MARK: " ".join(sources)}
 
+    @cached_property
+    def _names(self) -> set[str]:
+        return {name for section in self.sections for name in section.names}
+
+    @cached_property
+    def _described(self) -> dict[str, str]:
+        """What a library says of all tensors in the header of a file."""
+        assert self.quantizer is not None
+        return self.quantizer.metadata(
+            [name for section in self.sections for name in section.names]
+        )
+
     @property
     def changes(self) -> dict[str, Any]:
         """What the `config.json` of what is written says otherwise than that of the source."""
@@ -185,7 +197,12 @@ class Conversion:
         specs = [spec for section in sections for spec in section.specs]
         metadata = METADATA if self._assembled else {"format": "pt"}
         if self.quantizer is not None:
-            metadata = self.quantizer.metadata(names)
+            # What is said of all tensors is in each file, because a reader of several takes what
+            # the last one says.
+            elsewhere = self._names - set(names)
+            metadata = {
+                key: about for key, about in self._described.items() if key not in elsewhere
+            }
         with tensor_file(file, specs, metadata | self.origin, progress) as out:
             for name in names:
                 self._write(out, name)

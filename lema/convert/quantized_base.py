@@ -83,6 +83,7 @@ class _Base:
     kind: str
     dtype: torch.dtype  # what the weights expand to
     suffix: str  # of the directory's name: the type, if it is not that of the checkpoint
+    nbytes: int  # of its weights
     identity: Mapping[str, Any]  # what decides every byte that is written
 
     @classmethod
@@ -101,7 +102,8 @@ class _Base:
             "base": base_fingerprint(index),
             "config": digest,
         }
-        return cls(files, kind, dtype, "" if is_own else f"-{dtype_name(dtype)}", identity)
+        suffix = "" if is_own else f"-{dtype_name(dtype)}"
+        return cls(files, kind, dtype, suffix, index.nbytes, identity)
 
 
 @dataclass
@@ -140,7 +142,7 @@ def _converted(base: _Base, target: Path, report: ConversionReport) -> Quantized
     while True:
         lock = locked(target, shared=True)
         if lock is not None and _is_ready(base, target):
-            return QuantizedDirectory(target, base.kind, lock.close)
+            return QuantizedDirectory(target, base.kind, base.nbytes, lock.close)
         if lock is not None:
             lock.close()  # because nobody has alone what another has as well
         if (lock := locked(target, shared=False)) is not None:
@@ -187,7 +189,7 @@ def _convert(base: _Base, target: Path, report: ConversionReport) -> None:
     seconds = _seconds(conversion, nbytes)
     report.line(
         f"quantize_base: {base.kind}: converting {base.files.directory} "
-        f"({human_bytes(GlobalBinaryIndex(base.files.weights).nbytes)}) to {target}: "
+        f"({human_bytes(base.nbytes)}) to {target}: "
         f"{human_bytes(nbytes)} to write, about {human_duration(seconds)}; "
         "later starts use what is there"
     )

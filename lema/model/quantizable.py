@@ -111,6 +111,7 @@ class QuantizedDirectory:
 
     path: Path
     kind: str  # what the weights are quantised to
+    base_bytes: int  # of the weights that they were made of
     # lets others replace the directory; until then, or until this is gone, they wait
     release: Callable[[], object] = lambda: None
 

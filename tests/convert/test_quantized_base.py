@@ -17,6 +17,7 @@ import torch
 from parity import assert_same, draw_b, streamed_model, streamed_step, whole_model, whole_step
 from peft import PeftModel
 from quantized import ARCHITECTURE, KINDS, NUM_LAYERS, checkpoint, published
+from safetensors.torch import load_file, save_file
 from tiny import Checkpoint, micro_batches
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -31,6 +32,7 @@ from lema.storage import GlobalBinaryIndex, diskspace
 from lema.storage.hub import own_weights
 from lema.storage.quantized.formats import KINDS as FORMS
 
+PAGE = 4096
 FILES = NUM_LAYERS + 2  # what is before the layers, each layer, what is after them
 
 
@@ -234,7 +236,7 @@ LemaModel(LemaConfig({str(source)!r}, device="cpu", quantize_base="nf4"))
     assert f"{after} of {FILES} files are complete and are kept" in capsys.readouterr().err
     once = source.with_name("once")
     opened(source, quantize_base_cache=str(once)).close()
-    (other,) = once.iterdir() if False else [file for file in once.iterdir() if file.is_dir()]
+    (other,) = [path for path in once.iterdir() if path.is_dir()]
     for file in sorted(other.glob("*.safetensors")):
         assert (folder / file.name).read_bytes() == file.read_bytes(), file.name
 
@@ -334,9 +336,7 @@ def test_a_disk_that_is_too_full_is_told_before_anything_is_written(
     assert not list(source.parent.glob(".*converting"))
 
 
-def test_a_model_that_is_quantised_already(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_is_quantised_already(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened(source).close()
     names = converted_files(monkeypatch)
     with closing(opened(cache_of(source))) as model:
@@ -387,13 +387,9 @@ def test_an_adapter_names_the_users_base_and_knows_how_it_was_quantised(
 
 
 def test_an_adapter_is_not_that_of_a_base_that_changed(source: Path, adapter: Path) -> None:
-    shutil.rmtree(source)
-    torch.manual_seed(3)
-    model = published(source)
-    weights = sorted(model.glob("*.safetensors"))[0]
-    content = bytearray(weights.read_bytes())
-    content[-4:] = b"\0\0\0\0"
-    weights.write_bytes(content)
+    weights = sorted(source.glob("*.safetensors"))[1]
+    doubled = {name: 2 * tensor for name, tensor in load_file(weights).items()}
+    save_file(doubled, weights, {"format": "pt"})
     with pytest.raises(AdapterError, match="changed since the adapter was trained"):
         LemaModel.from_pretrained(adapter, device="cpu")
 
@@ -442,7 +438,9 @@ def test_a_plan_has_the_quantised_sizes_and_converts_nothing(source: Path, kind:
         layers = [layer.nbytes for layer in model.memory.layers]
     assert [layer.nbytes for layer in planner.blueprint.layers] == layers
     assert plan.memory.disk == again.memory.disk
-    assert plan.memory.device == again.memory.device == by_hand.memory.device
+    assert plan.memory.device == again.memory.device
+    for part, nbytes in by_hand.memory.device.items():  # in files of its own, of whole pages
+        assert abs(plan.memory.device[part] - nbytes) <= 4 * PAGE, part
     assert plan.memory.disk["model"] == GlobalBinaryIndex(source).nbytes + real.nbytes
 
 

@@ -63,6 +63,12 @@ class OpenedModel:
         """The model's directory."""
         return self.files.directory
 
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the model's weights on disk, the original of a quantised base included."""
+        quantized = self.files.quantized
+        return self.gbi.nbytes + (0 if quantized is None else quantized.base_bytes)
+
     def layers(self) -> list[LayerBytes]:
         """Return the decoder layers as bytes: of processes that hold the model together, this one's
         part of each.
