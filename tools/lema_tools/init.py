@@ -66,7 +66,7 @@ def init(
         raise ConfigError(
             "this file exists already", where=str(output), how="choose another one: --output FILE"
         )
-    asks = sys.stdin.isatty() and sys.stdout.isatty()
+    asks = at_terminal()
     if model is None:
         model = _asked("Model (a directory, or a hub id)", _proposed_model(), "MODEL", asks=asks)
     if data is None:
@@ -105,6 +105,11 @@ def init(
     _write(output, choice, (name, needs), data, rows, host_reason)
     for line in _summary(output, choice, machine):
         typer.echo(line)
+
+
+def at_terminal() -> bool:
+    """Whether a user can be asked."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def _asked(question: str, proposed: str | None, where: str, *, asks: bool) -> str:

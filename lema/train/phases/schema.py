@@ -18,8 +18,7 @@ DRAFT = "http://json-schema.org/draft-07/schema#"  # that editors know
 TITLE = "Settings of LEMA"
 # What says where data are may have many forms, which are read when the data are.
 FREE = {"type": ["string", "array", "object", "null"]}
-FREE_NAMES = ("train_data", "eval_data", "evaluations", "mixture", "pre_lora_datasets")
-FREE_NAMES += ("post_lora_datasets",)
+FREE_NAMES = ("train_data", "eval_data", "evaluations", "mixture", *sorted(STAGES))
 COUNT = {"type": "integer", "minimum": 1, "description": "Rows that are validated on."}
 
 

@@ -142,7 +142,9 @@ def _proposals(
 
 def _named(present: Mapping[str, Any], names: Sequence[str]) -> str | None:
     """Return the column that has the first of some names, in upper or lower case."""
-    lowered = {name.lower().strip(): name for name in reversed(present)}
+    lowered: dict[str, str] = {}
+    for name in present:
+        lowered.setdefault(name.lower().strip(), name)
     return next((lowered[name] for name in names if name in lowered), None)
 
 
