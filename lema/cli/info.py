@@ -53,8 +53,22 @@ def _print_yaml(settings: Mapping[str, Any]) -> None:
     yaml.dump(dict(settings), sys.stdout)
 
 
-def schema() -> None:
-    """Print the JSON schema of all settings, from which editors complete YAML."""
-    from lema.config import LemaConfig
+def schema(
+    write: Annotated[
+        bool,
+        typer.Option(
+            "--write", help="Write it to .lema/schema.json here, and have VS Code use it."
+        ),
+    ] = False,
+) -> None:
+    """Print the JSON schema of a file of settings, from which editors complete YAML."""
+    if write:
+        from lema.cli.schemafiles import MODELINE, wire_editor, write_schema
 
-    typer.echo(json.dumps(LemaConfig.json_schema(), indent=2))
+        typer.echo(f"wrote {write_schema(Path())}")
+        typer.echo(f"wrote {wire_editor(Path())}: VS Code with the YAML extension uses the schema")
+        typer.echo(f"other editors: let a file begin with `{MODELINE}`")
+        return
+    from lema.train.phases.schema import file_schema
+
+    typer.echo(json.dumps(file_schema(), indent=2))

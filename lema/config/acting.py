@@ -29,6 +29,7 @@ ACTING: Mapping[str, str] = {
     "chat_template": "reads any path, unless it is the Jinja text itself",
     "adapter_name_or_path": "reads any path, or loads from the hub",
     "data_cache": "writes to any path, unless it is true or false",
+    "quantize_base_cache": "writes to any path",
     "output_dir": "writes to any path",
     "overwrite_output_dir": "replaces what is in output_dir",
     "offload_dir": "writes to any path",

@@ -17,7 +17,7 @@ _ANSWERS = (
     "prompts are not"
 )
 _COLUMN = "here: columns: {{{ours}: NAME}}"
-_QUANTISE = "quantise the model once with `lema prepare MODEL OUT --quantize {kind}`, and train OUT"
+_QUANTISE = "here: quantize_base: {kind}, which quantises the base at the first start"
 _FORMATTED = "give formatted rows: text, prompt + completion, or messages"
 _STREAMS = "not needed: layers stream, so a model need not be divided"
 _HUB_DATA = "here: train_data: {path: org/name, name: subset, split: train}, or files"
@@ -93,7 +93,7 @@ FOREIGN_HINTS: Mapping[str, str] = {
         ("max_tokens", "max_tokens_per_batch", "batch_tokens"), "here: micro_batch_tokens"
     ),
     "append_eos_token": "text and completions always end in the end-of-sequence token, once",
-    "adapter": "not needed for lora, which LEMA trains; for qlora " + _QUANTISE.format(kind="nf4"),
+    "adapter": "not needed for lora, which LEMA trains; for qlora, " + _QUANTISE.format(kind="nf4"),
     "use_peft": "not needed: LEMA trains an adapter",
     "peft_config": (
         "here: lora_rank, lora_alpha, lora_target_modules, ...: each PEFT option is a setting "

@@ -335,6 +335,14 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     """Type that float32 weights and their inputs are cast to for products, as Trainer's `bf16:
     true` does (`torch.autocast`). Between products, numbers stay float32. None: products in the
     type that layers compute in."""
+    quantize_base: Refused[types.QuantizedKind | None] = None
+    """QLoRA: the weights of the layers' linear modules, quantised at the first start and kept for
+    later ones. `nf4`: bitsandbytes' 4 bits; `int8`, `fp8`: torchao's 8 bits. None: weights are used
+    as they are stored. Phases that train weights of the model use them as they are stored, too."""
+    quantize_base_cache: Silent[types.Location | None] = None
+    """The folder that keeps the base of `quantize_base`; None: the folder that has the model's
+    directory, or, for a model of the hub and where that folder cannot be written to, one in the
+    user's cache directory (XDG_CACHE_HOME)."""
     backend_settings: Reported[dict[str, Any]] = Field(default_factory=dict)
     """Settings of a single backend, by name. They may also be given like any other setting."""
 
@@ -405,6 +413,9 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
             yield Problem(
                 "", f"warmup_steps ({self.warmup_steps}) is more than max_steps ({self.max_steps})"
             )
+        if self.quantize_base is not None and self.gbi_path is not None:
+            what = "quantize_base converts the weights in the model's own directory, not gbi_path's"
+            yield Problem("gbi_path", what, "leave one of the two out")
         yield from self._about_offloading()
         yield from disagreements_of_objective(self)
         yield from disagreements_of_batches(

@@ -243,6 +243,8 @@ Optimizer = Literal[  # noqa: RUF041 - nested, so that each kind has its line
 ]
 
 Positive = Annotated[float, Field(gt=0)]
+# The forms of lema.storage.quantized, which cost seconds to import (a test holds the two together).
+QuantizedKind = Literal["nf4", "int8", "fp8"]
 
 
 def _tokens(value: object) -> object:

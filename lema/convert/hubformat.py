@@ -19,6 +19,7 @@ from lema.convert.tensors import copy_companions, write_config
 from lema.errors import WeightsError
 from lema.lora.class_names import ClassNames, compare_classes, named_reader
 from lema.model import meta_model, read_config
+from lema.model.quantizable import with_quantization
 from lema.model.weight_names import NameMap, checkpoint_dtype, map_names, target_dtypes
 from lema.storage import GlobalBinaryIndex, resolve_model
 from lema.storage.atomic import appearing
@@ -92,15 +93,19 @@ def open_stored(
     weights: str | os.PathLike[str] | None = None,
     dtype: str | None = None,
     trust_remote_code: bool = False,
+    quantized: Path | None = None,
 ) -> StoredModel:
     """Open a model's config and headers, of a directory, one of its files, or a hub id with its
-    `revision`. `weights` says where these lie if elsewhere; `dtype` is what to write the model in,
-    None: the checkpoint's. Where the files do not have all of the class that the config names, the
-    class that trains is opened, with a warning. `WeightsError`: the model is missing or damaged,
-    does not fit its config, or must be prepared first."""
+    `revision`. `weights` says where these lie if elsewhere, and `quantized` where they lie
+    quantised; `dtype` is what to write the model in, None: the checkpoint's. Where the files do not
+    have all of the class that the config names, the class that trains is opened, with a warning.
+    `WeightsError`: the model is missing or damaged, does not fit its config, or must be prepared
+    first."""
     directory = resolve_model(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     config = read_config(directory, trust_remote_code=trust_remote_code)
-    index = GlobalBinaryIndex(weights or own_weights(name_or_path, directory))
+    index = GlobalBinaryIndex(quantized or weights or own_weights(name_or_path, directory))
+    if quantized is not None:
+        config = with_quantization(config, quantized)
     chosen = checkpoint_dtype(config, index, dtype)
     model, names, changes = published_skeleton(
         config, index, chosen, trust_remote_code=trust_remote_code

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from lema.config.acting import ACTING
 from lema.convert.hubformat import StoredModel, open_stored, write_model
+from lema.convert.quantized_base import with_quantized_base
 from lema.convert.tensors import read_tensor
 from lema.errors import AdapterError, ConfigError, named_in
 from lema.lora import inject_lora_params
@@ -29,6 +30,7 @@ from lema.lora.attach import configured_lora
 from lema.lora.base import check_base
 from lema.lora.files import adapter_config, load_weights, read_settings, settings_file
 from lema.lora.merge import ADAPTER, Rounding, merge_module, wrapped
+from lema.model.files import ModelFiles
 from lema.model.skeleton import find_layers
 from lema.storage.atomic import free_directory
 from lema.storage.regular import check_separate
@@ -173,16 +175,31 @@ def merge_adapter(
     overrides = (
         {}
         if base_dir is None
-        else {"model_name_or_path": base_dir, "revision": None, "gbi_path": None}
+        else {
+            "model_name_or_path": base_dir,
+            "revision": None,
+            "gbi_path": None,
+            "quantize_base": None,
+        }
     )
     settings, saved = read_settings(adapter, unread=ACTING.keys() - {"gbi_path"}, **overrides)
     with named_in(settings_file(adapter) if base_dir is None else None):
+        quantized = None
+        if settings.quantize_base is not None:
+            files = ModelFiles(settings, trust_remote_code=trust_remote_code)
+            quantized = with_quantized_base(files, settings).quantized
         base = open_stored(
             settings.model_name_or_path,
             revision=settings.revision,
             weights=settings.gbi_path,
             dtype=settings.dtype,
             trust_remote_code=trust_remote_code,
+            quantized=None if quantized is None else quantized.path,
+        )
+    if quantized is not None:
+        note(
+            f"the base's weights are those of {quantized.kind}, with which the adapter was "
+            "trained; --base DIR takes those of a model as it is stored"
         )
     check_separate(out, [adapter, base.directory])
     lora = (

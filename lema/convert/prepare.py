@@ -9,46 +9,25 @@ put together from several, or is quantised, is held whole.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from lema.convert.hubformat import published_skeleton
-from lema.convert.published import PublishedForm
-from lema.convert.quantize import Precision, Quantizer, check_kind
-from lema.convert.readable import read_as_they_are
-from lema.convert.tensors import METADATA, copy_companions, write_cast, write_config
-from lema.errors import ConfigError, ModelError
-from lema.lora.class_names import compare_classes
-from lema.model import meta_model, read_config
-from lema.model.skeleton import find_layers, main_dtype
-from lema.model.weight_names import (
-    NameMap,
-    checkpoint_dtype,
-    grouped,
-    target_dtypes,
-    warn_of_unused,
-)
-from lema.storage import GlobalBinaryIndex, resolve_model
+from lema.convert.conversion import Conversion, Progress, Source, opened_source
+from lema.convert.quantize import Precision, check_kind
+from lema.convert.tensors import copy_companions, write_config
+from lema.errors import ConfigError
+from lema.model.weight_names import NameMap, grouped, warn_of_unused
+from lema.storage import resolve_model
 from lema.storage.atomic import appearing, directories_for
-from lema.storage.header import DTYPE_BITS
-from lema.storage.hub import own_weights
-from lema.storage.index import ORIGIN_MARK, SINGLE_NAME, SOURCES_MARK, origin_of
+from lema.storage.index import SINGLE_NAME
 from lema.storage.regular import check_separate, expanded
-from lema.storage.tensorfile import TensorSpec, is_unaligned, tensor_file
-from lema.storage.verify import base_fingerprint
 
 __all__ = ["Progress", "Source", "prepare", "prepare_monolithic_safetensors"]
-
-Source = str | os.PathLike[str] | PreTrainedModel
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -107,43 +86,6 @@ class Prepared:
         ]
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """A model that is about to be written."""
-
-    model: PreTrainedModel  # of the class that is published; on `meta`, where it is of files
-    dtypes: Mapping[str, torch.dtype]  # what each of its tensors is written as
-    rename: Callable[[str], str]  # from its names to those in the class that trains
-    # the classes that shall read it, and their names
-    readers: Sequence[tuple[PreTrainedModel, Callable[[str], str]]]
-    index: GlobalBinaryIndex | None = None
-    names: NameMap | None = None
-    changes: Mapping[str, Any] = field(default_factory=dict)  # of the config
-
-    def form(self, *, assembled: bool) -> PublishedForm:
-        """Return the form in which it is written."""
-        readable = read_as_they_are(self.model, self.readers) if assembled else None
-        return PublishedForm(self.model, self.names or NameMap(), self.index, self.dtypes, readable)
-
-
-def _open(source: Source, dtype: torch.dtype | None, trust: bool) -> _Opened:
-    if isinstance(source, PreTrainedModel):
-        return _Opened(source, _dtypes_in_memory(source, dtype), str, [(source, str)])
-    directory = resolve_model(source)
-    index = GlobalBinaryIndex(own_weights(source, directory))
-    config = read_config(directory, trust_remote_code=trust)
-    chosen = checkpoint_dtype(config, index, dtype)
-    model, names, changes = published_skeleton(config, index, chosen, trust_remote_code=trust)
-    trains = meta_model(deepcopy(config), chosen, trust_remote_code=trust)
-    rename = compare_classes(trains, config, trust_remote_code=trust).in_own
-    readers: list[tuple[PreTrainedModel, Callable[[str], str]]] = [(model, str)]
-    readers += [] if type(trains) is type(model) else [(trains, rename)]
-    state = model.state_dict()
-    # What is not loaded is not widened either.
-    dtypes = target_dtypes(model) | {name: state[name].dtype for name in names.unstored_buffers}
-    return _Opened(model, dtypes, rename, readers, index, names, changes)
-
-
 def write_weights(
     source: Source,
     file: Path,
@@ -156,95 +98,19 @@ def write_weights(
 ) -> Prepared:
     """Write a model into one file in the order it is streamed, in the assembled form or as it is
     published; other arguments and errors as of `prepare`."""
-    opened = _open(source, dtype, trust)
-    form = opened.form(assembled=assembled)
-    quantizer = (
-        None
-        if quantize is None
-        else Quantizer.of(quantize, opened.model, opened.dtypes, form.file_names)
-    )
-    owners: dict[str, str] = {}
-    specs: list[TensorSpec] = []
-    for spec in (form_specs := form.specs(parted=assembled)):
-        parts = [spec] if quantizer is None else quantizer.specs(spec)
-        specs += parts
-        owners |= {name: form.owner(spec[0]) for name, _, _ in parts}
-    specs = _aligned(specs, find_layers(opened.model)[0], owners.__getitem__)
-    metadata = METADATA if assembled else {"format": "pt"}
-    if quantizer is not None:
-        metadata = quantizer.metadata([name for name, _, _ in form_specs])
-    origin = {} if opened.index is None else _origin(opened.index)
-    with directories_for(file), tensor_file(file, specs, metadata | origin, progress) as out:
-        for name, _, _ in form_specs:
-            tensor = form.tensors[name]
-            if quantizer is not None and name in quantizer.chosen:
-                quantizer.write(out, name, form.read(form.owner(name)))
-            elif (record := form.copied(name)) is not None and tensor.dtype is not None:
-                write_cast(out, name, record, tensor.dtype)
-            else:
-                out.write(name, form.pieces(name))
-    changes = dict(opened.changes)
-    names = opened.names
-    if quantizer is not None:
-        changes |= {
-            "quantization_config": quantizer.settings(opened.rename),
-            "dtype": quantizer.dtype,
-        }
+    opened = opened_source(source, dtype, trust)
+    conversion = Conversion(opened, quantize=quantize, assembled=assembled)
+    with directories_for(file):
+        conversion.write(file, conversion.sections, progress)
+    changes = conversion.changes
+    if (quantizer := conversion.quantizer) is not None:
         refused = tuple(quantizer.refused)
         in_pieces = tuple(quantizer.in_pieces)
-        return Prepared(file, file, names, quantizer.precision, refused, in_pieces, changes)
-    # What was quantised is written expanded.
-    if names is not None and names.quantized:
-        changes |= {"quantization_config": None, "dtype": main_dtype(opened.model)}
+        return Prepared(file, file, opened.names, quantizer.precision, refused, in_pieces, changes)
+    left_out = tuple(conversion.form.left_out)
     return Prepared(
-        file, file, names, changes=changes, left_out=tuple(form.left_out), published=not assembled
+        file, file, opened.names, changes=changes, left_out=left_out, published=not assembled
     )
-
-
-def _origin(index: GlobalBinaryIndex) -> dict[str, str]:
-    """Return the entries for the header of a file by which adapters of the source are known to
-    be of the file, too.
-    """
-    # each once: what changes nothing adds none
-    sources = dict.fromkeys((*index.sources, base_fingerprint(index)))
-    return {ORIGIN_MARK: origin_of(index), SOURCES_MARK: " ".join(sources)}
-
-
-def _aligned(
-    specs: list[TensorSpec], layers_name: str, owner: Callable[[str], str]
-) -> list[TensorSpec]:
-    """Return what is written in an order in which those of each layer that are whole vectors long
-    come before others, so that they begin at whole vectors: a file has no padding between tensors;
-    after those, wide dtypes come first. `owner`: a tensor of the model that one of the files has
-    values of."""
-    prefix = f"{layers_name}."
-
-    def layer(spec: TensorSpec) -> str:
-        name = owner(spec[0])
-        return name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
-
-    def order(spec: TensorSpec) -> tuple[bool, int]:
-        return is_unaligned(spec), -DTYPE_BITS[spec[1]]
-
-    return [spec for _, group in groupby(specs, layer) for spec in sorted(group, key=order)]
-
-
-def _dtypes_in_memory(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Return what each tensor of a model in memory is written as, or raise `ModelError` where it
-    cannot be.
-    """
-    state = model.state_dict()
-    if absent := [name for name, tensor in state.items() if tensor.device.type == "meta"]:
-        what = f"{len(absent)} tensors of the model have no weights, {absent[0]} for one"
-        how = "load the model without offloading, or give its directory"
-        raise ModelError(what, where=type(model).__name__, how=how)
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise ModelError(
-            "the model carries adapters", where=type(model).__name__, how="prepare the base model"
-        )
-    if dtype is None:
-        return {name: tensor.dtype for name, tensor in state.items()}
-    return target_dtypes(meta_model(deepcopy(model.config), dtype))
 
 
 def prepare(

@@ -3,7 +3,7 @@ costs in precision.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Self
@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lema.convert.tensors import METADATA, bytes_of, stored_name
 from lema.errors import ConfigError, ModelError
+from lema.model.quantizable import linear_weights
 from lema.model.skeleton import find_layers
 from lema.storage import TensorFile
 from lema.storage.quantized.formats import KINDS, LIBRARIES, expand
@@ -72,34 +73,35 @@ class Quantizer:
         model: PreTrainedModel,
         dtypes: Mapping[str, torch.dtype],
         file_names: Mapping[str, str],
+        *,
+        measured: bool = True,
     ) -> Self:
         """Choose the weights of linear modules and experts in decoder layers, but for those kept in
         a wider dtype, and those that are written in pieces. Parameters may be on `meta`; `dtypes`
-        say what each tensor of the state dict is written as, `file_names` under which name.
+        say what each tensor of the state dict is written as, `file_names` under which name. If
+        `measured`, some weights are compared with what they are quantised to.
         `ConfigError`: the library that quantises to `kind` is not installed; `ModelError`: there is
         nothing to quantise."""
-        layers_name, layers = find_layers(model)
+        count = len(find_layers(model)[1])
         sampled = {
-            round(i * (len(layers) - 1) / max(SAMPLED_LAYERS - 1, 1)) for i in range(SAMPLED_LAYERS)
+            round(i * (count - 1) / max(SAMPLED_LAYERS - 1, 1))
+            for i in range(SAMPLED_LAYERS if measured else 0)
         }
         library = LIBRARIES[KINDS[kind]]
-        narrow = min(dtype.itemsize for dtype in dtypes.values() if dtype.is_floating_point)
         chosen: dict[str, _Chosen] = {}
         refused: list[str] = []
         in_pieces: list[str] = []
-        for number, layer in enumerate(layers):
-            for inner, weight in _weights(layer):
-                name = f"{layers_name}.{number}.{inner}"
-                if dtypes[name].itemsize > narrow:
-                    continue
-                if name not in file_names:
-                    in_pieces.append(name)
-                elif not library.takes(weight.shape):
-                    refused.append(name)
-                else:
-                    specs, about = library.specs(kind, weight.shape, dtypes[name])
-                    label = re.sub(r"(?<![^.])\d+(?![^.])", "*", inner.removesuffix(".weight"))
-                    chosen[file_names[name]] = _Chosen(specs, about, label, number in sampled)
+        for weight in linear_weights(model, dtypes):
+            shape = weight.parameter.shape
+            if weight.name not in file_names:
+                in_pieces.append(weight.name)
+            elif not library.takes(shape):
+                refused.append(weight.name)
+            else:
+                specs, about = library.specs(kind, shape, dtypes[weight.name])
+                label = re.sub(r"(?<![^.])\d+(?![^.])", "*", weight.inner.removesuffix(".weight"))
+                is_sampled = weight.layer in sampled
+                chosen[file_names[weight.name]] = _Chosen(specs, about, label, is_sampled)
         if not chosen:
             why = (
                 f"none of their shapes fits {kind}"
@@ -141,6 +143,10 @@ class Quantizer:
         class and in the one that trains, where `rename` gives the names of modules."""
         unchanged = dict.fromkeys([*self.unchanged, *map(rename, self.unchanged)])
         return dict(LIBRARIES[KINDS[self.kind]].settings(self.kind, self.dtype, [*unchanged]))
+
+    def quantized(self, weight: Tensor) -> dict[str, Tensor]:
+        """Return the parts that a weight, or some rows of one, is quantised to."""
+        return LIBRARIES[KINDS[self.kind]].quantize(self.kind, weight)[0]
 
     @torch.no_grad()
     def write(self, out: TensorFile, name: str, weight: Tensor) -> None:
@@ -218,17 +224,3 @@ def show(precision: Sequence[Precision], console: Console) -> None:
         errors = (row.weights_worst, row.weights_median, row.outputs_worst, row.outputs_median)
         table.add_row(row.module, str(row.sampled), *(f"{error:.2%}" for error in errors))
     console.print(table)
-
-
-def _weights(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a layer's linear modules, and of experts that lie in one tensor of
-    three dimensions.
-    """
-    for name, module in layer.named_modules():
-        # as transformers marks modules that hold several experts
-        experts = hasattr(module, "has_gate")
-        for leaf, parameter in module.named_parameters(recurse=False):
-            if (isinstance(module, nn.Linear) and leaf == "weight") or (
-                experts and parameter.ndim == 3
-            ):
-                yield f"{name}.{leaf}", parameter

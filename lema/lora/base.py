@@ -18,6 +18,7 @@ import torch
 from peft import LoraConfig
 
 from lema.config import LemaConfig
+from lema.config.lemaconfig import CONFIG_NAME
 from lema.config.types import dtype_name
 from lema.errors import AdapterError, WeightsError
 from lema.lora.baseconfig import OF_PREPARED, differences, of_numbers
@@ -36,6 +37,7 @@ __all__ = [
     "check_base",
     "check_named_base",
     "computed_for",
+    "note_quantization",
 ]
 __all__ += ["write_base"]
 
@@ -80,7 +82,9 @@ def base_of(
     about = files.fingerprint, of_numbers(files.config), index.sources, computed
     if expanded(config.model_name_or_path).exists() and (origin := index.origin) is not None:
         name, commit = origin
-        if not Path(name).is_absolute() or Path(name).is_dir():
+        # a quantised base is of the very model that the settings name
+        is_named = expanded(config.model_name_or_path).resolve() == Path(name).resolve()
+        if not is_named and (not Path(name).is_absolute() or Path(name).is_dir()):
             return Base(name, commit, *about)
     return Base(config.model_name_or_path, config.revision, *about)
 
@@ -104,6 +108,27 @@ def computed_for(directory: Path) -> str | None:
     file = directory / BASE_NAME
     compute_dtype = read_json(file).get(COMPUTED) if file.is_file() else None
     return compute_dtype if compute_dtype in COMPUTED_TYPES else None
+
+
+def note_quantization(directory: Path, config: LemaConfig) -> None:
+    """Warn if the settings have the base of the adapter in `directory` in another form than the
+    one that it was trained on, as far as a file beside it says that."""
+    file = directory / CONFIG_NAME
+    if not file.is_file():
+        return
+    then = read_json(file).get("quantize_base")
+    now = config.quantize_base
+    if then == now:
+        return
+    before, here = (
+        "as it is stored" if kind is None else f"in {kind!s:.20}" for kind in (then, now)
+    )
+    warnings.warn(
+        f"the adapter was trained on the base {before}, and here the base is {here}: its numbers "
+        f"are others; quantize_base: {'null' if then is None else then!s:.20} has those of the "
+        "training",
+        stacklevel=3,
+    )
 
 
 def check_base(directory: Path, index: GlobalBinaryIndex, *, exact: bool = False) -> bool:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +36,9 @@ from lema.data.read import mixed
 from lema.data.sets.sources import data_files, given_files, templates_of
 from lema.data.templates.named import end_token
 from lema.errors import DataError, ModelError, message_of
+from lema.model.quantizable import QuantizedDirectory, with_quantization
 from lema.storage import resolve_model
+from lema.storage.hub import own_weights
 from lema.storage.modelfiles import (
     check_code,
     keep_to_libraries,
@@ -63,7 +66,9 @@ class ModelFiles:
 
     `trusted`: whether code that comes with the model may run. `adapter`: the directory of an
     adapter that the model has, or that training begins with, whose chat template and ends take the
-    place of the model's; None: the one of the settings, if any."""
+    place of the model's; None: the one of the settings, if any. `weights`: where the weights are: a
+    directory, one of its files, or an index. `quantized`: the directory with the weights in the
+    form that `quantize_base` asks for; None: they are used as they are stored."""
 
     def __init__(
         self,
@@ -85,6 +90,16 @@ class ModelFiles:
         self._forms = forms_of(settings)
         self._adapter = adapter
         self._begun = settings.adapter_name_or_path
+        self.weights = Path(settings.gbi_path or own_weights(name, self.directory))
+        self.quantized: QuantizedDirectory | None = None
+
+    def with_weights(self, quantized: QuantizedDirectory) -> ModelFiles:
+        """Return the same model with weights that were quantised; all else stays as it is."""
+        files = copy(self)
+        files.quantized = quantized
+        files.weights = quantized.path
+        files.config = with_quantization(self.config, quantized.path)
+        return files
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

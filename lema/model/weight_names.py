@@ -290,7 +290,7 @@ def _assign(
             names.stored[target] = record
         elif not isinstance(record, TensorRecord):
             what = f"{name} is quantised, but must be combined with others into {target}"
-            how = "prepare the unquantised model with --quantize"
+            how = "use the unquantised model, with quantize_base: nf4 or another kind"
             raise ModelError(what, where=str(record.file), how=how)
         else:
             conversions.setdefault(target, rules.conversion(target, pattern)).sources.append(

@@ -34,6 +34,7 @@ from lema.model.outer_weights import (
     outside_layout,
 )
 from lema.model.partition import local_records
+from lema.model.quantizable import as_quantized, kind_to_quantize
 from lema.model.row_tables import RowTables
 from lema.model.skeleton import compute_fast, find_layers
 from lema.model.split import Split
@@ -216,7 +217,10 @@ def draw_up(
     `LemaModel` does.
     """
     device_here = None if elsewhere else backend or config.device
-    directory, index, model, records, computing = _opened(config, trust_remote_code, device_here)
+    opened = _opened(config, trust_remote_code, device_here)
+    model = opened.model
+    records = opened.records
+    computing = opened.computing
     # now, when tied weights are one
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if backend is not None:  # else it plans for a device that is not here
@@ -263,12 +267,12 @@ def draw_up(
     embed_head = (outside_bytes, tables, head)
     trains = (adapter, count)
     return Blueprint(
-        directory,
+        opened.directory,
         model,
         layers,
         *embed_head,
         *trains,
-        index.nbytes,
+        opened.stored_bytes,
         parameters,
         reference_bytes=reference_bytes(config, model) if chosen is None else 0,
         trained=trained,
@@ -289,11 +293,20 @@ def reference_bytes(config: LemaConfig, model: PreTrainedModel) -> int:
     return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
 
 
-def _opened(
-    config: LemaConfig, trusted: bool, device: Backend | str | None
-) -> tuple[Path, GlobalBinaryIndex, PreTrainedModel, Mapping[str, Stored], Computing]:
-    """Return a model's directory, the index of its weights, its skeleton, where each of its tensors
-    is stored, and the type that it computes in."""
+@dataclass(frozen=True)
+class _Files:
+    """A model, and what is known of its files."""
+
+    directory: Path
+    stored_bytes: int  # of all files, a quantised base besides the original
+    model: PreTrainedModel
+    records: Mapping[str, Stored]  # where each of its tensors is stored
+    computing: Computing  # the types of weights and of computing
+
+
+def _opened(config: LemaConfig, trusted: bool, device: Backend | str | None) -> _Files:
+    """Open a model's config and the headers of its tensors. Of a base that is to be quantised it is
+    told where its tensors are to be, whether or not that was done already."""
     name = config.model_name_or_path
     directory = resolve_model(
         name, revision=config.revision, trust_remote_code=trusted, download=False
@@ -307,7 +320,18 @@ def _opened(
     compare_classes(model, hf_config, trust_remote_code=trusted)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # training says them, when it begins
-        return directory, index, model, match_names(model, index), computing
+        records = match_names(model, index)
+    kind = kind_to_quantize(config, hf_config, directory)
+    if kind is None:
+        return _Files(directory, index.nbytes, model, records, computing)
+    stored = {
+        name: computing.weights if dtype == computing.dtype else dtype
+        for name, dtype in target_dtypes(model).items()
+    }
+    records = as_quantized(model, records, stored, kind)
+    places = {id(record): record for record in records.values()}  # tied tensors share one
+    nbytes = index.nbytes + sum(record.nbytes for record in places.values())
+    return _Files(directory, nbytes, model, records, computing)
 
 
 def _attach(

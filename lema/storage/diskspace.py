@@ -93,9 +93,9 @@ def free_bytes(path: Path) -> int | None:
     return None
 
 
-def check_free_bytes(path: Path, nbytes: int, what: str) -> None:
+def check_free_bytes(path: Path, nbytes: int, what: str, how: str = FREE_SPACE_HINT) -> None:
     """Make sure that a directory, or its place, has room for `nbytes` of tensors; else
-    `DiskFull` names `what`.
+    `DiskFull` names `what`, and says `how` to mend it.
     """
     needed = nbytes + nbytes // 64 + MARGIN
     free = free_bytes(path)
@@ -103,7 +103,7 @@ def check_free_bytes(path: Path, nbytes: int, what: str) -> None:
         what = (
             f"the disk is too full for {what}: {needed:,} bytes are needed, and {free:,} are free"
         )
-        raise DiskFull(what, where=str(path), how=FREE_SPACE_HINT)
+        raise DiskFull(what, where=str(path), how=how)
 
 
 def is_full(error: BaseException) -> bool:

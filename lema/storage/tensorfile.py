@@ -26,6 +26,7 @@ __all__ = [
     "is_unaligned",
     "read_into",
     "read_pieces",
+    "run_order",
     "tensor_file",
 ]
 
@@ -42,6 +43,13 @@ def is_unaligned(spec: TensorSpec) -> bool:
     """
     _, dtype, shape = spec
     return bool(prod(shape) * DTYPE_BITS[dtype] // 8 % VECTOR)
+
+
+def run_order(spec: TensorSpec) -> tuple[bool, int]:
+    """Return by what tensors are sorted that shall be one run of bytes: those that are whole
+    vectors long come before others, so that they begin at whole vectors, because a file has no
+    padding between tensors; and wide dtypes come first."""
+    return is_unaligned(spec), -DTYPE_BITS[spec[1]]
 
 
 @contextmanager

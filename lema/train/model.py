@@ -27,7 +27,13 @@ from lema.engine.head.pieces import PiecedHead
 from lema.engine.layers.reference_rows import StartingAdapter
 from lema.errors import ConfigError, named_in
 from lema.lora.attach import configured_lora, inject_lora_params
-from lema.lora.base import base_of, check_base, check_named_base, computed_for
+from lema.lora.base import (
+    base_of,
+    check_base,
+    check_named_base,
+    computed_for,
+    note_quantization,
+)
 from lema.lora.files import (
     adapter_config,
     load_weights,
@@ -222,6 +228,7 @@ class LemaModel:
             model = cls(config, backend=backend, files=files, trust_remote_code=trust_remote_code)
         if has_saved_base:
             check_base(path, model.gbi)
+            note_quantization(path, config)
         then = computed_for(path)
         now = dtype_name(model.computing.dtype)
         if then not in (None, now) and overrides.keys().isdisjoint({"compute_dtype", "dtype"}):

@@ -143,6 +143,8 @@ def _about(model: LemaModel) -> Iterator[str]:
         f"{model.split.num_layers} layers ({model.allocation.summary()}), "
         f"{human_bytes(model.gbi.nbytes)}"
     )
+    if (quantized := model.files.quantized) is not None:
+        weights += f" ({quantized.kind}, made of {human_bytes(quantized.base_bytes)})"
     yield f"{weights} of weights; {adapters}"
     if untested_libraries := untested():
         yield f"not tested with {untested_libraries}"

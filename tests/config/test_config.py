@@ -180,7 +180,7 @@ def test_names_of_other_trainers_lead_to_ours(theirs: str, ours: str) -> None:
         ("message_property_mappings", "columns: {role: NAME, content: NAME}"),
         ("message_field_training", "of a message already works"),
         ("excess_length_strategy", "overlong:"),
-        ("adapter", "--quantize nf4"),
+        ("adapter", "quantize_base: nf4"),
         ("use_peft", "not needed"),
         ("peft_config", "lora_rank, lora_alpha, lora_target_modules"),
         ("dataset_name", "train_data: {path: org/name"),
@@ -199,8 +199,8 @@ def test_names_of_other_trainers_lead_to_ours(theirs: str, ours: str) -> None:
         ("do_eval", "eval_data"),
         ("bf16", "dtype: bfloat16"),
         ("fp16", "dtype: float16"),
-        ("load_in_4bit", "lema prepare MODEL OUT --quantize nf4"),
-        ("load_in_8bit", "lema prepare MODEL OUT --quantize int8"),
+        ("load_in_4bit", "quantize_base: nf4"),
+        ("load_in_8bit", "quantize_base: int8"),
     ],
 )
 def test_names_of_other_trainers_are_answered(theirs: str, ours: str) -> None:

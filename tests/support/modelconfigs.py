@@ -105,7 +105,7 @@ Made by `python tests/support/modelconfigs.py`, which writes the files as well.
 lema train configs/models/Qwen3-8B/24GB.yaml --train-data my-rows.jsonl
 ```
 
-`lema init` writes the file for another model or another size:
+`lema init` writes a file for this machine, and asks for model and data. With options it writes one for another machine:
 
 ```bash
 lema init Qwen/Qwen3-8B --device-memory 10GB --data my-rows.jsonl --output my.yaml

@@ -100,8 +100,8 @@ def open_quantizer(settings: dict[str, Any] | QuantizationConfigMixin, path: Pat
             "cannot expand"
         )
         how = (
-            "use the unquantised model; `lema prepare --quantize` writes a quantised one that "
-            "streams"
+            "use the unquantised model: quantize_base: nf4, or `lema prepare --quantize`, makes "
+            "a quantised one that streams"
         )
         raise ModelError(what, where=where, how=how)
     try:

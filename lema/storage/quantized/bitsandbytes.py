@@ -64,9 +64,9 @@ def takes(shape: Sequence[int]) -> bool:
     return len(shape) in (2, 3) and shape[-1] % BLOCK == 0
 
 
-def specs(kind: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[PartSpecs, dict[str, Any]]:  # noqa: ARG001 - as torchao's
-    """Say what a weight becomes: the dtype and shape of each part. What the library says of it
-    is a part itself.
+def specs(kind: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[PartSpecs, dict[str, Any]]:
+    """Say what a weight becomes: the dtype and shape of each part, and what the library says of
+    it, but for the offset of its scales. In a file that is a part itself.
     """
     elements = prod(shape)
     blocks = -(-elements // BLOCK)
@@ -78,7 +78,16 @@ def specs(kind: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[PartSpec
         "quant_map": (torch.float32, (16,)),
         STATE: (torch.uint8, (STATE_BYTES,)),
     }
-    return parts, {}
+    about = {
+        "quant_type": kind,
+        "blocksize": BLOCK,
+        "dtype": str(dtype).removeprefix("torch."),
+        "shape": list(shape),
+        "nested_blocksize": NESTED_BLOCK,
+        "nested_dtype": "float32",
+        "nested_offset": 0.0,
+    }
+    return parts, about
 
 
 def quantize(kind: str, weight: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -126,7 +126,7 @@ def find(index: GlobalBinaryIndex) -> list[QuantizedRecord]:
             what = (
                 f"the parameter has blocks of {block}, and only one scale per row is expanded here"
             )
-            how = "quantise it by row: `lema prepare --quantize` does"
+            how = "quantise it by row: quantize_base and `lema prepare --quantize` do"
             raise ModelError(what, where=f"{index.path}: {name}", how=how)
         records.append(QuantizedRecord(name, "torchao", parts, shape, about))
     return records

@@ -44,6 +44,7 @@ OF_THIS_MACHINE = {
     "output_dir",
     "offload_dir",
     "gbi_path",
+    "quantize_base_cache",
     "train_data",
     "eval_data",
     "run_name",

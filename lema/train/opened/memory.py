@@ -232,7 +232,7 @@ def planner_of_opened(
         head=outer.head,
         adapter_bytes=training_bytes(skeleton, split.layers_name),
         adapter_parameters=num_adapter_parameters,
-        stored_bytes=opened.gbi.nbytes,
+        stored_bytes=opened.stored_bytes,
         parameters=sum(parameter.numel() for parameter in skeleton.parameters()),
         reference_bytes=reference_bytes(config, skeleton),
         cut_experts=partial(

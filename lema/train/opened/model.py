@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lema.backend import Backend
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
+from lema.convert.quantized_base import with_quantized_base
 from lema.data.forms import num_positions
 from lema.engine.numerics import Numerics
 from lema.engine.padding import Padding, padding_of
@@ -29,7 +30,6 @@ from lema.model.partition import local_records, open_backend
 from lema.model.skeleton import compute_fast, find_layers, other_outputs
 from lema.model.weight_names import match_names, target_dtypes
 from lema.storage import GlobalBinaryIndex
-from lema.storage.hub import own_weights
 from lema.stream.firstreads import FirstReads
 from lema.stream.placement import LayerBytes
 from lema.stream.reader import LayerReader
@@ -63,6 +63,12 @@ class OpenedModel:
         """The model's directory."""
         return self.files.directory
 
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the model's weights on disk, the original of a quantised base included."""
+        quantized = self.files.quantized
+        return self.gbi.nbytes + (0 if quantized is None else quantized.base_bytes)
+
     def layers(self) -> list[LayerBytes]:
         """Return the decoder layers as bytes: of processes that hold the model together, this one's
         part of each.
@@ -82,6 +88,8 @@ class OpenedModel:
         continues to use the device.
         """
         self.stored.reader.close()
+        if self.files.quantized is not None:
+            self.files.quantized.release()
         (self.backend.synchronize if keep_backend else self.backend.close)()
         self.numerics.put_back()
 
@@ -98,11 +106,10 @@ def open_model(
     """Open a model: read its config, the headers of its tensors, and the weights outside its
     decoder layers. The arguments and errors are those of `LemaModel`."""
     files = files or ModelFiles(config, trust_remote_code=trust_remote_code)
+    files = with_quantized_base(files, config)
     hf_config = _own_config(files, config)
     backend = backend or open_backend(config)
-    gbi = GlobalBinaryIndex(
-        config.gbi_path or own_weights(config.model_name_or_path, files.directory)
-    )
+    gbi = GlobalBinaryIndex(files.weights)
     computing = computing_of(hf_config, gbi, config, backend)
     _warn_of_config(hf_config, computing.notes if backend.replicas.first else ())
     if scores := num_labels is not None:

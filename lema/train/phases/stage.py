@@ -209,6 +209,7 @@ def of_kind(phase: Phase) -> dict[str, Any]:
             "strategy": MemoryStrategy.RESIDENT,
             "device_memory": None,
             "lora_target_modules": None,
+            "quantize_base": None,
         }
     return lora.adapter_settings()
 

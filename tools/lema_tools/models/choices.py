@@ -20,9 +20,10 @@ from lema.plan.blueprint import draw_up
 from lema.plan.machine import PROFILES, Machine
 from lema.plan.planner import planner_of
 
-__all__ = ["BASE", "Choice", "choices", "profile_for", "yaml_lines"]
+__all__ = ["BASE", "Choice", "choices", "profile_for", "size_text", "yaml_lines"]
 
 GB = 10**9
+MB = 10**6
 BASE: dict[str, Any] = {"batch_size": 16, "lora_rank": 16, "lora_alpha": 32, "learning_rate": 1e-4}
 # Rows of a step that are computed at once, then one row with fewer logits at once and one layer
 # less on the device.
@@ -53,17 +54,34 @@ class Choice:
     bottleneck: str  # computing, the link or the disk
 
 
+def size_text(nbytes: int) -> str:
+    """Return a number of bytes as settings write it, rounded down to whole MB below 1 GB."""
+    return f"{nbytes / GB:g}GB" if nbytes >= GB else f"{max(1, nbytes // MB)}MB"
+
+
 def profile_for(device_memory: int) -> str:
     """Return the profile whose device is most like one of so many bytes."""
     return "t4" if device_memory <= 16 * GB else "4090" if device_memory <= 48 * GB else "h200"
 
 
 def choices(
-    directory: Path, memories: Sequence[int], profile: str | None = None
+    directory: Path,
+    memories: Sequence[int],
+    profile: str | None = None,
+    host_memory: str | None = None,
 ) -> Iterator[Choice | MemoryLimitError]:
     """Yield for each amount of device memory, which rise, what is chosen for the model in
-    `directory`, or why nothing fits. The model is looked at once for all of them. Raises
-    `ModelError`: what it takes cannot be told."""
+    `directory`, or why nothing fits. The model is looked at once for all of them.
+
+    Args:
+        directory: the model's.
+        memories: bytes of device memory.
+        profile: whose speeds the plan has; None: the one that is most like the device.
+        host_memory: what the settings say of it; None: half of the profile's.
+
+    Raises:
+        ModelError: what the model takes cannot be told.
+    """
     common = {"device": "cpu", "lora_target_parameters": list[str](), **BASE}
     blueprint = draw_up(LemaConfig(str(directory), **common), elsewhere=True)
     common["max_length"] = longest_row(None, num_positions(blueprint.model.config))
@@ -73,8 +91,8 @@ def choices(
         machine = replace(PROFILES[name], device_memory=memory)
         choice: Choice | MemoryLimitError | None = None
         for changes in LADDER:
-            host = f"{int(HOST * machine.host_memory / GB)}GB"
-            memories_of = {"device_memory": f"{memory / GB:g}GB", "host_memory": host}
+            host = host_memory or f"{int(HOST * machine.host_memory / GB)}GB"
+            memories_of = {"device_memory": size_text(memory), "host_memory": host}
             settings = {**memories_of, **BASE, "max_length": common["max_length"], **changes}
             config = LemaConfig(str(directory), **{**common, **settings})
             try:
@@ -122,10 +140,19 @@ def _choice(planner: Any, settings: dict[str, Any], profile: str, machine: Machi
 
 
 def yaml_lines(
-    choice: Choice, model: str, data: str, output: str, command: str, needs: str = ""
+    choice: Choice,
+    model: str,
+    data: str,
+    output: str,
+    command: str,
+    needs: str = "",
+    *,
+    rows: Sequence[str] = (),
+    host_reason: str | None = None,
 ) -> Iterator[str]:
     """Yield the lines of a file for `lema train`. A comment above each part gives the reason for
-    the choice.
+    the choice. `rows` are lines on the rows of the data, `host_reason` is where `host_memory` is
+    from; None: from the profile.
     """
     settings = choice.settings
     host = human_bytes(PROFILES[choice.profile].host_memory)
@@ -151,22 +178,25 @@ def yaml_lines(
         "are trained on."
     )
     yield "# Longer rows are cut at max_length tokens. The plan below is for rows of this length."
+    yield from rows
     yield f"train_data: {_text(data)}"
     yield f"max_length: {settings['max_length']}"
     yield f"output_dir: {_text(output)}"
     yield ""
-    yield f"# The plan uses at most {most}: slots of {slot} for layers that stream,"
-    yield f"# and {_layers(choice.residents)} that {stay} on the device."
+    if choice.residents or host_reason is None:
+        yield f"# The plan uses at most {most}: slots of {slot} for layers that stream,"
+        yield f"# and {_layers(choice.residents)} that {stay} on the device."
+    else:
+        yield f"# The plan uses at most {most}, with slots of {slot} for layers that stream."
     yield f"device_memory: {settings['device_memory']}"
     yield ""
-    yield (
-        f"# Half of the {host} of the profile {choice.profile}. It keeps "
-        f"{_layers(choice.cached)} in host memory,"
-    )
-    yield (
-        f"# which {are} then not read from the disk. The plan uses "
-        f"{human_bytes(choice.host_bytes)} of it."
-    )
+    used = f"The plan uses {human_bytes(choice.host_bytes)} of it."
+    if choice.cached or host_reason is None:
+        reason = host_reason or f"Half of the {host} of the profile {choice.profile}."
+        yield f"# {reason} It keeps {_layers(choice.cached)} in host memory,"
+        yield f"# which {are} then not read from the disk. {used}"
+    else:
+        yield f"# {host_reason} {used}"
     yield f"host_memory: {settings['host_memory']}"
     yield ""
     yield "# LEMA reads a layer once for all rows of a step, so larger steps make reading cheaper."
