@@ -52,7 +52,10 @@ const lemaPlanner = (() => {
     const tokens = chunk || this.config.loss_chunk_tokens;
     const { model, rank } = this.blueprint;
     const [one, two] = [1, 2].map((rows) => workOf(model.facts, batch.length, rank, rows, tokens));
-    return _of_rows(one, two, batch.rows, Math.max(1, Math.floor(tokens / batch.length)));
+    const work = _of_rows(one, two, batch.rows, Math.max(1, Math.floor(tokens / batch.length)));
+    // Those of memory alone are of the rows of a chunk: operations are of all rows.
+    const flops = one.head.flops + (batch.rows - 1) * (two.head.flops - one.head.flops);
+    return py.replace(work, { head: py.replace(work.head, { flops }) });
   };
   Planner.prototype._elsewhere = () => 0;
 

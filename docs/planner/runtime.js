@@ -26,6 +26,7 @@ const py = (() => {
   const compare = (a, b) => (lt(a, b) ? -1 : lt(b, a) ? 1 : 0);
   const has = (x, xs) => {
     if (xs instanceof Set || xs instanceof Map) return xs.has(x);
+    if (typeof xs === "string") return xs.includes(x);
     return list(xs).some((y) => eq(x, y));
   };
   const ordered = (f, args, words) => {

@@ -13,13 +13,10 @@ from pathlib import Path
 __all__ = ["translated"]
 
 BUILTINS = frozenset(
-    "abs all any bool dict enumerate filter float frozenset getattr hasattr int isinstance len list"
-    " map max min next range reversed round set sorted str sum tuple type zip iter id divmod".split()
+    ["abs", "all", "any", "bool", "dict", "enumerate", "filter", "float", "frozenset", "getattr", "hasattr", "int", "isinstance", "len", "list", "map", "max", "min", "next", "range", "reversed", "round", "set", "sorted", "str", "sum", "tuple", "type", "zip", "iter", "id", "divmod"]
 )
 METHODS = frozenset(  # of lists, sets, dictionaries, strings and numbers
-    "append add clear copy count discard difference extend get index insert intersection items keys"
-    " pop popleft remove rpartition partition setdefault subtract union update values bit_length"
-    " appendleft issuperset issubset isdisjoint join rstrip sort".split()
+    ["append", "add", "clear", "copy", "count", "discard", "difference", "extend", "get", "index", "insert", "intersection", "items", "keys", "pop", "popleft", "remove", "rpartition", "partition", "setdefault", "subtract", "union", "update", "values", "bit_length", "appendleft", "issuperset", "issubset", "isdisjoint", "join", "rstrip", "sort"]
 )
 BINARY = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.FloorDiv: "floordiv",
@@ -30,7 +27,7 @@ COMPARED = {
     ast.Eq: "eq", ast.NotEq: "ne", ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge",
     ast.In: "has", ast.NotIn: "hasnot", ast.Is: "is", ast.IsNot: "isnot",
 }  # fmt: skip
-RESERVED = frozenset("new delete default function var let const this super switch case with".split())
+RESERVED = frozenset(["new", "delete", "default", "function", "var", "let", "const", "this", "super", "switch", "case", "with"])
 
 
 def translated(

@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from lema.config import LemaConfig
 from lema.config.objective import OBJECTIVES
+from lema.config.units import MEMORY_PARTS
 from lema.engine.head.objectives import objective_of
 from lema_tools.models.checkpoints import CHECKPOINTS
 from plannerpage.javascript import translated
@@ -30,6 +31,7 @@ PAGE = ROOT / "docs" / "planner"
 PLAN_FILE = PAGE / "plan.js"
 MODELS_FILE = PAGE / "models.js"
 BEGIN = "const lemaModels = "
+PROFILES_DATED = "profiles of lema/plan/machine.py, as of November 2026"
 CARDS = ("t4", "4090", "h200")  # profiles of devices with memory of their own
 MODULES = (
     "lema/config/units.py",
@@ -117,6 +119,8 @@ def plan_text() -> str:
         "chunks": CHUNKS,
         "ranks": RANKS,
         "lengthsOfHead": LENGTHS_OF_HEAD,
+        "parts": list(MEMORY_PARTS.items()),
+        "dated": PROFILES_DATED,
     }
     lines = [
         "// Made by tests/support/plannerpage/write.py from lema/plan and what it stands on; not to be",
