@@ -116,13 +116,22 @@ const lemaPlanner = (() => {
     const settings = { model_name_or_path: facts.hub, train_data: "data.jsonl", output_dir: "output" };
     if (inputs.objective !== "sft") settings.objective = inputs.objective;
     Object.assign(settings, { max_length: inputs.length, batch_size: inputs.rows, num_train_epochs: inputs.epochs });
-    settings.device_memory = inputs.deviceMemory;
-    settings.host_memory = inputs.hostMemory;
+    if (inputs.form !== "published") settings.quantize_base = inputs.form;
+    settings.device_memory = `${inputs.deviceMemory / GB}GB`;
+    settings.host_memory = `${inputs.hostMemory / GB}GB`;
     settings.loss_chunk_tokens = chunk;
     settings.lora_rank = inputs.rank;
     settings.lora_alpha = 2 * inputs.rank;
-    if (facts.experts) Object.assign(settings, { lora_target_parameters: "[]", experts_per_slot: "null" });
+    if (facts.experts) Object.assign(settings, { lora_target_parameters: [], experts_per_slot: null });
     return settings;
+  };
+
+  const yamlOf = (settings) => {
+    const written = (value) => (typeof value === "string" && /^[A-Za-z][\w./-]*$|^[\d.]+GB$/.test(value) ? value : JSON.stringify(value));
+    const lines = Object.entries(settings).map(([name, value]) => `${name}: ${written(value)}`);
+    if (settings.quantize_base) lines.unshift("# The base is quantised once, at the first start, beside the published one.");
+    lines.unshift("# Made by the planner of LEMA. `lema plan` predicts it on your own machine.");
+    return `${lines.join("\n")}\n`;
   };
 
   const plan = (inputs) => {
@@ -154,7 +163,7 @@ const lemaPlanner = (() => {
     const spilled = found.memory.disk.get("boundaries") + found.memory.disk.get("saved");
     const runHours = epoch ? epoch.run_hours : null;
     return {
-      fits: true, settings,
+      fits: true, yaml: yamlOf(settings),
       tokens: found.tokens, rowsAtOnce: found.micro_batch.rows,
       device: Object.fromEntries(found.memory.device), host: Object.fromEntries(found.memory.host),
       disk: Object.fromEntries(found.memory.disk),

@@ -3,7 +3,7 @@
 
 (() => {
   const form = document.getElementById("chosen");
-  const field = (name) => form.elements[name];
+  const field = (name) => form.elements.namedItem(name);
   const show = (id, text) => { document.getElementById(id).textContent = text; };
   const { GB, human_bytes: bytes, figures: planned } = lemaPlanner;
   const FORMS = { published: "as published", nf4: "nf4 (QLoRA, 4-bit)", int8: "int8", fp8: "fp8" };
@@ -34,7 +34,7 @@
   };
   const forCard = () => {
     const machine = lemaPlanner.PROFILES.get(field("card").value);
-    field("deviceMemory").value = (machine.device_memory / GB).toFixed(1);
+    field("deviceMemory").value = (Math.floor((0.9 * machine.device_memory) / 1e8) / 10).toFixed(1);
     field("hostMemory").value = (machine.host_memory / 2 / GB).toFixed(0);
     field("diskSpeed").value = machine.speeds.disk / GB;
   };
@@ -76,14 +76,6 @@
     return box;
   };
 
-  const yamlOf = (settings, form_) => {
-    const lines = ["# Made by the planner of LEMA. `lema plan` predicts it on your own machine."];
-    const text = (value) => (typeof value === "string" && !/^[\w./-]+$|^\[\]$/.test(value) ? JSON.stringify(value) : value);
-    if (form_ !== "published") lines.push("# The base is quantised once, at the first start.");
-    for (const [name, value] of Object.entries(settings)) lines.push(`${name}: ${text(value)}`);
-    return `${lines.join("\n")}\n`;
-  };
-
   const draw = () => {
     const chosen = inputs();
     const result = planned(chosen);
@@ -93,7 +85,7 @@
     boxes.replaceChildren();
     parts.replaceChildren();
     verdict.className = result.fits ? "" : "bad";
-    show("yaml", result.fits ? yamlOf(result.settings, chosen.form) : "");
+    show("yaml", result.fits ? result.yaml : "");
     if (!result.fits) {
       verdict.textContent = `It does not fit: ${result.why}${result.how ? `. ${result.how}` : ""}`;
       return result;
@@ -153,8 +145,8 @@
     if (event.target.name === "model") forModel();
     if (event.target.name === "card") forCard();
     const pairs = lemaFacts.objectives[field("objective").value].examples === "pairs";
-    show("unit", pairs ? "Pairs" : "Rows");
-    show("unit2", pairs ? "Pairs" : "Rows");
+    show("unit", pairs ? "Pairs per step" : "Rows per step");
+    show("unit2", pairs ? "Pairs of data" : "Rows of data");
     clearTimeout(waiting);
     if (form.checkValidity()) {
       show("verdict", "Planning ...");

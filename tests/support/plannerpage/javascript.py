@@ -13,10 +13,76 @@ from pathlib import Path
 __all__ = ["translated"]
 
 BUILTINS = frozenset(
-    ["abs", "all", "any", "bool", "dict", "enumerate", "filter", "float", "frozenset", "getattr", "hasattr", "int", "isinstance", "len", "list", "map", "max", "min", "next", "range", "reversed", "round", "set", "sorted", "str", "sum", "tuple", "type", "zip", "iter", "id", "divmod"]
+    [
+        "abs",
+        "all",
+        "any",
+        "bool",
+        "dict",
+        "enumerate",
+        "filter",
+        "float",
+        "frozenset",
+        "getattr",
+        "hasattr",
+        "int",
+        "isinstance",
+        "len",
+        "list",
+        "map",
+        "max",
+        "min",
+        "next",
+        "range",
+        "reversed",
+        "round",
+        "set",
+        "sorted",
+        "str",
+        "sum",
+        "tuple",
+        "type",
+        "zip",
+        "iter",
+        "id",
+        "divmod",
+    ]
 )
 METHODS = frozenset(  # of lists, sets, dictionaries, strings and numbers
-    ["append", "add", "clear", "copy", "count", "discard", "difference", "extend", "get", "index", "insert", "intersection", "items", "keys", "pop", "popleft", "remove", "rpartition", "partition", "setdefault", "subtract", "union", "update", "values", "bit_length", "appendleft", "issuperset", "issubset", "isdisjoint", "join", "rstrip", "sort"]
+    [
+        "append",
+        "add",
+        "clear",
+        "copy",
+        "count",
+        "discard",
+        "difference",
+        "extend",
+        "get",
+        "index",
+        "insert",
+        "intersection",
+        "items",
+        "keys",
+        "pop",
+        "popleft",
+        "remove",
+        "rpartition",
+        "partition",
+        "setdefault",
+        "subtract",
+        "union",
+        "update",
+        "values",
+        "bit_length",
+        "appendleft",
+        "issuperset",
+        "issubset",
+        "isdisjoint",
+        "join",
+        "rstrip",
+        "sort",
+    ]
 )
 BINARY = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.FloorDiv: "floordiv",
@@ -27,11 +93,29 @@ COMPARED = {
     ast.Eq: "eq", ast.NotEq: "ne", ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge",
     ast.In: "has", ast.NotIn: "hasnot", ast.Is: "is", ast.IsNot: "isnot",
 }  # fmt: skip
-RESERVED = frozenset(["new", "delete", "default", "function", "var", "let", "const", "this", "super", "switch", "case", "with"])
+RESERVED = frozenset(
+    [
+        "new",
+        "delete",
+        "default",
+        "function",
+        "var",
+        "let",
+        "const",
+        "this",
+        "super",
+        "switch",
+        "case",
+        "with",
+    ]
+)
 
 
 def translated(
-    modules: Sequence[Path], root: Path, left_out: Collection[str], names: Mapping[str, Collection[str]]
+    modules: Sequence[Path],
+    root: Path,
+    left_out: Collection[str],
+    names: Mapping[str, Collection[str]],
 ) -> str:
     """Return modules, each after those that it imports, as one JavaScript text.
 
@@ -56,7 +140,8 @@ def translated(
         for node in tree.body
         if isinstance(node, ast.ClassDef)
         for inner in node.body
-        if isinstance(inner, ast.FunctionDef) and not _decorated(inner, "property", "cached_property")
+        if isinstance(inner, ast.FunctionDef)
+        and not _decorated(inner, "property", "cached_property")
     }
     for dotted, tree in trees.items():
         module = _Module(dotted, tree, exported, classes, methods, left_out, names.get(dotted))
@@ -194,7 +279,9 @@ class _Module:
 
     # ---- definitions
 
-    def parameters(self, node: ast.FunctionDef | ast.Lambda, *, method: bool) -> tuple[str, list[str]]:
+    def parameters(
+        self, node: ast.FunctionDef | ast.Lambda, *, method: bool
+    ) -> tuple[str, list[str]]:
         arguments = node.args
         positional = [*arguments.posonlyargs, *arguments.args]
         defaults: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults))
@@ -221,7 +308,10 @@ class _Module:
         self.scopes.append(scope)
         local = sorted(_safe(name) for name in _assigned(node.body) - set(names))
         nonlocal_names = {
-            name for inner in ast.walk(node) if isinstance(inner, ast.Nonlocal) for name in inner.names
+            name
+            for inner in ast.walk(node)
+            if isinstance(inner, ast.Nonlocal)
+            for name in inner.names
         }
         local = [name for name in local if name not in nonlocal_names]
         if first:
@@ -274,7 +364,9 @@ class _Module:
         yield "}"
         yield from after
 
-    def field_constructor(self, fields: Sequence[tuple[str, ast.expr | None]], *, super_: bool) -> str:
+    def field_constructor(
+        self, fields: Sequence[tuple[str, ast.expr | None]], *, super_: bool
+    ) -> str:
         parameters = []
         for name, value in fields:
             if isinstance(value, ast.Call) and _name_of(value) == "field":

@@ -115,7 +115,7 @@ def _form(directory: Path) -> dict[str, Any]:
         "rows": drawn.tables.row_bytes,
         "buffers": buffer_bytes(drawn.model),
         "stored": drawn.stored_bytes,
-            }
+    }
 
 
 def _work(drawn: Blueprint, length: int) -> dict[str, Any]:

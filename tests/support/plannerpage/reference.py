@@ -5,6 +5,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import yaml
+
 from lema.config import LemaConfig
 from lema.errors import MemoryLimitError
 from lema.plan.cost import Speeds
@@ -12,7 +14,8 @@ from lema.plan.machine import PROFILES
 from lema.plan.plan import plan_with
 from lema.plan.planner import planner_of
 from lema_tools.models.checkpoints import named
-from plannerpage.hollowforms import write_form
+from plannerpage.hollowforms import AS_PUBLISHED, write_form
+from plannerpage.modelfacts import CHUNKS
 
 __all__ = ["COMPARED", "figures_of", "relative_differences"]
 
@@ -38,10 +41,11 @@ class _Rows:
         return self.counts.rows
 
 
-def figures_of(inputs: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures that `lema plan --json` has for the file that the page wrote; of one that
-    does not fit, that it does not.
+def figures_of(inputs: dict[str, Any], text: str | None) -> dict[str, Any]:
+    """Return the figures that `lema plan --json` has for the file of settings that the page wrote;
+    None: it wrote none, because nothing fits, and the plan is of what it tried last.
     """
+    settings = _tried(inputs) if text is None else yaml.safe_load(text)
     checkpoint = named(inputs["model"])
     assert checkpoint is not None
     profile = PROFILES[inputs["card"]]
@@ -54,8 +58,9 @@ def figures_of(inputs: dict[str, Any], settings: dict[str, Any]) -> dict[str, An
     with TemporaryDirectory() as scratch:
         directory = write_form(checkpoint, inputs["form"], Path(scratch))
         assert directory is not None
-        known = {name: value for name, value in settings.items() if name not in ("quantize_base",)}
-        config = LemaConfig(**{**known, "model_name_or_path": str(directory), "device": "cpu"})
+        # The directory has the weights that quantize_base makes.
+        assert settings.pop("quantize_base", AS_PUBLISHED) == inputs["form"]
+        config = LemaConfig(**{**settings, "model_name_or_path": str(directory), "device": "cpu"})
         rows = inputs["dataRows"]
         data: Any = _Rows(_Counts(rows, round(rows * inputs["dataLength"])))
         try:
@@ -80,6 +85,24 @@ def figures_of(inputs: dict[str, Any], settings: dict[str, Any]) -> dict[str, An
         "device": plan.memory.device,
         "host": plan.memory.host,
         "disk": disk,
+    }
+
+
+def _tried(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that the page tries last."""
+    return {
+        "train_data": "data.jsonl",
+        "output_dir": "output",
+        "objective": inputs["objective"],
+        "max_length": inputs["length"],
+        "batch_size": inputs["rows"],
+        "device_memory": inputs["deviceMemory"],
+        "host_memory": inputs["hostMemory"],
+        "loss_chunk_tokens": CHUNKS[-1],
+        "lora_rank": inputs["rank"],
+        "lora_target_parameters": list[str](),
+        "experts_per_slot": None,
+        **({} if inputs["form"] == AS_PUBLISHED else {"quantize_base": inputs["form"]}),
     }
 
 

@@ -56,11 +56,25 @@ MODULES = (
     "lema/plan/plan.py",
 )
 NAMES = {  # of these modules, the definitions that a plan without a model takes
-    "lema.config.units": ["human_bytes", "human_count", "human_duration", "_scaled", "MEMORY_PARTS"],
+    "lema.config.units": [
+        "human_bytes",
+        "human_count",
+        "human_duration",
+        "_scaled",
+        "MEMORY_PARTS",
+    ],
     "lema.activations.boundaries": ["NUM_BUFFERS", "boundaries_on_device", "boundaries_in_host"],
     "lema.activations.stepstore": ["STAGING", "graphs_on_device", "graphs_in_host"],
     "lema.plan.workload": ["MicroBatch", "LayerWork", "HeadWork", "Workload"],
-    "lema.plan.machine": ["GB", "GIB", "Machine", "PROFILES", "MachineState", "TRN1", "unknown_speeds"],
+    "lema.plan.machine": [
+        "GB",
+        "GIB",
+        "Machine",
+        "PROFILES",
+        "MachineState",
+        "TRN1",
+        "unknown_speeds",
+    ],
     "lema.plan.plan": [
         "GB",
         "BOTTLENECKS",
@@ -102,7 +116,13 @@ SETTINGS = (  # of a run that a plan asks for, whose defaults the page has
     *("strategy", "gradient_checkpointing", "activation_offloading", "boundary_activations"),
     *("prefetch_depth", "torch_compile", "micro_batch_size", "deterministic", "packing"),
     *("tokens_per_step", "gradient_accumulation_steps", "shard_weights", "shard_optimizer"),
-    *("micro_batch_tokens", "sequence_parallel", "pad_to_multiple_of", "max_steps", "counts_tokens"),
+    *(
+        "micro_batch_tokens",
+        "sequence_parallel",
+        "pad_to_multiple_of",
+        "max_steps",
+        "counts_tokens",
+    ),
     *("reference", "offloading_tier", "group_by_length", "shuffle", "seed", "host_memory"),
 )
 
@@ -168,7 +188,9 @@ def main(names: list[str]) -> None:
     logging.set_verbosity_error()
     PLAN_FILE.write_text(plan_text(), encoding="utf-8")
     models = known_models()
-    asked = [one for one in CHECKPOINTS if one.name in (list(models) if names == ["all"] else names)]
+    asked = [
+        one for one in CHECKPOINTS if one.name in (list(models) if names == ["all"] else names)
+    ]
     for checkpoint in asked:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
