@@ -61,6 +61,7 @@ def facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
     works = next(iter(work.values()))
     heads = {length: _heads(first, length) for length in LENGTHS_OF_HEAD if length in lengths}
     return {
+        "hub": checkpoint.hub_id,
         "type": checkpoint.model_type,
         "sizes": _sizes(checkpoint),
         "quantised": SETTINGS[checkpoint.form] is not None,
