@@ -156,6 +156,9 @@ const lemaPlanner = (() => {
 
   const figures = (inputs) => {
     // Every figure that the page shows, as plain numbers.
+    if (inputs.objective === "kto" && inputs.rows < 2) {
+      return { fits: false, why: "kto estimates its KL term from other rows of the step", how: "Set 2 rows or more." };
+    }
     const made = plan(inputs);
     if (made.refused) return { fits: false, why: made.refused.message, how: made.refused.how };
     const { plan: found, settings } = made;

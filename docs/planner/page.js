@@ -87,7 +87,7 @@
     verdict.className = result.fits ? "" : "bad";
     show("yaml", result.fits ? result.yaml : "");
     if (!result.fits) {
-      verdict.textContent = `It does not fit: ${result.why}${result.how ? `. ${result.how}` : ""}`;
+      verdict.textContent = `This does not run: ${result.why}${result.how ? `. ${result.how}` : ""}`;
       return result;
     }
     const needs = result.disk.model + result.spilled + result.disk.checkpoint;

@@ -25,14 +25,15 @@ def combinations(models: Mapping[str, Any], count: int) -> Iterator[dict[str, An
         model = models[name]
         card = draw.choice(CARDS)
         length = int(draw.choice(list(model["work"])))
+        objective = draw.choice(["sft", *OBJECTIVES])
         yield {
             "model": name,
             "form": draw.choice(list(model["forms"])),
             "card": card,
-            "objective": draw.choice(["sft", *OBJECTIVES]),
+            "objective": objective,
             "rank": draw.choice((8, 16, 32, 64, 128)),
             "length": length,
-            "rows": draw.choice((1, 4, 8, 16, 24, 64)),
+            "rows": max(1 + (objective == "kto"), draw.choice((1, 4, 8, 16, 24, 64))),
             "deviceMemory": int(draw.choice((0.5, 0.9, 1.0)) * PROFILES[card].device_memory),
             "hostMemory": draw.choice((16, 32, 64, 128, 512)) * GB,
             "diskSpeed": draw.choice((0.5, 3.5, 7.0, 14.0)) * GB,
