@@ -70,7 +70,7 @@ const lemaPlanner = (() => {
       model: { facts, config: { positions: facts.positions }, buffers: stored.buffers, itemsize: facts.itemsize },
       rank, layers, leased: layers,
       outside_bytes: stored.outside[objective === "sft" ? 0 : 1],
-      tables: { row_bytes: stored.rows, notes: [] },
+      tables: { row_bytes: stored.rows[objective === "sft" ? 0 : 2], notes: [] },
       head: { module: cuts ? {} : null, nbytes: cuts ? stored.head : 0, asked: false, pieces: () => stored.pieces.map(layerOf), notes: [] },
       adapter_bytes: between(facts.adapter, rank),
       adapter_parameters: between(facts.trained, rank),
@@ -108,7 +108,11 @@ const lemaPlanner = (() => {
     let planner = new Planner(config, blueprint, state, null, null, shape);
     planner = best(py.replace(planner, { workload: planner.work(shape.micro_batch) }));
     const timings = by_arithmetic(planner.workload, blueprint.layers, machine, facts.itemsize);
-    return best(py.replace(planner, { timings }));
+    planner = best(py.replace(planner, { timings }));
+    if (inputs.objective !== "sft" || planner.blueprint.pieces.length) return planner;
+    // A head that is whole after all keeps a table of the same weight whole.
+    const tables = { row_bytes: facts.forms[inputs.form].rows[1], notes: [] };
+    return py.replace(planner, { blueprint: py.replace(planner.blueprint, { tables }) });
   };
 
   const settingsOf = (inputs, chunk) => {

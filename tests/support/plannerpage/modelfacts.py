@@ -107,13 +107,18 @@ def _form(directory: Path) -> dict[str, Any]:
     ]
     kinds = sorted(set(layers))
     pieces = drawn.head.pieces(drawn.layers)
+    head = drawn.head.nbytes if drawn.head.module is not None else None
+    rows = [drawn.tables.row_bytes, whole.tables.row_bytes]
+    drawn.head.keep_whole(drawn.tables)  # and with it a table of the same weight
+    rows.insert(1, drawn.tables.row_bytes)
     return {
         "layers": [list(kind) for kind in kinds],
         "order": [kinds.index(layer) for layer in layers],
         "outside": [drawn.outside_bytes, whole.outside_bytes],
-        "head": drawn.head.nbytes if drawn.head.module is not None else None,
+        "head": head,
         "pieces": [[piece.nbytes, piece.read_bytes, piece.upload_bytes] for piece in pieces],
-        "rows": drawn.tables.row_bytes,
+        # of a token, where the head may be cut, where it is whole after all, and where it always is
+        "rows": rows,
         "buffers": buffer_bytes(drawn.model),
         "stored": drawn.stored_bytes,
     }
