@@ -18,8 +18,9 @@ from pathlib import Path
 from transformers.utils import logging
 
 from lema.errors import MemoryLimitError
+from lema.plan.machine import PROFILES
 from lema_tools.models.checkpoints import CHECKPOINTS, NEAR, PARAMETERS, Checkpoint, named
-from lema_tools.models.choices import Choice, choices, profile_for, yaml_lines
+from lema_tools.models.choices import HOST, Choice, choices, profile_for, yaml_lines
 from lema_tools.models.published import write_hollow
 
 __all__ = ["CONFIGS", "MODELS", "SIZES", "files_of", "page"]
@@ -68,7 +69,7 @@ def _lines(checkpoint: Checkpoint, choice: Choice, size: int, name: str) -> Iter
 def page() -> Iterator[str]:
     """Yield the lines of the page."""
     yield from INTRODUCTION.splitlines()
-    sizes = " | ".join(f"{size} GB" for size in SIZES)
+    sizes = " | ".join(f"{size} GB, host {_host(size)}" for size in SIZES)
     yield f"| model | billion parameters | {sizes} |"
     yield "|---|---|" + "---|" * len(SIZES)
     absent = []
@@ -83,6 +84,11 @@ def page() -> Iterator[str]:
     if absent:
         yield f"These models have no file, because they fit no size: {', '.join(absent)}."
     yield f"No file was made so far for {', '.join(UNPLANNED)}."
+
+
+def _host(size: int) -> str:
+    """Return the host memory that the plans for a device of so many GB may take."""
+    return f"{HOST * PROFILES[profile_for(size * GB)].host_memory / GB:.0f} GB"
 
 
 def _speed(file: Path) -> str:
@@ -114,8 +120,12 @@ lema init Qwen/Qwen3-8B --device-memory 10GB --data my-rows.jsonl --output my.ya
 It takes a directory, a hub id in the cache, or a name of [published checkpoints](coverage.md). It ends with code 4 if
 nothing fits.
 
-A cell has the tokens per second that the plan predicts for steps of 16 rows with 1,024 tokens. `-` means that nothing
-that was tried fits. These are **predictions, not measurements**: no row was run on such a device. They come from:
+The [planner](planner/index.html) is a page that needs no installation: choose a model, a card, memory, rows and an
+objective, and it has memory by part, speed, hours, your price, what is written to the SSD, the file to train with, and
+the tokens of a step from which on streaming costs nothing.
+
+A cell has the tokens per second that the plan predicts for steps of 16 rows with 1,024 tokens, which are **16,384 tokens
+a step**, with the device memory and the **host memory** of its column. `-` means that nothing that was tried fits. These are **predictions, not measurements**: no row was run on such a device. They come from:
 
 - the sizes in the checkpoint's config.json, copied to `tools/lema_tools/models/checkpoints.py`, and its published form.
   The table has only models whose sizes give the publisher's number of parameters within 2%;

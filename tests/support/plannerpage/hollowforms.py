@@ -1,0 +1,89 @@
+"""Checkpoints without weights, as they are published and as `lema prepare --quantize` writes them."""
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from lema.convert.prepare import _aligned, _open
+from lema.convert.quantize import Quantizer
+from lema.model.skeleton import find_layers
+from lema_tools.models.checkpoints import Checkpoint
+from lema_tools.models.published import SETTINGS, SIZES, write_hollow
+
+__all__ = ["AS_PUBLISHED", "FORMS", "write_form"]
+
+AS_PUBLISHED = "published"
+QUANTISED = ("nf4", "int8", "fp8")
+FORMS = (AS_PUBLISHED, *QUANTISED)
+STATE = "quant_state.bitsandbytes__nf4"
+
+
+def write_form(checkpoint: Checkpoint, form: str, directory: Path) -> Path | None:
+    """Write a checkpoint without its weights in a form; None: LEMA does not quantise it, because it
+    is published quantised."""
+    published = write_hollow(checkpoint, directory / AS_PUBLISHED)
+    if form == AS_PUBLISHED:
+        return published
+    if SETTINGS[checkpoint.form] is not None:
+        return None
+    quantised = directory / form
+    quantised.mkdir()
+    opened = _open(published, None, False)
+    written = opened.form(assembled=True)
+    quantizer = Quantizer.of(form, opened.model, opened.dtypes, written.file_names)
+    names = [name for name, _, _ in written.specs(parted=True)]
+    owners: dict[str, str] = {}
+    specs = []
+    for spec in written.specs(parted=True):
+        parts = quantizer.specs(spec)
+        specs += parts
+        owners |= {name: written.owner(spec[0]) for name, _, _ in parts}
+    specs = _aligned(specs, find_layers(opened.model)[0], owners.__getitem__)
+    shapes = {name: list(tensor.shape) for name, tensor in opened.model.state_dict().items()}
+    states = {
+        f"{name}.{STATE}": _state(shapes[written.owner(name)])
+        for name in quantizer.chosen
+        if form == "nf4"
+    }
+    _write_file(quantised / "model.safetensors", specs, quantizer.metadata(names), states)
+    content = json.loads((published / "config.json").read_text(encoding="utf-8"))
+    settings = json.loads(json.dumps(quantizer.settings(opened.rename), default=str))
+    content["quantization_config"] = settings
+    (quantised / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    return quantised
+
+
+def _state(shape: list[int]) -> bytes:
+    """Return what bitsandbytes says of a weight, without which it is not known to be quantised."""
+    about = {
+        "quant_type": "nf4",
+        "blocksize": 64,
+        "dtype": "bfloat16",
+        "shape": shape,
+        "nested_blocksize": 256,
+        "nested_dtype": "float32",
+        "nested_offset": 0.0,
+    }
+    return json.dumps(about).encode()
+
+
+def _write_file(
+    file: Path, specs: list[Any], metadata: dict[str, str], states: dict[str, bytes]
+) -> None:
+    """Write a header, and of what is behind it only the states."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, dtype, shape in specs:
+        begin = end
+        end = end + SIZES[dtype] * prod(shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    raw = json.dumps(header).encode()
+    start = 8 + len(raw)
+    with file.open("wb") as out:
+        out.write(len(raw).to_bytes(8, "little") + raw)
+        for name, content in states.items():
+            begin, stop = header[name]["data_offsets"]
+            out.seek(start + begin)
+            out.write(content.ljust(stop - begin))
+        out.truncate(start + end)

@@ -1,0 +1,202 @@
+"""Makes docs/planner/plan.js and docs/planner/models.js, which the page of the planner stands on.
+
+    PYTHONPATH=.:backends:tools:tests/support python -m plannerpage.write [NAME ...]
+
+plan.js is the arithmetic of `lema plan`, translated in a second. models.js has the models, of which
+each takes a minute or more: those named are measured again, and others stay as they are; `all`
+measures all of them.
+"""
+
+import json
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+from lema.config import LemaConfig
+from lema.config.objective import OBJECTIVES
+from lema.config.units import MEMORY_PARTS
+from lema.engine.head.objectives import objective_of
+from lema_tools.models.checkpoints import CHECKPOINTS
+from plannerpage.javascript import translated
+from plannerpage.modelfacts import CHUNKS, LENGTHS_OF_HEAD, RANKS, facts_of
+
+__all__ = ["CARDS", "MODELS_FILE", "PLAN_FILE", "known_models", "plan_text"]
+
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "planner"
+PLAN_FILE = PAGE / "plan.js"
+MODELS_FILE = PAGE / "models.js"
+BEGIN = "const lemaModels = "
+PROFILES_DATED = "profiles of lema/plan/machine.py, as of November 2026"
+CARDS = ("t4", "4090", "h200")  # profiles of devices with memory of their own
+MODULES = (
+    "lema/config/units.py",
+    "lema/stream/schedule.py",
+    "lema/stream/ring.py",
+    "lema/stream/residents.py",
+    "lema/stream/preload.py",
+    "lema/stream/stream.py",
+    "lema/activations/boundaries.py",
+    "lema/activations/stepstore.py",
+    "lema/plan/cost.py",
+    "lema/plan/memory.py",
+    "lema/plan/budget.py",
+    "lema/plan/machine.py",
+    "lema/plan/workload.py",
+    "lema/plan/step.py",
+    "lema/plan/allocate.py",
+    "lema/plan/simulation/virtual.py",
+    "lema/plan/simulation/simulator.py",
+    "lema/plan/needs.py",
+    "lema/plan/choice.py",
+    "lema/plan/plan.py",
+)
+NAMES = {  # of these modules, the definitions that a plan without a model takes
+    "lema.config.units": [
+        "human_bytes",
+        "human_count",
+        "human_duration",
+        "_scaled",
+        "MEMORY_PARTS",
+    ],
+    "lema.activations.boundaries": ["NUM_BUFFERS", "boundaries_on_device", "boundaries_in_host"],
+    "lema.activations.stepstore": ["STAGING", "graphs_on_device", "graphs_in_host"],
+    "lema.plan.workload": ["MicroBatch", "LayerWork", "HeadWork", "Workload"],
+    "lema.plan.machine": [
+        "GB",
+        "GIB",
+        "Machine",
+        "PROFILES",
+        "MachineState",
+        "TRN1",
+        "unknown_speeds",
+    ],
+    "lema.plan.plan": [
+        "GB",
+        "BOTTLENECKS",
+        "MOST_TOKENS",
+        "CURVE",
+        "PlannedMemory",
+        "Headroom",
+        "Epoch",
+        "Plan",
+        "plan_with",
+        "_crossover",
+        "_limited",
+        "_epoch",
+        "_memory",
+        "_headroom",
+        "_largest_micro_batch",
+        "_of_rows",
+        "_grown",
+        "_largest",
+        "_notes",
+    ],
+}
+LEFT_OUT = {
+    "Tier",
+    "Memory",
+    "LayerStream.forward_order",
+    "Planner.work",
+    "Planner._elsewhere",
+    "MicroBatch.inputs",
+    "_notes",
+    "surely_fits",
+    "_most_heads",
+    "main_dtype",
+    "_agree",
+    "_host_memory_shared",
+    "Plan.to_dict",
+}
+SETTINGS = (  # of a run that a plan asks for, whose defaults the page has
+    *("strategy", "gradient_checkpointing", "activation_offloading", "boundary_activations"),
+    *("prefetch_depth", "torch_compile", "micro_batch_size", "deterministic", "packing"),
+    *("tokens_per_step", "gradient_accumulation_steps", "shard_weights", "shard_optimizer"),
+    *(
+        "micro_batch_tokens",
+        "sequence_parallel",
+        "pad_to_multiple_of",
+        "max_steps",
+        "counts_tokens",
+    ),
+    *("reference", "offloading_tier", "group_by_length", "shuffle", "seed", "host_memory"),
+)
+
+
+def plan_text() -> str:
+    """Return plan.js."""
+    files = [ROOT / name for name in MODULES]
+    config = LemaConfig("model")
+    defaults = {name: getattr(config, name) for name in SETTINGS}
+    facts = {
+        "defaults": defaults,
+        "objectives": {name: _objective(name) for name in OBJECTIVES},
+        "cards": CARDS,
+        "chunks": CHUNKS,
+        "ranks": RANKS,
+        "lengthsOfHead": LENGTHS_OF_HEAD,
+        "parts": list(MEMORY_PARTS.items()),
+        "dated": PROFILES_DATED,
+    }
+    lines = [
+        "// Made by tests/support/plannerpage/write.py from lema/plan and what it stands on; not to be",
+        "// changed by hand.",
+        '"use strict";',
+        f"const lemaFacts = {json.dumps(facts, default=str)};",
+        "const { Exception, BaseException, ValueError } = stubs;",
+        "stubs.OBJECTIVES = new Map(Object.entries(lemaFacts.objectives));",
+        "stubs.objective_of = (config) => lemaFacts.objectives[config.objective].loss;",
+        translated(files, ROOT, LEFT_OUT, NAMES),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _objective(name: str) -> dict[str, Any]:
+    """Return what a plan asks of an objective."""
+    loss = objective_of(LemaConfig("model", objective=name))
+    return {
+        "examples": OBJECTIVES[name].examples,
+        "loss": None
+        if loss is None
+        else {"reference": loss.reference, "mismatched": loss.mismatched},
+    }
+
+
+def known_models() -> dict[str, Any]:
+    """Return the models that models.js has."""
+    if not MODELS_FILE.exists():
+        return {}
+    text = MODELS_FILE.read_text(encoding="utf-8")
+    models: dict[str, Any] = json.loads(text[text.index(BEGIN) + len(BEGIN) :].rstrip().rstrip(";"))
+    return models
+
+
+def write_models(models: Mapping[str, Any]) -> None:
+    """Write models.js, the models in the order of the published checkpoints."""
+    order = [checkpoint.name for checkpoint in CHECKPOINTS if checkpoint.name in models]
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(models[name])}" for name in order)
+    head = "// Made by tests/support/plannerpage/write.py; not to be changed by hand.\n"
+    MODELS_FILE.write_text(f"{head}{BEGIN}{{\n{lines}\n}};\n", encoding="utf-8")
+
+
+def main(names: list[str]) -> None:
+    """Write both files."""
+    logging.set_verbosity_error()
+    PLAN_FILE.write_text(plan_text(), encoding="utf-8")
+    models = known_models()
+    asked = [
+        one for one in CHECKPOINTS if one.name in (list(models) if names == ["all"] else names)
+    ]
+    for checkpoint in asked:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            models[checkpoint.name] = facts_of(checkpoint)
+        write_models(models)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
