@@ -100,9 +100,9 @@ def _speed(file: Path) -> str:
 
 _PROFILES = ", ".join(f"{size} GB: `{profile_for(size * GB)}`" for size in SIZES)
 INTRODUCTION = f"""\
-# Your model, your machine
+# Your model, your GPU: 70B on 24 GB, 8B on 8 GB
 
-Made by `python tests/support/modelconfigs.py`, which writes the files as well.
+This page has a file of settings to train a published model on a GPU of 8 to 80 GB. Made by `python tests/support/modelconfigs.py`, which writes the files as well.
 
 `configs/models/` has a folder for each model, and in it a file for each size of device memory, such as
 `configs/models/Qwen3-8B/24GB.yaml`. Put your rows into `data.jsonl`, or name another file, and train:
