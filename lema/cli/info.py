@@ -3,7 +3,8 @@
 import json
 import sys
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 

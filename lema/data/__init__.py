@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from lema.data.dataset import Counts, TokenDataset
     from lema.data.files import Row
     from lema.data.forms import Forms, forms_of, longest_row, num_positions
+    from lema.data.mixing.sampling import Sampling
     from lema.data.read import needs_tokenizer, prepare_data
-    from lema.data.sampling import Sampling
     from lema.data.sets.sources import load_rows, read_rows
 
 __all__ = [
@@ -42,6 +42,6 @@ __getattr__, __dir__ = lazy_exports(
         "Row": "files",
         **dict.fromkeys(("load_rows", "read_rows"), "sets.sources"),
         **dict.fromkeys(("needs_tokenizer", "prepare_data"), "read"),
-        "Sampling": "sampling",
+        "Sampling": "mixing.sampling",
     },
 )

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from lema.data.columns import IGNORED
 from lema.data.dataset import Rows, grouped_by_length, lengths_of
-from lema.data.order import RowOrder, Shuffle, row_order
+from lema.data.mixing.order import RowOrder, Shuffle, row_order
 from lema.errors import DataError
 
 __all__ = ["OF_ROWS", "Batch", "Batches", "collate", "dealt", "split_batch"]
@@ -295,7 +295,7 @@ class Batches:
         dataset: a `TokenDataset`, or any sequence of rows with `input_ids` and `labels`.
         seed: decides the order of the rows, with the number of the epoch.
         shuffle: false: the order of the data. "transformers": the order in which its Trainer draws
-            rows (`lema.data.order`), and each batch stays in that order, whatever its lengths.
+            rows (`lema.data.mixing.order`), and each batch stays in that order, whatever its lengths.
             "sequential": the same in the order of the data.
         micro_batch_size: rows computed at once; None: a process's whole share of a batch.
         separate_batches: put together rows of one batch only, so that its micro-batches are the

@@ -4,7 +4,7 @@ demand.
 A packed data set is a directory with `train.bin` and perhaps `val.bin`, which hold little-endian
 unsigned numbers and nothing more, and a header for each, `train.json` and `val.json`. Blocks do not
 overlap, and begin at multiples of their length; tokens after the last whole block are not read.
-`lema.data.permutation` shuffles blocks.
+`lema.data.mixing.permutation` shuffles blocks.
 """
 
 import hashlib

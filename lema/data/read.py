@@ -14,8 +14,8 @@ from lema.data.columns import Kind, detect, num_trained, unused
 from lema.data.dataset import Columns, Table, TokenDataset
 from lema.data.files import Row
 from lema.data.forms import Forms, Remarks
+from lema.data.mixing.sampling import Sampling, check_rates
 from lema.data.readers import Readers
-from lema.data.sampling import Sampling, check_rates
 from lema.data.sets.sources import DataFile, Sources, data_files, given_files, read_rows, rows_in
 from lema.data.tokenize import Ints, Reading, tokenize_rows
 from lema.errors import ConfigError, DataError, DiskError

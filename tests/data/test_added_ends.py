@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast, XLNetConfig
 
 from lema.data import Row
-from lema.data.chat.prompts import fitting, prompt_ids
 from lema.data.preference import prepare_preferences
+from lema.data.prompts import fitting, prompt_ids
 from lema.engine.generation import checked, encoded
 from lema.errors import DataError
 

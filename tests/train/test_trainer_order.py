@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 from lema import LemaConfig
 from lema.backend import Alone
 from lema.config.problems import SettingsError
-from lema.data.order import DataOrder, SeededOrder, TrainerOrder, row_order
+from lema.data.mixing.order import DataOrder, SeededOrder, TrainerOrder, row_order
 from lema.train.sampler import StepSampler
 
 LONG = 64

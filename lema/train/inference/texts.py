@@ -26,8 +26,8 @@ from transformers import (
 
 from lema.backend import Backend
 from lema.config import LemaConfig
-from lema.data.chat.prompts import fitting, prompt_ids, read_prompts, written
 from lema.data.files import Row
+from lema.data.prompts import fitting, prompt_ids, read_prompts, written
 from lema.data.row_forms import PromptForm
 from lema.engine import complete
 from lema.engine.generation import Finish, KeyValues, checked, encoded

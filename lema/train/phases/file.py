@@ -21,7 +21,7 @@ from lema.config.objective import OF_OBJECTIVES
 from lema.config.problems import Problem, SettingsError, meant, unknown_setting
 from lema.config.results import OF_PLAIN_RUNS
 from lema.config.yaml import read_yaml
-from lema.data.sampling import Style
+from lema.data.mixing.sampling import Style
 from lema.data.sets.sources import local_paths
 from lema.errors import ConfigError
 from lema.storage.atomic import replace_file
@@ -31,7 +31,7 @@ from lema.train.phases.plan import PhasePlan
 from lema.train.phases.twophase import LoRATrainerConfig
 
 if TYPE_CHECKING:
-    from lema.data.mixture import Source
+    from lema.data.mixing.mixture import Source
     from lema.model.files import ModelFiles
 
 Made = TypeVar("Made", LemaConfig, LoRATrainerConfig, PhasePlan)

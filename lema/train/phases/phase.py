@@ -27,7 +27,7 @@ from lema.config.problems import Problem, SettingsError, Several, problem_at, un
 from lema.config.settings import Settings, part
 from lema.config.types import Beta, Count, NameList, NotNegative, Positive, Scheduler, Tokens
 from lema.data import Sampling
-from lema.data.sampling import SamplingError, check_rates, rates_of
+from lema.data.mixing.sampling import SamplingError, check_rates, rates_of
 from lema.engine.schedules import SCHEDULES, Spans, spans_as_trainer, spans_of
 from lema.errors import ConfigError
 from lema.train.phases.selection import may_overlap, selection_problems
@@ -131,7 +131,7 @@ class FadeConfig(Settings):
     tokens: Tokens | None = None
     """Instead: tokens, padding included. A rest of less than a row is left out."""
     shape: Annotated[Literal["linear", "cosine", "sigmoid"], BeforeValidator(_lower)] = "linear"
-    """How the weight of the earlier mixture falls from 1 to 0; `lema.data.interleave` has the
+    """How the weight of the earlier mixture falls from 1 to 0; `lema.data.mixing.interleave` has the
     formulas.
     """
 

@@ -18,8 +18,8 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from lema.config.problems import Problem, SettingsError, problem_at
 from lema.config.settings import Settings, part
 from lema.config.types import AutoCount, Count
-from lema.data.interleave import Fade, Interleaving
-from lema.data.sampling import Start, rates_of
+from lema.data.mixing.interleave import Fade, Interleaving
+from lema.data.mixing.sampling import Start, rates_of
 from lema.engine.schedules import SCHEDULES, factor_of
 from lema.errors import ConfigError, listed
 from lema.train.phases.phase import Phase, between_phases
@@ -245,7 +245,7 @@ class PhasePlan(Settings):
 
     def starts(self) -> list[dict[str, Start]]:
         """Return where each phase begins with each of its data sets, as
-        `lema.data.mixture.Mixture` takes it.
+        `lema.data.mixing.mixture.Mixture` takes it.
         """
         stage_starts: list[dict[str, Start]] = []
         reached: dict[str, Start] = {}

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lema.data import TokenDataset, prepare_data
+from lema.data.mixing.permutation import shuffled_row
 from lema.data.packed import PackedTokens, write_packed
-from lema.data.permutation import shuffled_row
 from lema.errors import ConfigError, DataError, DiskError
 from lema.storage import atomic
 

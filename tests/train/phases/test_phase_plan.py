@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from lema.config.adapter import AdapterSettings
 from lema.config.problems import SettingsError
 from lema.data import Sampling
-from lema.data.sampling import Style
+from lema.data.mixing.sampling import Style
 from lema.errors import ConfigError
 from lema.train.phases.phase import Phase
 from lema.train.phases.plan import PhasePlan

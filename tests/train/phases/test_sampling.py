@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from lema.data import Sampling
-from lema.data.interleave import WINDOW, Interleaving
-from lema.data.permutation import Permutation, shuffled_row
-from lema.data.sampling import SamplingError, Style, check_rates
+from lema.data.mixing.interleave import WINDOW, Interleaving
+from lema.data.mixing.permutation import Permutation, shuffled_row
+from lema.data.mixing.sampling import SamplingError, Style, check_rates
 from lema.errors import ConfigError
 
 RATES = st.lists(st.floats(1e-4, 1), min_size=1, max_size=7).map(

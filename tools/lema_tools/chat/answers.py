@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from lema.data.chat.prompts import fitting, prompt_ids
 from lema.data.files import Row
 from lema.data.forms import num_positions
+from lema.data.prompts import fitting, prompt_ids
 from lema.errors import DataError
 from lema.plan.inference.capacity import TextPlan
 from lema.train.inference.texts import completions, plan_of

@@ -115,8 +115,8 @@ def generate(
         stop=stop,
     )
     from lema.config.acting import OF_TRAINING
-    from lema.data.chat.prompts import read_prompts
     from lema.data.files import Row
+    from lema.data.prompts import read_prompts
 
     rows = [
         Row({"prompt": text}, "--prompt", number) for number, text in enumerate(prompt or [], 1)
@@ -134,7 +134,7 @@ def generate(
 
 def _form(model: "LemaModel", rows: list["Row"], chat: bool | None) -> "PromptForm":
     """Return how texts are written, and say it where the user has not chosen it."""
-    from lema.data.chat.prompts import written
+    from lema.data.prompts import written
     from lema.train.inference.prompt_form import choose_form
 
     prompts = [values.get("messages", values.get("prompt")) for values in map(written, rows)]

@@ -41,7 +41,7 @@ def saved_results(
     if not resume:
         how = "use --resume to continue it, or choose another file"
         raise ConfigError("the output already has results", where=f"--output {output}", how=how)
-    from lema.data.chat.prompts import written
+    from lema.data.prompts import written
     from lema.storage.regular import read_regular
 
     results = {}
@@ -88,7 +88,7 @@ class ResultWriter:
     ) -> None:
         """Continue the prompts that have no result yet."""
         from lema.cli.progress import NoProgress, TokenProgress
-        from lema.data.chat.prompts import fitting, prompt_ids
+        from lema.data.prompts import fitting, prompt_ids
         from lema.train.inference.texts import completions, plan_of
 
         model = self.model
@@ -142,7 +142,7 @@ class ResultWriter:
         """Write each batch as it ends, whole, and all in the order of the prompts at last;
         return the tokens made.
         """
-        from lema.data.chat.prompts import written
+        from lema.data.prompts import written
         from lema.storage.diskspace import disk_errors
         from lema.storage.regular import append
 

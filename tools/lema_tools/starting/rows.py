@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lema.data.columns import detect
-from lema.data.files import Row, find_files, read_rows
+from lema.data.files import Row
 from lema.data.forms import Forms
+from lema.data.sets.sources import find_files, read_rows
 from lema.errors import DataError
 
 __all__ = ["DataRows", "look_at"]

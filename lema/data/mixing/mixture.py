@@ -1,8 +1,8 @@
 """A mixture of data sets whose i-th sample is a pure function of seed, stage and i, so a run
 resumes at any step.
 
-The data set of a sample is dealt out, not drawn (`lema.data.interleave`); its row is the next one
-of a shuffled order of the data set, new in each epoch (`lema.data.permutation`). Both take constant
+The data set of a sample is dealt out, not drawn (`lema.data.mixing.interleave`); its row is the next one
+of a shuffled order of the data set, new in each epoch (`lema.data.mixing.permutation`). Both take constant
 time and memory.
 """
 
@@ -16,10 +16,10 @@ import numpy as np
 from lema.config.problems import nearest
 from lema.data.batches import Batch, collate, dealt
 from lema.data.dataset import TokenDataset
-from lema.data.interleave import WINDOW, Fade, Interleaving
+from lema.data.mixing.interleave import WINDOW, Fade, Interleaving
+from lema.data.mixing.permutation import shuffled_row
+from lema.data.mixing.sampling import Sampling, Start, Style, check_rates, rates_of
 from lema.data.packed import PackedTokens
-from lema.data.permutation import shuffled_row
-from lema.data.sampling import Sampling, Start, Style, check_rates, rates_of
 from lema.errors import ConfigError, DataError
 
 __all__ = ["Draw", "Mixture", "Source"]

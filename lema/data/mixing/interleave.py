@@ -25,8 +25,8 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
-from lema.data.permutation import Permutation
-from lema.data.sampling import Sampling, check_rates, rates_of
+from lema.data.mixing.permutation import Permutation
+from lema.data.mixing.sampling import Sampling, check_rates, rates_of
 from lema.errors import ConfigError
 
 __all__ = ["SHAPES", "WINDOW", "Fade", "Interleaving"]
