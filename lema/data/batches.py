@@ -295,7 +295,8 @@ class Batches:
         dataset: a `TokenDataset`, or any sequence of rows with `input_ids` and `labels`.
         seed: decides the order of the rows, with the number of the epoch.
         shuffle: false: the order of the data. "transformers": the order in which its Trainer draws
-            rows (`lema.data.mixing.order`), and each batch stays in that order, whatever its lengths.
+            rows (`lema.data.mixing.order`), and each batch stays in that order, whatever its
+            lengths.
             "sequential": the same in the order of the data.
         micro_batch_size: rows computed at once; None: a process's whole share of a batch.
         separate_batches: put together rows of one batch only, so that its micro-batches are the

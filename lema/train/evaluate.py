@@ -11,7 +11,7 @@ from torch import Tensor
 from lema.backend import Replicas
 from lema.config import LemaConfig
 from lema.data.dataset import Rows
-from lema.data.mixing.mixture import Mixture
+from lema.data.mixture import Mixture
 from lema.engine import StreamedModel
 from lema.engine.head.loss import split_batch
 from lema.engine.padding import Padding

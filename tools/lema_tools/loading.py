@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container
 
     from lema.config import LemaConfig
-    from lema.data.mixing.mixture import Source
+    from lema.data.mixture import Source
     from lema.train.model import LemaModel
     from lema.train.phases.file import PhaseFile
     from lema.train.phases.paths import PhasePaths

@@ -1,1 +1,1 @@
-"""Which rows come when: orders of an epoch, shares of several data sets, and how they interleave."""
+"""Which rows come when: orders of an epoch, and how the rows of data sets interleave."""

@@ -31,7 +31,7 @@ from lema.train.phases.plan import PhasePlan
 from lema.train.phases.twophase import LoRATrainerConfig
 
 if TYPE_CHECKING:
-    from lema.data.mixing.mixture import Source
+    from lema.data.mixture import Source
     from lema.model.files import ModelFiles
 
 Made = TypeVar("Made", LemaConfig, LoRATrainerConfig, PhasePlan)

@@ -14,7 +14,7 @@ import torch
 
 from lema.config import LemaConfig
 from lema.convert.delta import is_delta
-from lema.data.mixing.mixture import Source
+from lema.data.mixture import Source
 from lema.errors import AdapterError, ConfigError
 from lema.lora import count_lora_params, inject_lora_params
 from lema.lora.attach import configured_lora

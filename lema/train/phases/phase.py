@@ -131,8 +131,8 @@ class FadeConfig(Settings):
     tokens: Tokens | None = None
     """Instead: tokens, padding included. A rest of less than a row is left out."""
     shape: Annotated[Literal["linear", "cosine", "sigmoid"], BeforeValidator(_lower)] = "linear"
-    """How the weight of the earlier mixture falls from 1 to 0; `lema.data.mixing.interleave` has the
-    formulas.
+    """How the weight of the earlier mixture falls from 1 to 0; `lema.data.mixing.interleave` has
+    the formulas.
     """
 
     def disagreements(self) -> Iterator[Problem]:

@@ -245,7 +245,7 @@ class PhasePlan(Settings):
 
     def starts(self) -> list[dict[str, Start]]:
         """Return where each phase begins with each of its data sets, as
-        `lema.data.mixing.mixture.Mixture` takes it.
+        `lema.data.mixture.Mixture` takes it.
         """
         stage_starts: list[dict[str, Start]] = []
         reached: dict[str, Start] = {}

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from lema.backend import Alone
 from lema.config import LemaConfig
 from lema.data.dataset import Rows, first_rows
-from lema.data.mixing.mixture import Mixture, Source
+from lema.data.mixture import Mixture, Source
 from lema.engine import StreamedModel
 from lema.engine.head.loss import split_batch
 from lema.model.files import ModelFiles, read_data, training_rows

@@ -24,7 +24,7 @@ from lema.backend.interrupt import Stop, agreed
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
 from lema.config.printing import line_printer
-from lema.data.mixing.mixture import Source
+from lema.data.mixture import Source
 from lema.errors import Stopped
 from lema.model.files import ModelFiles
 from lema.model.partition import open_backend

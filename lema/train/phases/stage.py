@@ -19,7 +19,7 @@ from lema.backend.group import first_alone
 from lema.config import LemaConfig, MemoryStrategy
 from lema.config.lemaconfig import CONFIG_NAME
 from lema.convert import merge_adapter
-from lema.data.mixing.mixture import Mixture, Source
+from lema.data.mixture import Mixture, Source
 from lema.engine import StreamedModel
 from lema.engine.optim import follow
 from lema.errors import AdapterError, ConfigError, DiskError

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from lema.config.problems import SettingsError
 from lema.data import Sampling
 from lema.data.mixing.interleave import PIECES, SHAPES, UNIT, WINDOW, Fade, Interleaving, _tables
-from lema.data.mixing.mixture import Draw, Mixture
 from lema.data.mixing.sampling import Start, rates_of
+from lema.data.mixture import Draw, Mixture
 from lema.errors import ConfigError
 from lema.train.phases.plan import PhasePlan
 

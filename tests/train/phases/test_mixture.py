@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lema.data import Sampling, prepare_data
 from lema.data.mixing.interleave import WINDOW
-from lema.data.mixing.mixture import Draw, Mixture
+from lema.data.mixture import Draw, Mixture
 from lema.data.packed import PackedTokens, write_packed
 from lema.errors import ConfigError, DataError
 

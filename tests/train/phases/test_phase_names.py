@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lema.config.problems import SettingsError
-from lema.data.mixing.mixture import Mixture
+from lema.data.mixture import Mixture
 from lema.engine.schedules import takes
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.twophase import LoRATrainerConfig

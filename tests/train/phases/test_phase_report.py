@@ -15,7 +15,7 @@ from tiny import VOCABULARY, Checkpoint
 from transformers import LlamaConfig
 
 from lema import LemaConfig
-from lema.data.mixing.mixture import Mixture
+from lema.data.mixture import Mixture
 from lema.errors import ConfigError, DataError, MemoryLimitError, ModelError
 from lema.plan import needs as planned
 from lema.plan.machine import profile

@@ -77,7 +77,7 @@ def test_a_fade_and_the_data_gone_on_with_are_those_of_the_plan(
     config_of: Callable[..., LemaConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows that a run draws are those that the plan counts."""
-    from lema.data.mixing.mixture import Mixture
+    from lema.data.mixture import Mixture
 
     drawn: list[Any] = []
     original = Mixture.rows

@@ -25,7 +25,7 @@ from phaseruns import (
 from transformers import AutoModelForCausalLM
 
 from lema import LemaConfig
-from lema.data.mixing.mixture import Mixture
+from lema.data.mixture import Mixture
 from lema.storage.atomic import discard
 from lema.train.checkpoint.format import read_state
 from lema.train.metrics import read_metrics

@@ -1,9 +1,9 @@
 """A mixture of data sets whose i-th sample is a pure function of seed, stage and i, so a run
 resumes at any step.
 
-The data set of a sample is dealt out, not drawn (`lema.data.mixing.interleave`); its row is the next one
-of a shuffled order of the data set, new in each epoch (`lema.data.mixing.permutation`). Both take constant
-time and memory.
+The data set of a sample is dealt out, not drawn (`lema.data.mixing.interleave`); its row is the
+next one of a shuffled order of the data set, new in each epoch (`lema.data.mixing.permutation`).
+Both take constant time and memory.
 """
 
 import json
