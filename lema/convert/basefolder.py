@@ -14,12 +14,12 @@ from lema.model.files import ModelFiles
 from lema.storage.diskspace import make_private, user_cache
 from lema.storage.regular import expanded
 
-__all__ = ["is_held_here", "locked", "place_of"]
+__all__ = ["cache_directory", "is_locked_here", "locked"]
 
 SNAPSHOTS = re.compile(r"models--(?P<name>.+)/snapshots/(?P<commit>[^/]+)$")
 
 
-def place_of(config: LemaConfig, files: ModelFiles, kind: str, suffix: str) -> Path:
+def cache_directory(config: LemaConfig, files: ModelFiles, kind: str, suffix: str) -> Path:
     """Return the directory of a model's quantised weights, which need not be there: beside the
     model's, unless that is in the hub's cache, or cannot be written to; else in the user's cache;
     or in the folder of the settings. `DiskError`: the cache cannot be used.
@@ -39,9 +39,9 @@ def place_of(config: LemaConfig, files: ModelFiles, kind: str, suffix: str) -> P
     alone = f"{name}-{ending}" if snapshot else f"{name}-{digest}-{ending}"
     if config.quantize_base_cache is not None:
         return expanded(config.quantize_base_cache).absolute() / alone
-    beside = directory.with_name(f"{name}-{ending}")
-    if snapshot is None and (beside.is_dir() or os.access(directory.parent, os.W_OK)):
-        return beside
+    sibling = directory.with_name(f"{name}-{ending}")
+    if snapshot is None and (sibling.is_dir() or os.access(directory.parent, os.W_OK)):
+        return sibling
     folder = user_cache("quantized")
     make_private(folder)
     return folder / alone
@@ -75,7 +75,7 @@ class FolderLock:
 _taken = weakref.WeakSet[FolderLock]()
 
 
-def is_held_here(target: Path) -> bool:
+def is_locked_here(target: Path) -> bool:
     """Whether this process itself has the lock of a directory."""
     return any(folder.is_open and folder.target == target for folder in _taken)
 

@@ -142,10 +142,12 @@ class Conversion:
             return owner.removeprefix(prefix).partition(".")[0] if in_layer else ""
 
         for number, group in groupby(self.form.specs(parted=self._assembled), layer):
-            whole = tuple(group)
-            specs = [part for spec in whole for part in self._parts(spec)]
+            group_specs = tuple(group)
+            specs = [part for spec in group_specs for part in self._parts(spec)]
             yield Section(
-                number, tuple(name for name, _, _ in whole), tuple(sorted(specs, key=run_order))
+                number,
+                tuple(name for name, _, _ in group_specs),
+                tuple(sorted(specs, key=run_order)),
             )
 
     def _parts(self, spec: TensorSpec) -> list[TensorSpec]:

@@ -24,7 +24,7 @@ from lema.backend.host.files import flush
 from lema.config import LemaConfig
 from lema.config.types import dtype_name
 from lema.config.units import human_bytes, human_duration
-from lema.convert.basefolder import is_held_here, locked, place_of
+from lema.convert.basefolder import cache_directory, is_locked_here, locked
 from lema.convert.conversion import Conversion, Progress, Section, opened_source
 from lema.convert.conversionreport import ConversionReport
 from lema.convert.tensors import copy_companions, write_config
@@ -71,7 +71,7 @@ def with_quantized_base(
     if kind is None:
         return files
     base = _Base.of(files, config, kind)
-    target = place_of(config, files, kind, base.suffix)
+    target = cache_directory(config, files, kind, base.suffix)
     return files.with_weights(_converted(base, target, report or ConversionReport()))
 
 
@@ -150,7 +150,7 @@ def _converted(base: _Base, target: Path, report: ConversionReport) -> Quantized
                 if not _is_ready(base, target):
                     _convert(base, target, report)
             continue
-        if is_held_here(target):
+        if is_locked_here(target):
             what = "the base has changed, and this process still uses what was made of it before"
             raise ConfigError(what, where=str(target), how="close the model that uses it first")
         if not waits:
@@ -184,8 +184,8 @@ def _convert(base: _Base, target: Path, report: ConversionReport) -> None:
     how = "free some space, or set quantize_base_cache to a folder on another disk"
     check_free_bytes(target.parent, nbytes, f"the base in {base.kind}", how=how)
     if record.files:
-        kept = f"{len(record.files)} of {len(sections)} files are complete and are kept"
-        report.line(f"quantize_base: going on with {target}: {kept}")
+        complete = f"{len(record.files)} of {len(sections)} files are complete and are kept"
+        report.line(f"quantize_base: going on with {target}: {complete}")
     seconds = _seconds(conversion, nbytes)
     report.line(
         f"quantize_base: {base.kind}: converting {base.files.directory} "
@@ -265,8 +265,8 @@ def _seconds(conversion: Conversion, nbytes: int) -> float:
     quantizer.quantized(sample)  # because the first time imports and starts more than the second
     began = time.monotonic()
     written = sum(part.nbytes for part in quantizer.quantized(sample).values())
-    each = (time.monotonic() - began) / sample.numel()
-    return (read + each) * nbytes * sample.numel() / max(written, 1)
+    written_seconds = (time.monotonic() - began) / sample.numel()
+    return (read + written_seconds) * nbytes * sample.numel() / max(written, 1)
 
 
 def _finish(

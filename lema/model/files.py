@@ -6,11 +6,10 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -36,7 +35,6 @@ from lema.data.read import mixed
 from lema.data.sets.sources import data_files, given_files, templates_of
 from lema.data.templates.named import end_token
 from lema.errors import DataError, ModelError, message_of
-from lema.model.quantizable import QuantizedDirectory, with_quantization
 from lema.storage import resolve_model
 from lema.storage.hub import own_weights
 from lema.storage.modelfiles import (
@@ -55,6 +53,9 @@ from lema.storage.rendering import (
     write_row_forms,
     write_templates,
 )
+
+if TYPE_CHECKING:
+    from lema.model.quantizable import QuantizedDirectory
 
 __all__ = ["ModelFiles", "read_config", "read_data", "training_rows"]
 
@@ -77,7 +78,9 @@ class ModelFiles:
         trust_remote_code: bool = False,
         directory: Path | None = None,
         adapter: Path | None = None,
+        quantized: QuantizedDirectory | None = None,
     ) -> None:
+        self._settings = settings
         name = settings.model_name_or_path
         revision = settings.revision
         self.directory = directory or resolve_model(
@@ -91,15 +94,23 @@ class ModelFiles:
         self._adapter = adapter
         self._begun = settings.adapter_name_or_path
         self.weights = Path(settings.gbi_path or own_weights(name, self.directory))
-        self.quantized: QuantizedDirectory | None = None
+        self.quantized = quantized
+        if quantized is not None:
+            # Here, because it imports the models of transformers.
+            from lema.model.quantizable import with_quantization
+
+            self.weights = quantized.path
+            self.config = with_quantization(self.config, quantized.path)
 
     def with_weights(self, quantized: QuantizedDirectory) -> ModelFiles:
         """Return the same model with weights that were quantised; all else stays as it is."""
-        files = copy(self)
-        files.quantized = quantized
-        files.weights = quantized.path
-        files.config = with_quantization(self.config, quantized.path)
-        return files
+        return ModelFiles(
+            self._settings,
+            trust_remote_code=self.trusted,
+            directory=self.directory,
+            adapter=self._adapter,
+            quantized=quantized,
+        )
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -121,9 +121,10 @@ def with_quantization(config: PreTrainedConfig, directory: Path) -> PreTrainedCo
     model with quantised weights, says of these. Errors are those of `read_config_file`."""
     about = read_config_file(directory)
     quantized = deepcopy(config)
-    quantized.quantization_config = about["quantization_config"]
+    changes = {"quantization_config": about["quantization_config"]}
     if getattr(quantized, "dtype", None) is None:
-        quantized.dtype = getattr(torch, str(about["dtype"]))
+        changes["dtype"] = getattr(torch, str(about["dtype"]))
+    quantized.update(changes)
     return quantized
 
 

@@ -23,7 +23,7 @@ __all__ = [
     "unsaved",
     "warn_passed_over",
 ]
-__all__ += ["own_number", "user_cache"]
+__all__ += ["free_bytes", "own_number", "user_cache"]
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 MARGIN = 1 << 20  # for the other files: settings, generators' states, the log so far

@@ -18,6 +18,7 @@ from lema.cli.app import app
 from lema.cli.exitcodes import run
 from lema.config import LemaConfig
 from lema.config.backendsettings import backend_settings
+from lema.train.phases.schema import DRAFT, TITLE
 
 VERBS = [
     "demo",
@@ -229,7 +230,8 @@ def test_show_prints_every_setting_as_yaml_that_reads_back(
 def test_schema_is_json_and_describes_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(app, ["config", "schema"]) == 0
     schema: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert set(schema["properties"]) == {*LemaConfig.model_fields, *backend_settings()}
+    assert set(schema["properties"]) >= {*LemaConfig.model_fields, *backend_settings(), "phases"}
+    assert (schema["$schema"], schema["title"]) == (DRAFT, TITLE)
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_at_a_terminal_it_asks_and_enter_takes_what_is_proposed(
         return "model" if "Model" in question else default
 
     monkeypatch.setattr(verb, "at_terminal", lambda: True)
-    monkeypatch.setattr(verb.typer, "prompt", prompt)
+    monkeypatch.setattr("typer.prompt", prompt)
     monkeypatch.setattr(names, "cached_ids", lambda: ["org/cached"])
     assert run(app, ["init", "--output", "asked.yaml"]) == 0
     assert [default for _, default in asked] == ["org/cached", "rows.jsonl"]

@@ -276,7 +276,7 @@ def test_what_another_run_uses_is_not_replaced_under_it(
     with pytest.raises(ConfigError, match="still uses what was made of it before"):
         opened(source)
     # as if another process had it
-    monkeypatch.setattr(bases, "is_held_here", lambda _: False)
+    monkeypatch.setattr(bases, "is_locked_here", lambda _: False)
     monkeypatch.setattr(time, "sleep", lambda _: model.close())
     opened(source).close()
     assert "waiting for another process" in capsys.readouterr().err

@@ -132,7 +132,7 @@ def test_a_model_for_other_trainers_has_the_numbers_of_peft_on_bitsandbytes(
     adapter = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     model = lema.streamed(source, adapter, device="cpu", quantize_base="nf4", seed=1)
     draw_b(model)
-    model.save_pretrained(tmp_path / "adapter")
+    model.save_pretrained(str(tmp_path / "adapter"))
     about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert about["base_model_name_or_path"] == str(source)
     config = BitsAndBytesConfig(

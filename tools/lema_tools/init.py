@@ -96,11 +96,11 @@ def init(
 
     machine = here(output)
     typer.echo(machine.line)
-    rows = look_at(data)
-    typer.echo(f"{data}: {rows.line}")
     with contextlib.ExitStack() as stack:
         directory, name, needs = _model(model, stack)
         check_separate(output, [directory, data])
+        rows = look_at(data)
+        typer.echo(f"{data}: {rows.line}")
         choice, host_reason = _choice(directory, machine, sizes[0], sizes[1], profile)
     _write(output, choice, (name, needs), data, rows, host_reason)
     for line in _summary(output, choice, machine):

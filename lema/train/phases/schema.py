@@ -12,7 +12,7 @@ from lema.train.phases.phase import OVERRIDES, Phase
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.twophase import LoRATrainerConfig
 
-__all__ = ["file_schema"]
+__all__ = ["DRAFT", "TITLE", "file_schema"]
 
 DRAFT = "http://json-schema.org/draft-07/schema#"  # that editors know
 TITLE = "Settings of LEMA"
