@@ -100,7 +100,7 @@ _public, _ = lazy_exports(
         "MemoryStrategy": "config",
         "Phase": "train.phases.phase",
         "PhasePlan": "train.phases.plan",
-        "Sampling": "data.sampling",
+        "Sampling": "data.mixing.sampling",
         "StreamingMixin": "train.hf.mixin",
         "prepare_monolithic_safetensors": "convert.prepare",
         "streamed": "train.hf.peftmodel",

@@ -189,7 +189,9 @@ def test_passes_with_unlike_numbers_of_tokens_are_weighted_by_token(
     whole = whole_model(checkpoint)
     draw_b(whole)
     expected = whole_step(whole, batches)
-    with streamed_model(checkpoint, gradient_accumulation_steps=3, output_dir=tmp_path) as model:
+    with streamed_model(
+        checkpoint, gradient_accumulation_steps=3, max_grad_norm=None, output_dir=tmp_path
+    ) as model:
         draw_b(model.lora_manager)
         optimizer = SGD(model.get_trainable_parameters(), lr=1.0)
         outcomes = []

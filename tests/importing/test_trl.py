@@ -358,7 +358,9 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "values", "expected", "changes"), CASES, ids=lambda case: json.dumps(case, default=str)
+    ("kind", "values", "expected", "changes"),
+    CASES,
+    ids=lambda case: json.dumps(case, default=sorted),
 )
 def test_a_value_becomes_its_setting_or_a_note_that_it_changes_numbers(
     kind: str, values: dict[str, Any], expected: dict[str, Any], changes: set[str]

@@ -110,6 +110,7 @@ def config_of(llama: Path, adapter: Path, out: Path, **changes: Any) -> LemaConf
         exclude_unset=True, exclude={"model_name_or_path", "lora_rank", "lora_alpha"}
     )
     given = {"shuffle": False, "max_steps": 4, "batch_size": 2, "lr_scheduler_type": "constant"}
+    given |= {"max_grad_norm": None}
     return LemaConfig(
         str(llama), **plain | given | {"adapter_name_or_path": str(adapter)} | changes
     )

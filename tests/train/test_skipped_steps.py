@@ -79,6 +79,7 @@ def test_fit_goes_on_as_if_the_batch_had_not_been_in_the_data(
         "weight_decay": 0.1,
         "max_grad_norm": 0.5,
         "save_steps": 1,
+        "save_total_limit": None,
     }
     config = settings(llama, tmp_path / "out", max_skipped_steps=1, **changes)
     with opened(config) as model:

@@ -5,9 +5,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from lema.convert.prepare import _aligned, _open
-from lema.convert.quantize import Quantizer
-from lema.model.skeleton import find_layers
+from lema.convert.conversion import Conversion, opened_source
 from lema_tools.models.checkpoints import Checkpoint
 from lema_tools.models.published import SETTINGS, SIZES, write_hollow
 
@@ -29,17 +27,13 @@ def write_form(checkpoint: Checkpoint, form: str, directory: Path) -> Path | Non
         return None
     quantised = directory / form
     quantised.mkdir()
-    opened = _open(published, None, False)
-    written = opened.form(assembled=True)
-    quantizer = Quantizer.of(form, opened.model, opened.dtypes, written.file_names)
-    names = [name for name, _, _ in written.specs(parted=True)]
-    owners: dict[str, str] = {}
-    specs = []
-    for spec in written.specs(parted=True):
-        parts = quantizer.specs(spec)
-        specs += parts
-        owners |= {name: written.owner(spec[0]) for name, _, _ in parts}
-    specs = _aligned(specs, find_layers(opened.model)[0], owners.__getitem__)
+    opened = opened_source(published, None, False)
+    conversion = Conversion(opened, quantize=form, assembled=True)
+    written = conversion.form
+    quantizer = conversion.quantizer
+    assert quantizer is not None, "the form is one of quantised weights"
+    names = [name for section in conversion.sections for name in section.names]
+    specs = [spec for section in conversion.sections for spec in section.specs]
     shapes = {name: list(tensor.shape) for name, tensor in opened.model.state_dict().items()}
     states = {
         f"{name}.{STATE}": _state(shapes[written.owner(name)])

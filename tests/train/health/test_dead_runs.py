@@ -17,7 +17,7 @@ from lema.errors import DeadRun, NonFiniteError
 from lema.train.metrics import read_metrics
 
 ROWS = token_rows(8)
-LONG: dict[str, Any] = {"num_train_epochs": 20.0, "logging_steps": 1}
+LONG: dict[str, Any] = {"num_train_epochs": 20.0, "logging_steps": 1, "warmup_steps": 0}
 
 
 @pytest.fixture(scope="module")

@@ -93,6 +93,7 @@ def trainer_of(
         fixed = {
             "device": "cpu",
             "save_steps": 1,
+            "save_total_limit": None,
             "logging_steps": 1,
             "max_grad_norm": 1.0,
             "output_dir": str(tmp_path / name),

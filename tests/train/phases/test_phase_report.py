@@ -381,7 +381,7 @@ def test_rows_at_once_are_as_many_as_fit_and_a_run_goes_on_with_them(
     planned = phase_report(config_of(device_memory=limit), plan).phases[0].at_once
     assert planned < ample.at_once == 16
     seen = rows_seen(LemaTrainer, monkeypatch)
-    config = config_of(device_memory=limit, save_steps=1)
+    config = config_of(device_memory=limit, save_steps=1, save_total_limit=None)
     run_phases(config, plan, sources)
     assert sum(seen) == 4 * 16 and max(seen) == planned
     done = Path(config.output_dir) / "adapters"
