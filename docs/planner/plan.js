@@ -1402,6 +1402,7 @@ return {ADDED_TO, OF_LAYERS, _boundaries_on_device, _ring, _saved_on_device, _wo
 const lema_plan_budget = (() => {
 const math = stubs.math;
 const replace = stubs.replace;
+const human_bytes = lema_config_units.human_bytes;
 const MemoryLimitError = stubs.MemoryLimitError;
 const Allocation = lema_plan_cost.Allocation;
 const Demand = lema_plan_cost.Demand;
@@ -1535,12 +1536,13 @@ ordered = (() => { const made$ = []; for (const t27 of py.iter(py.call(scattered
 return (function*(t28) { for (const t29 of t28) { const count = t29; yield py.frozenset(py.slice(ordered, null, count, null)); } })(py.iter(py.range(py.add(py.len(ordered), 1))));
 }, ["demand", "chosen"]);
 const _nothing_fits = py.named(function(demand, refused, device_limit, host_limit) {
-let adapter_hint, largest, needed, on_device, to_disk, usable;
+let adapter_bytes, adapter_hint, largest, needed, on_device, to_disk, usable;
 on_device = py.item(py.min((function*(t30) { for (const t31 of t30) { const allocation = t31; yield [py.sum(py.values(py.call(device_parts, [demand, allocation]))), allocation.slots]; } })(py.iter(refused))), 0);
 if (((device_limit != null) && py.gt(on_device, device_limit))) {
 largest = py.max((function*(t32) { for (const t33 of t32) { const [_, nbytes] = py.list(t33); yield nbytes; } })(py.iter(demand.leased)));
-adapter_hint = [", or lower lora_rank or exclude modules: what trains takes ", py.format(demand.adapter_bytes, [","].join(''))].join('');
-return py.call(MemoryLimitError, [[py.format(device_limit, [","].join('')), " bytes of device memory cannot hold the layer slots (", py.format(py.item(refused, 0).slots, ""), " of ", py.format(largest, [","].join('')), " bytes) beside ", py.format(demand.fixed_bytes, [","].join('')), " bytes of embeddings, head, adapters, optimizer state and one micro-batch in one layer"].join('')], {where: "device_memory", how: ["allow at least ", py.format(on_device, [","].join('')), " bytes, or lower micro_batch_size or prefetch_depth", py.format(py.mul(adapter_hint, py.gt(py.mul(2, demand.adapter_bytes), device_limit)), "")].join('')});
+adapter_bytes = py.call(human_bytes, [demand.adapter_bytes]);
+adapter_hint = [", or lower lora_rank or exclude modules: what trains takes ", py.format(adapter_bytes, "")].join('');
+return py.call(MemoryLimitError, [[py.format(py.call(human_bytes, [device_limit]), ""), " of device memory cannot hold the layer slots (", py.format(py.item(refused, 0).slots, ""), " of ", py.format(py.call(human_bytes, [largest]), ""), ") beside ", py.format(py.call(human_bytes, [demand.fixed_bytes]), ""), " of embeddings, head, adapters, optimizer state and one micro-batch in one layer"].join('')], {where: "device_memory", how: ["allow at least ", py.format(on_device, [","].join('')), " bytes (", py.format(py.call(human_bytes, [on_device]), ""), "), or lower micro_batch_size or prefetch_depth", py.format(py.mul(adapter_hint, py.gt(py.mul(2, demand.adapter_bytes), device_limit)), "")].join('')});
 }
 usable = (() => { const made$ = []; for (const t34 of py.iter(refused)) { const allocation = t34; if (py.ge(py.call(_left, [device_limit, py.call(device_parts, [demand, allocation])]), 0)) { made$.push(allocation); } } return made$; })();
 needed = py.min((function*(t35) { for (const t36 of t35) { const allocation = t36; yield py.sum(py.values(py.call(host_parts, [demand, allocation]))); } })(py.iter(usable)));
@@ -2993,6 +2995,7 @@ const num_positions = stubs.num_positions;
 const PreferenceDataset = stubs.PreferenceDataset;
 const CHUNK_TOKENS = stubs.CHUNK_TOKENS;
 const Packs = stubs.Packs;
+const packs_of = stubs.packs_of;
 const ConfigError = stubs.ConfigError;
 const with_adapter = stubs.with_adapter;
 const ModelFiles = stubs.ModelFiles;
@@ -3130,7 +3133,7 @@ preferences = py.ne(config.objective, "sft");
 counts = data.counts;
 batched_rows = data;
 if (py.t(config.packing)) {
-batched_rows = py.call(Packs, [data, length, config.seed], {wrapped: py.eq(config.packing, "wrapped")});
+batched_rows = py.call(packs_of, [data, length, config]);
 counts = py.replace(counts, {rows: py.len(batched_rows)});
 }
 rows = counts.rows;

@@ -196,6 +196,11 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
         )
 
 
+def _form_of(values: Sequence[Any]) -> RowForm:
+    """Return the form of an example: texts, or messages."""
+    return "completion" if isinstance(values[0], str) else "chat"
+
+
 def prepare_preferences(
     data: str | Path | Iterable[Any],
     tokenizer: PreTrainedTokenizerBase,
@@ -233,8 +238,7 @@ def prepare_preferences(
                         remarks.add(row, DATED.format(encoding.date))
                     mark = GOOD * label | SECOND * (number > 0)
                     side = reader.forms.truncation_side
-                    form: RowForm = "completion" if isinstance(values[0], str) else "chat"
-                    formed = replace(row, form=BITS[form])
+                    formed = replace(row, form=BITS[_form_of(values)])
                     _take(
                         columns, formed, tokens, mark, _Limits(max_length, overlong, labelled, side)
                     )
