@@ -190,8 +190,8 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     """
     warmup_steps: Reported[types.AutoSteps] = None
     """Optimizer steps in which the learning rate rises from 0. None or auto: 3 % of all steps,
-    rounded down, at most 100; none with `warmup_ratio`. A number below 1, such as 0.1, sets
-    `warmup_ratio`."""
+    rounded down, at most 100, and 2 instead of 1; none with `warmup_ratio`. A number below 1, such
+    as 0.1, sets `warmup_ratio`."""
     warmup_ratio: Reported[types.Beta] = 0.0
     """The same as a fraction of all steps. Without both, wsd, wsds and cosine_rewarm use 0.01."""
     train_data: OfData[DataFiles | None] = None

@@ -397,7 +397,8 @@ def num_warmup_steps(config: LemaConfig, num_steps: int) -> int:
     if config.warmup_ratio:
         return math.ceil(config.warmup_ratio * num_steps)  # rounded as transformers does
     if config.warmup_steps is None:
-        return min(int(AUTO_WARMUP * num_steps), MOST_AUTO_WARMUP)
+        steps = min(int(AUTO_WARMUP * num_steps), MOST_AUTO_WARMUP)
+        return 2 if steps == 1 else steps  # with one, the first step has a rate of 0 alone
     return config.warmup_steps
 
 

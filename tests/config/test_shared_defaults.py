@@ -33,7 +33,10 @@ def test_the_learning_rate_is_that_of_the_objective(objective: str, rate: float)
     [
         ({}, 20, 0),
         ({}, 33, 0),
-        ({}, 34, 1),
+        ({}, 34, 2),
+        ({}, 66, 2),
+        ({}, 67, 2),
+        ({}, 100, 3),
         ({}, 1000, 30),
         ({}, 100_000, 100),
         ({"warmup_steps": "auto"}, 1000, 30),

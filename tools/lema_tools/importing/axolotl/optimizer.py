@@ -96,14 +96,18 @@ def _warmup(ledger: Ledger) -> None:
         ledger.same("warmup_steps", f"warmup_steps: {steps}")
         ledger.same("warmup_ratio", f"warmup_steps: {steps}")
         return
-    share = DEFAULT_WARMUP if ratio is None else float(ratio)
+    if ratio is None:
+        ledger.put(warmup_steps="auto", warmup_ratio=0.0)
+        ledger.same("warmup_steps", "warmup_steps: auto, which is axolotl's rule")
+        ledger.same("warmup_ratio", "warmup_steps: auto")
+        return
+    share = float(ratio)
     ledger.put(warmup_steps=0, warmup_ratio=share)
     if not share:
         ledger.same("warmup_ratio", "warmup_ratio: 0.0")
         return
-    limit = ", at most 100 steps," if ratio is None else ""
     what = (
-        f"warmup_ratio: {share}; axolotl{limit} rounds the number of steps down and LEMA up, so "
+        f"warmup_ratio: {share}; axolotl rounds the number of steps down and LEMA up, so "
         "there may be one step more: write warmup_steps to have the same"
     )
     ledger.differs("warmup_ratio", what)
