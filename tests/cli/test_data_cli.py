@@ -138,9 +138,6 @@ def test_what_cannot_be_shown_is_refused(
     assert_refused(
         capfd, 3, ["bad.jsonl:9"], "data", write_config(train_data=str(tmp_path / "bad.jsonl"))
     )
-    phases = tmp_path / "phases.yaml"
-    phases.write_text("phases: []\n")
-    assert_refused(capfd, 2, ["several data sets", "lema plan"], "data", phases)
 
 
 def test_a_run_goes_on_with_kept_tokens_and_tokenises_none(

@@ -64,7 +64,7 @@ def test_elsewhere_each_measurement_is_one_line() -> None:
         display.show(LOGS, epoch=0.5)
     display.show({"eval_loss": 2.5, "eval_perplexity": 12.18249})
     display.close()
-    measured = "loss 2.3457  lr 1.00e-04  grad 0.5  3.4k tok/s  1.2 GB read  512 MB memory"
+    measured = "loss 2.3457  lr 1.00e-04  grad 0.500  3.4k tok/s  1.2 GB read  512 MB memory"
     assert written(console).splitlines() == [
         f"step 1/4  epoch 0.50  {measured}  30s left",
         f"step 2/4  epoch 0.50  {measured}  20s left",
@@ -108,7 +108,7 @@ def test_a_terminal_gets_a_bar_that_fits(width: int) -> None:
     assert frame[0].rstrip().endswith("30s left")
     assert (
         frame[1].rstrip()
-        == "loss 2.3457  lr 1.00e-04  grad 0.5  3.4k tok/s  1.2 GB read  512 MB memory"
+        == "loss 2.3457  lr 1.00e-04  grad 0.500  3.4k tok/s  1.2 GB read  512 MB memory"
     )
     assert all(len(line) <= width for line in frame)
 

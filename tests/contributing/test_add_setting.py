@@ -53,6 +53,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> str:
     for module in (lemaconfig, settingspage):
         monkeypatch.setattr(module, "LemaConfig", LemaConfigWithExample)
     monkeypatch.setattr("lema.config.LemaConfig", LemaConfigWithExample)
+    monkeypatch.setattr("lema.train.phases.schema.LemaConfig", LemaConfigWithExample)
     return EXAMPLE
 
 

@@ -58,7 +58,11 @@ def file_schema() -> dict[str, Any]:
         "required": ["model_name_or_path"],
         "if": phased,
         "then": {"properties": dict.fromkeys(sorted(IDLE), False)},
-        "else": {"properties": dict.fromkeys(sorted(only_phased.keys() - of_run.keys()), False)},
+        "else": {
+            "properties": dict.fromkeys(
+                sorted(only_phased.keys() - of_run.keys() - {"trains"}), False
+            )
+        },
         "$defs": kinds,
     }
 
