@@ -43,6 +43,7 @@ LINES: Mapping[str, tuple[str, ...]] = {
     "backends": (),
     "consolidate": ("{adapter}", "whole"),
     "data": ("{config}",),
+    "chat": ("{adapter}", "--max-new-tokens", "2"),
     "demo": ("{file}",),
     "doctor": ("--quick", "--directory", "{empty}"),
     "eval": ("{adapter}", "--data", "{rows}"),

@@ -28,6 +28,7 @@ from lema.storage.manifest import MANIFEST, write_manifest
 
 # A value of each setting that acts, such as a stranger would choose.
 CHOSEN: dict[str, Any] = {
+    "quantize_base_cache": "elsewhere",
     "gbi_path": "/somewhere/model.safetensors",
     "attn_implementation": "someone/kernel",
     "train_data": {"a": "/**/*.json"},
