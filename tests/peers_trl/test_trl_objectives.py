@@ -228,7 +228,13 @@ def test_losses_metrics_and_adapters_are_those_of_trl(
         "eval_data": str(held),
         "eval_steps": STEPS,
     }
-    config = settings(model, tmp_path / "out", gradient_accumulation_steps=accumulation, **options)
+    config = settings(
+        model,
+        tmp_path / "out",
+        gradient_accumulation_steps=accumulation,
+        max_grad_norm=None,
+        **options,
+    )
     with opened(config) as streamed:
         first = adapter_of(streamed.skeleton)
         streamed.get_trainer().fit(*load_data(streamed))

@@ -49,15 +49,19 @@ def _text(representer: Any, text: str) -> Any:
 
 def _to_write(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that are not as LEMA has them by default, in LEMA's order; those that a
-    plain run has not (phases) come last.
+    plain run has not (phases) come last. Of the two of a warm-up one is written, because files of
+    phases refuse both.
     """
     defaults = LemaConfig.defaults()
     ordered = [name for name in defaults if name in settings]
     ordered += [name for name in settings if name not in defaults]
+    has_steps = not settings.get("warmup_ratio") and "warmup_steps" in settings
+    idle = "warmup_ratio" if has_steps else "warmup_steps"
     return {
         name: settings[name]
         for name in ordered
-        if name in ALWAYS or name not in defaults or settings[name] != defaults[name]
+        if name != idle
+        and (name in ALWAYS or name not in defaults or settings[name] != defaults[name])
     }
 
 

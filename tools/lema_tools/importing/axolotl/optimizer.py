@@ -96,12 +96,13 @@ def _warmup(ledger: Ledger) -> None:
         ledger.same("warmup_steps", f"warmup_steps: {steps}")
         ledger.same("warmup_ratio", f"warmup_steps: {steps}")
         return
-    if ratio is None:
+    if ratio is None and ledger["adapter"]:
         ledger.put(warmup_steps="auto", warmup_ratio=0.0)
         ledger.same("warmup_steps", "warmup_steps: auto, which is axolotl's rule")
         ledger.same("warmup_ratio", "warmup_steps: auto")
         return
-    share = float(ratio)
+    # a full fine-tune has no `auto`
+    share = DEFAULT_WARMUP if ratio is None else float(ratio)
     ledger.put(warmup_steps=0, warmup_ratio=share)
     if not share:
         ledger.same("warmup_ratio", "warmup_ratio: 0.0")
