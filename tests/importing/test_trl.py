@@ -264,8 +264,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     (
         "sft",
         {"use_peft": False, "neftune_noise_alpha": 5.0, "push_to_hub": True},
-        {"trains": "full", "optim": "adamw_torch", "push_to_hub": None, "loss_type": None},
-        {"neftune_noise_alpha"},
+        {"trains": "full", "optim": "adamw_torch", "push_to_hub": None, "neftune_noise_alpha": 5.0},
+        set(),
     ),
     ("sft", {"use_peft": False, "optim": "sgd"}, {"optim": "adamw_torch"}, {"optim"}),
     ("sft", {"use_peft": False, "loss_type": "dft"}, {"loss_type": None}, {"loss_type"}),

@@ -7,7 +7,7 @@ from typing import Any
 
 from lema.config import LemaConfig
 from lema.config.problems import SettingsError
-from lema.train.phases.file import EVAL_ROWS, IDLE, PHASES, STAGES
+from lema.train.phases.file import EVAL_ROWS, IDLE, OF_ROWS, PHASES, STAGES
 from lema.train.phases.phase import OVERRIDES, Phase
 from lema.train.phases.plan import PhasePlan
 from lema.train.phases.twophase import LoRATrainerConfig
@@ -57,7 +57,7 @@ def file_schema() -> dict[str, Any]:
         "properties": properties,
         "required": ["model_name_or_path"],
         "if": phased,
-        "then": {"properties": dict.fromkeys(sorted(IDLE), False)},
+        "then": {"properties": dict.fromkeys(sorted(IDLE.keys() - OF_ROWS.keys()), False)},
         "else": {
             "properties": dict.fromkeys(
                 sorted(only_phased.keys() - of_run.keys() - {"trains"}), False

@@ -180,6 +180,9 @@ RUNS = {
         {
             **NO_LORA,
             "trains": "full",
+            "optim": "adamw_torch",
+            "objective": ...,
+            "loss_type": ...,
             "chat_template": chat_template(FAMILIES["qwen3_tokenizer"]),
             "max_length": 40960,
             "lr_scheduler_type": "constant",

@@ -29,6 +29,17 @@ def number(value: object, key: str) -> float:
         ) from error
 
 
+def _cached(name: str, revision: str | None) -> object:
+    """Return where the hub's cache has the config of a model; anything but a path: nowhere."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return try_to_load_from_cache(name, "config.json", revision=revision)
+    except HFValidationError:  # of a directory that is not here
+        return None
+
+
 @dataclass
 class Ledger:
     """The values of a run and its translation.
@@ -58,9 +69,15 @@ class Ledger:
 
     @cached_property
     def model_config(self) -> Mapping[str, Any]:
-        """The model's config.json where its directory is here; empty: it is not."""
-        file = Path(str(self["model_name_or_path"])) / "config.json"
-        return read_json(file, CONFIG_BYTES, "a config") if file.is_file() else {}
+        """The model's config.json where its directory, or the hub's copy, is here; empty: neither
+        is.
+        """
+        name = str(self["model_name_or_path"])
+        file = Path(name) / "config.json"
+        if file.is_file():
+            return read_json(file, CONFIG_BYTES, "a config")
+        copy = _cached(name, self["model_revision"])
+        return read_json(Path(copy), CONFIG_BYTES, "a config") if isinstance(copy, str) else {}
 
     def is_default(self, key: str) -> bool:
         """Whether a key has the trainer's default."""

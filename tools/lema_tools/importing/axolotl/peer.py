@@ -6,12 +6,12 @@ from typing import Any
 from lema.errors import ConfigError
 from lema_tools.importing.axolotl.adapter import adapter
 from lema_tools.importing.axolotl.datasets import datasets
-from lema_tools.importing.axolotl.full import full_run
 from lema_tools.importing.axolotl.model import model
 from lema_tools.importing.axolotl.objective import objective
 from lema_tools.importing.axolotl.optimizer import batches, optimizer
 from lema_tools.importing.axolotl.results import results
 from lema_tools.importing.axolotl.silent import SILENT, SILENT_PREFIXES
+from lema_tools.importing.full import full_run
 from lema_tools.importing.ledger import Ledger
 from lema_tools.importing.translation import DefaultsTable, ForeignRun, Translation
 
@@ -88,7 +88,7 @@ class Axolotl:
         optimizer(ledger)
         adapter(ledger)
         results(ledger)
-        full_run(ledger)
+        full_run(ledger, "optimizer")
         _others(ledger)
         return ledger.translation
 

@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from lema.errors import ConfigError
+from lema_tools.importing.full import full_run
 from lema_tools.importing.ledger import Ledger
 from lema_tools.importing.llamafactory.adapter import adapter, names_of
 from lema_tools.importing.llamafactory.model import model
@@ -103,6 +104,7 @@ class LlamaFactory:
         optimizer(ledger)
         adapter(ledger)
         results(ledger)
+        full_run(ledger, "optim")
         _backends(ledger)
         _others(ledger)
         return ledger.translation

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lema.errors import ConfigError
+from lema_tools.importing.full import full_run
 from lema_tools.importing.ledger import Ledger
 from lema_tools.importing.torchtune.components import component_of, flat_keys
 from lema_tools.importing.torchtune.sources import sources
@@ -108,6 +109,7 @@ class Torchtune:
         for part in PARTS:
             part(ledger)
         _results(ledger)
+        full_run(ledger, f"optimizer.{'fused' if ledger['optimizer.fused'] else '_component_'}")
         _launched(run, ledger)
         _others(ledger)
         return ledger.translation

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lema.errors import ConfigError
+from lema_tools.importing.full import full_run
 from lema_tools.importing.translation import ForeignRun, Translation
 from lema_tools.importing.trl.adapter import adapter
 from lema_tools.importing.trl.batches import batches
-from lema_tools.importing.trl.full import full_run
 from lema_tools.importing.trl.kind import DEFAULTS, kind_of, words_of_trl
 from lema_tools.importing.trl.ledger import Ledger
 from lema_tools.importing.trl.objective import objective
@@ -30,7 +30,6 @@ PARTS: tuple[Callable[[Ledger], None], ...] = (
     adapter,
     objective,
     results,
-    full_run,
 )
 """What translates a run, one concept after the other."""
 
@@ -114,6 +113,7 @@ class Trl:
         ledger = _opened(run, kind, defaults)
         for part in PARTS:
             part(ledger)
+        full_run(ledger, "optim")
         _silent(ledger)
         _unknown(ledger)
         return ledger.translation
@@ -131,7 +131,9 @@ def _opened(run: ForeignRun, kind: str, defaults: Mapping[str, Any]) -> Ledger:
         if key in EARLIER and name not in run.values:
             renamed[key] = name
         values[name] = value
-    ledger = Ledger(kind, {**defaults, **values}, frozenset(values), defaults, run.directory)
+    ledger = Ledger(
+        {**defaults, **values}, frozenset(values), defaults, run.directory, run.options, kind=kind
+    )
     for key, name in renamed.items():
         ledger.differs(
             key, f"TRL calls it {name} now, and ignores this name", changes_numbers=False

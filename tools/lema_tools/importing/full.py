@@ -5,29 +5,33 @@ LEMA, which has fewer settings.
 from lema.config import LemaConfig
 from lema.config.objective import OF_OBJECTIVES
 from lema.config.results import OF_PLAIN_RUNS
-from lema_tools.importing.trl.ledger import Ledger
+from lema.train.phases.file import OF_ROWS
+from lema_tools.importing.ledger import Ledger
 
 __all__ = ["full_run"]
 
-NUMBERS = ("loss_type", "neftune_noise_alpha", "label_smoothing_factor", "router_aux_loss_coef")
+NUMBERS = ("objective", "loss_type", "router_aux_loss_coef", "quantize_base")
 """Settings of runs with an adapter alone that change numbers."""
 
 
-def full_run(ledger: Ledger) -> None:
-    """Take settings out that a full fine-tune has not, and note those that had an effect."""
+def full_run(ledger: Ledger, optimizer: str) -> None:
+    """Take settings out that a full fine-tune has not, and note those that had an effect.
+
+    Args:
+        ledger: the run.
+        optimizer: the trainer's key of its optimizer.
+    """
     settings = ledger.translation.settings
     if settings.get("trains") != "full":
         return
-    if settings["loss_type"] == "nll":
+    if settings.get("loss_type") == "nll":
         del settings["loss_type"]
     defaults = LemaConfig.defaults()
     keys = {text.partition(":")[0]: key for key, text in ledger.translation.same.items()}
-    for name in (*OF_PLAIN_RUNS, *OF_OBJECTIVES):
-        if name not in settings or settings[name] == defaults[name]:
-            continue
-        del settings[name]
-        _note(ledger, keys.get(name, name), changes_numbers=name in NUMBERS)
-    _optimizer(ledger)
+    for name in (*OF_PLAIN_RUNS, *OF_OBJECTIVES, "quantize_base"):
+        if name not in OF_ROWS and name in settings and settings.pop(name) != defaults[name]:
+            _note(ledger, keys.get(name, name), changes_numbers=name in NUMBERS)
+    _optimizer(ledger, optimizer)
 
 
 def _note(ledger: Ledger, key: str, *, changes_numbers: bool) -> None:
@@ -38,15 +42,15 @@ def _note(ledger: Ledger, key: str, *, changes_numbers: bool) -> None:
     ledger.lost(key, what, changes_numbers=changes_numbers)
 
 
-def _optimizer(ledger: Ledger) -> None:
+def _optimizer(ledger: Ledger, key: str) -> None:
     """Weights train with AdamW, whose moments are beside them in host memory."""
-    optimizer = ledger["optim"]
+    optimizer = ledger.translation.settings.get("optim", "adamw_torch")
     ledger.put(optim="adamw_torch")
-    del ledger.translation.same["optim"]
     if optimizer == "adamw_torch":
-        ledger.translation.same["optim"] = "optim: adamw_torch"
-    elif optimizer == "adamw_torch_fused":
+        return
+    ledger.translation.same.pop(key, None)
+    if optimizer == "adamw_torch_fused":
         what = "optim: adamw_torch, the same but for rounding, about 1e-7 of a loss in float32"
-        ledger.differs("optim", what, changes_numbers=False)
+        ledger.differs(key, what, changes_numbers=False)
     else:
-        ledger.lost("optim", "weights of the model train with adamw_torch alone")
+        ledger.lost(key, "weights of the model train with adamw_torch alone")
