@@ -10,6 +10,7 @@ import pytest
 from lema.config.yaml import read_yaml
 from lema.errors import ConfigError
 from lema_tools.importing.axolotl.peer import DEFAULTS, PEER
+from lema_tools.importing.recognition import peer_of
 from lema_tools.importing.translation import ForeignRun, Translation
 
 LORA = {
@@ -33,8 +34,9 @@ def _changed(translation: Translation) -> set[str]:
 
 
 def test_a_file_is_recognised_by_its_keys() -> None:
-    assert PEER.recognises(ForeignRun(LORA)) >= 3
-    assert PEER.recognises(ForeignRun({"learning_rate": 1e-4, "output_dir": "out"})) == 0
+    assert peer_of(ForeignRun(LORA), "axolotl.yaml") is PEER
+    with pytest.raises(ConfigError, match="keys"):
+        peer_of(ForeignRun({"learning_rate": 1e-4, "output_dir": "out"}), "any.yaml")
 
 
 def test_what_a_file_does_not_write_is_as_axolotl_has_it() -> None:

@@ -20,7 +20,7 @@ from lema_tools.demo import run_demo
 from lema_tools.importing.checking import checked
 from lema_tools.importing.command import translated
 from lema_tools.importing.commandline import foreign_run
-from lema_tools.importing.recognition import peer_named
+from lema_tools.importing.recognition import peer_named, peer_of
 from lema_tools.importing.translation import ForeignRun, Translation
 from lema_tools.importing.trl import PEER
 from lema_tools.importing.trl.kind import DEFAULTS
@@ -409,7 +409,7 @@ def test_answers_that_a_template_marks_are_trained_alone_as_there(tmp_path: Path
 def test_a_command_line_says_its_kind(words: list[str], kind: str) -> None:
     least = [f"--{key}={value}" for key, value in LEAST.items()]
     run = foreign_run([*words, *least, "--no_remove_unused_columns"], objective=None, options={})
-    assert PEER.recognises(run) > 8
+    assert PEER.recognises(run)
     translation = PEER.translate(run)
     assert translation.settings.get("objective", "sft") == kind
     assert lists_of(translation).count("remove_unused_columns") == 1
@@ -473,11 +473,20 @@ def test_a_run_without_model_or_data_is_refused(missing: str) -> None:
     assert caught.value.where == missing
 
 
+def test_the_file_of_the_page_is_recognised() -> None:
+    """It has `datasets` and `lora_r`, which axolotl has, too."""
+    values = {"datasets": [{"path": "a/b"}], "lora_r": 8, "max_length": 64, "use_peft": True}
+    assert peer_of(ForeignRun({"model_name_or_path": "m", **values}), "sft.yaml") is PEER
+    del values["use_peft"]
+    assert peer_of(ForeignRun({"model_name_or_path": "m", **values}), "sft.yaml") is PEER
+
+
 def test_files_of_other_trainers_are_not_recognised() -> None:
     axolotl = {"base_model": "m", "sequence_len": 64, "datasets": [], "lora_r": 8}
     factory = {"model_name_or_path": "m", "stage": "sft", "finetuning_type": "lora"}
-    assert [PEER.recognises(ForeignRun(values)) for values in (axolotl, factory)] == [0, 0]
-    assert PEER.recognises(ForeignRun(LEAST)) == 1
+    for values in (axolotl, factory):
+        assert peer_of(ForeignRun(values), "their.yaml") is not PEER
+    assert peer_of(ForeignRun(LEAST), "sft.yaml") is PEER
     assert peer_named("trl") is PEER
 
 

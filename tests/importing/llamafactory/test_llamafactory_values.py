@@ -12,6 +12,7 @@ from lema.errors import ConfigError
 from lema_tools.importing.command import translated
 from lema_tools.importing.llamafactory.peer import DEFAULTS as TABLE
 from lema_tools.importing.llamafactory.peer import PEER, LlamaFactory
+from lema_tools.importing.recognition import peer_of
 from lema_tools.importing.translation import ForeignRun, Translation
 
 BASE = {"model_name_or_path": "org/base", "dataset": "shop", "template": "chatml", "bf16": True}
@@ -186,6 +187,6 @@ def test_the_folder_of_data_sets_is_named_or_asked_for(
 
 
 def test_it_is_told_by_its_own_keys_and_words() -> None:
-    assert LlamaFactory().recognises(ForeignRun({"stage": "sft", "cutoff_len": 5})) == 2
-    assert LlamaFactory().recognises(ForeignRun({}, ["llamafactory-cli", "train"])) == 8
-    assert LlamaFactory().recognises(ForeignRun({"adapter": "lora", "dataset_name": "x"})) == 0
+    assert peer_of(ForeignRun({"stage": "sft", "cutoff_len": 5}), "a.yaml").name == "LLaMA-Factory"
+    assert LlamaFactory().recognises(ForeignRun({}, ["llamafactory-cli", "train"]))
+    assert peer_of(ForeignRun({"adapter": "lora", "val_set_size": 1}), "a.yaml").name == "axolotl"

@@ -23,27 +23,44 @@ def peer_named(name: str) -> Peer:
 
 
 def peer_of(run: ForeignRun, where: str) -> Peer:
-    """Return the trainer that has most of a run's keys for its own.
+    """Return the trainer of a run: whose words or form it has, or else who has most keys that no
+    other has, or else who alone has all of its keys.
 
     Args:
         run: the run.
         where: the file or command line, for the error.
 
     Raises:
-        ConfigError: no trainer's own keys are among them, or those of two alike.
+        ConfigError: it may be of none, or of several.
     """
     peers = [peer_named(name) for name in PEERS]
-    counts = [peer.recognises(run) for peer in peers]
-    best = [peer for peer, count in zip(peers, counts, strict=True) if count == max(counts)]
-    if max(counts) == 0 or len(best) > 1:
-        raise ConfigError(_unclear(best if max(counts) else []), where=where, how=_HOW)
-    return best[0]
+    given = frozenset(run.values)
+    for candidates in (
+        [peer for peer in peers if peer.recognises(run)],
+        _most(peers, given),
+        [peer for peer in peers if given <= peer.keys()],
+    ):
+        if len(candidates) == 1:
+            return candidates[0]
+        if candidates:
+            names = " or ".join(peer.name for peer in candidates)
+            raise ConfigError(f"the keys may be those of {names}", where=where, how=_HOW)
+    what = "none of the keys is one that only TRL, axolotl, LLaMA-Factory or torchtune has"
+    raise ConfigError(what, where=where, how=_HOW)
+
+
+def _most(peers: Sequence[Peer], given: frozenset[str]) -> list[Peer]:
+    """Return the trainers that have the most keys of a run for themselves; none: nobody has one."""
+    counts = [
+        len(
+            given
+            & peer.keys()
+            - frozenset().union(*(other.keys() for other in peers if other is not peer))
+        )
+        for peer in peers
+    ]
+    best = max(counts)
+    return [peer for peer, count in zip(peers, counts, strict=True) if best and count == best]
 
 
 _HOW = f"say it with --from {', '.join(PEERS)}"
-
-
-def _unclear(peers: Sequence[Peer]) -> str:
-    if not peers:
-        return "none of the keys is one that only TRL, axolotl, LLaMA-Factory or torchtune has"
-    return f"the keys may be those of {' or '.join(peer.name for peer in peers)}"

@@ -71,6 +71,12 @@ class DefaultsTable:
         return dict(json.loads(text.read_text(encoding="utf-8")))
 
     @property
+    def keys(self) -> frozenset[str]:
+        """All keys that the trainer has, for any kind of run; those of nested ones have dots."""
+        tables = self.contents["defaults"].values()
+        return frozenset(self.contents.get("keys", ())).union(*tables)
+
+    @property
     def origin(self) -> str:
         """The trainer, its version and the date of its sources, for a comment."""
         contents = self.contents
@@ -106,8 +112,11 @@ class Peer(Protocol):
     name: str
     """Its name in text, such as `LLaMA-Factory`."""
 
-    def recognises(self, run: ForeignRun) -> int:
-        """Return how many keys or words of a run only this trainer has; 0: it is none of its."""
+    def recognises(self, run: ForeignRun) -> bool:
+        """Whether the words or the form of a run are those of this trainer alone."""
+
+    def keys(self) -> frozenset[str]:
+        """Return the keys that files of this trainer may have."""
 
     def translate(self, run: ForeignRun) -> Translation:
         """Return the run as settings of LEMA.

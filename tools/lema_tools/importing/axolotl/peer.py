@@ -19,35 +19,6 @@ __all__ = ["DEFAULTS", "PEER", "Axolotl"]
 
 DEFAULTS = DefaultsTable("axolotl")
 
-DISTINCTIVE = frozenset(
-    {
-        "base_model",
-        "datasets",
-        "test_datasets",
-        "pretraining_dataset",
-        "sequence_len",
-        "sample_packing",
-        "pad_to_sequence_len",
-        "num_epochs",
-        "micro_batch_size",
-        "val_set_size",
-        "evals_per_epoch",
-        "saves_per_epoch",
-        "lora_r",
-        "lora_target_linear",
-        "lora_model_dir",
-        "dataset_prepared_path",
-        "train_on_inputs",
-        "rl",
-        "lr_scheduler",
-        "eot_tokens",
-        "wandb_watch",
-        "wandb_log_model",
-        "excess_length_strategy",
-    }
-)
-"""Keys of axolotl that no other trainer here has."""
-
 
 @dataclass(frozen=True)
 class Axolotl:
@@ -55,10 +26,13 @@ class Axolotl:
 
     name: str = "axolotl"
 
-    def recognises(self, run: ForeignRun) -> int:
-        """Return how many keys or words of a run only axolotl has."""
-        program = any(word.rpartition("/")[2] == "axolotl" for word in run.words)
-        return len(DISTINCTIVE & run.values.keys()) + 8 * program
+    def recognises(self, run: ForeignRun) -> bool:
+        """Whether the words of a run are those of this trainer's command line."""
+        return any(word.rpartition("/")[2] == "axolotl" for word in run.words)
+
+    def keys(self) -> frozenset[str]:
+        """Return the keys of its files."""
+        return DEFAULTS.keys
 
     def origin(self) -> str:
         """Return the version whose defaults were used."""

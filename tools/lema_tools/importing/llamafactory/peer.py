@@ -21,44 +21,6 @@ __all__ = ["DEFAULTS", "PEER", "LlamaFactory"]
 
 DEFAULTS = DefaultsTable("llamafactory")
 
-DISTINCTIVE = frozenset(
-    {
-        "stage",
-        "finetuning_type",
-        "cutoff_len",
-        "dataset_dir",
-        "lora_target",
-        "pref_beta",
-        "pref_loss",
-        "pref_ftx",
-        "preprocessing_num_workers",
-        "overwrite_cache",
-        "quantization_bit",
-        "quantization_method",
-        "neat_packing",
-        "mask_history",
-        "train_on_prompt",
-        "additional_target",
-        "export_dir",
-        "export_size",
-        "export_legacy_format",
-        "plot_loss",
-        "pure_bf16",
-        "eval_dataset",
-        "freeze_trainable_layers",
-        "enable_thinking",
-        "flash_attn",
-        "use_unsloth",
-        "template",
-        "infer_backend",
-        "interleave_probs",
-        "mix_strategy",
-        "default_system",
-        "pissa_init",
-    }
-)
-"""Keys of LLaMA-Factory that no other trainer here has."""
-
 PROGRAMS = ("llamafactory-cli", "lmf", "llamafactory")
 VERBS = ("train", "export", "chat", "eval", "api", "webchat", "webui", "version", "env")
 BACKENDS = {
@@ -79,10 +41,13 @@ class LlamaFactory:
 
     name: str = "LLaMA-Factory"
 
-    def recognises(self, run: ForeignRun) -> int:
-        """Return how many keys or words of a run only LLaMA-Factory has."""
-        program = any(word.rpartition("/")[2] in PROGRAMS for word in run.words)
-        return len(DISTINCTIVE & run.values.keys()) + 8 * program
+    def recognises(self, run: ForeignRun) -> bool:
+        """Whether the words of a run are those of this trainer's command line."""
+        return any(word.rpartition("/")[2] in PROGRAMS for word in run.words)
+
+    def keys(self) -> frozenset[str]:
+        """Return the keys of its files."""
+        return DEFAULTS.keys
 
     def origin(self) -> str:
         """Return the version whose defaults were used."""

@@ -84,12 +84,16 @@ class Torchtune:
 
     name: str = "torchtune"
 
-    def recognises(self, run: ForeignRun) -> int:
-        """Return how many keys or words of a run only torchtune has."""
-        components = sum(
+    def recognises(self, run: ForeignRun) -> bool:
+        """Whether a run has components or is a command line of torchtune's."""
+        components = any(
             isinstance(value, Mapping) and "_component_" in value for value in run.values.values()
         )
-        return components + 8 * (tuple(run.words[:2]) == ("tune", "run"))
+        return components or tuple(run.words[:2]) == ("tune", "run")
+
+    def keys(self) -> frozenset[str]:
+        """Return the keys at the top of its recipes' files."""
+        return frozenset(key.partition(".")[0] for key in DEFAULTS.contents["recipe_keys"])
 
     def origin(self) -> str:
         """Return the version whose defaults were used."""

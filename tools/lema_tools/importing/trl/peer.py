@@ -33,36 +33,6 @@ PARTS: tuple[Callable[[Ledger], None], ...] = (
 )
 """What translates a run, one concept after the other."""
 
-DISTINCTIVE = frozenset(
-    {
-        "dataset_name",
-        "dataset_config",
-        "dataset_train_split",
-        "dataset_test_split",
-        "dataset_text_field",
-        "dataset_num_proc",
-        "use_peft",
-        "lora_task_type",
-        "lora_target_parameters",
-        "lora_modules_to_save",
-        "assistant_only_loss",
-        "completion_only_loss",
-        "chat_template_path",
-        "packing_strategy",
-        "truncation_mode",
-        "precompute_ref_log_probs",
-        "model_revision",
-        "test_split_size",
-        "eval_packing",
-        "model_init_kwargs",
-        "num_generations",
-        "reward_funcs",
-        "center_rewards_coefficient",
-        "loss_weights",
-    }
-)
-"""Keys of TRL's scripts that no other trainer here has."""
-
 EARLIER = {
     "max_seq_length": "max_length",
     "evaluation_strategy": "eval_strategy",
@@ -91,9 +61,13 @@ class Trl:
 
     name: str = "TRL"
 
-    def recognises(self, run: ForeignRun) -> int:
-        """Return how many keys or words of a run only TRL has."""
-        return len(DISTINCTIVE & run.values.keys()) + 8 * bool(words_of_trl(run))
+    def recognises(self, run: ForeignRun) -> bool:
+        """Whether the words of a run are those of this trainer's command line."""
+        return bool(words_of_trl(run))
+
+    def keys(self) -> frozenset[str]:
+        """Return the keys of its files."""
+        return DEFAULTS.keys
 
     def origin(self) -> str:
         """Return the version whose defaults were used."""
