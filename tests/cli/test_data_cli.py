@@ -138,6 +138,13 @@ def test_what_cannot_be_shown_is_refused(
     assert_refused(
         capfd, 3, ["bad.jsonl:9"], "data", write_config(train_data=str(tmp_path / "bad.jsonl"))
     )
+    mixture = tmp_path / "phases.yaml"
+    mixture.write_text(
+        f"model_name_or_path: m\ntrain_data: {{bad: {tmp_path / 'bad.jsonl'}}}\nphases:\n"
+        "- {trains: full, tokens: 1e6, mixture: {bad: 1.0}, learning_rate: 1e-4}\n",
+        encoding="utf-8",
+    )
+    assert_refused(capfd, 2, ["several data sets", "lema plan"], "data", mixture)
 
 
 def test_a_run_goes_on_with_kept_tokens_and_tokenises_none(

@@ -168,6 +168,8 @@ class Outcome:
     @property
     def _steps(self) -> dict[str, Any]:
         rows = {name: getattr(self.file.plan, name) for name in OF_PLAN}
+        if self.phase.is_of_rows:
+            rows["max_length"] = self.file.config.max_length
         return {
             **rows,
             **self.phase.overrides,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from lema.errors import ConfigError, LemaError
 from lema.train.phases.file import all_settings, has_phases, read_phase_file
 from lema.train.phases.report import phase_report
 from lema.train.phases.run import plan_of, train_phases
+from lema_tools.loading import outcome_of
 
 if TYPE_CHECKING:
     from tiny import Checkpoint
@@ -68,6 +70,16 @@ def test_a_file_trains_every_weight_for_its_epochs_and_leaves_a_model(
     stored = model.state_dict()
     before = AutoModelForCausalLM.from_pretrained(checkpoint_of("llama").published).state_dict()
     assert not [name for name, weight in stored.items() if weight.equal(before[name])]
+
+
+def test_its_model_is_opened_with_the_length_of_the_file(file_of: Callable[..., Path]) -> None:
+    """A plan of phases has a length of its own, which a short model has no positions for."""
+    path = file_of(num_train_epochs=1, max_length=None)
+    train_phases(read_phase_file(path))
+    outcome = outcome_of(path, None, None)
+    assert outcome is not None
+    with contextlib.closing(outcome.open(report=print, trust_remote_code=False)) as model:
+        assert model.config.max_length is None
 
 
 def test_a_run_that_stopped_goes_on_bitwise(file_of: Callable[..., Path], tmp_path: Path) -> None:
