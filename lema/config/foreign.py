@@ -47,7 +47,8 @@ FOREIGN_HINTS: Mapping[str, str] = {
     "eot_tokens": "the chat template defines the token that ends an answer, and it is trained on",
     **dict.fromkeys(
         ("template", "chat_template_jinja", "chat_template_path"),
-        "here: chat_template: a .jinja file, or the Jinja text; without it the tokenizer's own",
+        "here: chat_template: a name such as chatml, a .jinja file, or the Jinja text; without it "
+        "the tokenizer's own",
     ),
     **dict.fromkeys(("dataset_text_field", "text_column", "field"), _COLUMN.format(ours="text")),
     **{f"field_{ours}": _COLUMN.format(ours=ours) for ours in _COLUMNS},
@@ -62,7 +63,7 @@ FOREIGN_HINTS: Mapping[str, str] = {
         "not needed: LEMA names columns that it does not use, and ignores them"
     ),
     "excess_length_strategy": "here: overlong: truncate, drop or error",
-    "truncation_mode": "rows are cut at their end; overlong: drop leaves long ones out",
+    "truncation_mode": "here: truncation_side: right keeps the beginning, left the end",
     **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config"), _STREAMS),
     "evals_per_epoch": "evaluations are at the end of each epoch, or every eval_steps",
     "hub_token": "no setting holds a token; use `hf auth login` or HF_TOKEN",
