@@ -30,7 +30,7 @@ from transformers.integrations import (
 
 from lema.backend import Replicas
 from lema.config import LemaConfig
-from lema.errors import ConfigError, DiskError
+from lema.errors import ConfigError, LemaError
 from lema.storage.atomic import replace_file
 from lema.train.checkpoint.format import TRAINER_STATE, about_run
 from lema.train.health.signs import Sign, Signs
@@ -419,8 +419,9 @@ class RunEvents:
         try:
             name = self._directory.absolute().name
             plot_loss(self._directory / METRICS_NAME, self._directory / PICTURE, f"{name}: loss")
-        except DiskError as error:
-            warnings.warn(f"{error.what} ({error.where})", stacklevel=3)
+        except LemaError as error:
+            # The disk refuses the picture, or something that is no file stands in its place.
+            warnings.warn(f"cannot draw {PICTURE}: {error}", stacklevel=3)
 
     def release(self) -> None:
         """Forget the model and the optimizer, so that nothing of them is in memory in the next

@@ -127,10 +127,13 @@ def test_an_adapter_that_cannot_be_written_leaves_the_one_before(
     assert lema("train", write_config(max_steps=1)) == 0
     before = (tmp_path / "out" / "adapter_model.safetensors").read_bytes()
     again = write_config(max_steps=2, overwrite_output_dir=True)
-    # The picture of the loss is not worth the adapter: it is only warned of.
+    # The picture of the loss is smaller than the limit, so a folder stands in its place. It is
+    # not worth the adapter: it is only warned of.
+    (tmp_path / "out" / "loss.png").unlink()
+    (tmp_path / "out" / "loss.png").mkdir()
     with (
         small_files(tmp_path),
-        pytest.warns(UserWarning, match=r"cannot write the loss curve.*loss\.png"),
+        pytest.warns(UserWarning, match=r"cannot draw loss\.png: .*is a directory"),
     ):
         assert_refused(capfd, 6, ["the adapter could not be written"], "train", again)
     assert (tmp_path / "out" / "adapter_model.safetensors").read_bytes() == before
