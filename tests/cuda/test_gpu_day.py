@@ -194,7 +194,7 @@ def test_a_phase_that_is_cut_off_leaves_its_lines_and_the_next_one_runs(tmp_path
         tmp_path,
         'out="${@: -1}"; echo "{\\"row\\": 1}" >>"$out"; case $1 in *card*) exec sleep 60;; esac',
     )
-    done = day(tmp_path / "out", "machine=1", "align=1", PYTHON=stand_in)
+    done = day(tmp_path / "out", "machine=4", "align=60", PYTHON=stand_in)
     assert done.returncode == 1
     assert lines(tmp_path / "out" / "card.jsonl") == [{"row": 1}, {"row": 1}]
     ends = {
