@@ -36,7 +36,8 @@ class ResultSettings(Settings):
     """Evaluate before the first step, too."""
     eval_prompts: Silent[Location | list[Name] | None] = None
     """Prompts that the model continues after each evaluation, printed and written to samples.jsonl:
-    texts, or a file as `lema generate --prompts` takes it."""
+    texts, or a file as `lema generate --prompts` takes it. Where the rows are chats, a text is a
+    message of the user."""
     eval_prompts_max_new_tokens: Silent[Count] = 64
     """Most new tokens per prompt; always the most likely ones."""
     early_stopping_patience: Reported[Count | None] = None

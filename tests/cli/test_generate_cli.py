@@ -233,7 +233,13 @@ def test_a_prompt_is_written_as_the_rows_of_the_training_were(
     for name, rows, written in (("chats", CHATS, texts[0]), ("texts", TEXTS, texts[1])):
         data = write_rows(tmp_path / f"{name}.jsonl", rows)
         out = tmp_path / name
-        run = config_writer(llama, tmp_path)(train_data=str(data), output_dir=str(out))
+        run = config_writer(llama, tmp_path)(
+            train_data=str(data),
+            eval_data=str(data),
+            eval_prompts=["corn"],
+            eval_prompts_max_new_tokens=3,
+            output_dir=str(out),
+        )
         assert lema("train", run) == 0
         data.unlink()
         found = []
@@ -247,6 +253,8 @@ def test_a_prompt_is_written_as_the_rows_of_the_training_were(
         assert "because" not in found[1].err
         with closing(LemaModel.from_pretrained(out)) as model:
             assert model.generate("corn", 3) == model.generate(written, 3, chat=False)
+            last = model.generate(written, 3, chat=False, do_sample=False)
+        assert results(out / "samples.jsonl")[-1]["completion"] == last[0]
     assert lema("generate", run, "--raw", "--chat", "-p", "corn") == 2
 
 

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from defaultspage import TABLES
 from ruamel.yaml import YAML
 
 import lema.train
@@ -15,6 +16,7 @@ from lema import LemaConfig
 from lema_tools.demo import run_demo
 
 DOCS = Path(__file__).parents[2] / "docs"
+DEFAULTS = json.loads(TABLES["Unsloth"].read_text(encoding="utf-8"))["defaults"]["all"]
 PAGES = ("coming-from-unsloth.md", "coming-from-unsloth-more.md")
 PAGE = "".join((DOCS / name).read_text(encoding="utf-8") for name in PAGES)
 FILES = ("chat.yaml", "dpo.yaml", "text.yaml")
@@ -37,6 +39,7 @@ SAME = {
     "lr_scheduler_type": "lr_scheduler_type",
     "seed": "seed",
     "beta": "beta",
+    "max_grad_norm": "max_grad_norm",
     "max_seq_length": "max_length",
     "output_dir": "output_dir",
 }
@@ -95,14 +98,22 @@ def test_a_script_and_its_file_have_the_same_values(
 ) -> None:
     arguments = arguments_of(blocks("script")[number], monkeypatch)
     file = settings()[number]
-    assert {setting: arguments[name] for name, setting in SAME.items() if name in arguments} == {
-        setting: file[setting] for name, setting in SAME.items() if name in arguments
+    # Where a script is silent, Unsloth's defaults stand.
+    values = DEFAULTS | arguments
+    names = [name for name in SAME if name in values]
+    if "max_steps" in arguments:
+        names.remove("num_train_epochs")
+    if "warmup_ratio" in arguments:
+        names.remove("warmup_steps")
+    run = LemaConfig(**file)
+    assert {SAME[name]: values[name] for name in names} == {
+        SAME[name]: getattr(run, SAME[name]) for name in names
     }
+    assert run.quantize_base == ("nf4" if values["load_in_4bit"] else None)
     assert arguments["data_files"] == file["train_data"]
     assert ("instruction_part" in arguments) == (number == 0)
-    assert {"objective", "train_data", "model_name_or_path", "max_grad_norm"} >= (
-        file.keys() - {SAME[name] for name in SAME if name in arguments}
-    )
+    others = {"objective", "train_data", "model_name_or_path", "max_grad_norm", "quantize_base"}
+    assert others >= file.keys() - {SAME[name] for name in SAME if name in arguments}
 
 
 def test_the_python_of_the_pages_asks_for_the_runs_of_the_files(

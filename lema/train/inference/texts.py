@@ -43,6 +43,7 @@ from lema.storage.diskspace import disk_errors
 from lema.storage.modelfiles import library_errors
 from lema.storage.regular import append, read_regular
 from lema.stream import LayerStream
+from lema.train.inference.prompt_form import recorded_form
 from lema.train.metrics import SAMPLES
 
 __all__ = [
@@ -319,7 +320,8 @@ MOST_SAMPLES = 2**30  # bytes of the texts that a run which goes on reads again
 
 class Samples(TrainerCallback):
     """Continues `eval_prompts` after each evaluation, by the likeliest token, so that no number of
-    the run is drawn; or `DataError`: a prompt cannot be read, or is too long for the model."""
+    the run is drawn. A text is written as the rows that are trained on are: as a message where they
+    are chats. `DataError`: a prompt cannot be read, or is too long for the model."""
 
     def __init__(self, model: TextModel) -> None:
         prompts = model.config.eval_prompts
@@ -329,10 +331,15 @@ class Samples(TrainerCallback):
             for number, text in enumerate(prompts or (), 1)
         ]
         self._rows = read_prompts(Path(prompts)) if isinstance(prompts, str) else texts
-        self._ids = [prompt_ids(row, model.tokenizer) for row in self._rows]
-        fitting(self._rows, self._ids, self._new, model.skeleton.config.get_text_config())
         self._model = model
+        self._ids = self._written("text")
         self._file = Path(model.config.output_dir) / SAMPLES
+
+    def _written(self, form: PromptForm) -> list[list[int]]:
+        """Return the token ids of the prompts."""
+        ids = [prompt_ids(row, self._model.tokenizer, form=form) for row in self._rows]
+        fitting(self._rows, ids, self._new, self._model.skeleton.config.get_text_config())
+        return ids
 
     def on_train_begin(
         self,
@@ -341,9 +348,10 @@ class Samples(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Make sure that there is room for the texts, and forget those of steps that are taken
-        again.
+        """Write the prompts as the rows are written, which are known by now; make sure that there
+        is room for the texts, and forget those of steps that are taken again.
         """
+        self._ids = self._written(recorded_form(self._model.files, None))
         plan_of(self._model, self._ids, self._new, min(len(self._ids), MOST_AT_ONCE))
         if state.is_world_process_zero and self._file.exists():
             lines = (
