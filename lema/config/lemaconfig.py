@@ -139,12 +139,13 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     template_date: OfData[types.Day | None] = None
     """The date, YYYY-MM-DD, that a chat template is told which writes the day's date; None: that of
     the run's first start, which every resume keeps."""
-    train_on: OfData[Literal["assistant", "last", "all", "completion", "all_but_prompts"]] = (
-        "assistant"
-    )
+    train_on: OfData[
+        Literal["assistant", "last", "all", "completion", "contents", "all_but_prompts"]
+    ] = "assistant"
     """Which words are trained on. `assistant`: all answers; `last`: the last answer; `completion`:
     the answers after the user's last message; `all`: everything, including prompts;
-    `all_but_prompts`: everything but what a column `prompt` holds, as TRL has it by default."""
+    `contents`: the words of answers and the `eot_tokens` that end them, but nothing that the chat
+    template writes around the words, as axolotl has it; `all_but_prompts`: everything but what a column `prompt` holds, as TRL has it by default."""
     data_cache: Silent[bool | types.Location] = True
     """The folder that keeps the tokens of large data for later starts. true: a folder in the user's
     cache directory (XDG_CACHE_HOME); false: no folder, and every start tokenises the data in

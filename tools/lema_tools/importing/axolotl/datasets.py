@@ -43,10 +43,9 @@ def datasets(ledger: Ledger) -> None:
         ledger.carry("val_set_size", "eval_split", None)
     for key in ("chat_template", "chat_template_jinja", "default_system_message"):
         ledger.same(key, "with the data sets of chats")
-    ledger.same("train_on_inputs", f"train_on of the data sets: {bool(ledger['train_on_inputs'])}")
-    if ledger["eot_tokens"]:
-        what = "LEMA trains the token with which the template ends a turn"
-        ledger.differs("eot_tokens", what, changes_numbers=False)
+    if "train_on_inputs" not in ledger.settled():
+        ledger.same("train_on_inputs", f"train_on of the data sets: {bool(ledger['train_on_inputs'])}")
+    ledger.same("eot_tokens", "eot_tokens of the data sets of chats")
 
 
 def _sources(ledger: Ledger, key: str) -> Any:
