@@ -93,7 +93,7 @@ def test_a_data_set_of_the_hub_keeps_its_split_name_and_fields() -> None:
         "columns": {"messages": "conversations", "role": "from", "content": "value"},
         "roles": {"assistant": ["gpt"], "user": ["human"]},
         "drop_system_messages": True,
-        "train_on": "assistant",
+        "train_on": "contents",
     }
 
 

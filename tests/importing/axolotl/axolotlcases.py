@@ -17,7 +17,7 @@ TRIMMED = (
 THINKS = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' and loop.last %}{{ '<think>\n' }}"
-    "{{ message.get('reasoning_content', '') }}{{ '\n</think>\n\n' }}{% endif %}"
+    "{% if message.reasoning_content %}{{ message.reasoning_content }}{% endif %}{{ '\n</think>\n\n' }}{% endif %}"
     "{{ message['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -87,7 +87,12 @@ CASES: list[dict[str, Any]] = [
     {"example": "llama-3/lora-1b.yml", "tokenizer": BEGINS, "rows": ALPACA},
     {"example": "llama-2/qlora.yml", "tokenizer": SENTENCES, "rows": ALPACA},
     {"example": "archived/cerebras/btlm-ft.yml", "tokenizer": PLAIN, "rows": ALPACA},
-    {"example": "archived/falcon/config-7b-lora.yml", "tokenizer": PLAIN, "rows": ALPACA},
+    {
+        "example": "archived/falcon/config-7b-lora.yml",
+        "keys": {"special_tokens": {"pad_token": "<pad>"}},
+        "tokenizer": PLAIN,
+        "rows": ALPACA,
+    },
     {"example": "phi/phi3-ft.yml", "tokenizer": PLAIN, "rows": ALPACA},
     {"example": "qat_nvfp4/Gemma3-12B_baseline.yml", "tokenizer": BEGINS, "rows": ALPACA},
     {"example": "alst/llama3-8b-deepspeed-alst.yaml", "tokenizer": BEGINS, "rows": TEXTS},
@@ -124,8 +129,11 @@ CASES: list[dict[str, Any]] = [
     {"example": "phi/lora-3.5.yaml", "tokenizer": {"eos": "<|end|>"}, "rows": CHATS},
     {"example": "deepseek-v2/qlora-fsdp-2_5.yaml", "tokenizer": PLAIN, "rows": SHARED},
     {"example": "cohere/command-r-7b-qlora.yml", "tokenizer": PLAIN, "rows": LONE_SHARED},
-    {"example": "llama-4/do-no-use-fa2/maverick-qlora-fsdp1.yaml", "tokenizer": PLAIN,
-     "rows": SHARED},
+    {
+        "example": "llama-4/do-no-use-fa2/maverick-qlora-fsdp1.yaml",
+        "tokenizer": PLAIN,
+        "rows": SHARED,
+    },
     {"example": "gemma4/26b-a4b-moe-bnb-lora.yaml", "tokenizer": PLAIN, "rows": SHARED},
     {"example": "qwen3.5/122b-a10b-moe-qlora-fsdp.yaml", "tokenizer": IM, "rows": SHARED},
     {"example": "qwen2-vl/lora-7b.yaml", "tokenizer": IM, "rows": CHATS},

@@ -29,7 +29,6 @@ KEYS = ("datasets", "chat_template", "chat_template_jinja", "eot_tokens", "train
 KEYS += ("special_tokens", "default_system_message")
 
 
-
 def tokenizer_of(about: dict[str, Any]) -> PreTrainedTokenizerFast:
     """The small tokenizer with the special tokens, the template and the habits of a case."""
     tokenizer = PreTrainedTokenizerFast(
@@ -102,11 +101,6 @@ def pairs_of(cfg: Any, tokenizer: Any, rows: Any) -> list[dict[str, list[int]]]:
         ]
     texts = rl._map_dataset(cfg, rows, transform, tokenizer, **options)
     trainer_class = import_module("trl").DPOTrainer
-    ours = import_module("axolotl.core.trainers.dpo.trainer").AxolotlDPOTrainer
-    module = import_module(trainer_class.__module__)
-    once = import_module("axolotl.utils.data.utils").remove_double_bos_token
-    assert ours._prepare_dataset is trainer_class._prepare_dataset
-    assert hasattr(module, "_tokenize") and once
     trainer = SimpleNamespace(_tokenizer=tokenizer)
     args = SimpleNamespace(dataset_num_proc=None)
     data = trainer_class._prepare_dataset(trainer, texts, tokenizer, args, "train")

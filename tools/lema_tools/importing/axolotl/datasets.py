@@ -44,7 +44,9 @@ def datasets(ledger: Ledger) -> None:
     for key in ("chat_template", "chat_template_jinja", "default_system_message"):
         ledger.same(key, "with the data sets of chats")
     if "train_on_inputs" not in ledger.settled():
-        ledger.same("train_on_inputs", f"train_on of the data sets: {bool(ledger['train_on_inputs'])}")
+        ledger.same(
+            "train_on_inputs", f"train_on of the data sets: {bool(ledger['train_on_inputs'])}"
+        )
     ledger.same("eot_tokens", "eot_tokens of the data sets of chats")
 
 

@@ -119,7 +119,13 @@ def _chat(ledger: Ledger, entry: Mapping[str, Any], where: str) -> Rendering:
     template = template_of(ledger, entry, where)
     if template is not None:
         settings["chat_template"] = template
-    if not ledger["rl"]:
+    if ledger["rl"]:
+        what = (
+            "axolotl cuts off blanks behind the token that ends an answer, and writes eos_token "
+            "there if it is another one; LEMA has pairs as the chat template writes them"
+        )
+        ledger.differs(f"{where}.type", what)
+    else:
         settings["train_on"] = "contents"
         if ledger["eot_tokens"] is not None:
             settings["eot_tokens"] = list(ledger["eot_tokens"])
