@@ -28,6 +28,7 @@ from lema.data.columns import IGNORED, left_out, parse, with_system
 from lema.data.dataset import Columns, TokenDataset, eval_mask
 from lema.data.files import Row
 from lema.data.forms import Forms, Remarks, check_ids, num_alike
+from lema.data.mixing.preshuffle import datasets_order
 from lema.data.read import Overlong, table_of
 from lema.data.readers import Reader, Readers
 from lema.data.row_forms import BITS, RowForm
@@ -126,6 +127,10 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
         labels = None if self._labels is None else self._labels[:count]
         rows = self.rows.first_rows(count * self.rows_each)
         return PreferenceDataset(rows, labels, self._max_length)
+
+    def preshuffled(self, seed: int) -> PreferenceDataset:
+        """The same examples in the order of `lema.data.mixing.preshuffle`."""
+        return self.select(datasets_order(len(self), seed))
 
     def split(
         self, eval_split: float | int, seed: int

@@ -19,9 +19,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import yaml
+from axolotlcases import CASES
 from datasets import Dataset
 from tokenizers import normalizers, processors
-from axolotlcases import CASES
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 HERE = Path(__file__).parent
@@ -61,8 +61,12 @@ def tokens_of(case: dict[str, Any], run: dict[str, Any]) -> list[dict[str, list[
     config = import_module("axolotl.utils.config")
     values = import_module("axolotl.utils.dict").DictDefault(
         {
-            **{"base_model": "org/model", "sequence_len": 512, "learning_rate": 1e-4},
-            **{"micro_batch_size": 1, "gradient_accumulation_steps": 1, "bf16": False},
+            "base_model": "org/model",
+            "sequence_len": 512,
+            "learning_rate": 1e-4,
+            "micro_batch_size": 1,
+            "gradient_accumulation_steps": 1,
+            "bf16": False,
             **json.loads(json.dumps(run)),
         }
     )
@@ -119,7 +123,7 @@ def main() -> None:
             entry.pop("name", None)
         kept = {name: case[name] for name in ("example", "tokenizer", "rows")}
         table.append({**kept, "run": run, "tokens": tokens_of(case, run)})
-        print(case["example"], flush=True)
+        sys.stderr.write(f"{case['example']}\n")
     lines = [json.dumps(entry, ensure_ascii=False) for entry in table]
     (HERE / "tokens.json").write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
 

@@ -37,8 +37,11 @@ def datasets(ledger: Ledger) -> None:
         ledger.translation.same["test_datasets"] = "eval_data"
     elif size:
         ledger.put(eval_split=int(size) if size >= 1 else size)
-        what = f"eval_split: {size:g}; other random numbers draw the rows that are held back"
-        ledger.differs("val_set_size", what)
+        if ledger["curriculum_sampling"] or ledger["shuffle_merged_datasets"] is False:
+            what = f"eval_split: {size:g}; axolotl holds back the last rows, and LEMA draws them"
+            ledger.differs("val_set_size", what)
+        else:
+            ledger.same("val_set_size", f"eval_split: {size:g}, the last rows after preshuffle")
     if not size:
         ledger.carry("val_set_size", "eval_split", None)
     for key in ("chat_template", "chat_template_jinja", "default_system_message"):
