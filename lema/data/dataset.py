@@ -21,8 +21,8 @@ import numpy.typing as npt
 from lema.data.columns import IGNORED
 from lema.data.files import Row
 from lema.data.forms import Rows
-from lema.data.mixing.preshuffle import kept_order
 from lema.data.row_forms import BITS, RowForm
+from lema.data.sets.preshuffle import kept_order
 from lema.errors import DataError
 
 __all__ = [
@@ -358,7 +358,7 @@ class TokenDataset(Sequence[TokenRow]):
         )
 
     def preshuffled(self, seed: int) -> "TokenDataset":
-        """The same rows in the order of `lema.data.mixing.preshuffle`; it counts also the rows
+        """The same rows in the order of `lema.data.sets.preshuffle`; it counts also the rows
         that were dropped or left out, because axolotl shuffles before it drops any."""
         numbers = {name: number for number, name in enumerate(self._table.sources)}
         gone = [

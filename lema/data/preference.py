@@ -28,10 +28,10 @@ from lema.data.columns import IGNORED, left_out, parse, with_system
 from lema.data.dataset import Columns, TokenDataset, eval_mask
 from lema.data.files import Row
 from lema.data.forms import Forms, Remarks, check_ids, num_alike
-from lema.data.mixing.preshuffle import datasets_order
 from lema.data.read import Overlong, table_of
 from lema.data.readers import Reader, Readers
 from lema.data.row_forms import BITS, RowForm
+from lema.data.sets.preshuffle import datasets_order
 from lema.data.sets.sources import given_files
 from lema.errors import ConfigError, DataError
 
@@ -129,7 +129,7 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
         return PreferenceDataset(rows, labels, self._max_length)
 
     def preshuffled(self, seed: int) -> PreferenceDataset:
-        """The same examples in the order of `lema.data.mixing.preshuffle`."""
+        """The same examples in the order of `lema.data.sets.preshuffle`."""
         return self.select(datasets_order(len(self), seed))
 
     def split(

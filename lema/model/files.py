@@ -29,10 +29,10 @@ from lema.data.chat.stop_tokens import stop_tokens_of
 from lema.data.chat.template import date_for
 from lema.data.dataset import first_rows
 from lema.data.forms import with_chat_template
-from lema.data.mixing.preshuffle import last_rows_split
 from lema.data.packed import PackedTokens
 from lema.data.preference import PreferenceDataset, prepare_preferences
 from lema.data.read import mixed
+from lema.data.sets.preshuffle import last_rows_split
 from lema.data.sets.sources import data_files, given_files, templates_of
 from lema.data.templates.named import end_token
 from lema.errors import DataError, ModelError, message_of

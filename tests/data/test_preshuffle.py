@@ -7,8 +7,8 @@ The orders were written by axolotl 067b021 with datasets 4.8.4, on 29 November 2
 import numpy as np
 import pytest
 
-from lema.data.mixing.preshuffle import datasets_order, kept_order, last_rows_split
 from lema.data.read import prepare_data
+from lema.data.sets.preshuffle import datasets_order, kept_order, last_rows_split
 from lema.errors import DataError
 
 

@@ -28,9 +28,7 @@ def datasets(ledger: Ledger) -> None:
     else:
         training = _sources(ledger, "datasets")
         ledger.put(train_data=training)
-        ledger.translation.same["datasets"] = (
-            "train_data (its tokens were not compared with axolotl's)"
-        )
+        ledger.translation.same["datasets"] = "train_data"
     size = ledger.number("val_set_size")
     if ledger["test_datasets"]:
         ledger.put(eval_data=_sources(ledger, "test_datasets"), eval_split=None)
