@@ -96,7 +96,7 @@ class Text:
 
     prompt: str
     completion: str
-    apart: bool = False  # whether the two are tokenised each for itself
+    separate: bool = False  # whether the two are tokenised each for itself
 
 
 Example: TypeAlias = Tokens | Text | Chat
@@ -302,7 +302,7 @@ def _instruction(row: Row, forms: Forms, *, chat_template: bool) -> Example:
     if before:
         how = "set row_format: chat"
         raise row.broken("the row has a 'history', and row_format writes no chats", how=how)
-    return Text(question, output, bool(form.get("apart")))
+    return Text(question, output, bool(form.get("separate")))
 
 
 def _history(row: Row, forms: Forms) -> list[dict[str, Any]]:

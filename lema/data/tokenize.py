@@ -192,13 +192,13 @@ def _draft(row: Row, example: Example, reading: Reading) -> Draft:
             return tokens and Tokens(*tokens)
         rendered = reading.chats.render(example, row)
         return rendered and (*rendered, True)
-    if example.apart:
-        return _apart(example, reading)
+    if example.separate:
+        return _separated(example, reading)
     text = example.prompt + example.completion
     return text, [(0 if reading.forms.train_on == "all" else len(example.prompt), len(text))], False
 
 
-def _apart(example: Text, reading: Reading) -> Tokens:
+def _separated(example: Text, reading: Reading) -> Tokens:
     """Return a prompt and its answer that were tokenised each for itself."""
     tokenizer = cast("PreTrainedTokenizerBase", reading.tokenizer)
     prompt, answer = (

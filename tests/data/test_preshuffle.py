@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lema.data.read import prepare_data
-from lema.data.sets.preshuffle import datasets_order, kept_order, last_rows_split
+from lema.data.sets.preshuffle import datasets_order, last_rows_split, surviving_order
 from lema.errors import DataError
 
 
@@ -38,7 +38,7 @@ def test_rows_that_were_dropped_are_counted_in_the_order() -> None:
 
 def test_files_are_one_after_the_other() -> None:
     kept = [(0, 1), (0, 3), (1, 1)]
-    order = kept_order(kept, [(0, 2)], 5)
+    order = surviving_order(kept, [(0, 2)], 5)
     places = {0: 0, 2: 1, 3: 2}
     expected = [places[int(place)] for place in datasets_order(4, 5) if place != 1]
     assert np.array_equal(order, expected)

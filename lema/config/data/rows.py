@@ -60,7 +60,7 @@ class InstructionForm(Settings):
     """The same for rows without an input; else `prompt`, with nothing in the place of {input}."""
     chat: bool = False
     """true: the text is the user's message of a chat. false: it is the prompt."""
-    apart: bool = False
+    separate: bool = False
     """true: prompt and answer are tokenised each for itself, as axolotl does; no token has the end
     of one and the beginning of the other."""
 
@@ -103,6 +103,6 @@ class RowSettings(Settings):
     """How rows of `instruction` and `output` are written. `auto`: as `chat` if the tokenizer has a
     chat template, otherwise as `alpaca`; `alpaca`: in the words of Stanford Alpaca; `chat`: as the
     user's message and the answer; or a text with {instruction} and {input}, or {prompt: text,
-    without_input: text, chat: true, apart: true}."""
+    without_input: text, chat: true, separate: true}."""
     truncation_side: OfData[TruncationSide] = "right"
     """Which side of rows that are too long is cut off; `left` keeps the end."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Contents"]
 
-OTHER_WORDS = "[[dummy_message]]"  # axolotl's, because words that begin like these lose a token
+DUMMY = "[[dummy_message]]"  # axolotl's, because words that begin like these lose a token
 NEAR = 3  # tokens that a template may write between the words and the end of their turn
 
 Messages = Sequence[dict[str, Any]]
@@ -34,11 +34,11 @@ class Contents:
 
     Args:
         template: writes the chats.
-        ends: the tokens that end a turn; None: the tokenizer's end-of-sequence token.
+        eot_tokens: the tokens that end a turn; None: the tokenizer's end-of-sequence token.
     """
 
     template: Template
-    ends: Sequence[str] | None = None
+    eot_tokens: Sequence[str] | None = None
 
     @property
     def _tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -48,11 +48,11 @@ class Contents:
     def _end_ids(self) -> tuple[frozenset[int], ...]:
         """The tokens that end a turn, and the one that ends a sequence; each is looked for."""
         eos = self._tokenizer.eos_token_id
-        sequence_ends = frozenset(() if eos is None else (int(eos),))
-        if self.ends is None:
-            return (sequence_ends,)
-        ids = [self._ids_of(text) for text in self.ends if text in self.template.text]
-        return frozenset(tokens[0] for tokens in ids if len(tokens) == 1), sequence_ends
+        eos_ids = frozenset(() if eos is None else (int(eos),))
+        if self.eot_tokens is None:
+            return (eos_ids,)
+        ids = [self._ids_of(text) for text in self.eot_tokens if text in self.template.text]
+        return frozenset(tokens[0] for tokens in ids if len(tokens) == 1), eos_ids
 
     def tokens(
         self, messages: Messages, answers: Collection[int], row: Row
@@ -78,8 +78,8 @@ class Contents:
                 continue
             start, stop = span
             labels[start:stop] = ids[start:stop]
-            for ends in self._end_ids:
-                end = next((at for at in range(stop, len(ids)) if ids[at] in ends), None)
+            for stop_ids in self._end_ids:
+                end = next((at for at in range(stop, len(ids)) if ids[at] in stop_ids), None)
                 if end is not None and end - stop <= NEAR:
                     labels[end] = ids[end]
         return ids, labels
@@ -90,12 +90,12 @@ class Contents:
         """
         message = messages[number]
         before = messages[:number]
-        other = {"role": message["role"], "content": OTHER_WORDS}
+        dummy = {"role": message["role"], "content": DUMMY}
         ids = self._rendered([*before, message], row)
-        other_ids = self._rendered([*before, other], row)
-        shorter = min(len(ids), len(other_ids))
-        start = num_alike(ids, other_ids)
-        behind = num_alike(ids[::-1], other_ids[::-1])
+        dummy_ids = self._rendered([*before, dummy], row)
+        shorter = min(len(ids), len(dummy_ids))
+        start = num_alike(ids, dummy_ids)
+        behind = num_alike(ids[::-1], dummy_ids[::-1])
         stop = len(ids) - behind
         return None if start == shorter or behind == shorter or stop <= start else (start, stop)
 

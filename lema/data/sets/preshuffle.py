@@ -14,33 +14,33 @@ import numpy.typing as npt
 
 from lema.errors import DataError
 
-__all__ = ["datasets_order", "kept_order", "last_rows_split"]
+__all__ = ["datasets_order", "last_rows_split", "surviving_order"]
 
 Selectable = TypeVar("Selectable", bound=Any)
 
 
 def datasets_order(count: int, seed: int) -> npt.NDArray[np.int64]:
-    """Return the places of `count` rows in the order of `datasets`' shuffle."""
+    """Return the positions of `count` rows in the order of `datasets`' shuffle."""
     order: npt.NDArray[np.int64] = np.random.default_rng(seed).permutation(count)
     return order
 
 
-def kept_order(
-    kept: Sequence[tuple[int, int]], gone: Sequence[tuple[int, int]], seed: int
+def surviving_order(
+    survivors: Sequence[tuple[int, int]], missing: Sequence[tuple[int, int]], seed: int
 ) -> npt.NDArray[np.int64]:
-    """Return the places of the rows kept, in the order in which all rows are shuffled.
+    """Return the positions of the rows that are left, in the order in which all rows are shuffled.
 
     Args:
-        kept: file and line of each row.
-        gone: the same of rows that were left out since.
+        survivors: file and line of each row.
+        missing: the same of rows that were left out since.
         seed: of the shuffle.
     """
-    places = np.full(len(kept) + len(gone), -1, dtype=np.int64)
-    everything = [*kept, *gone]
-    for place, number in enumerate(sorted(range(len(everything)), key=everything.__getitem__)):
-        if number < len(kept):
-            places[place] = number
-    order = places[datasets_order(len(everything), seed)]
+    positions = np.full(len(survivors) + len(missing), -1, dtype=np.int64)
+    everything = [*survivors, *missing]
+    for position, number in enumerate(sorted(range(len(everything)), key=everything.__getitem__)):
+        if number < len(survivors):
+            positions[position] = number
+    order = positions[datasets_order(len(everything), seed)]
     return order[order >= 0]
 
 

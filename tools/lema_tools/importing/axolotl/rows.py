@@ -79,7 +79,7 @@ def _alpaca(ledger: Ledger, style: str) -> dict[str, Any]:
     system, with_input, without_input = STYLES[style]
     prompt = system.replace("{system}", WITH_INPUT) + with_input
     plain = system.replace("{system}", WITHOUT_INPUT) + without_input
-    form = {"prompt": prompt, "without_input": plain, "apart": True}
+    form = {"prompt": prompt, "without_input": plain, "separate": True}
     return {"row_format": form, **_trained(ledger)}
 
 
@@ -101,7 +101,7 @@ def _user_defined(ledger: Ledger, kind: Mapping[str, Any], where: str) -> Render
     settings["row_format"] = {
         "prompt": system + (kind.get("format") or "{instruction} {input} "),
         "without_input": system + (kind.get("no_input_format") or "{instruction} "),
-        "apart": True,
+        "separate": True,
     }
     return {**settings, **_trained(ledger)}, {"type"}
 
