@@ -44,7 +44,6 @@ FOREIGN_HINTS: Mapping[str, str] = {
     **dict.fromkeys(
         ("train_on_eos", "train_on_eot"), "only the token that ends an answer is trained on, always"
     ),
-    "eot_tokens": "the chat template defines the token that ends an answer, and it is trained on",
     **dict.fromkeys(
         ("template", "chat_template_jinja", "chat_template_path"),
         "here: chat_template: a name such as chatml, a .jinja file, or the Jinja text; without it "

@@ -139,12 +139,14 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     template_date: OfData[types.Day | None] = None
     """The date, YYYY-MM-DD, that a chat template is told which writes the day's date; None: that of
     the run's first start, which every resume keeps."""
-    train_on: OfData[Literal["assistant", "last", "all", "completion", "all_but_prompts"]] = (
-        "assistant"
-    )
+    train_on: OfData[
+        Literal["assistant", "last", "all", "completion", "contents", "all_but_prompts"]
+    ] = "assistant"
     """Which words are trained on. `assistant`: all answers; `last`: the last answer; `completion`:
     the answers after the user's last message; `all`: everything, including prompts;
-    `all_but_prompts`: everything but what a column `prompt` holds, as TRL has it by default."""
+    `contents`: the words of answers and the `eot_tokens` that end them, but nothing that the chat
+    template writes around the words, as axolotl has it; `all_but_prompts`: everything but what a
+    column `prompt` holds, as TRL has it by default."""
     data_cache: Silent[bool | types.Location] = True
     """The folder that keeps the tokens of large data for later starts. true: a folder in the user's
     cache directory (XDG_CACHE_HOME); false: no folder, and every start tokenises the data in
@@ -158,6 +160,9 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     """Seed of the order of rows; None: `seed`."""
     num_train_epochs: Reported[Annotated[float, Field(gt=0)]] = 1.0
     """Passes over the data; `max_steps` overrides it."""
+    count_steps_by: Refused[Literal["batches", "rows"]] = "batches"
+    """How epochs become steps: `batches` of an epoch, the last of which may be smaller; `rows`: all
+    rows of all epochs, divided by those of a step and rounded up, as axolotl ends its runs."""
     max_steps: Reported[types.Count | None] = None
     """Optimizer steps of the run; None: `num_train_epochs` decides."""
     weight_decay: Reported[Annotated[float, Field(ge=0)]] = 0.0
@@ -194,6 +199,9 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     as 0.1, sets `warmup_ratio`."""
     warmup_ratio: Reported[types.Beta] = 0.0
     """The same as a fraction of all steps. Without both, wsd, wsds and cosine_rewarm use 0.01."""
+    warmup_rounding: Reported[Literal["up", "down"]] = "up"
+    """How a fraction becomes steps with schedules of `transformers`: `up`, as its Trainer rounds;
+    `down`, and 2 instead of 1, as axolotl does."""
     train_data: OfData[DataFiles | None] = None
     """Files, directories or globs of .jsonl, .txt (also .gz or .zst of these), .json, .csv,
     .parquet or .arrow; a data set of the hub, {path: org/name, name: subset, split: train}; a
@@ -202,6 +210,9 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     """Data to evaluate on, in the same forms."""
     eval_split: OfData[types.RowSplit | None] = None
     """Instead: rows to hold back from `train_data`, as a fraction or a number of rows."""
+    preshuffle: OfData[bool] = False
+    """Shuffle all rows once with `seed` as the library `datasets` does, before the split and before
+    the rows of an epoch are drawn; `eval_split` then holds back the last ones, as axolotl does."""
     max_train_samples: OfData[types.Count | None] = None
     """Train only on the first N rows that are left after the split; None: on all."""
     max_eval_samples: Reported[types.Count | None] = None

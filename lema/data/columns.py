@@ -96,6 +96,7 @@ class Text:
 
     prompt: str
     completion: str
+    separate: bool = False  # whether the two are tokenised each for itself
 
 
 Example: TypeAlias = Tokens | Text | Chat
@@ -301,7 +302,7 @@ def _instruction(row: Row, forms: Forms, *, chat_template: bool) -> Example:
     if before:
         how = "set row_format: chat"
         raise row.broken("the row has a 'history', and row_format writes no chats", how=how)
-    return Text(question, output)
+    return Text(question, output, bool(form.get("separate")))
 
 
 def _history(row: Row, forms: Forms) -> list[dict[str, Any]]:

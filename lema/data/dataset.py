@@ -22,6 +22,7 @@ from lema.data.columns import IGNORED
 from lema.data.files import Row
 from lema.data.forms import Rows
 from lema.data.row_forms import BITS, RowForm
+from lema.data.sets.preshuffle import surviving_order
 from lema.errors import DataError
 
 __all__ = [
@@ -354,6 +355,22 @@ class TokenDataset(Sequence[TokenRow]):
             part=self._part,
             notes=(*self.notes, f"an epoch has of {'; of '.join(descriptions)}"),
             shares=dict(rates),
+        )
+
+    def preshuffled(self, seed: int) -> "TokenDataset":
+        """The same rows in the order of `lema.data.sets.preshuffle`; it counts also the rows
+        that were dropped or left out, because axolotl shuffles before it drops any."""
+        numbers = {name: number for number, name in enumerate(self._table.sources)}
+        missing = [
+            (numbers.get(skip["file"], len(numbers)), int(skip["line"]))
+            for skip in self._table.skipped
+            if skip["why"] != "truncated"
+        ]
+        table = self._table.rows[self._rows]
+        survivors = list(zip(table["source"].tolist(), table["line"].tolist(), strict=True))
+        order = surviving_order(survivors, missing, seed)
+        return TokenDataset(
+            self._table, self._rows[order], part=self._part, notes=self.notes, shares=self.shares
         )
 
     def split(self, eval_split: float | int, seed: int) -> tuple["TokenDataset", "TokenDataset"]:

@@ -46,9 +46,11 @@ IGNORED = -100
 `torch.nn.functional.cross_entropy` ignores.
 """
 
-TrainOn: TypeAlias = Literal["assistant", "last", "all", "completion", "all_but_prompts"]
+TrainOn: TypeAlias = Literal[
+    "assistant", "last", "all", "completion", "contents", "all_but_prompts"
+]
 """What is trained on: every answer; the last one; every token; the answers after the user's last
-message; or every token but those of a prompt in a column of its own.
+message; the contents of answers; or every token but those of a prompt in a column of its own.
 """
 
 MESSAGE_FIELDS = ("role", "content")
@@ -71,6 +73,8 @@ class Forms:
     # a file, a Jinja text, or a name among the tokenizer's; None: the tokenizer's own
     chat_template: str | None = None
     train_on: TrainOn = "assistant"
+    # that end a turn, for `contents`; None: the end-of-sequence token
+    eot_tokens: Sequence[str] | None = None
     # whether what a generation prompt gives, such as an opened <think>, is trained
     trains_prompt: bool = False
     # that chat templates are told for today, YYYY-MM-DD; None: today's
@@ -91,6 +95,7 @@ class Forms:
         """
         about = {
             "roles": dict(self.roles),
+            "eot_tokens": self.eot_tokens,
             "system_prompt": self.system_prompt,
             "drops_system": self.drops_system,
             "row_format": self.row_format,

@@ -31,6 +31,7 @@ from lema.data.forms import Forms, Remarks, check_ids, num_alike
 from lema.data.read import Overlong, table_of
 from lema.data.readers import Reader, Readers
 from lema.data.row_forms import BITS, RowForm
+from lema.data.sets.preshuffle import datasets_order
 from lema.data.sets.sources import given_files
 from lema.errors import ConfigError, DataError
 
@@ -126,6 +127,10 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
         labels = None if self._labels is None else self._labels[:count]
         rows = self.rows.first_rows(count * self.rows_each)
         return PreferenceDataset(rows, labels, self._max_length)
+
+    def preshuffled(self, seed: int) -> PreferenceDataset:
+        """The same examples in the order of `lema.data.sets.preshuffle`."""
+        return self.select(datasets_order(len(self), seed))
 
     def split(
         self, eval_split: float | int, seed: int

@@ -55,7 +55,12 @@ class Reading:
         assert self.tokenizer is not None
         cache = TemplateCache.of(self.tokenizer, trains_prompt=self.forms.trains_prompt)
         return Chats(
-            self.tokenizer, self.forms.train_on, self.remarks, cache, self.forms.template_date
+            self.tokenizer,
+            self.forms.train_on,
+            self.remarks,
+            cache,
+            self.forms.template_date,
+            self.forms.eot_tokens,
         )
 
 
@@ -182,10 +187,30 @@ def _draft(row: Row, example: Example, reading: Reading) -> Draft:
     if isinstance(example, Tokens):
         return example
     if isinstance(example, Chat):
+        if reading.forms.train_on == "contents":
+            tokens = reading.chats.contents(example, row)
+            return tokens and Tokens(*tokens)
         rendered = reading.chats.render(example, row)
         return rendered and (*rendered, True)
+    if example.separate:
+        return _separated(example, reading)
     text = example.prompt + example.completion
     return text, [(0 if reading.forms.train_on == "all" else len(example.prompt), len(text))], False
+
+
+def _separated(example: Text, reading: Reading) -> Tokens:
+    """Return a prompt and its answer that were tokenised each for itself."""
+    tokenizer = cast("PreTrainedTokenizerBase", reading.tokenizer)
+    prompt, answer = (
+        list(tokenizer(text, verbose=False)["input_ids"])
+        for text in (example.prompt, example.completion)
+    )
+    if answer[-1] != tokenizer.eos_token_id:
+        answer.append(tokenizer.eos_token_id)
+    if answer[0] == tokenizer.bos_token_id:
+        del answer[0]
+    learnt = prompt if reading.forms.train_on == "all" else [IGNORED] * len(prompt)
+    return Tokens(prompt + answer, learnt + answer)
 
 
 def _bordered(ids: Ints, learnt: Learnt, tokenizer: PreTrainedTokenizerBase) -> tuple[Ints, Learnt]:

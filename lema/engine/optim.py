@@ -4,7 +4,6 @@ our own.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import groupby
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from transformers import SchedulerType, get_scheduler
 from lema.backend import Replicas
 from lema.backend.registry import has_addresses
 from lema.config import LemaConfig
-from lema.engine.schedules import factor_of, spans_of
+from lema.engine.schedules import factor_of, spans_of, trainer_warmup
 from lema.errors import ConfigError
 
 __all__ = [
@@ -395,7 +394,7 @@ def _trainers(
 def num_warmup_steps(config: LemaConfig, num_steps: int) -> int:
     """Return the optimizer steps of the warm-up of a run of `num_steps`."""
     if config.warmup_ratio:
-        return math.ceil(config.warmup_ratio * num_steps)  # rounded as transformers does
+        return trainer_warmup(config.warmup_ratio, num_steps, config.warmup_rounding)
     if config.warmup_steps is None:
         steps = min(int(AUTO_WARMUP * num_steps), MOST_AUTO_WARMUP)
         return 2 if steps == 1 else steps  # with one, the first step has a rate of 0 alone

@@ -13,11 +13,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from typing import Literal, TypeAlias
 
 from lema.config.problems import nearest
 from lema.errors import ConfigError
 
 __all__ = ["SCHEDULES", "TRAINERS", "Spans", "factor_of", "spans_as_trainer", "spans_of", "takes"]
+__all__ += ["Rounding", "trainer_warmup"]
+
+Rounding: TypeAlias = Literal["up", "down"]
+"""How a fraction of steps becomes a number of them."""
 
 LOW = 0.01  # where warm-up begins and decay ends, for those of the schedules that do not go to 0
 TAIL = 0.1  # the factor of the second stable part of wsds
@@ -136,17 +141,29 @@ def spans_of(name: str, total: int, **lengths: int | float | None) -> Spans:
     return Spans(**steps)
 
 
-def spans_as_trainer(name: str, total: int, **lengths: int | float | None) -> Spans:
+def trainer_warmup(share: float, total: int, rounding: Rounding = "up") -> int:
+    """Return the steps of warm-up that a share of all steps is: rounded up as by `transformers`, or
+    down as by axolotl, which makes 2 of 1, because in a warm-up of one step the rate is 0."""
+    if rounding == "up":
+        return math.ceil(share * total)
+    steps = int(share * total)
+    return 2 if steps == 1 else steps
+
+
+def spans_as_trainer(
+    name: str, total: int, rounding: Rounding = "up", **lengths: int | float | None
+) -> Spans:
     """Return how many steps each part of a schedule takes, as a run without phases counts them.
 
     Args:
         name: the schedule; one that is not in `SCHEDULES` is another of `transformers`.
         total: the steps of the schedule.
+        rounding: of a fraction of warm-up.
         lengths: as in `spans_of`.
 
     Returns:
         Its parts. A fraction of warm-up is rounded up for the schedules of `transformers`, as its
-        Trainer does, and `constant` has none, whatever is asked.
+        Trainer does, or as `rounding` says, and `constant` has none, whatever is asked.
 
     Raises:
         ConfigError: as `spans_of`.
@@ -161,7 +178,7 @@ def spans_as_trainer(name: str, total: int, **lengths: int | float | None) -> Sp
     warmup = lengths.get("warmup") or 0
     if name == "constant":
         return Spans()
-    return Spans(warmup if isinstance(warmup, int) else math.ceil(warmup * total))
+    return Spans(warmup if isinstance(warmup, int) else trainer_warmup(warmup, total, rounding))
 
 
 def _steps(length: int | float, total: int) -> int:

@@ -32,6 +32,7 @@ from lema.data.forms import with_chat_template
 from lema.data.packed import PackedTokens
 from lema.data.preference import PreferenceDataset, prepare_preferences
 from lema.data.read import mixed
+from lema.data.sets.preshuffle import last_rows_split
 from lema.data.sets.sources import data_files, given_files, templates_of
 from lema.data.templates.named import end_token
 from lema.errors import DataError, ModelError, message_of
@@ -315,7 +316,11 @@ def training_rows(
     """
     rows = read_data(config, files, config.train_data)
     eval_rows: TokenDataset | PreferenceDataset | None = None
-    if config.eval_split:
+    if config.preshuffle:
+        rows = rows.preshuffled(config.seed)
+    if config.eval_split and config.preshuffle:
+        rows, eval_rows = last_rows_split(rows, config.eval_split)
+    elif config.eval_split:
         rows, eval_rows = rows.split(config.eval_split, config.seed)
     return first_rows(mixed(config, rows), config.max_train_samples), eval_rows
 

@@ -368,6 +368,8 @@ def _epoch(needs: StepNeeds, price: float | None, trusted: bool, data: Rows | No
     tokens = counts.tokens
     steps = math.ceil(rows / planner.shape.num_rows)
     all_steps = math.ceil(config.num_train_epochs * steps)
+    if config.count_steps_by == "rows":
+        all_steps = math.ceil(config.num_train_epochs * rows / planner.shape.num_rows)
     filled = tokens / (rows * length)
     if isinstance(config.tokens_per_step, int):
         options: dict[str, Any] = {

@@ -46,7 +46,9 @@ class StepSampler:
         """Whether batches and steps are those of `transformers.Trainer`."""
         steps = config.max_steps
         epochs = config.num_train_epochs
-        if steps is None and self.is_trainers:
+        if steps is None and config.count_steps_by == "rows":
+            steps = ceil(epochs * len(dataset) / (config.batch_size * self._per_step))
+        elif steps is None and self.is_trainers:
             steps = ceil(epochs * self._steps_per_epoch)
         self.num_batches = (
             self._batches_before(steps) if steps else self._batches.num_batches(epochs)

@@ -93,7 +93,7 @@ def test_a_data_set_of_the_hub_keeps_its_split_name_and_fields() -> None:
         "columns": {"messages": "conversations", "role": "from", "content": "value"},
         "roles": {"assistant": ["gpt"], "user": ["human"]},
         "drop_system_messages": True,
-        "train_on": "assistant",
+        "train_on": "contents",
     }
 
 
@@ -131,7 +131,9 @@ def test_preferences_are_objectives(rl: str) -> None:
         ({"optimizer": "muon"}, "optimizer"),
         ({"lr_scheduler": "rex"}, "lr_scheduler"),
         ({"sample_packing": True}, "sample_packing"),
-        ({"val_set_size": 0.1}, "val_set_size"),
+        ({"val_set_size": 0.1, "curriculum_sampling": True}, "val_set_size"),
+        ({"adapter": None, "num_epochs": 2}, "num_epochs"),
+        ({"adapter": None, "warmup_steps": None}, "warmup_ratio"),
         ({"chat_template": "llama4", "datasets": [{"path": "a", "type": "chat_template"}]}, None),
         ({"datasets": [{"path": "a", "type": "input_output"}]}, "datasets[0].type"),
         ({"load_in_4bit": True, "adapter": "qlora"}, "load_in_4bit"),
@@ -147,7 +149,21 @@ def test_warmup_is_the_number_of_steps_of_axolotl_where_the_run_has_one() -> Non
     assert _translated(**steps).settings["warmup_steps"] == 30
     assert _translated(**steps, warmup_ratio=0.0015).settings["warmup_steps"] == 2
     assert _translated(**(steps | {"max_steps": 10_000})).settings["warmup_steps"] == 100
-    assert "warmup_ratio" in _changed(_translated(warmup_steps=None, warmup_ratio=0.1))
+    rounded = _translated(warmup_steps=None, warmup_ratio=0.1)
+    assert not rounded.changes
+    assert rounded.settings["warmup_rounding"] == "down"
+
+
+def test_rows_are_shuffled_and_split_as_axolotl_does() -> None:
+    translation = _translated(val_set_size=0.1, num_epochs=3)
+    expected = {
+        "preshuffle": True,
+        "eval_split": 0.1,
+        "shuffle": "transformers",
+        "count_steps_by": "rows",
+    }
+    assert {name: translation.settings[name] for name in expected} == expected
+    assert not translation.changes
 
 
 VALUES: dict[str, Any] = {
@@ -207,5 +223,5 @@ def test_the_page_says_which_of_its_values_change_the_numbers(tmp_path: Path) ->
     file = tmp_path / "axolotl.yaml"
     file.write_text(block.group(1), encoding="utf-8")
     translation = PEER.translate(ForeignRun(read_yaml(file).values))
-    assert _changed(translation) == {"val_set_size", "warmup_ratio"}
+    assert not translation.changes
     assert translation.settings["batch_size"] == 4

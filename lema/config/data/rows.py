@@ -27,6 +27,7 @@ READING = (
     "roles",
     "chat_template",
     "train_on",
+    "eot_tokens",
     "row_format",
     "system_prompt",
     "drop_system_messages",
@@ -37,7 +38,7 @@ READING = (
 PLACES = re.compile(r"\{(instruction|input|system)\}")
 """Where a form of an instruction has the texts of a row."""
 
-TrainOn = Literal["assistant", "last", "all", "completion"]
+TrainOn = Literal["assistant", "last", "all", "completion", "contents"]
 TruncationSide = Literal["right", "left"]
 
 
@@ -59,6 +60,9 @@ class InstructionForm(Settings):
     """The same for rows without an input; else `prompt`, with nothing in the place of {input}."""
     chat: bool = False
     """true: the text is the user's message of a chat. false: it is the prompt."""
+    separate: bool = False
+    """true: prompt and answer are tokenised each for itself, as axolotl does; no token has the end
+    of one and the beginning of the other."""
 
 
 def _form(value: object) -> object:
@@ -88,6 +92,9 @@ class RowSettings(Settings):
     roles: OfData[Roles | None] = None
     """The names that your data use for roles, by role: {assistant: [gpt, model], user: human}.
     None: ShareGPT's names."""
+    eot_tokens: OfData[list[Name] | None] = None
+    """The tokens that end a turn, for `train_on: contents`; the tokenizer's end-of-sequence token
+    is one of them, and the only one by default."""
     system_prompt: OfData[Name | None] = None
     """The system message of chats that have none."""
     drop_system_messages: OfData[bool] = False
@@ -96,6 +103,6 @@ class RowSettings(Settings):
     """How rows of `instruction` and `output` are written. `auto`: as `chat` if the tokenizer has a
     chat template, otherwise as `alpaca`; `alpaca`: in the words of Stanford Alpaca; `chat`: as the
     user's message and the answer; or a text with {instruction} and {input}, or {prompt: text,
-    without_input: text, chat: true}."""
+    without_input: text, chat: true, separate: true}."""
     truncation_side: OfData[TruncationSide] = "right"
     """Which side of rows that are too long is cut off; `left` keeps the end."""

@@ -61,6 +61,7 @@ class DataSet(Settings):
     roles: Roles | None = None
     chat_template: Name | None = None
     train_on: TrainOn | None = None
+    eot_tokens: list[Name] | None = None
     row_format: RowFormat | None = None
     system_prompt: Name | None = None
     drop_system_messages: bool | None = None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lema.compat import encodes_by_itself
+from lema.data.chat.contents import Contents
 from lema.data.chat.frame import frame_of, shape_of
 from lema.data.chat.messages import Chat
 from lema.data.chat.pieces import Ids, Learnt, Pieces
@@ -56,6 +57,8 @@ class Chats:
     remarks: Remarks
     cache: TemplateCache
     date: str | None = None  # that templates are told for today; None: none of them asks
+    # that end a turn, where contents alone are trained on; None: the end-of-sequence token
+    eot_tokens: Sequence[str] | None = None
     ahead: Ahead = field(default_factory=dict)  # what was rendered together (`prepare`)
 
     def prepare(self, chats: Sequence[tuple[Chat, Row]]) -> None:
@@ -79,18 +82,10 @@ class Chats:
         """The rendered chat, with all its special tokens, and the stretches that are trained on;
         None: the data say so of none. `DataError`: no template, it refuses the chat, no assistant
         message, or it does not write an answer."""
-        if not any(message["role"] == "assistant" for message in chat.messages):
-            what = "no message is the assistant's, so there is nothing to train on"
-            unknown = [message["role"] for message in chat.messages if message["role"] not in ROLES]
-            how = f"map the roles: roles: {{assistant: {unknown[-1]}}}" if unknown else ""
-            raise row.broken(what, how=how)
-        template = open_template(self.tokenizer, chat.tools, row, self.date, self.ahead)
-        if self.date is not None:
-            self.remarks.add(row, DATED.format(self.date))
+        template = self._opened(chat, row)
         end, number = self._end_token
         if end and number is None:
             self.remarks.add(row, NO_TOKEN.format(end))
-        check_roles(chat, template, row)
         trained = self._trained(chat, row)
         if not trained:
             return None
@@ -125,6 +120,29 @@ class Chats:
         ):
             keep(frames, key, frame)
         return rendered.text + ending, spans
+
+    def _opened(self, chat: Chat, row: Row) -> Template:
+        """Return the template of a chat that has answers, of roles that are known. `DataError`: it
+        has none, or there is no template."""
+        if not any(message["role"] == "assistant" for message in chat.messages):
+            what = "no message is the assistant's, so there is nothing to train on"
+            unknown = [message["role"] for message in chat.messages if message["role"] not in ROLES]
+            how = f"map the roles: roles: {{assistant: {unknown[-1]}}}" if unknown else ""
+            raise row.broken(what, how=how)
+        template = open_template(self.tokenizer, chat.tools, row, self.date, self.ahead)
+        if self.date is not None:
+            self.remarks.add(row, DATED.format(self.date))
+        check_roles(chat, template, row)
+        return template
+
+    def contents(self, chat: Chat, row: Row) -> tuple[list[int], list[int]] | None:
+        """Return the token ids and labels of a chat of which the contents of answers alone are
+        trained on (`lema.data.chat.contents`). None and `DataError`: as of `render`."""
+        template = self._opened(chat, row)
+        trained = self._trained(chat, row)
+        if not trained:
+            return None
+        return Contents(template, self.eot_tokens).tokens(chat.messages, trained, row)
 
     @cached_property
     def _end_token(self) -> tuple[str, int | None]:

@@ -68,6 +68,7 @@ SCHEDULE = frozenset(
             "lr_scheduler_kwargs",
             "warmup_steps",
             "warmup_ratio",
+            "warmup_rounding",
         ),
         *("max_steps", "num_train_epochs"),
     ]

@@ -48,6 +48,7 @@ STAGES = frozenset(
 # What phases of epochs have in common with a run without phases, and those of a mixture do not.
 OF_ROWS = {
     "eval_split": "name files for validation with `eval_data`",
+    **dict.fromkeys(("preshuffle",), "each phase has its `mixture`"),
     "packing": "use packed tokens in a mixture, with `style: PMD`",
     **dict.fromkeys(("shuffle", "data_seed"), "each phase has its `mixture`"),
     "gradient_accumulation_steps": (
@@ -64,6 +65,7 @@ OF_ROWS = {
 IDLE = {
     "num_train_epochs": "each phase has its `tokens`, `epochs` or `steps`",
     "max_steps": "each phase has its `tokens`, `epochs` or `steps`",
+    "count_steps_by": "phases count the batches of epochs",
     "mixture": "each phase has its own",
     "cache_frozen_prefix": "leave it out",
     **dict.fromkeys(
@@ -86,6 +88,7 @@ SHARED = {
     "learning_rate",
     "lr_scheduler_type",
     "lr_scheduler_kwargs",
+    "warmup_rounding",
     *(key for keys in LENGTHS.values() for key in keys),
 }
 ONLY_OF_PHASES = SHARED - LemaConfig.model_fields.keys()

@@ -195,6 +195,8 @@ class Phase(AdapterSettings):
     """The same as a fraction of the schedule; None: 0.01 for wsd, wsds and cosine_rewarm, and 0
     for the others.
     """
+    warmup_rounding: Literal["up", "down"] = "up"
+    """How a fraction of warm-up becomes steps, with schedules of `transformers`."""
     decay_steps: NotNegative | None = None
     """Steps in which wsd and wsds fall; None: `decay_ratio` decides."""
     decay_ratio: Beta | None = None
@@ -398,7 +400,10 @@ class Phase(AdapterSettings):
         try:
             if self.is_of_rows:
                 return spans_as_trainer(
-                    self.lr_scheduler_type, self.schedule_total(steps), **lengths
+                    self.lr_scheduler_type,
+                    self.schedule_total(steps),
+                    self.warmup_rounding,
+                    **lengths,
                 )
             return spans_of(self.lr_scheduler_type, self.schedule_total(steps), **lengths)
         except ConfigError as error:

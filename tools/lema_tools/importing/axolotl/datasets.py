@@ -28,25 +28,27 @@ def datasets(ledger: Ledger) -> None:
     else:
         training = _sources(ledger, "datasets")
         ledger.put(train_data=training)
-        ledger.translation.same["datasets"] = (
-            "train_data (its tokens were not compared with axolotl's)"
-        )
+        ledger.translation.same["datasets"] = "train_data"
     size = ledger.number("val_set_size")
     if ledger["test_datasets"]:
         ledger.put(eval_data=_sources(ledger, "test_datasets"), eval_split=None)
         ledger.translation.same["test_datasets"] = "eval_data"
     elif size:
         ledger.put(eval_split=int(size) if size >= 1 else size)
-        what = f"eval_split: {size:g}; other random numbers draw the rows that are held back"
-        ledger.differs("val_set_size", what)
+        if ledger["curriculum_sampling"] or ledger["shuffle_merged_datasets"] is False:
+            what = f"eval_split: {size:g}; axolotl holds back the last rows, and LEMA draws them"
+            ledger.differs("val_set_size", what)
+        else:
+            ledger.same("val_set_size", f"eval_split: {size:g}, the last rows after preshuffle")
     if not size:
         ledger.carry("val_set_size", "eval_split", None)
     for key in ("chat_template", "chat_template_jinja", "default_system_message"):
         ledger.same(key, "with the data sets of chats")
-    ledger.same("train_on_inputs", f"train_on of the data sets: {bool(ledger['train_on_inputs'])}")
-    if ledger["eot_tokens"]:
-        what = "LEMA trains the token with which the template ends a turn"
-        ledger.differs("eot_tokens", what, changes_numbers=False)
+    if "train_on_inputs" not in ledger.settled():
+        ledger.same(
+            "train_on_inputs", f"train_on of the data sets: {bool(ledger['train_on_inputs'])}"
+        )
+    ledger.same("eot_tokens", "eot_tokens of the data sets of chats")
 
 
 def _sources(ledger: Ledger, key: str) -> Any:

@@ -107,11 +107,12 @@ def _warmup(ledger: Ledger) -> None:
     if not share:
         ledger.same("warmup_ratio", "warmup_ratio: 0.0")
         return
-    what = (
-        f"warmup_ratio: {share}; axolotl rounds the number of steps down and LEMA up, so "
-        "there may be one step more: write warmup_steps to have the same"
-    )
-    ledger.differs("warmup_ratio", what)
+    ledger.put(warmup_rounding="down")
+    if ratio is None:
+        what = f"warmup_ratio: {share}, of any number of steps; axolotl has at most 100 of warm-up"
+        ledger.differs("warmup_ratio", what)
+        return
+    ledger.same("warmup_ratio", f"warmup_ratio: {share}, warmup_rounding: down")
 
 
 def batches(ledger: Ledger) -> None:
@@ -134,11 +135,39 @@ def batches(ledger: Ledger) -> None:
     ledger.carry("seed", "seed", int(ledger["seed"]))
     ledger.carry("group_by_length", "group_by_length", bool(ledger["group_by_length"]))
     sequential = bool(ledger["curriculum_sampling"])
-    ledger.put(shuffle=not sequential)
-    ledger.same("curriculum_sampling", f"shuffle: {not sequential}")
-    words = "the same rows" if sequential else "the same rows, drawn by other random numbers"
-    ledger.translation.same["shuffle_merged_datasets"] = f"shuffle: {not sequential} ({words})"
+    grouped = bool(ledger["group_by_length"])
+    shuffle = "sequential" if sequential else True if grouped else "transformers"
+    ledger.put(shuffle=shuffle)
+    ledger.same("curriculum_sampling", f"shuffle: {shuffle}")
+    _preshuffle(ledger, sequential=sequential)
+    _steps(ledger)
     _lengths(ledger)
+
+
+def _preshuffle(ledger: Ledger, *, sequential: bool) -> None:
+    """Carry that rows are shuffled before the split, unless they stay in their order."""
+    several = len(ledger["datasets"] or ()) > 1
+    shuffles = ledger["shuffle_merged_datasets"] is not False and (several or not sequential)
+    ledger.put(preshuffle=shuffles)
+    ledger.translation.same["shuffle_merged_datasets"] = f"preshuffle: {shuffles}"
+    if ledger["shuffle_before_merging_datasets"] and several:
+        what = "LEMA shuffles the rows of all data sets together, and not those of each before"
+        ledger.lost("shuffle_before_merging_datasets", what)
+
+
+def _steps(ledger: Ledger) -> None:
+    """Carry that the number of steps follows from that of all rows of all epochs."""
+    if ledger["max_steps"] or ledger.number("num_epochs") == 1:
+        return
+    if ledger["adapter"]:
+        ledger.put(count_steps_by="rows")
+        return
+    ledger.translation.same.pop("num_epochs", None)
+    what = (
+        "LEMA counts the batches of each epoch, the last of which may be smaller; axolotl ends "
+        "after as many steps as the rows of all epochs fill"
+    )
+    ledger.differs("num_epochs", what)
 
 
 def _lengths(ledger: Ledger) -> None:

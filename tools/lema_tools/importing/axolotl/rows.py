@@ -79,7 +79,8 @@ def _alpaca(ledger: Ledger, style: str) -> dict[str, Any]:
     system, with_input, without_input = STYLES[style]
     prompt = system.replace("{system}", WITH_INPUT) + with_input
     plain = system.replace("{system}", WITHOUT_INPUT) + without_input
-    return {"row_format": {"prompt": prompt, "without_input": plain}, **_trained(ledger)}
+    form = {"prompt": prompt, "without_input": plain, "separate": True}
+    return {"row_format": form, **_trained(ledger)}
 
 
 def _user_defined(ledger: Ledger, kind: Mapping[str, Any], where: str) -> Rendering:
@@ -100,6 +101,7 @@ def _user_defined(ledger: Ledger, kind: Mapping[str, Any], where: str) -> Render
     settings["row_format"] = {
         "prompt": system + (kind.get("format") or "{instruction} {input} "),
         "without_input": system + (kind.get("no_input_format") or "{instruction} "),
+        "separate": True,
     }
     return {**settings, **_trained(ledger)}, {"type"}
 
@@ -117,8 +119,19 @@ def _chat(ledger: Ledger, entry: Mapping[str, Any], where: str) -> Rendering:
     template = template_of(ledger, entry, where)
     if template is not None:
         settings["chat_template"] = template
-    if not ledger["rl"]:
-        settings.update(_trained(ledger))
+    if ledger["rl"]:
+        what = (
+            "axolotl cuts off blanks behind the token that ends an answer, and writes eos_token "
+            "there if it is another one; LEMA has pairs as the chat template writes them"
+        )
+        ledger.differs(f"{where}.type", what)
+    else:
+        settings["train_on"] = "contents"
+        if ledger["eot_tokens"] is not None:
+            settings["eot_tokens"] = list(ledger["eot_tokens"])
+        if ledger["train_on_inputs"]:
+            what = "LEMA trains the contents of answers, or whole chats, and not those of questions"
+            ledger.lost("train_on_inputs", what)
     _training(ledger, entry, where)
     return settings, {
         *("type", "field_messages", "field_chosen", "field_rejected", "field_system"),

@@ -54,10 +54,10 @@ def template_of(ledger: Ledger, entry: Mapping[str, Any], where: str) -> str | N
         what = f"LEMA has no template {name}: leave it out for the tokenizer's, or name a file"
         ledger.lost(key, what)
         return None
-    if not ledger["eot_tokens"]:
+    if name == "qwen3" and not ledger["rl"]:
         what = (
-            f"chat_template: {name}; LEMA trains the token that ends an answer, axolotl only if it "
-            "is the tokenizer's eos_token or one of eot_tokens"
+            "chat_template: qwen3; of chats with several answers axolotl trains the words of each, "
+            "and LEMA may miss those of all but the last"
         )
         ledger.differs(key, what)
     return str(name)
