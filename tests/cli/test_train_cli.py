@@ -291,7 +291,11 @@ def test_generation_prints_what_the_whole_model_says(
             lema("generate", source, "-p", "the miller", "-p", "corn", "--max-new-tokens", 5) == 0
         )
         out, err = capfd.readouterr()
-        assert (out, err) == ("".join(text + "\n" for text in expected), "")
+        assert out == "".join(text + "\n" for text in expected)
+        assert err.splitlines() == [
+            "prompts are continued as they are, because the run was trained on text; --chat writes "
+            "them as messages"
+        ]
     assert (
         lema(
             "generate",
@@ -307,7 +311,7 @@ def test_generation_prints_what_the_whole_model_says(
         )
         == 0
     )
-    assert capfd.readouterr().err == ""
+    assert "because the run was trained on text" in capfd.readouterr().err
     assert lema("generate", config, "-p", "") == 3
     assert "'prompt' is empty" in capfd.readouterr().err
 

@@ -66,7 +66,10 @@ for field in fields:
 
 wrong_types = 0
 for field in fields[1:]:
-    named = {"a": "x"} if field not in ("train_data", "eval_data") else {"a": 1}  # data sets by name are right there
+    # names with texts are right in these
+    named = {"a": "x"} if field not in ("train_data", "eval_data", "roles") else {"a": 1}
+    if field == "row_format":  # whose own settings are named
+        named = [1]
     if field.endswith("_kwargs"):
         named = "x=1"
     for value in [named, [[1]], object(), 1 + 2j, b"x", float("nan"), float("inf"), "", -1.5]:

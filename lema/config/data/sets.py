@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Annotated, Any, TypeGuard
 from urllib.parse import urlencode
 
-from pydantic import BeforeValidator, Field, GetJsonSchemaHandler
+from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandler
 
 from lema.config.data.rows import Roles, RowFormat, TrainOn, TruncationSide
 from lema.config.problems import Problem, SettingsError, Several, prefixed, unknown_setting
@@ -157,7 +157,14 @@ class _Described:
         return handler(DataSet.__pydantic_core_schema__)
 
 
-_Mapping = Annotated[dict[str, Any], _Described()]
+def _placed(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the mapping of a data set; another has names of data sets for keys."""
+    if not isinstance(value.get("path"), str):
+        raise ValueError("must be files, a mapping with `path`, or names with either")
+    return value
+
+
+_Mapping = Annotated[dict[str, Any], AfterValidator(_placed), _Described()]
 Entries = Names | _Mapping | Annotated[list[Name | _Mapping], Field(min_length=1)]
 # One data set, or several by name.
 DataFiles = Annotated[

@@ -19,7 +19,7 @@ from lema.storage import diskspace as freespace
 from lema.storage.locks import run_lock
 from lema.storage.manifest import check_manifest
 from lema.storage.verify import base_fingerprint
-from lema.train.phases import stage as phaseloop
+from lema.train.phases import rows as phaserows
 from lema.train.phases.run import run_phases
 
 
@@ -62,7 +62,7 @@ def test_a_full_disk_costs_one_checkpoint_and_not_the_run(
     losses = iter([3.0, 2.0, 2.5])
     found = {"eval_perplexity": 1.0, "eval_tokens": 1}
     monkeypatch.setattr(
-        phaseloop, "evaluate", lambda *_, **__: {"eval_loss": next(losses), **found}
+        phaserows, "evaluate", lambda *_, **__: {"eval_loss": next(losses), **found}
     )
     monkeypatch.setattr(freespace, "free_bytes", disk.free)
     with pytest.warns(

@@ -30,7 +30,7 @@ from lema.storage.atomic import discard
 from lema.train.checkpoint.format import read_state
 from lema.train.metrics import read_metrics
 from lema.train.phases import paths
-from lema.train.phases import stage as phaseloop
+from lema.train.phases import rows as phaserows
 from lema.train.phases.run import run_phases
 
 
@@ -95,7 +95,7 @@ def losses_of(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
     def found(*_: Any, **__: Any) -> dict[str, float]:
         return {"eval_loss": next(given), "eval_perplexity": 1.0, "eval_tokens": 1}
 
-    monkeypatch.setattr(phaseloop, "evaluate", found)
+    monkeypatch.setattr(phaserows, "evaluate", found)
 
 
 def kept(place: Path) -> list[str]:
