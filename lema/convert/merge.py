@@ -14,24 +14,16 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 import torch
-from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lema.config.acting import ACTING
-from lema.convert.hubformat import StoredModel, open_stored, write_model
-from lema.convert.quantized_base import with_quantized_base
+from lema.convert.adapted import open_adapter
+from lema.convert.hubformat import StoredModel, write_model
 from lema.convert.tensors import read_tensor
-from lema.errors import AdapterError, ConfigError, named_in
-from lema.lora import inject_lora_params
-from lema.lora.attach import configured_lora
-from lema.lora.base import check_base
-from lema.lora.files import adapter_config, load_weights, read_settings, settings_file
+from lema.errors import AdapterError, ConfigError
 from lema.lora.merge import ADAPTER, Rounding, merge_module, wrapped
-from lema.model.files import ModelFiles
-from lema.model.skeleton import find_layers
 from lema.storage.atomic import free_directory
 from lema.storage.regular import check_separate
 from lema.storage.rendering import carry_rendering
@@ -171,44 +163,13 @@ def merge_adapter(
         what = f"there is no rounding {rounding!r}"
         raise ConfigError(what, where="rounding", how=f"choose {' or '.join(get_args(Rounding))}")
     out = free_directory(out_dir, max_shard_size)
-    adapter = Path(adapter_dir)
-    overrides = (
-        {}
-        if base_dir is None
-        else {
-            "model_name_or_path": base_dir,
-            "revision": None,
-            "gbi_path": None,
-            "quantize_base": None,
-        }
-    )
-    settings, saved = read_settings(adapter, unread=ACTING.keys() - {"gbi_path"}, **overrides)
-    with named_in(settings_file(adapter) if base_dir is None else None):
-        quantized = None
-        if settings.quantize_base is not None:
-            files = ModelFiles(settings, trust_remote_code=trust_remote_code)
-            quantized = with_quantized_base(files, settings).quantized
-        base = open_stored(
-            settings.model_name_or_path,
-            revision=settings.revision,
-            weights=settings.gbi_path,
-            dtype=settings.dtype,
-            trust_remote_code=trust_remote_code,
-            quantized=None if quantized is None else quantized.path,
-        )
-    if quantized is not None:
-        note(
-            f"the base's weights are those of {quantized.kind}, with which the adapter was "
-            "trained; --base DIR takes those of a model as it is stored"
-        )
+    opened = open_adapter(adapter_dir, base_dir, trust_remote_code=trust_remote_code, note=note)
+    adapter = opened.directory
+    base = opened.base
     check_separate(out, [adapter, base.directory])
-    lora = (
-        configured_lora(base.skeleton, settings)
-        if saved is None
-        else adapter_config(base.skeleton, saved, adapter)
-    )
     form = base.form()
-    _attach(base, lora, adapter)
+    opened.attach()
+    check_mergeable(base.skeleton)
     parted = untied(base.skeleton)
     changes = dict(base.config_changes) | ({"tie_word_embeddings": False} if parted else {})
     merged = MergedTensors(base, rounding, seed)
@@ -228,14 +189,6 @@ def merge_adapter(
         code=trust_remote_code,
         write_extra=partial(carry_rendering, adapter),
     )
-
-
-def _attach(base: StoredModel, lora: LoraConfig, adapter: Path) -> None:
-    """Attach a saved adapter to the model that it was trained on, and load its weights."""
-    model = inject_lora_params(base.skeleton, lora, torch.device("cpu"), seed=None)
-    load_weights(model, adapter, find_layers(base.skeleton)[0])
-    check_base(adapter, base.index)
-    check_mergeable(base.skeleton)
 
 
 def _untied_note(model: PreTrainedModel) -> str:

@@ -1,4 +1,4 @@
-"""The commands that rewrite files: prepare a model, merge an adapter."""
+"""The commands that rewrite files: prepare a model, merge an adapter, export it to a server."""
 
 import contextlib
 from pathlib import Path
@@ -9,7 +9,7 @@ import typer
 from lema.cli.arguments import Revision, Trust
 from lema.errors import ConfigError
 
-__all__ = ["merge", "prepare"]
+__all__ = ["export", "merge", "prepare"]
 
 
 def prepare(
@@ -112,3 +112,38 @@ def merge(
             **options,
         )
     typer.echo(f"wrote {out}")
+
+
+def export(
+    adapter: Annotated[Path, typer.Argument(help="Directory of a saved adapter.")],
+    out: Annotated[Path, typer.Argument(help="Directory for the exported adapter.")],
+    layout: Annotated[
+        str,
+        typer.Option(
+            "--for",
+            metavar="vllm|sglang|peft|per-expert",
+            help="The server that reads it, or the layout.",
+        ),
+    ],
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Directory of the base model, if it is elsewhere by now."),
+    ] = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Write an adapter in the layout that a server reads, and print the line that serves it."""
+    from lema.convert.serving.export import export_adapter
+    from lema.lora.consent import check_code_is_named
+    from lema.lora.files import settings_file
+
+    if trust_remote_code and base is None:
+        check_code_is_named(settings_file(adapter))
+    options: dict[str, Any] = {"layout": layout, "base_dir": base}  # checked there
+    exported = export_adapter(
+        adapter, out, trust_remote_code=trust_remote_code, note=typer.echo, **options
+    )
+    if exported.experts:
+        typer.echo(f"{exported.experts:,} adapters of single experts")
+    typer.echo(f"wrote {out}")
+    if exported.line:
+        typer.echo(f"next: {exported.line}")

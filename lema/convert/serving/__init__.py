@@ -1,0 +1,1 @@
+"""Adapters in the layouts that servers read: vLLM, SGLang."""

@@ -1,0 +1,300 @@
+"""Writes an adapter in the layout that a server reads.
+
+What changes is names and the order of numbers, and never a number. Modules have the names of
+published files, which servers know. Experts that `transformers` keeps in one parameter get an
+adapter each (`lema.convert.serving.experts`), but where a server has them in one tensor, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import core_model_loading as loading
+
+from lema.convert.adapted import SavedAdapter, open_adapter
+from lema.convert.serving.experts import (
+    WEIGHT,
+    ExpertPart,
+    Factors,
+    expert_parts,
+    factors_of,
+    parameter_wrappers,
+)
+from lema.convert.serving.servers import SERVERS, Server, check_served
+from lema.errors import ConfigError
+from lema.lora.files import CONFIG, WEIGHTS, saved_tensors
+from lema.lora.merge import ADAPTER, wrapped
+from lema.lora.shards import PREFIX
+from lema.storage.atomic import appearing, free_directory
+from lema.storage.regular import check_separate
+from lema.storage.rendering import carry_rendering
+
+__all__ = ["LAYOUTS", "Exported", "Layout", "export_adapter"]
+
+Layout: TypeAlias = Literal["vllm", "sglang", "peft", "per-expert"]
+LAYOUTS: tuple[Layout, ...] = ("vllm", "sglang", "peft", "per-expert")
+"""Whose layout: of a server; PEFT's own, as LEMA writes it; one adapter for each published
+expert."""
+GATE_UP = re.compile(r"gate_up|input_linear|w13")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    directory: Path
+    experts: int  # adapters of single experts
+    line: str  # that starts the server; empty: no server was named
+
+
+@dataclass
+class _Adapter:
+    """An adapter by the published names of its modules, and by names that no published file has."""
+
+    factors: dict[str, Factors] = field(default_factory=dict)
+    unnamed: list[str] = field(default_factory=list)
+    experts: int = 0
+
+
+def export_adapter(
+    adapter_dir: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    layout: Layout,
+    *,
+    base_dir: str | os.PathLike[str] | None = None,
+    trust_remote_code: bool = False,
+    note: Callable[[str], object] = lambda _: None,
+) -> Exported:
+    """Write an adapter in a layout, as a directory that appears when it is complete.
+
+    Args:
+        adapter_dir: a saved adapter; it names its base model, of which no weight is read.
+        out_dir: a new or empty directory.
+        layout: one of `LAYOUTS`.
+        base_dir: where the base is by now; None: where the adapter says.
+        trust_remote_code: whether code beside the base may run.
+        note: takes a sentence on what was found.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ConfigError: there is no such layout, `out_dir` is not empty, or the server does not take
+            the adapter; all that it does not take is named.
+        AdapterError: there is no adapter, or it does not fit the model.
+        DiskError: a file could not be written; nothing is left behind.
+    """
+    if layout not in LAYOUTS:
+        what = f"there is no layout {layout!r}"
+        raise ConfigError(what, where="--for", how=f"choose {', '.join(LAYOUTS)}")
+    out = free_directory(out_dir, 1)
+    opened = open_adapter(adapter_dir, base_dir, trust_remote_code=trust_remote_code, note=note)
+    check_separate(out, [opened.directory, opened.base.directory])
+    names = _published_modules(opened.base.skeleton)
+    parts = _parts(opened.base.skeleton, opened.lora)
+    model = opened.attach()
+    server = SERVERS[layout] if layout == "vllm" or layout == "sglang" else None
+    stacked = layout == "peft" or (server is not None and _stacks(server, opened))
+    found = _Adapter() if stacked else _taken_apart(opened.base.skeleton, names, parts)
+    if layout == "vllm" or layout == "sglang":
+        modules = [name for name, _ in wrapped(opened.base.skeleton)]
+        check_served(layout, opened.lora, modules, _gaps(opened.base.skeleton, found))
+    elif found.unnamed:
+        what = f"these experts have no published matrices of their own: {_some(found.unnamed)}"
+        how = "--for peft writes them in one tensor; `lema merge` writes them into the model"
+        raise ConfigError(what, where="--for per-expert", how=how)
+    tensors = _stacked_tensors(model, layout) if stacked else _tensors(found)
+    config = _stacked_config(model) if stacked else _config(opened.lora, found)
+    line = "" if server is None else _server_line(server, opened, out, config, stacked=stacked)
+    with appearing(out) as partial, torch.no_grad():
+        save_file(tensors, partial / WEIGHTS, {"format": "pt"})
+        _write(partial / CONFIG, json.dumps(config, indent=2, sort_keys=True))
+        carry_rendering(opened.directory, partial)
+        if line:
+            _write(partial / "SERVE.md", f"```bash\n{line}\n```")
+    return Exported(out, found.experts, line)
+
+
+def _write(file: Path, text: str) -> None:
+    file.write_text(text + "\n", encoding="utf-8", newline="\n")
+
+
+def _published_modules(model: PreTrainedModel) -> dict[str, str]:
+    """Return what published files call each module with a matrix of its own, by its name in the
+    model; a module whose matrix they have in another form is left out."""
+    weights = {
+        name: torch.empty_like(parameter, device="meta")
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name.endswith(WEIGHT) and parameter.ndim == 2
+    }
+    names_by_id = {id(tensor): name for name, tensor in weights.items()}
+    published = dict[str, str]()
+    for name, tensor in loading.revert_weight_conversion(model, dict(weights)).items():
+        if (own := names_by_id.get(id(tensor))) is not None and name.endswith(WEIGHT):
+            published[own.removesuffix(WEIGHT)] = name.removesuffix(WEIGHT)
+    return published
+
+
+def _parts(model: PreTrainedModel, config: LoraConfig) -> dict[str, list[ExpertPart] | None]:
+    """Return the published matrices of each adapted parameter; None: it has none."""
+    targets = tuple(config.target_parameters or ())
+    return {
+        name: expert_parts(model, name)
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 3 and any(name == end or name.endswith(f".{end}") for end in targets)
+    }
+
+
+def _stacks(server: Server, opened: SavedAdapter) -> bool:
+    """Whether a server reads the experts of this model as PEFT writes them."""
+    return type(opened.base.skeleton).__name__ in server.stacked
+
+
+def _taken_apart(
+    model: PreTrainedModel,
+    names: Mapping[str, str],
+    parts: Mapping[str, list[ExpertPart] | None],
+) -> _Adapter:
+    """Return the factors of each published matrix that is adapted."""
+    found = _Adapter()
+    for name, module in wrapped(model):
+        if isinstance(module, ParamWrapper):
+            for wrapper in parameter_wrappers(module):
+                parameter = f"{name}.{wrapper.parameter_name}"
+                pieces = parts.get(parameter)
+                if pieces is None:
+                    found.unnamed.append(parameter)
+                for piece in pieces or ():
+                    found.factors[piece.module] = piece.factors(*factors_of(wrapper, piece.expert))
+                    found.experts += 1
+        elif isinstance(module, LoraLayer) and ADAPTER in module.lora_A:
+            if name not in names:
+                found.unnamed.append(name)
+                continue
+            layer: Any = module
+            a = layer.lora_A[ADAPTER].weight.detach()
+            b = layer.lora_B[ADAPTER].weight.detach()
+            found.factors[names[name]] = Factors(a, b, layer.scaling[ADAPTER])
+    return found
+
+
+def _gaps(model: PreTrainedModel, found: _Adapter) -> Iterator[str]:
+    """Yield what servers do not take of adapters of experts."""
+    if found.unnamed:
+        yield f"modules that no published file has as matrices ({_some(found.unnamed)})"
+    for name, module in wrapped(model):
+        if isinstance(module, ParamWrapper):
+            adapted = {wrapper.parameter_name for wrapper in parameter_wrappers(module)}
+            own = {leaf for leaf, tensor in _base(module).named_parameters() if tensor.ndim == 3}
+            if own - adapted:
+                missing = ", ".join(sorted(own - adapted))
+                yield f"an adapter of some matrices of experts alone (not {missing} of {name})"
+                return
+
+
+def _base(module: nn.Module) -> nn.Module:
+    return parameter_wrappers(module)[-1].base_layer
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _tensors(found: _Adapter) -> dict[str, Tensor]:
+    """Return the tensors of the file. Experts of one layer share factors in memory, which
+    safetensors does not write, so each is a tensor of its own."""
+    tensors = dict[str, Tensor]()
+    for name, factors in found.factors.items():
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = factors.a.contiguous().clone()
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = factors.b.contiguous().clone()
+    return tensors
+
+
+def _stacked_tensors(model: PeftModel, layout: Layout) -> dict[str, Tensor]:
+    """Return the tensors under PEFT's names. Of two adapted parameters of one module, a server
+    takes the inner one (`base_layer`) for the first product's."""
+    tensors = saved_tensors(model, None)
+    if layout == "peft":
+        return {name: tensor.contiguous() for name, tensor in tensors.items()}
+    swapped = {
+        name
+        for name, module in wrapped(model.get_base_model())
+        if isinstance(module, ParamWrapper) and GATE_UP.search(module.parameter_name)
+    }
+    renamed = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        module, dot, leaf = name.removeprefix(PREFIX).rpartition(".lora_")
+        bare = module.removesuffix(".base_layer")
+        if bare in swapped:
+            module = bare if module != bare else f"{bare}.base_layer"
+        renamed[f"{PREFIX}{module}{dot}{leaf}"] = tensor.contiguous()
+    return renamed
+
+
+def _stacked_config(model: PeftModel) -> dict[str, Any]:
+    return _plain(model.peft_config[ADAPTER].to_dict())
+
+
+def _config(lora: LoraConfig, found: _Adapter) -> dict[str, Any]:
+    """Return PEFT's config of the modules by their published names: ranks and scales that are not
+    those of most modules stand under the whole name."""
+    config = _plain(lora.to_dict())
+    ranks = dict[str, int]()
+    alphas = dict[str, float]()
+    for name, factors in found.factors.items():
+        rank = factors.a.shape[0]
+        alpha = factors.scale * (rank**0.5 if lora.use_rslora else rank)
+        if rank != lora.r:
+            ranks[re.escape(name)] = rank
+        if abs(alpha - lora.lora_alpha) > 1e-9 * abs(lora.lora_alpha):
+            alphas[re.escape(name)] = alpha
+    return config | {
+        "target_modules": sorted({name.rpartition(".")[2] for name in found.factors}),
+        "target_parameters": None,
+        "exclude_modules": None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
+    }
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Return values as JSON has them."""
+    return {
+        key: sorted(value) if isinstance(value, set) else value for key, value in values.items()
+    } | {"inference_mode": True}
+
+
+def _server_line(
+    server: Server, opened: SavedAdapter, out: Path, config: Mapping[str, Any], *, stacked: bool
+) -> str:
+    """Return the line that starts a server with this adapter."""
+    base = opened.settings.model_name_or_path
+    rank = max([config["r"], *config["rank_pattern"].values()])
+    if server is SERVERS["sglang"]:
+        return (
+            f"python -m sglang.launch_server --model-path {base} --enable-lora "
+            f"--max-lora-rank {rank} --lora-paths {out.name}={out}"
+        )
+    largest = next(allowed for allowed in server.ranks if allowed >= rank)
+    start = f"vllm serve {base} --enable-lora --max-lora-rank {largest} --lora-modules "
+    if not stacked or not opened.lora.target_parameters:
+        return f"{start}{out.name}={out}"
+    # Only a server with --enable-mixed-moe-lora-format reads the declaration.
+    declared = {"name": out.name, "path": str(out), "is_3d_lora_weight": True}
+    return f"{start}'{json.dumps(declared)}'"

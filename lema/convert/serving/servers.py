@@ -1,0 +1,133 @@
+"""What servers take of an adapter, read in the sources of one release of each.
+
+A server that does not know a part of an adapter drops it in silence, refuses it at the first
+request, or computes something else. So what it does not take is said here, before training
+(`lora_serving`) and when an adapter is exported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from peft import LoraConfig
+
+from lema.errors import ConfigError
+
+__all__ = ["SERVERS", "Server", "ServerName", "check_served", "unserved"]
+
+ServerName = Literal["vllm", "sglang"]
+
+
+@dataclass(frozen=True)
+class Server:
+    """One release of a server."""
+
+    title: str
+    release: str
+    date: str  # on which its files were built
+    sources: tuple[str, ...]
+    ranks: tuple[int, ...] = ()  # of which the smallest that is large enough is chosen; empty: any
+    has_patterns: bool = True  # modules may have ranks and scales of their own
+    # Classes whose experts it has in one tensor for all, and reads as PEFT writes them.
+    stacked: frozenset[str] = field(default_factory=frozenset)
+
+
+SERVERS: dict[ServerName, Server] = {
+    "vllm": Server(
+        "vLLM",
+        "0.32.0",
+        "2026-10-20",
+        (
+            "vllm/config/lora.py",
+            "vllm/lora/peft_helper.py",
+            "vllm/lora/lora_model.py",
+            "vllm/lora/model_manager.py",
+        ),
+        ranks=(1, 8, 16, 32, 64, 128, 256, 320, 512),
+        stacked=frozenset(
+            {
+                "GptOssForCausalLM",
+                "InternS1ProForConditionalGeneration",
+                "Qwen3OmniMoeForConditionalGeneration",
+                "Qwen3VLMoeForConditionalGeneration",
+                "Qwen3_5MoeForConditionalGeneration",
+            }
+        ),
+    ),
+    "sglang": Server(
+        "SGLang",
+        "0.5.23",
+        "2026-10-30",
+        (
+            "sglang/srt/lora/lora_config.py",
+            "sglang/srt/lora/lora.py",
+            "sglang/srt/lora/lora_manager.py",
+            "sglang/srt/lora/mem_pool.py",
+        ),
+        has_patterns=False,
+    ),
+}
+# Ways to begin that change the base's weights; an adapter alone is not what was trained.
+CHANGES_BASE = ("corda", "loftq", "olora", "pissa")
+
+
+def unserved(server: Server, config: LoraConfig, modules: Collection[str]) -> Iterator[str]:
+    """Yield what a server does not take of an adapter, each a part of a sentence.
+
+    Args:
+        server: the release.
+        config: PEFT's of the adapter.
+        modules: the names of the adapted modules.
+    """
+    if config.use_dora:
+        yield "DoRA (lora_use_dora)"
+    if config.lora_bias:
+        yield "biases of B (lora_lora_bias)"
+    if config.bias != "none":
+        yield f"trained biases (lora_bias: {config.bias})"
+    if config.modules_to_save:
+        names = ", ".join(sorted(config.modules_to_save))
+        yield f"modules that train whole (lora_modules_to_save: {names})"
+    if config.trainable_token_indices:
+        yield "trained rows of embeddings (lora_trainable_token_indices)"
+    if config.layer_replication:
+        yield "repeated layers"
+    begin = config.init_lora_weights
+    if isinstance(begin, str) and begin.lower().startswith(CHANGES_BASE):
+        yield f"a beginning that changes the base's weights (lora_init: {begin})"
+    ends = {name.rpartition(".")[2] for name in modules}
+    outer = sorted(ends & {"embed_tokens", "lm_head", "wte", "embed_in", "embed_out"})
+    if outer:
+        yield f"adapters of embeddings and the head ({', '.join(outer)})"
+    ranks = {config.r, *(config.rank_pattern or {}).values()}
+    if server.ranks and max(ranks) > server.ranks[-1]:
+        yield f"a rank of {max(ranks)}, of at most {server.ranks[-1]}"
+    if not server.has_patterns:
+        if config.rank_pattern or config.alpha_pattern:
+            yield "ranks and scales by module (lora_rank_pattern, lora_alpha_pattern)"
+        if config.use_rslora:
+            yield "rsLoRA's scale (lora_use_rslora)"
+
+
+def check_served(
+    name: ServerName, config: LoraConfig, modules: Collection[str], others: Iterable[str] = ()
+) -> None:
+    """Make sure that a server takes an adapter.
+
+    Args:
+        name: of the server.
+        config: PEFT's of the adapter.
+        modules: the names of the adapted modules.
+        others: further things that it does not take.
+
+    Raises:
+        ConfigError: it does not; all that it does not take is named.
+    """
+    server = SERVERS[name]
+    problems = [*unserved(server, config, modules), *others]
+    if problems:
+        what = f"{server.title} {server.release} does not take {'; '.join(problems)}"
+        how = "train an adapter without these, or serve the merged model (`lema merge`)"
+        raise ConfigError(what, where=f"for {name}", how=how)

@@ -1,0 +1,242 @@
+"""Adapters in the layouts of servers: no number changes, and what a server does not take is
+refused by name.
+"""
+
+import json
+import re
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from everytype import STREAMED
+from peft import get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
+from publishedclass import publish
+from safetensors.torch import load_file
+from tinyconfig import tiny_config
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers import core_model_loading as loading
+
+from lema import LemaConfig, LemaModel
+from lema.convert.serving.experts import expert_parts, factors_of, parameter_wrappers
+from lema.convert.serving.export import export_adapter
+from lema.errors import ConfigError
+from lema.lora.attach import lora_config
+from lema.lora.merge import ADAPTER, wrapped
+from lema.model import meta_model
+
+PREFIX = "base_model.model."
+# Published with a matrix for each expert; in one tensor; without experts.
+APART = ("mixtral", "qwen3_moe", "deepseek_v2", "hunyuan_v1_moe")
+TOGETHER = ("gpt_oss", "granitemoe")
+
+
+def saved(model_type: str, directory: Path, **settings: Any) -> Path:
+    """An adapter whose factors are small whole numbers, so that no product of them is rounded."""
+    publish(model_type, directory / "model")
+    base = {"device": "cpu", "lora_rank": 4, "lora_alpha": 8}
+    config = LemaConfig(str(directory / "model"), **(base | settings))
+    with closing(LemaModel(config)) as model:
+        model.initialize_lora()
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for parameter in model.get_trainable_parameters():
+                parameter.copy_(torch.randint(-3, 4, parameter.shape, generator=generator).float())
+        model.save_pretrained(directory / "adapter")
+    return directory / "adapter"
+
+
+def products(directory: Path) -> dict[str, Tensor]:
+    """What each pair of factors in a directory adds, by the name of its matrix."""
+    tensors = load_file(directory / "adapter_model.safetensors")
+    config = json.loads((directory / "adapter_config.json").read_text())
+
+    def of(patterns: dict[str, Any], name: str, default: Any) -> Any:
+        return next(
+            (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)),
+            default,
+        )
+
+    found = {}
+    for name, a in tensors.items():
+        module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+        if name.endswith(".lora_A.weight"):
+            b = tensors[name.replace(".lora_A.", ".lora_B.")]
+            rank = of(config["rank_pattern"], module, config["r"])
+            assert rank == a.shape[0] == b.shape[1]
+            alpha = of(config["alpha_pattern"], module, config["lora_alpha"])
+            found[module] = b @ a * (alpha / rank)
+    return found
+
+
+def trained(adapter: Path) -> dict[str, Tensor]:
+    """What PEFT adds to each matrix of the published files."""
+    with closing(LemaModel.from_pretrained(adapter, device="cpu")) as model:
+        skeleton = model.skeleton
+        added = dict[str, Tensor]()
+        for name, module in wrapped(skeleton):
+            for wrapper in parameter_wrappers(module):
+                added[f"{name}.{wrapper.parameter_name}"] = delta(wrapper)
+            if not parameter_wrappers(module):
+                added[f"{name}.weight"] = delta(module)
+    published = loading.revert_weight_conversion(skeleton, added)
+    return {name.removesuffix(".weight"): tensor for name, tensor in published.items()}
+
+
+def delta(module: Any) -> Tensor:
+    """PEFT's own product of an adapted module, of its adapter alone."""
+    if not isinstance(module, ParamWrapper):
+        linear: Tensor = module.get_delta_weight(ADAPTER).detach()
+        return linear
+    # As `ParamWrapper.get_delta_weight` has it, which sends it to the device of the weight.
+    wrapper: Any = module
+    a = wrapper.lora_A[ADAPTER].weight.detach()
+    b = wrapper.lora_B[ADAPTER].weight.detach()
+    a = a.reshape(wrapper.num_experts, -1, a.shape[-1])
+    b = b.reshape(b.shape[0], -1, wrapper.num_experts)
+    sides = "e o i" if wrapper._did_swap_in_out_features else "e i o"
+    return torch.einsum(f"o r e, e r i -> {sides}", b, a) * wrapper.scaling[ADAPTER]
+
+
+# PEFT leaves shared experts of some types out.
+@pytest.mark.filterwarnings("ignore:PEFT does not adapt these linear modules")
+@pytest.mark.parametrize("model_type", APART)
+@pytest.mark.parametrize("layout", ["per-expert", "vllm", "sglang"])
+def test_experts_have_adapters_of_their_own_and_no_number_changes(
+    model_type: str, layout: Any, tmp_path: Path
+) -> None:
+    adapter = saved(model_type, tmp_path)
+    exported = export_adapter(adapter, tmp_path / "out", layout)
+    found = products(tmp_path / "out")
+    expected = trained(adapter)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    single = [name for name in found if re.search(r"\.experts\.\d+\.", name)]
+    assert exported.experts == len(single) > 0
+    assert bool(exported.line) == (layout != "per-expert")
+
+
+def test_ranks_and_scales_of_modules_stay(tmp_path: Path) -> None:
+    adapter = saved(
+        "mixtral",
+        tmp_path,
+        lora_rank_pattern={"experts.down_proj": 2, "k_proj": 8},
+        lora_alpha_pattern={"experts.gate_up_proj": 4},
+    )
+    export_adapter(adapter, tmp_path / "out", "vllm")
+    found = products(tmp_path / "out")
+    expected = trained(adapter)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    with pytest.raises(ConfigError, match="ranks and scales by module"):
+        export_adapter(adapter, tmp_path / "other", "sglang")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("model_type", TOGETHER)
+def test_experts_that_are_published_in_one_tensor(model_type: str, tmp_path: Path) -> None:
+    """vLLM reads those of some types as PEFT writes them, with the first product's inside."""
+    adapter = saved(model_type, tmp_path)
+    with pytest.raises(ConfigError, match="no published matrices of their own"):
+        export_adapter(adapter, tmp_path / "apart", "per-expert")
+    with pytest.raises(ConfigError, match=r"SGLang .* no published file has as matrices"):
+        export_adapter(adapter, tmp_path / "sglang", "sglang")
+    if model_type != "gpt_oss":
+        with pytest.raises(ConfigError, match=r"vLLM .* no published file has as matrices"):
+            export_adapter(adapter, tmp_path / "vllm", "vllm")
+        return
+    exported = export_adapter(adapter, tmp_path / "vllm", "vllm")
+    assert '"is_3d_lora_weight": true' in exported.line
+    assert exported.line in (tmp_path / "vllm" / "SERVE.md").read_text()
+    tensors = load_file(tmp_path / "vllm" / "adapter_model.safetensors")
+    names = [name for name in tensors if ".0.mlp.experts." in name]
+    hidden = tiny_config("gpt_oss").hidden_size
+    for name in names:
+        is_inner = ".base_layer." in name
+        is_a = name.endswith("lora_A.weight")
+        assert (tensors[name].shape[-1] == hidden) == (is_inner and is_a) or not is_a
+    assert len(names) == 4
+    export_adapter(adapter, tmp_path / "peft", "peft")
+    ours = load_file(adapter / "adapter_model.safetensors")
+    theirs = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"lora_use_dora": True}, "DoRA"),
+        ({"lora_bias": "all"}, "trained biases"),
+        ({"lora_modules_to_save": ["lm_head"]}, "modules that train whole"),
+        ({"lora_trainable_token_indices": [1, 2]}, "trained rows of embeddings"),
+        ({"lora_target_modules": ["q_proj", "lm_head"]}, "embeddings and the head"),
+    ],
+)
+def test_what_a_server_does_not_take_is_refused(
+    settings: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    adapter = saved("llama", tmp_path, **settings)
+    for server, title in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        with pytest.raises(ConfigError, match=rf"{title} .* does not take .*{words}"):
+            export_adapter(adapter, tmp_path / "out", server)  # type: ignore[arg-type]
+        assert not (tmp_path / "out").exists()
+
+
+def test_vllm_s_line_has_the_smallest_rank_that_it_allows(tmp_path: Path) -> None:
+    adapter = saved("llama", tmp_path, lora_rank=12)
+    exported = export_adapter(adapter, tmp_path / "mine", "vllm")
+    assert "--max-lora-rank 16" in exported.line
+    assert exported.line.endswith(f"--lora-modules mine={tmp_path / 'mine'}")
+    with pytest.raises(ConfigError, match="not empty"):
+        export_adapter(adapter, tmp_path / "mine", "vllm")
+    with pytest.raises(ConfigError, match="there is no layout 'tgi'"):
+        export_adapter(adapter, tmp_path / "new", "tgi")  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of many types, some of which are announced as old
+def test_experts_of_every_type_are_taken_apart_exactly_or_are_in_one_tensor() -> None:
+    apart = set[str]()
+    for model_type in STREAMED:
+        config = tiny_config(model_type)
+        skeleton = meta_model(config, torch.float32)
+        lora = lora_config(skeleton, rank=3, alpha=6, dropout=0.0, targets=None)
+        ends = tuple(lora.target_parameters or ())
+        names = [
+            name
+            for name, parameter in skeleton.named_parameters()
+            if parameter.ndim == 3 and name.endswith(ends)
+        ]
+        parts = {name: expert_parts(skeleton, name) for name in names if ends}
+        if any(parts.values()):
+            apart.add(model_type)
+            assert_exact(skeleton, lora, parts)
+    assert len(apart) >= 20
+
+
+def assert_exact(skeleton: PreTrainedModel, lora: Any, parts: dict[str, Any]) -> None:
+    """The factors of every published matrix have the product that `transformers` writes."""
+    whole = type(skeleton)._from_config(skeleton.config, dtype=torch.float32)
+    adapted = get_peft_model(whole, lora)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(torch.randint(-3, 4, parameter.shape, generator=generator).float())
+    for name, pieces in parts.items():
+        module, _, leaf = name.rpartition(".")
+        wrappers = parameter_wrappers(whole.get_submodule(module))
+        (wrapper,) = [one for one in wrappers if one.parameter_name == leaf]
+        published = loading.revert_weight_conversion(whole, {name: delta(wrapper)})
+        assert {piece.module for piece in pieces} == {
+            matrix.removesuffix(".weight") for matrix in published
+        }
+        for piece in pieces:
+            factors = piece.factors(*factors_of(wrapper, piece.expert))
+            assert torch.equal(
+                factors.b @ factors.a * factors.scale, published[f"{piece.module}.weight"]
+            )
