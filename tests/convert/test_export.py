@@ -98,7 +98,8 @@ def delta(module: Any) -> Tensor:
     a = a.reshape(wrapper.num_experts, -1, a.shape[-1])
     b = b.reshape(b.shape[0], -1, wrapper.num_experts)
     sides = "e o i" if wrapper._did_swap_in_out_features else "e i o"
-    return torch.einsum(f"o r e, e r i -> {sides}", b, a) * wrapper.scaling[ADAPTER]
+    stacked: Tensor = torch.einsum(f"o r e, e r i -> {sides}", b, a) * wrapper.scaling[ADAPTER]
+    return stacked
 
 
 # PEFT leaves shared experts of some types out.

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 CEILINGS = {
     "names of the grammar list": 4,
     "of these parameters of public functions": 0,
-    "words of the second list in identifiers": 82,
+    "words of the second list in identifiers": 81,
     "writes from outside to attributes of our classes": 40,
     "classes that set over 12 attributes": 1,
     "circles of imports": 0,

@@ -8,7 +8,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     "multi-GPU": ("processes",),
     "my loss is NaN": ("troubleshooting",),
     "GGUF": ("generation", "results", "environments"),
-    "serve with vLLM": ("generation", "results", "environments"),
+    "serve with vLLM": ("serving", "environments"),
     "QLoRA": ("weights",),
     "W&B": ("results",),
     "gradient accumulation": ("batches",),

@@ -108,14 +108,14 @@ def _part(module: str, shape: tuple[int, int], move: Move, d1: int, d2: int) -> 
     """Return what a move says of a matrix; None: its rows and columns are not rows and columns."""
     rows, columns = shape
 
-    def place(row: int, column: int) -> tuple[int, int, int]:
+    def position(row: int, column: int) -> tuple[int, int, int]:
         at = _read_from(move, row * columns + column)
         return at // (d1 * d2), at // d2 % d1, at % d2
 
-    begin = place(0, 0)
+    begin = position(0, 0)
     expert, *first = begin
-    row_step = _step(place(min(1, rows - 1), 0), begin)
-    column_step = _step(place(0, min(1, columns - 1)), begin)
+    row_step = _step(position(min(1, rows - 1), 0), begin)
+    column_step = _step(position(0, min(1, columns - 1)), begin)
     for corner in _corners(move, columns):
         row, column = corner
         expected = (
@@ -123,7 +123,7 @@ def _part(module: str, shape: tuple[int, int], move: Move, d1: int, d2: int) -> 
             first[0] + row * row_step[1] + column * column_step[1],
             first[1] + row * row_step[2] + column * column_step[2],
         )
-        if place(row, column) != expected:
+        if position(row, column) != expected:
             return None
     straight = row_step[2] == 0 and column_step[1] == 0
     turned = row_step[1] == 0 and column_step[2] == 0
@@ -148,10 +148,10 @@ def _corners(move: Move, columns: int) -> Iterator[tuple[int, int]]:
     yield divmod(last, columns)
 
 
-def _read_from(move: Move, position: int) -> int:
-    """Return the element of the source that a move puts at a position of its result."""
+def _read_from(move: Move, written: int) -> int:
+    """Return the element of the source that a move puts at a place of its result."""
     at = move.read
-    left = position - move.write
+    left = written - move.write
     for size, read, write in sorted(move.dims, key=lambda dim: -dim[2]):
         digit = min(left // write, size - 1) if write else 0
         at += digit * read
@@ -169,11 +169,11 @@ def _taken(tensor: Tensor, dim: int, first: int, step: int, count: int) -> Tenso
 def parameter_wrappers(module: nn.Module) -> list[ParamWrapper]:
     """Return PEFT's wrappers of the parameters of one module, from the outermost to the innermost;
     empty: none is adapted."""
-    found = list[ParamWrapper]()
+    wrappers = list[ParamWrapper]()
     while isinstance(module, ParamWrapper):
-        found.append(module)
+        wrappers.append(module)
         module = module.base_layer
-    return found
+    return wrappers
 
 
 def factors_of(wrapper: ParamWrapper, expert: int) -> tuple[Tensor, Tensor, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -60,13 +60,13 @@ class Exported:
     line: str  # that starts the server; empty: no server was named
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Adapter:
-    """An adapter by the published names of its modules, and by names that no published file has."""
+    """An adapter by the published names of its modules."""
 
     factors: dict[str, Factors] = field(default_factory=dict)
-    unnamed: list[str] = field(default_factory=list)
-    experts: int = 0
+    experts: int = 0  # how many of these are of single experts
+    unnamed: tuple[str, ...] = ()  # adapted names that no published file has
 
 
 def export_adapter(
@@ -108,16 +108,16 @@ def export_adapter(
     model = opened.attach()
     server = SERVERS[layout] if layout == "vllm" or layout == "sglang" else None
     stacked = layout == "peft" or (server is not None and _stacks(server, opened))
-    found = _Adapter() if stacked else _taken_apart(opened.base.skeleton, names, parts)
+    adapter = _Adapter() if stacked else _split(opened.base.skeleton, names, parts)
     if layout == "vllm" or layout == "sglang":
         modules = [name for name, _ in wrapped(opened.base.skeleton)]
-        check_served(layout, opened.lora, modules, _gaps(opened.base.skeleton, found))
-    elif found.unnamed:
-        what = f"these experts have no published matrices of their own: {_some(found.unnamed)}"
+        check_served(layout, opened.lora, modules, _gaps(opened.base.skeleton, adapter))
+    elif adapter.unnamed:
+        what = f"these experts have no published matrices of their own: {_first(adapter.unnamed)}"
         how = "--for peft writes them in one tensor; `lema merge` writes them into the model"
         raise ConfigError(what, where="--for per-expert", how=how)
-    tensors = _stacked_tensors(model, layout) if stacked else _tensors(found)
-    config = _stacked_config(model) if stacked else _config(opened.lora, found)
+    tensors = _stacked_tensors(model, layout) if stacked else _tensors(adapter)
+    config = _stacked_config(model) if stacked else _config(opened.lora, adapter)
     line = "" if server is None else _server_line(server, opened, out, config, stacked=stacked)
     with appearing(out) as partial, torch.no_grad():
         save_file(tensors, partial / WEIGHTS, {"format": "pt"})
@@ -125,7 +125,7 @@ def export_adapter(
         carry_rendering(opened.directory, partial)
         if line:
             _write(partial / "SERVE.md", f"```bash\n{line}\n```")
-    return Exported(out, found.experts, line)
+    return Exported(out, adapter.experts, line)
 
 
 def _write(file: Path, text: str) -> None:
@@ -143,8 +143,8 @@ def _published_modules(model: PreTrainedModel) -> dict[str, str]:
     names_by_id = {id(tensor): name for name, tensor in weights.items()}
     published = dict[str, str]()
     for name, tensor in loading.revert_weight_conversion(model, dict(weights)).items():
-        if (own := names_by_id.get(id(tensor))) is not None and name.endswith(WEIGHT):
-            published[own.removesuffix(WEIGHT)] = name.removesuffix(WEIGHT)
+        if (model_name := names_by_id.get(id(tensor))) is not None and name.endswith(WEIGHT):
+            published[model_name.removesuffix(WEIGHT)] = name.removesuffix(WEIGHT)
     return published
 
 
@@ -163,44 +163,46 @@ def _stacks(server: Server, opened: SavedAdapter) -> bool:
     return type(opened.base.skeleton).__name__ in server.stacked
 
 
-def _taken_apart(
+def _split(
     model: PreTrainedModel,
     names: Mapping[str, str],
     parts: Mapping[str, list[ExpertPart] | None],
 ) -> _Adapter:
     """Return the factors of each published matrix that is adapted."""
-    found = _Adapter()
+    factors = dict[str, Factors]()
+    unnamed = list[str]()
+    experts = 0
     for name, module in wrapped(model):
         if isinstance(module, ParamWrapper):
             for wrapper in parameter_wrappers(module):
                 parameter = f"{name}.{wrapper.parameter_name}"
-                pieces = parts.get(parameter)
-                if pieces is None:
-                    found.unnamed.append(parameter)
-                for piece in pieces or ():
-                    found.factors[piece.module] = piece.factors(*factors_of(wrapper, piece.expert))
-                    found.experts += 1
+                pieces = parts.get(parameter) or []
+                if not pieces:
+                    unnamed.append(parameter)
+                for piece in pieces:
+                    factors[piece.module] = piece.factors(*factors_of(wrapper, piece.expert))
+                experts += len(pieces)
         elif isinstance(module, LoraLayer) and ADAPTER in module.lora_A:
             if name not in names:
-                found.unnamed.append(name)
+                unnamed.append(name)
                 continue
             layer: Any = module
             a = layer.lora_A[ADAPTER].weight.detach()
             b = layer.lora_B[ADAPTER].weight.detach()
-            found.factors[names[name]] = Factors(a, b, layer.scaling[ADAPTER])
-    return found
+            factors[names[name]] = Factors(a, b, layer.scaling[ADAPTER])
+    return _Adapter(factors, experts, tuple(unnamed))
 
 
-def _gaps(model: PreTrainedModel, found: _Adapter) -> Iterator[str]:
+def _gaps(model: PreTrainedModel, adapter: _Adapter) -> Iterator[str]:
     """Yield what servers do not take of adapters of experts."""
-    if found.unnamed:
-        yield f"modules that no published file has as matrices ({_some(found.unnamed)})"
+    if adapter.unnamed:
+        yield f"modules that no published file has as matrices ({_first(adapter.unnamed)})"
     for name, module in wrapped(model):
         if isinstance(module, ParamWrapper):
             adapted = {wrapper.parameter_name for wrapper in parameter_wrappers(module)}
-            own = {leaf for leaf, tensor in _base(module).named_parameters() if tensor.ndim == 3}
-            if own - adapted:
-                missing = ", ".join(sorted(own - adapted))
+            every = {leaf for leaf, tensor in _base(module).named_parameters() if tensor.ndim == 3}
+            if every - adapted:
+                missing = ", ".join(sorted(every - adapted))
                 yield f"an adapter of some matrices of experts alone (not {missing} of {name})"
                 return
 
@@ -209,16 +211,16 @@ def _base(module: nn.Module) -> nn.Module:
     return parameter_wrappers(module)[-1].base_layer
 
 
-def _some(names: list[str]) -> str:
+def _first(names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 
 
-def _tensors(found: _Adapter) -> dict[str, Tensor]:
+def _tensors(adapter: _Adapter) -> dict[str, Tensor]:
     """Return the tensors of the file. Experts of one layer share factors in memory, which
     safetensors does not write, so each is a tensor of its own."""
     tensors = dict[str, Tensor]()
-    for name, factors in found.factors.items():
+    for name, factors in adapter.factors.items():
         tensors[f"{PREFIX}{name}.lora_A.weight"] = factors.a.contiguous().clone()
         tensors[f"{PREFIX}{name}.lora_B.weight"] = factors.b.contiguous().clone()
     return tensors
@@ -249,13 +251,13 @@ def _stacked_config(model: PeftModel) -> dict[str, Any]:
     return _plain(model.peft_config[ADAPTER].to_dict())
 
 
-def _config(lora: LoraConfig, found: _Adapter) -> dict[str, Any]:
+def _config(lora: LoraConfig, adapter: _Adapter) -> dict[str, Any]:
     """Return PEFT's config of the modules by their published names: ranks and scales that are not
     those of most modules stand under the whole name."""
     config = _plain(lora.to_dict())
     ranks = dict[str, int]()
     alphas = dict[str, float]()
-    for name, factors in found.factors.items():
+    for name, factors in adapter.factors.items():
         rank = factors.a.shape[0]
         alpha = factors.scale * (rank**0.5 if lora.use_rslora else rank)
         if rank != lora.r:
@@ -263,7 +265,7 @@ def _config(lora: LoraConfig, found: _Adapter) -> dict[str, Any]:
         if abs(alpha - lora.lora_alpha) > 1e-9 * abs(lora.lora_alpha):
             alphas[re.escape(name)] = alpha
     return config | {
-        "target_modules": sorted({name.rpartition(".")[2] for name in found.factors}),
+        "target_modules": sorted({name.rpartition(".")[2] for name in adapter.factors}),
         "target_parameters": None,
         "exclude_modules": None,
         "layers_to_transform": None,

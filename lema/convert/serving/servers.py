@@ -97,8 +97,8 @@ def unserved(server: Server, config: LoraConfig, modules: Collection[str]) -> It
     begin = config.init_lora_weights
     if isinstance(begin, str) and begin.lower().startswith(CHANGES_BASE):
         yield f"a beginning that changes the base's weights (lora_init: {begin})"
-    ends = {name.rpartition(".")[2] for name in modules}
-    outer = sorted(ends & {"embed_tokens", "lm_head", "wte", "embed_in", "embed_out"})
+    leaves = {name.rpartition(".")[2] for name in modules}
+    outer = sorted(leaves & {"embed_tokens", "lm_head", "wte", "embed_in", "embed_out"})
     if outer:
         yield f"adapters of embeddings and the head ({', '.join(outer)})"
     ranks = {config.r, *(config.rank_pattern or {}).values()}
@@ -112,7 +112,7 @@ def unserved(server: Server, config: LoraConfig, modules: Collection[str]) -> It
 
 
 def check_served(
-    name: ServerName, config: LoraConfig, modules: Collection[str], others: Iterable[str] = ()
+    name: ServerName, config: LoraConfig, modules: Collection[str], further: Iterable[str] = ()
 ) -> None:
     """Make sure that a server takes an adapter.
 
@@ -120,13 +120,13 @@ def check_served(
         name: of the server.
         config: PEFT's of the adapter.
         modules: the names of the adapted modules.
-        others: further things that it does not take.
+        further: other things that it does not take.
 
     Raises:
         ConfigError: it does not; all that it does not take is named.
     """
     server = SERVERS[name]
-    problems = [*unserved(server, config, modules), *others]
+    problems = [*unserved(server, config, modules), *further]
     if problems:
         what = f"{server.title} {server.release} does not take {'; '.join(problems)}"
         how = "train an adapter without these, or serve the merged model (`lema merge`)"
