@@ -10,6 +10,7 @@ its columns, has these rows of B and all of A as its factors, so no number chang
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -82,17 +83,26 @@ def expert_parts(model: PreTrainedModel, parameter: str) -> list[ExpertPart] | N
         The matrices, which have all elements of the parameter between them; None: its experts are
         published in one tensor, or not as matrices of rows and columns.
     """
-    tensor = model.get_parameter(parameter)
-    experts, d1, d2 = tensor.shape
+    experts, d1, d2 = model.get_parameter(parameter).shape
     trace = CopyTrace()
-    source = trace.source(0, tensor.shape, tensor.dtype)
+    # Of some types the parameters of a layer are written together.
+    names = [
+        name
+        for name, tensor in model.named_parameters()
+        if tensor.ndim == 3 and _layer(name) == _layer(parameter)
+    ]
+    dtype = model.get_parameter(parameter).dtype
+    sources = {
+        name: trace.source(number, model.get_parameter(name).shape, dtype)
+        for number, name in enumerate(names)
+    }
     with trace:
-        published: Mapping[str, Tensor] = loading.revert_weight_conversion(
-            model, {parameter: source}
-        )
+        published: Mapping[str, Tensor] = loading.revert_weight_conversion(model, sources)
     parts = list[ExpertPart]()
     for name, piece in published.items():
         moves = trace.moves(piece)
+        if moves is not None and names.index(parameter) not in {number for number, _ in moves}:
+            continue
         if piece.ndim != 2 or not name.endswith(WEIGHT) or moves is None or len(moves) != 1:
             return None
         shape = (int(piece.shape[0]), int(piece.shape[1]))
@@ -102,6 +112,12 @@ def expert_parts(model: PreTrainedModel, parameter: str) -> list[ExpertPart] | N
         parts.append(part)
     complete = sum(prod(part.shape) for part in parts) == experts * d1 * d2
     return parts if complete else None
+
+
+def _layer(name: str) -> str:
+    """Return a parameter's name as far as the number of its layer."""
+    match = re.match(r".*?\.\d+\.", name)
+    return match.group() if match else ""
 
 
 def _part(module: str, shape: tuple[int, int], move: Move, d1: int, d2: int) -> ExpertPart | None:
