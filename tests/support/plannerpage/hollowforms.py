@@ -26,7 +26,7 @@ def write_form(checkpoint: Checkpoint, form: str, directory: Path) -> Path | Non
     if SETTINGS[checkpoint.form] is not None:
         return None
     quantised = directory / form
-    quantised.mkdir()
+    quantised.mkdir(exist_ok=True)
     opened = opened_source(published, None, False)
     conversion = Conversion(opened, quantize=form, assembled=True)
     written = conversion.form
