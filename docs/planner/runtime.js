@@ -390,6 +390,6 @@ const stubs = (() => {
     has_addresses: () => true,
     _agree: () => null, _notes: () => [], main_dtype: (model) => model,
     num_positions: (config) => config.positions, with_adapter: null,
-    CHUNK_TOKENS: 1024,
+    CHUNK_TOKENS: 1024, PAGE: 4096,
   };
 })();

@@ -13,7 +13,7 @@ from plannerpage.write import PAGE
 
 __all__ = ["answers_of", "dumped"]
 
-SCRIPTS = ("runtime", "plan", "models", "core")
+SCRIPTS = ("runtime", "plan", "models", "families", "pasted", "core")
 RUN = """
 const answers = chosen.map((inputs) => {
   try { return lemaPlanner.figures(inputs); } catch (error) { return { error: String(error.stack) }; }

@@ -1,6 +1,6 @@
 """Compares the planner's page in a browser with `lema plan`, in as many processes as there are cores.
 
-    PYTHONPATH=.:backends:tools:tests/support python -m plannerpage.comparison COUNT FOLDER
+    PYTHONPATH=.:backends:tools:tests/support python -m plannerpage.comparison COUNT FOLDER [pasted]
 
 The folder keeps what was compared, one file for each combination, and a later call goes on behind
 them. It is no longer right when lema/plan or the page has changed: delete it then.
@@ -21,9 +21,9 @@ from typing import Any
 from transformers.utils import logging
 
 from plannerpage.browser import answers_of
-from plannerpage.combinations import combinations
+from plannerpage.combinations import combinations, pasted
 from plannerpage.reference import figures_of, relative_differences
-from plannerpage.write import known_models
+from plannerpage.write import known_families, known_models
 
 __all__ = ["WITHIN", "Compared", "compared"]
 
@@ -56,7 +56,8 @@ def compared(
     """
     checkpoints: dict[tuple[str, str], list[dict[str, Any]]] = {}
     models = known_models()
-    for inputs in sorted(chosen, key=lambda inputs: max(models[inputs["model"]]["kinds"])):
+    kinds = {name: max(facts["kinds"]) for name, facts in models.items()}
+    for inputs in sorted(chosen, key=lambda inputs: kinds.get(inputs["model"], 0)):
         checkpoints.setdefault((inputs["model"], inputs["form"]), []).append(inputs)
     folder.mkdir(parents=True, exist_ok=True)
     groups = [
@@ -96,11 +97,16 @@ def _key(inputs: dict[str, Any]) -> str:
     return sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def main(count: int, folder: Path) -> None:
-    """Compare so many combinations, and say how far each is."""
+def main(count: int, folder: Path, kind: str = "") -> None:
+    """Compare so many combinations, of published models or of `pasted` sizes, and say how far each
+    is.
+    """
     number = 0
     wrong = 0
-    for result in compared(list(combinations(known_models(), count)), folder):
+    chosen = combinations(known_models(), count)
+    if kind == "pasted":
+        chosen = pasted(known_families(), count)
+    for result in compared(list(chosen), folder):
         number += 1
         wrong += bool(result.far or result.error)
         worst = max(result.differences.items(), key=lambda entry: entry[1], default=None)
@@ -113,4 +119,4 @@ def main(count: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

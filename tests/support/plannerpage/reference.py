@@ -12,8 +12,8 @@ from lema.plan.cost import Speeds
 from lema.plan.machine import PROFILES
 from lema.plan.plan import plan_with
 from lema.plan.planner import planner_of
-from lema_tools.models.checkpoints import Checkpoint, named
-from plannerpage.hollowforms import AS_PUBLISHED, write_form
+from lema_tools.models.checkpoints import named
+from plannerpage.hollowforms import AS_PUBLISHED, write_config, write_form
 from plannerpage.modelfacts import CHUNKS
 
 __all__ = ["COMPARED", "figures_of", "relative_differences"]
@@ -50,8 +50,6 @@ def figures_of(inputs: dict[str, Any], text: str | None, folder: Path) -> dict[s
         folder: where checkpoints without weights are kept from call to call, by model and form.
     """
     settings = _tried(inputs) if text is None else yaml.safe_load(text)
-    checkpoint = named(inputs["model"])
-    assert checkpoint is not None
     profile = PROFILES[inputs["card"]]
     machine = replace(
         profile,
@@ -59,7 +57,7 @@ def figures_of(inputs: dict[str, Any], text: str | None, folder: Path) -> dict[s
         host_memory=max(profile.host_memory, inputs["hostMemory"]),
         speeds=Speeds(inputs["diskSpeed"], profile.speeds.link),
     )
-    directory = _checkpoint(checkpoint, inputs["form"], folder)
+    directory = _checkpoint(inputs, folder)
     # The directory has the weights that quantize_base makes.
     assert settings.pop("quantize_base", AS_PUBLISHED) == inputs["form"]
     config = LemaConfig(**{**settings, "model_name_or_path": str(directory), "device": "cpu"})
@@ -90,12 +88,18 @@ def figures_of(inputs: dict[str, Any], text: str | None, folder: Path) -> dict[s
     }
 
 
-def _checkpoint(checkpoint: Checkpoint, form: str, folder: Path) -> Path:
+def _checkpoint(inputs: dict[str, Any], folder: Path) -> Path:
     """Return the directory of a checkpoint in a form, which is written where it is not yet."""
-    place = folder / checkpoint.name / form
+    form: str = inputs["form"]
+    model: str = inputs["model"]
+    place = folder / model / form
     if not (place / "written").exists():
-        directory = write_form(checkpoint, form, place)
-        assert directory is not None
+        if "config" in inputs:
+            write_config(inputs["config"], form, place)
+        else:
+            checkpoint = named(inputs["model"])
+            assert checkpoint is not None, f"{inputs['model']} is published"
+            assert write_form(checkpoint, form, place) is not None, f"it has a form {form}"
         (place / "written").touch()
     return place / form
 

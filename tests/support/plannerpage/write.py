@@ -1,10 +1,11 @@
-"""Makes docs/planner/plan.js and docs/planner/models.js, which the page of the planner stands on.
+"""Makes plan.js, models.js and families.js of docs/planner, which the page of the planner stands on.
 
     PYTHONPATH=.:backends:tools:tests/support python -m plannerpage.write [NAME ...]
 
 plan.js is the arithmetic of `lema plan`, translated in a second. models.js has the models, of which
 each takes a minute or more: those named are measured again, and others stay as they are; `all`
-measures all of them.
+measures all of them. families.js has the formulas of kinds of models, for sizes that no table has;
+they are made again for a NAME that is one of `plannerpage.formulas.FAMILIES`, and for `all`.
 """
 
 import json
@@ -21,8 +22,10 @@ from lema.config.objective import OBJECTIVES
 from lema.config.units import MEMORY_PARTS
 from lema.engine.head.objectives import objective_of
 from lema_tools.models.checkpoints import CHECKPOINTS, Checkpoint, config_of
+from plannerpage.formulas import FAMILIES, formulas_of, stored_bytes
 from plannerpage.javascript import translated
-from plannerpage.modelfacts import CHUNKS, LENGTHS_OF_HEAD, RANKS, facts_of
+from plannerpage.modelfacts import CHUNKS, LENGTHS, LENGTHS_OF_HEAD, RANKS, facts_of
+from plannerpage.sizes import SYMBOLS
 
 __all__ = ["CARDS", "MODELS_FILE", "PLAN_FILE", "known_models", "plan_text"]
 
@@ -30,7 +33,9 @@ ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "planner"
 PLAN_FILE = PAGE / "plan.js"
 MODELS_FILE = PAGE / "models.js"
+FAMILIES_FILE = PAGE / "families.js"
 BEGIN = "const lemaModels = "
+BEGIN_FAMILIES = "const lemaFamilies = "
 END = "\n};\n"
 WHOLE = """for (const model of Object.values(lemaModels)) {
   if (model.same) Object.assign(model, { ...lemaModels[model.same], ...model });
@@ -40,6 +45,7 @@ PROFILES_DATED = "profiles of lema/plan/machine.py, as of November 2026"
 CARDS = ("t4", "4090", "h200")  # profiles of devices with memory of their own
 MODULES = (
     "lema/config/units.py",
+    "lema/engine/head/spans.py",
     "lema/stream/schedule.py",
     "lema/stream/ring.py",
     "lema/stream/residents.py",
@@ -143,6 +149,7 @@ def plan_text() -> str:
         "cards": CARDS,
         "chunks": CHUNKS,
         "ranks": RANKS,
+        "lengths": LENGTHS,
         "lengthsOfHead": LENGTHS_OF_HEAD,
         "parts": list(MEMORY_PARTS.items()),
         "dated": PROFILES_DATED,
@@ -198,6 +205,29 @@ def write_models(models: Mapping[str, Any]) -> None:
     MODELS_FILE.write_text(f"{head}{BEGIN}{{\n{lines}{END}{WHOLE}", encoding="utf-8")
 
 
+def known_families() -> dict[str, Any]:
+    """Return the kinds of models that families.js has formulas of."""
+    if not FAMILIES_FILE.exists():
+        return {}
+    text = FAMILIES_FILE.read_text(encoding="utf-8")
+    tables = text[text.index(BEGIN_FAMILIES) + len(BEGIN_FAMILIES) : text.index(END)]
+    families: dict[str, Any] = json.loads(f"{tables}\n}}")
+    return families
+
+
+def write_families(families: Mapping[str, Any]) -> None:
+    """Write families.js."""
+    lines = ",\n".join(
+        f"{json.dumps(kind)}: {json.dumps(families[kind])}" for kind in FAMILIES if kind in families
+    )
+    head = "// Made by tests/support/plannerpage/write.py; not to be changed by hand.\n"
+    symbols = f"const lemaSymbols = {json.dumps(SYMBOLS)};\n"
+    stored = f"const lemaStored = {json.dumps(stored_bytes())};\n"
+    FAMILIES_FILE.write_text(
+        f"{head}{symbols}{stored}{BEGIN_FAMILIES}{{\n{lines}{END}", encoding="utf-8"
+    )
+
+
 def equal_one(checkpoint: Checkpoint, models: Collection[str]) -> str | None:
     """Return the model with tables whose config and form a checkpoint has; None: there is none."""
     config = config_of(checkpoint).to_dict()
@@ -233,6 +263,11 @@ def main(names: list[str]) -> None:
             warnings.simplefilter("ignore")
             models[checkpoint.name] = facts_of(checkpoint)
         write_models(models)
+    families = known_families()
+    for kind in FAMILIES:
+        if kind in names or names == ["all"]:
+            families[kind] = formulas_of(kind)
+            write_families(families)
 
 
 if __name__ == "__main__":
