@@ -92,8 +92,11 @@ const lemaPlanner = (() => {
     });
   };
 
+  // A pasted config has tables of its own.
+  const factsOf = (inputs) => (inputs.config ? lemaPasted.facts(inputs.config) : lemaModels[inputs.model]);
+
   const plannerOf = (inputs, chunk) => {
-    const facts = lemaModels[inputs.model];
+    const facts = factsOf(inputs);
     const config = new Config({
       ...lemaFacts.defaults,
       objective: inputs.objective, max_length: inputs.length, batch_size: inputs.rows,
@@ -116,7 +119,7 @@ const lemaPlanner = (() => {
   };
 
   const settingsOf = (inputs, chunk) => {
-    const facts = lemaModels[inputs.model];
+    const facts = factsOf(inputs);
     const settings = { model_name_or_path: facts.hub, train_data: "data.jsonl", output_dir: "output" };
     if (inputs.objective !== "sft") settings.objective = inputs.objective;
     Object.assign(settings, { max_length: inputs.length, batch_size: inputs.rows, num_train_epochs: inputs.epochs });

@@ -10,6 +10,7 @@
   const CARDS = { t4: "T4, 16 GB", "4090": "RTX 4090, 24 GB", h200: "H200, 141 GB" };
   const LIMITS = { compute: "computing", link: "the link", disk: "the disk" };
   const PARTS = Object.fromEntries(lemaFacts.parts);
+  const PASTED = "your config.json";
   const count = (x) => Math.round(x).toLocaleString("en-US");
 
   const options = (name, entries) => {
@@ -102,7 +103,7 @@
     const hours = result.hours;
     box("Speed, predicted", `${count(result.tokensPerSecond)} tokens/s`, beside, `limited by ${LIMITS[result.bottleneck]}`);
     box("Time, predicted", hours < 1 ? `${(60 * hours).toFixed(1)} min` : `${hours.toFixed(1)} h`, beside, `${count(result.steps)} steps of ${result.secondsOfStep.toFixed(1)} s, if full`);
-    box("Price", result.cost === null ? "-" : result.cost.toFixed(2), result.cost === null ? "type a price per hour" : `predicted hours x your price; ${beside}`);
+    box("Price", result.cost === null ? "-" : result.cost.toFixed(2), `${result.cost === null ? "type a price per hour" : "predicted hours x your price"}; ${beside}`);
     const hidden = result.crossover;
     box("Streaming costs nothing", hidden ? `from ${count(hidden)} tokens a step` : "at any step",
       hidden ? `now ${count(result.tokens)}; with ${bytes(chosen.hostMemory)} host memory` : beside);
@@ -124,7 +125,14 @@
         return value === undefined ? name !== "hidden_size" && name !== "num_hidden_layers" : value === size;
       }));
     if (!same) {
-      return show("recognised", `The page has no table for this ${pasted.model_type || "config"} with these sizes, and guesses none. \`lema plan\` plans any model that streams.`);
+      const why = lemaPasted.whyNot(pasted);
+      if (why) return show("recognised", `The page cannot plan for this config: ${why}. It guesses nothing; \`lema plan\` plans any model that streams.`);
+      lemaModels[PASTED] = lemaPasted.facts(pasted);
+      listModels();
+      field("model").value = PASTED;
+      forModel();
+      show("recognised", "The page computes its tables from these sizes. Put your own model's name into the file.");
+      return draw();
     }
     field("model").value = same[0];
     forModel();
@@ -132,7 +140,8 @@
     draw();
   };
 
-  options("model", Object.entries(lemaModels).map(([name, model]) => [name, `${name} (${(model.parameters / 1e9).toFixed(1)} billion parameters)`]));
+  const listModels = () => options("model", Object.entries(lemaModels).map(([name, model]) => [name, `${name} (${(model.parameters / 1e9).toFixed(1)} billion parameters)`]));
+  listModels();
   options("card", lemaFacts.cards.map((name) => [name, `${CARDS[name] || name} (profile ${name})`]));
   options("objective", Object.keys(lemaFacts.objectives).map((name) => [name, name]));
   show("dated", lemaFacts.dated);

@@ -24,6 +24,8 @@ const py = (() => {
     return a.length < b.length;
   };
   const compare = (a, b) => (lt(a, b) ? -1 : lt(b, a) ? 1 : 0);
+  // Each key is computed once, as in Python.
+  const byKeys = (xs, key) => xs.map((x) => [key(x), x]).sort((a, b) => compare(a[0], b[0])).map(([, x]) => x);
   const has = (x, xs) => {
     if (xs instanceof Set || xs instanceof Map) return xs.has(x);
     if (typeof xs === "string") return xs.includes(x);
@@ -207,7 +209,7 @@ const py = (() => {
     round: roundHalfEven,
     sorted: function (xs) {
       const key = (this && this.key) || ((x) => x);
-      return [...iter(xs)].sort((a, b) => compare(key(a), key(b)));
+      return byKeys([...iter(xs)], key);
     },
     str: String,
     sum: (xs, start = 0) => { let total = start; for (const x of iter(xs)) total += Number(x); return total; },
@@ -264,7 +266,7 @@ const py = (() => {
   }
   py.sort = function (xs) {
     const key = (this && this.key) || ((x) => x);
-    xs.sort((a, b) => compare(key(a), key(b)));
+    byKeys(xs, key).forEach((x, at) => { xs[at] = x; });
   };
   const newSet = py.set;
   py.set = (x, key, value) => {
@@ -388,6 +390,6 @@ const stubs = (() => {
     has_addresses: () => true,
     _agree: () => null, _notes: () => [], main_dtype: (model) => model,
     num_positions: (config) => config.positions, with_adapter: null,
-    CHUNK_TOKENS: 1024,
+    CHUNK_TOKENS: 1024, PAGE: 4096,
   };
 })();

@@ -5,6 +5,7 @@ costs in precision.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from statistics import median
 from typing import Any, Self
 
@@ -91,6 +92,8 @@ class Quantizer:
         chosen: dict[str, _Chosen] = {}
         refused: list[str] = []
         in_pieces: list[str] = []
+        # The library is asked once for each shape, because it takes long over a weight.
+        specs_of = cache(library.specs)
         for weight in linear_weights(model, dtypes):
             shape = weight.parameter.shape
             if weight.name not in file_names:
@@ -98,7 +101,7 @@ class Quantizer:
             elif not library.takes(shape):
                 refused.append(weight.name)
             else:
-                specs, about = library.specs(kind, shape, dtypes[weight.name])
+                specs, about = specs_of(kind, shape, dtypes[weight.name])
                 label = re.sub(r"(?<![^.])\d+(?![^.])", "*", weight.inner.removesuffix(".weight"))
                 is_sampled = weight.layer in sampled
                 chosen[file_names[weight.name]] = _Chosen(specs, about, label, is_sampled)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from math import ceil
 from typing import Any, Literal
 
 import torch
@@ -25,6 +24,7 @@ from lema.backend.registry import has_addresses
 from lema.config import LemaConfig
 from lema.config.units import human_bytes
 from lema.engine.head.pieces import PiecedHead
+from lema.engine.head.spans import spans_of
 from lema.errors import ConfigError
 from lema.model import Split
 from lema.model.capture import past_layers, replaced, tensors_in
@@ -33,7 +33,7 @@ from lema.model.row_tables import RowTables
 from lema.model.skeleton import find_embed_head, find_layers
 from lema.storage.header import TensorRecord
 from lema.storage.slices import part_of
-from lema.stream.placement import PAGE, LayerBytes, lay_out_tensors
+from lema.stream.placement import LayerBytes, lay_out_tensors
 
 __all__ = ["HeadCut", "open_embed_head"]
 
@@ -149,12 +149,8 @@ class HeadCut:
         record = self._stored.records[self.name]
         dtype = self._stored.dtypes[self.name]
         size, width = record.shape
-        # Less two pages, because a piece begins as far into a page as it does in its file, and is
-        # rounded up to one.
-        budget = max(layer.nbytes for layer in layers) - 2 * PAGE
-        count = ceil(size / max(1, min(size, budget // (width * dtype.itemsize))))
-        num_rows = ceil(size / count)
-        return tuple((first, min(first + num_rows, size)) for first in range(0, size, num_rows))
+        largest = max(layer.nbytes for layer in layers)
+        return spans_of(size, width * dtype.itemsize, largest)
 
     def pieces(self, layers: Sequence[LayerBytes]) -> tuple[LayerBytes, ...]:
         """Return the weight as bytes, in pieces named `weight`; none: it is whole."""

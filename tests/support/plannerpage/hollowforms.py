@@ -1,15 +1,25 @@
 """Checkpoints without weights, as they are published and as `lema prepare --quantize` writes them."""
 
 import json
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import CONFIG_MAPPING
+
 from lema.convert.conversion import Conversion, opened_source
 from lema_tools.models.checkpoints import Checkpoint
-from lema_tools.models.published import SETTINGS, SIZES, write_hollow
+from lema_tools.models.published import (
+    SETTINGS,
+    SIZES,
+    layout_of,
+    write_headers,
+    write_hollow,
+)
 
-__all__ = ["AS_PUBLISHED", "FORMS", "write_form"]
+__all__ = ["AS_PUBLISHED", "FORMS", "write_config", "write_form"]
 
 AS_PUBLISHED = "published"
 QUANTISED = ("nf4", "int8", "fp8")
@@ -25,8 +35,24 @@ def write_form(checkpoint: Checkpoint, form: str, directory: Path) -> Path | Non
         return published
     if SETTINGS[checkpoint.form] is not None:
         return None
+    return write_quantised(published, form, directory)
+
+
+def write_config(config: Mapping[str, Any], form: str, directory: Path) -> Path:
+    """Write a checkpoint of a config.json without its weights in a form."""
+    published = directory / AS_PUBLISHED
+    opened = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+    opened.dtype = torch.bfloat16
+    published.mkdir(parents=True, exist_ok=True)
+    opened.save_pretrained(published)
+    write_headers(published / "model.safetensors", layout_of(opened, "bf16"))
+    return published if form == AS_PUBLISHED else write_quantised(published, form, directory)
+
+
+def write_quantised(published: Path, form: str, directory: Path) -> Path:
+    """Write what a checkpoint without its weights is quantised to."""
     quantised = directory / form
-    quantised.mkdir()
+    quantised.mkdir(exist_ok=True)
     opened = opened_source(published, None, False)
     conversion = Conversion(opened, quantize=form, assembled=True)
     written = conversion.form

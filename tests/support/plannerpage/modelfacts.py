@@ -22,7 +22,16 @@ from lema_tools.models.checkpoints import Checkpoint, config_of
 from lema_tools.models.published import SETTINGS
 from plannerpage.hollowforms import AS_PUBLISHED, FORMS, write_form
 
-__all__ = ["CHUNKS", "LENGTHS", "RANKS", "ROWS", "SETTINGS_OF_ALL", "facts_of"]
+__all__ = [
+    "CHUNKS",
+    "LENGTHS",
+    "RANKS",
+    "ROWS",
+    "SETTINGS_OF_ALL",
+    "drawn_up",
+    "facts_of",
+    "measured",
+]
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)  # tokens of a row
 RANKS = (8, 64)  # of an adapter; between these every figure is on a line
@@ -53,7 +62,7 @@ def facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
             if (directory := write_form(checkpoint, form, Path(scratch))) is not None
         }
         forms = {form: _form(directory) for form, directory in directories.items()}
-        by_rank = {rank: _drawn(directories[AS_PUBLISHED], "sft", rank) for rank in RANKS}
+        by_rank = {rank: drawn_up(directories[AS_PUBLISHED], "sft", rank) for rank in RANKS}
     first = by_rank[RANKS[0]]
     positions = num_positions(first.model.config)
     lengths = [length for length in LENGTHS if positions is None or length <= positions]
@@ -81,7 +90,8 @@ def facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _drawn(directory: Path, objective: str, rank: int) -> Blueprint:
+def drawn_up(directory: Path, objective: str, rank: int) -> Blueprint:
+    """Draw up the blueprint of a checkpoint for a machine that is not here."""
     config = LemaConfig(
         str(directory),
         objective=objective,
@@ -94,7 +104,7 @@ def _drawn(directory: Path, objective: str, rank: int) -> Blueprint:
 
 def _form(directory: Path) -> dict[str, Any]:
     """Return the bytes of a model in the form in which it is stored."""
-    drawn, whole = (_drawn(directory, objective, RANKS[0]) for objective in KINDS_OF_HEAD)
+    drawn, whole = (drawn_up(directory, objective, RANKS[0]) for objective in KINDS_OF_HEAD)
     layers = [
         (
             layer.nbytes,
@@ -126,7 +136,7 @@ def _form(directory: Path) -> dict[str, Any]:
 
 def _work(drawn: Blueprint, length: int) -> dict[str, Any]:
     """Return what micro-batches of one row and of two cost in the layers."""
-    works = [_measured(drawn, count, length, CHUNKS[0]) for count in ROWS]
+    works = [measured(drawn, count, length, CHUNKS[0]) for count in ROWS]
     return {"kinds": list(works[0].kinds), "rows": [list(_of_layers(work)) for work in works]}
 
 
@@ -136,13 +146,13 @@ def _heads(drawn: Blueprint, length: int) -> list[Any]:
     """
     heads = []
     for count in ROWS:
-        layers = _measured(drawn, count, length, CHUNKS[0])
-        of_chunks = (_measured(drawn, count, length, chunk, layers) for chunk in CHUNKS)
+        layers = measured(drawn, count, length, CHUNKS[0])
+        of_chunks = (measured(drawn, count, length, chunk, layers) for chunk in CHUNKS)
         heads.append([list(_of_head(work)) for work in of_chunks])
     return heads
 
 
-def _measured(
+def measured(
     drawn: Blueprint, rows: int, length: int, chunk: int, layers: Workload | None = None
 ) -> Workload:
     """Measure layers, or with those the head in pieces."""

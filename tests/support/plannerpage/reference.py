@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -14,7 +13,7 @@ from lema.plan.machine import PROFILES
 from lema.plan.plan import plan_with
 from lema.plan.planner import planner_of
 from lema_tools.models.checkpoints import named
-from plannerpage.hollowforms import AS_PUBLISHED, write_form
+from plannerpage.hollowforms import AS_PUBLISHED, write_config, write_form
 from plannerpage.modelfacts import CHUNKS
 
 __all__ = ["COMPARED", "figures_of", "relative_differences"]
@@ -41,13 +40,16 @@ class _Rows:
         return self.counts.rows
 
 
-def figures_of(inputs: dict[str, Any], text: str | None) -> dict[str, Any]:
-    """Return the figures that `lema plan --json` has for the file of settings that the page wrote;
-    None: it wrote none, because nothing fits, and the plan is of what it tried last.
+def figures_of(inputs: dict[str, Any], text: str | None, folder: Path) -> dict[str, Any]:
+    """Return the figures that `lema plan --json` has for the file of settings that the page wrote.
+
+    Args:
+        inputs: what a person chose.
+        text: the file; None: the page wrote none, because nothing fits, and the plan is of what it
+            tried last.
+        folder: where checkpoints without weights are kept from call to call, by model and form.
     """
     settings = _tried(inputs) if text is None else yaml.safe_load(text)
-    checkpoint = named(inputs["model"])
-    assert checkpoint is not None
     profile = PROFILES[inputs["card"]]
     machine = replace(
         profile,
@@ -55,18 +57,16 @@ def figures_of(inputs: dict[str, Any], text: str | None) -> dict[str, Any]:
         host_memory=max(profile.host_memory, inputs["hostMemory"]),
         speeds=Speeds(inputs["diskSpeed"], profile.speeds.link),
     )
-    with TemporaryDirectory() as scratch:
-        directory = write_form(checkpoint, inputs["form"], Path(scratch))
-        assert directory is not None
-        # The directory has the weights that quantize_base makes.
-        assert settings.pop("quantize_base", AS_PUBLISHED) == inputs["form"]
-        config = LemaConfig(**{**settings, "model_name_or_path": str(directory), "device": "cpu"})
-        rows = inputs["dataRows"]
-        data: Any = _Rows(_Counts(rows, round(rows * inputs["dataLength"])))
-        try:
-            plan = plan_with(planner_of(config, machine), data=data)
-        except MemoryLimitError:
-            return {"fits": False}
+    directory = _checkpoint(inputs, folder)
+    # The directory has the weights that quantize_base makes.
+    assert settings.pop("quantize_base", AS_PUBLISHED) == inputs["form"]
+    config = LemaConfig(**{**settings, "model_name_or_path": str(directory), "device": "cpu"})
+    rows = inputs["dataRows"]
+    data: Any = _Rows(_Counts(rows, round(rows * inputs["dataLength"])))
+    try:
+        plan = plan_with(planner_of(config, machine), data=data)
+    except MemoryLimitError:
+        return {"fits": False}
     epoch = plan.epoch
     if not plan.fits or epoch is None:
         return {"fits": False}
@@ -86,6 +86,22 @@ def figures_of(inputs: dict[str, Any], text: str | None) -> dict[str, Any]:
         "host": plan.memory.host,
         "disk": disk,
     }
+
+
+def _checkpoint(inputs: dict[str, Any], folder: Path) -> Path:
+    """Return the directory of a checkpoint in a form, which is written where it is not yet."""
+    form: str = inputs["form"]
+    model: str = inputs["model"]
+    place = folder / model / form
+    if not (place / "written").exists():
+        if "config" in inputs:
+            write_config(inputs["config"], form, place)
+        else:
+            checkpoint = named(inputs["model"])
+            assert checkpoint is not None, f"{inputs['model']} is published"
+            assert write_form(checkpoint, form, place) is not None, f"it has a form {form}"
+        (place / "written").touch()
+    return place / form
 
 
 def _tried(inputs: dict[str, Any]) -> dict[str, Any]:

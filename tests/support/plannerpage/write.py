@@ -1,16 +1,17 @@
-"""Makes docs/planner/plan.js and docs/planner/models.js, which the page of the planner stands on.
+"""Makes plan.js, models.js and families.js of docs/planner, which the page of the planner stands on.
 
     PYTHONPATH=.:backends:tools:tests/support python -m plannerpage.write [NAME ...]
 
 plan.js is the arithmetic of `lema plan`, translated in a second. models.js has the models, of which
 each takes a minute or more: those named are measured again, and others stay as they are; `all`
-measures all of them.
+measures all of them. families.js has the formulas of kinds of models, for sizes that no table has;
+they are made again for a NAME that is one of `plannerpage.formulas.FAMILIES`, and for `all`.
 """
 
 import json
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from lema.config import LemaConfig
 from lema.config.objective import OBJECTIVES
 from lema.config.units import MEMORY_PARTS
 from lema.engine.head.objectives import objective_of
-from lema_tools.models.checkpoints import CHECKPOINTS
+from lema_tools.models.checkpoints import CHECKPOINTS, Checkpoint, config_of
+from plannerpage.formulas import FAMILIES, formulas_of, stored_bytes
 from plannerpage.javascript import translated
-from plannerpage.modelfacts import CHUNKS, LENGTHS_OF_HEAD, RANKS, facts_of
+from plannerpage.modelfacts import CHUNKS, LENGTHS, LENGTHS_OF_HEAD, RANKS, facts_of
+from plannerpage.sizes import SYMBOLS
 
 __all__ = ["CARDS", "MODELS_FILE", "PLAN_FILE", "known_models", "plan_text"]
 
@@ -30,11 +33,19 @@ ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "planner"
 PLAN_FILE = PAGE / "plan.js"
 MODELS_FILE = PAGE / "models.js"
+FAMILIES_FILE = PAGE / "families.js"
 BEGIN = "const lemaModels = "
+BEGIN_FAMILIES = "const lemaFamilies = "
+END = "\n};\n"
+WHOLE = """for (const model of Object.values(lemaModels)) {
+  if (model.same) Object.assign(model, { ...lemaModels[model.same], ...model });
+}
+"""
 PROFILES_DATED = "profiles of lema/plan/machine.py, as of November 2026"
 CARDS = ("t4", "4090", "h200")  # profiles of devices with memory of their own
 MODULES = (
     "lema/config/units.py",
+    "lema/engine/head/spans.py",
     "lema/stream/schedule.py",
     "lema/stream/ring.py",
     "lema/stream/residents.py",
@@ -138,6 +149,7 @@ def plan_text() -> str:
         "cards": CARDS,
         "chunks": CHUNKS,
         "ranks": RANKS,
+        "lengths": LENGTHS,
         "lengthsOfHead": LENGTHS_OF_HEAD,
         "parts": list(MEMORY_PARTS.items()),
         "dated": PROFILES_DATED,
@@ -167,11 +179,21 @@ def _objective(name: str) -> dict[str, Any]:
 
 
 def known_models() -> dict[str, Any]:
-    """Return the models that models.js has."""
+    """Return the models that models.js has, each whole."""
+    models = _written_models()
+    return {
+        name: {**models[facts["same"]], **facts} if "same" in facts else facts
+        for name, facts in models.items()
+    }
+
+
+def _written_models() -> dict[str, Any]:
+    """Return the models as models.js has them: of equal ones the tables of the first alone."""
     if not MODELS_FILE.exists():
         return {}
     text = MODELS_FILE.read_text(encoding="utf-8")
-    models: dict[str, Any] = json.loads(text[text.index(BEGIN) + len(BEGIN) :].rstrip().rstrip(";"))
+    tables = text[text.index(BEGIN) + len(BEGIN) : text.index(END)]
+    models: dict[str, Any] = json.loads(f"{tables}\n}}")
     return models
 
 
@@ -180,22 +202,72 @@ def write_models(models: Mapping[str, Any]) -> None:
     order = [checkpoint.name for checkpoint in CHECKPOINTS if checkpoint.name in models]
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(models[name])}" for name in order)
     head = "// Made by tests/support/plannerpage/write.py; not to be changed by hand.\n"
-    MODELS_FILE.write_text(f"{head}{BEGIN}{{\n{lines}\n}};\n", encoding="utf-8")
+    MODELS_FILE.write_text(f"{head}{BEGIN}{{\n{lines}{END}{WHOLE}", encoding="utf-8")
+
+
+def known_families() -> dict[str, Any]:
+    """Return the kinds of models that families.js has formulas of."""
+    if not FAMILIES_FILE.exists():
+        return {}
+    text = FAMILIES_FILE.read_text(encoding="utf-8")
+    tables = text[text.index(BEGIN_FAMILIES) + len(BEGIN_FAMILIES) : text.index(END)]
+    families: dict[str, Any] = json.loads(f"{tables}\n}}")
+    return families
+
+
+def write_families(families: Mapping[str, Any]) -> None:
+    """Write families.js."""
+    lines = ",\n".join(
+        f"{json.dumps(kind)}: {json.dumps(families[kind])}" for kind in FAMILIES if kind in families
+    )
+    head = "// Made by tests/support/plannerpage/write.py; not to be changed by hand.\n"
+    symbols = f"const lemaSymbols = {json.dumps(SYMBOLS)};\n"
+    stored = f"const lemaStored = {json.dumps(stored_bytes())};\n"
+    FAMILIES_FILE.write_text(
+        f"{head}{symbols}{stored}{BEGIN_FAMILIES}{{\n{lines}{END}", encoding="utf-8"
+    )
+
+
+def equal_one(checkpoint: Checkpoint, models: Collection[str]) -> str | None:
+    """Return the model with tables whose config and form a checkpoint has; None: there is none."""
+    config = config_of(checkpoint).to_dict()
+    return next(
+        (
+            other.name
+            for other in CHECKPOINTS
+            if other.name in models
+            and other.name != checkpoint.name
+            and other.form == checkpoint.form
+            and other.model_type == checkpoint.model_type
+            and config_of(other).to_dict() == config
+        ),
+        None,
+    )
 
 
 def main(names: list[str]) -> None:
     """Write both files."""
     logging.set_verbosity_error()
     PLAN_FILE.write_text(plan_text(), encoding="utf-8")
-    models = known_models()
+    models = _written_models()
     asked = [
         one for one in CHECKPOINTS if one.name in (list(models) if names == ["all"] else names)
     ]
     for checkpoint in asked:
+        with_tables = [name for name, facts in models.items() if "same" not in facts]
+        if same := equal_one(checkpoint, with_tables):
+            models[checkpoint.name] = {"hub": checkpoint.hub_id, "same": same}
+            write_models(models)
+            continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             models[checkpoint.name] = facts_of(checkpoint)
         write_models(models)
+    families = known_families()
+    for kind in FAMILIES:
+        if kind in names or names == ["all"]:
+            families[kind] = formulas_of(kind)
+            write_families(families)
 
 
 if __name__ == "__main__":
