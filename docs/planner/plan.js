@@ -3152,6 +3152,9 @@ rows = counts.rows;
 tokens = counts.tokens;
 steps = math.ceil(py.div(rows, planner.shape.num_rows));
 all_steps = math.ceil(py.mul(config.num_train_epochs, steps));
+if (py.eq(config.count_steps_by, "rows")) {
+all_steps = math.ceil(py.div(py.mul(config.num_train_epochs, rows), planner.shape.num_rows));
+}
 filled = py.div(tokens, py.mul(rows, length));
 if (py.t(py.isinstance(config.tokens_per_step, py.int))) {
 options = new Map([["tokens", config.tokens_per_step], ["per_step", config.group_by_length]]);
