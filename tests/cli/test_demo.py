@@ -153,7 +153,10 @@ def test_every_file_it_names_is_there(there: Finished) -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_it_suggests_work(there: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_it_suggests_work(
+    there: Finished, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("When does the baker rise?\n"))  # for `lema chat`
     verbs = []
     for command in commands(there):
         arguments = arguments_of(command)
