@@ -28,7 +28,6 @@ from plannerpage.write import known_families, known_models
 __all__ = ["WITHIN", "Compared", "compared"]
 
 WITHIN = 0.01  # how far a figure may be from the plan's, relative to it
-AT_ONCE = 8  # combinations that one browser is asked for
 
 
 @dataclass(frozen=True)
@@ -49,41 +48,34 @@ class Compared:
 def compared(
     chosen: Sequence[dict[str, Any]], folder: Path, *, processes: int | None = None
 ) -> Iterator[Compared]:
-    """Compare each combination, those of one checkpoint in one process, which opens it once.
+    """Compare each combination, those first that take least long.
 
-    Models with several kinds of layers come last: those with linear attention, which goes over
-    long rows piece by piece, take minutes for a plan.
+    `lema plan` takes minutes for steps of many tokens that do not fit, because it tries a head in
+    pieces on all chunks of a micro-batch, and for linear attention, which goes over long rows piece
+    by piece: models with several kinds of layers come last.
     """
-    checkpoints: dict[tuple[str, str], list[dict[str, Any]]] = {}
     models = known_models()
     kinds = {name: max(facts["kinds"]) for name, facts in models.items()}
-    for inputs in sorted(chosen, key=lambda inputs: kinds.get(inputs["model"], 0)):
-        checkpoints.setdefault((inputs["model"], inputs["form"]), []).append(inputs)
+    ordered = sorted(
+        chosen,
+        key=lambda inputs: (kinds.get(inputs["model"], 0), inputs["rows"] * inputs["length"]),
+    )
     folder.mkdir(parents=True, exist_ok=True)
-    groups = [
-        group[start : start + AT_ONCE]
-        for group in checkpoints.values()
-        for start in range(0, len(group), AT_ONCE)
-    ]
     context = get_context("spawn")  # because torch's threads do not survive a fork
     with ProcessPoolExecutor(processes or os.cpu_count(), context) as pool:
-        for results in pool.map(_of_checkpoint, groups, [folder] * len(groups)):
-            yield from results
+        yield from pool.map(_of_combination, ordered, [folder] * len(ordered))
 
 
-def _of_checkpoint(group: Sequence[dict[str, Any]], folder: Path) -> list[Compared]:
-    """Compare combinations of one checkpoint; what was compared before is read."""
-    files = [folder / f"{_key(inputs)}.json" for inputs in group]
-    missing = [at for at, file in enumerate(files) if not file.exists()]
-    if missing:
+def _of_combination(inputs: dict[str, Any], folder: Path) -> Compared:
+    """Compare a combination; what was compared before is read."""
+    file = folder / f"{_key(inputs)}.json"
+    if not file.exists():
         logging.set_verbosity_error()
         warnings.simplefilter("ignore")
-        asked = [group[at] for at in missing]
-        answers = answers_of(asked, folder / f"{_key(asked[0])}.html")
-        for at, answer in zip(missing, answers, strict=True):
-            result = _compare(group[at], answer, folder)
-            files[at].write_text(json.dumps(asdict(result)), encoding="utf-8")
-    return [Compared(**json.loads(file.read_text(encoding="utf-8"))) for file in files]
+        (answer,) = answers_of([inputs], file.with_suffix(".html"))
+        result = _compare(inputs, answer, folder)
+        file.write_text(json.dumps(asdict(result)), encoding="utf-8")
+    return Compared(**json.loads(file.read_text(encoding="utf-8")))
 
 
 def _compare(inputs: dict[str, Any], page: dict[str, Any], folder: Path) -> Compared:

@@ -1,7 +1,9 @@
 """What `lema plan` says of what a person chose on the planner's page."""
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -93,14 +95,18 @@ def _checkpoint(inputs: dict[str, Any], folder: Path) -> Path:
     form: str = inputs["form"]
     model: str = inputs["model"]
     place = folder / model / form
-    if not (place / "written").exists():
-        if "config" in inputs:
-            write_config(inputs["config"], form, place)
-        else:
-            checkpoint = named(inputs["model"])
-            assert checkpoint is not None, f"{inputs['model']} is published"
-            assert write_form(checkpoint, form, place) is not None, f"it has a form {form}"
-        (place / "written").touch()
+    if not place.exists():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder) as scratch:
+            written = Path(scratch) / form
+            if "config" in inputs:
+                write_config(inputs["config"], form, written)
+            else:
+                checkpoint = named(model)
+                assert checkpoint is not None, f"{model} is published"
+                assert write_form(checkpoint, form, written) is not None, f"it has a form {form}"
+            with suppress(OSError):  # another process has written it meanwhile
+                written.rename(place)
     return place / form
 
 
