@@ -59,6 +59,7 @@ LINES: Mapping[str, tuple[str, ...]] = {
         "--profile",
         "cpu",
     ),
+    "export": ("{adapter}", "exported", "--for", "vllm"),
     "merge": ("{adapter}", "merged"),
     "models": ("{model}",),
     "prepare": ("{model}", "prepared"),
