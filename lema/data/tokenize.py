@@ -205,10 +205,10 @@ def _separated(example: Text, reading: Reading) -> Tokens:
         list(tokenizer(text, verbose=False)["input_ids"])
         for text in (example.prompt, example.completion)
     )
-    if answer[-1] != tokenizer.eos_token_id:
-        answer.append(tokenizer.eos_token_id)
-    if answer[0] == tokenizer.bos_token_id:
+    if answer[:1] == [tokenizer.bos_token_id]:
         del answer[0]
+    if tokenizer.eos_token_id is not None and answer[-1:] != [tokenizer.eos_token_id]:
+        answer.append(tokenizer.eos_token_id)
     learnt = prompt if reading.forms.train_on == "all" else [IGNORED] * len(prompt)
     return Tokens(prompt + answer, learnt + answer)
 

@@ -20,30 +20,13 @@ from typing import Any
 
 import yaml
 from axolotlcases import CASES
+from axolotltokenizer import tokenizer_of
 from datasets import Dataset
-from tokenizers import normalizers, processors
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig
 
 HERE = Path(__file__).parent
 KEYS = ("datasets", "chat_template", "chat_template_jinja", "eot_tokens", "train_on_inputs", "rl")
 KEYS += ("special_tokens", "default_system_message")
-
-
-def tokenizer_of(about: dict[str, Any]) -> PreTrainedTokenizerFast:
-    """The small tokenizer with the special tokens, the template and the habits of a case."""
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(HERE.parent / "llamafactory" / "tokenizer.json"),
-        bos_token="<s>",
-        eos_token=about["eos"],
-    )
-    if about.get("begins"):
-        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", tokenizer.convert_tokens_to_ids("<s>"))]
-        )
-    if about.get("prefix"):
-        tokenizer.backend_tokenizer.normalizer = normalizers.Prepend(about["prefix"])
-    tokenizer.chat_template = about.get("template")
-    return tokenizer
 
 
 def run_of(case: dict[str, Any], checkout: Path) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import normalizers, processors
-from transformers import PreTrainedTokenizerFast
+from axolotltokenizer import tokenizer_of
 
 from lema.config import LemaConfig
 from lema.data.forms import forms_of
@@ -32,23 +31,6 @@ OTHERS = {
     "warmup_steps": 10,
     "base_model": "org/model",
 }
-
-
-def tokenizer_of(about: dict[str, Any]) -> PreTrainedTokenizerFast:
-    """The tokenizer of a case, as `axolotltokens` makes it."""
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(HERE.parent / "llamafactory" / "tokenizer.json"),
-        bos_token="<s>",
-        eos_token=about["eos"],
-    )
-    if about.get("begins"):
-        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", tokenizer.convert_tokens_to_ids("<s>"))]
-        )
-    if about.get("prefix"):
-        tokenizer.backend_tokenizer.normalizer = normalizers.Prepend(about["prefix"])
-    tokenizer.chat_template = about.get("template")
-    return tokenizer
 
 
 def imported(case: dict[str, Any], folder: Path) -> Translation:
