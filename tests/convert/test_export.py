@@ -4,6 +4,7 @@ refused by name.
 
 import json
 import re
+import shlex
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,8 @@ def test_vllm_s_line_has_the_smallest_rank_that_it_allows(tmp_path: Path) -> Non
     exported = export_adapter(adapter, tmp_path / "mine", "vllm")
     assert "--max-lora-rank 16" in exported.line
     assert exported.line.endswith(f"--lora-modules mine={tmp_path / 'mine'}")
+    spaced = export_adapter(adapter, tmp_path / "my own", "vllm")
+    assert shlex.split(spaced.line)[-1] == f"my own={tmp_path / 'my own'}"
     with pytest.raises(ConfigError, match="not empty"):
         export_adapter(adapter, tmp_path / "mine", "vllm")
     with pytest.raises(ConfigError, match="there is no layout 'tgi'"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -286,17 +287,18 @@ def _server_line(
     server: Server, opened: SavedAdapter, out: Path, config: Mapping[str, Any], *, stacked: bool
 ) -> str:
     """Return the line that starts a server with this adapter."""
-    base = opened.settings.model_name_or_path
+    base = shlex.quote(str(opened.settings.model_name_or_path))
+    named = shlex.quote(f"{out.name}={out}")
     rank = max([config["r"], *config["rank_pattern"].values()])
     if server is SERVERS["sglang"]:
         return (
             f"python -m sglang.launch_server --model-path {base} --enable-lora "
-            f"--max-lora-rank {rank} --lora-paths {out.name}={out}"
+            f"--max-lora-rank {rank} --lora-paths {named}"
         )
     largest = next(allowed for allowed in server.ranks if allowed >= rank)
     start = f"vllm serve {base} --enable-lora --max-lora-rank {largest} --lora-modules "
     if not stacked or not opened.lora.target_parameters:
-        return f"{start}{out.name}={out}"
+        return f"{start}{named}"
     # Only a server with --enable-mixed-moe-lora-format reads the declaration.
     declared = {"name": out.name, "path": str(out), "is_3d_lora_weight": True}
-    return f"{start}'{json.dumps(declared)}'"
+    return start + shlex.quote(json.dumps(declared))
