@@ -23,7 +23,7 @@ import torch
 from lema.storage import GlobalBinaryIndex
 from lema.storage.header import TensorRecord
 from lema.stream.placement import DTYPES
-from lema.train import model
+from lema.train.opened import model
 from lema_tools.models.checkpoints import Checkpoint
 from lema_tools.models.published import write_hollow
 

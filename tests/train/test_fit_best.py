@@ -3,6 +3,7 @@ nothing gets better.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from lema import LemaConfig, LemaModel
 from lema.errors import ConfigError
+from lema.train.checkpoint.card import model_card
 from lema.train.stage import Stage
 
 LOSSES = [5.0, 4.0, 4.5, 3.995, 4.2, 4.1, 4.3, 4.4]  # after each step; the best is the fourth
@@ -241,11 +243,13 @@ def test_fit_leaves_the_adapter_with_its_card_and_tokenizer(llama: Path, tmp_pat
         result = model.get_trainer().fit(rows, rows)
         trained = adapter_of(model.skeleton)
     card = (tmp_path / "README.md").read_text()
-    assert (
-        "library_name: peft" in card
-        and "More Information" not in card
-        and str(llama.parent) not in card
-    )
+    assert "library_name: peft" in card and "More Information" not in card
+    # The code runs here, so it has the model's path; nothing else has it, and nothing published.
+    before, code, after = re.split(r"```(?:python)?\n", card)
+    assert f'"{llama}"' in code
+    assert str(llama.parent) not in before + after
+    published = config.model_copy(update={"push_to_hub": True})
+    assert str(llama.parent) not in model_card(published, str(llama), {}, {})
     assert (
         f"`{llama.name}`" in card
         and "| training | 3 rows, " in card

@@ -92,8 +92,9 @@ def model_card(
             f"{config.objective}."
         ),
         USE.format(
-            # a path as it was given, because the code shall run where the model is
-            base=markdown.python_text(base),
+            # a path as it was given, because the code shall run where the model is; what is
+            # published has none
+            base=markdown.python_text(shown if config.push_to_hub else base),
             name=markdown.python_text(
                 config.output_dir if local and not config.push_to_hub else name
             ),
