@@ -37,7 +37,8 @@ def test_the_card_of_a_local_base_has_code_that_names_both_directories(
     card = model_card(config, str(base), {"training": "8 rows"}, {})
     code = card.partition("```python\n")[2].partition("```")[0]
     texts = {node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)}
-    assert texts == {str(base), "out" if pushed else out}
+    assert texts == ({"model", "out"} if pushed else {str(base), out})
+    assert not pushed or str(tmp_path) not in card
     for row in ("| rank | 16 |", "| alpha | ", "| target modules | all linear layers", "8 rows"):
         assert row in card
     assert "lora_target_parameters" not in card and "None" not in card
