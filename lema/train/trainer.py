@@ -290,7 +290,9 @@ class LemaTrainer:
                     norm = self.update.finish(optimizer, self._parameters(), factor)
             mine, length = read_numbers(loss, norm, self.update.size)
             mine = worst(replicas, mine)
-            value: float = sum(replicas.exchange(mine)) * (self._count.divisor / trained)
+            # As one process has it, which adds up its micro-batches on the device.
+            summed = float(torch.tensor(sum(replicas.exchange(mine)), dtype=torch.float32))
+            value: float = summed * (self._count.divisor / trained)
             if not math.isfinite(value):
                 untaken = f"{location}; the optimizer made no step"
                 self.guard.refuse(partial(self.guard.non_finite_loss, value, mine, untaken))
