@@ -1,7 +1,7 @@
 """Settings for measuring, for the files that a run keeps, and for reports."""
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -78,6 +78,10 @@ class ResultSettings(Settings):
     """Name of the run in those reports."""
     disable_tqdm: Silent[bool] = False
     """Show no progress bar in `LemaTrainer.fit`. `lema train` has its own bar."""
+    lora_serving: Silent[Literal["vllm", "sglang"] | None] = None
+    """The server that the adapter is for. What its release in docs/serving.md does not take is
+    refused before the training begins; None: nothing is asked.
+    """
     push_to_hub: Silent[bool] = False
     """Upload adapter, card and tokenizer when the run has ended, with the token of `hf auth
     login` or HF_TOKEN.

@@ -23,6 +23,7 @@ from lema.engine.optim import training_bytes
 from lema.lora import inject_lora_params
 from lema.lora.attach import configured_lora, unmatched_names
 from lema.lora.class_names import class_names, compare_classes
+from lema.lora.serving.checks import check_served
 from lema.model import meta_model, read_config
 from lema.model.computing import Computing, computing_of
 from lema.model.experts import multiply_unmerged
@@ -347,6 +348,8 @@ def _attach(
     no module bears."""
     with tables.taken_out():
         lora = configured_lora(model, config, parts)
+        if config.lora_serving is not None:
+            check_served(config.lora_serving, model, lora, where="lora_serving")
         asked = copy(lora)
         inject_lora_params(model, lora, device.device, seed=None)
         touched = tables.touched()

@@ -43,6 +43,7 @@ from lema.lora.files import (
     with_adapter,
 )
 from lema.lora.options import with_options
+from lema.lora.serving.checks import check_served
 from lema.lora.targets import warn_of_left_out
 from lema.model import Split
 from lema.model.computing import Computing
@@ -269,6 +270,7 @@ class LemaModel:
             warn_of_left_out(
                 self.skeleton, lora, experts=self.config.lora_target_parameters is None
             )
+        self._check_served(lora)
         self.attach_lora(lora, seed=self.config.seed)
         self.config, self.reference = begins_with(self.config, self._require_adapter(), begun=False)
 
@@ -332,9 +334,16 @@ class LemaModel:
         if dropout is not None:
             saved = with_options(saved, lora_dropout=dropout)
         check_named_base(path, saved, self.config.model_name_or_path, self.gbi)
-        self.attach_lora(adapter_config(self.skeleton, saved, path))
+        saved = adapter_config(self.skeleton, saved, path)
+        self._check_served(saved)
+        self.attach_lora(saved)
         load_weights(self._require_adapter(), path, self.split.layers_name, self.backend.parallel)
         self.config, self.reference = begins_with(self.config, self._require_adapter(), begun=True)
+
+    def _check_served(self, lora: LoraConfig) -> None:
+        """Refuse an adapter that is to train, if the server that it is for does not take it."""
+        if self.config.lora_serving is not None:
+            check_served(self.config.lora_serving, self.skeleton, lora, where="lora_serving")
 
     def get_trainable_parameters(self) -> list[nn.Parameter]:
         """Return the adapter's fp32 parameters in the order of the model, as a list for an

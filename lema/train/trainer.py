@@ -77,7 +77,7 @@ from lema.train.steps import (
     no_event,
     read_measured,
 )
-from lema.train.update import FollowedSchedule, StepCount, Update, read_numbers
+from lema.train.update import FollowedSchedule, StepCount, Update, loss_of_all, read_numbers
 
 __all__ = ["LemaTrainer"]
 
@@ -290,9 +290,7 @@ class LemaTrainer:
                     norm = self.update.finish(optimizer, self._parameters(), factor)
             mine, length = read_numbers(loss, norm, self.update.size)
             mine = worst(replicas, mine)
-            # As one process has it, which adds up its micro-batches on the device.
-            summed = float(torch.tensor(sum(replicas.exchange(mine)), dtype=torch.float32))
-            value: float = summed * (self._count.divisor / trained)
+            value = loss_of_all(replicas, mine) * (self._count.divisor / trained)
             if not math.isfinite(value):
                 untaken = f"{location}; the optimizer made no step"
                 self.guard.refuse(partial(self.guard.non_finite_loss, value, mine, untaken))

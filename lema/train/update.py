@@ -23,7 +23,7 @@ from lema.engine import StreamedModel
 from lema.engine.optim import set_rates, step_share
 from lema.model.skeleton import main_dtype
 
-__all__ = ["FollowedSchedule", "StepCount", "Update", "read_numbers"]
+__all__ = ["FollowedSchedule", "StepCount", "Update", "loss_of_all", "read_numbers"]
 
 LARGE = 1e30  # numbers that a type has whose squares, of many weights, can be added up
 
@@ -250,3 +250,9 @@ def read_numbers(
     value, *norms = torch.stack(numbers).tolist() if len(numbers) > 1 else [float(loss)]
     sound = size is None or math.isfinite(norms[-1])
     return value if sound else math.nan, None if norm is None else norms[0]
+
+
+def loss_of_all(replicas: Replicas, mine: float) -> float:
+    """Return the sum of all processes' losses, rounded to fp32 as in one process, which adds up its
+    micro-batches on the device."""
+    return float(torch.tensor(sum(replicas.exchange(mine)), dtype=torch.float32))

@@ -22,11 +22,11 @@ from transformers import PreTrainedModel
 from transformers import core_model_loading as loading
 
 from lema import LemaConfig, LemaModel
-from lema.convert.serving.experts import expert_parts, factors_of, parameter_wrappers
 from lema.convert.serving.export import export_adapter
 from lema.errors import ConfigError
 from lema.lora.attach import lora_config
 from lema.lora.merge import ADAPTER, wrapped
+from lema.lora.serving.experts import expert_parts, factors_of, parameter_wrappers
 from lema.model import meta_model
 
 PREFIX = "base_model.model."

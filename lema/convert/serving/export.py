@@ -2,7 +2,7 @@
 
 What changes is names and the order of numbers, and never a number. Modules have the names of
 published files, which servers know. Experts that `transformers` keeps in one parameter get an
-adapter each (`lema.convert.serving.experts`), but where a server has them in one tensor, too.
+adapter each (`lema.lora.serving.experts`), but where a server has them in one tensor, too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -21,23 +21,22 @@ from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
-from transformers import core_model_loading as loading
 
 from lema.convert.adapted import SavedAdapter, open_adapter
-from lema.convert.serving.experts import (
-    WEIGHT,
-    ExpertPart,
-    Factors,
-    expert_parts,
-    factors_of,
-    parameter_wrappers,
-)
-from lema.convert.serving.servers import SERVERS, Server, check_served
 from lema.errors import ConfigError
 from lema.lora.files import CONFIG, WEIGHTS, saved_tensors
 from lema.lora.merge import ADAPTER, wrapped
+from lema.lora.serving.checks import (
+    PublishedNames,
+    check_served,
+    first_of,
+    published_names,
+    stacks,
+)
+from lema.lora.serving.experts import Factors, factors_of, parameter_wrappers
+from lema.lora.serving.servers import SERVERS, Server
 from lema.lora.shards import PREFIX
 from lema.storage.atomic import appearing, free_directory
 from lema.storage.regular import check_separate
@@ -67,7 +66,6 @@ class _Adapter:
 
     factors: dict[str, Factors] = field(default_factory=dict)
     experts: int = 0  # how many of these are of single experts
-    unnamed: tuple[str, ...] = ()  # adapted names that no published file has
 
 
 def export_adapter(
@@ -104,19 +102,17 @@ def export_adapter(
     out = free_directory(out_dir, 1)
     opened = open_adapter(adapter_dir, base_dir, trust_remote_code=trust_remote_code, note=note)
     check_separate(out, [opened.directory, opened.base.directory])
-    names = _published_modules(opened.base.skeleton)
-    parts = _parts(opened.base.skeleton, opened.lora)
-    model = opened.attach()
-    server = SERVERS[layout] if layout == "vllm" or layout == "sglang" else None
-    stacked = layout == "peft" or (server is not None and _stacks(server, opened))
-    adapter = _Adapter() if stacked else _split(opened.base.skeleton, names, parts)
+    names = published_names(opened.base.skeleton, opened.lora)
     if layout == "vllm" or layout == "sglang":
-        modules = [name for name, _ in wrapped(opened.base.skeleton)]
-        check_served(layout, opened.lora, modules, _gaps(opened.base.skeleton, adapter))
-    elif adapter.unnamed:
-        what = f"these experts have no published matrices of their own: {_first(adapter.unnamed)}"
+        check_served(layout, opened.base.skeleton, opened.lora, names, where=f"--for {layout}")
+    elif layout == "per-expert" and names.missing:
+        what = f"these experts have no published matrices of their own: {first_of(names.missing)}"
         how = "--for peft writes them in one tensor; `lema merge` writes them into the model"
         raise ConfigError(what, where="--for per-expert", how=how)
+    server = SERVERS[layout] if layout == "vllm" or layout == "sglang" else None
+    stacked = layout == "peft" or (server is not None and stacks(server, opened.base.skeleton))
+    model = opened.attach()
+    adapter = _Adapter() if stacked else _split(opened.base.skeleton, names)
     tensors = _stacked_tensors(model, layout) if stacked else _tensors(adapter)
     config = _stacked_config(model) if stacked else _config(opened.lora, adapter)
     line = "" if server is None else _server_line(server, opened, out, config, stacked=stacked)
@@ -133,88 +129,23 @@ def _write(file: Path, text: str) -> None:
     file.write_text(text + "\n", encoding="utf-8", newline="\n")
 
 
-def _published_modules(model: PreTrainedModel) -> dict[str, str]:
-    """Return what published files call each module with a matrix of its own, by its name in the
-    model; a module whose matrix they have in another form is left out."""
-    weights = {
-        name: torch.empty_like(parameter, device="meta")
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if name.endswith(WEIGHT) and parameter.ndim == 2
-    }
-    names_by_id = {id(tensor): name for name, tensor in weights.items()}
-    published = dict[str, str]()
-    for name, tensor in loading.revert_weight_conversion(model, dict(weights)).items():
-        if (model_name := names_by_id.get(id(tensor))) is not None and name.endswith(WEIGHT):
-            published[model_name.removesuffix(WEIGHT)] = name.removesuffix(WEIGHT)
-    return published
-
-
-def _parts(model: PreTrainedModel, config: LoraConfig) -> dict[str, list[ExpertPart] | None]:
-    """Return the published matrices of each adapted parameter; None: it has none."""
-    targets = tuple(config.target_parameters or ())
-    return {
-        name: expert_parts(model, name)
-        for name, parameter in model.named_parameters()
-        if parameter.ndim == 3 and any(name == end or name.endswith(f".{end}") for end in targets)
-    }
-
-
-def _stacks(server: Server, opened: SavedAdapter) -> bool:
-    """Whether a server reads the experts of this model as PEFT writes them."""
-    return type(opened.base.skeleton).__name__ in server.stacked
-
-
-def _split(
-    model: PreTrainedModel,
-    names: Mapping[str, str],
-    parts: Mapping[str, list[ExpertPart] | None],
-) -> _Adapter:
+def _split(model: PreTrainedModel, names: PublishedNames) -> _Adapter:
     """Return the factors of each published matrix that is adapted."""
     factors = dict[str, Factors]()
-    unnamed = list[str]()
     experts = 0
     for name, module in wrapped(model):
         if isinstance(module, ParamWrapper):
             for wrapper in parameter_wrappers(module):
-                parameter = f"{name}.{wrapper.parameter_name}"
-                pieces = parts.get(parameter) or []
-                if not pieces:
-                    unnamed.append(parameter)
+                pieces = names.experts[f"{name}.{wrapper.parameter_name}"] or ()
                 for piece in pieces:
                     factors[piece.module] = piece.factors(*factors_of(wrapper, piece.expert))
                 experts += len(pieces)
         elif isinstance(module, LoraLayer) and ADAPTER in module.lora_A:
-            if name not in names:
-                unnamed.append(name)
-                continue
             layer: Any = module
             a = layer.lora_A[ADAPTER].weight.detach()
             b = layer.lora_B[ADAPTER].weight.detach()
-            factors[names[name]] = Factors(a, b, layer.scaling[ADAPTER])
-    return _Adapter(factors, experts, tuple(unnamed))
-
-
-def _gaps(model: PreTrainedModel, adapter: _Adapter) -> Iterator[str]:
-    """Yield what servers do not take of adapters of experts."""
-    if adapter.unnamed:
-        yield f"modules that no published file has as matrices ({_first(adapter.unnamed)})"
-    for name, module in wrapped(model):
-        if isinstance(module, ParamWrapper):
-            adapted = {wrapper.parameter_name for wrapper in parameter_wrappers(module)}
-            every = {leaf for leaf, tensor in _base(module).named_parameters() if tensor.ndim == 3}
-            if every - adapted:
-                missing = ", ".join(sorted(every - adapted))
-                yield f"an adapter of some matrices of experts alone (not {missing} of {name})"
-                return
-
-
-def _base(module: nn.Module) -> nn.Module:
-    return parameter_wrappers(module)[-1].base_layer
-
-
-def _first(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+            factors[names.modules[name]] = Factors(a, b, layer.scaling[ADAPTER])
+    return _Adapter(factors, experts)
 
 
 def _tensors(adapter: _Adapter) -> dict[str, Tensor]:

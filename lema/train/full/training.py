@@ -47,6 +47,7 @@ from lema.train.steps import (
     count_tokens,
     no_event,
 )
+from lema.train.update import loss_of_all
 
 __all__ = ["FullTraining"]
 
@@ -251,7 +252,7 @@ class FullTraining:
         with model.stop.opened():
             loss = model.loss(micro_batches, num_tokens=num_tokens) if alone else None
             mine = 0.0 if loss is None else float(loss.detach())
-        value = sum(replicas.exchange(mine))
+        value = loss_of_all(replicas, mine)
         if not math.isfinite(value):  # asked first, because the backward steps layers already
             untaken = f"{location}; no weight was updated"
             raise self.guard.note(self.guard.non_finite_loss(value, mine, untaken))

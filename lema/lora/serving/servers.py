@@ -7,15 +7,13 @@ request, or computes something else. So what it does not take is said here, befo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from peft import LoraConfig
 
-from lema.errors import ConfigError
-
-__all__ = ["SERVERS", "Server", "ServerName", "check_served", "unserved"]
+__all__ = ["SERVERS", "Server", "ServerName", "unserved"]
 
 ServerName = Literal["vllm", "sglang"]
 
@@ -109,25 +107,3 @@ def unserved(server: Server, config: LoraConfig, modules: Collection[str]) -> It
             yield "ranks and scales by module (lora_rank_pattern, lora_alpha_pattern)"
         if config.use_rslora:
             yield "rsLoRA's scale (lora_use_rslora)"
-
-
-def check_served(
-    name: ServerName, config: LoraConfig, modules: Collection[str], further: Iterable[str] = ()
-) -> None:
-    """Make sure that a server takes an adapter.
-
-    Args:
-        name: of the server.
-        config: PEFT's of the adapter.
-        modules: the names of the adapted modules.
-        further: other things that it does not take.
-
-    Raises:
-        ConfigError: it does not; all that it does not take is named.
-    """
-    server = SERVERS[name]
-    problems = [*unserved(server, config, modules), *further]
-    if problems:
-        what = f"{server.title} {server.release} does not take {'; '.join(problems)}"
-        how = "train an adapter without these, or serve the merged model (`lema merge`)"
-        raise ConfigError(what, where=f"for {name}", how=how)

@@ -1,0 +1,1 @@
+"""What servers take of adapters, and experts that have an adapter each."""

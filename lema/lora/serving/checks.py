@@ -1,0 +1,130 @@
+"""Whether a server takes an adapter, told from the settings and the model's classes: before the
+adapter is trained, and when it is exported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from peft import LoraConfig
+from transformers import PreTrainedModel
+from transformers import core_model_loading as loading
+
+from lema.errors import ConfigError
+from lema.lora.attach import param_filter
+from lema.lora.serving.experts import WEIGHT, ExpertPart, expert_parts
+from lema.lora.serving.servers import SERVERS, Server, ServerName, unserved
+
+__all__ = ["PublishedNames", "check_served", "first_of", "published_names", "stacks"]
+
+
+@dataclass(frozen=True)
+class PublishedNames:
+    """What published files have of the weights that an adapter adapts."""
+
+    modules: Mapping[str, str]  # a module with a matrix of its own -> its name there
+    # An adapted parameter of experts -> its matrices; None: experts are in one tensor.
+    experts: Mapping[str, Sequence[ExpertPart] | None]
+    adapted: Sequence[str]  # names of all adapted parameters, in the order of the model
+
+    @property
+    def missing(self) -> list[str]:
+        """The adapted modules and parameters that published files do not have as matrices."""
+        return [
+            module if (module := name.removesuffix(WEIGHT)) != name else name
+            for name in self.adapted
+            if (
+                not self.experts[name]
+                if name in self.experts
+                else name.removesuffix(WEIGHT) not in self.modules
+            )
+        ]
+
+
+def published_names(model: PreTrainedModel, config: LoraConfig) -> PublishedNames:
+    """Return what published files call what an adapter adapts.
+
+    Args:
+        model: its base, on `meta`, without adapters.
+        config: PEFT's of the adapter.
+    """
+    adapted = param_filter(model, config)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return PublishedNames(
+        _modules(model),
+        {name: expert_parts(model, name) for name in adapted if parameters[name].ndim == 3},
+        adapted,
+    )
+
+
+def stacks(server: Server, model: PreTrainedModel) -> bool:
+    """Return whether a server reads the experts of a model as PEFT writes them."""
+    return type(model).__name__ in server.stacked
+
+
+def check_served(
+    name: ServerName,
+    model: PreTrainedModel,
+    config: LoraConfig,
+    names: PublishedNames | None = None,
+    *,
+    where: str,
+) -> None:
+    """Make sure that a server takes an adapter.
+
+    Args:
+        name: of the server.
+        model: the adapter's base, on `meta`, without adapters.
+        config: PEFT's of the adapter.
+        names: what published files call what is adapted; None: it is looked up.
+        where: what asked for the server, for the error.
+
+    Raises:
+        ConfigError: it does not take it; all that it does not take is named.
+    """
+    server = SERVERS[name]
+    names = names or published_names(model, config)
+    modules = [parameter.removesuffix(WEIGHT) for parameter in names.adapted]
+    problems = [*unserved(server, config, modules), *_gaps(server, model, names)]
+    if problems:
+        what = f"{server.title} {server.release} does not take {'; '.join(problems)}"
+        how = "train an adapter without these, or serve the merged model (`lema merge`)"
+        raise ConfigError(what, where=where, how=how)
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Return the first names of many, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _modules(model: PreTrainedModel) -> dict[str, str]:
+    """Return what published files call each module with a matrix of its own, by its name in the
+    model; a module whose matrix they have in another form is left out."""
+    weights = {
+        name: torch.empty_like(parameter, device="meta")
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name.endswith(WEIGHT) and parameter.ndim == 2
+    }
+    names_by_id = {id(tensor): name for name, tensor in weights.items()}
+    published = dict[str, str]()
+    for name, tensor in loading.revert_weight_conversion(model, dict(weights)).items():
+        if (model_name := names_by_id.get(id(tensor))) is not None and name.endswith(WEIGHT):
+            published[model_name.removesuffix(WEIGHT)] = name.removesuffix(WEIGHT)
+    return published
+
+
+def _gaps(server: Server, model: PreTrainedModel, names: PublishedNames) -> Iterator[str]:
+    """Yield what a server does not take of adapters of experts."""
+    if not stacks(server, model) and (missing := names.missing):
+        yield f"modules that no published file has as matrices ({first_of(missing)})"
+    for owner in dict.fromkeys(name.rpartition(".")[0] for name in names.experts):
+        parameters = model.get_submodule(owner).named_parameters(recurse=False)
+        every = {leaf for leaf, parameter in parameters if parameter.ndim == 3}
+        untrained = sorted(leaf for leaf in every if f"{owner}.{leaf}" not in names.experts)
+        if untrained:
+            left_out = ", ".join(untrained)
+            yield f"an adapter of some matrices of experts alone (not {left_out} of {owner})"
+            return
