@@ -36,6 +36,7 @@ from lema.lora.published import (
     tensors_in_files,
     tensors_in_own,
 )
+from lema.lora.serving.gathered import LORA_A, published_adapter
 from lema.lora.shards import PREFIX
 from lema.model.outer_weights import put
 from lema.model.partition import local_adapter
@@ -293,7 +294,17 @@ def adapter_config(model: PreTrainedModel, saved: LoraConfig, directory: Path) -
     modules may be those of the class that trains or of the published one. `AdapterError`: it adapts
     modules that the model does not have, or its weights are damaged."""
     file = directory / WEIGHTS
-    return config_in_own(model, saved, read_records(file), directory) if file.is_file() else saved
+    if not file.is_file():
+        return saved
+    records = read_records(file)
+    if (adapter := published_adapter(model, records)) is not None:
+        ranks = {
+            name.removeprefix(PREFIX).removesuffix(LORA_A): record.shape[0]
+            for name, record in records.items()
+            if name.endswith(LORA_A)
+        }
+        return adapter.config(saved, ranks, directory)
+    return config_in_own(model, saved, records, directory)
 
 
 def save_adapter(
@@ -388,7 +399,10 @@ def load_weights(
         what = f"there is no adapter here: neither {WEIGHTS} nor {OLD_WEIGHTS}"
         how = "choose a directory that save_pretrained, save_checkpoint or `lema train` wrote"
         raise AdapterError(what, where=str(directory), how=how)
-    tensors = tensors_in_own(cast(PreTrainedModel, model.get_base_model()), tensors, file)
+    base = cast(PreTrainedModel, model.get_base_model())
+    if (adapter := published_adapter(base, tensors)) is not None:
+        tensors = adapter.tensors(model, tensors)
+    tensors = tensors_in_own(base, tensors, file)
     if parallel is not None:
         tensors = local_adapter(model, parallel, tensors)
     _begin_frozen(model, tensors, layers_name, file)

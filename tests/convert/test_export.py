@@ -5,6 +5,7 @@ refused by name.
 import json
 import re
 import shlex
+import shutil
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,22 @@ from typing import Any
 import pytest
 import torch
 from everytype import STREAMED
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora.layer import ParamWrapper
 from publishedclass import publish
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tinyconfig import tiny_config
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers import core_model_loading as loading
 
 from lema import LemaConfig, LemaModel
+from lema.convert.merge import merge_adapter
 from lema.convert.serving.export import export_adapter
-from lema.errors import ConfigError
+from lema.errors import AdapterError, ConfigError
 from lema.lora.attach import lora_config
 from lema.lora.merge import ADAPTER, wrapped
+from lema.lora.serving.checks import published_names
 from lema.lora.serving.experts import expert_parts, factors_of, parameter_wrappers
 from lema.model import meta_model
 
@@ -120,6 +123,55 @@ def test_experts_have_adapters_of_their_own_and_no_number_changes(
     single = [name for name in found if re.search(r"\.experts\.\d+\.", name)]
     assert exported.experts == len(single) > 0
     assert bool(exported.line) == (layout != "per-expert")
+    again = trained(tmp_path / "out")
+    assert again.keys() == expected.keys()
+    assert all(torch.equal(again[name], expected[name]) for name in expected)
+
+
+def test_adapters_of_single_experts_of_any_rank_are_read(tmp_path: Path) -> None:
+    """As another program writes them: not for every expert, each matrix with factors of its own."""
+    adapter = saved("mixtral", tmp_path)
+    export_adapter(adapter, tmp_path / "out", "per-expert")
+    file = tmp_path / "out" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    generator = torch.Generator().manual_seed(5)
+    for name in [*tensors]:
+        module = name.rpartition(".lora_")[0]
+        if ".experts.1." in name:
+            del tensors[name]
+        elif module.endswith(".w3"):  # rank 2 of 4
+            shape = (2, tensors[name].shape[1]) if "_A" in name else (tensors[name].shape[0], 2)
+            tensors[name] = torch.randint(-3, 4, shape, generator=generator).float()
+    save_file(tensors, file, {"format": "pt"})
+    written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    written["rank_pattern"] = {"w3": 2}
+    written["alpha_pattern"] = {"w3": 4}
+    (tmp_path / "out" / "adapter_config.json").write_text(json.dumps(written))
+    expected = products(tmp_path / "out")
+    found = trained(tmp_path / "out")
+    for name, delta_weight in found.items():
+        assert torch.equal(delta_weight, expected.pop(name, torch.zeros_like(delta_weight)))
+    assert not expected
+    merge_adapter(tmp_path / "out", tmp_path / "merged")
+
+    del written["alpha_pattern"]
+    (tmp_path / "out" / "adapter_config.json").write_text(json.dumps(written))
+    with pytest.raises(AdapterError, match="are scaled by"):
+        LemaModel.from_pretrained(tmp_path / "out", device="cpu")
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")  # PEFT's own keys
+def test_such_an_adapter_is_what_peft_reads(tmp_path: Path) -> None:
+    adapter = saved("qwen3_moe", tmp_path)
+    export_adapter(adapter, tmp_path / "out", "per-expert")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    whole = PeftModel.from_pretrained(base, tmp_path / "out")
+    expected = get_peft_model_state_dict(whole)
+    with closing(LemaModel.from_pretrained(tmp_path / "out", device="cpu")) as model:
+        model.save_pretrained(tmp_path / "read")
+    found = load_file(tmp_path / "read" / "adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_ranks_and_scales_of_modules_stay(tmp_path: Path) -> None:
@@ -223,6 +275,27 @@ def test_experts_of_every_type_are_taken_apart_exactly_or_are_in_one_tensor() ->
             apart.add(model_type)
             assert_exact(skeleton, lora, parts)
     assert len(apart) >= 20
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of many types, some of which are announced as old
+def test_what_is_exported_of_every_type_is_read_again(tmp_path: Path) -> None:
+    again = set[str]()
+    for model_type in STREAMED:
+        skeleton = meta_model(tiny_config(model_type), torch.float32)
+        lora = lora_config(skeleton, rank=4, alpha=8, dropout=0.0, targets=None)
+        names = published_names(skeleton, lora)
+        if not names.experts or names.missing:
+            continue
+        adapter = saved(model_type, tmp_path / model_type)
+        export_adapter(adapter, tmp_path / model_type / "out", "per-expert")
+        expected = trained(adapter)
+        found = trained(tmp_path / model_type / "out")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected), model_type
+        again.add(model_type)
+        shutil.rmtree(tmp_path / model_type)
+    assert len(again) >= 20
 
 
 def assert_exact(skeleton: PreTrainedModel, lora: Any, parts: dict[str, Any]) -> None:

@@ -7,14 +7,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from peft import LoraConfig
 from transformers import PreTrainedModel
-from transformers import core_model_loading as loading
 
 from lema.errors import ConfigError
 from lema.lora.attach import param_filter
 from lema.lora.serving.experts import WEIGHT, ExpertPart, expert_parts
+from lema.lora.serving.names import published_modules
 from lema.lora.serving.servers import SERVERS, Server, ServerName, unserved
 
 __all__ = ["PublishedNames", "check_served", "first_of", "published_names", "stacks"]
@@ -53,7 +52,7 @@ def published_names(model: PreTrainedModel, config: LoraConfig) -> PublishedName
     adapted = param_filter(model, config)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return PublishedNames(
-        _modules(model),
+        published_modules(model),
         {name: expert_parts(model, name) for name in adapted if parameters[name].ndim == 3},
         adapted,
     )
@@ -98,22 +97,6 @@ def first_of(names: Sequence[str]) -> str:
     """Return the first names of many, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
-
-
-def _modules(model: PreTrainedModel) -> dict[str, str]:
-    """Return what published files call each module with a matrix of its own, by its name in the
-    model; a module whose matrix they have in another form is left out."""
-    weights = {
-        name: torch.empty_like(parameter, device="meta")
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if name.endswith(WEIGHT) and parameter.ndim == 2
-    }
-    names_by_id = {id(tensor): name for name, tensor in weights.items()}
-    published = dict[str, str]()
-    for name, tensor in loading.revert_weight_conversion(model, dict(weights)).items():
-        if (model_name := names_by_id.get(id(tensor))) is not None and name.endswith(WEIGHT):
-            published[model_name.removesuffix(WEIGHT)] = name.removesuffix(WEIGHT)
-    return published
 
 
 def _gaps(server: Server, model: PreTrainedModel, names: PublishedNames) -> Iterator[str]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import core_model_loading as loading
 
-from lema.lora.merge import ADAPTER
+from lema.lora.merge import ADAPTER, WRAPPED
 from lema.model.conversions import CopyTrace
 from lema.storage.slices import Move
 
@@ -71,30 +71,48 @@ class ExpertPart:
         a = _taken(left, 0, self.first[0], self.by_column[0], columns).T
         return Factors(a, b, scale)
 
+    def put(self, a: Tensor, b: Tensor, left: Tensor, right: Tensor) -> None:
+        """Put the factors of this matrix into those of its expert, which are zero.
+
+        Args:
+            a: its A (rank, columns).
+            b: its B (rows, rank).
+            left: receives columns of the factor (d1, rank).
+            right: receives rows of the factor (rank, d2).
+        """
+        rows, columns = self.shape
+        if self.by_row[1] == 0 and self.by_column[0] == 0:
+            left[_index(self.first[0], self.by_row[0], rows)] = b
+            right[:, _index(self.first[1], self.by_column[1], columns)] = a
+            return
+        right[:, _index(self.first[1], self.by_row[1], rows)] = b.T
+        left[_index(self.first[0], self.by_column[0], columns)] = a.T
+
 
 def expert_parts(model: PreTrainedModel, parameter: str) -> list[ExpertPart] | None:
     """Return the published matrices of a parameter of experts.
 
     Args:
-        model: on `meta`, without adapters.
+        model: with or without adapters; its weights may be on `meta`.
         parameter: the name of a parameter (experts, d1, d2).
 
     Returns:
         The matrices, which have all elements of the parameter between them; None: its experts are
         published in one tensor, or not as matrices of rows and columns.
     """
-    experts, d1, d2 = model.get_parameter(parameter).shape
-    trace = CopyTrace()
     # Of some types the parameters of a layer are written together.
-    names = [
-        name
+    together = {
+        bare: tensor
         for name, tensor in model.named_parameters()
-        if tensor.ndim == 3 and _layer(name) == _layer(parameter)
-    ]
-    dtype = model.get_parameter(parameter).dtype
+        if tensor.ndim == 3 and _layer(bare := WRAPPED.sub("", name)) == _layer(parameter)
+    }
+    experts, d1, d2 = together[parameter].shape
+    names = [*together]
+    trace = CopyTrace()
+    dtype = together[parameter].dtype
     sources = {
-        name: trace.source(number, model.get_parameter(name).shape, dtype)
-        for number, name in enumerate(names)
+        name: trace.source(number, tensor.shape, dtype)
+        for number, (name, tensor) in enumerate(together.items())
     }
     with trace:
         published: Mapping[str, Tensor] = loading.revert_weight_conversion(model, sources)
@@ -178,8 +196,11 @@ def _read_from(move: Move, written: int) -> int:
 
 def _taken(tensor: Tensor, dim: int, first: int, step: int, count: int) -> Tensor:
     """Return every `step`-th row or column from the `first` one."""
-    index = torch.arange(count) * step + first
-    return tensor.index_select(dim, index)
+    return tensor.index_select(dim, _index(first, step, count))
+
+
+def _index(first: int, step: int, count: int) -> Tensor:
+    return torch.arange(count) * step + first
 
 
 def parameter_wrappers(module: nn.Module) -> list[ParamWrapper]:
