@@ -126,16 +126,18 @@ def published_adapter(model: PreTrainedModel, names: Collection[str]) -> Publish
     """
     rename = class_names(model).in_own
     modules = {
-        (there := name.removeprefix(PREFIX).removesuffix(LORA_A)): rename(there)
+        (in_file := name.removeprefix(PREFIX).removesuffix(LORA_A)): rename(
+            WRAPPED.sub("", in_file)
+        )
         for name in names
         if name.endswith(LORA_A)
     }
-    there = {WRAPPED.sub("", name) for name, _ in model.named_modules() if not OWN.search(name)}
-    if there.issuperset(modules.values()) or not all(map(_is_factor, names)):
+    own = {WRAPPED.sub("", name) for name, _ in model.named_modules() if not OWN.search(name)}
+    if own.issuperset(modules.values()) or not all(map(_is_factor, names)):
         return None
-    written = {own: published for published, own in modules.items()}
-    own_names = {published: own for own, published in published_modules(model).items()}
-    plain = {own_names[name]: published for name, published in written.items() if name in own_names}
+    written = {name: in_file for in_file, name in modules.items()}
+    own_names = {in_file: name for name, in_file in published_modules(model).items()}
+    plain = {own_names[name]: in_file for name, in_file in written.items() if name in own_names}
     experts = dict[str, list[tuple[str, ExpertPart]]]()
     for parameter in _stacked(model):
         adapted = [
