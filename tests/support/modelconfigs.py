@@ -7,6 +7,7 @@ Each file is what `lema init` writes for the checkpoint's config, without its we
 fits, there is no file. The page lists the files that exist.
 """
 
+import math
 import re
 import shutil
 import sys
@@ -78,7 +79,7 @@ def page() -> Iterator[str]:
         if not any(file.is_file() for file in files.values()):
             absent.append(one.name)
             continue
-        cells = [_speed(file) if file.is_file() else "-" for file in files.values()]
+        cells = [_cell(file) if file.is_file() else "-" for file in files.values()]
         yield f"| {one.name} | {PARAMETERS[one.name]:g} | {' | '.join(cells)} |"
     yield ""
     if absent:
@@ -91,11 +92,16 @@ def _host(size: int) -> str:
     return f"{HOST * PROFILES[profile_for(size * GB)].host_memory / GB:.0f} GB"
 
 
-def _speed(file: Path) -> str:
-    (found,) = re.findall(
-        r"Predicted, not measured: ([\d,]+) tokens/s", file.read_text(encoding="utf-8")
-    )
-    return str(found)
+def _cell(file: Path) -> str:
+    """Return the tokens per second of a file, and the thousands of tokens of a step from which on
+    streaming costs nothing.
+    """
+    text = file.read_text(encoding="utf-8")
+    (speed,) = re.findall(r"Predicted, not measured: ([\d,]+) tokens/s", text)
+    steps = re.findall(r"Streaming costs nothing in steps of ([\d,]+) tokens", text)
+    if not steps:
+        return f"{speed} / any"
+    return f"{speed} / {math.ceil(int(steps[0].replace(',', '')) / 1000):,}k"
 
 
 _PROFILES = ", ".join(f"{size} GB: `{profile_for(size * GB)}`" for size in SIZES)
@@ -127,7 +133,9 @@ It knows 25 published models, and takes a config.json of other sizes if its mode
 gemma2, gemma3_text or smollm3.
 
 A cell has the tokens per second that the plan predicts for steps of 16 rows with 1,024 tokens, which are **16,384 tokens
-a step**, with the device memory and the **host memory** of its column. `-` means that nothing that was tried fits. These are **predictions, not measurements**: no row was run on such a device. They come from:
+a step**, with the device memory and the **host memory** of its column. After the `/` it has the **tokens of a step from
+which on streaming costs nothing**, because the layers compute for longer than the next ones are read: a larger `batch_size`
+gives such a step. `-` means that nothing that was tried fits. These are **predictions, not measurements**: no row was run on such a device. They come from:
 
 - the sizes in the checkpoint's config.json, copied to `tools/lema_tools/models/checkpoints.py`, and its published form.
   The table has only models whose sizes give the publisher's number of parameters within 2%;

@@ -6,6 +6,7 @@ fit are taken.
 """
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from lema.data.forms import longest_row, num_positions
 from lema.errors import MemoryLimitError
 from lema.model.skeleton import find_layers
 from lema.plan.blueprint import draw_up
+from lema.plan.cost import crossover
 from lema.plan.machine import PROFILES, Machine
 from lema.plan.planner import planner_of
 
@@ -52,6 +54,8 @@ class Choice:
     experts: bool  # whether the model has stacked experts
     tokens_per_second: float  # predicted
     bottleneck: str  # computing, the link or the disk
+    tokens: int  # of a step
+    hidden_from: float | None  # tokens of a step, from which on streaming takes no time; None: any
 
 
 def size_text(nbytes: int) -> str:
@@ -136,6 +140,8 @@ def _choice(planner: Any, settings: dict[str, Any], profile: str, machine: Machi
         experts,
         planner.shape.tokens / step.seconds,
         {"compute": "computing", "link": "the link", "disk": "the disk"}[step.bottleneck],
+        planner.shape.tokens,
+        crossover(needs.demand, needs.allocation, machine.speeds, planner.shape.tokens),
     )
 
 
@@ -204,6 +210,7 @@ def yaml_lines(
         f"# Predicted, not measured: {choice.tokens_per_second:,.0f} tokens/s, limited by "
         f"{choice.bottleneck}."
     )
+    yield f"# Streaming costs nothing {_hidden(choice)}; this one has {choice.tokens:,}."
     yield f"batch_size: {settings['batch_size']}"
     yield f"micro_batch_size: {settings['micro_batch_size']}"
     if "prefetch_depth" in settings:
@@ -231,6 +238,12 @@ def yaml_lines(
         )
         yield "# Remove this line to train them, too."
         yield "lora_target_parameters: []"
+
+
+def _hidden(choice: Choice) -> str:
+    if choice.hidden_from is None:
+        return "in a step of any size"
+    return f"in steps of {math.ceil(choice.hidden_from):,} tokens or more"
 
 
 def _layers(count: int) -> str:
