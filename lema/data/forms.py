@@ -18,7 +18,7 @@ from lema.data.files import MAX_ROW, SHORTER, TOO_LONG, Row
 from lema.data.templates.named import named_template, suggestion
 from lema.errors import ConfigError, DataError
 from lema.storage.modelfiles import MAX_TEMPLATE_BYTES
-from lema.storage.regular import expanded, read_regular
+from lema.storage.regular import expanded, is_path, read_regular
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -150,7 +150,7 @@ class Forms:
         if isinstance(named_templates, dict) and template in named_templates:
             text = named_templates[template]
         elif not ("{{" in template or "{%" in template):
-            named_text = None if expanded(template).exists() else named_template(template)
+            named_text = None if is_path(template) else named_template(template)
             if named_text is not None:
                 return with_chat_template(tokenizer, named_text)
             try:

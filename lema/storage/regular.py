@@ -25,6 +25,7 @@ __all__ = [
     "check_separate",
     "check_target",
     "expanded",
+    "is_path",
     "open_appending",
     "open_regular",
     "read_at_most",
@@ -118,6 +119,13 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     the name stays.
     """
     return Path(os.path.expanduser(path))  # noqa: PTH111 - Path's own raises
+
+
+def is_path(text: str | os.PathLike[str]) -> bool:
+    """Return whether something lies where a text says; a text that can be no path, such as a long
+    one, says nothing.
+    """
+    return os.path.exists(expanded(text))  # noqa: PTH110 - Path's own raises where a name is too long
 
 
 def check_target(file: Path) -> None:

@@ -44,6 +44,13 @@ def test_the_card_of_a_local_base_has_code_that_names_both_directories(
     assert "lora_target_parameters" not in card and "None" not in card
 
 
+def test_a_card_of_a_run_with_a_long_template_is_written(tmp_path: Path) -> None:
+    """A template may have a slash, behind more letters than a name of a file may have."""
+    template = f"{{# {'long ' * 80}#}}{{{{ messages[0].content }}}}</s>"
+    config = LemaConfig("org/name", output_dir=str(tmp_path / "out"), chat_template=template)
+    assert "# out" in model_card(config, "org/name", {"training": "8 rows"}, {})
+
+
 @pytest.mark.parametrize(
     ("norm", "shown"),
     [(2.1, "grad 2.10"), (0.878, "grad 0.878"), (100.0, "grad 100"), (12345.0, "grad 1.23e+04")],

@@ -451,3 +451,26 @@ def test_a_plan_measures_this_machine(source: Path) -> None:
             LemaConfig(str(source), device="cpu", max_length=32, quantize_base="nf4")
         )
     assert plan.measured
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_the_command_quantises_at_its_first_start(kind: str, source: Path, tmp_path: Path) -> None:
+    """In a process of its own, because a command hides the libraries that quantise while it
+    imports others.
+    """
+    (tmp_path / "rows.jsonl").write_text('{"input_ids": [1, 2, 3, 4]}\n' * 4)
+    settings = {
+        "model_name_or_path": str(source),
+        "train_data": str(tmp_path / "rows.jsonl"),
+        "output_dir": str(tmp_path / "out"),
+        "quantize_base": kind,
+        "device": "cpu",
+        "max_steps": 1,
+        "batch_size": 2,
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "lema", "train", str(tmp_path / "run.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    assert cache_of(source, kind).is_dir()

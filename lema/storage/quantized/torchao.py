@@ -174,6 +174,12 @@ def settings(kind: str, dtype: torch.dtype, unchanged: Sequence[str]) -> dict[st
     modules `unchanged`.
     """
     from transformers import TorchAoConfig
+    from transformers.utils import import_utils
+
+    # A command hides torchao while it imports the libraries (`lema.cli.libraries`), and this
+    # remembers that.
+    if (forget := getattr(import_utils.is_torchao_available, "cache_clear", None)) is not None:
+        forget()
 
     return dict(TorchAoConfig(_config(kind), modules_to_not_convert=list(unchanged)).to_dict())
 

@@ -19,7 +19,7 @@ from lema.backend.findings import program_versions
 from lema.config import LemaConfig, markdown
 from lema.errors import ConfigError, DataError
 from lema.model.files import ModelFiles
-from lema.storage.regular import expanded
+from lema.storage.regular import is_path
 
 __all__ = ["CARD", "make_repository", "model_card", "upload", "write_card"]
 
@@ -67,7 +67,7 @@ def model_card(
     there are any.
     """
     name = _repository(config)
-    local = expanded(base).exists()
+    local = is_path(base)
     shown = Path(base).name if local else base  # the hub takes nothing but ids for a base model
     tags = ["lema", "lora", *([] if local else [f"base_model:adapter:{base}"])]
     about = ModelCardData(
@@ -131,11 +131,9 @@ def _adapter(config: LemaConfig) -> dict[str, object]:
 
 def _plain(value: object) -> object:
     """Return a value without data of this machine: only the last part of a path that exists."""
-    return (
-        Path(value).name
-        if isinstance(value, str) and "/" in value and expanded(value).exists()
-        else value
-    )
+    if not isinstance(value, str) or "/" not in value:
+        return value
+    return Path(value).name if is_path(value) else value
 
 
 def write_card(directory: Path, *, files: ModelFiles | None, card: str) -> None:
