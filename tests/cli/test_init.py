@@ -227,6 +227,31 @@ def test_columns_are_recognised_or_proposed(
     assert {name: getattr(LemaConfig.from_yaml(yaml), name) for name in settings} == settings
 
 
+@pytest.mark.parametrize(
+    ("row", "objective"),
+    [
+        ({"input_ids": [1, 2]}, "sft"),
+        ({"chosen": [1, 2], "rejected": [1, 3]}, "dpo"),
+        ({"prompt": [1], "completion": [2], "label": True}, "kto"),
+    ],
+)
+def test_the_learning_rate_is_that_of_the_objective(
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    row: dict[str, object],
+    objective: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    words = ["init", str(place / "model"), "--device-memory", "1GB", "--data", "rows.jsonl"]
+    assert run(app, words) == 0
+    config = LemaConfig.from_yaml("my.yaml")
+    assert config.objective == objective
+    assert config.learning_rate == LemaConfig("m", objective=objective).learning_rate  # type: ignore[arg-type]
+    assert (config.learning_rate == 5e-6) == (objective != "sft")
+
+
 def test_columns_that_say_nothing_are_an_error(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"a": 1, "b": 2}\n')

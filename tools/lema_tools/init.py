@@ -185,6 +185,7 @@ def _write(
     """Write the file of settings, and the schema by which an editor completes it. `model` is its
     name, and what has to be done to it first."""
     from lema.cli.schemafiles import MODELINE, write_schema
+    from lema.config import LemaConfig
     from lema_tools.models.choices import yaml_lines
 
     name, needs = model
@@ -198,6 +199,7 @@ def _write(
         needs,
         rows=rows.setting_lines(),
         host_reason=host_reason,
+        learning_rate=LemaConfig(name, **rows.settings).learning_rate,
     )
     write_schema(output.absolute().parent)
     with output.open("x", encoding="utf-8", newline="\n") as file:

@@ -155,12 +155,13 @@ def yaml_lines(
     *,
     rows: Sequence[str] = (),
     host_reason: str | None = None,
+    learning_rate: float = BASE["learning_rate"],
 ) -> Iterator[str]:
     """Yield the lines of a file for `lema train`. A comment above each part gives the reason for
     the choice. `rows` are lines on the rows of the data, `host_reason` is where `host_memory` is
-    from; None: from the profile.
+    from; None: from the profile. `learning_rate` is that of the objective of these rows.
     """
-    settings = choice.settings
+    settings = choice.settings | {"learning_rate": learning_rate}
     host = human_bytes(PROFILES[choice.profile].host_memory)
     size = f"{human_count(choice.parameters)} parameters"
     most = human_bytes(choice.device_bytes)
@@ -227,9 +228,12 @@ def yaml_lines(
         f"# Every linear module of the layers has an adapter: {trained} parameters train, with "
         "AdamW."
     )
-    yield "# Start with rank 16 and 1e-4. docs/adapters.md describes the other options."
-    for name in ("lora_rank", "lora_alpha", "learning_rate"):
+    mantissa, _, exponent = f"{learning_rate:e}".partition("e")
+    rate = f"{float(mantissa):g}e{int(exponent)}"
+    yield f"# Start with rank 16 and {rate}. docs/adapters.md describes the other options."
+    for name in ("lora_rank", "lora_alpha"):
         yield f"{name}: {settings[name]}"
+    yield f"learning_rate: {learning_rate:.8f}".rstrip("0")
     if choice.experts:
         yield ""
         yield (
