@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lema.train import LemaModel, LemaTrainer
     from lema.train.hf.mixin import StreamingMixin
     from lema.train.hf.peftmodel import streamed
+    from lema.train.hf.served import ServedMixin
     from lema.train.phases.loratrainer import LoRATrainer, LoRATrainState, transition_to_lora
     from lema.train.phases.phase import Phase
     from lema.train.phases.plan import PhasePlan
@@ -43,6 +44,7 @@ __all__ = [
     "Phase",
     "PhasePlan",
     "Sampling",
+    "ServedMixin",
     "StreamingMixin",
     "__version__",
     "prepare_monolithic_safetensors",
@@ -101,6 +103,7 @@ _public, _ = lazy_exports(
         "Phase": "train.phases.phase",
         "PhasePlan": "train.phases.plan",
         "Sampling": "data.mixing.sampling",
+        "ServedMixin": "train.hf.served",
         "StreamingMixin": "train.hf.mixin",
         "prepare_monolithic_safetensors": "convert.prepare",
         "streamed": "train.hf.peftmodel",

@@ -311,7 +311,7 @@ class LemaModel:
             add_noise(self.skeleton, alpha)
         self.outer.divide(self.split)
         self.split.adapters_changed()
-        self.spend_anew()  # limits must leave room for the adapter
+        self.respend()  # limits must leave room for the adapter
 
     def begin_with_adapter(
         self, directory: str | PathLike[str], *, dropout: float | None = None
@@ -540,7 +540,7 @@ class LemaModel:
             self.backend.replicas, partial(newest_settings, Path(self.config.output_dir))
         )
         tokens = then.get("tokens_per_step") or hiding_tokens(self.planner)
-        self.spend_anew()
+        self.respend()
         self.config = self.config.model_copy(update={"tokens_per_step": tokens})
         return True
 
@@ -558,7 +558,7 @@ class LemaModel:
         """
         self._memory_use = self._in_memory.in_another_way(allocation)
 
-    def spend_anew(self) -> None:
+    def respend(self) -> None:
         """Forget the use of memory and drop the layers in it, so that it is planned again, or set
         by `spend`.
         """

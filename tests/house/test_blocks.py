@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(?:<!-- ([\w ]+) -->\n)?^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined] # a group has commands
-NEED_A_DEVICE = {"trainers.md": 1}  # Python blocks of each page that name `device="cuda"`
+NEED_A_DEVICE = {"rewards.md": 1}  # Python blocks of each page that name `device="cuda"`
 RUN = {  # name of a block, and the tests that run it
     "demo command": "tests/cli/test_demo.py",
     "test command": "tests/house/test_readme.py",
@@ -42,6 +42,7 @@ RUN = {  # name of a block, and the tests that run it
     "reward example": "tests/peers_trl/test_trl_page.py",
     "grpo example": "tests/peers_trl/test_trl_page.py",
     "mixin example": "tests/peers_trl/test_trl_page.py",
+    "served example": "tests/peers_trl/test_trl_page.py",
 }
 
 

@@ -29,11 +29,15 @@ ABOUT = {
 class _Server(HTTPServer):
     """Has the whole model, and the adapters that it was told of."""
 
-    def __init__(self, base: Path) -> None:
+    allow_reuse_address = True
+
+    def __init__(self, base: Path, port: int = 0, off: float = 0.0) -> None:
         self.base = base
+        self.off = off  # by how much it is wrong about its log-probabilities
         self.model = None
-        self.told = []  # `told`: every path that was asked for
-        super().__init__(("127.0.0.1", 0), _Answers)
+        self.loaded = []  # names of adapters, in their order
+        self.told = []  # every path that was asked for
+        super().__init__(("127.0.0.1", port), _Answers)
 
     @property
     def url(self) -> str:
@@ -45,13 +49,19 @@ class _Server(HTTPServer):
             self.model = PeftModel.from_pretrained(whole, lora_path, adapter_name=lora_name)
         else:
             self.model.load_adapter(lora_path, lora_name)
+        self.loaded.append(lora_name)
+        return {}
+
+    def unload(self, lora_name: str) -> dict[str, Any]:
+        self.loaded.remove(lora_name)
         return {}
 
     @torch.no_grad()
     def complete(
-        self, model: str, prompt: list[int], n: int, max_tokens: int, seed: int
+        self, model: str, prompt: list[int], n: int, max_tokens: int, seed: int, **_: Any
     ) -> dict[str, Any]:
         """Sample `n` completions; a token comes with its log-probability."""
+        assert model in self.loaded
         self.model.set_adapter(model)
         self.model.eval()
         with torch.random.fork_rng():
@@ -74,11 +84,14 @@ class _Server(HTTPServer):
             .gather(2, tokens.unsqueeze(2))
             .squeeze(2)
         )
+        logps = logps + self.off * torch.cos(torch.arange(logps.shape[1]))
         ends = [[*row, 2].index(2) + 1 for row in tokens.tolist()]  # 2 ends a text
         return {
             "choices": [
-                {"token_ids": row[:end], "logprobs": {"token_logprobs": of[:end]}}
-                for row, of, end in zip(tokens.tolist(), logps.tolist(), ends, strict=True)
+                {"index": index, "token_ids": row[:end], "logprobs": {"token_logprobs": of[:end]}}
+                for index, (row, of, end) in enumerate(
+                    zip(tokens.tolist(), logps.tolist(), ends, strict=True)
+                )
             ]
         }
 
@@ -99,13 +112,19 @@ class _Answers(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         self.server.told.append(path)
-        self._answer({"/health": {}, "/server_info": {"vllm_config": ABOUT}}[path])
+        models = {"data": [{"id": name} for name in self.server.loaded]}
+        answers = {"/health": {}, "/server_info": {"vllm_config": ABOUT}, "/v1/models": models}
+        self._answer(answers[path])
 
     def do_POST(self) -> None:
         path = self.path.partition("?")[0]
         self.server.told.append(path)
         asked = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
-        doing = {"/v1/load_lora_adapter": self.server.load, "/v1/completions": self.server.complete}
+        doing = {
+            "/v1/load_lora_adapter": self.server.load,
+            "/v1/unload_lora_adapter": self.server.unload,
+            "/v1/completions": self.server.complete,
+        }
         self._answer(doing[path](**asked) if path in doing else {})
 
 
@@ -117,9 +136,15 @@ def asked(url: str, **what: Any) -> Any:
 
 
 @contextmanager
-def generation_server(base: Path) -> Iterator[_Server]:
-    """Run a server of a model's directory while the block runs."""
-    with _Server(base) as server:
+def generation_server(base: Path, port: int = 0, off: float = 0.0) -> Iterator[_Server]:
+    """Run a server of a model's directory while the block runs.
+
+    Args:
+        base: the directory.
+        port: to listen on; 0: any.
+        off: by how much the log-probabilities are wrong that it tells.
+    """
+    with _Server(base, port, off) as server:
         thread = threading.Thread(
             target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
         )

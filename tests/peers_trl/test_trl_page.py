@@ -1,4 +1,4 @@
-"""The examples of docs/trainers.md run as they stand, with a tiny model in the hub's cache under
+"""The examples of docs/trainers.md and docs/rewards.md run as they stand, with a tiny model in the hub's cache under
 the real id.
 """
 
@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import trl
 from datasets import Dataset
+from generationserver import generation_server
 from hubcache import files_of, write_cache
 from trlruns import DPO_ROWS, SFT_ROWS, save
 
-PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("trainers.md", "rewards.md"))
+URL = "http://localhost:8000"  # of the server of an example
 MODEL = "Qwen/Qwen3-32B"  # of every example
 ROWS = 8  # the prompts of a batch of GRPO
 
@@ -48,6 +51,10 @@ def reward(completions: list[str], **_: Any) -> list[float]:
             "grpo example",
             {"prompts": [{"prompt": row["prompt"]} for row in DPO_ROWS], "reward": reward},
         ),
+        (
+            "served example",
+            {"prompts": [{"prompt": row["prompt"]} for row in DPO_ROWS], "reward": reward},
+        ),
         ("mixin example", {"dataset": SFT_ROWS}),
     ],
 )
@@ -57,6 +64,7 @@ def test_an_example_trains(
     """The page's later examples use what the first one imports."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    files = cache.parent / "model"
     given = {
         key: Dataset.from_list(rows[:ROWS]) if isinstance(rows, list) else rows
         for key, rows in names.items()
@@ -67,5 +75,6 @@ def test_an_example_trains(
         changes = {"use_cpu": True, "max_steps": 1, **short.get(one, {})}
         monkeypatch.setattr(trl, one, partial(getattr(trl, one), **changes))
     space: dict[str, Any] = {"arguments": trl.SFTConfig("output"), **given}
-    exec(imports + "\n" + block(name), space)
+    with generation_server(files) as server:
+        exec(imports + "\n" + block(name).replace(URL, server.url), space)
     assert [*Path("output").glob("checkpoint-*/adapter_model.safetensors")]

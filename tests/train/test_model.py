@@ -325,7 +325,7 @@ def test_what_memory_is_spent_on_is_made_again_whole(llama: Path, tmp_path: Path
         before = (model.planner, model.memory, model.adapter)
         assert before == (model.planner, model.memory, model.adapter)
         assert model.adapter.stream is model.memory
-        model.spend_anew()
+        model.respend()
         after = (model.planner, model.memory, model.adapter)
         assert all(new is not old for new, old in zip(after, before, strict=True))
         fewer = replace(model.allocation, slots=2)

@@ -8,11 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
+from torch import nn
 from transformers import PreTrainedModel
 
 from lema.errors import ConfigError
 from lema.lora.attach import param_filter
-from lema.lora.serving.experts import WEIGHT, ExpertPart, expert_parts
+from lema.lora.merge import WRAPPED, wrapped
+from lema.lora.serving.experts import WEIGHT, ExpertPart, expert_parts, parameter_wrappers
 from lema.lora.serving.names import published_modules
 from lema.lora.serving.servers import SERVERS, Server, ServerName, unserved
 
@@ -42,20 +45,35 @@ class PublishedNames:
         ]
 
 
-def published_names(model: PreTrainedModel, config: LoraConfig) -> PublishedNames:
+def published_names(model: PreTrainedModel, config: LoraConfig | None = None) -> PublishedNames:
     """Return what published files call what an adapter adapts.
 
     Args:
-        model: its base, on `meta`, without adapters.
-        config: PEFT's of the adapter.
+        model: its base; the weights may be on `meta`.
+        config: PEFT's of the adapter, which is not attached; None: it is attached.
     """
-    adapted = param_filter(model, config)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    adapted = _attached(model) if config is None else param_filter(model, config)
+    stacked = {
+        WRAPPED.sub("", name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.ndim == 3
+    }
     return PublishedNames(
         published_modules(model),
-        {name: expert_parts(model, name) for name in adapted if parameters[name].ndim == 3},
+        {name: expert_parts(model, name) for name in adapted if name in stacked},
         adapted,
     )
+
+
+def _attached(model: PreTrainedModel) -> list[str]:
+    """Return the names of the parameters that an attached adapter adapts."""
+    adapted = list[str]()
+    for name, module in wrapped(model):
+        wrappers = parameter_wrappers(module)
+        adapted.extend(f"{name}.{wrapper.parameter_name}" for wrapper in wrappers)
+        if not wrappers and isinstance(module, LoraLayer):
+            adapted.append(f"{name}{WEIGHT}")
+    return adapted
 
 
 def stacks(server: Server, model: PreTrainedModel) -> bool:
@@ -104,10 +122,17 @@ def _gaps(server: Server, model: PreTrainedModel, names: PublishedNames) -> Iter
     if not stacks(server, model) and (missing := names.missing):
         yield f"modules that no published file has as matrices ({first_of(missing)})"
     for owner in dict.fromkeys(name.rpartition(".")[0] for name in names.experts):
-        parameters = model.get_submodule(owner).named_parameters(recurse=False)
+        parameters = _bare(model, owner).named_parameters(recurse=False)
         every = {leaf for leaf, parameter in parameters if parameter.ndim == 3}
         untrained = sorted(leaf for leaf in every if f"{owner}.{leaf}" not in names.experts)
         if untrained:
             left_out = ", ".join(untrained)
             yield f"an adapter of some matrices of experts alone (not {left_out} of {owner})"
             return
+
+
+def _bare(model: PreTrainedModel, name: str) -> nn.Module:
+    """Return a module without PEFT's wrappers of its parameters."""
+    module = model.get_submodule(name)
+    wrappers = parameter_wrappers(module)
+    return wrappers[-1].base_layer if wrappers else module

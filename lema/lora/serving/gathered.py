@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
+from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.other import get_pattern_key
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -107,10 +108,9 @@ class PublishedAdapter:
         base = model.get_base_model()
         for owner in dict.fromkeys(name.rpartition(".")[0] for name in self.experts):
             for depth, wrapper in enumerate(parameter_wrappers(base.get_submodule(owner))):
-                anything: Any = wrapper
-                parts = self.experts[f"{owner}.{anything.parameter_name}"]
+                parts = self.experts[f"{owner}.{wrapper.parameter_name}"]
                 bare = f"{PREFIX}{owner}{'.base_layer' * depth}"
-                a, b = _gathered(anything, parts, saved)
+                a, b = _gathered(wrapper, parts, saved)
                 tensors[f"{bare}{LORA_A}"] = a
                 tensors[f"{bare}{LORA_B}"] = b
         return tensors
@@ -132,8 +132,8 @@ def published_adapter(model: PreTrainedModel, names: Collection[str]) -> Publish
         for name in names
         if name.endswith(LORA_A)
     }
-    own = {WRAPPED.sub("", name) for name, _ in model.named_modules() if not OWN.search(name)}
-    if own.issuperset(modules.values()) or not all(map(_is_factor, names)):
+    present = {WRAPPED.sub("", name) for name, _ in model.named_modules() if not OWN.search(name)}
+    if present.issuperset(modules.values()) or not all(map(_is_factor, names)):
         return None
     written = {name: in_file for in_file, name in modules.items()}
     own_names = {in_file: name for name, in_file in published_modules(model).items()}
@@ -176,17 +176,18 @@ def _as_integer(alpha: float) -> float:
 
 
 def _gathered(
-    wrapper: Any, parts: Sequence[tuple[str, ExpertPart]], saved: Mapping[str, Tensor]
+    wrapper: ParamWrapper, parts: Sequence[tuple[str, ExpertPart]], saved: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return PEFT's factors of a parameter of experts: A (experts * rank, in), B (out, rank *
     experts)."""
-    experts: int = wrapper.num_experts
-    weight_a: Tensor = wrapper.lora_A[ADAPTER].weight
-    weight_b: Tensor = wrapper.lora_B[ADAPTER].weight
+    untyped: Any = wrapper
+    experts: int = untyped.num_experts
+    weight_a: Tensor = untyped.lora_A[ADAPTER].weight
+    weight_b: Tensor = untyped.lora_B[ADAPTER].weight
     a = torch.zeros(experts, weight_a.shape[0] // experts, weight_a.shape[1])
     b = torch.zeros(weight_b.shape[0], weight_b.shape[1] // experts, experts)
     # PEFT adds B A to parameters (experts, out, in), and its transpose to those (experts, in, out).
-    swapped: bool = wrapper._did_swap_in_out_features
+    swapped: bool = untyped._did_swap_in_out_features
     used = [0] * experts
     for name, part in parts:
         part_a = saved[f"{PREFIX}{name}{LORA_A}"].float()

@@ -114,7 +114,7 @@ class TextModel(Protocol):
     def head_in_pieces(self) -> PiecedHead | None:
         """Return the head in pieces; None: it is on the device."""
 
-    def spend_anew(self) -> None:
+    def respend(self) -> None:
         """Forget the use of memory, so that `allocation` is computed again, or set by `spend`."""
 
     def spend(self, allocation: Allocation) -> None:
@@ -175,7 +175,7 @@ def planned(
     cannot be told.
     """
     if choose:
-        model.spend_anew()
+        model.respend()
     try:
         generation_plan = plan(None if choose else model.allocation)
     except ModelError as error:
