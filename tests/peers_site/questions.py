@@ -7,7 +7,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     "DPO": ("objectives",),
     "multi-GPU": ("processes",),
     "my loss is NaN": ("troubleshooting",),
-    "GGUF": ("generation", "results", "environments"),
+    "GGUF": ("gguf", "generation", "results", "environments"),
     "serve with vLLM": ("serving", "environments"),
     "QLoRA": ("weights",),
     "W&B": ("results",),
@@ -16,7 +16,7 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
     "full fine-tuning": ("phases",),
     "Docker": ("install",),
     # and others
-    "Ollama": ("generation", "results", "environments"),
+    "Ollama": ("gguf", "generation", "results", "environments"),
     "Colab notebook": ("install",),
     "Unsloth": ("coming-from-unsloth",),
     "LLaMA-Factory": ("coming-from-llama-factory",),

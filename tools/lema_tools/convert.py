@@ -1,6 +1,7 @@
 """The commands that rewrite files: prepare a model, merge an adapter, export it to a server."""
 
 import contextlib
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -115,13 +116,15 @@ def merge(
 
 
 def export(
-    adapter: Annotated[Path, typer.Argument(help="Directory of a saved adapter.")],
-    out: Annotated[Path, typer.Argument(help="Directory for the exported adapter.")],
+    adapter: Annotated[
+        Path, typer.Argument(help="Directory of a saved adapter; for gguf also of a model.")
+    ],
+    out: Annotated[Path, typer.Argument(help="Directory for what is exported.")],
     layout: Annotated[
         str,
         typer.Option(
             "--for",
-            metavar="vllm|sglang|peft|per-expert",
+            metavar="vllm|sglang|peft|per-expert|gguf",
             help="The server that reads it, or the layout.",
         ),
     ],
@@ -129,15 +132,66 @@ def export(
         str | None,
         typer.Option(metavar="DIR", help="Directory of the base model, if it is elsewhere by now."),
     ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="f32|f16|bf16|q8_0|q4_k_m|...",
+            help="The type of weights in GGUF. Default: the 16-bit type nearest to the model's.",
+        ),
+    ] = None,
+    adapter_alone: Annotated[
+        bool, typer.Option("--adapter", help="Write the adapter alone as GGUF, for --lora.")
+    ] = False,
+    llama_cpp: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Directory of llama.cpp. Default: that of LLAMA_CPP, or the PATH."
+        ),
+    ] = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Write an adapter in the layout that a server reads, and print the line that serves it."""
-    from lema.convert.serving.export import export_adapter
+    """Write an adapter in the layout that a server reads, and print the line that serves it; with
+    `--for gguf` the merged model, or the adapter alone, for llama.cpp and Ollama.
+    """
+    from lema.convert.delta import DELTA_NAME, is_delta
+    from lema.convert.serving.export import LAYOUTS
     from lema.lora.consent import check_code_is_named
     from lema.lora.files import settings_file
 
-    if trust_remote_code and base is None:
-        check_code_is_named(settings_file(adapter))
+    if layout not in (*LAYOUTS, "gguf"):
+        what = f"there is no layout {layout!r}"
+        raise ConfigError(what, where="--for", how=f"choose {', '.join(LAYOUTS)}, gguf")
+    naming = adapter / DELTA_NAME if is_delta(adapter) else settings_file(adapter)
+    # a model in the place of the adapter is named by the user
+    if trust_remote_code and base is None and (layout != "gguf" or naming != adapter):
+        check_code_is_named(naming)
+    if layout == "gguf":
+        _export_gguf(
+            adapter,
+            out,
+            quantize=quantize or "auto",
+            adapter_alone=adapter_alone,
+            llama_cpp=llama_cpp,
+            base_dir=base,
+            trust_remote_code=trust_remote_code,
+        )
+        return
+    gguf_options = {
+        "--quantize": quantize,
+        "--adapter": adapter_alone or None,
+        "--llama-cpp": llama_cpp,
+    }
+    if named := [name for name, value in gguf_options.items() if value is not None]:
+        what = f"{named[0]} is an option of --for gguf"
+        raise ConfigError(what, where=named[0], how="leave it out, or choose --for gguf")
+    _export_layout(adapter, out, layout, base, trust_remote_code=trust_remote_code)
+
+
+def _export_layout(
+    adapter: Path, out: Path, layout: str, base: str | None, *, trust_remote_code: bool
+) -> None:
+    from lema.convert.serving.export import export_adapter
+
     options: dict[str, Any] = {"layout": layout, "base_dir": base}  # checked there
     exported = export_adapter(
         adapter, out, trust_remote_code=trust_remote_code, note=typer.echo, **options
@@ -147,3 +201,21 @@ def export(
     typer.echo(f"wrote {out}")
     if exported.line:
         typer.echo(f"next: {exported.line}")
+
+
+def _export_gguf(source: Path, out: Path, **options: Any) -> None:
+    from lema.config.units import human_bytes
+    from lema.convert.gguf.export import export_gguf
+
+    def show(line: str) -> None:
+        # the steps of a progress bar are for a terminal
+        if not line.endswith("\r") or sys.stderr.isatty():
+            typer.echo(line, nl=False, err=True)
+
+    exported = export_gguf(source, out, note=typer.echo, show=show, **options)
+    for note in exported.notes:
+        typer.echo(note)
+    size = human_bytes(exported.file.stat().st_size)
+    typer.echo(f"wrote {out}: {exported.file.name} ({size}) and Modelfile")
+    for line in exported.lines:
+        typer.echo(f"next: {line}")
