@@ -7,7 +7,7 @@ request, or computes something else. So what it does not take is said here, befo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,6 +28,8 @@ class Server:
     sources: tuple[str, ...]
     ranks: tuple[int, ...] = ()  # of which the smallest that is large enough is chosen; empty: any
     has_patterns: bool = True  # modules may have ranks and scales of their own
+    # Modules that it reads only beside another of the same place.
+    partners: Mapping[str, str] = field(default_factory=dict)
     # Classes whose experts it has in one tensor for all, and reads as PEFT writes them.
     stacked: frozenset[str] = field(default_factory=frozenset)
 
@@ -65,6 +67,7 @@ SERVERS: dict[ServerName, Server] = {
             "sglang/srt/lora/mem_pool.py",
         ),
         has_patterns=False,
+        partners={"q_proj": "v_proj", "k_proj": "q_proj", "v_proj": "q_proj"},
     ),
 }
 # Ways to begin that change the base's weights; an adapter alone is not what was trained.
@@ -99,6 +102,7 @@ def unserved(server: Server, config: LoraConfig, modules: Collection[str]) -> It
     outer = sorted(leaves & {"embed_tokens", "lm_head", "wte", "embed_in", "embed_out"})
     if outer:
         yield f"adapters of embeddings and the head ({', '.join(outer)})"
+    yield from _alone(server, modules)
     ranks = {config.r, *(config.rank_pattern or {}).values()}
     if server.ranks and max(ranks) > server.ranks[-1]:
         yield f"a rank of {max(ranks)}, of at most {server.ranks[-1]}"
@@ -107,3 +111,14 @@ def unserved(server: Server, config: LoraConfig, modules: Collection[str]) -> It
             yield "ranks and scales by module (lora_rank_pattern, lora_alpha_pattern)"
         if config.use_rslora:
             yield "rsLoRA's scale (lora_use_rslora)"
+
+
+def _alone(server: Server, modules: Collection[str]) -> Iterator[str]:
+    """Yield the first module without the one beside which the server reads it."""
+    names = set(modules)
+    for name in sorted(names):
+        place, dot, leaf = name.rpartition(".")
+        partner = server.partners.get(leaf)
+        if partner is not None and f"{place}{dot}{partner}" not in names:
+            yield f"an adapter of {leaf} without {partner} ({name})"
+            return
