@@ -34,7 +34,7 @@ from lema.model import meta_model
 
 PREFIX = "base_model.model."
 # Published with a matrix for each expert; in one tensor; without experts.
-APART = ("mixtral", "qwen3_moe", "deepseek_v2", "hunyuan_v1_moe")
+APART = ("mixtral", "qwen3_moe", "deepseek_v2", "ernie4_5_moe")
 TOGETHER = ("gpt_oss", "granitemoe")
 
 

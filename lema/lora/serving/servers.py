@@ -32,8 +32,15 @@ class Server:
     partners: Mapping[str, str] = field(default_factory=dict)
     # Classes whose experts it has in one tensor for all, and reads as PEFT writes them.
     stacked: frozenset[str] = field(default_factory=frozenset)
+    # Classes for which it takes no adapter.
+    without_adapters: frozenset[str] = field(default_factory=frozenset)
+    # Classes that it runs by the code of `transformers`, for which it reads no adapter of experts.
+    without_experts: frozenset[str] = field(default_factory=frozenset)
+    # Modules of classes of which it makes something else, and what.
+    misread: Mapping[str, tuple[frozenset[str], str]] = field(default_factory=dict)
 
 
+ANOTHER_ORDER = (frozenset({"k_proj", "q_proj"}), "whose rows it has in another order")
 SERVERS: dict[ServerName, Server] = {
     "vllm": Server(
         "vLLM",
@@ -55,6 +62,56 @@ SERVERS: dict[ServerName, Server] = {
                 "Qwen3_5MoeForConditionalGeneration",
             }
         ),
+        without_adapters=frozenset(
+            {
+                "AriaForConditionalGeneration",
+                "BloomForCausalLM",
+                "Cohere2MoeForCausalLM",
+                "Cohere2VisionForConditionalGeneration",
+                "Cosmos3EdgeForConditionalGeneration",
+                "DbrxForCausalLM",
+                "DeepseekV4ForCausalLM",
+                "FalconForCausalLM",
+                "FalconMambaForCausalLM",
+                "GPT2LMHeadModel",
+                "GPTJForCausalLM",
+                "Gemma3nForCausalLM",
+                "KimiLinearForCausalLM",
+                "LlavaOnevisionForConditionalGeneration",
+                "Mamba2ForCausalLM",
+                "MambaForCausalLM",
+                "MiMoV2FlashForCausalLM",
+                "MiniMaxM3SparseForConditionalGeneration",
+                "PaddleOCRVLForConditionalGeneration",
+                "StableLmForCausalLM",
+                "Step3p7ForConditionalGeneration",
+                "Zamba2ForCausalLM",
+            }
+        ),
+        without_experts=frozenset(
+            {
+                "AXK2ForCausalLM",
+                "Dots1ForCausalLM",
+                "FlexOlmoForCausalLM",
+                "HunYuanMoEV1ForCausalLM",
+                "MellumForCausalLM",
+                "MiniMaxForCausalLM",
+                "Mistral4ForCausalLM",
+                "PhimoeForCausalLM",
+                "SolarOpenForCausalLM",
+                "ZayaForCausalLM",
+            }
+        ),
+        misread={
+            "GPTBigCodeForCausalLM": (frozenset({"c_attn"}), "which it leaves out"),
+            "Glm4ForCausalLM": (frozenset({"gate_up_proj"}), "which it knows as two modules"),
+            "Llama4ForCausalLM": ANOTHER_ORDER,
+            "Llama4ForConditionalGeneration": ANOTHER_ORDER,
+            "Phi4MultimodalForCausalLM": (
+                frozenset({"qkv_proj"}),
+                "which it knows as three modules",
+            ),
+        },
     ),
     "sglang": Server(
         "SGLang",
