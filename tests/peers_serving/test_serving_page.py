@@ -22,8 +22,6 @@ from servedmodels import (
     next_log_probability,
     trained,
 )
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllmserver import VllmServer, arguments_of, vllm_server
 
 from lema.cli.app import app
@@ -73,7 +71,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         patch.chdir(directory)
         assert run_command(app, shlex.split(export)[1:]) == 0
         printed = (directory / "served" / "SERVE.md").read_text(encoding="utf-8")
-        line = serve.replace("MODEL", shlex.quote(str(model)))
+        line = serve.replace("MODEL", shlex.quote(str(model))).replace("/path/to", str(directory))
         assert printed == f"```bash\n{line}\n```\n"
         with vllm_server(arguments_of(line), directory / "log") as server:
             yield Run(directory, model, adapter, server)
@@ -144,6 +142,10 @@ def test_the_page_s_merged_model_is_served(run: Run, tmp_path: Path) -> None:
 
 
 def test_vllm_takes_the_line_of_a_model_whose_experts_it_has_in_one_tensor(tmp_path: Path) -> None:
+    # Warnings of these imports are errors until a test begins.
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
     model = model_of("gpt_oss", tmp_path / "model")
     adapter = trained(model, tmp_path / "adapter")
     line = export_adapter(adapter, tmp_path / "served", "vllm").line

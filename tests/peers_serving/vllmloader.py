@@ -38,8 +38,9 @@ with warnings.catch_warnings():
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.model_executor.models import registry
+    from vllm.model_executor.models.interfaces import supports_lora
 
-__all__ = ["added", "loading", "weights"]
+__all__ = ["added", "loading", "registry", "supports_lora", "weights"]
 
 
 class _Empty(ModuleType):
@@ -119,7 +120,8 @@ def _opened(directory: Path) -> tuple[Any, Any]:
     )
     config = arguments.create_engine_config()
     with set_current_vllm_config(config):
-        parallel_state.ensure_model_parallel_initialized(1, 1)
+        parallel_state.destroy_model_parallel()  # which a model without experts makes without theirs
+        parallel_state.initialize_model_parallel(1, 1)
         model = initialize_model(config)
         get_model_loader(config.load_config).load_weights(model, config.model_config)
     return config, model
