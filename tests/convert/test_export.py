@@ -34,7 +34,7 @@ from lema.model import meta_model
 
 PREFIX = "base_model.model."
 # Published with a matrix for each expert; in one tensor; without experts.
-APART = ("mixtral", "qwen3_moe", "deepseek_v2", "hunyuan_v1_moe")
+APART = ("mixtral", "qwen3_moe", "deepseek_v2", "ernie4_5_moe")
 TOGETHER = ("gpt_oss", "granitemoe")
 
 
@@ -241,6 +241,16 @@ def test_what_a_server_does_not_take_is_refused(
         with pytest.raises(ConfigError, match=rf"{title} .* does not take .*{words}"):
             export_adapter(adapter, tmp_path / "out", server)  # type: ignore[arg-type]
         assert not (tmp_path / "out").exists()
+
+
+def test_sglang_reads_queries_and_values_together_only(tmp_path: Path) -> None:
+    """Keys may be left out."""
+    adapter = saved("llama", tmp_path / "alone", lora_target_modules=["q_proj", "down_proj"])
+    with pytest.raises(ConfigError, match=r"adapter of q_proj without v_proj \(model\.layers\.0"):
+        export_adapter(adapter, tmp_path / "refused", "sglang")
+    export_adapter(adapter, tmp_path / "vllm", "vllm")
+    both = saved("llama", tmp_path / "both", lora_target_modules=["q_proj", "v_proj"])
+    assert export_adapter(both, tmp_path / "sglang", "sglang").line
 
 
 def test_vllm_s_line_has_the_smallest_rank_that_it_allows(tmp_path: Path) -> None:

@@ -22,12 +22,17 @@ def config_of(directory: Path, model_type: str, **settings: Any) -> LemaConfig:
     return LemaConfig(str(directory / "model"), **(base | settings))
 
 
+@pytest.mark.filterwarnings("ignore:weights of experts are not adapted by default")
+@pytest.mark.filterwarnings("ignore:PEFT does not adapt these linear modules")
 @pytest.mark.parametrize(
     ("model_type", "settings", "words"),
     [
         ("llama", {"lora_serving": "vllm", "lora_use_dora": True}, r"vLLM .* DoRA"),
         ("llama", {"lora_serving": "vllm", "lora_rank": 513}, "rank of 513, of at most 512"),
         ("llama", {"lora_serving": "sglang", "lora_use_rslora": True}, r"SGLang .* rsLoRA"),
+        ("gpt2", {"lora_serving": "vllm"}, "adapters of GPT2LMHeadModel"),
+        ("dots1", {"lora_serving": "vllm"}, "adapters of experts of Dots1ForCausalLM"),
+        ("llama4_text", {"lora_serving": "vllm"}, "k_proj and q_proj of Llama4ForCausalLM, whose"),
         ("granitemoe", {"lora_serving": "vllm"}, "no published file has as matrices"),
         (
             "mixtral",

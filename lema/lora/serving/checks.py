@@ -104,7 +104,11 @@ def check_served(
     server = SERVERS[name]
     names = names or published_names(model, config)
     modules = [parameter.removesuffix(WEIGHT) for parameter in names.adapted]
-    problems = [*unserved(server, config, modules), *_gaps(server, model, names)]
+    problems = [
+        *_gaps_of_class(server, model, names),
+        *unserved(server, config, modules),
+        *_gaps(server, model, names),
+    ]
     if problems:
         what = f"{server.title} {server.release} does not take {'; '.join(problems)}"
         how = "train an adapter without these, or serve the merged model (`lema merge`)"
@@ -115,6 +119,19 @@ def first_of(names: Sequence[str]) -> str:
     """Return the first names of many, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
+
+
+def _gaps_of_class(server: Server, model: PreTrainedModel, names: PublishedNames) -> Iterator[str]:
+    """Yield what a server does not take of any adapter of a class: the one that is published."""
+    published = (model.config.architectures or [type(model).__name__])[0]
+    if published in server.without_adapters:
+        yield f"adapters of {published}"
+    if published in server.without_experts and names.experts:
+        yield f"adapters of experts of {published}"
+    misread, why = server.misread.get(published, (frozenset(), ""))
+    leaves = {name.removesuffix(WEIGHT).rpartition(".")[2] for name in names.adapted}
+    if wrong := sorted(misread & leaves):
+        yield f"{' and '.join(wrong)} of {published}, {why}"
 
 
 def _gaps(server: Server, model: PreTrainedModel, names: PublishedNames) -> Iterator[str]:

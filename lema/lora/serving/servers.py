@@ -7,7 +7,7 @@ request, or computes something else. So what it does not take is said here, befo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,10 +28,19 @@ class Server:
     sources: tuple[str, ...]
     ranks: tuple[int, ...] = ()  # of which the smallest that is large enough is chosen; empty: any
     has_patterns: bool = True  # modules may have ranks and scales of their own
+    # Modules that it reads only beside another of the same place.
+    partners: Mapping[str, str] = field(default_factory=dict)
     # Classes whose experts it has in one tensor for all, and reads as PEFT writes them.
     stacked: frozenset[str] = field(default_factory=frozenset)
+    # Classes for which it takes no adapter.
+    without_adapters: frozenset[str] = field(default_factory=frozenset)
+    # Classes that it runs by the code of `transformers`, for which it reads no adapter of experts.
+    without_experts: frozenset[str] = field(default_factory=frozenset)
+    # Modules of classes of which it makes something else, and what.
+    misread: Mapping[str, tuple[frozenset[str], str]] = field(default_factory=dict)
 
 
+ANOTHER_ORDER = (frozenset({"k_proj", "q_proj"}), "whose rows it has in another order")
 SERVERS: dict[ServerName, Server] = {
     "vllm": Server(
         "vLLM",
@@ -53,6 +62,56 @@ SERVERS: dict[ServerName, Server] = {
                 "Qwen3_5MoeForConditionalGeneration",
             }
         ),
+        without_adapters=frozenset(
+            {
+                "AriaForConditionalGeneration",
+                "BloomForCausalLM",
+                "Cohere2MoeForCausalLM",
+                "Cohere2VisionForConditionalGeneration",
+                "Cosmos3EdgeForConditionalGeneration",
+                "DbrxForCausalLM",
+                "DeepseekV4ForCausalLM",
+                "FalconForCausalLM",
+                "FalconMambaForCausalLM",
+                "GPT2LMHeadModel",
+                "GPTJForCausalLM",
+                "Gemma3nForCausalLM",
+                "KimiLinearForCausalLM",
+                "LlavaOnevisionForConditionalGeneration",
+                "Mamba2ForCausalLM",
+                "MambaForCausalLM",
+                "MiMoV2FlashForCausalLM",
+                "MiniMaxM3SparseForConditionalGeneration",
+                "PaddleOCRVLForConditionalGeneration",
+                "StableLmForCausalLM",
+                "Step3p7ForConditionalGeneration",
+                "Zamba2ForCausalLM",
+            }
+        ),
+        without_experts=frozenset(
+            {
+                "AXK2ForCausalLM",
+                "Dots1ForCausalLM",
+                "FlexOlmoForCausalLM",
+                "HunYuanMoEV1ForCausalLM",
+                "MellumForCausalLM",
+                "MiniMaxForCausalLM",
+                "Mistral4ForCausalLM",
+                "PhimoeForCausalLM",
+                "SolarOpenForCausalLM",
+                "ZayaForCausalLM",
+            }
+        ),
+        misread={
+            "GPTBigCodeForCausalLM": (frozenset({"c_attn"}), "which it leaves out"),
+            "Glm4ForCausalLM": (frozenset({"gate_up_proj"}), "which it knows as two modules"),
+            "Llama4ForCausalLM": ANOTHER_ORDER,
+            "Llama4ForConditionalGeneration": ANOTHER_ORDER,
+            "Phi4MultimodalForCausalLM": (
+                frozenset({"qkv_proj"}),
+                "which it knows as three modules",
+            ),
+        },
     ),
     "sglang": Server(
         "SGLang",
@@ -65,6 +124,7 @@ SERVERS: dict[ServerName, Server] = {
             "sglang/srt/lora/mem_pool.py",
         ),
         has_patterns=False,
+        partners={"q_proj": "v_proj", "k_proj": "q_proj", "v_proj": "q_proj"},
     ),
 }
 # Ways to begin that change the base's weights; an adapter alone is not what was trained.
@@ -99,6 +159,7 @@ def unserved(server: Server, config: LoraConfig, modules: Collection[str]) -> It
     outer = sorted(leaves & {"embed_tokens", "lm_head", "wte", "embed_in", "embed_out"})
     if outer:
         yield f"adapters of embeddings and the head ({', '.join(outer)})"
+    yield from _alone(server, modules)
     ranks = {config.r, *(config.rank_pattern or {}).values()}
     if server.ranks and max(ranks) > server.ranks[-1]:
         yield f"a rank of {max(ranks)}, of at most {server.ranks[-1]}"
@@ -107,3 +168,14 @@ def unserved(server: Server, config: LoraConfig, modules: Collection[str]) -> It
             yield "ranks and scales by module (lora_rank_pattern, lora_alpha_pattern)"
         if config.use_rslora:
             yield "rsLoRA's scale (lora_use_rslora)"
+
+
+def _alone(server: Server, modules: Collection[str]) -> Iterator[str]:
+    """Yield the first module without the one beside which the server reads it."""
+    names = set(modules)
+    for name in sorted(names):
+        place, dot, leaf = name.rpartition(".")
+        partner = server.partners.get(leaf)
+        if partner is not None and f"{place}{dot}{partner}" not in names:
+            yield f"an adapter of {leaf} without {partner} ({name})"
+            return
