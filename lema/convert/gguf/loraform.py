@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lema.convert.serving.export import export_adapter
-from lema.convert.serving.servers import Server, unserved
 from lema.errors import ConfigError
 from lema.lora.files import CONFIG, WEIGHTS
+from lema.lora.serving.servers import Server, unserved
 from lema.lora.shards import PREFIX
 
 __all__ = ["LLAMA_CPP", "check_taken", "write_lora"]
