@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lema.data import Sampling
     from lema.errors import LemaError
     from lema.train import LemaModel, LemaTrainer
+    from lema.train.hf.asyncmixin import StreamedAsyncMixin
     from lema.train.hf.mixin import StreamingMixin
     from lema.train.hf.peftmodel import streamed
     from lema.train.hf.served import ServedMixin
@@ -45,6 +46,7 @@ __all__ = [
     "PhasePlan",
     "Sampling",
     "ServedMixin",
+    "StreamedAsyncMixin",
     "StreamingMixin",
     "__version__",
     "prepare_monolithic_safetensors",
@@ -104,6 +106,7 @@ _public, _ = lazy_exports(
         "PhasePlan": "train.phases.plan",
         "Sampling": "data.mixing.sampling",
         "ServedMixin": "train.hf.served",
+        "StreamedAsyncMixin": "train.hf.asyncmixin",
         "StreamingMixin": "train.hf.mixin",
         "prepare_monolithic_safetensors": "convert.prepare",
         "streamed": "train.hf.peftmodel",

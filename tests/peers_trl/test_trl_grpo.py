@@ -44,7 +44,7 @@ from trlruns import (
     whole_model,
 )
 
-from lema import StreamingMixin
+from lema import StreamedAsyncMixin, StreamingMixin
 from lema.errors import ConfigError
 
 pytestmark = [
@@ -283,6 +283,10 @@ class RecordedAsync(Recorded, AsyncGRPOTrainer):
     pass
 
 
+class Streamed(StreamedAsyncMixin, RecordedAsync):
+    pass
+
+
 def attended(
     query: Tensor, key: Tensor, value: Tensor, q: Tensor, k: Tensor, *_: int, **options: Any
 ) -> Tensor:
@@ -312,8 +316,11 @@ def test_trls_asynchronous_trainer_hands_the_adapter_alone_to_a_server(
         packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=attended)
     )
 
-    def trained(name: str) -> Any:
+    def trained(name: str, model: Any = None) -> Any:
         MADE.clear()
+        kind, adapter = (
+            (RecordedAsync, {"peft_config": lora()}) if model is None else (Streamed, {})
+        )
         with generation_server(llama) as server:
             arguments = AsyncGRPOConfig(
                 str(tmp_path / name),
@@ -330,14 +337,14 @@ def test_trls_asynchronous_trainer_hands_the_adapter_alone_to_a_server(
                 disable_tqdm=True,
                 **recomputing(True),
             )
-            trainer = RecordedAsync(
-                str(llama),
+            trainer = kind(
+                model or str(llama),
                 low_words,
                 arguments,
                 Dataset.from_list(PROMPTS),
                 tokenizer(),
-                peft_config=lora(),
                 rollout_worker=Worker(server.url),
+                **adapter,
             )
             found = outcome(trainer)
         assert server.told.count("/v1/load_lora_adapter") == 5  # at the start and after each step
@@ -345,17 +352,10 @@ def test_trls_asynchronous_trainer_hands_the_adapter_alone_to_a_server(
         return *found, list(MADE)
 
     expected = trained("whole")
-    # As docs/trainers.md has it: TRL opens the model by its name, so what it calls for that returns
-    # the streamed one.
-    model = streamed_model(llama).train()
-    model(torch.ones(1, 8, dtype=torch.long))
-    packing.register_tree_attention()
-    model.set_attn_implementation(packing.TREE_ATTENTION)
-    monkeypatch.setattr(
-        async_grpo_trainer, "create_model_from_path", lambda *_, **__: model.get_base_model()
-    )
-    monkeypatch.setattr(async_grpo_trainer, "get_peft_model", lambda *_: model)
-    same(trained("streamed"), expected)
+    model = streamed_model(llama)
+    opened = async_grpo_trainer.create_model_from_path
+    same(trained("streamed", model), expected)
+    assert async_grpo_trainer.create_model_from_path is opened
     assert all(
         one.is_meta
         for name, one in model.named_parameters()
