@@ -30,8 +30,10 @@
     options("form", Object.keys(model.forms).map((name) =>
       [name, name === "published" ? `${FORMS[name]}: ${model.published}` : FORMS[name]]));
     const before = field("length").value || "1024";
-    options("length", Object.keys(model.work).map((length) => [length, count(length)]));
-    field("length").value = model.work[before] ? before : "1024";
+    const lengths = Object.keys(model.work);
+    options("length", lengths.map((length) => [length, count(length)]));
+    // A model that does not have rows of 1,024 tokens takes its longest.
+    field("length").value = [before, "1024"].find((length) => model.work[length]) || lengths.at(-1);
   };
   const forCard = () => {
     const machine = lemaPlanner.PROFILES.get(field("card").value);
@@ -39,6 +41,15 @@
     field("hostMemory").value = (machine.host_memory / 2 / GB).toFixed(0);
     field("diskSpeed").value = machine.speeds.disk / GB;
   };
+
+  // Sentences on the fields that have no number, or one that they do not take.
+  const faults = () => [...form.elements].filter((input) => input.type === "number").flatMap((input) => {
+    const { value, required, min, max, step } = input;
+    const label = input.labels[0].textContent.trim();
+    const fault = lemaForm.faultOf({ label, value, bad: input.validity.badInput, required, min, max, step });
+    input.setAttribute("aria-invalid", String(fault !== ""));
+    return fault ? [fault] : [];
+  });
 
   const inputs = () => {
     const number = (name) => Number(field(name).value);
@@ -78,19 +89,27 @@
   };
 
   const draw = () => {
-    const chosen = inputs();
-    const result = planned(chosen);
     const boxes = document.getElementById("figures");
     const parts = document.getElementById("memory");
     const verdict = document.getElementById("verdict");
     boxes.replaceChildren();
     parts.replaceChildren();
-    verdict.className = result.fits ? "" : "bad";
-    show("yaml", result.fits ? result.yaml : "");
+    show("yaml", "");
+    verdict.className = "bad";
+    const wrong = faults();
+    if (wrong.length) {
+      verdict.textContent = `Nothing is planned. ${wrong.join(" ")}`;
+      return;
+    }
+    const chosen = inputs();
+    verdict.textContent = "The page could not plan this, which is a fault of the page. `lema plan` plans it.";
+    const result = planned(chosen);
     if (!result.fits) {
       verdict.textContent = `This does not run: ${result.why}${result.how ? `. ${result.how}` : ""}`;
-      return result;
+      return;
     }
+    verdict.className = "";
+    show("yaml", result.yaml);
     const needs = result.disk.model + result.spilled + result.disk.checkpoint;
     const room = needs <= chosen.diskSize ? "" : ` The disk is too small: ${bytes(needs)} are needed.`;
     verdict.textContent = `It ${result.verdict}.${room}`;
@@ -110,34 +129,30 @@
     box("SSD, written in the run", bytes(result.written), `of it one checkpoint of ${bytes(result.disk.checkpoint)}, each further one as much`, beside);
     box("SSD, read in each step", bytes(result.bytesRead), `${bytes(needs)} of disk space in all`, beside);
     parts.append(memory("Device memory", result.device, chosen.deviceMemory), memory("Host memory", result.host, chosen.hostMemory));
-    return result;
   };
 
-  const recognise = () => {
-    let pasted;
-    try { pasted = JSON.parse(document.getElementById("config").value); } catch { return show("recognised", "This is no JSON."); }
-    const text = pasted.text_config || pasted;
-    const experts = ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"].map((name) => text[name]).find(Number.isInteger);
-    const same = Object.entries(lemaModels).find(([, model]) =>
-      [model.type, `${model.type}_text`].includes(pasted.model_type) &&
-      Object.entries(model.sizes).every(([name, size]) => {
-        const value = name === "experts" ? experts : text[name];
-        return value === undefined ? name !== "hidden_size" && name !== "num_hidden_layers" : value === size;
-      }));
-    if (!same) {
-      const why = lemaPasted.whyNot(pasted);
-      if (why) return show("recognised", `The page cannot plan for this config: ${why}. It guesses nothing; \`lema plan\` plans any model that streams.`);
-      lemaModels[PASTED] = lemaPasted.facts(pasted);
-      listModels();
-      field("model").value = PASTED;
-      forModel();
-      show("recognised", "The page computes its tables from these sizes. Put your own model's name into the file.");
-      return draw();
-    }
-    field("model").value = same[0];
+  // Plan for a model, or leave the one that is chosen, and say why.
+  const choose = (name, sentence) => {
+    listModels();
+    if (name) field("model").value = name;
     forModel();
-    show("recognised", `It has the sizes of ${same[0]}: that is planned for. Put your own model's name into the file.`);
+    show("recognised", sentence);
     draw();
+  };
+  const recognise = () => {
+    const text = document.getElementById("config").value;
+    let pasted = null;
+    try { pasted = JSON.parse(text); } catch { pasted = null; }
+    delete lemaModels[PASTED];
+    if (text.trim() === "") return choose("", "");
+    if (pasted === null || typeof pasted !== "object" || Array.isArray(pasted)) return choose("", "This is no JSON object.");
+    const dtype = lemaPasted.dtypeOf(pasted) === undefined ? " It names no dtype: weights of two bytes a number are planned for." : "";
+    const same = lemaPasted.published(pasted);
+    if (same) return choose(same, `It has the sizes of ${same}: that is planned for. Put your own model's name into the file.${dtype}`);
+    const why = lemaPasted.whyNot(pasted);
+    if (why) return choose("", `The page cannot plan for this config: ${why}. It guesses nothing; \`lema plan\` plans any model that streams. What is shown is of the model above.`);
+    lemaModels[PASTED] = lemaPasted.facts(pasted);
+    return choose(PASTED, `The page computes its tables from these sizes. Put your own model's name into the file.${dtype}`);
   };
 
   const listModels = () => options("model", Object.entries(lemaModels).map(([name, model]) => [name, `${name} (${(model.parameters / 1e9).toFixed(1)} billion parameters)`]));
@@ -150,17 +165,16 @@
   forModel();
   let waiting = 0;
   form.addEventListener("input", (event) => {
+    clearTimeout(waiting);
     if (event.target.id === "config") return recognise();
     if (event.target.name === "model") forModel();
     if (event.target.name === "card") forCard();
     const pairs = lemaFacts.objectives[field("objective").value].examples === "pairs";
     show("unit", pairs ? "Pairs per step" : "Rows per step");
     show("unit2", pairs ? "Pairs of data" : "Rows of data");
-    clearTimeout(waiting);
-    if (form.checkValidity()) {
-      show("verdict", "Planning ...");
-      waiting = setTimeout(draw, 150);
-    }
+    if (faults().length) return draw();
+    show("verdict", "Planning ...");
+    waiting = setTimeout(draw, 150);
   });
   form.addEventListener("submit", (event) => event.preventDefault());
   document.getElementById("copy").addEventListener("click", async () => {

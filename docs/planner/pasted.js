@@ -5,7 +5,9 @@ const lemaPasted = (() => {
   const { spans_of } = lema_engine_head_spans;
   const PAGE = 4096;
   const LINEAR = /_proj\.weight$/;
-  const BY_DEFAULT_TIED = ["gemma2", "gemma3_text", "smollm3"];
+  const TWO_BYTES = ["bfloat16", "float16"];
+  const SIZES = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"];
+  const EXPERTS = ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"];
   const at = (name) => lemaSymbols.indexOf(name);
 
   // A formula is the largest of sums; a term is a factor and the places of the sizes that it is multiplied by.
@@ -13,26 +15,74 @@ const lemaPasted = (() => {
     total + places.reduce((product, place) => product * sizes[place], factor), 0);
   const value = (formula, sizes) => Math.max(0, ...formula.map((terms) => sum(terms, sizes)));
 
+  // A key that a config does not have has the value that `transformers` gives it.
+  const valueOf = (config, name) => (config[name] === undefined ? lemaAbsent[config.model_type][name] : config[name]);
+
+  // The number type of the weights, in the config's own words; undefined: it has none.
+  const dtypeOf = (config) => {
+    const { text_config: text = {} } = config;
+    const named = [config.dtype, config.torch_dtype, text.dtype, text.torch_dtype].find((name) => name !== undefined && name !== null);
+    return named === undefined ? undefined : String(named).replace(/^torch\./, "");
+  };
+  const ofOtherBytes = (config) => {
+    const dtype = dtypeOf(config);
+    if (dtype === undefined || TWO_BYTES.includes(dtype)) return "";
+    return `its weights are ${dtype}, and the page plans for weights of two bytes a number (${TWO_BYTES.join(", ")})`;
+  };
+  const added = (config) => ["attention_bias", "mlp_bias", "use_sliding_window"].filter((name) => config[name]);
+
+  const headsOf = (config) => {
+    const heads = config.num_attention_heads;
+    const groups = valueOf(config, "num_key_value_heads") || heads;
+    const width = valueOf(config, "head_dim") || config.hidden_size / heads;
+    return { heads, groups, width };
+  };
+
   // Why there are no formulas for a config; empty: there are.
   const whyNot = (config) => {
-    const text = config;
     const type = config.model_type;
-    if (!lemaFamilies[type]) return `the page has formulas for ${Object.keys(lemaFamilies).join(", ")}, and none for ${type}`;
-    const missing = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"].filter((name) => !Number.isInteger(text[name]));
+    if (!Object.hasOwn(lemaFamilies, type)) return `the page has formulas for ${Object.keys(lemaFamilies).join(", ")}, and none for ${type}`;
+    const missing = SIZES.filter((name) => config[name] === undefined);
     if (missing.length) return `it has no ${missing.join(", ")}`;
-    if (config.quantization_config) return "it is published quantised, and the formulas are of bf16";
-    const set = ["attention_bias", "mlp_bias", "use_sliding_window"].filter((name) => text[name]);
+    const whole = (name) => Number.isSafeInteger(config[name]) && config[name] > 0;
+    const optional = ["num_key_value_heads", "head_dim", "max_position_embeddings"].filter((name) => (config[name] ?? null) !== null);
+    const wrong = [...SIZES, ...optional].filter((name) => !whole(name));
+    if (wrong.length) return `a whole number above 0 is needed for ${wrong.join(", ")}`;
+    if (config.quantization_config) return "it is published quantised, and the formulas are of weights that are not";
+    const bytes = ofOtherBytes(config);
+    if (bytes) return bytes;
+    const set = added(config);
     if (set.length) return `it sets ${set.join(", ")}, which the formulas do not have`;
+    const { heads, groups, width } = headsOf(config);
+    if (!Number.isInteger(width)) return `its ${heads} heads (num_attention_heads) do not divide its hidden_size of ${config.hidden_size}, and it has no head_dim`;
+    if (heads % groups) return `its ${groups} heads of keys (num_key_value_heads) do not divide its ${heads} heads (num_attention_heads)`;
     return "";
   };
 
-  const sizesOf = (config) => {
-    const text = config;
-    const heads = text.num_attention_heads;
-    const groups = text.num_key_value_heads || heads;
-    const width = text.head_dim || text.hidden_size / heads;
-    return { text, hidden: text.hidden_size, words: text.vocab_size, layers: text.num_hidden_layers, heads, groups, width };
+  // The published model whose tables hold for a config; undefined: there is none.
+  const published = (config) => {
+    const text = config.text_config || config;
+    const method = (config.quantization_config || text.quantization_config || {}).quant_method ?? null;
+    const experts = EXPERTS.map((name) => text[name]).find(Number.isInteger);
+    const ties = [text, config].map((part) => part.tie_word_embeddings).filter((tied) => tied !== undefined);
+    if (ofOtherBytes(config)) return undefined;
+    const type = config.model_type;
+    const formulas = Object.hasOwn(lemaFamilies, type);
+    if (formulas && added(config).length) return undefined;
+    const heads = formulas ? headsOf(config) : {};
+    const sizes = { ...text, experts, num_key_value_heads: heads.groups ?? text.num_key_value_heads, head_dim: heads.width ?? text.head_dim };
+    // A size that is not said may be any, but of types with formulas all are known.
+    const unsaid = (name) => !formulas && name !== "hidden_size" && name !== "num_hidden_layers";
+    const same = ([, model]) =>
+      model.sizes && model.method === method &&
+      (model.type === type || (!formulas && `${model.type}_text` === type)) &&
+      (!ties.length || ties.includes(model.tied)) &&
+      Object.entries(model.sizes).every(([name, size]) => sizes[name] === size || ((sizes[name] ?? null) === null && unsaid(name)));
+    return (Object.entries(lemaModels).find(same) || [])[0];
   };
+
+  const sizesOf = (config) =>
+    ({ text: config, hidden: config.hidden_size, words: config.vocab_size, layers: config.num_hidden_layers, ...headsOf(config) });
 
   const headOf = (rows, length, chunk, formulas, sizes) => {
     // Flops are of all tokens, logits of those of a chunk; in pieces every token waits for its gradient.
@@ -81,6 +131,13 @@ const lemaPasted = (() => {
     };
   };
 
+  // The lengths of rows that a person may choose: those of all models, and the model's own where it lies between or below.
+  const lengthsOf = (positions) => {
+    const lengths = lemaFacts.lengths.filter((length) => positions === null || length <= positions);
+    const between = positions !== null && positions < lemaFacts.lengths.at(-1) && !lengths.includes(positions);
+    return between ? [...lengths, positions] : lengths;
+  };
+
   // The tables of a config, as models.js has them.
   const facts = (config) => {
     const why = whyNot(config);
@@ -89,19 +146,19 @@ const lemaPasted = (() => {
     const { text, hidden, words, layers, heads, groups, width } = size;
     const type = config.model_type;
     const family = lemaFamilies[type][heads === groups ? "each" : "shared"];
-    const tied = text.tie_word_embeddings ?? config.tie_word_embeddings ?? BY_DEFAULT_TIED.includes(type);
+    const tied = valueOf(config, "tie_word_embeddings");
     let piece = 0;
     const sizes = (length, rank = 0) => [hidden, text.intermediate_size, heads / groups, groups, width, rank, length, words, piece];
     const weights = family.weights.map(([name, shape]) => [name, shape.map((formula) => value(formula, sizes(1)))]);
     const forms = Object.fromEntries(Object.keys(lemaStored).map((form) => [form, formOf(form, weights, size, tied)]));
     piece = forms.published.pieces[0][1] / (2 * hidden);
-    const positions = text.max_position_embeddings ?? null;
-    const lengths = lemaFacts.lengths.filter((length) => positions === null || length <= positions);
+    const positions = valueOf(config, "max_position_embeddings");
+    const lengths = lengthsOf(positions);
     const inLayer = weights.reduce((total, [, shape]) => total + shape.reduce((product, at) => product * at, 1), 0);
     const adapted = layers * weights.filter(([name, shape]) => shape.length === 2 && LINEAR.test(name)).reduce((total, [, [rows, columns]]) => total + rows + columns, 0);
     const trained = lemaFacts.ranks.map((rank) => rank * adapted);
     return {
-      hub: "your-model", type, quantised: false, published: "bf16", experts: false, positions, itemsize: 2,
+      hub: "your-model", type, method: null, published: dtypeOf(config) === "float16" ? "fp16" : "bf16", experts: false, positions, itemsize: 2,
       parameters: layers * inLayer + hidden + (tied ? 1 : 2) * words * hidden,
       // an adapter's weights, gradients and two moments in fp32; a checkpoint has no gradients
       trained, adapter: trained.map((count) => 16 * count), checkpoint: trained.map((count) => 12 * count),
@@ -114,5 +171,5 @@ const lemaPasted = (() => {
         lemaFacts.chunks.map((chunk) => headOf(index + 1, length, chunk, family.rows, sizes)))])),
     };
   };
-  return { facts, whyNot };
+  return { dtypeOf, facts, published, whyNot };
 })();

@@ -9,7 +9,6 @@ only when it is complete.
 
 import os
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -21,6 +20,7 @@ from transformers import PreTrainedModel
 
 from lema.convert.adapted import open_adapter
 from lema.convert.hubformat import StoredModel, write_model
+from lema.convert.mergemark import adapter_fingerprint, write_merge
 from lema.convert.tensors import read_tensor
 from lema.errors import AdapterError, ConfigError
 from lema.lora.merge import ADAPTER, Rounding, merge_module, wrapped
@@ -166,6 +166,7 @@ def merge_adapter(
     opened = open_adapter(adapter_dir, base_dir, trust_remote_code=trust_remote_code, note=note)
     adapter = opened.directory
     base = opened.base
+    fingerprint = adapter_fingerprint(adapter)
     check_separate(out, [adapter, base.directory])
     form = base.form()
     opened.attach()
@@ -175,6 +176,10 @@ def merge_adapter(
     merged = MergedTensors(base, rounding, seed)
     if parted:
         note(_untied_note(base.skeleton))
+
+    def beside(directory: Path) -> None:
+        carry_rendering(adapter, directory)
+        write_merge(directory, fingerprint)
 
     def pieces(name: str) -> Iterable[memoryview]:
         return form.pieces(name, merged.changed, merged.value)
@@ -187,7 +192,7 @@ def merge_adapter(
         base.directory,
         changes,
         code=trust_remote_code,
-        write_extra=partial(carry_rendering, adapter),
+        write_extra=beside,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lema.convert.mergemark import MERGE_NAME
 from lema.errors import ModelError
 from lema.model.outer_weights import read_stored
 from lema.storage import TensorFile
@@ -97,9 +98,10 @@ def stored_name(name: str, dtype: torch.dtype) -> str:
 
 
 def copy_companions(directory: Path, out: Path, *, code: bool = False) -> None:
-    """Copy the other small files of a model, except `config.json` and the index of its shards. The
-    model's own code is copied as well if `code`. `WeightsError`: one of them is a link that leaves
-    the directory; `DiskError`: one could not be written."""
+    """Copy the other small files of a model, except `config.json`, the index of its shards, and
+    what says of which adapter it is the merge. The model's own code is copied as well if `code`.
+    `WeightsError`: one of them is a link that leaves the directory; `DiskError`: one could not be
+    written."""
     patterns = COMPANIONS + (CODE if code else ())
     files = {
         file.name: file
@@ -108,7 +110,7 @@ def copy_companions(directory: Path, out: Path, *, code: bool = False) -> None:
         if file.is_file()
     }
     for name, file in sorted(files.items()):
-        if name != "config.json" and not name.endswith(".index.json"):
+        if name not in ("config.json", MERGE_NAME) and not name.endswith(".index.json"):
             replace_file(out / name, read_regular(file, MAX_BYTES, inside=True))
     for file in sorted((directory / TEMPLATES).glob("*.jinja")):
         content = read_regular(file, inside=True)

@@ -22,6 +22,7 @@ from lema.cli.app import app
 from lema.cli.exitcodes import run
 from lema.config.lemaconfig import CONFIG_NAME
 from lema.convert import merge_adapter
+from lema.convert.mergemark import MERGE_NAME
 from lema.errors import AdapterError, ConfigError, DiskError
 from lema.lora.files import OLD_WEIGHTS, WEIGHTS
 from lema.storage import GlobalBinaryIndex
@@ -195,6 +196,7 @@ def test_a_model_within_the_limit_is_one_file_and_its_companions_come_along(
         "generation_config.json",
         "tokenizer.json",
         "chat_template.jinja",
+        MERGE_NAME,
         SINGLE_NAME,
     }
     assert {path.name for path in out.iterdir()} == names

@@ -26,7 +26,7 @@ from plannerpage.hollowforms import AS_PUBLISHED, FORMS
 from plannerpage.modelfacts import CHUNKS, ROWS, drawn_up, measured
 from plannerpage.sizes import SAMPLE, Peak, Size, total
 
-__all__ = ["FAMILIES", "formulas_of", "stored_bytes"]
+__all__ = ["FAMILIES", "absent_keys", "formulas_of", "stored_bytes"]
 
 # Of dense layers whose weights are each a product of sizes: those of phi3 are sums, side by side.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "smollm3")
@@ -58,6 +58,24 @@ def formulas_of(kind: str) -> dict[str, Any]:
     of which the largest holds.
     """
     return {"shared": _of_heads(kind, SAMPLE["heads"]), "each": _of_heads(kind, 1)}
+
+
+def absent_keys(kind: str) -> dict[str, Any]:
+    """Return what a config.json of a kind means where it has no such key; of numbers of heads and
+    of their width None where it follows from the other sizes.
+    """
+    first, other = (
+        CONFIG_MAPPING[kind](hidden_size=hidden, num_attention_heads=heads, pad_token_id=0)
+        for hidden, heads in ((1024, 8), (1152, 12))
+    )
+    absent = {
+        name: size if (size := getattr(first, name, None)) == getattr(other, name, None) else None
+        for name in ("num_key_value_heads", "head_dim")
+    }
+    return absent | {
+        "tie_word_embeddings": first.tie_word_embeddings,
+        "max_position_embeddings": first.max_position_embeddings,
+    }
 
 
 def _of_heads(kind: str, heads: int) -> dict[str, Any]:

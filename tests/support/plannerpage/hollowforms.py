@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from lema.convert.conversion import Conversion, opened_source
 from lema_tools.models.checkpoints import Checkpoint
 from lema_tools.models.published import (
     SETTINGS,
     SIZES,
+    STORED,
+    Layout,
     layout_of,
     write_headers,
     write_hollow,
@@ -39,14 +41,24 @@ def write_form(checkpoint: Checkpoint, form: str, directory: Path) -> Path | Non
 
 
 def write_config(config: Mapping[str, Any], form: str, directory: Path) -> Path:
-    """Write a checkpoint of a config.json without its weights in a form."""
+    """Write a checkpoint of a config.json without its weights in a form; they are of the number
+    type that the config names, or bfloat16."""
     published = directory / AS_PUBLISHED
     opened = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
-    opened.dtype = torch.bfloat16
+    opened.dtype = getattr(torch, config.get("dtype", "bfloat16"))
     published.mkdir(parents=True, exist_ok=True)
     opened.save_pretrained(published)
-    write_headers(published / "model.safetensors", layout_of(opened, "bf16"))
+    write_headers(published / "model.safetensors", _layout_in(opened.dtype, opened))
     return published if form == AS_PUBLISHED else write_quantised(published, form, directory)
+
+
+def _layout_in(dtype: torch.dtype, config: PreTrainedConfig) -> Layout:
+    """Return how a model is stored whose weights are of a number type."""
+    layout = layout_of(config, "bf16")
+    return {
+        name: (STORED[dtype] if stored == STORED[torch.bfloat16] else stored, shape)
+        for name, (stored, shape) in layout.items()
+    }
 
 
 def write_quantised(published: Path, form: str, directory: Path) -> Path:

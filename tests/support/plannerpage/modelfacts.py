@@ -31,6 +31,7 @@ __all__ = [
     "drawn_up",
     "facts_of",
     "measured",
+    "signs_of",
 ]
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)  # tokens of a row
@@ -46,6 +47,7 @@ SIZES = (  # of a config.json, by which it is recognised
     "intermediate_size",
     "num_attention_heads",
     "num_key_value_heads",
+    "head_dim",
     "vocab_size",
     "moe_intermediate_size",
     "num_experts_per_tok",
@@ -72,8 +74,7 @@ def facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "hub": checkpoint.hub_id,
         "type": checkpoint.model_type,
-        "sizes": _sizes(checkpoint),
-        "quantised": SETTINGS[checkpoint.form] is not None,
+        **signs_of(checkpoint),
         "published": checkpoint.form,
         "experts": bool(first.most_experts),
         "positions": positions,
@@ -87,6 +88,19 @@ def facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
         "forms": forms,
         "work": {length: [entry["rows"] for entry in of_rank] for length, of_rank in work.items()},
         "heads": heads,
+    }
+
+
+def signs_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what a config.json is recognised by: its sizes, whether the head is the table of
+    tokens, and the method by which the weights are published quantised (None: by no method).
+    """
+    config = config_of(checkpoint)
+    settings = SETTINGS[checkpoint.form]
+    return {
+        "sizes": _sizes(checkpoint),
+        "tied": bool(config.get_text_config().tie_word_embeddings),
+        "method": None if settings is None else settings["quant_method"],
     }
 
 

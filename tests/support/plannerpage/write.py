@@ -3,9 +3,10 @@
     PYTHONPATH=.:backends:tools:tests/support python -m plannerpage.write [NAME ...]
 
 plan.js is the arithmetic of `lema plan`, translated in a second. models.js has the models, of which
-each takes a minute or more: those named are measured again, and others stay as they are; `all`
-measures all of them. families.js has the formulas of kinds of models, for sizes that no table has;
-they are made again for a NAME that is one of `plannerpage.formulas.FAMILIES`, and for `all`.
+each takes a minute or more: those named are measured again, and of others only what a config.json
+is recognised by is written again; `all` measures all of them. families.js has the formulas of kinds
+of models, for sizes that no table has; they are made again for a NAME that is one of
+`plannerpage.formulas.FAMILIES`, and for `all`.
 """
 
 import json
@@ -21,10 +22,10 @@ from lema.config import LemaConfig
 from lema.config.objective import OBJECTIVES
 from lema.config.units import MEMORY_PARTS
 from lema.engine.head.objectives import objective_of
-from lema_tools.models.checkpoints import CHECKPOINTS, Checkpoint, config_of
-from plannerpage.formulas import FAMILIES, formulas_of, stored_bytes
+from lema_tools.models.checkpoints import CHECKPOINTS, Checkpoint, config_of, named
+from plannerpage.formulas import FAMILIES, absent_keys, formulas_of, stored_bytes
 from plannerpage.javascript import translated
-from plannerpage.modelfacts import CHUNKS, LENGTHS, LENGTHS_OF_HEAD, RANKS, facts_of
+from plannerpage.modelfacts import CHUNKS, LENGTHS, LENGTHS_OF_HEAD, RANKS, facts_of, signs_of
 from plannerpage.sizes import SYMBOLS
 
 __all__ = ["CARDS", "MODELS_FILE", "PLAN_FILE", "known_models", "plan_text"]
@@ -223,8 +224,10 @@ def write_families(families: Mapping[str, Any]) -> None:
     head = "// Made by tests/support/plannerpage/write.py; not to be changed by hand.\n"
     symbols = f"const lemaSymbols = {json.dumps(SYMBOLS)};\n"
     stored = f"const lemaStored = {json.dumps(stored_bytes())};\n"
+    absent = {kind: absent_keys(kind) for kind in FAMILIES}
+    defaults = f"const lemaAbsent = {json.dumps(absent)};\n"
     FAMILIES_FILE.write_text(
-        f"{head}{symbols}{stored}{BEGIN_FAMILIES}{{\n{lines}{END}", encoding="utf-8"
+        f"{head}{symbols}{stored}{defaults}{BEGIN_FAMILIES}{{\n{lines}{END}", encoding="utf-8"
     )
 
 
@@ -263,11 +266,21 @@ def main(names: list[str]) -> None:
             warnings.simplefilter("ignore")
             models[checkpoint.name] = facts_of(checkpoint)
         write_models(models)
+    for name, facts in models.items():
+        if "same" not in facts:
+            facts |= signs_of(_named(name))
+    write_models(models)
     families = known_families()
     for kind in FAMILIES:
         if kind in names or names == ["all"]:
             families[kind] = formulas_of(kind)
-            write_families(families)
+    write_families(families)
+
+
+def _named(name: str) -> Checkpoint:
+    checkpoint = named(name)
+    assert checkpoint is not None, f"{name} is published"
+    return checkpoint
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import typer
 
 from lema.cli.arguments import PhaseNamed, Settings, Trust
 from lema.errors import ConfigError
+from lema_tools.generation.merged import Merged, check_merged, merged_model
 from lema_tools.generation.sampling import (
     DoSample,
     Keys,
@@ -44,13 +45,7 @@ def chat(
         bool,
         typer.Option("--base", help="Show the base model's answer beside that of the adapter."),
     ] = False,
-    merged: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Chat with the merged model in DIR, which is written first if it is not there.",
-        ),
-    ] = None,
+    merged: Merged = None,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
@@ -74,10 +69,7 @@ def chat(
     """Chat with a model: each line is a message, and the answer is shown as it is made. /help lists
     what else a line may be. Lines of a pipe are answered one after the other."""
     check_keys_values(kv)
-    if base and merged is not None:
-        raise ConfigError(
-            "a merged model has no adapter to leave out", where="--base, --merged", how="give one"
-        )
+    check_merged(base, merged)
     options = sampling(
         do_sample=do_sample,
         temperature=temperature,
@@ -90,7 +82,7 @@ def chat(
     from lema.config.acting import OF_TRAINING
 
     if merged is not None:
-        source = _merged(source, merged, settings, trust_remote_code)
+        source = merged_model(source, merged, settings, trust_remote_code)
     outcome = outcome_of(source, settings, phase)
     model = model_of(source, settings, trust_remote_code, outcome, unread=OF_TRAINING)
     with contextlib.closing(model):
@@ -107,18 +99,6 @@ def chat(
             seed=model.config.seed if seed is None else seed,
         )
         Session(answers, Conversation(system), compares=base, name=str(source)).run()
-
-
-def _merged(source: Path, out: Path, settings: list[str] | None, trust_remote_code: bool) -> Path:
-    """Return the directory of the merged model, which is written if it is not there."""
-    if (out / "config.json").is_file():
-        return out
-    from lema.cli.arguments import config_of
-    from lema.convert import merge_adapter
-
-    adapter = source if source.is_dir() else Path(config_of(source, settings).output_dir)
-    typer.echo(f"merging {adapter} into {out}", err=True)
-    return merge_adapter(adapter, out, trust_remote_code=trust_remote_code)
 
 
 def _check(model: "LemaModel", base: bool) -> None:
