@@ -136,7 +136,7 @@ def test_preferences_are_objectives(rl: str) -> None:
         ({"adapter": None, "warmup_steps": None}, "warmup_ratio"),
         ({"chat_template": "llama4", "datasets": [{"path": "a", "type": "chat_template"}]}, None),
         ({"datasets": [{"path": "a", "type": "input_output"}]}, "datasets[0].type"),
-        ({"load_in_4bit": True, "adapter": "qlora"}, "load_in_4bit"),
+        ({"load_in_4bit": True, "adapter": "lora"}, "load_in_4bit"),
         ({"a_key_of_another_version": 3}, "a_key_of_another_version"),
     ],
 )

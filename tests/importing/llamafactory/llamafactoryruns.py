@@ -202,6 +202,7 @@ output_dir: out
             "optim": "paged_adamw_8bit",
             "dtype": "bfloat16",
         },
+        {"double_quantization"},
     ),
     "double_quantised": Run(
         """
@@ -219,7 +220,6 @@ output_dir: out
             "quantize_base": "nf4",
             "dtype": "bfloat16",
         },
-        {"double_quantization"},
     ),
     "full": Run(
         """

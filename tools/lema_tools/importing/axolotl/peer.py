@@ -48,8 +48,16 @@ class Axolotl:
         values = dict(run.values)
         if not values.get("base_model"):
             raise ConfigError("axolotl's run names no model", where="base_model", how="set it")
+        model_keys = {
+            "model_name_or_path": values["base_model"],
+            "model_revision": values.get("revision_of_model"),
+        }  # by which the ledger finds the model's config
         ledger = Ledger(
-            {**defaults, **{key: value for key, value in values.items() if value is not None}},
+            {
+                **defaults,
+                **{key: value for key, value in values.items() if value is not None},
+                **model_keys,
+            },
             frozenset(values),
             defaults,
             run.directory,

@@ -1,6 +1,7 @@
 """The model of LLaMA-Factory's runs, and the types that it is kept and computed in."""
 
 from lema.errors import ConfigError
+from lema_tools.importing.fourbits import SCALES_TOO, four_bits
 from lema_tools.importing.ledger import Ledger
 
 __all__ = ["model"]
@@ -87,19 +88,15 @@ def _quantised(ledger: Ledger) -> None:
         ledger.same("quantization_type", "of 4 bits alone")
         ledger.same("double_quantization", "of 4 bits alone")
         return
-    ledger.carry("quantization_bit", "quantize_base", "nf4")
+    four_bits(ledger, "quantization_bit")
     if ledger["quantization_type"] != "nf4":
         ledger.lost("quantization_type", "LEMA's 4-bit numbers are nf4")
     else:
         ledger.same("quantization_type", "nf4")
     if ledger["double_quantization"]:
-        what = (
-            "LEMA keeps the scales of 4-bit blocks in float32, and LLaMA-Factory quantises them "
-            "once more unless it is told double_quantization: false"
-        )
-        ledger.differs("double_quantization", what)
+        ledger.same("double_quantization", "the scales of blocks are quantised, too")
     else:
-        ledger.same("double_quantization", "the scales of blocks are kept in float32")
+        ledger.differs("double_quantization", SCALES_TOO)
 
 
 CHANGES = {

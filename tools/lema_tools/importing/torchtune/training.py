@@ -111,7 +111,10 @@ def _lora(ledger: Ledger, name: str) -> None:
     ledger.same("model.apply_lora_to_output", "in lora_target_modules")
     if name.startswith("qlora_") or ledger["model.quantize_base"]:
         ledger.put(quantize_base="nf4")
-        what = "quantize_base: nf4; torchtune also quantises the scales of its blocks"
+        what = (
+            "quantize_base: nf4; both quantise the scales of blocks, too, torchtune to torchao's "
+            "int8, and LEMA as bitsandbytes does"
+        )
         ledger.differs("model.quantize_base", what)
     else:
         ledger.carry("model.quantize_base", "quantize_base", None)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lema.errors import ConfigError
+from lema_tools.importing.fourbits import SCALES_TOO
 from lema_tools.importing.trl.ledger import Ledger
 
 __all__ = ["model"]
@@ -93,12 +94,15 @@ def _quantised(ledger: Ledger) -> None:
             "quantize_base: int8, torchao's weights of 8 bits, not bitsandbytes'",
         )
     if not ledger["load_in_4bit"]:
+        for key in ("bnb_4bit_quant_type", "use_bnb_nested_quant"):
+            ledger.same(key, "of load_in_4bit alone")
         return
-    if ledger["bnb_4bit_quant_type"] == "fp4":
+    if ledger["bnb_4bit_quant_type"] != "nf4":
         ledger.lost("bnb_4bit_quant_type", "LEMA's 4-bit numbers are nf4")
     if ledger["use_bnb_nested_quant"]:
-        what = "LEMA keeps the scales of 4-bit blocks in float32"
-        ledger.lost("use_bnb_nested_quant", what)
+        ledger.same("use_bnb_nested_quant", "the scales of blocks are quantised, too")
+    else:
+        ledger.differs("use_bnb_nested_quant", f"{SCALES_TOO}; TRL does so with `true` alone")
     ledger.put(quantize_base="nf4")
     _differs_by_adapters(ledger, "load_in_4bit", "quantize_base: nf4")
 
