@@ -67,10 +67,22 @@ def test_what_a_file_does_not_write_is_as_axolotl_has_it() -> None:
 
 
 def test_a_file_without_an_adapter_trains_every_weight() -> None:
-    settings = _translated(adapter=None).settings
+    translation = _translated(adapter=None, bf16=False)
+    assert not translation.changes
+    settings = translation.settings
     assert settings["trains"] == "full"
     assert settings["learning_rate"] == 2e-4
     assert "lora_rank" not in settings
+
+
+@pytest.mark.parametrize("types", [{}, {"bf16": True}, {"bf16": False, "bfloat16": True}])
+def test_weights_that_train_in_bfloat16_there_are_float32_here(types: dict[str, Any]) -> None:
+    assert _changed(_translated(adapter=None, **types)) == {"bf16"}
+    assert not _changed(_translated(**types))
+
+
+def test_bfloat16_without_autocast_is_told() -> None:
+    assert _changed(_translated(bf16="full")) == {"bf16"}
 
 
 def test_a_data_set_of_the_hub_keeps_its_split_name_and_fields() -> None:

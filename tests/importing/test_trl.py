@@ -273,6 +273,9 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], set[str]]] = [
     ("sft", {"lora_target_modules": "all-linear"}, {"lora_target_modules": "all-linear"}, set()),
     ("sft", {"lora_target_modules": ["q_proj"]}, {"lora_target_modules": "q_proj"}, set()),
     ("sft", {"use_peft": False}, {"trains": "full"}, set()),
+    ("sft", {"use_peft": False, "dtype": "bfloat16"}, {"dtype": "bfloat16"}, {"dtype"}),
+    ("sft", {"use_peft": False, "model_init_kwargs": {"dtype": "float16"}}, {}, {"dtype", "bf16"}),
+    ("sft", {"use_peft": False, "dtype": "auto", "bf16": False}, {"dtype": None}, {"dtype"}),
     (
         "sft",
         {"use_peft": False, "neftune_noise_alpha": 5.0, "push_to_hub": True},

@@ -5,9 +5,12 @@ from typing import Any
 
 from lema.errors import ConfigError
 from lema_tools.importing.fourbits import SCALES_TOO
+from lema_tools.importing.full import masters
 from lema_tools.importing.trl.ledger import Ledger
 
 __all__ = ["model"]
+
+HALVES = ("bfloat16", "float16")
 
 
 def model(ledger: Ledger) -> None:
@@ -60,6 +63,8 @@ def _types(ledger: Ledger, dtype: str | None) -> None:
     cast = not half if ledger["bf16"] is None else ledger["bf16"]
     stored = weights or ledger.model_config.get("dtype") or ledger.model_config.get("torch_dtype")
     ledger.put(autocast=None, compute_dtype="weights")
+    if not ledger["use_peft"]:
+        _trained_whole(ledger, stored)
     if half:
         what = (
             "LEMA has no products in float16 of other weights, nor TRL's scale of their gradients"
@@ -80,6 +85,19 @@ def _types(ledger: Ledger, dtype: str | None) -> None:
         ledger.translation.same["bf16"] = "layers compute in bfloat16"
     else:
         ledger.differs("bf16", f"LEMA computes {stored} weights in {stored}")
+
+
+def _trained_whole(ledger: Ledger, stored: str | None) -> None:
+    """Note that TRL trains weights in the type in which it loads them."""
+    if stored in HALVES:
+        masters(ledger, "dtype", stored, "TRL")
+    elif stored is None:
+        ledger.translation.same.pop("dtype", None)
+        what = (
+            "LEMA trains float32 masters, and TRL weights in the type of the checkpoint, whose "
+            "config is not here: set dtype"
+        )
+        ledger.differs("dtype", what)
 
 
 def _quantised(ledger: Ledger) -> None:
