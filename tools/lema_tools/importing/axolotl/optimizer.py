@@ -10,7 +10,6 @@ NUMBERS = {
     "adam_beta1": "adam_beta1",
     "adam_beta2": "adam_beta2",
     "adam_epsilon": "adam_epsilon",
-    "max_grad_norm": "max_grad_norm",
 }
 CUSTOM = frozenset(
     {
@@ -43,6 +42,8 @@ def optimizer(ledger: Ledger) -> None:
     ledger.carry("learning_rate", "learning_rate", ledger.number("learning_rate"))
     for key, setting in NUMBERS.items():
         ledger.carry(key, setting, ledger.number(key))
+    norm = ledger.number("max_grad_norm")  # Trainer clips to norms above 0 alone
+    ledger.carry("max_grad_norm", "max_grad_norm", norm if norm > 0 else None)
     name = str(ledger["optimizer"])
     if name in CUSTOM:
         ledger.lost("optimizer", f"LEMA has transformers' optimizers, and no {name}")
@@ -52,12 +53,20 @@ def optimizer(ledger: Ledger) -> None:
     if isinstance(arguments, dict):
         arguments = ",".join(f"{key}={value}" for key, value in arguments.items())
     ledger.carry("optim_args", "optim_args", arguments)
-    alpha = ledger["neftune_noise_alpha"]
-    ledger.carry("neftune_noise_alpha", "neftune_noise_alpha", alpha)
+    _noise(ledger)
     ledger.carry("num_epochs", "num_train_epochs", ledger.number("num_epochs"))
     ledger.carry("max_steps", "max_steps", ledger["max_steps"] or None)
     _schedule(ledger)
     _warmup(ledger)
+
+
+def _noise(ledger: Ledger) -> None:
+    alpha = ledger["neftune_noise_alpha"] or None
+    if alpha and ledger["rl"]:
+        ledger.put(neftune_noise_alpha=None)
+        ledger.same("neftune_noise_alpha", "axolotl adds no noise in preference runs")
+    else:
+        ledger.carry("neftune_noise_alpha", "neftune_noise_alpha", alpha)
 
 
 def _schedule(ledger: Ledger) -> None:
@@ -121,17 +130,7 @@ def batches(ledger: Ledger) -> None:
     Raises:
         ConfigError: a value is none of axolotl's.
     """
-    micro = int(ledger["micro_batch_size"])
-    accumulated = int(ledger["gradient_accumulation_steps"])
-    key = "gradient_accumulation_steps"
-    if ledger["batch_size"] and key not in ledger.written:
-        accumulated = int(ledger["batch_size"]) // micro
-        key = "batch_size"
-    total = micro * accumulated
-    ledger.put(batch_size=total, gradient_accumulation_steps=1)
-    ledger.translation.same[key] = f"batch_size: {total}"
-    ledger.same("batch_size", f"batch_size: {total}")
-    ledger.carry("micro_batch_size", "micro_batch_size", micro)
+    _sizes(ledger)
     ledger.carry("seed", "seed", int(ledger["seed"]))
     ledger.carry("group_by_length", "group_by_length", bool(ledger["group_by_length"]))
     sequential = bool(ledger["curriculum_sampling"])
@@ -142,6 +141,38 @@ def batches(ledger: Ledger) -> None:
     _preshuffle(ledger, sequential=sequential)
     _steps(ledger)
     _lengths(ledger)
+
+
+def _sizes(ledger: Ledger) -> None:
+    """Carry how many rows a step has: `batch_size` says so only beside an empty
+    `gradient_accumulation_steps`, whose default is 1.
+
+    Raises:
+        ConfigError: axolotl refuses the values together, too.
+    """
+    micro = int(ledger["micro_batch_size"])
+    accumulated = int(ledger["gradient_accumulation_steps"])
+    key = "gradient_accumulation_steps"
+    if size := int(ledger["batch_size"] or 0):
+        sizes = {"micro_batch_size", key} & ledger.filled
+        if key in sizes or not sizes:
+            what = "axolotl takes batch_size beside micro_batch_size alone"
+            raise ConfigError(what, where="batch_size", how=f"write {key} in its place")
+        if key in ledger.written:  # and empty
+            accumulated = size // micro
+    total = micro * accumulated
+    ledger.put(batch_size=total, gradient_accumulation_steps=1)
+    ledger.translation.same[key] = f"batch_size: {total}"
+    if size and size != total:
+        what = (
+            f"batch_size: {total}, the rows with which axolotl makes a step, because its "
+            f"gradient_accumulation_steps is 1; it ends after as many steps as batches of {size} "
+            "rows are, and LEMA after all rows"
+        )
+        ledger.differs("batch_size", what)
+    else:
+        ledger.same("batch_size", f"batch_size: {total}")
+    ledger.carry("micro_batch_size", "micro_batch_size", micro)
 
 
 def _preshuffle(ledger: Ledger, *, sequential: bool) -> None:

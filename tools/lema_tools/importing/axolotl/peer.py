@@ -1,5 +1,6 @@
 """axolotl as a source of runs: which are its, and what they are as settings of LEMA."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ from lema_tools.importing.translation import DefaultsTable, ForeignRun, Translat
 __all__ = ["DEFAULTS", "PEER", "Axolotl"]
 
 DEFAULTS = DefaultsTable("axolotl")
+EARLIER = {"noisy_embedding_alpha": "neftune_noise_alpha", "evaluation_strategy": "eval_strategy"}
+"""Keys that axolotl still reads, by the names that it has for them."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Axolotl:
             ConfigError: the run names no model or no data, or a value is wrong for axolotl.
         """
         defaults = DEFAULTS.of("all")
-        values = dict(run.values)
+        values = {**run.values, **_renamed(run.values)}
         if not values.get("base_model"):
             raise ConfigError("axolotl's run names no model", where="base_model", how="set it")
         model_keys = {
@@ -62,7 +65,10 @@ class Axolotl:
             defaults,
             run.directory,
             run.options,
+            empty=frozenset(key for key, value in values.items() if value is None),
         )
+        for key, name in EARLIER.items():
+            ledger.same(key, f"axolotl reads it as {name}")
         model(ledger)
         objective(ledger)
         datasets(ledger)
@@ -76,6 +82,19 @@ class Axolotl:
 
 
 PEER = Axolotl()
+
+
+def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return today's keys for earlier ones. `ConfigError`: the file has both, with values."""
+    renamed = dict[str, Any]()
+    for key, name in EARLIER.items():
+        if not values.get(key):
+            continue
+        if values.get(name):
+            what = f"axolotl takes {name}, or its earlier name {key}, not both"
+            raise ConfigError(what, where=key, how=f"leave {key} out")
+        renamed[name] = values[key]
+    return renamed
 
 
 def _others(ledger: Ledger) -> None:

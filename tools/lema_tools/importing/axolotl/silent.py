@@ -52,8 +52,7 @@ _WORDS = {
         "is_llama_derived_model is_mistral_derived_model is_qwen_derived_model"
     ),
     "axolotl no longer reads it": (
-        "noisy_embedding_alpha dpo_beta evaluation_strategy max_packed_sequence_len "
-        "gptq_groupsize gptq_model_v1 gptq_disable_exllama"
+        "dpo_beta max_packed_sequence_len gptq_groupsize gptq_model_v1 gptq_disable_exllama"
     ),
     "`lema merge ADAPTER OUT` merges an adapter": "merge_lora merge_method",
     "it ends runs whose loss is high; LEMA ends those that learn nothing (stop_when_dead)": (
