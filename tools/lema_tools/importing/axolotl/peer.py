@@ -15,6 +15,7 @@ from lema_tools.importing.axolotl.silent import SILENT, SILENT_PREFIXES
 from lema_tools.importing.full import full_run
 from lema_tools.importing.ledger import Ledger
 from lema_tools.importing.translation import DefaultsTable, ForeignRun, Translation
+from lema_tools.importing.warmup import broken_off
 
 __all__ = ["DEFAULTS", "PEER", "Axolotl"]
 
@@ -76,6 +77,7 @@ class Axolotl:
         batches(ledger)
         adapter(ledger)
         results(ledger)
+        broken_off(ledger, "warmup_steps")
         full_run(ledger, "optimizer")
         _others(ledger)
         return ledger.translation

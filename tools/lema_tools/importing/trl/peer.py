@@ -18,6 +18,7 @@ from lema_tools.importing.trl.results import results
 from lema_tools.importing.trl.rows import rows
 from lema_tools.importing.trl.silent import SILENT
 from lema_tools.importing.trl.sources import sources
+from lema_tools.importing.warmup import broken_off
 
 __all__ = ["PEER", "Trl"]
 
@@ -87,6 +88,7 @@ class Trl:
         ledger = _opened(run, kind, defaults)
         for part in PARTS:
             part(ledger)
+        broken_off(ledger, "warmup_steps")
         full_run(ledger, "optim")
         _silent(ledger)
         _unknown(ledger)
