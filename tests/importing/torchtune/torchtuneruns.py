@@ -93,6 +93,7 @@ DEFAULTS = {
     "loss_type": "nll",
     "quantize_base": None,
     "packing": False,
+    "overlong": "error",
     "shuffle": True,
 }
 """What `LORA` comes to."""

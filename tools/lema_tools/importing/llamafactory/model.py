@@ -36,12 +36,7 @@ def _types(ledger: Ledger) -> None:
         ledger.differs("pure_bf16", what)
         ledger.same("bf16", "dtype: bfloat16")
     elif ledger["bf16"] and full:
-        ledger.put(dtype="bfloat16")
-        what = (
-            "dtype: bfloat16 with float32 masters; LLaMA-Factory's norms read the masters, LEMA's "
-            "their rounded copies"
-        )
-        ledger.differs("bf16", what, changes_numbers=False)
+        _trained_whole(ledger)
     elif ledger["bf16"]:
         ledger.carry("bf16", "dtype", "bfloat16")
     elif ledger["fp16"]:
@@ -60,6 +55,25 @@ def _types(ledger: Ledger) -> None:
         ledger.same("fp16", "no")
     if not ledger["pure_bf16"]:
         ledger.same("pure_bf16", "what trains is kept in float32, in both")
+
+
+def _trained_whole(ledger: Ledger) -> None:
+    """Carry weights that LLaMA-Factory loads in bfloat16, trains in float32, and multiplies under
+    autocast; DeepSpeed has copies in bfloat16 of its float32 masters.
+    """
+    if ledger["deepspeed"]:
+        ledger.put(dtype="bfloat16")
+        what = "dtype: bfloat16 with float32 masters, as DeepSpeed has, whose rounding of gradients"
+        ledger.differs("bf16", f"{what} is its own")
+        return
+    ledger.put(dtype="float32", autocast="bfloat16")
+    what = "dtype: float32, autocast: bfloat16"
+    stored = ledger.model_config.get("dtype") or ledger.model_config.get("torch_dtype")
+    if stored in ("bfloat16", None):
+        rounded = "" if stored else " (LLaMA-Factory rounds weights of other types to it first)"
+        ledger.same("bf16", f"{what}, of a checkpoint in bfloat16{rounded}")
+    else:
+        ledger.differs("bf16", f"{what}; LLaMA-Factory rounds the {stored} weights to bfloat16")
 
 
 def _quantised(ledger: Ledger) -> None:

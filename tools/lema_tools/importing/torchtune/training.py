@@ -131,11 +131,18 @@ def tokenizer(ledger: Ledger) -> None:
     length = ledger["tokenizer.max_seq_len"]
     positions = ledger.model_config.get("max_position_embeddings")
     longest = positions or POSITIONS.get(_family(ledger), SHORT)
-    ledger.put(max_length=min(length or longest, longest), overlong="truncate")
-    ledger.translation.same["tokenizer.max_seq_len"] = (
-        f"max_length: {length}; of a longer row torchtune keeps the last token as its end"
+    cut = min(length or longest, longest)
+    ledger.put(max_length=cut, overlong="error")
+    what = (
+        "torchtune makes the last token that it keeps of a longer row its end"
         if length
-        else f"max_length: {longest}, the longest row of the model"
+        else "torchtune has no limit, and the model no more positions"
+    )
+    how = "LEMA refuses such a row before the first step: overlong: truncate cuts it"
+    ledger.differs(
+        "tokenizer.max_seq_len",
+        f"max_length: {cut}, overlong: error; {what}. {how}",
+        changes_numbers=False,
     )
     own = ledger["tokenizer.prompt_template"]
     if name not in FAMILIES:
