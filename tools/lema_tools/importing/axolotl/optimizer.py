@@ -1,6 +1,8 @@
 """axolotl's optimizer, learning rate, batches and lengths of a run, which are Trainer's."""
 
 from lema.errors import ConfigError
+from lema_tools.importing.deepspeed import deepspeed, launched_deepspeed
+from lema_tools.importing.launch import accelerator, accumulated, launcher, several, splits
 from lema_tools.importing.ledger import Ledger
 
 __all__ = ["batches", "optimizer"]
@@ -151,7 +153,7 @@ def _sizes(ledger: Ledger) -> None:
         ConfigError: axolotl refuses the values together, too.
     """
     micro = int(ledger["micro_batch_size"])
-    accumulated = int(ledger["gradient_accumulation_steps"])
+    steps = accumulated(ledger, int(ledger["gradient_accumulation_steps"]))
     key = "gradient_accumulation_steps"
     if size := int(ledger["batch_size"] or 0):
         sizes = {"micro_batch_size", key} & ledger.filled
@@ -159,8 +161,8 @@ def _sizes(ledger: Ledger) -> None:
             what = "axolotl takes batch_size beside micro_batch_size alone"
             raise ConfigError(what, where="batch_size", how=f"write {key} in its place")
         if key in ledger.written:  # and empty
-            accumulated = size // micro
-    total = micro * accumulated
+            steps = size // micro
+    total = micro * steps
     ledger.put(batch_size=total, gradient_accumulation_steps=1)
     ledger.translation.same[key] = f"batch_size: {total}"
     if size and size != total:
@@ -173,6 +175,36 @@ def _sizes(ledger: Ledger) -> None:
     else:
         ledger.same("batch_size", f"batch_size: {total}")
     ledger.carry("micro_batch_size", "micro_batch_size", micro)
+    _processes(ledger, total)
+    accelerator(ledger)
+
+
+def _processes(ledger: Ledger, total: int) -> None:
+    """Carry the rows of all processes that read rows of their own: those of tensor and context
+    parallelism share theirs.
+    """
+    key, processes, launched = launcher(ledger)
+    launched_deepspeed(ledger, key, launched)
+    deepspeed(ledger)
+    sharing = _degree(ledger, "tensor_parallel_size")
+    sharing *= max(
+        _degree(ledger, "context_parallel_size"), _degree(ledger, "sequence_parallel_degree")
+    )
+    if processes > 1:
+        readers = processes // sharing
+    else:
+        key = "dp_shard_size" if _degree(ledger, "dp_shard_size") > 1 else "dp_replicate_size"
+        readers = _degree(ledger, "dp_shard_size") * _degree(ledger, "dp_replicate_size")
+    if readers <= 1 or splits(ledger):
+        return
+    rows = total * readers
+    ledger.put(batch_size=rows)
+    what = f"batch_size: {rows}, the rows of all {readers} processes that read rows of their own"
+    several(ledger, key, what, mean_of_means=bool(ledger["rl"]))
+
+
+def _degree(ledger: Ledger, key: str) -> int:
+    return max(1, int(ledger[key] or 1))
 
 
 def _preshuffle(ledger: Ledger, *, sequential: bool) -> None:

@@ -13,6 +13,7 @@ from lema_tools.importing.axolotl.optimizer import batches, optimizer
 from lema_tools.importing.axolotl.results import results
 from lema_tools.importing.axolotl.silent import SILENT, SILENT_PREFIXES
 from lema_tools.importing.full import full_run
+from lema_tools.importing.launch import KEYS as LAUNCHER_KEYS
 from lema_tools.importing.ledger import Ledger
 from lema_tools.importing.translation import DefaultsTable, ForeignRun, Translation
 from lema_tools.importing.warmup import broken_off
@@ -20,6 +21,8 @@ from lema_tools.importing.warmup import broken_off
 __all__ = ["DEFAULTS", "PEER", "Axolotl"]
 
 DEFAULTS = DefaultsTable("axolotl")
+MODULES = ("axolotl.cli", "scripts/finetune.py")
+"""How modules and scripts of axolotl's command line begin."""
 EARLIER = {"noisy_embedding_alpha": "neftune_noise_alpha", "evaluation_strategy": "eval_strategy"}
 """Keys that axolotl still reads, by the names that it has for them."""
 
@@ -32,7 +35,9 @@ class Axolotl:
 
     def recognises(self, run: ForeignRun) -> bool:
         """Whether the words of a run are those of this trainer's command line."""
-        return any(word.rpartition("/")[2] == "axolotl" for word in run.words)
+        return any(
+            word.rpartition("/")[2] == "axolotl" or word.startswith(MODULES) for word in run.words
+        )
 
     def keys(self) -> frozenset[str]:
         """Return the keys of its files."""
@@ -110,6 +115,9 @@ def _others(ledger: Ledger) -> None:
             ledger.lost(key, SILENT[key], changes_numbers=False)
         elif key.startswith(SILENT_PREFIXES):
             what = "it is about reports, kernels or devices, and LEMA streams layers"
+            ledger.lost(key, what, changes_numbers=False)
+        elif key in LAUNCHER_KEYS:
+            what = "LEMA has its own exchange between processes"
             ledger.lost(key, what, changes_numbers=False)
         elif key in known:
             ledger.lost(key, "LEMA has nothing that stands for it")

@@ -13,8 +13,7 @@ _WORDS = {
         "lora_on_cpu qlora_sharded_model_loading gc_steps gc_collect_steps "
         "torch_empty_cache_steps gradient_checkpointing gradient_checkpointing_kwargs "
         "selective_checkpointing activation_offloading layer_offloading tiled_mlp "
-        "tiled_mlp_num_shards tiled_mlp_use_original_mlp experimental_skip_move_to_device "
-        "accelerator_config"
+        "tiled_mlp_num_shards tiled_mlp_use_original_mlp experimental_skip_move_to_device"
     ),
     "it chooses kernels, which change results by rounding alone": (
         "attn_implementation xformers_attention sdp_attention flex_attention "
