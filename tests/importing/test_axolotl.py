@@ -10,6 +10,7 @@ import pytest
 from lema.config.yaml import read_yaml
 from lema.errors import ConfigError
 from lema_tools.importing.axolotl.peer import DEFAULTS, PEER
+from lema_tools.importing.checking import checked
 from lema_tools.importing.recognition import peer_of
 from lema_tools.importing.translation import ForeignRun, Translation
 
@@ -20,6 +21,7 @@ LORA = {
     "lora_r": 8,
     "lora_alpha": 16,
     "lora_target_linear": True,
+    "micro_batch_size": 1,
     "learning_rate": 2e-4,
     "warmup_steps": 10,
 }
@@ -67,10 +69,22 @@ def test_what_a_file_does_not_write_is_as_axolotl_has_it() -> None:
 
 
 def test_a_file_without_an_adapter_trains_every_weight() -> None:
-    settings = _translated(adapter=None).settings
+    translation = _translated(adapter=None, bf16=False)
+    assert not translation.changes
+    settings = translation.settings
     assert settings["trains"] == "full"
     assert settings["learning_rate"] == 2e-4
     assert "lora_rank" not in settings
+
+
+@pytest.mark.parametrize("types", [{}, {"bf16": True}, {"bf16": False, "bfloat16": True}])
+def test_weights_that_train_in_bfloat16_there_are_float32_here(types: dict[str, Any]) -> None:
+    assert _changed(_translated(adapter=None, **types)) == {"bf16"}
+    assert not _changed(_translated(**types))
+
+
+def test_bfloat16_without_autocast_is_told() -> None:
+    assert _changed(_translated(bf16="full")) == {"bf16"}
 
 
 def test_a_data_set_of_the_hub_keeps_its_split_name_and_fields() -> None:
@@ -136,7 +150,7 @@ def test_preferences_are_objectives(rl: str) -> None:
         ({"adapter": None, "warmup_steps": None}, "warmup_ratio"),
         ({"chat_template": "llama4", "datasets": [{"path": "a", "type": "chat_template"}]}, None),
         ({"datasets": [{"path": "a", "type": "input_output"}]}, "datasets[0].type"),
-        ({"load_in_4bit": True, "adapter": "qlora"}, "load_in_4bit"),
+        ({"load_in_4bit": True, "adapter": "lora"}, "load_in_4bit"),
         ({"a_key_of_another_version": 3}, "a_key_of_another_version"),
     ],
 )
@@ -152,6 +166,42 @@ def test_warmup_is_the_number_of_steps_of_axolotl_where_the_run_has_one() -> Non
     rounded = _translated(warmup_steps=None, warmup_ratio=0.1)
     assert not rounded.changes
     assert rounded.settings["warmup_rounding"] == "down"
+
+
+def test_noise_by_its_earlier_name_is_the_noise() -> None:
+    translation = _translated(noisy_embedding_alpha=5)
+    assert translation.settings["neftune_noise_alpha"] == 5
+    assert "noisy_embedding_alpha" in translation.same and not translation.changes
+    with pytest.raises(ConfigError, match="not both"):
+        _translated(noisy_embedding_alpha=5, neftune_noise_alpha=4)
+
+
+def test_preference_runs_of_axolotl_have_no_noise() -> None:
+    entry = {"path": "org/pairs", "type": "chat_template.default"}
+    settings = _translated(rl="dpo", datasets=[entry], neftune_noise_alpha=5).settings
+    assert settings["neftune_noise_alpha"] is None
+
+
+@pytest.mark.parametrize("norm", [0, 0.0])
+def test_a_norm_of_nought_clips_nothing(norm: float) -> None:
+    translation = checked(_translated(max_grad_norm=norm))
+    assert translation.settings["max_grad_norm"] is None
+    assert not translation.changes
+
+
+def test_a_batch_size_alone_does_not_accumulate() -> None:
+    """axolotl has `gradient_accumulation_steps or batch_size // micro_batch_size`, whose first is 1
+    unless the file leaves it empty.
+    """
+    translation = _translated(micro_batch_size=2, batch_size=8)
+    assert translation.settings["batch_size"] == 2
+    assert _changed(translation) == {"batch_size"}
+    empty = _translated(micro_batch_size=2, batch_size=8, gradient_accumulation_steps=None)
+    assert empty.settings["batch_size"] == 8
+    assert not empty.changes
+    for values in ({"gradient_accumulation_steps": 4}, {"micro_batch_size": None}):
+        with pytest.raises(ConfigError, match="micro_batch_size alone"):
+            _translated(batch_size=8, **values)
 
 
 def test_rows_are_shuffled_and_split_as_axolotl_does() -> None:

@@ -71,7 +71,7 @@ DEFAULTS: dict[str, Any] = {
     "lora_target_modules": None,
     "lora_target_parameters": [],
     "max_length": 2048,
-    "overlong": "truncate",
+    "overlong": "error",
     "packing": False,
     "train_on": "assistant",
     "batch_size": 8,
@@ -202,6 +202,7 @@ output_dir: out
             "optim": "paged_adamw_8bit",
             "dtype": "bfloat16",
         },
+        {"double_quantization"},
     ),
     "double_quantised": Run(
         """
@@ -219,7 +220,6 @@ output_dir: out
             "quantize_base": "nf4",
             "dtype": "bfloat16",
         },
-        {"double_quantization"},
     ),
     "full": Run(
         """
@@ -261,6 +261,7 @@ output_dir: out
             "lora_target_modules": ...,
             "lora_target_parameters": ...,
         },
+        {"bf16"},
     ),
     "dpo": Run(
         """
@@ -365,6 +366,7 @@ output_dir: out
 """,
         {
             "train_data": ["data/notes.jsonl"],
+            "overlong": "truncate",
             "train_on": "all",
             "pad_to_multiple_of": None,
             "dtype": "bfloat16",
@@ -380,6 +382,7 @@ bf16: true
 output_dir: out
 """,
         {
+            "overlong": "truncate",
             "packing": "wrapped",
             "max_length": 2048,
             "train_on": "all",

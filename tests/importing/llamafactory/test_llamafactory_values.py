@@ -163,6 +163,27 @@ def test_what_it_refuses_or_has_no_counterpart_is_an_error_that_says_the_way(
     assert says in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("stored", "changes"), [(None, set()), ("bfloat16", set()), ("float32", {"bf16"})]
+)
+def test_weights_that_train_are_float32_under_autocast(
+    stored: str | None, changes: set[str], project: Path
+) -> None:
+    if stored:
+        (project / "config.json").write_text(json.dumps({"dtype": stored}), encoding="utf-8")
+    translation = translate(**BASE | {"model_name_or_path": "."}, finetuning_type="full")
+    assert translation.settings["dtype"] == "float32"
+    assert translation.settings["autocast"] == "bfloat16"
+    assert {note.key for note in translation.changes} == changes
+
+
+def test_a_row_that_is_shortened_in_proportion_there_is_refused_here(project: Path) -> None:
+    translation = translate(**BASE)
+    assert (translation.settings["max_length"], translation.settings["overlong"]) == (2048, "error")
+    assert "cutoff_len" not in translation.same
+    assert translate(**BASE, packing=True).settings["overlong"] == "error"
+
+
 def test_command_lines_are_laid_over_their_file(project: Path) -> None:
     file = project / "run.yaml"
     file.write_text(RUNS["sft"].text, encoding="utf-8")

@@ -10,7 +10,7 @@ from typing import Any
 from lema_tools.importing.torchtune.sources import ALPACA
 from lema_tools.importing.torchtune.templates import FAMILIES, chat_template
 
-__all__ = ["DEFAULTS", "RUNS", "Run", "file_of"]
+__all__ = ["DEFAULTS", "RUNS", "Run", "dataset", "file_of"]
 
 LORA = """
 output_dir: out
@@ -93,6 +93,7 @@ DEFAULTS = {
     "loss_type": "nll",
     "quantize_base": None,
     "packing": False,
+    "overlong": "error",
     "shuffle": True,
 }
 """What `LORA` comes to."""
@@ -274,6 +275,7 @@ RUNS = {
             },
             "seed": 7,
         },
+        {"shuffle"},
     ),
     "samsum": Run(
         {"dataset": dataset("samsum_dataset")},

@@ -16,6 +16,8 @@ SCRIPT = ".py"
 """How a word ends that is a script, and no value of the option before it, as after the options of
 `accelerate launch`.
 """
+MODULE = "-m"
+"""The option after which a module stands, and then the words for it."""
 SUFFIXES = (".yaml", ".yml", ".json")
 CONFIG_OPTIONS = ("config",)
 """Options of command lines that name the file whose values they lay others over. The
@@ -79,6 +81,9 @@ def _groups(words: Sequence[str]) -> Iterator[tuple[str | None, list[str]]]:
     key: str | None = None
     texts = list[str]()
     for word in words:
+        if word == MODULE and key is not None:
+            yield key, texts
+            key = None
         name, equals, value = word.partition("=")
         is_option = word.startswith("--")
         if is_option or (equals and name.isidentifier()) or (equals and "." in name):

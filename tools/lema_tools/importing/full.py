@@ -8,10 +8,29 @@ from lema.config.results import OF_PLAIN_RUNS
 from lema.train.phases.file import OF_ROWS
 from lema_tools.importing.ledger import Ledger
 
-__all__ = ["full_run"]
+__all__ = ["full_run", "masters"]
 
 NUMBERS = ("objective", "loss_type", "router_aux_loss_coef", "quantize_base")
 """Settings of runs with an adapter alone that change numbers."""
+
+
+def masters(ledger: Ledger, key: str, dtype: str, peer: str) -> None:
+    """Note that weights which the trainer loads in half precision, and updates in it, are float32
+    in LEMA.
+
+    Args:
+        ledger: the run.
+        key: the trainer's key of the type.
+        dtype: the type, such as `bfloat16`.
+        peer: the trainer's name.
+    """
+    ledger.translation.same.pop(key, None)
+    what = (
+        f"dtype: {dtype} with float32 masters; {peer} updates the {dtype} weights themselves "
+        "(unless DeepSpeed or FSDP has masters, too), and loses updates that are small compared "
+        "with the weight (docs/phases.md)"
+    )
+    ledger.differs(key, what)
 
 
 def full_run(ledger: Ledger, optimizer: str) -> None:

@@ -51,6 +51,7 @@ class Ledger:
         directory: that of the file, against which its paths are read.
         options: further options of the import.
         translation: is filled.
+        empty: the written keys without a value, where the trainer's default stands for it.
     """
 
     values: Mapping[str, Any]
@@ -59,9 +60,15 @@ class Ledger:
     directory: str = "."
     options: Mapping[str, Any] = field(default_factory=dict)
     translation: Translation = field(default_factory=Translation)
+    empty: frozenset[str] = frozenset()
 
     def __getitem__(self, key: str) -> Any:
         return self.values.get(key)
+
+    @property
+    def filled(self) -> frozenset[str]:
+        """The keys that the file or the command line has with a value."""
+        return self.written - self.empty
 
     def number(self, key: str) -> float:
         """Return a key's value as a number. `ConfigError`: it is none."""

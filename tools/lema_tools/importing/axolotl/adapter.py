@@ -1,6 +1,7 @@
 """The adapter of axolotl's runs, or that they train every weight, and the weights below it."""
 
 from lema.errors import ConfigError
+from lema_tools.importing.fourbits import SCALES_TOO, four_bits
 from lema_tools.importing.ledger import Ledger
 
 __all__ = ["adapter"]
@@ -20,6 +21,13 @@ FLAGS = {
     "peft_ensure_weight_tying": "lora_ensure_weight_tying",
 }
 MAPPINGS = {"lora_rank_pattern": "lora_rank_pattern", "lora_alpha_pattern": "lora_alpha_pattern"}
+OPTIONS = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+"""The options with which axolotl has bitsandbytes quantise, and LEMA, too."""
+WITHOUT_EFFECT = (
+    *("bnb_4bit_quant_storage", "llm_int8_threshold", "llm_int8_has_fp16_weight"),
+    "llm_int8_enable_fp32_cpu_offload",
+)
+"""Options that change no weight of 4 bits."""
 INITS = (True, False, "gaussian", "orthogonal")
 
 
@@ -105,11 +113,45 @@ def _quantised(ledger: Ledger) -> None:
     for key in ("load_in_4bit", "load_in_8bit"):
         if not ledger[key]:
             ledger.same(key, "no")
-    if bits4:
-        what = "quantize_base: nf4; axolotl also rounds the blocks' scales (bnb's double quant)"
-        ledger.differs("load_in_4bit", what)
     if bits8:
         what = "quantize_base: int8, torchao's weights of 8 bits, not bitsandbytes'"
         ledger.differs("load_in_8bit", what)
-    if ledger["bnb_config_kwargs"]:
-        ledger.lost("bnb_config_kwargs", "LEMA's 4-bit numbers are nf4 with scales in float32")
+    if bits4 and ledger["adapter"] == "qlora":
+        _four_bits(ledger)
+        return
+    if bits4 and ledger["adapter"] == "lora":
+        ledger.put(quantize_base=None)
+        what = (
+            "axolotl quantises the base with adapter: qlora alone, and trains on unquantised "
+            "weights here, so LEMA does: write adapter: qlora if you mean 4 bits"
+        )
+        ledger.differs("load_in_4bit", what)
+    elif bits4:
+        ledger.lost("load_in_4bit", "LEMA quantises a base below LoRA's adapters alone")
+    ledger.same("bnb_config_kwargs", "of adapter: qlora alone")
+
+
+def _four_bits(ledger: Ledger) -> None:
+    four_bits(ledger, "load_in_4bit")
+    kind = ledger.model_config.get("model_type", ledger["base_model"])
+    if str(kind).lower().replace("-", "_").rpartition("/")[2].startswith("falcon_h1"):
+        ledger.translation.same.pop("load_in_4bit", None)
+        what = "quantize_base: nf4; axolotl leaves out_proj of Falcon-H1 unquantised"
+        ledger.differs("load_in_4bit", what)
+    _options(ledger)
+
+
+def _options(ledger: Ledger) -> None:
+    """Note options of bitsandbytes that give other weights than axolotl's own options do."""
+    options = dict(ledger["bnb_config_kwargs"] or {})
+    changed = {
+        key: value
+        for key, value in options.items()
+        if key not in WITHOUT_EFFECT and value != OPTIONS.get(key, ...)
+    }
+    if "bnb_4bit_use_double_quant" in changed:
+        ledger.differs("bnb_config_kwargs", SCALES_TOO)
+    elif changed:
+        ledger.lost("bnb_config_kwargs", f"LEMA's nf4 has no other {', '.join(sorted(changed))}")
+    else:
+        ledger.same("bnb_config_kwargs", "as axolotl has them anyway")

@@ -1,5 +1,6 @@
 """The model of axolotl's runs: its files, and the types that it is kept in."""
 
+from lema_tools.importing.full import masters
 from lema_tools.importing.ledger import Ledger
 
 __all__ = ["model"]
@@ -50,6 +51,12 @@ def _types(ledger: Ledger) -> None:
         key = "fp16" if ledger["fp16"] else "float16"
         ledger.translation.same.pop(key, None)
         ledger.differs(key, "dtype: float16; LEMA does not scale gradients, which axolotl does")
+    elif dtype == "bfloat16" and not ledger["adapter"]:
+        masters(ledger, "bf16", dtype, "axolotl")
+    elif bf16 == "full":
+        del ledger.translation.same["bf16"]
+        what = "dtype: bfloat16 under autocast; with `full` axolotl computes adapters in float32"
+        ledger.differs("bf16", what)
     ledger.carry("tf32", "tf32", ledger["tf32"] is True)
     ledger.carry("torch_compile", "torch_compile", ledger["torch_compile"] is True)
 

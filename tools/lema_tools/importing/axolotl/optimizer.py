@@ -1,6 +1,8 @@
 """axolotl's optimizer, learning rate, batches and lengths of a run, which are Trainer's."""
 
 from lema.errors import ConfigError
+from lema_tools.importing.deepspeed import deepspeed, launched_deepspeed
+from lema_tools.importing.launch import accelerator, accumulated, launcher, several, splits
 from lema_tools.importing.ledger import Ledger
 
 __all__ = ["batches", "optimizer"]
@@ -10,7 +12,6 @@ NUMBERS = {
     "adam_beta1": "adam_beta1",
     "adam_beta2": "adam_beta2",
     "adam_epsilon": "adam_epsilon",
-    "max_grad_norm": "max_grad_norm",
 }
 CUSTOM = frozenset(
     {
@@ -43,6 +44,8 @@ def optimizer(ledger: Ledger) -> None:
     ledger.carry("learning_rate", "learning_rate", ledger.number("learning_rate"))
     for key, setting in NUMBERS.items():
         ledger.carry(key, setting, ledger.number(key))
+    norm = ledger.number("max_grad_norm")  # Trainer clips to norms above 0 alone
+    ledger.carry("max_grad_norm", "max_grad_norm", norm if norm > 0 else None)
     name = str(ledger["optimizer"])
     if name in CUSTOM:
         ledger.lost("optimizer", f"LEMA has transformers' optimizers, and no {name}")
@@ -52,12 +55,20 @@ def optimizer(ledger: Ledger) -> None:
     if isinstance(arguments, dict):
         arguments = ",".join(f"{key}={value}" for key, value in arguments.items())
     ledger.carry("optim_args", "optim_args", arguments)
-    alpha = ledger["neftune_noise_alpha"]
-    ledger.carry("neftune_noise_alpha", "neftune_noise_alpha", alpha)
+    _noise(ledger)
     ledger.carry("num_epochs", "num_train_epochs", ledger.number("num_epochs"))
     ledger.carry("max_steps", "max_steps", ledger["max_steps"] or None)
     _schedule(ledger)
     _warmup(ledger)
+
+
+def _noise(ledger: Ledger) -> None:
+    alpha = ledger["neftune_noise_alpha"] or None
+    if alpha and ledger["rl"]:
+        ledger.put(neftune_noise_alpha=None)
+        ledger.same("neftune_noise_alpha", "axolotl adds no noise in preference runs")
+    else:
+        ledger.carry("neftune_noise_alpha", "neftune_noise_alpha", alpha)
 
 
 def _schedule(ledger: Ledger) -> None:
@@ -121,17 +132,7 @@ def batches(ledger: Ledger) -> None:
     Raises:
         ConfigError: a value is none of axolotl's.
     """
-    micro = int(ledger["micro_batch_size"])
-    accumulated = int(ledger["gradient_accumulation_steps"])
-    key = "gradient_accumulation_steps"
-    if ledger["batch_size"] and key not in ledger.written:
-        accumulated = int(ledger["batch_size"]) // micro
-        key = "batch_size"
-    total = micro * accumulated
-    ledger.put(batch_size=total, gradient_accumulation_steps=1)
-    ledger.translation.same[key] = f"batch_size: {total}"
-    ledger.same("batch_size", f"batch_size: {total}")
-    ledger.carry("micro_batch_size", "micro_batch_size", micro)
+    _sizes(ledger)
     ledger.carry("seed", "seed", int(ledger["seed"]))
     ledger.carry("group_by_length", "group_by_length", bool(ledger["group_by_length"]))
     sequential = bool(ledger["curriculum_sampling"])
@@ -142,6 +143,68 @@ def batches(ledger: Ledger) -> None:
     _preshuffle(ledger, sequential=sequential)
     _steps(ledger)
     _lengths(ledger)
+
+
+def _sizes(ledger: Ledger) -> None:
+    """Carry how many rows a step has: `batch_size` says so only beside an empty
+    `gradient_accumulation_steps`, whose default is 1.
+
+    Raises:
+        ConfigError: axolotl refuses the values together, too.
+    """
+    micro = int(ledger["micro_batch_size"])
+    steps = accumulated(ledger, int(ledger["gradient_accumulation_steps"]))
+    key = "gradient_accumulation_steps"
+    if size := int(ledger["batch_size"] or 0):
+        sizes = {"micro_batch_size", key} & ledger.filled
+        if key in sizes or not sizes:
+            what = "axolotl takes batch_size beside micro_batch_size alone"
+            raise ConfigError(what, where="batch_size", how=f"write {key} in its place")
+        if key in ledger.written:  # and empty
+            steps = size // micro
+    total = micro * steps
+    ledger.put(batch_size=total, gradient_accumulation_steps=1)
+    ledger.translation.same[key] = f"batch_size: {total}"
+    if size and size != total:
+        what = (
+            f"batch_size: {total}, the rows with which axolotl makes a step, because its "
+            f"gradient_accumulation_steps is 1; it ends after as many steps as batches of {size} "
+            "rows are, and LEMA after all rows"
+        )
+        ledger.differs("batch_size", what)
+    else:
+        ledger.same("batch_size", f"batch_size: {total}")
+    ledger.carry("micro_batch_size", "micro_batch_size", micro)
+    _processes(ledger, total)
+    accelerator(ledger)
+
+
+def _processes(ledger: Ledger, total: int) -> None:
+    """Carry the rows of all processes that read rows of their own: those of tensor and context
+    parallelism share theirs.
+    """
+    key, processes, launched = launcher(ledger)
+    launched_deepspeed(ledger, key, launched)
+    deepspeed(ledger)
+    sharing = _degree(ledger, "tensor_parallel_size")
+    sharing *= max(
+        _degree(ledger, "context_parallel_size"), _degree(ledger, "sequence_parallel_degree")
+    )
+    if processes > 1:
+        readers = processes // sharing
+    else:
+        key = "dp_shard_size" if _degree(ledger, "dp_shard_size") > 1 else "dp_replicate_size"
+        readers = _degree(ledger, "dp_shard_size") * _degree(ledger, "dp_replicate_size")
+    if readers <= 1 or splits(ledger):
+        return
+    rows = total * readers
+    ledger.put(batch_size=rows)
+    what = f"batch_size: {rows}, the rows of all {readers} processes that read rows of their own"
+    several(ledger, key, what, mean_of_means=bool(ledger["rl"]))
+
+
+def _degree(ledger: Ledger, key: str) -> int:
+    return max(1, int(ledger[key] or 1))
 
 
 def _preshuffle(ledger: Ledger, *, sequential: bool) -> None:

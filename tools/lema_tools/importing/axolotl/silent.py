@@ -13,8 +13,7 @@ _WORDS = {
         "lora_on_cpu qlora_sharded_model_loading gc_steps gc_collect_steps "
         "torch_empty_cache_steps gradient_checkpointing gradient_checkpointing_kwargs "
         "selective_checkpointing activation_offloading layer_offloading tiled_mlp "
-        "tiled_mlp_num_shards tiled_mlp_use_original_mlp experimental_skip_move_to_device "
-        "accelerator_config"
+        "tiled_mlp_num_shards tiled_mlp_use_original_mlp experimental_skip_move_to_device"
     ),
     "it chooses kernels, which change results by rounding alone": (
         "attn_implementation xformers_attention sdp_attention flex_attention "
@@ -52,8 +51,7 @@ _WORDS = {
         "is_llama_derived_model is_mistral_derived_model is_qwen_derived_model"
     ),
     "axolotl no longer reads it": (
-        "noisy_embedding_alpha dpo_beta evaluation_strategy max_packed_sequence_len "
-        "gptq_groupsize gptq_model_v1 gptq_disable_exllama"
+        "dpo_beta max_packed_sequence_len gptq_groupsize gptq_model_v1 gptq_disable_exllama"
     ),
     "`lema merge ADAPTER OUT` merges an adapter": "merge_lora merge_method",
     "it ends runs whose loss is high; LEMA ends those that learn nothing (stop_when_dead)": (

@@ -1,6 +1,7 @@
 """The model of LLaMA-Factory's runs, and the types that it is kept and computed in."""
 
 from lema.errors import ConfigError
+from lema_tools.importing.fourbits import SCALES_TOO, four_bits
 from lema_tools.importing.ledger import Ledger
 
 __all__ = ["model"]
@@ -35,12 +36,7 @@ def _types(ledger: Ledger) -> None:
         ledger.differs("pure_bf16", what)
         ledger.same("bf16", "dtype: bfloat16")
     elif ledger["bf16"] and full:
-        ledger.put(dtype="bfloat16")
-        what = (
-            "dtype: bfloat16 with float32 masters; LLaMA-Factory's norms read the masters, LEMA's "
-            "their rounded copies"
-        )
-        ledger.differs("bf16", what, changes_numbers=False)
+        _trained_whole(ledger)
     elif ledger["bf16"]:
         ledger.carry("bf16", "dtype", "bfloat16")
     elif ledger["fp16"]:
@@ -59,6 +55,25 @@ def _types(ledger: Ledger) -> None:
         ledger.same("fp16", "no")
     if not ledger["pure_bf16"]:
         ledger.same("pure_bf16", "what trains is kept in float32, in both")
+
+
+def _trained_whole(ledger: Ledger) -> None:
+    """Carry weights that LLaMA-Factory loads in bfloat16, trains in float32, and multiplies under
+    autocast; DeepSpeed has copies in bfloat16 of its float32 masters.
+    """
+    if ledger["deepspeed"]:
+        ledger.put(dtype="bfloat16")
+        what = "dtype: bfloat16 with float32 masters, as DeepSpeed has, whose rounding of gradients"
+        ledger.differs("bf16", f"{what} is its own")
+        return
+    ledger.put(dtype="float32", autocast="bfloat16")
+    what = "dtype: float32, autocast: bfloat16"
+    stored = ledger.model_config.get("dtype") or ledger.model_config.get("torch_dtype")
+    if stored in ("bfloat16", None):
+        rounded = "" if stored else " (LLaMA-Factory rounds weights of other types to it first)"
+        ledger.same("bf16", f"{what}, of a checkpoint in bfloat16{rounded}")
+    else:
+        ledger.differs("bf16", f"{what}; LLaMA-Factory rounds the {stored} weights to bfloat16")
 
 
 def _quantised(ledger: Ledger) -> None:
@@ -87,19 +102,15 @@ def _quantised(ledger: Ledger) -> None:
         ledger.same("quantization_type", "of 4 bits alone")
         ledger.same("double_quantization", "of 4 bits alone")
         return
-    ledger.carry("quantization_bit", "quantize_base", "nf4")
+    four_bits(ledger, "quantization_bit")
     if ledger["quantization_type"] != "nf4":
         ledger.lost("quantization_type", "LEMA's 4-bit numbers are nf4")
     else:
         ledger.same("quantization_type", "nf4")
     if ledger["double_quantization"]:
-        what = (
-            "LEMA keeps the scales of 4-bit blocks in float32, and LLaMA-Factory quantises them "
-            "once more unless it is told double_quantization: false"
-        )
-        ledger.differs("double_quantization", what)
+        ledger.same("double_quantization", "the scales of blocks are quantised, too")
     else:
-        ledger.same("double_quantization", "the scales of blocks are kept in float32")
+        ledger.differs("double_quantization", SCALES_TOO)
 
 
 CHANGES = {

@@ -1,5 +1,7 @@
 """LLaMA-Factory's optimizer, learning rate, batches and lengths of a run, which are Trainer's."""
 
+from lema_tools.importing.deepspeed import deepspeed
+from lema_tools.importing.launch import accelerator, accumulated
 from lema_tools.importing.ledger import Ledger
 
 __all__ = ["batches", "optimizer"]
@@ -22,6 +24,7 @@ def optimizer(ledger: Ledger) -> None:
     steps = int(ledger["max_steps"])
     ledger.carry("max_steps", "max_steps", steps if steps > 0 else None)
     _warmup(ledger)
+    deepspeed(ledger)
     _others(ledger)
     if ledger["optim_target_modules"]:
         ledger.lost("optim_target_modules", "LEMA projects no gradients of single modules")
@@ -68,7 +71,9 @@ def _others(ledger: Ledger) -> None:
 def batches(ledger: Ledger) -> None:
     """Translate how many rows a step has, and in which order they are drawn."""
     ledger.carry("per_device_train_batch_size", "batch_size")
-    ledger.carry("gradient_accumulation_steps", "gradient_accumulation_steps")
+    steps = accumulated(ledger, int(ledger["gradient_accumulation_steps"]))
+    ledger.carry("gradient_accumulation_steps", "gradient_accumulation_steps", steps)
+    accelerator(ledger)
     multiple = None if ledger["stage"] == "pt" else 8
     ledger.put(micro_batch_size=None, pad_to_multiple_of=multiple, group_by_length=False)
     ledger.carry("seed", "seed")

@@ -16,6 +16,7 @@ from lema_tools.importing.llamafactory.rows import rows
 from lema_tools.importing.llamafactory.silent import SILENT
 from lema_tools.importing.llamafactory.sources import sources
 from lema_tools.importing.translation import DefaultsTable, ForeignRun, Translation
+from lema_tools.importing.warmup import broken_off
 
 __all__ = ["DEFAULTS", "PEER", "LlamaFactory"]
 
@@ -69,6 +70,7 @@ class LlamaFactory:
         optimizer(ledger)
         adapter(ledger)
         results(ledger)
+        broken_off(ledger, "warmup_steps")
         full_run(ledger, "optim")
         _backends(ledger)
         _others(ledger)

@@ -40,13 +40,21 @@ def _lengths(ledger: Ledger) -> None:
     packing = True if ledger["neat_packing"] else ledger["packing"]
     length = int(ledger["cutoff_len"]) - bool(packing)
     positions = ledger.model_config.get("max_position_embeddings")
-    ledger.put(overlong="truncate")
-    ledger.carry("cutoff_len", "max_length", min(length, positions or length))
+    longest = min(length, positions or length)
     if stage != "pt":
-        ledger.translation.same["cutoff_len"] += (
-            " for rows that fit; of a longer one LLaMA-Factory shortens question and answer in "
-            "proportion, and LEMA cuts the end: `lema data` counts such rows"
+        ledger.put(max_length=longest, overlong="error")
+        what = (
+            f"max_length: {longest}, overlong: error; of a longer row LLaMA-Factory shortens "
+            "question and answer in proportion, and LEMA refuses it before the first step: "
+            "`lema data` counts such rows, and overlong: truncate cuts their ends"
         )
+        ledger.differs("cutoff_len", what, changes_numbers=False)
+    elif longest < length:
+        ledger.put(max_length=longest, overlong="truncate")
+        ledger.differs("cutoff_len", f"max_length: {longest}, the positions of the model")
+    else:
+        ledger.put(overlong="truncate")
+        ledger.carry("cutoff_len", "max_length", longest)
     if stage == "pt" and packing is None:
         packing = True
     if stage in ("dpo", "kto") or not packing:

@@ -37,7 +37,7 @@ GROUPS: Mapping[str, str] = {
         "use_fast_tokenizer sortish_sampler"
     ),
     _PROCESSES: (
-        "accelerator_config average_tokens_across_devices ddp_backend ddp_broadcast_buffers "
+        "average_tokens_across_devices ddp_backend ddp_broadcast_buffers "
         "ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout local_rank "
         "master_addr master_port parallelism_config ray_init_kwargs ray_num_workers ray_scope "
         "ray_run_name ray_storage_path resources_per_worker placement_strategy save_on_each_node "

@@ -10,6 +10,7 @@ from lema_tools.importing.torchtune.components import component_of, flat_keys
 from lema_tools.importing.torchtune.sources import sources
 from lema_tools.importing.torchtune.training import batches, loss, model, optimizer, tokenizer
 from lema_tools.importing.translation import DefaultsTable, ForeignRun, Translation
+from lema_tools.importing.warmup import broken_off
 
 __all__ = ["DEFAULTS", "PEER", "Torchtune"]
 
@@ -113,6 +114,7 @@ class Torchtune:
         for part in PARTS:
             part(ledger)
         _results(ledger)
+        broken_off(ledger, "lr_scheduler.num_warmup_steps")
         full_run(ledger, f"optimizer.{'fused' if ledger['optimizer.fused'] else '_component_'}")
         _launched(run, ledger)
         _others(ledger)
@@ -185,16 +187,30 @@ def _results(ledger: Ledger) -> None:
 
 
 def _launched(run: ForeignRun, ledger: Ledger) -> None:
-    """Note that several processes each take `batch_size` rows."""
-    words = run.values.get("nproc_per_node") or 1
-    processes = int(
-        str(words[0] if isinstance(words, list) else words)
-    )  # the recipe comes after it
-    if processes > 1:
-        rows = int(ledger["batch_size"]) * processes
-        ledger.put(batch_size=rows, micro_batch_size=int(ledger["batch_size"]))
-        what = f"batch_size: {rows}, the rows of all {processes} processes"
-        ledger.differs("nproc_per_node", what, changes_numbers=False)
+    """Note that several processes each take `batch_size` rows, but for those that share them."""
+    processes = _count(run, "nproc_per_node") * _count(run, "nnodes")
+    sharing = _degree(ledger, "tensor_parallel_dim") * _degree(ledger, "context_parallel_dim")
+    written = _degree(ledger, "data_parallel_shard_dim")
+    written *= _degree(ledger, "data_parallel_replicate_dim")
+    key = "nproc_per_node" if processes > 1 else "data_parallel_shard_dim"
+    readers = processes // sharing if processes > 1 else written
+    if readers <= 1:
+        return
+    rows = int(ledger["batch_size"]) * readers
+    ledger.put(batch_size=rows, micro_batch_size=int(ledger["batch_size"]))
+    what = f"batch_size: {rows}, the rows of all {readers} processes that read rows of their own"
+    ledger.differs(key, what, changes_numbers=False)
+
+
+def _count(run: ForeignRun, key: str) -> int:
+    """Return a number of the launcher, after which the recipe may come as a further word."""
+    value = run.values.get(key) or 1
+    return int(str(value[0] if isinstance(value, list) else value).rpartition(":")[2])
+
+
+def _degree(ledger: Ledger, key: str) -> int:
+    """Return into how many parts a dimension of the processes is cut; -1, the rest, is none."""
+    return max(1, int(ledger[key] or 1))
 
 
 def _others(ledger: Ledger) -> None:

@@ -111,7 +111,10 @@ def _lora(ledger: Ledger, name: str) -> None:
     ledger.same("model.apply_lora_to_output", "in lora_target_modules")
     if name.startswith("qlora_") or ledger["model.quantize_base"]:
         ledger.put(quantize_base="nf4")
-        what = "quantize_base: nf4; torchtune also quantises the scales of its blocks"
+        what = (
+            "quantize_base: nf4; both quantise the scales of blocks, too, torchtune to torchao's "
+            "int8, and LEMA as bitsandbytes does"
+        )
         ledger.differs("model.quantize_base", what)
     else:
         ledger.carry("model.quantize_base", "quantize_base", None)
@@ -128,11 +131,18 @@ def tokenizer(ledger: Ledger) -> None:
     length = ledger["tokenizer.max_seq_len"]
     positions = ledger.model_config.get("max_position_embeddings")
     longest = positions or POSITIONS.get(_family(ledger), SHORT)
-    ledger.put(max_length=min(length or longest, longest), overlong="truncate")
-    ledger.translation.same["tokenizer.max_seq_len"] = (
-        f"max_length: {length}; of a longer row torchtune keeps the last token as its end"
+    cut = min(length or longest, longest)
+    ledger.put(max_length=cut, overlong="error")
+    what = (
+        "torchtune makes the last token that it keeps of a longer row its end"
         if length
-        else f"max_length: {longest}, the longest row of the model"
+        else "torchtune has no limit, and the model no more positions"
+    )
+    how = "LEMA refuses such a row before the first step: overlong: truncate cuts it"
+    ledger.differs(
+        "tokenizer.max_seq_len",
+        f"max_length: {cut}, overlong: error; {what}. {how}",
+        changes_numbers=False,
     )
     own = ledger["tokenizer.prompt_template"]
     if name not in FAMILIES:
@@ -221,9 +231,6 @@ def batches(ledger: Ledger) -> None:
     ledger.carry("batch_size", "batch_size", int(ledger["batch_size"]))
     accumulation = int(ledger["gradient_accumulation_steps"])
     ledger.carry("gradient_accumulation_steps", "gradient_accumulation_steps", accumulation)
-    ledger.translation.same["gradient_accumulation_steps"] += (
-        " (rows that fill no whole step at the end of an epoch are left out there, trained here)"
-    )
     epochs = int(ledger["epochs"])
     ledger.carry("epochs", "num_train_epochs", float(epochs))
     most = ledger["max_steps_per_epoch"]
@@ -237,20 +244,50 @@ def batches(ledger: Ledger) -> None:
         ledger.differs("max_steps_per_epoch", what)
     elif most is not None:
         ledger.translation.same["max_steps_per_epoch"] += " (if the data have as many)"
-    seed = ledger["seed"]
-    ledger.put(shuffle=bool(ledger["shuffle"]), micro_batch_size=None, group_by_length=False)
-    ledger.same(
-        "shuffle", f"shuffle: {bool(ledger['shuffle'])} (other random numbers draw the rows)"
-    )
-    if seed is None:
-        ledger.same("seed", "torchtune takes another one in each run; LEMA has its default, 42")
     else:
-        ledger.carry("seed", "seed", int(seed))
-    packed = bool(ledger["dataset.packed"])
+        del ledger.translation.same["epochs"]
+        what = (
+            f"num_train_epochs: {epochs}; torchtune leaves out what fills no whole step at the end "
+            "of an epoch, so it may have fewer steps and another schedule: with "
+            "max_steps_per_epoch and one epoch the steps are the same"
+        )
+        ledger.differs("epochs", what)
+    _order(ledger)
+    _packing(ledger)
+
+
+def _order(ledger: Ledger) -> None:
+    seed = ledger["seed"]
+    shuffles = bool(ledger["shuffle"])
+    ledger.put(shuffle=shuffles, micro_batch_size=None, group_by_length=False)
+    if seed is None:
+        ledger.same("shuffle", f"shuffle: {shuffles}")
+        ledger.same("seed", "torchtune takes another one in each run; LEMA has its default, 42")
+        return
+    ledger.carry("seed", "seed", int(seed))
+    if shuffles:
+        ledger.differs("shuffle", "shuffle: true, in another order than torchtune's of this seed")
+    else:
+        ledger.same("shuffle", "shuffle: false")
+
+
+def _packing(ledger: Ledger) -> None:
+    """Carry packing, which each data set of a list is told for itself.
+
+    Raises:
+        ConfigError: some of them are packed, which torchtune refuses, too.
+    """
+    several = ledger["dataset"] if isinstance(ledger["dataset"], list) else []
+    packs = [bool(entry.get("packed")) for entry in several]
+    if any(packs) and not all(packs):
+        what = "torchtune packs all data sets of a list, or none"
+        raise ConfigError(what, where="dataset", how="write the same packed in each")
+    packed = all(packs) if packs else bool(ledger["dataset.packed"])
     ledger.put(packing=packed)
     if packed:
-        ledger.translation.same.pop("dataset.packed", None)
-        ledger.differs("dataset.packed", "packing: true, which fills packs with other rows")
+        key = "dataset" if packs else "dataset.packed"
+        ledger.translation.same.pop(key, None)
+        ledger.differs(key, "packing: true, which fills packs with other rows")
 
 
 def loss(ledger: Ledger) -> None:

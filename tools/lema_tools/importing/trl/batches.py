@@ -1,17 +1,12 @@
 """TRL's batches, the order of their rows, and its seeds."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
-from lema.config.yaml import read_yaml
+from lema_tools.importing.deepspeed import deepspeed, launched_deepspeed, zero_stage
+from lema_tools.importing.launch import accelerator, accumulated, launcher, several, splits
 from lema_tools.importing.trl.ledger import Ledger
 
 __all__ = ["batches"]
-
-LAUNCHED = {"single_gpu": 1} | dict.fromkeys(
-    ("multi_gpu", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"), 8
-)
-"""TRL's files for `accelerate launch`, and how many processes they start."""
 
 ORDERS = {"random": "transformers", "sequential": "sequential"}
 """Trainer's sampling strategies by LEMA's setting `shuffle`, row for row."""
@@ -29,45 +24,44 @@ def batches(ledger: Ledger) -> None:
     if ledger["dataloader_drop_last"]:
         what = "LEMA trains on the last, smaller batch of an epoch"
         ledger.lost("dataloader_drop_last", what)
-    _of_accelerate(ledger)
+    accelerator(ledger)
 
 
 def _sizes(ledger: Ledger) -> None:
     rows = ledger["per_device_train_batch_size"]
-    ledger.carry("gradient_accumulation_steps", "gradient_accumulation_steps")
-    key, processes = _processes(ledger)
-    ledger.carry("per_device_train_batch_size", "batch_size", rows * processes)
+    steps = accumulated(ledger, ledger["gradient_accumulation_steps"])
+    ledger.carry("gradient_accumulation_steps", "gradient_accumulation_steps", steps)
+    key, processes, launched = launcher(ledger)
+    divided = processes > 1 and splits(ledger)
+    total = rows if divided else rows * processes
+    ledger.carry("per_device_train_batch_size", "batch_size", total)
     ledger.put(micro_batch_size=None)
+    _deepspeed(ledger, key, launched)
     if processes == 1:
         ledger.same("num_processes", "one process")
         return
-    ledger.put(micro_batch_size=rows * (2 if ledger.kind == "dpo" else 1))
-    what = f"batch_size: {rows * processes}, the rows of all {processes} processes"
-    if ledger.kind == "sft":
-        ledger.differs(key, what, changes_numbers=False)
-    else:
-        ledger.differs(key, f"{what}, of which there is one mean, not a mean of theirs")
+    own = max(1, total // processes)
+    ledger.put(micro_batch_size=own * (2 if ledger.kind == "dpo" else 1))
+    own_means = ledger.kind != "sft" or not ledger["average_tokens_across_devices"]
+    what = f"batch_size: {total}, the rows of all {processes} processes"
+    several(ledger, key, what, mean_of_means=own_means)
 
 
-def _processes(ledger: Ledger) -> tuple[str, int]:
-    """Return how many processes are launched, and the key that says so: the number, or the
-    launcher's file, one of TRL's by name or a path.
+def _deepspeed(ledger: Ledger, key: str, launched: Mapping[str, object]) -> None:
+    """Note what DeepSpeed has otherwise; with its third stage TRL keeps adapters in the type of
+    the weights.
     """
-    if ledger["num_processes"]:
-        return "num_processes", int(ledger["num_processes"])
-    for key in ("accelerate_config", "config_file"):
-        name = ledger[key]
-        if name is None:
-            continue
-        file = Path(str(name))
-        if file.is_file():
-            launched = read_yaml(file).values
-            alone = str(launched.get("distributed_type", "NO")).upper() == "NO"
-            return key, 1 if alone else int(launched.get("num_processes") or 1)
-        if file.stem in LAUNCHED:
-            return key, LAUNCHED[file.stem]
-        ledger.differs(key, f"the file {name} is not here: say --num_processes; here it is one")
-    return "num_processes", 1
+    stage = deepspeed(ledger)
+    if stage is None:
+        stage = launched_deepspeed(ledger, key, launched)
+    if stage is None and not launched:
+        stage = zero_stage(str(ledger[key]))
+    quantised = ledger["load_in_4bit"] or ledger["load_in_8bit"]
+    dtype = ledger.translation.settings.get("dtype")
+    if stage == 3 and ledger["use_peft"] and dtype in ("bfloat16", "float16") and not quantised:
+        what = f"with ZeRO-3 TRL has adapters in {dtype}, the type of the weights; LEMA in float32"
+        ledger.differs("dtype", what)
+        ledger.translation.same.pop("dtype", None)
 
 
 def _order(ledger: Ledger) -> None:
@@ -87,21 +81,3 @@ def _order(ledger: Ledger) -> None:
         ledger.put(shuffle="transformers")
         what = f"LEMA has no strategy {strategy}; rows are drawn as with `random`"
         ledger.lost("train_sampling_strategy", what)
-
-
-def _of_accelerate(ledger: Ledger) -> None:
-    options = ledger["accelerator_config"]
-    if options is None:
-        return
-    key = "accelerator_config"
-    if not isinstance(options, Mapping):
-        ledger.lost(key, "a file of accelerate's options is not read; give them as a mapping")
-    elif options.get("use_seedable_sampler") is False:
-        what = (
-            "without use_seedable_sampler rows are drawn from a generator that dropout draws from"
-        )
-        ledger.lost(key, what)
-    elif steps := (options.get("gradient_accumulation_kwargs") or {}).get("num_steps"):
-        ledger.carry(key, "gradient_accumulation_steps", steps)
-    else:
-        ledger.lost(key, "it divides batches among processes", changes_numbers=False)

@@ -47,12 +47,6 @@ def _length(ledger: Ledger) -> None:
 def _warmup(ledger: Ledger) -> None:
     """Carry the warmup, which is a share of all steps if it is below 1, rounded up, in both."""
     warmup = ledger["warmup_steps"] or 0
-    ratio = ledger["warmup_ratio"]
-    if ratio and not warmup:
-        why = f"warmup_ratio: {ratio}; TRL 1.16 calls it warmup_steps, and ignores this name"
-        ledger.put(warmup_ratio=float(ratio), warmup_steps=0)
-        ledger.differs("warmup_ratio", why, changes_numbers=False)
-        return
     if 0 < warmup < 1:
         ledger.carry("warmup_steps", "warmup_ratio", float(warmup))
         ledger.put(warmup_steps=0)

@@ -9,6 +9,7 @@ from lema_tools.importing.full import full_run
 from lema_tools.importing.translation import ForeignRun, Translation
 from lema_tools.importing.trl.adapter import adapter
 from lema_tools.importing.trl.batches import batches
+from lema_tools.importing.trl.earlier import earlier
 from lema_tools.importing.trl.kind import DEFAULTS, kind_of, words_of_trl
 from lema_tools.importing.trl.ledger import Ledger
 from lema_tools.importing.trl.objective import objective
@@ -18,6 +19,7 @@ from lema_tools.importing.trl.results import results
 from lema_tools.importing.trl.rows import rows
 from lema_tools.importing.trl.silent import SILENT
 from lema_tools.importing.trl.sources import sources
+from lema_tools.importing.warmup import broken_off
 
 __all__ = ["PEER", "Trl"]
 
@@ -32,15 +34,6 @@ PARTS: tuple[Callable[[Ledger], None], ...] = (
     results,
 )
 """What translates a run, one concept after the other."""
-
-EARLIER = {
-    "max_seq_length": "max_length",
-    "evaluation_strategy": "eval_strategy",
-    "torch_dtype": "dtype",
-    "learning_rate_scheduler": "lr_scheduler_type",
-    "use_cpu_offload": "activation_offloading",
-}
-"""Names that earlier releases of TRL had for a key."""
 
 BEYOND = {
     "reward": (
@@ -87,8 +80,10 @@ class Trl:
         ledger = _opened(run, kind, defaults)
         for part in PARTS:
             part(ledger)
+        broken_off(ledger, "warmup_steps")
         full_run(ledger, "optim")
         _silent(ledger)
+        earlier(ledger)
         _unknown(ledger)
         return ledger.translation
 
@@ -97,22 +92,11 @@ PEER = Trl()
 
 
 def _opened(run: ForeignRun, kind: str, defaults: Mapping[str, Any]) -> Ledger:
-    """Return the run's values over TRL's defaults, with today's names."""
-    values = dict[str, Any]()
-    renamed = dict[str, str]()
-    for key, value in run.values.items():
-        name, value = _switch(EARLIER.get(key, key), value, defaults)
-        if key in EARLIER and name not in run.values:
-            renamed[key] = name
-        values[name] = value
-    ledger = Ledger(
+    """Return the run's values over TRL's defaults."""
+    values = dict(_switch(key, value, defaults) for key, value in run.values.items())
+    return Ledger(
         {**defaults, **values}, frozenset(values), defaults, run.directory, run.options, kind=kind
     )
-    for key, name in renamed.items():
-        ledger.differs(
-            key, f"TRL calls it {name} now, and ignores this name", changes_numbers=False
-        )
-    return ledger
 
 
 def _switch(key: str, value: Any, defaults: Mapping[str, Any]) -> tuple[str, Any]:

@@ -4,9 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from lema.errors import ConfigError
+from lema_tools.importing.fourbits import SCALES_TOO
+from lema_tools.importing.full import masters
 from lema_tools.importing.trl.ledger import Ledger
 
 __all__ = ["model"]
+
+HALVES = ("bfloat16", "float16")
 
 
 def model(ledger: Ledger) -> None:
@@ -59,6 +63,8 @@ def _types(ledger: Ledger, dtype: str | None) -> None:
     cast = not half if ledger["bf16"] is None else ledger["bf16"]
     stored = weights or ledger.model_config.get("dtype") or ledger.model_config.get("torch_dtype")
     ledger.put(autocast=None, compute_dtype="weights")
+    if not ledger["use_peft"]:
+        _trained_whole(ledger, stored)
     if half:
         what = (
             "LEMA has no products in float16 of other weights, nor TRL's scale of their gradients"
@@ -81,6 +87,19 @@ def _types(ledger: Ledger, dtype: str | None) -> None:
         ledger.differs("bf16", f"LEMA computes {stored} weights in {stored}")
 
 
+def _trained_whole(ledger: Ledger, stored: str | None) -> None:
+    """Note that TRL trains weights in the type in which it loads them."""
+    if stored in HALVES:
+        masters(ledger, "dtype", stored, "TRL")
+    elif stored is None:
+        ledger.translation.same.pop("dtype", None)
+        what = (
+            "LEMA trains float32 masters, and TRL weights in the type of the checkpoint, whose "
+            "config is not here: set dtype"
+        )
+        ledger.differs("dtype", what)
+
+
 def _quantised(ledger: Ledger) -> None:
     if ledger["load_in_4bit"] and ledger["load_in_8bit"]:
         what = "a model has 4 bits or 8 bits, not both"
@@ -93,12 +112,15 @@ def _quantised(ledger: Ledger) -> None:
             "quantize_base: int8, torchao's weights of 8 bits, not bitsandbytes'",
         )
     if not ledger["load_in_4bit"]:
+        for key in ("bnb_4bit_quant_type", "use_bnb_nested_quant"):
+            ledger.same(key, "of load_in_4bit alone")
         return
-    if ledger["bnb_4bit_quant_type"] == "fp4":
+    if ledger["bnb_4bit_quant_type"] != "nf4":
         ledger.lost("bnb_4bit_quant_type", "LEMA's 4-bit numbers are nf4")
     if ledger["use_bnb_nested_quant"]:
-        what = "LEMA keeps the scales of 4-bit blocks in float32"
-        ledger.lost("use_bnb_nested_quant", what)
+        ledger.same("use_bnb_nested_quant", "the scales of blocks are quantised, too")
+    else:
+        ledger.differs("use_bnb_nested_quant", f"{SCALES_TOO}; TRL does so with `true` alone")
     ledger.put(quantize_base="nf4")
     _differs_by_adapters(ledger, "load_in_4bit", "quantize_base: nf4")
 
