@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections import deque
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from lema.errors import ConfigError, DiskFull, LemaError, ModelError, printable
+from lema.storage.regular import expanded
 
 __all__ = ["CONVERTER", "LORA_CONVERTER", "QUANTIZER", "VARIABLE", "locate", "run_program"]
 
@@ -45,6 +45,7 @@ BUILD = (
 )
 MOST_LINES = 12  # of a program's output, for an error
 LINE_LENGTH = 140
+TRACE = re.compile(r"\s|Traceback \(most recent")  # where in a script an exception came from
 FULL = re.compile(r"No space left on device|Disk quota exceeded")
 # What a program says, by what the user can do about it.
 REMEDIES = (
@@ -78,26 +79,24 @@ def locate(program: str, directory: Path | None) -> Path:
     """
     named = directory or (Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None)
     names = (program, f"{program}.exe") if program == QUANTIZER else (program,)
-    if named is not None:
-        for folder in FOLDERS:
-            for name in names:
-                file = named.expanduser() / folder / name
-                if file.is_file():
-                    return file.resolve()
-    on_path = shutil.which(program) or _script_on_path(program)
-    if on_path is not None:
-        return Path(on_path).resolve()
-    if named is not None and directory is not None and not named.expanduser().is_dir():
-        raise ConfigError("there is no such directory", where=f"--llama-cpp {named}", how=SOURCES)
+    folders = [] if named is None else [expanded(named) / folder for folder in FOLDERS]
+    # a script on the PATH need not be marked as a program
+    folders += [Path(folder) for folder in os.environ.get("PATH", "").split(os.pathsep) if folder]
+    for folder in folders:
+        for name in names:
+            if _is_file(folder / name):
+                return (folder / name).resolve()
     what = f"llama.cpp's {program} is needed, and is not here"
     where = "the PATH" if named is None else f"{named} and the PATH"
     raise ConfigError(what, where=where, how=BUILD if program == QUANTIZER else SOURCES)
 
 
-def _script_on_path(program: str) -> Path | None:
-    """Return a script on the PATH that is not marked as a program."""
-    folders = [Path(folder) for folder in os.environ.get("PATH", "").split(os.pathsep) if folder]
-    return next((file for folder in folders if (file := folder / program).is_file()), None)
+def _is_file(path: Path) -> bool:
+    """Whether there is such a file; a name that no file can have is none."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def run_program(
@@ -133,7 +132,7 @@ def run_program(
         assert started.stdout is not None
         for line, end in _lines(started.stdout):
             show(line + end)
-            if line.strip():
+            if line.strip() and not TRACE.match(line):
                 lines.append(line)
         code = started.wait()
     finally:
