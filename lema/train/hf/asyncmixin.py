@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -76,7 +76,7 @@ class StreamedAsyncMixin(Below):
             super().__init__(str(model.opened.directory), *args, **kwargs)
 
     @classmethod
-    def _module(cls) -> Any:
+    def _module(cls) -> ModuleType:
         """Return the module of TRL's trainer."""
         for base in cls.__mro__:
             if base.__name__ == TRAINER:
