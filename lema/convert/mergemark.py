@@ -37,8 +37,8 @@ def adapter_fingerprint(directory: str | os.PathLike[str]) -> str:
         digest = hashlib.file_digest(stream, "sha256")
     config = Path(directory) / CONFIG
     about = read_json(config) if config.is_file() else {}
-    said = {key: value for key, value in about.items() if key not in PLACES}
-    digest.update(json.dumps(said, sort_keys=True).encode())
+    stated = {key: value for key, value in about.items() if key not in PLACES}
+    digest.update(json.dumps(stated, sort_keys=True).encode())
     return digest.hexdigest()
 
 
