@@ -4,6 +4,7 @@ where one fails. The programs here stand for llama.cpp's; tests/peers_gguf has t
 
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -384,6 +385,19 @@ def test_options_of_gguf_are_refused_for_other_layouts(
     assert lema("export", str(adapter), str(tmp_path / "out"), "--for", layout, *option) == 2
     assert option[0] in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_lines_can_be_pasted_where_a_path_has_blanks(
+    adapter: Path, llama_cpp: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "two words"
+    for alone in (False, True):
+        exported = export_gguf(
+            adapter, out / f"alone {alone}", adapter_alone=alone, llama_cpp=llama_cpp
+        )
+        server, ollama = map(shlex.split, exported.lines)
+        assert server[-1] == str(exported.file)
+        assert ollama[2:] == [exported.directory.name, "-f", str(exported.directory / "Modelfile")]
 
 
 def test_adapter_still_opens_after_the_export(
