@@ -4,6 +4,7 @@ where one fails. The programs here stand for llama.cpp's; tests/peers_gguf has t
 
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -63,13 +64,18 @@ def llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
-@pytest.fixture
-def adapter(tmp_path: Path) -> Path:
-    write_model(tmp_path / "base")
-    chosen = settings(tmp_path / "base", tmp_path, system_prompt="You are a miller.")
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter beside its base."""
+    return saved(tmp_path_factory.mktemp("saved"))
+
+
+def saved(directory: Path) -> Path:
+    write_model(directory / "base")
+    chosen = settings(directory / "base", directory, system_prompt="You are a miller.")
     with opened(chosen) as model:
-        model.save_pretrained(tmp_path / "adapter")
-    return tmp_path / "adapter"
+        model.save_pretrained(directory / "adapter")
+    return directory / "adapter"
 
 
 def converted(file: Path) -> dict[str, Any]:
@@ -133,7 +139,7 @@ def test_adapter_alone_has_its_products(adapter: Path, llama_cpp: Path, tmp_path
     exported = export_gguf(adapter, tmp_path / "out", adapter_alone=True, llama_cpp=llama_cpp)
     values = converted(exported.file)
     assert values["arguments"][:2] == ["--outtype", "f32"]
-    assert values["arguments"][4:6] == ["--base", str(tmp_path / "base")]
+    assert values["arguments"][4:6] == ["--base", str(adapter.parent / "base")]
     assert left_in(tmp_path / "out") == ["Modelfile", "adapter.gguf"]
     written = products(files_of(values, tmp_path / "lora"))
     expected = trained(adapter)
@@ -330,10 +336,12 @@ def test_missing_quantizer_says_how_it_is_built(
         {"llama_cpp": "nowhere"},
     ],
 )
-def test_wrong_options_are_refused(options: dict[str, Any], adapter: Path, llama_cpp: Path) -> None:
+def test_wrong_options_are_refused(
+    options: dict[str, Any], adapter: Path, llama_cpp: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError):
-        export_gguf(adapter, adapter.parent / "out", **{"llama_cpp": llama_cpp} | options)
-    assert not (adapter.parent / "out").exists()
+        export_gguf(adapter, tmp_path / "out", **{"llama_cpp": llama_cpp} | options)
+    assert not (tmp_path / "out").exists()
 
 
 def with_code(directory: Path) -> Path:
@@ -346,8 +354,9 @@ def with_code(directory: Path) -> Path:
 
 
 def test_code_that_a_model_names_is_not_run_by_the_converters(
-    adapter: Path, llama_cpp: Path, tmp_path: Path
+    llama_cpp: Path, tmp_path: Path
 ) -> None:
+    adapter = saved(tmp_path)
     base = with_code(tmp_path / "base")
     with pytest.raises(ModelError, match="may run the code"):
         export_gguf(base, tmp_path / "out", llama_cpp=llama_cpp)
@@ -384,6 +393,19 @@ def test_options_of_gguf_are_refused_for_other_layouts(
     assert lema("export", str(adapter), str(tmp_path / "out"), "--for", layout, *option) == 2
     assert option[0] in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_lines_can_be_pasted_where_a_path_has_blanks(
+    adapter: Path, llama_cpp: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "two words"
+    for alone in (False, True):
+        exported = export_gguf(
+            adapter, out / f"alone {alone}", adapter_alone=alone, llama_cpp=llama_cpp
+        )
+        server, ollama = map(shlex.split, exported.lines)
+        assert server[-1] == str(exported.file)
+        assert ollama[2:] == [exported.directory.name, "-f", str(exported.directory / "Modelfile")]
 
 
 def test_adapter_still_opens_after_the_export(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -197,7 +198,7 @@ def _write_model(
         if model is not source:
             shutil.rmtree(model)
     file = out / MODEL_FILE
-    lines = (f"llama-server -m {file}", f"ollama create {out.name} -f {out / MODELFILE}")
+    lines = (f"llama-server -m {_word(file)}", _ollama_line(out))
     return GgufExport(out, file, lines, modelfile.notes)
 
 
@@ -243,10 +244,19 @@ def _write_adapter(
         (partial / MODELFILE).write_text(modelfile.text(), encoding="utf-8", newline="\n")
     file = out / ADAPTER_FILE
     lines = (
-        f"llama-server -m {out / BASE_FILE} --lora {file}",
-        f"ollama create {out.name} -f {out / MODELFILE}",
+        f"llama-server -m {_word(out / BASE_FILE)} --lora {_word(file)}",
+        _ollama_line(out),
     )
     return GgufExport(out, file, lines, modelfile.notes)
+
+
+def _ollama_line(out: Path) -> str:
+    return f"ollama create {_word(out.name)} -f {_word(out / MODELFILE)}"
+
+
+def _word(text: str | Path) -> str:
+    """Return a word of a shell, also where a path has blanks."""
+    return shlex.quote(str(text))
 
 
 def _is_model(directory: Path) -> bool:
