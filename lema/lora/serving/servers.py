@@ -28,7 +28,7 @@ class Server:
     sources: tuple[str, ...]
     ranks: tuple[int, ...] = ()  # of which the smallest that is large enough is chosen; empty: any
     has_patterns: bool = True  # modules may have ranks and scales of their own
-    # Modules that it reads only beside another of the same place.
+    # Modules that it reads only beside another of the same owner.
     partners: Mapping[str, str] = field(default_factory=dict)
     # Classes whose experts it has in one tensor for all, and reads as PEFT writes them.
     stacked: frozenset[str] = field(default_factory=frozenset)
@@ -174,8 +174,8 @@ def _alone(server: Server, modules: Collection[str]) -> Iterator[str]:
     """Yield the first module without the one beside which the server reads it."""
     names = set(modules)
     for name in sorted(names):
-        place, dot, leaf = name.rpartition(".")
+        owner, dot, leaf = name.rpartition(".")
         partner = server.partners.get(leaf)
-        if partner is not None and f"{place}{dot}{partner}" not in names:
+        if partner is not None and f"{owner}{dot}{partner}" not in names:
             yield f"an adapter of {leaf} without {partner} ({name})"
             return
