@@ -98,7 +98,11 @@ def chat(
             keys_values=kv,
             seed=model.config.seed if seed is None else seed,
         )
-        Session(answers, Conversation(system), compares=base, name=str(source)).run()
+        if system is not None:
+            answers.check_system(system, "--system")
+        code = Session(answers, Conversation(system), compares=base, name=str(source)).run()
+    if code:
+        raise typer.Exit(code)
 
 
 def _check(model: "LemaModel", base: bool) -> None:

@@ -22,6 +22,7 @@ HELP = """\
 /help           this list
 /reset, /clear  forget the chat; the system message stays
 /system TEXT    begin again with another system message; without TEXT, show it
+/system -       begin again without a system message
 /undo           take the last message and its answer back
 /save [FILE]    save the chat as a row of training data (chat.jsonl, to which it is added)
 /exit, /quit    end, as Ctrl-D does
@@ -51,12 +52,17 @@ class Session:
         self._answering = False
         self._terminal = sys.stdin.isatty() and sys.stdout.isatty()
 
-    def run(self) -> None:
-        """Answer line after line; an error of one message ends that message alone."""
+    def run(self) -> int:
+        """Answer line after line; an error of one line ends that line alone.
+
+        Returns:
+            0 at a terminal. For a pipe the exit code of the first line that could not be done.
+        """
         if self._terminal:
             with suppress(ImportError):  # a system without it edits lines in its own way
                 import readline  # noqa: F401 - which gives `input` its history
             print_text(f"{self._name}: /help lists the commands, Ctrl-D ends\n")
+        code = 0
         with self._interrupts():
             while (line := self._line()) is not None:
                 if not line.strip():
@@ -64,13 +70,13 @@ class Session:
                 try:
                     if line.startswith("/"):
                         if not self._command(line.strip()):
-                            return
+                            break
                     else:
                         self._answer(line)
                 except LemaError as error:
-                    if not self._terminal:
-                        raise
                     self._note(f"error: {error}")
+                    code = code or error.exit_code
+        return 0 if self._terminal else code
 
     def _line(self) -> str | None:
         """Return the next line; None: there is none."""
@@ -105,7 +111,12 @@ class Session:
                 self._note(f"({'taken back' if undone else 'there is nothing to take back'})")
             case "/system" if not text:
                 self._note(chat.system or "(there is no system message)")
+            case "/system" if text == "-":
+                chat.system = None
+                chat.reset()
+                self._note("(a new chat, without a system message)")
             case "/system":
+                self._answers.check_system(text, "/system")
                 chat.system = text
                 chat.reset()
                 self._note("(a new chat, with this system message)")
