@@ -23,7 +23,8 @@ from lema.data import prepare_data
 from lema.errors import ConfigError, DataError
 from lema_tools.chat.answers import Answer, Answers
 from lema_tools.chat.conversation import Conversation, save
-from lema_tools.chat.session import Session, side_by_side
+from lema_tools.chat.session import Session
+from lema_tools.generation.compared import side_by_side
 
 Talk = Callable[..., tuple[str, str]]
 
@@ -169,7 +170,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
 
 
 def test_two_answers_stand_side_by_side() -> None:
-    lines = list(side_by_side(("base model", "adapter"), ["one two three", "four"], 23))
+    lines = list(side_by_side(("base model", "adapter"), ("one two three", "four"), 23))
     assert lines == [
         "base model | adapter",
         "---------- | -------",

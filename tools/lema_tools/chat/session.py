@@ -1,9 +1,7 @@
 """A chat at a terminal, or over a pipe: lines in, answers out."""
 
-import shutil
 import signal
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,9 +12,10 @@ from lema.backend.signalwatch import SignalWatch
 from lema.errors import LemaError, printable
 from lema_tools.chat.answers import Answers
 from lema_tools.chat.conversation import Conversation, save
+from lema_tools.generation.compared import TITLES, print_compared, width_of_two
 from lema_tools.generation.stream import print_text
 
-__all__ = ["Session", "side_by_side"]
+__all__ = ["Session"]
 
 HELP = """\
 /help           this list
@@ -27,8 +26,6 @@ HELP = """\
 /save [FILE]    save the chat as a row of training data (chat.jsonl, to which it is added)
 /exit, /quit    end, as Ctrl-D does
 Ctrl-C stops an answer; what it has said so far stays in the chat."""
-
-WIDE = 100  # columns from which two answers stand side by side
 
 
 class Session:
@@ -152,11 +149,10 @@ class Session:
     def _compared(self) -> str:
         """Show both answers, and return the adapter's. They stand side by side where the terminal
         is wide enough, which a text that is still being made cannot."""
-        width = shutil.get_terminal_size().columns if self._terminal else 0
-        wide = width >= WIDE
+        wide = width_of_two(self._terminal) is not None
         texts = []
         left_out = 0
-        for title, of_base in (("base model", True), ("adapter", False)):
+        for title, of_base in zip(TITLES, (True, False), strict=True):
             if not wide:
                 print_text(f"{title}: ")
             show: Callable[[str], object] = (lambda _: None) if wide else print_text
@@ -164,7 +160,7 @@ class Session:
             texts.append(answer.text)
             left_out = answer.left_out
         if wide:
-            print_text("\n".join(side_by_side(("base model", "adapter"), texts, width)) + "\n")
+            print_compared((texts[0], texts[1]), terminal=True)
         self._note_left_out(left_out)
         return texts[-1]
 
@@ -198,21 +194,3 @@ class Session:
                 yield
         finally:
             signal.signal(signal.SIGINT, before)
-
-
-def side_by_side(titles: tuple[str, str], texts: list[str], width: int) -> Iterator[str]:
-    """Yield the lines of two texts beside each other, each below its title."""
-    half = (width - 3) // 2
-    columns = [
-        [title, "-" * len(title), *_wrapped(printable(text), half)]
-        for title, text in zip(titles, texts, strict=True)
-    ]
-    for row in range(max(map(len, columns))):
-        left, right = (column[row] if row < len(column) else "" for column in columns)
-        yield f"{left:{half}} | {right}".rstrip()
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    return [
-        line for paragraph in text.splitlines() for line in textwrap.wrap(paragraph, width) or [""]
-    ]
