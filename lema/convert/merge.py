@@ -177,7 +177,7 @@ def merge_adapter(
     if parted:
         note(_untied_note(base.skeleton))
 
-    def extras(directory: Path) -> None:
+    def write_companions(directory: Path) -> None:
         carry_rendering(adapter, directory)
         write_merge(directory, fingerprint)
 
@@ -192,7 +192,7 @@ def merge_adapter(
         base.directory,
         changes,
         code=trust_remote_code,
-        write_extra=extras,
+        write_extra=write_companions,
     )
 
 

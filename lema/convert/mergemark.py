@@ -19,7 +19,7 @@ __all__ = ["MERGE_NAME", "adapter_fingerprint", "check_merge", "write_merge"]
 
 MERGE_NAME = "lema_merge.json"
 KEY = "adapter"
-PLACES = ("base_model_name_or_path", "revision")  # of the base, by which no number changes
+OF_BASE = ("base_model_name_or_path", "revision")  # where the base is, by which no number changes
 
 
 def adapter_fingerprint(directory: str | os.PathLike[str]) -> str:
@@ -37,8 +37,8 @@ def adapter_fingerprint(directory: str | os.PathLike[str]) -> str:
         digest = hashlib.file_digest(stream, "sha256")
     config = Path(directory) / CONFIG
     about = read_json(config) if config.is_file() else {}
-    stated = {key: value for key, value in about.items() if key not in PLACES}
-    digest.update(json.dumps(stated, sort_keys=True).encode())
+    options = {key: value for key, value in about.items() if key not in OF_BASE}
+    digest.update(json.dumps(options, sort_keys=True).encode())
     return digest.hexdigest()
 
 

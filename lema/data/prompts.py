@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 __all__ = ["fitting", "prompt_ids", "read_prompts", "written"]
 
 STDIN = "standard input"
-RESULTS = frozenset({"index", "completion", "finish_reason", "prompt_tokens", "completion_tokens"})
+RESULTS = frozenset(
+    {
+        *("index", "completion", "finish_reason", "prompt_tokens", "completion_tokens"),
+        *("base_completion", "base_finish_reason"),
+    }
+)
 
 
 def read_prompts(path: Path) -> list[Row]:

@@ -23,7 +23,8 @@ from lema.data import prepare_data
 from lema.errors import ConfigError, DataError
 from lema_tools.chat.answers import Answer, Answers
 from lema_tools.chat.conversation import Conversation, save
-from lema_tools.chat.session import Session, side_by_side
+from lema_tools.chat.session import Session
+from lema_tools.generation.compared import side_by_side
 
 Talk = Callable[..., tuple[str, str]]
 
@@ -169,7 +170,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
 
 
 def test_two_answers_stand_side_by_side() -> None:
-    lines = list(side_by_side(("base model", "adapter"), ["one two three", "four"], 23))
+    lines = list(side_by_side(("base model", "adapter"), ("one two three", "four"), 23))
     assert lines == [
         "base model | adapter",
         "---------- | -------",
@@ -200,6 +201,58 @@ def test_a_model_without_a_template_does_not_chat(llama: Path, tmp_path: Path, t
     write_rows(tmp_path / "data.jsonl", TEXTS)
     said = talk("hello\n", config_writer(base, tmp_path)(), code=2)[1]
     assert "no chat template" in said and "fix:" in said
+
+
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}"
+    "{% endif %}{{ '[' + m.role + ']' + m.content }}{% endfor %}[assistant]"
+)
+LEAVES_OUT = (
+    "{% for m in messages %}{% if m.role != 'system' %}{{ '[' + m.role + ']' + m.content }}"
+    "{% endif %}{% endfor %}[assistant]"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [(NO_SYSTEM, "no system role"), (LEAVES_OUT, "leaves a system message out")],
+)
+def test_a_system_message_that_the_template_does_not_take_is_not_kept(
+    template: str, said: str, llama: Path, tmp_path: Path, talk: Talk
+) -> None:
+    write_rows(tmp_path / "data.jsonl", CHATS)
+    config = config_writer(llama, tmp_path)(chat_template=template)
+    own = ["--max-new-tokens", 4]
+    plain, _ = talk("corn?\n", config, *own)
+    lines = "/system be brief\n/system\ncorn?\n"
+    printed, notes = talk(lines, config, *own, code=ConfigError.exit_code)
+    assert said in notes and "where: /system" in notes and "(there is no system message)" in notes
+    assert printed == plain
+    printed, notes = talk("corn?\n", config, *own, "--system", "be brief", code=2)
+    assert printed == "" and said in notes and "where: --system" in notes
+
+
+def test_a_system_message_is_taken_away_again(config: Path, tmp_path: Path, talk: Talk) -> None:
+    chat = tmp_path / "chat.json"
+    lines = f"/system grind\n/reset\n/system\ncorn?\n/system -\n/system\ncorn?\n/save {chat}\n"
+    _, notes = talk(lines, config, "--max-new-tokens", 4)
+    assert "\ngrind\n" in notes and "(there is no system message)" in notes
+    (row,) = json.loads(chat.read_text())
+    assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
+    assert "/system -" in talk("/help\n", config)[1]
+
+
+def test_a_system_message_that_leaves_no_room_is_not_kept(config: Path, talk: Talk) -> None:
+    lines = f"/system {'xyz' * 128}\ncorn?\n"
+    printed, notes = talk(lines, config, "--max-new-tokens", 4, code=ConfigError.exit_code)
+    assert "no message fits the 128 positions" in notes and printed.count("\n") == 1
+
+
+def test_a_line_of_a_pipe_that_fails_leaves_the_others(config: Path, talk: Talk) -> None:
+    lines = f"corn?\n{'xyz' * 128}\nmill?\n/save chat.txt\n"
+    printed, notes = talk(lines, config, "--max-new-tokens", 4, code=DataError.exit_code)
+    assert printed.count("\n") == 2
+    assert "more than the 128" in notes and "saved as JSON" in notes
 
 
 @pytest.mark.slow

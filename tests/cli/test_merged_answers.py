@@ -1,4 +1,6 @@
-"""`--merged DIR` runs the merge of the adapter as it is now, and no other model."""
+"""`--merged DIR` runs the merge of the adapter as it is now, and no other model; `--base` shows the
+base model's text beside the adapter's.
+"""
 
 import io
 import json
@@ -9,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from clirun import lema
+from clirun import lema, write_rows
 from safetensors.torch import load_file, save_file
+from smallrun import SENTENCES
 
 from lema import LemaConfig, LemaModel
 from lema.convert import merge_adapter
@@ -101,3 +104,73 @@ def test_the_place_of_the_base_is_not_in_the_fingerprint_and_alpha_is(adapter: P
     assert adapter_fingerprint(adapter) == before
     file.write_text(json.dumps(config | {"lora_alpha": 99}))
     assert adapter_fingerprint(adapter) != before
+
+
+def generated(out: Path, *arguments: Any) -> list[dict[str, Any]]:
+    """Run `lema generate` on a file of prompts, and return what it wrote."""
+    prompts = write_rows(out.parent / "prompts.txt", [{"text": text} for text in SENTENCES[:5]])
+    line = [
+        "--prompts",
+        prompts,
+        "--output",
+        out,
+        "--max-new-tokens",
+        4,
+        "--batch-size",
+        2,
+        "--raw",
+    ]
+    assert lema("generate", *arguments, *line) == 0
+    return [json.loads(text) for text in out.read_text().splitlines()]
+
+
+def texts(results: list[dict[str, Any]], key: str = "completion") -> list[str]:
+    return [result[key] for result in results]
+
+
+@pytest.mark.parametrize("sampling", [[], ["--temperature", 0.9, "--seed", 5]])
+def test_texts_of_the_base_model_stand_beside_those_of_the_adapter(
+    sampling: list[Any], llama: Path, adapter: Path, tmp_path: Path, capfd: Any
+) -> None:
+    of_base = generated(tmp_path / "base.jsonl", llama, *sampling)
+    of_adapter = generated(tmp_path / "adapter.jsonl", adapter, *sampling)
+    assert texts(of_base) != texts(of_adapter)
+    both = tmp_path / "both.jsonl"
+    results = generated(both, adapter, "--base", *sampling)
+    assert texts(results) == texts(of_adapter)
+    assert texts(results, "base_completion") == texts(of_base)
+    assert texts(results, "base_finish_reason") == texts(of_base, "finish_reason")
+    whole = both.read_bytes()
+    both.write_bytes(b"".join(whole.splitlines(keepends=True)[3:]))
+    assert texts(generated(both, adapter, "--base", "--resume", *sampling)) == texts(of_adapter)
+    assert both.read_bytes() == whole
+    line = ["--prompts", tmp_path / "prompts.txt", "--output", both, "--resume"]
+    assert lema("generate", adapter, *line) == 2
+    assert "the output has results with the base model's" in capfd.readouterr().err
+
+
+def test_two_texts_are_printed_with_their_names(adapter: Path, llama: Path, capfd: Any) -> None:
+    line = ["-p", "corn", "--raw", "--max-new-tokens", 4]
+    plain = []
+    for model in (llama, adapter):
+        assert lema("generate", model, *line) == 0
+        plain.append(capfd.readouterr().out)
+    assert lema("generate", adapter, *line, "--base") == 0
+    assert capfd.readouterr().out == f"base model: {plain[0]}adapter: {plain[1]}"
+    assert lema("generate", llama, *line, "--base") == 2
+    assert "there is no adapter to compare" in capfd.readouterr().err
+    assert lema("generate", adapter, *line, "--base", "--merged", "m") == 2
+    assert "a merged model has no adapter" in capfd.readouterr().err
+
+
+def test_texts_of_the_merge_are_those_of_the_adapter(
+    llama: Path, adapter: Path, tmp_path: Path, capfd: Any
+) -> None:
+    out = tmp_path / "merged"
+    of_adapter = generated(tmp_path / "adapter.jsonl", adapter)
+    assert texts(generated(tmp_path / "first.jsonl", adapter, "--merged", out)) == texts(of_adapter)
+    assert "merging" in capfd.readouterr().err
+    assert texts(generated(tmp_path / "next.jsonl", adapter, "--merged", out)) == texts(of_adapter)
+    assert "merging" not in capfd.readouterr().err
+    assert lema("generate", adapter, "-p", "corn", "--merged", llama) == 2
+    assert "does not say of which adapter it is the merge" in capfd.readouterr().err

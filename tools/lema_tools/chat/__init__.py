@@ -8,6 +8,7 @@ import typer
 
 from lema.cli.arguments import PhaseNamed, Settings, Trust
 from lema.errors import ConfigError
+from lema_tools.generation.compared import Base, check_compared
 from lema_tools.generation.merged import Merged, check_merged, merged_model
 from lema_tools.generation.sampling import (
     DoSample,
@@ -41,10 +42,7 @@ def chat(
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="System message that every chat begins with.")
     ] = None,
-    base: Annotated[
-        bool,
-        typer.Option("--base", help="Show the base model's answer beside that of the adapter."),
-    ] = False,
+    base: Base = False,
     merged: Merged = None,
     max_new_tokens: Annotated[
         int | None,
@@ -86,7 +84,9 @@ def chat(
     outcome = outcome_of(source, settings, phase)
     model = model_of(source, settings, trust_remote_code, outcome, unread=OF_TRAINING)
     with contextlib.closing(model):
-        _check(model, base)
+        if base:
+            check_compared(model)
+        _check(model)
         from lema_tools.chat.answers import Answers
         from lema_tools.chat.conversation import Conversation
         from lema_tools.chat.session import Session
@@ -98,17 +98,15 @@ def chat(
             keys_values=kv,
             seed=model.config.seed if seed is None else seed,
         )
-        Session(answers, Conversation(system), compares=base, name=str(source)).run()
+        if system is not None:
+            answers.check_system(system, "--system")
+        code = Session(answers, Conversation(system), compares=base, name=str(source)).run()
+    if code:
+        raise typer.Exit(code)
 
 
-def _check(model: "LemaModel", base: bool) -> None:
-    """Refuse, with `ConfigError`, a model that cannot chat, or has nothing to compare."""
-    if base and model.lora_manager is None:
-        raise ConfigError(
-            "there is no adapter to compare the base model with",
-            where="--base",
-            how="name the directory of an adapter, or leave --base out",
-        )
+def _check(model: "LemaModel") -> None:
+    """Refuse, with `ConfigError`, a model that cannot chat."""
     if model.backend.replicas.num_processes > 1:
         raise ConfigError(
             "several processes cannot read one terminal",

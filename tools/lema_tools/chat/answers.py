@@ -11,7 +11,7 @@ import torch
 from lema.data.files import Row
 from lema.data.forms import num_positions
 from lema.data.prompts import fitting, prompt_ids
-from lema.errors import DataError
+from lema.errors import ConfigError, DataError
 from lema.plan.inference.capacity import TextPlan
 from lema.train.inference.texts import completions, plan_of
 from lema.train.model import LemaModel
@@ -63,6 +63,36 @@ class Answers:
         self._positions = num_positions(text_config)
         half = (self._positions or 2 * MOST_NEW) // 2
         self._max_new_tokens = max_new_tokens or min(MOST_NEW, max(1, half))
+
+    def check_system(self, text: str, where: str) -> None:
+        """Make sure that chats may begin with a system message.
+
+        Args:
+            text: the message.
+            where: it was given, for the error.
+
+        Raises:
+            ConfigError: the chat template takes no system message, or leaves it out, or with the
+                message no other would fit.
+        """
+        how = "write it into the first message instead"
+        asked = [{"role": "user", "content": "a"}]
+        messages = [{"role": "system", "content": text}, *asked]
+        rows = [Row({"messages": turns}, where, 1) for turns in (messages, asked)]
+        try:
+            ids = prompt_ids(rows[0], self.model.tokenizer, form="chat")
+        except DataError as error:
+            what = f"the chat template does not take this system message: {error.what}"
+            raise ConfigError(what, where=where, how=how) from error
+        if ids == prompt_ids(rows[1], self.model.tokenizer, form="chat"):
+            raise ConfigError("the chat template leaves a system message out", where=where, how=how)
+        needed = len(ids) + self._max_new_tokens
+        if self._positions is not None and needed > self._positions:
+            what = (
+                f"with {len(ids):,} tokens of the system message and {self._max_new_tokens:,} of "
+                f"an answer, no message fits the {self._positions:,} positions of the model"
+            )
+            raise ConfigError(what, where=where, how="shorten it, or lower --max-new-tokens")
 
     def answer(
         self,

@@ -1,9 +1,7 @@
 """A chat at a terminal, or over a pipe: lines in, answers out."""
 
-import shutil
 import signal
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,20 +12,20 @@ from lema.backend.signalwatch import SignalWatch
 from lema.errors import LemaError, printable
 from lema_tools.chat.answers import Answers
 from lema_tools.chat.conversation import Conversation, save
+from lema_tools.generation.compared import TITLES, print_compared, width_of_two
 from lema_tools.generation.stream import print_text
 
-__all__ = ["Session", "side_by_side"]
+__all__ = ["Session"]
 
 HELP = """\
 /help           this list
 /reset, /clear  forget the chat; the system message stays
 /system TEXT    begin again with another system message; without TEXT, show it
+/system -       begin again without a system message
 /undo           take the last message and its answer back
 /save [FILE]    save the chat as a row of training data (chat.jsonl, to which it is added)
 /exit, /quit    end, as Ctrl-D does
 Ctrl-C stops an answer; what it has said so far stays in the chat."""
-
-WIDE = 100  # columns from which two answers stand side by side
 
 
 class Session:
@@ -51,12 +49,17 @@ class Session:
         self._answering = False
         self._terminal = sys.stdin.isatty() and sys.stdout.isatty()
 
-    def run(self) -> None:
-        """Answer line after line; an error of one message ends that message alone."""
+    def run(self) -> int:
+        """Answer line after line; an error of one line ends that line alone.
+
+        Returns:
+            0 at a terminal. For a pipe the exit code of the first line that could not be done.
+        """
         if self._terminal:
             with suppress(ImportError):  # a system without it edits lines in its own way
                 import readline  # noqa: F401 - which gives `input` its history
             print_text(f"{self._name}: /help lists the commands, Ctrl-D ends\n")
+        code = 0
         with self._interrupts():
             while (line := self._line()) is not None:
                 if not line.strip():
@@ -64,13 +67,13 @@ class Session:
                 try:
                     if line.startswith("/"):
                         if not self._command(line.strip()):
-                            return
+                            break
                     else:
                         self._answer(line)
                 except LemaError as error:
-                    if not self._terminal:
-                        raise
                     self._note(f"error: {error}")
+                    code = code or error.exit_code
+        return 0 if self._terminal else code
 
     def _line(self) -> str | None:
         """Return the next line; None: there is none."""
@@ -105,7 +108,12 @@ class Session:
                 self._note(f"({'taken back' if undone else 'there is nothing to take back'})")
             case "/system" if not text:
                 self._note(chat.system or "(there is no system message)")
+            case "/system" if text == "-":
+                chat.system = None
+                chat.reset()
+                self._note("(a new chat, without a system message)")
             case "/system":
+                self._answers.check_system(text, "/system")
                 chat.system = text
                 chat.reset()
                 self._note("(a new chat, with this system message)")
@@ -141,11 +149,10 @@ class Session:
     def _compared(self) -> str:
         """Show both answers, and return the adapter's. They stand side by side where the terminal
         is wide enough, which a text that is still being made cannot."""
-        width = shutil.get_terminal_size().columns if self._terminal else 0
-        wide = width >= WIDE
+        wide = width_of_two(self._terminal) is not None
         texts = []
         left_out = 0
-        for title, of_base in (("base model", True), ("adapter", False)):
+        for title, of_base in zip(TITLES, (True, False), strict=True):
             if not wide:
                 print_text(f"{title}: ")
             show: Callable[[str], object] = (lambda _: None) if wide else print_text
@@ -153,7 +160,7 @@ class Session:
             texts.append(answer.text)
             left_out = answer.left_out
         if wide:
-            print_text("\n".join(side_by_side(("base model", "adapter"), texts, width)) + "\n")
+            print_compared((texts[0], texts[1]), terminal=True)
         self._note_left_out(left_out)
         return texts[-1]
 
@@ -187,21 +194,3 @@ class Session:
                 yield
         finally:
             signal.signal(signal.SIGINT, before)
-
-
-def side_by_side(titles: tuple[str, str], texts: list[str], width: int) -> Iterator[str]:
-    """Yield the lines of two texts beside each other, each below its title."""
-    half = (width - 3) // 2
-    columns = [
-        [title, "-" * len(title), *_wrapped(printable(text), half)]
-        for title, text in zip(titles, texts, strict=True)
-    ]
-    for row in range(max(map(len, columns))):
-        left, right = (column[row] if row < len(column) else "" for column in columns)
-        yield f"{left:{half}} | {right}".rstrip()
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    return [
-        line for paragraph in text.splitlines() for line in textwrap.wrap(paragraph, width) or [""]
-    ]

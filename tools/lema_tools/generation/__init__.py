@@ -10,6 +10,8 @@ import typer
 
 from lema.cli.arguments import PhaseNamed, Settings, Source, Trust, check_written
 from lema.errors import ConfigError
+from lema_tools.generation.compared import Base, check_compared
+from lema_tools.generation.merged import Merged, check_merged, merged_model
 from lema_tools.generation.results import ResultWriter, saved_results
 from lema_tools.generation.sampling import (
     DoSample,
@@ -58,6 +60,8 @@ def generate(
         Path | None,
         typer.Option(metavar="FILE", help="File for the results, one JSON object per line."),
     ] = None,
+    base: Base = False,
+    merged: Merged = None,
     resume: Annotated[
         bool,
         typer.Option(
@@ -104,6 +108,7 @@ def generate(
         raise ConfigError(
             "a text is written as a message, or as it is", where="--chat, --raw", how="give one"
         )
+    check_merged(base, merged)
     check_keys_values(kv)
     options = sampling(
         do_sample=do_sample,
@@ -122,12 +127,17 @@ def generate(
         Row({"prompt": text}, "--prompt", number) for number, text in enumerate(prompt or [], 1)
     ]
     rows = rows or read_prompts(prompts or Path("-"))
-    results = saved_results(output, rows, resume=resume)
+    results = saved_results(output, rows, resume=resume, compares=base)
+    if merged is not None:
+        source = merged_model(source, merged, settings, trust_remote_code)
     outcome = outcome_of(source, settings, phase)
     model = model_of(source, settings, trust_remote_code, outcome, unread=OF_TRAINING)
     with contextlib.closing(model):
+        if base:
+            check_compared(model)
         check_written("--output", output, model.config, source, prompts)
-        writer = ResultWriter(model, rows, results, output, bare=prompts is None and output is None)
+        bare = prompts is None and output is None
+        writer = ResultWriter(model, rows, results, output, bare=bare, compares=base)
         form = _form(model, rows, True if chat else False if raw else None)
         writer.run(options, form=form, new=max_new_tokens, batch_size=batch_size, kv=kv, seed=seed)
 

@@ -12,6 +12,7 @@ import typer
 
 from lema.config.units import human_bytes, human_count
 from lema.errors import ConfigError, printable
+from lema_tools.generation.compared import print_compared, with_base
 from lema_tools.generation.stream import ShownText, draws_text
 
 if TYPE_CHECKING:
@@ -22,15 +23,25 @@ if TYPE_CHECKING:
 
 __all__ = ["ResultWriter", "saved_results"]
 
+OF_BASE = "base_completion"
 LINE = b'{"'  # how each result begins
 MOST_RESULTS = 2**32  # bytes of the results that a command which resumes reads again
 
 
 def saved_results(
-    output: Path | None, rows: list["Row"], *, resume: bool
+    output: Path | None, rows: list["Row"], *, resume: bool, compares: bool = False
 ) -> dict[int, dict[str, Any]]:
-    """Return the results in the output, by the number of their prompts; or ConfigError: of
-    others, or unwanted.
+    """Return the results in the output, by the number of their prompts.
+
+    Args:
+        output: where they are; None: there are none.
+        rows: the prompts.
+        resume: whether results may be there.
+        compares: whether each has the base model's text, too.
+
+    Raises:
+        ConfigError: the results are of other prompts, or unwanted, or with the base model's texts
+            where those are not wanted, or without.
     """
     if output is None or not output.exists():
         if resume and output is None:
@@ -60,6 +71,10 @@ def saved_results(
             raise ConfigError(
                 "the output has results of other prompts", where=f"{output}:{number}", how=how
             )
+        if (OF_BASE in result) != compares:
+            what = f"the output has results {'without' if compares else 'with'} the base model's"
+            how = f"{'leave out' if compares else 'give'} --base, as before, or another output"
+            raise ConfigError(what, where=f"{output}:{number}", how=how)
         results[result["index"]] = result
     return results
 
@@ -75,6 +90,7 @@ class ResultWriter:
     results: dict[int, dict[str, Any]]  # the results that there are, by the number of their prompts
     output: Path | None
     bare: bool  # print texts alone
+    compares: bool = False  # the base model's text, too
 
     def run(
         self,
@@ -103,25 +119,22 @@ class ResultWriter:
         before = model.memory.counters
         seed = model.config.seed if seed is None else seed
         shown = None
-        if first and self.bare and len(ids) == 1 and draws_text():
+        if first and self.bare and len(ids) == 1 and not self.compares and draws_text():
             shown = ShownText(model.tokenizer, options.get("stop_strings") or ())
             options = {**options, "streamer": shown}
         counts = TokenProgress(len(ids), len(self.results)) if shown is None else NoProgress()
         with contextlib.closing(counts) as display:
             on_token = display if first else lambda _: None
-            done = self.results.keys()
-            batches = completions(
-                model,
-                ids,
-                new,
-                size,
-                options,
-                keys_values=kv,
-                seed=seed,
-                done=done,
-                on_token=on_token,
-            )
-            tokens = self._written(batches, display, first=first, streamed=shown is not None)
+            arguments = (model, ids, new, size, options)
+            chosen: dict[str, Any] = {"keys_values": kv, "seed": seed, "done": self.results.keys()}
+            batches = completions(*arguments, **chosen, on_token=on_token)
+            pairs: Iterable[tuple[list[Completion], list[Completion]]]
+            if self.compares:
+                of_base = completions(*arguments, **chosen, on_token=on_token)
+                pairs = with_base(model, of_base, batches)
+            else:
+                pairs = ((batch, []) for batch in batches)
+            tokens = self._written(pairs, display, first=first, streamed=shown is not None)
         seconds = time.monotonic() - began
         after = model.memory.counters
         if first and not self.bare:
@@ -133,39 +146,27 @@ class ResultWriter:
 
     def _written(
         self,
-        batches: Iterable[list["Completion"]],
+        batches: Iterable[tuple[list["Completion"], list["Completion"]]],
         show: Callable[[int, int], None],
         *,
         first: bool,
         streamed: bool,
     ) -> int:
-        """Write each batch as it ends, whole, and all in the order of the prompts at last;
-        return the tokens made.
+        """Write each batch as it ends, whole, and all in the order of the prompts at last; with
+        each comes the base model's, or nothing. Return the tokens made.
         """
-        from lema.data.prompts import written
         from lema.storage.diskspace import disk_errors
         from lema.storage.regular import append
 
         tokens = 0
         if first:
             self._rewrite()  # so that it ends with a whole line
-        for batch in batches:
+        for batch, base_batch in batches:
+            of_base = {completion.index: completion for completion in base_batch}
             for completion in batch:
-                counts = {
-                    "prompt_tokens": completion.prompt_tokens,
-                    "completion_tokens": len(completion.tokens),
-                }
-                result = {
-                    "index": completion.index,
-                    "completion": completion.text,
-                    "finish_reason": completion.finish,
-                }
-                self.results[completion.index] = {
-                    **written(self.rows[completion.index]),
-                    **result,
-                    **counts,
-                }
-                tokens += len(completion.tokens)
+                index = completion.index
+                self.results[index] = self._result(completion, of_base.get(index))
+            tokens += sum(len(completion.tokens) for completion in (*batch, *base_batch))
             lines = "".join(_line(self.results[completion.index]) for completion in batch)
             if first and self.output is not None:
                 with disk_errors(self.output):
@@ -177,8 +178,30 @@ class ResultWriter:
             self._rewrite()
         if first and self.bare and not streamed:
             for index in sorted(self.results):
-                typer.echo(printable(self.results[index]["completion"]))
+                self._print(self.results[index])
         return tokens
+
+    def _result(self, completion: "Completion", of_base: "Completion | None") -> dict[str, Any]:
+        from lema.data.prompts import written
+
+        of_both = {
+            "index": completion.index,
+            "completion": completion.text,
+            "finish_reason": completion.finish,
+        }
+        if of_base is not None:
+            of_both |= {OF_BASE: of_base.text, "base_finish_reason": of_base.finish}
+        counts = {
+            "prompt_tokens": completion.prompt_tokens,
+            "completion_tokens": len(completion.tokens),
+        }
+        return {**written(self.rows[completion.index]), **of_both, **counts}
+
+    def _print(self, result: dict[str, Any]) -> None:
+        if self.compares:
+            print_compared((result[OF_BASE], result["completion"]), draws_text())
+        else:
+            typer.echo(printable(result["completion"]))
 
     def _rewrite(self) -> None:
         from lema.storage.atomic import replace_file
