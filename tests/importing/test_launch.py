@@ -37,6 +37,13 @@ FILES: dict[str, dict[str, Any]] = {
         "do_train": True,
     },
 }
+TORCHTUNE: dict[str, Any] = {
+    "model": {"_component_": "torchtune.models.llama3_2.llama3_2_1b"},
+    "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer"},
+    "dataset": {"_component_": "torchtune.datasets.alpaca_dataset"},
+    "checkpointer": {"checkpoint_dir": "m"},
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-5},
+}
 ACCUMULATES = {"gradient_accumulation_kwargs": {"num_steps": 4}}
 
 
@@ -85,6 +92,31 @@ def test_processes_of_axolotl_read_rows_of_their_own_unless_they_share_them(
     assert translation.settings["batch_size"] == rows
     assert translation.settings["micro_batch_size"] == 2
     assert changed(translation) == ({key} if key else set())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["FORCE_TORCHRUN=1", "NNODES=2", "NPROC_PER_NODE=2", "llamafactory-cli", "train", "FILE"],
+        ["torchrun", "--nproc_per_node", "4", "src/train.py", "FILE"],
+        ["accelerate", "launch", "--num_processes", "4", "src/train.py", "FILE"],
+    ],
+)
+def test_processes_of_llama_factory_have_rows_each(words: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    values = FILES["llamafactory"] | {"per_device_train_batch_size": 3}
+    file.write_text(json.dumps(values), encoding="utf-8")
+    _, translation = translated([str(file) if word == "FILE" else word for word in words])
+    settings = translation.settings
+    assert (settings["batch_size"], settings["micro_batch_size"]) == (12, 3)
+    assert changed(translation) == {"num_processes"}
+
+
+@pytest.mark.parametrize("tool", ["llamafactory", "torchtune"])
+def test_processes_that_no_number_says_are_asked_for(tool: str) -> None:
+    run = ForeignRun(FILES.get(tool, TORCHTUNE) | {"nproc_per_node": "gpu"})
+    with pytest.raises(ConfigError, match="not said by gpu"):
+        peer_named(tool).translate(run)
 
 
 def test_a_mean_of_the_means_of_processes_is_told() -> None:
