@@ -155,6 +155,16 @@ def test_values_of_deepspeeds_file_are_those_of_the_run_or_told(
 
 
 @pytest.mark.parametrize("tool", FILES)
+def test_an_adamw_in_deepspeeds_file_decides_instead_of_the_optimizer(tool: str) -> None:
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+    key = "optimizer" if tool == "axolotl" else "optim"
+    translation = translation_of(tool, **{key: "sgd", "deepspeed": config})
+    assert translation.settings["optim"] == "adamw_torch"
+    assert not changed(translation)
+    assert not translation_of(tool, deepspeed=config).differs[-1].key.startswith("deepspeed")
+
+
+@pytest.mark.parametrize("tool", FILES)
 def test_a_file_of_deepspeed_that_is_not_here_is_told_unless_it_is_published(tool: str) -> None:
     assert changed(translation_of(tool, deepspeed="mine/ds.json")) == {"deepspeed.file"}
     for name in ("deepspeed_configs/zero2.json", "examples/deepspeed/ds_z3_offload_config.json"):

@@ -24,6 +24,8 @@ def optimizer(ledger: Ledger) -> None:
     steps = int(ledger["max_steps"])
     ledger.carry("max_steps", "max_steps", steps if steps > 0 else None)
     _warmup(ledger)
+    key, _, launched = launcher(ledger)
+    launched_deepspeed(ledger, key, launched)
     deepspeed(ledger)
     _others(ledger)
     if ledger["optim_target_modules"]:
@@ -75,8 +77,7 @@ def batches(ledger: Ledger) -> None:
     accelerator(ledger)
     multiple = None if ledger["stage"] == "pt" else 8
     rows = int(ledger["per_device_train_batch_size"])
-    key, processes, launched = launcher(ledger)
-    launched_deepspeed(ledger, key, launched)
+    key, processes, _ = launcher(ledger)
     total = rows if splits(ledger) else rows * processes
     ledger.carry("per_device_train_batch_size", "batch_size", total)
     if processes > 1:
