@@ -37,6 +37,13 @@ FILES: dict[str, dict[str, Any]] = {
         "do_train": True,
     },
 }
+TORCHTUNE: dict[str, Any] = {
+    "model": {"_component_": "torchtune.models.llama3_2.llama3_2_1b"},
+    "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer"},
+    "dataset": {"_component_": "torchtune.datasets.alpaca_dataset"},
+    "checkpointer": {"checkpoint_dir": "m"},
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-5},
+}
 ACCUMULATES = {"gradient_accumulation_kwargs": {"num_steps": 4}}
 
 
@@ -87,6 +94,31 @@ def test_processes_of_axolotl_read_rows_of_their_own_unless_they_share_them(
     assert changed(translation) == ({key} if key else set())
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["FORCE_TORCHRUN=1", "NNODES=2", "NPROC_PER_NODE=2", "llamafactory-cli", "train", "FILE"],
+        ["torchrun", "--nproc_per_node", "4", "src/train.py", "FILE"],
+        ["accelerate", "launch", "--num_processes", "4", "src/train.py", "FILE"],
+    ],
+)
+def test_processes_of_llama_factory_have_rows_each(words: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    values = FILES["llamafactory"] | {"per_device_train_batch_size": 3}
+    file.write_text(json.dumps(values), encoding="utf-8")
+    _, translation = translated([str(file) if word == "FILE" else word for word in words])
+    settings = translation.settings
+    assert (settings["batch_size"], settings["micro_batch_size"]) == (12, 3)
+    assert changed(translation) == {"num_processes"}
+
+
+@pytest.mark.parametrize("tool", ["llamafactory", "torchtune"])
+def test_processes_that_no_number_says_are_asked_for(tool: str) -> None:
+    run = ForeignRun(FILES.get(tool, TORCHTUNE) | {"nproc_per_node": "gpu"})
+    with pytest.raises(ConfigError, match="not said by gpu"):
+        peer_named(tool).translate(run)
+
+
 def test_a_mean_of_the_means_of_processes_is_told() -> None:
     translation = translation_of("trl", num_processes=2, average_tokens_across_devices=False)
     (note,) = translation.changes
@@ -120,6 +152,16 @@ def test_values_of_deepspeeds_file_are_those_of_the_run_or_told(
     expected = {f"deepspeed.{key}" for key in keys}
     assert changed(translation_of(tool, deepspeed=str(file))) == expected
     assert changed(translation_of(tool, deepspeed=config)) == expected
+
+
+@pytest.mark.parametrize("tool", FILES)
+def test_an_adamw_in_deepspeeds_file_decides_instead_of_the_optimizer(tool: str) -> None:
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+    key = "optimizer" if tool == "axolotl" else "optim"
+    translation = translation_of(tool, **{key: "sgd", "deepspeed": config})
+    assert translation.settings["optim"] == "adamw_torch"
+    assert not changed(translation)
+    assert not translation_of(tool, deepspeed=config).differs[-1].key.startswith("deepspeed")
 
 
 @pytest.mark.parametrize("tool", FILES)

@@ -151,6 +151,11 @@ def test_processes_that_share_a_row_add_none(
     assert len(notes) == len(set(notes))
 
 
+def test_what_changes_the_model_itself_is_told() -> None:
+    translation = PEER.translate(ForeignRun(file_of(Run({"model.attn_dropout": 0.1}))))
+    assert {note.key for note in translation.changes} == {"model.attn_dropout", "epochs"}
+
+
 def test_packing_is_read_in_a_list_of_data_sets() -> None:
     entries = [dataset("alpaca_cleaned_dataset", packed=True)] * 2
     translation = PEER.translate(ForeignRun(file_of(Run({"dataset": entries}))))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from lema.errors import ConfigError
-from lema_tools.importing.recognition import peer_named, peer_of
+from lema_tools.importing.recognition import peer_named, peer_of, refuse_settings
 from lema_tools.importing.translation import Translation
 
 __all__ = ["import_run", "translated"]
@@ -107,6 +107,7 @@ def translated(
     from lema_tools.importing.writing import settings_text
 
     run = foreign_run(words, objective=objective, options=options or {})
+    refuse_settings(run, words[0])
     peer = peer_of(run, words[0]) if tool is None else peer_named(tool)
     translation = checked(peer.translate(run))
     return settings_text(translation, peer.origin()), translation

@@ -81,7 +81,7 @@ def _groups(words: Sequence[str]) -> Iterator[tuple[str | None, list[str]]]:
     key: str | None = None
     texts = list[str]()
     for word in words:
-        if word == MODULE and key is not None:
+        if (word == MODULE or word.endswith(SCRIPT)) and key is not None:
             yield key, texts
             key = None
         name, equals, value = word.partition("=")
@@ -94,7 +94,7 @@ def _groups(words: Sequence[str]) -> Iterator[tuple[str | None, list[str]]]:
             if equals:
                 yield key, texts
                 key = None
-        elif key is None or word.endswith(SCRIPT):
+        elif key is None:
             yield None, [word]
         else:
             texts.append(word)

@@ -27,7 +27,8 @@ ADAMS = ("adamw", "adam")
 
 
 def deepspeed(ledger: Ledger, key: str = "deepspeed") -> int | None:
-    """Note what a file of DeepSpeed, or a mapping, has otherwise than the run.
+    """Note what a file of DeepSpeed, or a mapping, has otherwise than the run, whose optimizer is
+    carried already.
 
     Returns:
         The stage of ZeRO; None: the run has no DeepSpeed, or its stage is not known.
@@ -137,8 +138,8 @@ def _optimizer(ledger: Ledger, key: str, optimizer: Config) -> None:
     name = str(optimizer.get("type")).lower()
     if name not in ADAMS or (name == "adam" and options.get("adam_w_mode") is False):
         ledger.lost(f"{key}.type", f"LEMA has not DeepSpeed's {optimizer.get('type')} here")
-    elif not str(ledger.translation.settings.get("optim")).startswith("adamw_torch"):
-        what = f"AdamW in DeepSpeed's file decides instead of optim: {ledger['optim']}"
+    elif not str(carried := ledger.translation.settings["optim"]).startswith("adamw_torch"):
+        what = f"AdamW in DeepSpeed's file decides instead of {carried}"
         ledger.put(optim="adamw_torch")
         ledger.differs(f"{key}.type", what, changes_numbers=False)
     for option, other in OF_OPTIMIZER.items():

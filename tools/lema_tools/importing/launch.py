@@ -39,8 +39,9 @@ def launcher(ledger: Ledger) -> tuple[str, int, Mapping[str, object]]:
         return key, 1 if alone else int(str(launched.get("num_processes") or 1)), launched
     if name in LAUNCHED:
         return key, LAUNCHED[name], {}
-    what = f"the file {ledger[key]} is not here: say --num_processes; here it is one"
-    ledger.differs(key, what)
+    if key not in ledger.settled():
+        what = f"the file {ledger[key]} is not here: say --num_processes; here it is one"
+        ledger.differs(key, what)
     return key, 1, {}
 
 

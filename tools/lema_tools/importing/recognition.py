@@ -6,7 +6,7 @@ from importlib import import_module
 from lema.errors import ConfigError
 from lema_tools.importing.translation import ForeignRun, Peer
 
-__all__ = ["PEERS", "peer_named", "peer_of"]
+__all__ = ["PEERS", "peer_named", "peer_of", "refuse_settings"]
 
 PEERS = ("trl", "axolotl", "llamafactory", "torchtune")
 """The folders of this package, each with a `PEER`."""
@@ -34,11 +34,11 @@ def peer_of(run: ForeignRun, where: str) -> Peer:
         ConfigError: it may be of none, or of several.
     """
     peers = [peer_named(name) for name in PEERS]
-    given = frozenset(run.values)
+    keys = frozenset(run.values)
     for candidates in (
         [peer for peer in peers if peer.recognises(run)],
-        _most(peers, given),
-        [peer for peer in peers if given <= peer.keys()],
+        _most(peers, keys),
+        [peer for peer in peers if keys <= peer.keys()],
     ):
         if len(candidates) == 1:
             return candidates[0]
@@ -49,11 +49,32 @@ def peer_of(run: ForeignRun, where: str) -> Peer:
     raise ConfigError(what, where=where, how=_HOW)
 
 
-def _most(peers: Sequence[Peer], given: frozenset[str]) -> list[Peer]:
+def refuse_settings(run: ForeignRun, where: str) -> None:
+    """Refuse a file of LEMA itself: it has settings that no other trainer has, and no other keys.
+
+    Args:
+        run: the run.
+        where: the file or command line, for the error.
+
+    Raises:
+        ConfigError: the file is LEMA's.
+    """
+    from lema.config import LemaConfig
+    from lema.train.phases.file import PHASES, SHARED, STAGES
+
+    settings = {*LemaConfig.defaults(), PHASES, *SHARED, *STAGES}
+    theirs = frozenset().union(*(peer_named(name).keys() for name in PEERS))
+    keys = frozenset(run.values)
+    if (keys & settings) - theirs and not (keys & theirs) - settings:
+        what = "this file has settings of LEMA, and nothing to translate"
+        raise ConfigError(what, where=where, how=f"run it: lema plan {where}; lema train {where}")
+
+
+def _most(peers: Sequence[Peer], keys: frozenset[str]) -> list[Peer]:
     """Return the trainers that have the most keys of a run for themselves; none: nobody has one."""
     counts = [
         len(
-            given
+            keys
             & peer.keys()
             - frozenset().union(*(other.keys() for other in peers if other is not peer))
         )

@@ -1,7 +1,7 @@
 """LLaMA-Factory's optimizer, learning rate, batches and lengths of a run, which are Trainer's."""
 
-from lema_tools.importing.deepspeed import deepspeed
-from lema_tools.importing.launch import accelerator, accumulated
+from lema_tools.importing.deepspeed import deepspeed, launched_deepspeed
+from lema_tools.importing.launch import accelerator, accumulated, launcher, several, splits
 from lema_tools.importing.ledger import Ledger
 
 __all__ = ["batches", "optimizer"]
@@ -24,6 +24,8 @@ def optimizer(ledger: Ledger) -> None:
     steps = int(ledger["max_steps"])
     ledger.carry("max_steps", "max_steps", steps if steps > 0 else None)
     _warmup(ledger)
+    key, _, launched = launcher(ledger)
+    launched_deepspeed(ledger, key, launched)
     deepspeed(ledger)
     _others(ledger)
     if ledger["optim_target_modules"]:
@@ -70,12 +72,19 @@ def _others(ledger: Ledger) -> None:
 
 def batches(ledger: Ledger) -> None:
     """Translate how many rows a step has, and in which order they are drawn."""
-    ledger.carry("per_device_train_batch_size", "batch_size")
     steps = accumulated(ledger, int(ledger["gradient_accumulation_steps"]))
     ledger.carry("gradient_accumulation_steps", "gradient_accumulation_steps", steps)
     accelerator(ledger)
     multiple = None if ledger["stage"] == "pt" else 8
-    ledger.put(micro_batch_size=None, pad_to_multiple_of=multiple, group_by_length=False)
+    rows = int(ledger["per_device_train_batch_size"])
+    key, processes, _ = launcher(ledger)
+    total = rows if splits(ledger) else rows * processes
+    ledger.carry("per_device_train_batch_size", "batch_size", total)
+    if processes > 1:
+        what = f"batch_size: {total}, the rows of all {processes} processes"
+        several(ledger, key, what, mean_of_means=ledger["stage"] in ("dpo", "kto"))
+    own = max(1, total // processes) if processes > 1 else None
+    ledger.put(micro_batch_size=own, pad_to_multiple_of=multiple, group_by_length=False)
     ledger.carry("seed", "seed")
     ledger.carry("data_seed", "data_seed")
     by_length = ledger["group_by_length"] or ledger["train_sampling_strategy"] == "group_by_length"

@@ -1,11 +1,14 @@
 """LLaMA-Factory as a source of runs: which are its, and what they are as settings of LEMA."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from math import prod
 from typing import Any
 
 from lema.errors import ConfigError
 from lema_tools.importing.full import full_run
+from lema_tools.importing.launch import KEYS as LAUNCHER_KEYS
 from lema_tools.importing.ledger import Ledger
 from lema_tools.importing.llamafactory.adapter import adapter, names_of
 from lema_tools.importing.llamafactory.model import model
@@ -33,6 +36,12 @@ BACKENDS = {
 }
 """Keys that turn on another way of computing, each with keys of its own."""
 
+OF_LAUNCHERS = LAUNCHER_KEYS | {
+    *("nproc_per_node", "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "standalone"),
+    *("FORCE_TORCHRUN", "NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "RDZV_ID", "MAX_RESTARTS"),
+}
+"""Options of torchrun and accelerate, and variables before the command, which are no keys."""
 OF_BACKENDS = ("kt_", "hyper_parallel_", "fp8_")
 
 
@@ -88,14 +97,37 @@ def _opened(run: ForeignRun) -> Ledger:
     """
     defaults = DEFAULTS.of("all")
     others = DEFAULTS.of("megatron")
-    values = dict(run.values)
+    words = {key: value for key, value in run.values.items() if key in OF_LAUNCHERS}
+    values = {key: value for key, value in run.values.items() if key not in words}
     if unknown := [key for key in values if key not in others]:
         key = unknown[0]
         close = get_close_matches(key, defaults, 2)
         how = f"did you mean {' or '.join(close)}?" if close else "leave it out"
         what = f"LLaMA-Factory {DEFAULTS.contents['version']} has no such key, and refuses it"
         raise ConfigError(what, where=key, how=how)
-    return Ledger({**defaults, **values}, frozenset(values), defaults, run.directory, run.options)
+    launched = {key: words.get(key) for key in LAUNCHER_KEYS} | _processes(words)
+    return Ledger(
+        {**defaults, **values, **launched},
+        frozenset(values),
+        defaults,
+        run.directory,
+        run.options,
+    )
+
+
+def _processes(words: Mapping[str, object]) -> dict[str, int]:
+    """Return how many processes the variables and options of torchrun ask for, if they do."""
+    counts = [
+        value if not isinstance(value, list) else value[0]
+        for key, value in words.items()
+        if key.lower() in ("nproc_per_node", "nnodes")
+    ]
+    if not counts:
+        return {}
+    if not all(str(count).isdecimal() for count in counts):
+        what = f"the number of processes is not said by {counts[0]}"
+        raise ConfigError(what, where="nproc_per_node", how="write a number")
+    return {"num_processes": prod(int(str(count)) for count in counts)}
 
 
 def _check_verb(run: ForeignRun, ledger: Ledger) -> None:

@@ -205,7 +205,11 @@ def _launched(run: ForeignRun, ledger: Ledger) -> None:
 def _count(run: ForeignRun, key: str) -> int:
     """Return a number of the launcher, after which the recipe may come as a further word."""
     value = run.values.get(key) or 1
-    return int(str(value[0] if isinstance(value, list) else value).rpartition(":")[2])
+    text = str(value[0] if isinstance(value, list) else value).rpartition(":")[2]
+    if not text.isdecimal():
+        what = f"the number of processes is not said by {text}"
+        raise ConfigError(what, where=key, how="write a number")
+    return int(text)
 
 
 def _degree(ledger: Ledger, key: str) -> int:

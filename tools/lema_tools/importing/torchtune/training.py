@@ -66,8 +66,8 @@ def model(ledger: Ledger) -> None:
         ledger.put(trains="full")
     for key in ledger.written:
         if key.startswith("model.") and key not in ledger.settled():
-            what = "LEMA takes the model as its config.json describes it"
-            ledger.lost(key, what, changes_numbers=False)
+            what = "LEMA takes the model as its config.json describes it: change that"
+            ledger.lost(key, what, changes_numbers=key != "model.max_seq_len")
 
 
 def _type(ledger: Ledger) -> None:

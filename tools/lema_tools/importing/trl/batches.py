@@ -1,12 +1,10 @@
 """TRL's batches, the order of their rows, and its seeds."""
 
-from collections.abc import Mapping
-
 from lema_tools.importing.deepspeed import deepspeed, launched_deepspeed, zero_stage
 from lema_tools.importing.launch import accelerator, accumulated, launcher, several, splits
 from lema_tools.importing.trl.ledger import Ledger
 
-__all__ = ["batches"]
+__all__ = ["batches", "engine"]
 
 ORDERS = {"random": "transformers", "sequential": "sequential"}
 """Trainer's sampling strategies by LEMA's setting `shuffle`, row for row."""
@@ -31,12 +29,11 @@ def _sizes(ledger: Ledger) -> None:
     rows = ledger["per_device_train_batch_size"]
     steps = accumulated(ledger, ledger["gradient_accumulation_steps"])
     ledger.carry("gradient_accumulation_steps", "gradient_accumulation_steps", steps)
-    key, processes, launched = launcher(ledger)
+    key, processes, _ = launcher(ledger)
     divided = processes > 1 and splits(ledger)
     total = rows if divided else rows * processes
     ledger.carry("per_device_train_batch_size", "batch_size", total)
     ledger.put(micro_batch_size=None)
-    _deepspeed(ledger, key, launched)
     if processes == 1:
         ledger.same("num_processes", "one process")
         return
@@ -47,10 +44,11 @@ def _sizes(ledger: Ledger) -> None:
     several(ledger, key, what, mean_of_means=own_means)
 
 
-def _deepspeed(ledger: Ledger, key: str, launched: Mapping[str, object]) -> None:
+def engine(ledger: Ledger) -> None:
     """Note what DeepSpeed has otherwise; with its third stage TRL keeps adapters in the type of
     the weights.
     """
+    key, _, launched = launcher(ledger)
     stage = deepspeed(ledger)
     if stage is None:
         stage = launched_deepspeed(ledger, key, launched)

@@ -8,7 +8,7 @@ from lema.errors import ConfigError
 from lema_tools.importing.full import full_run
 from lema_tools.importing.translation import ForeignRun, Translation
 from lema_tools.importing.trl.adapter import adapter
-from lema_tools.importing.trl.batches import batches
+from lema_tools.importing.trl.batches import batches, engine
 from lema_tools.importing.trl.earlier import earlier
 from lema_tools.importing.trl.kind import DEFAULTS, kind_of, words_of_trl
 from lema_tools.importing.trl.ledger import Ledger
@@ -29,6 +29,7 @@ PARTS: tuple[Callable[[Ledger], None], ...] = (
     rows,
     batches,
     optimizer,
+    engine,
     adapter,
     objective,
     results,
