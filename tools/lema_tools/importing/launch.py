@@ -1,6 +1,7 @@
 """How many processes launch a run, and accelerate's options by which they share its rows."""
 
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path, PurePath
 
 from lema.config.yaml import read_yaml
@@ -22,12 +23,25 @@ LAUNCHED = {"single_gpu": 1} | dict.fromkeys(
 )
 """TRL's files for `accelerate launch`, and how many processes they start."""
 OPTIONS = "accelerator_config"
+SHARING = ("tp_size", "cp_size", "sp_size")
+"""How the degrees end by which processes share a row, in a `parallelism_config`."""
 
 
 def launcher(ledger: Ledger) -> tuple[str, int, Mapping[str, object]]:
-    """Return the key that says how many processes there are, the number, and the values of the
-    launcher's file: one of TRL's by name, or a path.
+    """Return the key that says how many processes there are, how many of them read rows of their
+    own, and the values of the launcher's file: one of TRL's by name, or a path.
     """
+    key, processes, launched = _launched(ledger)
+    sharing = 1
+    for section in (ledger["parallelism_config"], launched.get("parallelism_config")):
+        if isinstance(section, Mapping):
+            degrees = [value for name, value in section.items() if name.endswith(SHARING)]
+            sharing *= prod(max(1, int(value or 1)) for value in degrees)
+    return key, max(1, processes // sharing), launched
+
+
+def _launched(ledger: Ledger) -> tuple[str, int, Mapping[str, object]]:
+    """Return the same of all processes."""
     if ledger["num_processes"]:
         return "num_processes", int(ledger["num_processes"]), _file(ledger)[1]
     key, launched = _file(ledger)

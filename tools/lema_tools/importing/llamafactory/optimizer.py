@@ -83,8 +83,8 @@ def batches(ledger: Ledger) -> None:
     if processes > 1:
         what = f"batch_size: {total}, the rows of all {processes} processes"
         several(ledger, key, what, mean_of_means=ledger["stage"] in ("dpo", "kto"))
-    own = max(1, total // processes) if processes > 1 else None
-    ledger.put(micro_batch_size=own, pad_to_multiple_of=multiple, group_by_length=False)
+    micro = max(1, total // processes) if processes > 1 else None
+    ledger.put(micro_batch_size=micro, pad_to_multiple_of=multiple, group_by_length=False)
     ledger.carry("seed", "seed")
     ledger.carry("data_seed", "data_seed")
     by_length = ledger["group_by_length"] or ledger["train_sampling_strategy"] == "group_by_length"

@@ -37,11 +37,11 @@ def _sizes(ledger: Ledger) -> None:
     if processes == 1:
         ledger.same("num_processes", "one process")
         return
-    own = max(1, total // processes)
-    ledger.put(micro_batch_size=own * (2 if ledger.kind == "dpo" else 1))
-    own_means = ledger.kind != "sft" or not ledger["average_tokens_across_devices"]
+    micro = max(1, total // processes)
+    ledger.put(micro_batch_size=micro * (2 if ledger.kind == "dpo" else 1))
+    mean_of_means = ledger.kind != "sft" or not ledger["average_tokens_across_devices"]
     what = f"batch_size: {total}, the rows of all {processes} processes"
-    several(ledger, key, what, mean_of_means=own_means)
+    several(ledger, key, what, mean_of_means=mean_of_means)
 
 
 def engine(ledger: Ledger) -> None:

@@ -119,6 +119,18 @@ def test_processes_that_no_number_says_are_asked_for(tool: str) -> None:
         peer_named(tool).translate(run)
 
 
+@pytest.mark.parametrize("tool", ["trl", "llamafactory"])
+def test_processes_that_share_rows_add_none(tool: str) -> None:
+    plain = translation_of(tool).settings["batch_size"]
+    if tool == "trl":
+        degrees = {"cp_size": 4, "dp_shard_size": 2}
+        settings = translation_of(tool, num_processes=8, parallelism_config=degrees).settings
+    else:
+        degrees = {"tp_size": 2, "cp_size": 2}
+        settings = translation_of(tool, NPROC_PER_NODE=8, parallelism_config=degrees).settings
+    assert settings["batch_size"] == 2 * plain
+
+
 def test_a_mean_of_the_means_of_processes_is_told() -> None:
     translation = translation_of("trl", num_processes=2, average_tokens_across_devices=False)
     (note,) = translation.changes
