@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lema.errors import DiskError, WeightsError
+from lema.errors import ConfigError, DiskError, WeightsError
 from lema.storage.diskspace import is_full
 from lema.storage.modelfiles import CODE, COMPANIONS, require_commit
 from lema.storage.regular import expanded
@@ -19,6 +19,7 @@ __all__ = [
     "resolve_model",
 ]
 
+HOW_NAMED = "give a model directory, a .safetensors file, or a hub id"
 # A second copy of the same weights, in the layout of the model's makers or of another runtime.
 IGNORED_FILES = ("*/*.safetensors", "consolidated*.safetensors")
 
@@ -33,26 +34,25 @@ def resolve_model(
     """Find the local directory of a model, downloading it from the hub if it is a hub id not yet in
     the cache.
 
-    Whatever exists on disk, or is spelt like a path, is never sent to the hub. `ConfigError`: code
-    is trusted and `revision` is not a commit; `WeightsError`: there is no such directory, or the
-    hub does not have the model or does not give it; `DiskError`: the disk filled up while
-    downloading.
+    Whatever exists on disk, or is spelt like a path, is never sent to the hub. `ConfigError`: the
+    name is empty, or code is trusted and `revision` is not a commit; `WeightsError`: there is no
+    such directory, or the hub does not have the model or does not give it; `DiskError`: the disk
+    filled up while downloading.
 
     `name_or_path`: a model directory; a `.safetensors` file or index in one; or a hub id such as
     `org/name`. `revision`: branch, tag or commit on the hub; not used for local models.
     `trust_remote_code`: fetch the model's code as well; on the hub it must be pinned by a commit.
     `download`: ask the hub for what is not in the cache."""
     name = os.fspath(name_or_path)
+    if not name.strip():  # which as a path would be this directory
+        raise ConfigError("the name of the model is empty", where=repr(name), how=HOW_NAMED)
     path = expanded(name)
     if path.is_dir():
         return path
     if path.exists():
         if path.name.endswith((".safetensors", ".json")):
             return path.parent
-        what = f"{path.name} is not a model"
-        raise WeightsError(
-            what, where=str(path), how="give a model directory, a .safetensors file, or a hub id"
-        )
+        raise WeightsError(f"{path.name} is not a model", where=str(path), how=HOW_NAMED)
     local = (
         name.startswith((".", "~"))
         or "\\" in name

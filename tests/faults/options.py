@@ -161,7 +161,7 @@ AMOUNTS = {
     "--batch-size",
     "--rows",
 }
-WRITTEN = {"--output", "--trace", "--plot"}  # options that name a file to write
+WRITTEN = {"--output", "--trace", "--plot", "--merged"}  # options that name what is written
 # Directories that may be written into where a user names them: a copy, and one that no link leads
 # to, take their place.
 NAMED = {"{adapter}": "{run}", "{linked}": "{empty}"}

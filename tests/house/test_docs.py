@@ -5,6 +5,7 @@ they name exists.
 import ast
 import importlib
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,40 @@ def test_pages_are_read_in_one_sitting() -> None:
         for page, count in lines.items()
         if count > MOST_LINES_OF_A_PAGE and page.name not in LONG
     ]
+
+
+def test_pages_install_from_the_clone_and_not_from_an_index_without_lema() -> None:
+    """The page on installing says what messages of the program mean by the distribution's name."""
+    install = re.compile(r"pip install [^`\n|]*lema-lora")
+    naming = [page for page in PAGES if install.search(page.read_text(encoding="utf-8"))]
+    assert naming == [DOCS / "install.md"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = {
+        extra
+        for page in PAGES
+        for words in re.findall(
+            r'pip install -e "\.\[([\w,-]+)\]"', page.read_text(encoding="utf-8")
+        )
+        for extra in words.split(",")
+    }
+    assert {"eval", "quantize"} <= named <= extras["optional-dependencies"].keys()
+
+
+def test_the_readme_leads_to_the_planner() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "](docs/planner/index.html)" in readme
+    assert (DOCS / "planner" / "index.html").is_file()
+
+
+def test_a_chat_of_another_tool_leads_to_the_chat_of_lema() -> None:
+    rows = [
+        row
+        for page in DOCS.glob("coming-from-*.md")
+        for row in re.findall(
+            r"^\| `[\w-]+ chat\b.*$", page.read_text(encoding="utf-8"), re.MULTILINE
+        )
+    ]
+    assert len(rows) == 2 and all("`lema chat" in row for row in rows)
 
 
 def test_the_first_page_leads_to_every_other() -> None:
