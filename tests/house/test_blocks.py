@@ -22,6 +22,7 @@ BLOCK = re.compile(r"(?:<!-- ([\w ]+) -->\n)?^```(\w*)\n(.*?)^```", re.MULTILINE
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined] # a group has commands
 NEED_A_DEVICE = {"rewards.md": 1}  # Python blocks of each page that name `device="cuda"`
 RUN = {  # name of a block, and the tests that run it
+    "own rows": "tests/cli/test_own_rows.py",
     "demo command": "tests/cli/test_demo.py",
     "test command": "tests/house/test_readme.py",
     "config example": "tests/house/test_readme.py",
