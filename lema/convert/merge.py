@@ -166,10 +166,10 @@ def merge_adapter(
     opened = open_adapter(adapter_dir, base_dir, trust_remote_code=trust_remote_code, note=note)
     adapter = opened.directory
     base = opened.base
-    fingerprint = adapter_fingerprint(adapter)
     check_separate(out, [adapter, base.directory])
     form = base.form()
     opened.attach()
+    fingerprint = adapter_fingerprint(adapter)
     check_mergeable(base.skeleton)
     parted = untied(base.skeleton)
     changes = dict(base.config_changes) | ({"tie_word_embeddings": False} if parted else {})

@@ -9,7 +9,7 @@ import json
 import os
 from pathlib import Path
 
-from lema.errors import AdapterError, ConfigError
+from lema.errors import AdapterError, ConfigError, unreadable
 from lema.lora.checks import read_json
 from lema.lora.files import CONFIG, weights_file
 from lema.storage.atomic import replace_file
@@ -27,14 +27,18 @@ def adapter_fingerprint(directory: str | os.PathLike[str]) -> str:
     `adapter_config.json` says but for the place of the base.
 
     Raises:
-        AdapterError: there is no adapter, or its config cannot be read.
+        AdapterError: there is no adapter, or it cannot be read.
+        ReadError: the disk failed.
     """
     file = weights_file(Path(directory))
     if not file.is_file():
         how = "choose a directory that save_pretrained, save_checkpoint or `lema train` wrote"
         raise AdapterError("there is no adapter here", where=str(directory), how=how)
-    with open_regular(file) as stream:
-        digest = hashlib.file_digest(stream, "sha256")
+    try:
+        with open_regular(file) as stream:
+            digest = hashlib.file_digest(stream, "sha256")
+    except OSError as error:
+        raise unreadable(file, error, AdapterError) from error
     config = Path(directory) / CONFIG
     about = read_json(config) if config.is_file() else {}
     options = {key: value for key, value in about.items() if key not in OF_BASE}

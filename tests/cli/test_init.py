@@ -91,7 +91,6 @@ def test_a_file_that_is_there_stays(
         ("model", "1GB", ("--host-memory", "much"), 2, "--host-memory much"),
         ("", "1GB", (), 2, "the name of the model is empty"),
         (" ", "1GB", (), 2, "the name of the model is empty"),
-        ("model", "1GB", ("--data", ""), 2, "this names no file of rows"),
     ],
 )
 def test_what_cannot_be_written_is_an_error_and_leaves_no_file(

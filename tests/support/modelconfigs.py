@@ -130,7 +130,7 @@ The [planner](planner/index.html) is a page that needs no installation: choose a
 objective, and it has memory by part, speed, hours, your price, what is written to the SSD, the file to train with, and
 the tokens of a step from which on streaming costs nothing.
 It knows 25 published models, and takes a config.json of other sizes if its model_type is llama, mistral, qwen2, qwen3,
-gemma2, gemma3_text or smollm3.
+gemma2, gemma3_text or smollm3, and its weights have two bytes a number. It says why it does not plan for any other.
 
 A cell has the tokens per second that the plan predicts for steps of 16 rows with 1,024 tokens, which are **16,384 tokens
 a step**, with the device memory and the **host memory** of its column. After the `/` it has the **tokens of a step from

@@ -77,8 +77,6 @@ def init(
         raise ConfigError(
             "a name is no UTF-8, and the file of settings would have it", where=f"--output {output}"
         )
-    if data == Path():
-        raise ConfigError("this names no file of rows", where="--data", how="use an existing file")
     if not data.exists():
         raise ConfigError(
             "there is no such file", where=f"--data {data}", how="use an existing file"

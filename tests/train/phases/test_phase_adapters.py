@@ -12,7 +12,7 @@ from lema.config.problems import SettingsError
 from lema.train.phases.phase import Phase
 from lema.train.phases.stage import of_kind
 
-OWN = {name for name in LemaConfig.model_fields if name.startswith("lora_")}
+OWN = {name for name in LemaConfig.model_fields if name.startswith("lora_")} - {"lora_serving"}
 
 EVERY: dict[str, Any] = {
     "lora_rank": 4,
