@@ -58,7 +58,7 @@ def test_five_commands_lead_from_sixty_rows_to_an_answer_that_makes_sense(tmp_pa
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows()))
     for line in (install.rpartition(" && ")[2], *rest):
         words = shlex.split(line)
-        assert words[0] == "lema"
+        assert words[0] == ".venv/bin/lema"
         done = subprocess.run(
             [sys.executable, "-m", "lema", *words[1:]],
             cwd=tmp_path,

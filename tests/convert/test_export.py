@@ -288,6 +288,7 @@ def test_experts_of_every_type_are_taken_apart_exactly_or_are_in_one_tensor() ->
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # of all types, on a machine that does much else
 @pytest.mark.filterwarnings("ignore")  # of many types, some of which are announced as old
 def test_what_is_exported_of_every_type_is_read_again(tmp_path: Path) -> None:
     again = set[str]()

@@ -90,8 +90,8 @@ def _split(model: PreTrainedModel, names: PublishedNames) -> _Split:
                 experts += len(pieces)
         elif isinstance(module, LoraLayer) and ADAPTER in module.lora_A:
             layer: Any = module
-            a = layer.lora_A[ADAPTER].weight.detach()
-            b = layer.lora_B[ADAPTER].weight.detach()
+            a = layer.lora_A[ADAPTER].weight.detach().cpu()
+            b = layer.lora_B[ADAPTER].weight.detach().cpu()
             factors[names.modules[name]] = Factors(a, b, layer.scaling[ADAPTER])
     return _Split(factors, experts)
 

@@ -225,8 +225,8 @@ def factors_of(wrapper: ParamWrapper, expert: int) -> tuple[Tensor, Tensor, floa
     """
     anything: Any = wrapper
     experts: int = anything.num_experts
-    weight_a: Tensor = anything.lora_A[ADAPTER].weight.detach()
-    weight_b: Tensor = anything.lora_B[ADAPTER].weight.detach()
+    weight_a: Tensor = anything.lora_A[ADAPTER].weight.detach().cpu()
+    weight_b: Tensor = anything.lora_B[ADAPTER].weight.detach().cpu()
     a = weight_a.reshape(experts, -1, weight_a.shape[1])[expert]
     b = weight_b.reshape(weight_b.shape[0], -1, experts)[:, :, expert]
     scale: float = anything.scaling[ADAPTER]

@@ -30,7 +30,7 @@ from peft import LoraConfig
 from torch import Tensor
 
 from lema.convert.serving.layouts import split_files, stacked_files
-from lema.errors import ConfigError
+from lema.errors import ConfigError, LemaError
 from lema.lora.merge import ADAPTER
 from lema.lora.serving.checks import check_served, published_names, stacks
 from lema.lora.serving.servers import SERVERS
@@ -68,6 +68,7 @@ else:
 __all__ = ["ServedMixin"]
 
 MOST_REQUESTS = 256  # at once
+MOST_FAILURES = 5  # of a server that answers when it is asked whether it is there
 RATIO = "importance_sampling_ratio"  # TRL's name for it, in what a loss is computed of
 
 
@@ -199,6 +200,8 @@ class ServedMixin(Below):
         ratio = difference.exp()
         low = self.vllm_importance_sampling_clip_min
         high = self.vllm_importance_sampling_clip_max
+        if low is None and high is None:
+            return ratio
         if mode.endswith("truncate"):
             return ratio.clamp(min=low, max=high)
         outside = (ratio < (-math.inf if low is None else low)) | (
@@ -251,7 +254,7 @@ class _Policies:
             DiskError: the adapter could not be written.
         """
         name = self._write()
-        while True:
+        for _ in range(MOST_FAILURES):
             try:
                 self._hand_over(name)
                 with ThreadPoolExecutor(min(len(prompts), MOST_REQUESTS)) as requests:
@@ -259,8 +262,11 @@ class _Policies:
                         name, prompt[0], count, seed=prompt[1], **sampling
                     )
                     return [*chain.from_iterable(requests.map(ask, prompts))]
-            except (OSError, HTTPException):
+            except (OSError, HTTPException) as error:
+                failure = error
                 self._server.wait()
+        what = f"the server broke off {MOST_FAILURES} times, though it answers: {failure}"
+        raise LemaError(what, where=self._server.url, how="look at what the server has printed")
 
     def _write(self) -> str:
         """Write the adapter as it is now, if it is not there yet, and return its name."""
@@ -272,7 +278,7 @@ class _Policies:
         digest = hashlib.sha256()
         for name in sorted(files.tensors):
             digest.update(name.encode())
-            digest.update(files.tensors[name].contiguous().view(torch.uint8).numpy().data)
+            digest.update(files.tensors[name].cpu().contiguous().view(torch.uint8).numpy().data)
         policy = f"{self._prefix}{digest.hexdigest()[:16]}"
         directory = self._directory / policy
         if not directory.is_dir():

@@ -72,8 +72,13 @@ class VLLMServer:
             self._note(f"the server at {self.url} answers again")
 
     def names(self) -> set[str]:
-        """Return the names of the model and of the adapters that the server has."""
-        return {model["id"] for model in self._asked("/v1/models")["data"]}
+        """Return the names of the model and of the adapters that the server has. `ConfigError`: it
+        is no server of vLLM."""
+        try:
+            return {model["id"] for model in self._asked("/v1/models")["data"]}
+        except (HTTPError, KeyError) as error:
+            what = f"what answers here is no server of vLLM: {error}"
+            raise ConfigError(what, where=self.url, how=f"start one: {START}") from error
 
     def load(self, name: str, directory: Path, *, stacked: bool = False) -> None:
         """Have the server read an adapter.
@@ -101,12 +106,15 @@ class VLLMServer:
             ) from error
 
     def unload(self, name: str) -> None:
-        """Have the server forget an adapter, if it has it."""
+        """Have the server forget an adapter, if it has it. `ConfigError`: it refuses to."""
         try:
             self._asked("/v1/unload_lora_adapter", {"lora_name": name})
         except HTTPError as error:
             if error.code not in (400, 404):
-                raise
+                what = f"the server did not forget an adapter (HTTP {error.code})"
+                raise ConfigError(
+                    what, where=f"{self.url}, {name}", how=f"start it so: {START}"
+                ) from error
 
     def complete(
         self, name: str, prompt: Sequence[int], count: int, **sampling: object
