@@ -28,7 +28,7 @@ from lema.errors import ConfigError, ModelError
 from lema.lora.checks import check_patterns
 from lema.lora.materialize import Read, check_attached, check_saved_modules, make_real, take_off
 from lema.lora.merge import WRAPPED
-from lema.lora.options import with_options, without_modules
+from lema.lora.options import as_integer, with_options, without_modules
 from lema.lora.targets import OF_PEFT, default_parameters, default_targets, peft_targets
 from lema.model.partition import planned_suffixes
 from lema.model.skeleton import EmptyOnMeta, find_layers, find_towers, is_in
@@ -77,7 +77,7 @@ def lora_config(
     try:
         options |= {
             "r": rank,
-            "lora_alpha": _as_integer(alpha),
+            "lora_alpha": as_integer(alpha),
             "lora_dropout": dropout,
             "target_modules": chosen,
         }
@@ -125,7 +125,7 @@ def configured_lora(model: PreTrainedModel, config: LemaConfig, parts: int = 1) 
     if config.torch_compile:  # because compilers break at them
         options["target_parameters"] = options["target_parameters"] or []
     options["alpha_pattern"] = {
-        name: _as_integer(alpha) for name, alpha in config.lora_alpha_pattern.items()
+        name: as_integer(alpha) for name, alpha in config.lora_alpha_pattern.items()
     }
     peft_config = lora_config(
         model,
@@ -139,11 +139,6 @@ def configured_lora(model: PreTrainedModel, config: LemaConfig, parts: int = 1) 
         suffixes = planned_suffixes(model, peft_config.target_parameters) or None
         peft_config = with_options(peft_config, target_parameters=suffixes)
     return peft_config
-
-
-def _as_integer(alpha: float) -> float:
-    """Return a whole number as one; PEFT asks for that, and scales by a float as well."""
-    return int(alpha) if float(alpha).is_integer() else alpha
 
 
 def param_filter(model: PreTrainedModel, config: LoraConfig) -> list[str]:

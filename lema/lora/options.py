@@ -1,15 +1,27 @@
 """PEFT configs with other options. A config is its owner's, so it is copied, not written to."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import copy
 from typing import TypeVar
 
 from peft import LoraConfig, PeftConfig
+from peft.utils.other import get_pattern_key
 
-__all__ = ["with_options", "without_modules"]
+__all__ = ["as_integer", "pattern_value", "with_options", "without_modules"]
 
 Config = TypeVar("Config", bound=PeftConfig)
+Number = TypeVar("Number", int, float)
+
+
+def as_integer(alpha: float) -> float:
+    """Return a whole number as one; PEFT asks for that, and scales by a float as well."""
+    return int(alpha) if float(alpha).is_integer() else alpha
+
+
+def pattern_value(patterns: Mapping[str, Number], name: str, usual: Number) -> Number:
+    """Return what PEFT takes from patterns for a module: a rank or an alpha."""
+    return patterns.get(get_pattern_key(list(patterns), name), usual)
 
 
 def with_options(config: Config, **options: object) -> Config:

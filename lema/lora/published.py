@@ -21,7 +21,6 @@ from typing import Literal
 import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
-from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -29,7 +28,7 @@ from transformers import PreTrainedModel
 from lema.errors import AdapterError
 from lema.lora.class_names import class_names
 from lema.lora.merge import OWN, WRAPPED
-from lema.lora.options import with_options, without_modules
+from lema.lora.options import pattern_value, with_options, without_modules
 from lema.lora.shards import PREFIX
 from lema.storage.verify import load_tensors
 
@@ -194,9 +193,9 @@ def _fitted(
         fitted = _narrowed(fitted, modules, targets)
     for option, usual in (("rank_pattern", config.r), ("alpha_pattern", config.lora_alpha)):
         patterns: dict[str, int] = getattr(config, option) or {}
-        values = {name: _value(patterns, name, usual) for name in adapted}
+        values = {name: pattern_value(patterns, name, usual) for name in adapted}
         exact = values | {rename(name): value for name, value in values.items()}
-        if any(_value(patterns, name, usual) != value for name, value in exact.items()):
+        if any(pattern_value(patterns, name, usual) != value for name, value in exact.items()):
             unusual = {name: value for name, value in sorted(exact.items()) if value != usual}
             fitted = with_options(fitted, **{option: unusual})
     return fitted
@@ -205,11 +204,6 @@ def _fitted(
 def _bare(names: Iterable[str]) -> dict[str, None]:
     """Return the names that those of a model with adapters have without them."""
     return {WRAPPED.sub("", name): None for name in names if not OWN.search(name)}
-
-
-def _value(patterns: Mapping[str, int], name: str, usual: int) -> int:
-    """Return what PEFT takes from patterns for a module."""
-    return patterns.get(get_pattern_key(list(patterns), name), usual)
 
 
 def _adapted(

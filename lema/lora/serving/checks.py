@@ -35,7 +35,7 @@ class PublishedNames:
     def missing(self) -> list[str]:
         """The adapted modules and parameters that published files do not have as matrices."""
         return [
-            module if (module := name.removesuffix(WEIGHT)) != name else name
+            name.removesuffix(WEIGHT)
             for name in self.adapted
             if (
                 not self.experts[name]

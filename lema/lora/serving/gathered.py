@@ -18,14 +18,13 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora.layer import ParamWrapper
-from peft.utils.other import get_pattern_key
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lema.errors import AdapterError
 from lema.lora.class_names import class_names
 from lema.lora.merge import ADAPTER, OWN, WRAPPED
-from lema.lora.options import with_options
+from lema.lora.options import as_integer, pattern_value, with_options
 from lema.lora.serving.experts import ExpertPart, expert_parts, parameter_wrappers
 from lema.lora.serving.names import published_modules
 from lema.lora.shards import PREFIX
@@ -74,7 +73,7 @@ class PublishedAdapter:
                 raise AdapterError(what, where=str(where), how=how)
             there = parts[0][0]
             ratio = _divisor(saved, rank) / _divisor(saved, ranks[there])
-            note(name, rank, _as_integer(_alpha(saved, there) * ratio))
+            note(name, rank, as_integer(_alpha(saved, there) * ratio))
         return with_options(
             saved,
             target_modules=sorted(self.modules),
@@ -164,15 +163,11 @@ def _stacked(model: PreTrainedModel) -> Iterator[str]:
 
 def _alpha(config: LoraConfig, module: str) -> float:
     patterns: dict[str, float] = config.alpha_pattern or {}
-    return patterns.get(get_pattern_key([*patterns], module), config.lora_alpha)
+    return pattern_value(patterns, module, config.lora_alpha)
 
 
 def _divisor(config: LoraConfig, rank: int) -> float:
     return rank**0.5 if config.use_rslora else rank
-
-
-def _as_integer(alpha: float) -> float:
-    return int(alpha) if float(alpha).is_integer() else alpha
 
 
 def _gathered(
