@@ -40,6 +40,7 @@ from lema.engine.streamed import StreamedModel
 from lema.engine.trained_weights import AskedGradients, OuterGradients, adapter_leaves
 from lema.errors import ConfigError
 from lema.model.flow import LayerCall, Prelude
+from lema.model.layers.routing import RowChoices
 from lema.model.state.hooks import aside, hooks_of
 from lema.stream.schedule import fetched_per_step, in_parts
 
@@ -48,6 +49,7 @@ __all__ = ["LayerStack", "StackCall"]
 # What a model collects of its layers by hooks, which see them run more than once, or not at all.
 COLLECTED = ("output_hidden_states", "output_attentions")
 ROUTED = "output_router_logits"  # is answered here, because a loss may be formed of it
+CHOICES = "replaying"  # is said where routers cannot be told what to choose
 # what models call their keys and values, from transformers 5.24 on and before
 CACHES = ("cache", "past_key_values")
 LEARNING_TOKENS = 8
@@ -217,6 +219,7 @@ class LayerStack:
                 raise ConfigError(what, where="experts_per_slot", how="set it to null")
             self._gradient_sums = {}
             streamed.engine.train_weights(adapter_leaves(split.layers, self._gradient_sums))
+        self._choices: RowChoices | None = None  # None: routers choose themselves
         self.warns = True  # of weights that are streamed once for each batch of an optimizer step
         self.supply: Callable[[StackCall], Tensor] = lambda call: self.run([call])[0]
 
@@ -235,6 +238,23 @@ class LayerStack:
             yield
         finally:
             self.supply = before
+
+    @contextmanager
+    def replaying(self, choices: Tensor) -> Iterator[None]:
+        """Have routers choose the experts they are told to in a `with` block; see
+        `StreamedPeftModel.replaying`.
+        """
+        split = self.streamed.split
+        if split.lazy or split.compiles(0):
+            what = "compiled layers cannot be told which experts to choose"
+            raise ConfigError(what, where=CHOICES, how="set torch_compile to false")
+        before = self._choices
+        self._choices = RowChoices(choices, split.num_layers)
+        try:
+            yield
+            self._choices.check_taken()
+        finally:
+            self._choices = before
 
     def take_out(self) -> None:
         """Restore the model."""
@@ -265,6 +285,11 @@ class LayerStack:
             raise ConfigError(what, where=ROUTED, how=how)
         cache_name = next((name for name in CACHES if arguments.get(name) is not None), None)
         if (cache_name or self._asked("use_cache", arguments)) and not differentiated:
+            if self._choices is not None:
+                what = (
+                    "a call with a cache of keys and values cannot be told which experts to choose"
+                )
+                raise ConfigError(what, where=CHOICES, how="call the model with use_cache=False")
             with (
                 split.autocast(self._ambient()),
                 split.replaced(leased_forwards(split, self.streamed.stream)),
@@ -341,6 +366,13 @@ class LayerStack:
                 )
                 call.call_as(ambient, hooks_here)
                 call.ask_routers(routed)
+        if self._choices is not None:
+            size = sum(len(cut.rows) for cut in cuts)
+            choices = self._choices.next_rows(size, cuts[0].width)
+            for cut, prelude in zip(cuts, preludes, strict=True):
+                of_cut = choices[cut.rows, : cut.end]
+                for layer, call in enumerate(prelude.calls):
+                    call.choose(of_cut[:, :, layer].flatten(0, 1))
         return StackCall(preludes, differentiated, inputs, self._trained(), cuts, routed)
 
     def _preludes(

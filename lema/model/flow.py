@@ -95,6 +95,9 @@ class LayerCall:
     autocast: torch.dtype | None = None
     # the outputs of the layer's routers in its last run; None: not requested
     routers: list[Tensor] | None = None
+    # of each token `[tokens, experts of each]` in host memory, which experts its routers choose;
+    # None: they choose themselves
+    choices: Tensor | None = None
     # what the layer kept before its first run; None: it has not run
     snapshot: Snapshot | None = None
     # of the modules inside the layer when the model was called; None: those of now
@@ -107,6 +110,10 @@ class LayerCall:
     def ask_routers(self, asked: bool) -> None:
         """Ask for what the layer's routers make in its next run, or do no more."""
         self.routers = [] if asked else None
+
+    def choose(self, choices: Tensor) -> None:
+        """Have the layer's routers choose these experts, `[tokens, experts of each]`."""
+        self.choices = choices
 
     def drop_routers(self) -> None:
         """Let go of what routers made, also in copies of this call, and ask for no more."""

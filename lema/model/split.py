@@ -31,6 +31,7 @@ from lema.model.experts import (
 from lema.model.flow import CannotCut, LayerCall, Prelude, Suspended, Tape, find_cut
 from lema.model.layers.attached import AttachedLayers
 from lema.model.layers.compiled import CompiledLayers
+from lema.model.layers.routing import replayed
 from lema.model.row_tables import RowTables
 from lema.model.skeleton import find_layers, main_dtype, scores_texts
 from lema.model.state.hooks import aside
@@ -313,7 +314,8 @@ class Split:
             return out
 
         inside = nullcontext() if call.hooks is None else call.hooks.standing()
-        with self.autocast(call.autocast), capture.routed(call.routers), inside:
+        told = replayed(self.layers[index], index, self.experts_of(index), call.choices)
+        with self.autocast(call.autocast), capture.routed(call.routers), inside, told:
             if graphs is not None and torch.is_grad_enabled() and not hidden.requires_grad:
                 # so that one graph serves all layers: the lowest needs none
                 hidden = hidden.detach().requires_grad_()

@@ -8,7 +8,8 @@ its layers. Its base takes no memory: the layers' weights are on `meta`, and in 
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from os import PathLike
@@ -248,6 +249,33 @@ class StreamedPeftModel(PeftModel):
         """Stop reading and free the memory. The model cannot be called after that."""
         self.stack.take_out()
         self.opened.close()
+
+    @contextmanager
+    def replaying(self, choices: Tensor) -> Iterator[None]:
+        """Have the routers of a mixture of experts choose what they are told to in a `with` block:
+        the experts that a server chose when it sampled the same tokens.
+
+        Calls of the model in the block take the rows of the choices one after the other. The
+        factors of the experts and all gradients are the model's own; those of a whole model whose
+        routers choose the same are equal bit for bit. Source: https://arxiv.org/abs/2510.11370.
+
+        Args:
+            choices: `[rows, sequence, layers, experts of each token]`, integers, on any device; -1
+                where the router chooses itself. What it says of layers without experts is all
+                zeros, or all -1.
+
+        Raises:
+            ConfigError: the choices do not fit the model or the calls, a router chooses in another
+                way than by `torch.topk`, or layers are compiled.
+
+        Example:
+            ```python
+            with model.replaying(choices):
+                logits = model(input_ids=rows, attention_mask=mask).logits
+            ```
+        """
+        with self.stack.replaying(choices):
+            yield
 
     def add_adapter(
         self, adapter_name: str, peft_config: PeftConfig, *args: Any, **kwargs: Any
