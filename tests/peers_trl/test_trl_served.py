@@ -246,3 +246,57 @@ def test_what_cannot_be_served_is_refused(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(LemaError, match=r"did not answer for 0\.5 s"):
         trainer.train()
     model.close()
+
+
+DIFFERENCE = "sampling/sampling_logp_difference/max"
+
+
+def worst_difference(
+    model: Any, directory: Path, server: Any, *, replays: bool, **arguments: Any
+) -> float:
+    """The worst difference between log-probabilities of learner and server in a run."""
+    kind = served(server.url, replay_choices=replays)
+    sizes = {**SAMPLED, "logging_steps": 1, **arguments}
+    trainer = trainer_of("grpo", model, directory, trainer=kind, **sizes)
+    trainer.train()
+    differences = [entry[DIFFERENCE] for entry in trainer.state.log_history if DIFFERENCE in entry]
+    assert len(differences) == SAMPLED["max_steps"]
+    return max(differences)
+
+
+@pytest.mark.filterwarnings("ignore:gradients are accumulated over several batches")
+@pytest.mark.parametrize("arguments", [{}, REUSED])
+def test_a_learner_takes_the_experts_that_the_server_chose(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: dict[str, Any]
+) -> None:
+    """Replayed, the server's choices give the server's numbers; free ones do not."""
+    mixture = save("qwen3_moe", tmp_path / "model")
+    worst = {}
+    for routes, replays in (("told", True), ("told", False), ("untold", True)):
+        with generation_server(mixture, routes=routes) as server:
+            model = streamed_model(mixture)
+            place = tmp_path / f"{routes}-{replays}"
+            worst[routes, replays] = worst_difference(
+                model, place, server, replays=replays, **arguments
+            )
+            model.close()
+        said = capsys.readouterr().err
+        assert said.count("does not tell which experts it chose") == (routes == "untold")
+    assert worst["told", True] < 1e-5
+    assert worst["told", False] > 1e-3
+    assert worst["untold", True] == worst["told", False]
+
+
+def test_a_server_that_tells_of_other_tokens_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixture = save("qwen3_moe", tmp_path / "model")
+    model = streamed_model(mixture)
+    with generation_server(mixture, routes="told") as server:
+        whole = type(server).routed_experts
+        monkeypatch.setattr(
+            type(server), "routed_experts", lambda self, rows: whole(self, rows)[:, 2:]
+        )
+        with pytest.raises(LemaError, match="tokens before its last"):
+            run(model, tmp_path, trainer=served(server.url))
+    model.close()

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from lema.errors import ConfigError
 from lema.model.experts import LayerExperts
 
-__all__ = ["FREE", "RowChoices", "replayed"]
+__all__ = ["FREE", "RowChoices", "has_routers", "replayed"]
 
 FREE = -1  # in the place of an expert: the router chooses itself
 WHERE = "expert choices"
@@ -174,6 +174,11 @@ class _Replay(TorchFunctionMode):
         told = self._choices.to(indices.device, indices.dtype)
         chosen = torch.where(told == FREE, indices, told)
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
+
+
+def has_routers(layer: nn.Module) -> bool:
+    """Whether a decoder layer has experts to choose from."""
+    return bool(_counts(layer))
 
 
 def _counts(layer: nn.Module) -> frozenset[int]:

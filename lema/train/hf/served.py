@@ -20,6 +20,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from http.client import HTTPException
 from itertools import chain
 from pathlib import Path
@@ -36,6 +37,7 @@ from lema.lora.serving.checks import check_served, published_names, stacks
 from lema.lora.serving.servers import SERVERS
 from lema.storage.atomic import appearing
 from lema.train.hf.peftmodel import StreamedPeftModel
+from lema.train.hf.serverchoices import ServerChoices
 from lema.train.hf.vllmserver import Completion, VLLMServer
 
 if TYPE_CHECKING:
@@ -62,6 +64,8 @@ if TYPE_CHECKING:
         _metrics: Any
 
         def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+        def _generate(self, prompts: list[Any]) -> Any: ...
 else:
     Below = object
 
@@ -84,6 +88,8 @@ class ServedMixin(Below):
         args: arguments of the trainer by position.
         server: the URL of the server.
         server_timeout: seconds to wait for a server that does not answer.
+        replay_choices: of a mixture of experts, have the learner's routers choose for a token the
+            experts that the server chose, if it tells them.
         kwargs: arguments of the trainer by name.
 
     Raises:
@@ -92,7 +98,12 @@ class ServedMixin(Below):
     """
 
     def __init__(
-        self, *args: object, server: str, server_timeout: float = 240.0, **kwargs: object
+        self,
+        *args: object,
+        server: str,
+        server_timeout: float = 240.0,
+        replay_choices: bool = True,
+        **kwargs: object,
     ) -> None:
         super().__init__(*args, **kwargs)
         if self.args.use_vllm:
@@ -106,9 +117,15 @@ class ServedMixin(Below):
         self._policies = _Policies(
             model, VLLMServer(server, server_timeout, note), Path(self.args.output_dir)
         )
+        self._choices = ServerChoices(model, note) if replay_choices else None
         self._sampled: dict[str, Any] | None = None  # what a loss is being computed of
         self._generated_at = -1  # the step at which completions were made last
         self._rounds = 0  # how often they were made before in that step
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        if self._choices is not None:
+            self._choices.begin(is_training=self.model.training)
+        return super()._generate(prompts)
 
     def _generate_single_turn(
         self,
@@ -141,6 +158,9 @@ class ServedMixin(Below):
         broadcast_object_list(completions, from_process=0)
         begin = self.accelerator.process_index * len(prompt_ids)
         mine: list[Completion] = completions[0][begin : begin + len(prompt_ids)]
+        if self._choices is not None:
+            for prompt, row in zip(prompt_ids, mine, strict=True):
+                self._choices.add([*prompt, *row.token_ids], row.choices)
         return [row.token_ids for row in mine], [row.logprobs for row in mine]
 
     def _sampling(self) -> dict[str, Any]:
@@ -168,10 +188,21 @@ class ServedMixin(Below):
             self._sampled = None
 
     def _get_per_token_logps_and_entropies(
-        self, *args: object, **kwargs: object
+        self,
+        model: object,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[Any, ...]:
         trainer: Any = super()
-        numbers: tuple[Any, ...] = trainer._get_per_token_logps_and_entropies(*args, **kwargs)
+        told = None
+        if self._choices is not None:
+            told = self._choices.of_rows(input_ids, attention_mask)
+        with nullcontext() if told is None else self._policies.model.replaying(told):
+            numbers: tuple[Any, ...] = trainer._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, *args, **kwargs
+            )
         if self._sampled is not None:
             before = self._sampled.get("old_per_token_logps")
             learner = numbers[0].detach() if before is None else before
@@ -226,7 +257,7 @@ class _Policies:
         self._names = published_names(skeleton)
         check_served("vllm", skeleton, config, self._names, where="server")
         self._is_stacked = stacks(SERVERS["vllm"], skeleton)
-        self._model = model
+        self.model = model
         self._server = server
         self._directory = output_dir.absolute() / "served"
         run = hashlib.sha256(str(self._directory).encode()).hexdigest()[:8]
@@ -271,9 +302,9 @@ class _Policies:
     def _write(self) -> str:
         """Write the adapter as it is now, if it is not there yet, and return its name."""
         files = (
-            stacked_files(self._model, "vllm")
+            stacked_files(self.model, "vllm")
             if self._is_stacked
-            else split_files(self._model, self._names)
+            else split_files(self.model, self._names)
         )
         digest = hashlib.sha256()
         for name in sorted(files.tensors):

@@ -7,6 +7,8 @@ server of vLLM 0.32.0, `vllm/entrypoints/openai` and `vllm/entrypoints/serve/lor
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,11 +19,16 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from lema.errors import ConfigError, LemaError
 
-__all__ = ["Completion", "VLLMServer"]
+__all__ = ["TELL_CHOICES", "Completion", "VLLMServer"]
 
 START = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank N"
+TELL_CHOICES = "--enable-return-routed-experts"  # has a server tell which experts it chose
 PATIENCE = 600.0  # seconds that an answer may take
 
 
@@ -31,6 +38,9 @@ class Completion:
 
     token_ids: list[int]
     logprobs: list[float]  # of each of these tokens, as it was sampled
+    # which experts the server chose, `[tokens before the last, layers, experts of each]`, for the
+    # prompt and the completion; None: it does not tell
+    choices: Tensor | None = None
 
 
 class VLLMServer:
@@ -148,7 +158,11 @@ class VLLMServer:
             what = f"the server made no completions (HTTP {error.code}): {message}"
             raise ConfigError(what, where=self.url, how="see the message") from error
         return [
-            Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+            Completion(
+                choice["token_ids"],
+                choice["logprobs"]["token_logprobs"],
+                _array(choice.get("routed_experts")),
+            )
             for choice in sorted(choices, key=lambda choice: choice["index"])
         ]
 
@@ -163,3 +177,11 @@ class VLLMServer:
             return {"text": text}
         answer_body: dict[str, Any] = json.loads(text)
         return answer_body
+
+
+def _array(text: str | None) -> Tensor | None:
+    """Return an array of integers that is written as the base64 of an `.npy` file."""
+    if text is None:
+        return None
+    array = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+    return torch.from_numpy(array.astype(np.int32))
