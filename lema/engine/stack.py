@@ -116,6 +116,15 @@ class StackCall:
                 call.drop_routers()  # because the backward does not need it
         return tuple(logits)
 
+    def choose(self, choices: RowChoices) -> None:
+        """Have routers choose the experts that the next rows of the choices name."""
+        size = sum(len(cut.rows) for cut in self.cuts)
+        rows = choices.next_rows(size, self.cuts[0].width)
+        for cut, prelude in zip(self.cuts, self.preludes, strict=True):
+            of_cut = rows[cut.rows, : cut.end]
+            for layer, call in enumerate(prelude.calls):
+                call.choose(of_cut[:, :, layer].flatten(0, 1))
+
     def check_unseen(self, gradient: Tensor) -> None:
         """Refuse a loss that counts positions that were cut off, by its gradient `[batch,
         sequence, hidden]`.
@@ -219,7 +228,6 @@ class LayerStack:
                 raise ConfigError(what, where="experts_per_slot", how="set it to null")
             self._gradient_sums = {}
             streamed.engine.train_weights(adapter_leaves(split.layers, self._gradient_sums))
-        self._choices: RowChoices | None = None  # None: routers choose themselves
         self.warns = True  # of weights that are streamed once for each batch of an optimizer step
         self.supply: Callable[[StackCall], Tensor] = lambda call: self.run([call])[0]
 
@@ -248,13 +256,16 @@ class LayerStack:
         if split.lazy or split.compiles(0):
             what = "compiled layers cannot be told which experts to choose"
             raise ConfigError(what, where=CHOICES, how="set torch_compile to false")
-        before = self._choices
-        self._choices = RowChoices(choices, split.num_layers)
-        try:
+        rows = RowChoices(choices, split.num_layers)
+        supply = self.supply
+
+        def supply_chosen(call: StackCall) -> Tensor:
+            call.choose(rows)
+            return supply(call)
+
+        with self.supplied_by(supply_chosen):
             yield
-            self._choices.check_taken()
-        finally:
-            self._choices = before
+            rows.check_taken()
 
     def take_out(self) -> None:
         """Restore the model."""
@@ -285,11 +296,6 @@ class LayerStack:
             raise ConfigError(what, where=ROUTED, how=how)
         cache_name = next((name for name in CACHES if arguments.get(name) is not None), None)
         if (cache_name or self._asked("use_cache", arguments)) and not differentiated:
-            if self._choices is not None:
-                what = (
-                    "a call with a cache of keys and values cannot be told which experts to choose"
-                )
-                raise ConfigError(what, where=CHOICES, how="call the model with use_cache=False")
             with (
                 split.autocast(self._ambient()),
                 split.replaced(leased_forwards(split, self.streamed.stream)),
@@ -366,13 +372,6 @@ class LayerStack:
                 )
                 call.call_as(ambient, hooks_here)
                 call.ask_routers(routed)
-        if self._choices is not None:
-            size = sum(len(cut.rows) for cut in cuts)
-            choices = self._choices.next_rows(size, cuts[0].width)
-            for cut, prelude in zip(cuts, preludes, strict=True):
-                of_cut = choices[cut.rows, : cut.end]
-                for layer, call in enumerate(prelude.calls):
-                    call.choose(of_cut[:, :, layer].flatten(0, 1))
         return StackCall(preludes, differentiated, inputs, self._trained(), cuts, routed)
 
     def _preludes(

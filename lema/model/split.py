@@ -314,8 +314,12 @@ class Split:
             return out
 
         inside = nullcontext() if call.hooks is None else call.hooks.standing()
-        told = replayed(self.layers[index], index, self.experts_of(index), call.choices)
-        with self.autocast(call.autocast), capture.routed(call.routers), inside, told:
+        choosing = (
+            nullcontext()
+            if call.choices is None
+            else replayed(self.layers[index], index, self.experts_of(index), call.choices)
+        )
+        with self.autocast(call.autocast), capture.routed(call.routers), inside, choosing:
             if graphs is not None and torch.is_grad_enabled() and not hidden.requires_grad:
                 # so that one graph serves all layers: the lowest needs none
                 hidden = hidden.detach().requires_grad_()

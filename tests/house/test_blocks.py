@@ -44,6 +44,7 @@ RUN = {  # name of a block, and the tests that run it
     "grpo example": "tests/peers_trl/test_trl_page.py",
     "mixin example": "tests/peers_trl/test_trl_page.py",
     "served example": "tests/peers_trl/test_trl_page.py",
+    "replaying example": "tests/train/hf/test_replayed_choices.py",
     "vllm adapter": "tests/peers_serving/test_serving_page.py",
     "vllm swap": "tests/peers_serving/test_serving_page.py",
     "vllm merged": "tests/peers_serving/test_serving_page.py",

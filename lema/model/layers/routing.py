@@ -82,7 +82,7 @@ class RowChoices:
 
 @contextmanager
 def replayed(
-    layer: nn.Module, number: int, experts: LayerExperts | None, choices: Tensor | None
+    layer: nn.Module, number: int, experts: LayerExperts | None, choices: Tensor
 ) -> Iterator[None]:
     """Have the routers of a layer choose these experts in a `with` block.
 
@@ -90,25 +90,21 @@ def replayed(
         layer: a decoder layer.
         number: which one it is.
         experts: its experts, if they are known.
-        choices: `[tokens, experts of each]`, `FREE` where the router chooses itself; None: nothing
-            is replayed.
+        choices: `[tokens, experts of each]`, `FREE` where the router chooses itself.
 
     Raises:
         ConfigError: the layer has no router that chooses as many experts, or one that chooses in
             another way, and differently.
     """
-    if choices is None:
-        yield
-        return
     counts = _counts(layer)
     if not counts:
         # a server tells something of layers without experts as well, which is always the same
-        if _are_told(choices):
+        if _are_chosen(choices):
             what = f"there are choices of experts for layer {number}, which has no experts"
             raise ConfigError(what, where=WHERE, how="give those of this model's own layers")
         yield
         return
-    if not _are_told(choices):
+    if not _are_chosen(choices):
         yield
         return
     mode = _Replay(choices, counts)
@@ -125,8 +121,8 @@ def replayed(
         for hook in hooks:
             hook.remove()
     # Some routers choose by a table of tokens, as the server's does, and need not be told.
-    told_otherwise = not mode.taken and len(received) == 1 and _same(received[0], choices)
-    if mode.taken != 1 and not told_otherwise:
+    by_table = not mode.taken and len(received) == 1 and _same(received[0], choices)
+    if mode.taken != 1 and not by_table:
         what = (
             f"the router of layer {number} does not choose {choices.shape[-1]} of "
             f"{sorted(counts)} experts by torch.topk, so no choices can be replayed in it"
@@ -157,22 +153,22 @@ class _Replay(TorchFunctionMode):
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        found = func(*args, **(kwargs or {}))
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
-            return found
+            return result
         scores = args[0] if args else (kwargs or {})["input"]
-        indices = found.indices
+        indices = result.indices
         # Routers that choose groups of experts first do it by scores `[tokens, groups, experts]`.
         if indices.shape != self._choices.shape or scores.shape[-1] not in self._counts:
-            return found
+            return result
         self.taken += 1
         last = scores.shape[-1] - 1
         if int(self._choices.max()) > last or int(self._choices.min()) < FREE:
             what = f"a choice is {int(self._choices.max())}, and there are experts 0 to {last}"
             raise ConfigError(what, where=WHERE, how="give those of this model's own routers")
-        told = self._choices.to(indices.device, indices.dtype)
-        chosen = torch.where(told == FREE, indices, told)
+        choices = self._choices.to(indices.device, indices.dtype)
+        chosen = torch.where(choices == FREE, indices, choices)
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
 
 
@@ -192,9 +188,9 @@ def _counts(layer: nn.Module) -> frozenset[int]:
     )
 
 
-def _are_told(choices: Tensor) -> bool:
+def _are_chosen(choices: Tensor) -> bool:
     """Whether choices are those of a router: no expert is chosen twice for a token. Where nothing
-    was chosen, a server tells zeros."""
+    was chosen, a server has zeros."""
     if choices.shape[-1] == 1:
         return bool((choices > 0).any())
     ordered = choices.sort(dim=-1).values
@@ -203,6 +199,6 @@ def _are_told(choices: Tensor) -> bool:
 
 def _same(chosen: Tensor, choices: Tensor) -> bool:
     """Whether the experts of each token are those told, in any order."""
-    told = choices.to(chosen.device, chosen.dtype).sort(dim=-1).values
-    is_free = (told == FREE).any(dim=-1, keepdim=True)
-    return bool(((chosen.sort(dim=-1).values == told) | is_free).all())
+    expected = choices.to(chosen.device, chosen.dtype).sort(dim=-1).values
+    is_free = (expected == FREE).any(dim=-1, keepdim=True)
+    return bool(((chosen.sort(dim=-1).values == expected) | is_free).all())

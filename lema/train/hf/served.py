@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
         def __init__(self, *args: object, **kwargs: object) -> None: ...
 
-        def _generate(self, prompts: list[Any]) -> Any: ...
+        def _generate(self, prompts: list[Any]) -> object: ...
 else:
     Below = object
 
@@ -122,7 +122,7 @@ class ServedMixin(Below):
         self._generated_at = -1  # the step at which completions were made last
         self._rounds = 0  # how often they were made before in that step
 
-    def _generate(self, prompts: list[Any]) -> Any:
+    def _generate(self, prompts: list[Any]) -> object:
         if self._choices is not None:
             self._choices.begin(is_training=self.model.training)
         return super()._generate(prompts)
@@ -196,10 +196,10 @@ class ServedMixin(Below):
         **kwargs: object,
     ) -> tuple[Any, ...]:
         trainer: Any = super()
-        told = None
+        choices = None
         if self._choices is not None:
-            told = self._choices.of_rows(input_ids, attention_mask)
-        with nullcontext() if told is None else self._policies.model.replaying(told):
+            choices = self._choices.of_rows(input_ids, attention_mask)
+        with nullcontext() if choices is None else self._policies.model.replaying(choices):
             numbers: tuple[Any, ...] = trainer._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, *args, **kwargs
             )

@@ -10,7 +10,7 @@ from torch import Tensor
 from lema.errors import LemaError
 from lema.model.layers.routing import FREE, has_routers
 from lema.train.hf.peftmodel import StreamedPeftModel
-from lema.train.hf.vllmserver import TELL_CHOICES
+from lema.train.hf.vllmserver import CHOICES_OPTION
 
 __all__ = ["ServerChoices"]
 
@@ -52,7 +52,7 @@ class ServerChoices:
         if choices is None:
             self._note(
                 "the server does not tell which experts it chose, so the learner's routers "
-                f"choose themselves; start it with {TELL_CHOICES}"
+                f"choose themselves; start it with {CHOICES_OPTION}"
             )
             self._is_mixture = False
             return
@@ -76,17 +76,17 @@ class ServerChoices:
             `[rows, sequence, layers, experts of each]`; `FREE` where the server did not tell, as of
             the last token. None: it told nothing of these rows.
         """
-        known = self._rows[True] | self._rows[False]
-        if not known:
+        rows = self._rows[True] | self._rows[False]
+        if not rows:
             return None
-        width = next(iter(known.values())).shape[-1]
-        told = torch.full((*input_ids.shape, self._num_layers, width), FREE, dtype=torch.int32)
+        width = next(iter(rows.values())).shape[-1]
+        of_rows = torch.full((*input_ids.shape, self._num_layers, width), FREE, dtype=torch.int32)
         is_token = attention_mask.bool().cpu()
         has_any = False
-        for row, ids in enumerate(input_ids.cpu()):
-            places = is_token[row].nonzero().flatten()
-            choices = known.get(tuple(ids[places].tolist()))
+        for number, ids in enumerate(input_ids.cpu()):
+            positions = is_token[number].nonzero().flatten()
+            choices = rows.get(tuple(ids[positions].tolist()))
             if choices is not None:
-                told[row, places[:-1]] = choices
+                of_rows[number, positions[:-1]] = choices
                 has_any = True
-        return told if has_any else None
+        return of_rows if has_any else None

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from lema.errors import ConfigError, LemaError
 
-__all__ = ["TELL_CHOICES", "Completion", "VLLMServer"]
+__all__ = ["CHOICES_OPTION", "Completion", "VLLMServer"]
 
 START = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank N"
-TELL_CHOICES = "--enable-return-routed-experts"  # has a server tell which experts it chose
+CHOICES_OPTION = "--enable-return-routed-experts"  # has a server tell which experts it chose
 PATIENCE = 600.0  # seconds that an answer may take
 
 

@@ -4,7 +4,9 @@ are those of the whole model whose routers were written by hand to choose the sa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -197,6 +199,18 @@ def test_gradients_are_those_of_a_whole_model_that_chooses_the_same(
     model.close()
 
 
+def test_the_example_of_the_page_runs(published: tuple[str, Path]) -> None:
+    name, directory = published
+    page = (Path(__file__).parents[3] / "docs/rewards.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"<!-- replaying example -->\n```python\n(.*?)```", page, re.DOTALL)
+    model = streamed(directory)
+    rows = rows_of()
+    given = {"rows": rows["input_ids"], "mask": rows["attention_mask"], "labels": rows["labels"]}
+    exec(text, {"model": model, "choices": drawn_choices(name), **given})
+    assert len(gradients(model)) >= 2 * LAYERS
+    model.close()
+
+
 def test_experts_in_groups_and_micro_batches_take_their_own_rows(
     published: tuple[str, Path],
 ) -> None:
@@ -275,7 +289,7 @@ def test_choices_that_do_not_fit_are_refused(published: tuple[str, Path]) -> Non
     ):
         with pytest.raises(ConfigError, match=message):
             call(told)
-    with torch.no_grad(), pytest.raises(ConfigError, match="cache of keys and values"):
+    with torch.no_grad(), pytest.raises(ConfigError, match="4 rows of choices belong to no call"):
         call(choices, use_cache=True)
     model.close()
 
@@ -339,7 +353,7 @@ def recorded(model: Any, layer: Any, experts: Any, choices: Tensor | None) -> li
     forward = layer.forward
 
     def replaying(*args: Any, **kwargs: Any) -> Any:
-        with replayed(layer, 0, experts, choices):
+        with nullcontext() if choices is None else replayed(layer, 0, experts, choices):
             return forward(*args, **kwargs)
 
     layer.forward = replaying
