@@ -17,8 +17,8 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from itertools import count, pairwise
 from typing import Any, NamedTuple
@@ -34,7 +34,8 @@ from lema.data.batches import dealt
 from lema.engine.generation import leased_forwards
 from lema.engine.head.gradients import EmbedHead
 from lema.engine.layers.layer_pass import LayerPass
-from lema.engine.layers.rows import Rows
+from lema.engine.layers.reference_rows import ReferenceRows
+from lema.engine.layers.rows import ComputeAs, Rows
 from lema.engine.layers.saving import Saving
 from lema.engine.streamed import StreamedModel
 from lema.engine.trained_weights import AskedGradients, OuterGradients, adapter_leaves
@@ -72,6 +73,18 @@ class StackCall:
     trained: tuple[bool, frozenset[int]]
     cuts: tuple[Cut, ...]
     routed: bool  # whether outputs of routers are requested
+    # The same call as a reference computes it, whose rows go through the layers under the same
+    # leases; None: there is none.
+    reference: StackCall | None = None
+    compute_as: ComputeAs | None = None  # of a reference: how it computes
+
+    @property
+    def rows(self) -> Rows:
+        """The rows of a reference, in front of the first layer."""
+        calls = [*zip(*(prelude.calls for prelude in self.preludes), strict=True)]
+        hidden = [prelude.hidden for prelude in self.preludes]
+        # Not compiled, because that would be another graph of each layer.
+        return Rows(calls, hidden, compute_as=self.compute_as, compiled=False)
 
     def joins(self, call: StackCall) -> bool:
         """Whether both can be run at once."""
@@ -183,14 +196,34 @@ class _Start:
     asked: AskedGradients | None = None
 
 
+@dataclass(eq=False)
+class _Reference:
+    """A reference of the calls that are made.
+
+    Args:
+        compute_as: has modules compute as it does.
+        outputs: the last layer's, of each call, without a graph.
+        ended: whether all calls have been made, so that the same ones continue with these.
+    """
+
+    compute_as: ComputeAs
+    outputs: list[Tensor] = field(default_factory=list)
+    ended: bool = False
+
+    def end(self) -> None:
+        """Note that all calls have been made."""
+        self.ended = True
+
+
 class LayerStack:
     """Has a model's layers streamed whenever the module that holds them is called, until it is
     taken out. `streamed`: the model. It is driven as before as well: its own passes go by this
     object. `rows`: of a micro-batch, at most; None: all rows of a call. `budget`: returns the bytes
     that the top layer's activations may take while a trainer computes the head and its loss, which
     spare recomputing it; None: it is recomputed like the others. Its attribute `supply`: returns
-    the last layer's output `[batch, sequence, hidden]` for a call. A trainer that knows more calls
-    that belong together replaces it, and has `run` run them all at once."""
+    the last layer's output `[batch, sequence, hidden]` for a call, and that of its reference, if it
+    has one. A trainer that knows more calls that belong together replaces it, and has `run` run
+    them all at once."""
 
     def __init__(
         self,
@@ -218,7 +251,8 @@ class LayerStack:
             self._gradient_sums = {}
             streamed.engine.train_weights(adapter_leaves(split.layers, self._gradient_sums))
         self.warns = True  # of weights that are streamed once for each batch of an optimizer step
-        self.supply: Callable[[StackCall], Tensor] = lambda call: self.run([call])[0]
+        self.supply: Callable[[StackCall], Sequence[Tensor]] = lambda call: self.run([call])[0]
+        self._reference: _Reference | None = None  # of the calls that are made now
 
         @wraps(self._forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -227,7 +261,7 @@ class LayerStack:
         self._owner.forward = forward
 
     @contextmanager
-    def supplied_by(self, supply: Callable[[StackCall], Tensor]) -> Iterator[None]:
+    def supplied_by(self, supply: Callable[[StackCall], Sequence[Tensor]]) -> Iterator[None]:
         """Have `supply` return the layers' outputs of the calls in a `with` block."""
         before = self.supply
         self.supply = supply
@@ -235,6 +269,57 @@ class LayerStack:
             yield
         finally:
             self.supply = before
+
+    @property
+    def takes_reference(self) -> bool:
+        """Whether rows of a reference can go through the layers under the leases of those that
+        train.
+        """
+        state = self.streamed.split.state
+        layers = range(self.streamed.split.num_layers)
+        # Experts in groups are leased for some rows at a time, and what layers keep from call to
+        # call, as what their hooks do, goes by the order of the calls.
+        return not self.streamed.stream.groups and not any(
+            state.layers.keeps(layer) or state.hooks.of(layer) is not None for layer in layers
+        )
+
+    @contextmanager
+    def compared(self, compute_as: ComputeAs) -> Iterator[AbstractContextManager[None]]:
+        """Have the rows of calls in a `with` block go through each layer once more under the same
+        lease, as a reference computes them. Yields the context in which the same calls, made again,
+        continue with what the last layer made of the reference's rows; they have no graph.
+
+        Args:
+            compute_as: has modules compute as the reference does.
+        """
+        reference = _Reference(compute_as)
+        self._reference = reference
+        try:
+            yield self._continued(reference)
+        finally:
+            self._reference = None
+
+    @contextmanager
+    def _continued(self, reference: _Reference) -> Iterator[None]:
+        self._reference = reference
+        reference.end()
+        try:
+            with self._as(reference):
+                yield
+        finally:
+            self._reference = None
+
+    @contextmanager
+    def _as(self, reference: _Reference) -> Iterator[None]:
+        """Have what is outside the layers compute as a reference does, without the loss of
+        routers.
+        """
+        with (
+            torch.no_grad(),
+            self._without_routers(),
+            reference.compute_as([self.streamed.split.model]),
+        ):
+            yield
 
     def take_out(self) -> None:
         """Restore the model."""
@@ -280,8 +365,17 @@ class LayerStack:
         )
         if takes_more or "use_cache" in self._signature.parameters:
             arguments["use_cache"] = False
+        reference = self._reference
+        run = partial(self._forward, **arguments)
+        if reference is not None and reference.ended:
+            return split.finish(reference.outputs.pop(0), run)
         call = self._noted(arguments, differentiated=differentiated)
-        result = split.finish(self.supply(call), partial(self._forward, **arguments))
+        if reference is not None:
+            call = self._with_reference(call, reference, arguments)
+        output, *of_reference = self.supply(call)
+        if reference is not None:
+            reference.outputs.extend(of_reference)
+        result = split.finish(output, run)
         if call.routed:
             result.router_logits = call.router_logits()
         return result
@@ -342,6 +436,15 @@ class LayerStack:
                 call.call_as(ambient, hooks_here)
                 call.ask_routers(routed)
         return StackCall(preludes, differentiated, inputs, self._trained(), cuts, routed)
+
+    def _with_reference(
+        self, call: StackCall, reference: _Reference, arguments: Mapping[str, Any]
+    ) -> StackCall:
+        """Return a call with the same one as a reference computes it."""
+        arguments = {name: value for name, value in arguments.items() if name != ROUTED}
+        with self._as(reference):
+            noted = self._noted(arguments, differentiated=False)
+        return replace(call, reference=replace(noted, compute_as=reference.compute_as))
 
     def _preludes(
         self,
@@ -434,10 +537,10 @@ class LayerStack:
             if parameter.requires_grad
         )
 
-    def run(self, calls: Sequence[StackCall]) -> list[Tensor]:
+    def run(self, calls: Sequence[StackCall]) -> list[list[Tensor]]:
         """Take the micro-batches of several calls through the layers at once; return the last
-        layer's output of each. The calls were made with the same adapters, and all with a graph or
-        all without."""
+        layer's output of each, and that of its reference, if it has one. The calls were made with
+        the same adapters, and all with a graph or all without."""
         streamed = self.streamed
         split = self.streamed.split
         top = split.num_layers - 1
@@ -479,16 +582,25 @@ class LayerStack:
         rows = Rows(per_layer, list(hidden))
         del hidden
         outer = None if start is None else start.outer
-        states = iter(self._through_layers(rows, lowest, saving, outer))
+        references = [call.reference for call in calls]
+        extra = [None if reference is None else reference.rows for reference in references]
+        reference_rows = ReferenceRows(
+            streamed.engine, None, None, [*filter(None, extra)], -1, outside=False
+        )
+        states = iter(self._through_layers(rows, lowest, saving, outer, reference_rows))
         if saving.graphs is not None:
             saving.graphs.end_forward()
             saving.graphs.expect(top)
         joined = []
-        for call in calls:
-            joined.append(call.joined([next(states) for _ in call.preludes]))
+        for call, reference, of_reference in zip(calls, references, extra, strict=True):
+            output = call.joined([next(states) for _ in call.preludes])
             if step is not None:
-                joined[-1].register_hook(call.check_unseen)
-                joined[-1].register_hook(lambda _: self._begin_backward(step))
+                # without the reference, because the hook keeps the call until the backward
+                output.register_hook(replace(call, reference=None).check_unseen)
+                output.register_hook(lambda _: self._begin_backward(step))
+            joined.append([output])
+            if reference is not None and of_reference is not None:
+                joined[-1].append(reference.joined(of_reference.take()))
         return joined
 
     def _started(
@@ -524,9 +636,11 @@ class LayerStack:
         lowest: int,
         saving: Saving,
         outer: Callable[[list[nn.Parameter]], OuterGradients] | None,
+        reference_rows: ReferenceRows,
     ) -> list[Tensor]:
         """Take rows through all layers in one pass, or in several where layers have hooks, which
-        are called between two of them; return what the last layer makes.
+        are called between two of them; return what the last layer makes. `reference_rows` go the
+        same way.
         """
         streamed = self.streamed
         split = streamed.split
@@ -543,6 +657,8 @@ class LayerStack:
             layer_hooks = hooks[begin]
             calls = rows.calls
             if layer_hooks is not None:
+                if reference_rows.all:
+                    raise layer_hooks.refusal("the rows of a reference go through the layer, too")
                 of_layer, states = layer_hooks.before(calls[begin], rows.take())
                 calls = [*calls[:begin], of_layer, *calls[end:]]
                 rows = Rows(calls, list(states))
@@ -555,6 +671,7 @@ class LayerStack:
                 rows,
                 lowest=lowest,
                 saving=saving,
+                reference_rows=reference_rows,
                 outer=None if outer is None else outer(adapters),
             ).hidden_states()
             rows = Rows(calls, hidden if layer_hooks is None else list(layer_hooks.after(hidden)))

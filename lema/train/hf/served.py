@@ -36,19 +36,18 @@ from lema.lora.serving.checks import check_served, published_names, stacks
 from lema.lora.serving.servers import SERVERS
 from lema.storage.atomic import appearing
 from lema.train.hf.peftmodel import StreamedPeftModel
+from lema.train.hf.reference import ReferenceMixin
 from lema.train.hf.vllmserver import Completion, VLLMServer
 
 if TYPE_CHECKING:
 
-    class Below:
+    class Below(ReferenceMixin):
         """TRL's trainer, which may not be installed."""
 
-        accelerator: Any
         args: Any
         eos_token_ids: Any
         max_completion_length: Any
         min_p: Any
-        model: Any
         repetition_penalty: Any
         state: Any
         temperature: Any
@@ -61,9 +60,8 @@ if TYPE_CHECKING:
         vllm_importance_sampling_mode: str
         _metrics: Any
 
-        def __init__(self, *args: object, **kwargs: object) -> None: ...
 else:
-    Below = object
+    Below = ReferenceMixin
 
 __all__ = ["ServedMixin"]
 
