@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import lema
 from lema.engine.layers.reference_rows import computing_with
-from lema.errors import ConfigError
+from lema.errors import ConfigError, ModelError
 
 DRAWN = torch.Generator().manual_seed(5)
 IDS = torch.randint(3, 60, (4, 9), generator=DRAWN)
@@ -172,4 +172,14 @@ def test_where_they_cannot_go_along(tmp_path: Path) -> None:
     handle.remove()
     assert model.stack.takes_reference
     at_once(model, REFERENCE)
+    model.close()
+
+
+def test_layers_that_keep_a_state_take_none_as_soon_as_that_is_known(tmp_path: Path) -> None:
+    directory = write_model(tiny_config("recurrent_gemma"), tmp_path / "published")
+    model = streamed(directory, {}, target_modules=["q_proj", "linear_x"])
+    with pytest.raises(ModelError, match="the rows of a reference would change it"):
+        at_once(model, REFERENCE)
+    assert not model.stack.takes_reference
+    model(**BATCH).loss.backward()
     model.close()
