@@ -18,7 +18,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from itertools import count, pairwise
 from typing import Any, NamedTuple
@@ -66,6 +66,7 @@ class Cut(NamedTuple):
 class StackCall:
     """One call of the module that holds the layers: its micro-batches before their first layer."""
 
+    arguments: Mapping[str, Any]
     preludes: tuple[Prelude, ...]
     differentiated: bool  # whether its result is to have a graph
     inputs_differentiated: bool  # whether something that it was given has a graph
@@ -78,9 +79,8 @@ class StackCall:
     reference: StackCall | None = None
     compute_as: ComputeAs | None = None  # of a reference: how it computes
 
-    @property
-    def rows(self) -> Rows:
-        """The rows of a reference, in front of the first layer."""
+    def in_rows(self) -> Rows:
+        """Return the rows of a reference, in front of the first layer."""
         calls = [*zip(*(prelude.calls for prelude in self.preludes), strict=True)]
         hidden = [prelude.hidden for prelude in self.preludes]
         # Not compiled, because that would be another graph of each layer.
@@ -127,22 +127,21 @@ class StackCall:
                 call.drop_routers()  # because the backward does not need it
         return tuple(logits)
 
-    def check_unseen(self, gradient: Tensor) -> None:
-        """Refuse a loss that counts positions that were cut off, by its gradient `[batch,
-        sequence, hidden]`.
-        """
-        unseen = [
-            gradient[cut.rows, cut.end :].abs().gt(0).any()
-            for cut in self.cuts
-            if cut.end < cut.width
-        ]
-        if unseen and bool(torch.stack(unseen).any()):
-            what = "the loss counts masked tokens at the end of rows, which were not computed"
-            how = (
-                "give them the label -100, or remove micro_batch_size, so that batches are "
-                "computed whole"
-            )
-            raise ConfigError(what, where="labels", how=how)
+
+def _check_unseen(cuts: Sequence[Cut], gradient: Tensor) -> None:
+    """Refuse a loss that counts positions that were cut off, by its gradient `[batch,
+    sequence, hidden]`.
+    """
+    unseen = [
+        gradient[cut.rows, cut.end :].abs().gt(0).any() for cut in cuts if cut.end < cut.width
+    ]
+    if unseen and bool(torch.stack(unseen).any()):
+        what = "the loss counts masked tokens at the end of rows, which were not computed"
+        how = (
+            "give them the label -100, or remove micro_batch_size, so that batches are "
+            "computed whole"
+        )
+        raise ConfigError(what, where="labels", how=how)
 
 
 @dataclass(eq=False)
@@ -196,25 +195,6 @@ class _Start:
     asked: AskedGradients | None = None
 
 
-@dataclass(eq=False)
-class _Reference:
-    """A reference of the calls that are made.
-
-    Args:
-        compute_as: has modules compute as it does.
-        outputs: the last layer's, of each call, without a graph.
-        ended: whether all calls have been made, so that the same ones continue with these.
-    """
-
-    compute_as: ComputeAs
-    outputs: list[Tensor] = field(default_factory=list)
-    ended: bool = False
-
-    def end(self) -> None:
-        """Note that all calls have been made."""
-        self.ended = True
-
-
 class LayerStack:
     """Has a model's layers streamed whenever the module that holds them is called, until it is
     taken out. `streamed`: the model. It is driven as before as well: its own passes go by this
@@ -252,7 +232,6 @@ class LayerStack:
             streamed.engine.train_weights(adapter_leaves(split.layers, self._gradient_sums))
         self.warns = True  # of weights that are streamed once for each batch of an optimizer step
         self.supply: Callable[[StackCall], Sequence[Tensor]] = lambda call: self.run([call])[0]
-        self._reference: _Reference | None = None  # of the calls that are made now
 
         @wraps(self._forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -287,38 +266,38 @@ class LayerStack:
     def compared(self, compute_as: ComputeAs) -> Iterator[AbstractContextManager[None]]:
         """Have the rows of calls in a `with` block go through each layer once more under the same
         lease, as a reference computes them. Yields the context in which the same calls, made again,
-        continue with what the last layer made of the reference's rows; they have no graph.
+        go on from what the last layer made of the reference's rows; they have no graph.
 
         Args:
             compute_as: has modules compute as the reference does.
         """
-        reference = _Reference(compute_as)
-        self._reference = reference
-        try:
-            yield self._continued(reference)
-        finally:
-            self._reference = None
+        supply = self.supply
+        outputs: list[Tensor] = []
 
-    @contextmanager
-    def _continued(self, reference: _Reference) -> Iterator[None]:
-        self._reference = reference
-        reference.end()
-        try:
-            with self._as(reference):
+        def supply_both(call: StackCall) -> list[Tensor]:
+            # What a loss of routers is formed of is not asked of a reference.
+            arguments = {name: value for name, value in call.arguments.items() if name != ROUTED}
+            with self._computing(compute_as):
+                reference = self._noted(arguments, differentiated=False)
+            reference = replace(reference, compute_as=compute_as)
+            output, of_reference = supply(replace(call, reference=reference))
+            outputs.append(of_reference)
+            return [output]
+
+        @contextmanager
+        def continued() -> Iterator[None]:
+            with self._computing(compute_as), self.supplied_by(lambda _: [outputs.pop(0)]):
                 yield
-        finally:
-            self._reference = None
+
+        with self.supplied_by(supply_both):
+            yield continued()
 
     @contextmanager
-    def _as(self, reference: _Reference) -> Iterator[None]:
-        """Have what is outside the layers compute as a reference does, without the loss of
-        routers.
+    def _computing(self, compute_as: ComputeAs) -> Iterator[None]:
+        """Have all that is outside the layers compute as a reference does, without a graph and
+        without the loss of routers.
         """
-        with (
-            torch.no_grad(),
-            self._without_routers(),
-            reference.compute_as([self.streamed.split.model]),
-        ):
+        with torch.no_grad(), self._without_routers(), compute_as([self.streamed.split.model]):
             yield
 
     def take_out(self) -> None:
@@ -365,17 +344,8 @@ class LayerStack:
         )
         if takes_more or "use_cache" in self._signature.parameters:
             arguments["use_cache"] = False
-        reference = self._reference
-        run = partial(self._forward, **arguments)
-        if reference is not None and reference.ended:
-            return split.finish(reference.outputs.pop(0), run)
         call = self._noted(arguments, differentiated=differentiated)
-        if reference is not None:
-            call = self._with_reference(call, reference, arguments)
-        output, *of_reference = self.supply(call)
-        if reference is not None:
-            reference.outputs.extend(of_reference)
-        result = split.finish(output, run)
+        result = split.finish(self.supply(call)[0], partial(self._forward, **arguments))
         if call.routed:
             result.router_logits = call.router_logits()
         return result
@@ -435,16 +405,7 @@ class LayerStack:
                 )
                 call.call_as(ambient, hooks_here)
                 call.ask_routers(routed)
-        return StackCall(preludes, differentiated, inputs, self._trained(), cuts, routed)
-
-    def _with_reference(
-        self, call: StackCall, reference: _Reference, arguments: Mapping[str, Any]
-    ) -> StackCall:
-        """Return a call with the same one as a reference computes it."""
-        arguments = {name: value for name, value in arguments.items() if name != ROUTED}
-        with self._as(reference):
-            noted = self._noted(arguments, differentiated=False)
-        return replace(call, reference=replace(noted, compute_as=reference.compute_as))
+        return StackCall(arguments, preludes, differentiated, inputs, self._trained(), cuts, routed)
 
     def _preludes(
         self,
@@ -557,12 +518,8 @@ class LayerStack:
             state if below else state.detach()
             for state in (hidden if start is None else start.hidden)
         )
-        trained = (
-            [layer for layer in range(top + 1) if streamed.engine.trains(layer)]
-            if differentiated
-            else []
-        )
-        lowest = 0 if below else min(trained, default=top + 1)
+        layers = range(top + 1) if differentiated else ()
+        lowest = 0 if below else next(filter(streamed.engine.trains, layers), top + 1)
         step = None
         if start is not None and lowest <= top:
             down = in_parts(range(top, lowest - 1, -1), streamed.stream.parts, down=True)
@@ -582,8 +539,7 @@ class LayerStack:
         rows = Rows(per_layer, list(hidden))
         del hidden
         outer = None if start is None else start.outer
-        references = [call.reference for call in calls]
-        extra = [None if reference is None else reference.rows for reference in references]
+        extra = [None if call.reference is None else call.reference.in_rows() for call in calls]
         reference_rows = ReferenceRows(
             streamed.engine, None, None, [*filter(None, extra)], -1, outside=False
         )
@@ -591,17 +547,16 @@ class LayerStack:
         if saving.graphs is not None:
             saving.graphs.end_forward()
             saving.graphs.expect(top)
-        joined = []
-        for call, reference, of_reference in zip(calls, references, extra, strict=True):
+        results = []
+        for call, of_reference in zip(calls, extra, strict=True):
             output = call.joined([next(states) for _ in call.preludes])
             if step is not None:
-                # without the reference, because the hook keeps the call until the backward
-                output.register_hook(replace(call, reference=None).check_unseen)
+                output.register_hook(partial(_check_unseen, call.cuts))
                 output.register_hook(lambda _: self._begin_backward(step))
-            joined.append([output])
-            if reference is not None and of_reference is not None:
-                joined[-1].append(reference.joined(of_reference.take()))
-        return joined
+            results.append([output])
+            if call.reference is not None and of_reference is not None:
+                results[-1].append(call.reference.joined(of_reference.take()))
+        return results
 
     def _started(
         self, per_layer: Sequence[Sequence[LayerCall]], hidden: Sequence[Tensor]

@@ -42,7 +42,7 @@ class ReferenceMixin(Below):
 
     _compared: dict[str, Any] | None = None  # what a loss is being computed of
 
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+    def _generate_and_score_completions(self, inputs: object) -> dict[str, Any]:
         trainer: Any = super()
         if not self._has_reference() or not self._streamed().stack.takes_reference:
             completions: dict[str, Any] = trainer._generate_and_score_completions(inputs)
@@ -65,7 +65,7 @@ class ReferenceMixin(Below):
             self._compared = None
 
     def _get_per_token_logps_and_entropies(
-        self, model: object, *args: object, **kwargs: Any
+        self, model: object, *args: object, **kwargs: object
     ) -> tuple[Any, ...]:
         trainer: Any = super()
         inputs = self._compared
