@@ -120,7 +120,7 @@ def assert_same(found: Any, expected: Any) -> None:
     ],
     ids=["plain", "graphs_kept", "some_layers", "outside", "gpt2", "experts", "gemma3"],
 )
-def test_they_are_those_of_a_call_of_their_own_and_read_no_weight(
+def test_they_are_those_of_a_call_of_their_own_and_lease_no_layer(
     model_type: str,
     settings: dict[str, Any],
     options: dict[str, Any],
@@ -130,17 +130,16 @@ def test_they_are_those_of_a_call_of_their_own_and_read_no_weight(
     directory = write_model(config_of(model_type), tmp_path / "published")
     expected = one_after_the_other(whole(directory, **options), adapter)
     model = streamed(directory, settings, **options)
-    counters = lambda: model.opened.adapter.stream.counters  # noqa: E731 - one line
     model(**BATCH).loss.backward()  # which learns what layers return, with one lease more
     model.zero_grad(set_to_none=True)
-    before = counters()
+    before = model.opened.memory.counters.leases
     model(**BATCH).loss.backward()
     model.zero_grad(set_to_none=True)
-    alone = counters()
-    assert_same(at_once(model, adapter), expected)
-    after = counters()
-    assert after.leases - alone.leases == alone.leases - before.leases > 0
-    assert after.bytes_read - alone.bytes_read == alone.bytes_read - before.bytes_read > 0
+    alone = model.opened.memory.counters.leases
+    found = at_once(model, adapter)
+    after = model.opened.memory.counters.leases
+    assert_same(found, expected)
+    assert after - alone == alone - before > 0
     # without a graph, as in an evaluation
     found = at_once(model, adapter, graph=False)
     assert torch.equal(found[0], expected[0])
