@@ -76,7 +76,8 @@ class ServedMixin(Below):
     Put it before the trainer in the bases of a class. TRL's settings of vLLM apply where they say
     how completions count: `vllm_importance_sampling_correction`, `vllm_importance_sampling_mode`
     and its two clips. The ratio of the learner's probabilities to the server's is taken in the
-    pass that the learner makes in any case, where TRL makes one more.
+    pass that the learner makes in any case, and so are the reference's log-probabilities if `beta`
+    is not 0, where TRL makes one more pass for each.
 
     Args:
         args: arguments of the trainer by position.
