@@ -17,8 +17,8 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from itertools import count, pairwise
 from typing import Any, NamedTuple
@@ -34,7 +34,8 @@ from lema.data.batches import dealt
 from lema.engine.generation import leased_forwards
 from lema.engine.head.gradients import EmbedHead
 from lema.engine.layers.layer_pass import LayerPass
-from lema.engine.layers.rows import Rows
+from lema.engine.layers.reference_rows import ReferenceRows
+from lema.engine.layers.rows import ComputeAs, Rows
 from lema.engine.layers.saving import Saving
 from lema.engine.streamed import StreamedModel
 from lema.engine.trained_weights import AskedGradients, OuterGradients, adapter_leaves
@@ -67,6 +68,7 @@ class Cut(NamedTuple):
 class StackCall:
     """One call of the module that holds the layers: its micro-batches before their first layer."""
 
+    arguments: Mapping[str, Any]
     preludes: tuple[Prelude, ...]
     differentiated: bool  # whether its result is to have a graph
     inputs_differentiated: bool  # whether something that it was given has a graph
@@ -74,6 +76,17 @@ class StackCall:
     trained: tuple[bool, frozenset[int]]
     cuts: tuple[Cut, ...]
     routed: bool  # whether outputs of routers are requested
+    # The same call as a reference computes it, whose rows go through the layers under the same
+    # leases; None: there is none.
+    reference: StackCall | None = None
+    compute_as: ComputeAs | None = None  # of a reference: how it computes
+
+    def in_rows(self) -> Rows:
+        """Return the rows of a reference, in front of the first layer."""
+        calls = [*zip(*(prelude.calls for prelude in self.preludes), strict=True)]
+        hidden = [prelude.hidden for prelude in self.preludes]
+        # Not compiled, because that would be another graph of each layer.
+        return Rows(calls, hidden, compute_as=self.compute_as, compiled=False)
 
     def joins(self, call: StackCall) -> bool:
         """Whether both can be run at once."""
@@ -117,30 +130,32 @@ class StackCall:
         return tuple(logits)
 
     def choose(self, choices: RowChoices) -> None:
-        """Have routers choose the experts that the next rows of the choices name."""
+        """Have routers choose the experts that the next rows of the choices name, also those of a
+        reference.
+        """
         size = sum(len(cut.rows) for cut in self.cuts)
         rows = choices.next_rows(size, self.cuts[0].width)
-        for cut, prelude in zip(self.cuts, self.preludes, strict=True):
-            of_cut = rows[cut.rows, : cut.end]
-            for layer, call in enumerate(prelude.calls):
-                call.choose(of_cut[:, :, layer].flatten(0, 1))
+        for computed in filter(None, (self, self.reference)):
+            for cut, prelude in zip(computed.cuts, computed.preludes, strict=True):
+                of_cut = rows[cut.rows, : cut.end]
+                for layer, call in enumerate(prelude.calls):
+                    call.choose(of_cut[:, :, layer].flatten(0, 1))
 
-    def check_unseen(self, gradient: Tensor) -> None:
-        """Refuse a loss that counts positions that were cut off, by its gradient `[batch,
-        sequence, hidden]`.
-        """
-        unseen = [
-            gradient[cut.rows, cut.end :].abs().gt(0).any()
-            for cut in self.cuts
-            if cut.end < cut.width
-        ]
-        if unseen and bool(torch.stack(unseen).any()):
-            what = "the loss counts masked tokens at the end of rows, which were not computed"
-            how = (
-                "give them the label -100, or remove micro_batch_size, so that batches are "
-                "computed whole"
-            )
-            raise ConfigError(what, where="labels", how=how)
+
+def _check_unseen(cuts: Sequence[Cut], gradient: Tensor) -> None:
+    """Refuse a loss that counts positions that were cut off, by its gradient `[batch,
+    sequence, hidden]`.
+    """
+    unseen = [
+        gradient[cut.rows, cut.end :].abs().gt(0).any() for cut in cuts if cut.end < cut.width
+    ]
+    if unseen and bool(torch.stack(unseen).any()):
+        what = "the loss counts masked tokens at the end of rows, which were not computed"
+        how = (
+            "give them the label -100, or remove micro_batch_size, so that batches are "
+            "computed whole"
+        )
+        raise ConfigError(what, where="labels", how=how)
 
 
 @dataclass(eq=False)
@@ -200,8 +215,9 @@ class LayerStack:
     object. `rows`: of a micro-batch, at most; None: all rows of a call. `budget`: returns the bytes
     that the top layer's activations may take while a trainer computes the head and its loss, which
     spare recomputing it; None: it is recomputed like the others. Its attribute `supply`: returns
-    the last layer's output `[batch, sequence, hidden]` for a call. A trainer that knows more calls
-    that belong together replaces it, and has `run` run them all at once."""
+    the last layer's output `[batch, sequence, hidden]` for a call, and that of its reference, if it
+    has one. A trainer that knows more calls that belong together replaces it, and has `run` run
+    them all at once."""
 
     def __init__(
         self,
@@ -229,7 +245,7 @@ class LayerStack:
             self._gradient_sums = {}
             streamed.engine.train_weights(adapter_leaves(split.layers, self._gradient_sums))
         self.warns = True  # of weights that are streamed once for each batch of an optimizer step
-        self.supply: Callable[[StackCall], Tensor] = lambda call: self.run([call])[0]
+        self.supply: Callable[[StackCall], Sequence[Tensor]] = lambda call: self.run([call])[0]
 
         @wraps(self._forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -238,7 +254,7 @@ class LayerStack:
         self._owner.forward = forward
 
     @contextmanager
-    def supplied_by(self, supply: Callable[[StackCall], Tensor]) -> Iterator[None]:
+    def supplied_by(self, supply: Callable[[StackCall], Sequence[Tensor]]) -> Iterator[None]:
         """Have `supply` return the layers' outputs of the calls in a `with` block."""
         before = self.supply
         self.supply = supply
@@ -259,13 +275,64 @@ class LayerStack:
         rows = RowChoices(choices, split.num_layers)
         supply = self.supply
 
-        def supply_chosen(call: StackCall) -> Tensor:
+        def supply_chosen(call: StackCall) -> Sequence[Tensor]:
             call.choose(rows)
             return supply(call)
 
         with self.supplied_by(supply_chosen):
             yield
             rows.check_taken()
+
+    @property
+    def takes_reference(self) -> bool:
+        """Whether rows of a reference can go through the layers under the leases of those that
+        train.
+        """
+        state = self.streamed.split.state
+        layers = range(self.streamed.split.num_layers)
+        # Experts in groups are leased for some rows at a time, and what layers keep from call to
+        # call, as what their hooks do, goes by the order of the calls.
+        return not self.streamed.stream.groups and not any(
+            state.layers.keeps(layer) or state.hooks.of(layer) is not None for layer in layers
+        )
+
+    @contextmanager
+    def compared(self, compute_as: ComputeAs) -> Iterator[AbstractContextManager[None]]:
+        """Have the rows of calls in a `with` block go through each layer once more under the same
+        lease, as a reference computes them. Yields the context in which the same calls, made again,
+        go on from what the last layer made of the reference's rows; they have no graph.
+
+        Args:
+            compute_as: has modules compute as the reference does.
+        """
+        supply = self.supply
+        outputs: list[Tensor] = []
+
+        def supply_both(call: StackCall) -> list[Tensor]:
+            # What a loss of routers is formed of is not asked of a reference.
+            arguments = {name: value for name, value in call.arguments.items() if name != ROUTED}
+            with self._computing(compute_as):
+                reference = self._noted(arguments, differentiated=False)
+            reference = replace(reference, compute_as=compute_as)
+            output, of_reference = supply(replace(call, reference=reference))
+            outputs.append(of_reference)
+            return [output]
+
+        @contextmanager
+        def continued() -> Iterator[None]:
+            with self._computing(compute_as), self.supplied_by(lambda _: [outputs.pop(0)]):
+                yield
+
+        with self.supplied_by(supply_both):
+            yield continued()
+
+    @contextmanager
+    def _computing(self, compute_as: ComputeAs) -> Iterator[None]:
+        """Have all that is outside the layers compute as a reference does, without a graph and
+        without the loss of routers.
+        """
+        with torch.no_grad(), self._without_routers(), compute_as([self.streamed.split.model]):
+            yield
 
     def take_out(self) -> None:
         """Restore the model."""
@@ -312,7 +379,7 @@ class LayerStack:
         if takes_more or "use_cache" in self._signature.parameters:
             arguments["use_cache"] = False
         call = self._noted(arguments, differentiated=differentiated)
-        result = split.finish(self.supply(call), partial(self._forward, **arguments))
+        result = split.finish(self.supply(call)[0], partial(self._forward, **arguments))
         if call.routed:
             result.router_logits = call.router_logits()
         return result
@@ -372,7 +439,7 @@ class LayerStack:
                 )
                 call.call_as(ambient, hooks_here)
                 call.ask_routers(routed)
-        return StackCall(preludes, differentiated, inputs, self._trained(), cuts, routed)
+        return StackCall(arguments, preludes, differentiated, inputs, self._trained(), cuts, routed)
 
     def _preludes(
         self,
@@ -465,10 +532,10 @@ class LayerStack:
             if parameter.requires_grad
         )
 
-    def run(self, calls: Sequence[StackCall]) -> list[Tensor]:
+    def run(self, calls: Sequence[StackCall]) -> list[list[Tensor]]:
         """Take the micro-batches of several calls through the layers at once; return the last
-        layer's output of each. The calls were made with the same adapters, and all with a graph or
-        all without."""
+        layer's output of each, and that of its reference, if it has one. The calls were made with
+        the same adapters, and all with a graph or all without."""
         streamed = self.streamed
         split = self.streamed.split
         top = split.num_layers - 1
@@ -485,12 +552,8 @@ class LayerStack:
             state if below else state.detach()
             for state in (hidden if start is None else start.hidden)
         )
-        trained = (
-            [layer for layer in range(top + 1) if streamed.engine.trains(layer)]
-            if differentiated
-            else []
-        )
-        lowest = 0 if below else min(trained, default=top + 1)
+        layers = range(top + 1) if differentiated else ()
+        lowest = 0 if below else next(filter(streamed.engine.trains, layers), top + 1)
         step = None
         if start is not None and lowest <= top:
             down = in_parts(range(top, lowest - 1, -1), streamed.stream.parts, down=True)
@@ -510,17 +573,24 @@ class LayerStack:
         rows = Rows(per_layer, list(hidden))
         del hidden
         outer = None if start is None else start.outer
-        states = iter(self._through_layers(rows, lowest, saving, outer))
+        extra = [None if call.reference is None else call.reference.in_rows() for call in calls]
+        reference_rows = ReferenceRows(
+            streamed.engine, None, None, [*filter(None, extra)], -1, outside=False
+        )
+        states = iter(self._through_layers(rows, lowest, saving, outer, reference_rows))
         if saving.graphs is not None:
             saving.graphs.end_forward()
             saving.graphs.expect(top)
-        joined = []
-        for call in calls:
-            joined.append(call.joined([next(states) for _ in call.preludes]))
+        results = []
+        for call, of_reference in zip(calls, extra, strict=True):
+            output = call.joined([next(states) for _ in call.preludes])
             if step is not None:
-                joined[-1].register_hook(call.check_unseen)
-                joined[-1].register_hook(lambda _: self._begin_backward(step))
-        return joined
+                output.register_hook(partial(_check_unseen, call.cuts))
+                output.register_hook(lambda _: self._begin_backward(step))
+            results.append([output])
+            if call.reference is not None and of_reference is not None:
+                results[-1].append(call.reference.joined(of_reference.take()))
+        return results
 
     def _started(
         self, per_layer: Sequence[Sequence[LayerCall]], hidden: Sequence[Tensor]
@@ -555,9 +625,11 @@ class LayerStack:
         lowest: int,
         saving: Saving,
         outer: Callable[[list[nn.Parameter]], OuterGradients] | None,
+        reference_rows: ReferenceRows,
     ) -> list[Tensor]:
         """Take rows through all layers in one pass, or in several where layers have hooks, which
-        are called between two of them; return what the last layer makes.
+        are called between two of them; return what the last layer makes. `reference_rows` go the
+        same way.
         """
         streamed = self.streamed
         split = streamed.split
@@ -574,6 +646,8 @@ class LayerStack:
             layer_hooks = hooks[begin]
             calls = rows.calls
             if layer_hooks is not None:
+                if reference_rows.all:
+                    raise layer_hooks.refusal("the rows of a reference go through the layer, too")
                 of_layer, states = layer_hooks.before(calls[begin], rows.take())
                 calls = [*calls[:begin], of_layer, *calls[end:]]
                 rows = Rows(calls, list(states))
@@ -586,6 +660,7 @@ class LayerStack:
                 rows,
                 lowest=lowest,
                 saving=saving,
+                reference_rows=reference_rows,
                 outer=None if outer is None else outer(adapters),
             ).hidden_states()
             rows = Rows(calls, hidden if layer_hooks is None else list(layer_hooks.after(hidden)))

@@ -35,7 +35,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 import lema
 from lema.errors import ConfigError
-from test_trl_grpo import GRPO
+from lema.train.hf.reference import ReferenceMixin
+from test_trl_grpo import GRPO, RecordedGRPO
 from trlruns import KINDS, RecordedSFT, adapters, lora, outcome, streamed_model, trainer_of, whole_model
 
 KINDS["grpo"] = GRPO
@@ -54,6 +55,13 @@ for kind, (arguments, settings) in {RUNS!r}.items():
         again = trainer_of(kind, make(), place / "again", max_steps=4, **arguments)
         again.train(resume_from_checkpoint=str(place / "sft-streamed" / "checkpoint-2"))
         found["resumed"] = adapters(again.model)
+
+class Compared(ReferenceMixin, RecordedGRPO): ...
+
+model = streamed_model(place)
+trainer = trainer_of("grpo", model, place / "compared", trainer=Compared, max_steps=4, **{RUNS["grpo"][0]!r})
+losses, adapter = outcome(trainer)
+found["grpo compared"] = losses, [], adapter
 
 # Rows that are cut into micro-batches, whose gradients are sent once.
 rows = torch.arange(4, 36).view(4, 8) + 7 * int(rank)
@@ -118,6 +126,14 @@ def test_two_processes_are_two_processes_with_the_whole_model(
     # each has rows of its own
     assert found[0][f"{kind} streamed"][0] != found[1][f"{kind} streamed"][0]
     assert_equal(found[0][f"{kind} streamed"][2], found[1][f"{kind} streamed"][2])
+
+
+def test_two_processes_compare_with_a_reference_in_the_pass_that_learns(
+    found: list[dict[str, Any]],
+) -> None:
+    for one in found:
+        assert one["grpo compared"][0] == one["grpo whole"][0]
+        assert_equal(one["grpo compared"][2], one["grpo whole"][2])
 
 
 def test_two_processes_go_on_from_their_checkpoint(found: list[dict[str, Any]]) -> None:

@@ -261,11 +261,13 @@ def worst_difference(
     trainer.train()
     differences = [entry[DIFFERENCE] for entry in trainer.state.log_history if DIFFERENCE in entry]
     assert len(differences) == SAMPLED["max_steps"]
+    # before the first step, learner and reference are one, if both choose the same experts
+    assert trainer.state.log_history[0].get("kl", 0.0) == 0.0
     return max(differences)
 
 
 @pytest.mark.filterwarnings("ignore:gradients are accumulated over several batches")
-@pytest.mark.parametrize("arguments", [{}, REUSED])
+@pytest.mark.parametrize("arguments", [{}, REUSED, {"beta": 0.1}])
 def test_a_learner_takes_the_experts_that_the_server_chose(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: dict[str, Any]
 ) -> None:

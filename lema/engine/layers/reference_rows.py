@@ -28,16 +28,16 @@ from lema.engine.step_inputs import StepInputs
 from lema.model.flow import LayerCall
 from lema.stream import Lease
 
-__all__ = ["ReferenceRows", "StartingAdapter", "reference_rows_of"]
+__all__ = ["ReferenceRows", "StartingAdapter", "computing_with", "reference_rows_of"]
 
 Batches: TypeAlias = Sequence[Mapping[str, Tensor]]
 
 
 @contextmanager
-def adapters_off(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Have modules compute without their adapters in a `with` block, in which no gradient is
-    formed. PEFT's own `disable_adapter` also says of every adapter that it does not train, by which
-    the engine goes."""
+def computing_with(name: str | None, modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Have modules compute with the adapter of this name, or without any (None), in a `with` block,
+    in which no gradient is formed. PEFT's own `set_adapter` and `disable_adapter` also say of every
+    adapter whether it trains, by which the engine goes."""
     wrappers = (BaseTunerLayer, AuxiliaryTrainingWrapper)
     wrapped = [
         submodule
@@ -45,14 +45,18 @@ def adapters_off(modules: Iterable[nn.Module]) -> Iterator[None]:
         for submodule in module.modules()
         if isinstance(submodule, wrappers)
     ]
-    before = [wrapper._disable_adapters for wrapper in wrapped]
+    before = [(wrapper._disable_adapters, wrapper._active_adapter) for wrapper in wrapped]
     try:
         for wrapper in wrapped:
-            wrapper._disable_adapters = True
+            if name is None:
+                wrapper._disable_adapters = True
+            else:
+                wrapper._active_adapter = [name]
         yield
     finally:
-        for wrapper, was in zip(wrapped, before, strict=True):
-            wrapper._disable_adapters = was
+        for wrapper, (disabled, active) in zip(wrapped, before, strict=True):
+            wrapper._disable_adapters = disabled
+            wrapper._active_adapter = active
 
 
 def as_reference(
@@ -60,7 +64,7 @@ def as_reference(
 ) -> AbstractContextManager[None]:
     """Return the context in which modules compute as the reference does: with the adapter that
     training began with, or without any (None)."""
-    return adapters_off(modules) if start is None else start.standing_in(modules)
+    return computing_with(None, modules) if start is None else start.standing_in(modules)
 
 
 class StartingAdapter:

@@ -31,6 +31,7 @@ from lema.backend.interrupt import autograd_in_this_thread
 from lema.engine.stack import LayerStack, StackCall
 from lema.errors import ConfigError
 from lema.train.hf.peftmodel import SCORES, StreamedPeftModel, streamed
+from lema.train.hf.reference import ReferenceMixin
 
 if TYPE_CHECKING:
     from transformers import Trainer as Below
@@ -40,7 +41,7 @@ else:
 __all__ = ["StreamingMixin"]
 
 
-class StreamingMixin(Below):
+class StreamingMixin(ReferenceMixin, Below):
     """Lets the layers of all batches of an optimizer step run together, in any trainer of
     transformers.
 
@@ -195,7 +196,7 @@ class _Batch:
 
     inputs: Any  # as the trainer has it
     # what its calls of the layers return, without the layers' graph
-    states: list[Tensor] = field(default_factory=list)
+    states: list[list[Tensor]] = field(default_factory=list)
     at: int = 0  # how many of these its training step has been given this time
     call: StackCall | None = None  # the call for which it waits; None: there is none
     loss: Tensor | None = None  # what its training step has returned; None: it has not ended
@@ -209,12 +210,12 @@ class _Batch:
         """Let it wait for what the layers return from a call."""
         self.call = call
 
-    def take(self, state: Tensor) -> None:
+    def take(self, states: list[Tensor]) -> None:
         """Have what the layers return from the call that it waits for."""
-        self.states.append(state)
+        self.states.append(states)
         self.call = None
 
-    def next_state(self) -> Tensor:
+    def next_states(self) -> list[Tensor]:
         """Return what its next call of the layers returns, which is there."""
         self.at += 1
         return self.states[self.at - 1]
@@ -275,7 +276,7 @@ class _JointStep:
         batch.begin()
         waiting = leads
 
-        def supply(call: StackCall) -> Tensor:
+        def supply(call: StackCall) -> list[Tensor]:
             nonlocal waiting
             if call.routed:
                 how = (
@@ -295,7 +296,7 @@ class _JointStep:
                 # only within it.
                 waiting = False
                 self._run(call)
-            return batch.next_state()
+            return batch.next_states()
 
         self.stepping = True
         try:
@@ -317,10 +318,9 @@ class _JointStep:
             for batch in self._batches
             if batch.call is not None and batch.call.joins(like)
         ]
-        for (batch, _), output in zip(
-            waiting, self._stack.run([call for _, call in waiting]), strict=True
-        ):
+        outputs = self._stack.run([call for _, call in waiting])
+        for (batch, _), (output, *of_reference) in zip(waiting, outputs, strict=True):
             leaf = output.detach().requires_grad_(output.requires_grad)
-            batch.take(leaf)
+            batch.take([leaf, *of_reference])
             if output.requires_grad:
                 self._layer_outputs.append((output, leaf))

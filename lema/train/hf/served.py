@@ -37,20 +37,19 @@ from lema.lora.serving.checks import check_served, published_names, stacks
 from lema.lora.serving.servers import SERVERS
 from lema.storage.atomic import appearing
 from lema.train.hf.peftmodel import StreamedPeftModel
+from lema.train.hf.reference import ReferenceMixin
 from lema.train.hf.serverchoices import ServerChoices
 from lema.train.hf.vllmserver import Completion, VLLMServer
 
 if TYPE_CHECKING:
 
-    class Below:
+    class Below(ReferenceMixin):
         """TRL's trainer, which may not be installed."""
 
-        accelerator: Any
         args: Any
         eos_token_ids: Any
         max_completion_length: Any
         min_p: Any
-        model: Any
         repetition_penalty: Any
         state: Any
         temperature: Any
@@ -63,11 +62,9 @@ if TYPE_CHECKING:
         vllm_importance_sampling_mode: str
         _metrics: Any
 
-        def __init__(self, *args: object, **kwargs: object) -> None: ...
-
         def _generate(self, prompts: list[Any]) -> object: ...
 else:
-    Below = object
+    Below = ReferenceMixin
 
 __all__ = ["ServedMixin"]
 
@@ -82,7 +79,8 @@ class ServedMixin(Below):
     Put it before the trainer in the bases of a class. TRL's settings of vLLM apply where they say
     how completions count: `vllm_importance_sampling_correction`, `vllm_importance_sampling_mode`
     and its two clips. The ratio of the learner's probabilities to the server's is taken in the
-    pass that the learner makes in any case, where TRL makes one more.
+    pass that the learner makes in any case, and so are the reference's log-probabilities if `beta`
+    is not 0, where TRL makes one more pass for each.
 
     Args:
         args: arguments of the trainer by position.
