@@ -55,11 +55,12 @@ class ReferenceMixin(Below):
             self.beta = beta
         return completions
 
-    def _compute_loss(self, model: object, inputs: dict[str, Any]) -> Tensor:
+    def _compute_loss(self, model: object, inputs: dict[str, Any], *args: object) -> Tensor:
         self._compared = inputs if self._has_reference() and LOGPS not in inputs else None
         try:
             trainer: Any = super()
-            loss: Tensor = trainer._compute_loss(model, inputs)
+            # further arguments of trainers that have others, such as DPO's
+            loss: Tensor = trainer._compute_loss(model, inputs, *args)
             return loss
         finally:
             self._compared = None
