@@ -169,6 +169,8 @@ def _environment(scratch: str) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         # else every server takes the first core, whatever else runs there
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # compiling what counts ranks takes longer than all that it counts here
+        "TORCHDYNAMO_DISABLE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "TMPDIR": scratch,
