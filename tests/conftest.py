@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 TESTS = Path(__file__).parent
 # `tox -e portable`: tests/support/othersystem.py
 OTHER_SYSTEM = bool(os.environ.get("OTHER_SYSTEM"))
-# `2/8`: the second of eight parts of the slow tests; all of them without it
+# `2/12`: the second of twelve parts of the slow tests; all of them without it
 SLOW_PART = os.environ.get("SLOW_PART")
 
 # Modules that take longest, the longest first: begun last, one of them would leave the other

@@ -115,10 +115,15 @@ def test_ci_runs_its_test_command_verbatim() -> None:
     assert 'bash -euo pipefail -c "$command"' in script
     rows = re.findall(r"^start .*tox run -e (\S+)", script, re.MULTILINE)
     environments = [name for row in rows for name in row.split(",")]
-    assert {"session", "seconddevice-session", "trl", "oldest", "newcomer"} == {*environments}
+    expected = {"session", "seconddevice-session", "trl", "oldest", "newcomer", "serving"}
+    assert {*environments} == expected
     tox = (ROOT / "tox.ini").read_text(encoding="utf-8")
     assert all(f"[testenv:{name}]\n" in tox for name in environments)
     assert "commands = {[with_py]python} tests/support/newcomer.py\n" in tox
+    (served,) = re.findall(r"^served=(\S+)", script, re.MULTILINE)
+    file, _, test = served.partition("::")
+    assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8")
+    assert script.count("$served") == 2
 
 
 def test_a_newcomer_needs_two_commands_after_the_install() -> None:

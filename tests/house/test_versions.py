@@ -6,6 +6,7 @@ import tomllib
 from configparser import ConfigParser
 from pathlib import Path
 
+import newreleases
 import pytest
 from libraryversions import constrained
 from packaging.requirements import Requirement
@@ -50,3 +51,18 @@ def test_the_page_says_which_releases_were_tested(library: str) -> None:
     page = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
     (row,) = (line for line in page.splitlines() if line.startswith(f"| `{library}` | "))
     assert row.split(" | ")[-1].removesuffix(" |") == ", ".join(TESTED[library])
+
+
+def test_releases_are_tested_again_where_one_is_not_that_of_the_constraints(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert {*newreleases.LIBRARIES} == {*TESTED}
+    monkeypatch.setattr(newreleases, "is_constrained", lambda _: True)
+    assert newreleases.main(["platform"]) == 0
+    told = capfd.readouterr().out
+    assert told.startswith("not run")
+    monkeypatch.setattr(newreleases, "is_constrained", "peft".__ne__)
+    assert newreleases.main(["platform"]) == 0
+    assert capfd.readouterr().out != told
+    assert newreleases.main(["a_module_that_is_not_there"]) == 1
+    assert "other releases than peft" in capfd.readouterr().out

@@ -12,6 +12,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -128,29 +129,26 @@ def arguments_of(line: str) -> list[str]:
 def vllm_server(arguments: Sequence[str], log: Path) -> Iterator[VllmServer]:
     """Start a server, and end it with all its processes when the block is left.
 
+    Its processes have a group of their own, but stay in the session of who starts it: what ends that
+    session ends them, too.
+
     Args:
-        arguments: of the command, from `--model` on.
+        arguments: of the command, from `--model` on. They win over those of a small machine.
         log: a file for what it prints.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
-    environment = os.environ | {
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_DO_NOT_TRACK": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+    module = "vllm.entrypoints.openai.api_server"
+    command = [sys.executable, "-m", module, *SMALL, *arguments]
     where = ["--host=127.0.0.1", f"--port={port}"]
-    with log.open("w") as out:
+    with tempfile.TemporaryDirectory(prefix="vllm-") as scratch, log.open("w") as out:
         process = subprocess.Popen(
-            [*command, *SMALL, *where],
-            env=environment,
+            [*command, *where],
+            env=_environment(scratch),
             stdout=out,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
+            process_group=0,
         )
         try:
             server = VllmServer(f"http://127.0.0.1:{port}", log)
@@ -161,7 +159,23 @@ def vllm_server(arguments: Sequence[str], log: Path) -> Iterator[VllmServer]:
             try:
                 process.wait(60)
             finally:
-                _end_session(process.pid)
+                _end_group(process.pid)
+
+
+def _environment(scratch: str) -> dict[str, str]:
+    """Return that of a server, which writes its sockets to `scratch`."""
+    return os.environ | {
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # else every server takes the first core, whatever else runs there
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # compiling what counts ranks takes longer than all that it counts here
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "TMPDIR": scratch,
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def _wait(server: VllmServer, process: subprocess.Popen[bytes]) -> None:
@@ -176,7 +190,7 @@ def _wait(server: VllmServer, process: subprocess.Popen[bytes]) -> None:
     raise AssertionError(f"vLLM did not start:\n{server.log.read_text()[-6000:]}")
 
 
-def _end_session(leader: int) -> None:
+def _end_group(leader: int) -> None:
     """End what the server's processes left running."""
     try:
         os.killpg(leader, 9)

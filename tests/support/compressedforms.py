@@ -28,6 +28,7 @@ class Form:
     # of groups that are not neighbours: "" none are, "numbered", "unused": all numbers are -1
     ordered: str = ""
     packed: bool = True
+    activations: bool = False  # servers are told to round each row of inputs to 8 bits
 
     @property
     def scheme(self) -> dict[str, Any]:
@@ -44,10 +45,17 @@ class Form:
     @property
     def quantization_config(self) -> dict[str, Any]:
         form = "pack-quantized" if self.packed else "int-quantized"
+        inputs = {
+            "num_bits": 8,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "token",
+            "dynamic": True,
+        }
         group = {
             "targets": ["Linear"],
             "weights": self.scheme,
-            "input_activations": None,
+            "input_activations": inputs if self.activations else None,
             "output_activations": None,
         }
         settings = {
@@ -154,9 +162,11 @@ def expanded(held: Mapping[str, Tensor], form: Form) -> Tensors:
     return found
 
 
-def write_compressed(form: Form, directory: Path, num_layers: int) -> Checkpoint:
-    """Write a Llama of bf16 in a form, and, as fp32, what its weights stand for."""
-    whole = published(directory / "whole", num_hidden_layers=num_layers)
+def write_compressed(form: Form, directory: Path, num_layers: int, **changes: Any) -> Checkpoint:
+    """Write a Llama of bf16 in a form, and, as fp32, what its weights stand for. `changes` are of
+    its config.
+    """
+    whole = published(directory / "whole", num_hidden_layers=num_layers, **changes)
     weights = {
         name: one
         for file in sorted(whole.glob("*.safetensors"))

@@ -47,6 +47,7 @@ class PackedForm:
     desc_act: bool = False
     less_one: bool = True  # of zero points: gptq, not gptq_v2
     numbered: bool = True  # g_idx is stored
+    symmetric: bool = False  # all zero points are the middle code, as servers' kernels want gptq's
     settings: Mapping[str, Any] | None = None  # the config's, if they are not the method's own
 
     @property
@@ -63,6 +64,7 @@ class PackedForm:
             return told | {"version": "gemm", "zero_point": True}
         return told | {
             "desc_act": self.desc_act,
+            "sym": self.symmetric,
             "checkpoint_format": "gptq" if self.less_one else "gptq_v2",
         }
 
@@ -76,6 +78,7 @@ AWQ = PackedForm("awq", numbered=False)
 FORMS: Mapping[str, PackedForm] = {
     "gptq, groups of 128": GPTQ,
     "gptq, groups of 128, desc_act": replace(GPTQ, desc_act=True),
+    "gptq, symmetric": replace(GPTQ, symmetric=True),
     "gptq, groups of 32": replace(GPTQ, group_size=32),
     "gptq, groups of 32, desc_act": replace(GPTQ, group_size=32, desc_act=True),
     "gptq v2, groups of 32, desc_act": replace(GPTQ, group_size=32, desc_act=True, less_one=False),
@@ -112,8 +115,13 @@ def packed(name: str, weight: Tensor, form: PackedForm) -> Tensors:
     grouped = torch.stack([weight[:, number_of == group].float() for group in range(groups)])
     low = grouped.amin(-1).clamp_max(0)
     high = grouped.amax(-1).clamp_min(0)
-    scales = ((high - low) / most).clamp_min(1e-4).half()
-    zeros = (-low / scales).round().clamp(1, most).int()
+    middle = 2 ** (form.bits - 1)
+    if form.symmetric:
+        scales = (torch.maximum(-low, high) / (middle - 1)).clamp_min(1e-4).half()
+        zeros = torch.full(scales.shape, middle, dtype=torch.int32)
+    else:
+        scales = ((high - low) / most).clamp_min(1e-4).half()
+        zeros = (-low / scales).round().clamp(1, most).int()
     codes = (
         (weight / scales.float()[number_of].t() + zeros[number_of].t()).round().clamp(0, most).int()
     )

@@ -55,7 +55,7 @@ def mark_listed(items: Iterable[pytest.Item]) -> None:
 
 
 def in_part(items: Iterable[pytest.Item], part: str) -> list[pytest.Item]:
-    """Choose what a part of a session has of these: `part` is its number and how many there are, `2/8`.
+    """Choose what a part of a session has of these: `part` is its number and how many there are, `2/12`.
 
     Slow tests are dealt out, the costliest first and each to the part that has least. All else is in every part.
     """
