@@ -55,12 +55,12 @@ class ReferenceMixin(Below):
             self.beta = beta
         return completions
 
-    def _compute_loss(self, model: object, inputs: dict[str, Any]) -> Tensor:
+    def _compute_loss(self, model: object, inputs: Any, *args: object, **kwargs: object) -> Any:
+        # Trainers for preferences have a method of this name, with more arguments.
         self._compared = inputs if self._has_reference() and LOGPS not in inputs else None
         try:
             trainer: Any = super()
-            loss: Tensor = trainer._compute_loss(model, inputs)
-            return loss
+            return trainer._compute_loss(model, inputs, *args, **kwargs)
         finally:
             self._compared = None
 
