@@ -24,16 +24,24 @@ from lema.model.experts import LayerExperts
 
 __all__ = ["FREE", "RowChoices", "has_routers", "replayed"]
 
-FREE = -1  # in the place of an expert: the router chooses itself
+FREE = -1  # in the places of a token's experts: the router chooses itself
 WHERE = "expert choices"
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
+# Types of servers' arrays, which have no `FREE` and in which torch computes next to nothing.
+COMPUTED_AS = {
+    torch.uint8: torch.int16,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+}
 
 
 class RowChoices:
     """The choices of rows that calls of a model take one after the other.
 
     Args:
-        choices: `[rows, sequence, layers, experts of each token]`, integers; `FREE` where a router
-            chooses itself. They may lie in host memory.
+        choices: `[rows, sequence, layers, experts of each token]`, integers; `FREE` for a token for
+            which a router chooses itself. They may lie in host memory.
         num_layers: how many layers the model has.
 
     Raises:
@@ -41,13 +49,17 @@ class RowChoices:
     """
 
     def __init__(self, choices: Tensor, num_layers: int) -> None:
-        if choices.dim() != 4 or choices.shape[2] != num_layers or choices.is_floating_point():
+        if (
+            choices.dim() != 4
+            or choices.shape[2] != num_layers
+            or choices.dtype not in (*INTEGERS, *COMPUTED_AS)
+        ):
             what = (
                 f"choices are {choices.dtype} {list(choices.shape)}, and not integers "
                 f"[rows, sequence, {num_layers} layers, experts of each token]"
             )
             raise ConfigError(what, where=WHERE, how="give one choice for each token and layer")
-        self._choices = choices
+        self._choices = choices.to(COMPUTED_AS.get(choices.dtype, choices.dtype))
         self._taken = 0  # rows
 
     def next_rows(self, size: int, width: int) -> Tensor:
@@ -90,21 +102,23 @@ def replayed(
         layer: a decoder layer.
         number: which one it is.
         experts: its experts, if they are known.
-        choices: `[tokens, experts of each]`, `FREE` where the router chooses itself.
+        choices: `[tokens, experts of each]`; `FREE`, or zeros alone where there are several, for a
+            token for which the router chooses itself.
 
     Raises:
         ConfigError: the layer has no router that chooses as many experts, or one that chooses in
-            another way, and differently.
+            another way, and differently; or a token has an expert twice, or has only some.
     """
     counts = _counts(layer)
     if not counts:
         # a server tells something of layers without experts as well, which is always the same
-        if _are_chosen(choices):
+        if bool((choices > 0).any()):
             what = f"there are choices of experts for layer {number}, which has no experts"
             raise ConfigError(what, where=WHERE, how="give those of this model's own layers")
         yield
         return
-    if not _are_chosen(choices):
+    choices = _distinct(choices, number)
+    if bool((choices == FREE).all()):
         yield
         return
     mode = _Replay(choices, counts)
@@ -164,8 +178,11 @@ class _Replay(TorchFunctionMode):
             return result
         self.taken += 1
         last = scores.shape[-1] - 1
-        if int(self._choices.max()) > last or int(self._choices.min()) < FREE:
-            what = f"a choice is {int(self._choices.max())}, and there are experts 0 to {last}"
+        highest = int(self._choices.max())
+        lowest = int(self._choices.min())
+        if highest > last or lowest < FREE:
+            wrong = highest if highest > last else lowest
+            what = f"a choice is {wrong}, and there are experts 0 to {last}"
             raise ConfigError(what, where=WHERE, how="give those of this model's own routers")
         choices = self._choices.to(indices.device, indices.dtype)
         chosen = torch.where(choices == FREE, indices, choices)
@@ -188,17 +205,31 @@ def _counts(layer: nn.Module) -> frozenset[int]:
     )
 
 
-def _are_chosen(choices: Tensor) -> bool:
-    """Whether choices are those of a router: no expert is chosen twice for a token. Where nothing
-    was chosen, a server has zeros."""
+def _distinct(choices: Tensor, number: int) -> Tensor:
+    """Return the choices of a layer with `FREE` for every token for which nothing was chosen: a
+    server has zeros there. `ConfigError`: a token has an expert twice, or has only some."""
     if choices.shape[-1] == 1:
-        return bool((choices > 0).any())
+        return choices
+    has_none = (choices == 0).all(dim=-1, keepdim=True)
+    choices = choices.masked_fill(has_none, FREE) if bool(has_none.any()) else choices
     ordered = choices.sort(dim=-1).values
-    return bool(((ordered[:, 1:] != ordered[:, :-1]) & (ordered[:, :-1] != FREE)).any())
+    is_free = (ordered == FREE).all(dim=-1)
+    has_twice = (ordered[:, 1:] == ordered[:, :-1]).any(dim=-1)
+    wrong = ((has_twice | (ordered == FREE).any(dim=-1)) & ~is_free).nonzero()
+    if len(wrong):
+        token = int(wrong[0])
+        what = (
+            f"the experts of token {token} in layer {number} are {choices[token].tolist()}, and a "
+            f"token has as many different ones, or {FREE} in all places"
+        )
+        raise ConfigError(what, where=WHERE, how="give what a router can choose")
+    return choices
 
 
 def _same(chosen: Tensor, choices: Tensor) -> bool:
     """Whether the experts of each token are those told, in any order."""
+    if chosen.shape != choices.shape:
+        return False
     expected = choices.to(chosen.device, chosen.dtype).sort(dim=-1).values
     is_free = (expected == FREE).any(dim=-1, keepdim=True)
     return bool(((chosen.sort(dim=-1).values == expected) | is_free).all())

@@ -261,12 +261,14 @@ class StreamedPeftModel(PeftModel):
 
         Args:
             choices: `[rows, sequence, layers, experts of each token]`, integers, on any device; -1
-                where the router chooses itself. What it says of layers without experts is all
-                zeros, or all -1.
+                in all places of a token for which the router chooses itself, or zeros where a
+                token has several experts. What it says of layers without experts is all zeros, or
+                all -1.
 
         Raises:
-            ConfigError: the choices do not fit the model or the calls, a router chooses in another
-                way than by `torch.topk`, or layers are compiled.
+            ConfigError: the choices do not fit the model or the calls, a token has an expert twice
+                or only some of its experts, a router chooses in another way than by `torch.topk`,
+                layers are compiled, or the block is within another.
 
         Example:
             ```python

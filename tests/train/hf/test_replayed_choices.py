@@ -281,16 +281,59 @@ def test_choices_that_do_not_fit_are_refused(published: tuple[str, Path]) -> Non
     for told, message in (
         (choices[:, :, :-1], "8 layers"),
         (choices.float(), "not integers"),
+        (choices.bool(), "not integers"),
         (choices[:3], "choices are left for 3"),
         (choices[:, :-1], "4 rows of 11 tokens"),
         (torch.cat([choices, choices]), "4 rows of choices belong to no call"),
         (choices + EXPERTS - 1, r"there are experts 0 to 5"),
+        (choices.where(choices > 0, -2), r"a choice is -2"),
+        (choices[..., [0, 0]], r"the experts of token 0 in layer 0 are \[(\d), \1\]"),
+        (torch.cat([choices[..., :1], choices[..., :1] * 0 + FREE], dim=-1), "or -1 in all places"),
+        (torch.cat([choices, choices[..., :1] * 0 + EXPERTS], dim=-1), "does not choose 3 of"),
         (drawn_choices(name)[..., :1] + 1, "does not choose 1 of"),
     ):
         with pytest.raises(ConfigError, match=message):
             call(told)
     with torch.no_grad(), pytest.raises(ConfigError, match="4 rows of choices belong to no call"):
         call(choices, use_cache=True)
+    with model.replaying(choices):
+        with pytest.raises(ConfigError, match="replayed already"):
+            call(choices)
+        model(**rows)  # the block that was refused has taken nothing
+    model.close()
+
+
+@pytest.mark.parametrize("published", ["mixtral"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int64])
+def test_integers_of_every_type_are_taken(published: tuple[str, Path], dtype: torch.dtype) -> None:
+    name, directory = published
+    choices = drawn_choices(name)
+    choices[:, 0] = 0  # as a server has it where it told nothing
+    model = streamed(directory)
+
+    def loss_of(choices: Tensor) -> float:
+        with model.replaying(choices):
+            return float(model(**rows_of()).loss.detach())
+
+    found = loss_of(choices.to(dtype))
+    choices[:, 0] = FREE
+    assert found == loss_of(choices)
+    model.close()
+
+
+def test_the_first_expert_is_a_choice_where_a_token_has_one(tmp_path: Path) -> None:
+    config = MixtralConfig(**{**SIZES, "num_experts_per_tok": 1}, num_local_experts=EXPERTS)
+    directory = publish("mixtral", tmp_path / "model", config)
+    choices = torch.zeros(ROWS, WIDTH, LAYERS, 1, dtype=torch.int32)
+    reference = whole(directory)
+    free = float(reference(**rows_of()).loss.detach())
+    choose(reference, softmax_of_all, choices.long())
+    expected = reference(**rows_of()).loss
+    model = streamed(directory)
+    with model.replaying(choices):
+        loss = model(**rows_of()).loss
+    assert torch.equal(loss, expected)
+    assert float(loss.detach()) != free
     model.close()
 
 
