@@ -253,12 +253,11 @@ def test_what_a_server_does_not_take_is_refused(
         assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"lora_use_dora": True}, "DoRA"),
-        ({"lora_lora_bias": True}, "biases of B"),
+        ({"lora_bias": "all"}, "trained biases"),
         ({"lora_modules_to_save": ["lm_head"]}, r"modules that train whole \(.*lm_head\)"),
         ({"lora_trainable_token_indices": [3, 5]}, "trained rows"),
         (

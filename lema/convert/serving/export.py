@@ -117,7 +117,7 @@ def _check_factors(opened: SavedAdapter, names: PublishedNames) -> None:
         problems.append(f"adapters of embeddings ({first_of(tables)})")
     if names.missing:
         problems.append(
-            f"modules that no published file has as matrices ({first_of(names.missing)})"
+            f"modules that have no published matrices of their own ({first_of(names.missing)})"
         )
     if problems:
         what = f"an adapter of each published matrix has no place for {'; '.join(problems)}"
