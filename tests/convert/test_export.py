@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 from everytype import STREAMED
-from peft import PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora.layer import ParamWrapper
 from publishedclass import publish
 from safetensors.torch import load_file, save_file
 from tinyconfig import tiny_config
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers import core_model_loading as loading
 
 from lema import LemaConfig, LemaModel
@@ -36,6 +36,14 @@ PREFIX = "base_model.model."
 # Published with a matrix for each expert; in one tensor; without experts.
 APART = ("mixtral", "qwen3_moe", "deepseek_v2", "ernie4_5_moe")
 TOGETHER = ("gpt_oss", "granitemoe")
+TINY: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+}
 
 
 def saved(model_type: str, directory: Path, **settings: Any) -> Path:
@@ -99,6 +107,8 @@ def delta(module: Any) -> Tensor:
     wrapper: Any = module
     a = wrapper.lora_A[ADAPTER].weight.detach()
     b = wrapper.lora_B[ADAPTER].weight.detach()
+    if wrapper.num_experts == 1:  # the matrix of a router
+        return b @ a * wrapper.scaling[ADAPTER]
     a = a.reshape(wrapper.num_experts, -1, a.shape[-1])
     b = b.reshape(b.shape[0], -1, wrapper.num_experts)
     sides = "e o i" if wrapper._did_swap_in_out_features else "e i o"
@@ -241,6 +251,83 @@ def test_what_a_server_does_not_take_is_refused(
         with pytest.raises(ConfigError, match=rf"{title} .* does not take .*{words}"):
             export_adapter(adapter, tmp_path / "out", server)  # type: ignore[arg-type]
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"lora_use_dora": True}, "DoRA"),
+        ({"lora_bias": "all"}, "trained biases"),
+        ({"lora_modules_to_save": ["lm_head"]}, r"modules that train whole \(.*lm_head\)"),
+        ({"lora_trainable_token_indices": [3, 5]}, "trained rows"),
+        (
+            {"lora_target_modules": ["q_proj", "embed_tokens"]},
+            r"embeddings \(model\.embed_tokens\)",
+        ),
+    ],
+)
+def test_what_is_not_factors_of_a_matrix_has_no_place_beside_them(
+    settings: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    adapter = saved("llama", tmp_path, **settings)
+    with pytest.raises(ConfigError, match=rf"has no place for .*{words}"):
+        export_adapter(adapter, tmp_path / "out", "per-expert")
+    assert not (tmp_path / "out").exists()
+    export_adapter(adapter, tmp_path / "peft", "peft")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    again = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    assert tensors.keys() == again.keys()
+    assert all(torch.equal(again[name], tensors[name]) for name in tensors)
+
+
+def test_tied_modules_that_train_whole_are_written_as_peft_has_them(tmp_path: Path) -> None:
+    """They share memory, and safetensors writes each tensor by itself."""
+    publish("llama", tmp_path / "model", LlamaConfig(**TINY, tie_word_embeddings=True))
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    config = LoraConfig(
+        target_modules=["q_proj"],
+        modules_to_save=["embed_tokens"],
+        ensure_weight_tying=True,
+        task_type="CAUSAL_LM",
+    )
+    get_peft_model(whole, config).save_pretrained(tmp_path / "adapter")
+    export_adapter(tmp_path / "adapter", tmp_path / "out", "peft", base_dir=tmp_path / "model")
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    again = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert all(torch.equal(again[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("layout", ["per-expert", "vllm"])
+def test_adapters_of_routers_are_factors_of_their_matrices(layout: Any, tmp_path: Path) -> None:
+    routers = ["mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapter = saved("mixtral", tmp_path, lora_target_parameters=routers)
+    export_adapter(adapter, tmp_path / "out", layout)
+    found = products(tmp_path / "out")
+    expected = trained(adapter)
+    assert any(name.endswith("block_sparse_moe.gate") for name in found)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    with pytest.raises(ConfigError, match=r"adapters of routers \(model\.layers\.0\.mlp\.gate"):
+        export_adapter(adapter, tmp_path / "sglang", "sglang")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lora_layers_to_transform": [1], "lora_target_modules": ["q_proj", "v_proj"]},
+        {"lora_target_modules": r".*layers\.1\.(self_attn\.[qv]_proj|mlp\.up_proj)"},
+    ],
+)
+@pytest.mark.parametrize("layout", ["per-expert", "vllm", "sglang"])
+def test_an_adapter_of_some_layers_is_read_again_as_that(
+    layout: Any, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    adapter = saved("llama", tmp_path, **settings)
+    export_adapter(adapter, tmp_path / "out", layout)
+    expected = trained(adapter)
+    again = trained(tmp_path / "out")
+    assert again.keys() == expected.keys()
+    assert all(torch.equal(again[name], expected[name]) for name in expected)
 
 
 def test_sglang_reads_queries_and_values_together_only(tmp_path: Path) -> None:

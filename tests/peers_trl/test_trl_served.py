@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from generationserver import generation_server
-from test_trl_grpo import REUSED, SAMPLED, RecordedGRPO, rewarded, run, same
+from test_trl_grpo import REUSED, SAMPLED, RecordedGRPO, RecordedRLOO, rewarded, run, same
 from trlruns import adapters, save, streamed_model, trainer_of, whole_model
 
 from lema import ServedMixin
@@ -239,6 +239,12 @@ def test_what_cannot_be_served_is_refused(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"vLLM .* does not take DoRA"):
         model = streamed_model(llama, use_dora=True)
         trainer_of("grpo", model, tmp_path, trainer=served(url), **SAMPLED)
+
+    class ServedRLOO(ServedMixin, RecordedRLOO):
+        pass
+
+    with pytest.raises(ConfigError, match="no GRPOTrainer of TRL"):
+        ServedRLOO(streamed_model(llama), server=url)
     model = streamed_model(llama)
     trainer = trainer_of(
         "grpo", model, tmp_path, trainer=served(url, server_timeout=0.5), **SAMPLED

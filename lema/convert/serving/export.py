@@ -15,11 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from torch import nn
+
 from lema.convert.adapted import SavedAdapter, open_adapter
 from lema.convert.serving.layouts import split_files, stacked_files
 from lema.errors import ConfigError
-from lema.lora.serving.checks import check_served, first_of, published_names, stacks
-from lema.lora.serving.servers import SERVERS, Server, ServerName
+from lema.lora.serving.checks import (
+    PublishedNames,
+    check_served,
+    first_of,
+    published_names,
+    stacks,
+)
+from lema.lora.serving.experts import WEIGHT
+from lema.lora.serving.servers import SERVERS, Server, ServerName, beside_factors
 from lema.storage.atomic import appearing, free_directory
 from lema.storage.regular import check_separate
 from lema.storage.rendering import carry_rendering
@@ -78,10 +87,8 @@ def export_adapter(
     names = published_names(opened.base.skeleton, opened.lora)
     if layout == "vllm" or layout == "sglang":
         check_served(layout, opened.base.skeleton, opened.lora, names, where=f"--for {layout}")
-    elif layout == "per-expert" and names.missing:
-        what = f"these experts have no published matrices of their own: {first_of(names.missing)}"
-        how = "--for peft writes them in one tensor; `lema merge` writes them into the model"
-        raise ConfigError(what, where="--for per-expert", how=how)
+    elif layout == "per-expert":
+        _check_factors(opened, names)
     server = SERVERS[layout] if layout == "vllm" or layout == "sglang" else None
     stacked = layout == "peft" or (server is not None and stacks(server, opened.base.skeleton))
     model = opened.attach()
@@ -96,6 +103,26 @@ def export_adapter(
             text = f"```bash\n{line}\n```\n"
             (partial / "SERVE.md").write_text(text, encoding="utf-8", newline="\n")
     return Exported(out, files.experts, line)
+
+
+def _check_factors(opened: SavedAdapter, names: PublishedNames) -> None:
+    """Make sure that an adapter is factors of published matrices, and nothing else; `ConfigError`:
+    all that it is besides is named."""
+    problems = [*beside_factors(opened.lora)]
+    owners = [name.removesuffix(WEIGHT) for name in names.adapted if name.endswith(WEIGHT)]
+    skeleton = opened.base.skeleton
+    if tables := [
+        name for name in owners if isinstance(skeleton.get_submodule(name), nn.Embedding)
+    ]:
+        problems.append(f"adapters of embeddings ({first_of(tables)})")
+    if names.missing:
+        problems.append(
+            f"modules that have no published matrices of their own ({first_of(names.missing)})"
+        )
+    if problems:
+        what = f"an adapter of each published matrix has no place for {'; '.join(problems)}"
+        how = "--for peft writes them as PEFT has them; `lema merge` writes them into the model"
+        raise ConfigError(what, where="--for per-expert", how=how)
 
 
 def _server_line(

@@ -62,7 +62,8 @@ def split_files(model: PeftModel, names: PublishedNames) -> AdapterFiles:
     """
     adapter = _split(cast(PreTrainedModel, model.get_base_model()), names)
     lora = cast(LoraConfig, model.peft_config[ADAPTER])
-    return AdapterFiles(_tensors(adapter), _config(lora, adapter), adapter.experts)
+    config = _config(lora, adapter, names)
+    return AdapterFiles(_tensors(adapter), config, adapter.experts)
 
 
 @torch.no_grad()
@@ -74,7 +75,7 @@ def stacked_files(model: PeftModel, layout: str) -> AdapterFiles:
         layout: a server's, or PEFT's own (`peft`).
     """
     config = _plain(model.peft_config[ADAPTER].to_dict())
-    return AdapterFiles(_stacked_tensors(model, layout), config, 0)
+    return AdapterFiles(_apart(_stacked_tensors(model, layout)), config, 0)
 
 
 def _split(model: PreTrainedModel, names: PublishedNames) -> _Split:
@@ -84,16 +85,24 @@ def _split(model: PreTrainedModel, names: PublishedNames) -> _Split:
     for name, module in wrapped(model):
         if isinstance(module, ParamWrapper):
             for wrapper in parameter_wrappers(module):
-                pieces = names.experts[f"{name}.{wrapper.parameter_name}"] or ()
+                parameter = f"{name}.{wrapper.parameter_name}"
+                if parameter not in names.experts:  # the matrix of a router
+                    factors[names.modules[name]] = _factors(wrapper)
+                    continue
+                pieces = names.experts[parameter] or ()
                 for piece in pieces:
                     factors[piece.module] = piece.factors(*factors_of(wrapper, piece.expert))
                 experts += len(pieces)
         elif isinstance(module, LoraLayer) and ADAPTER in module.lora_A:
-            layer: Any = module
-            a = layer.lora_A[ADAPTER].weight.detach().cpu()
-            b = layer.lora_B[ADAPTER].weight.detach().cpu()
-            factors[names.modules[name]] = Factors(a, b, layer.scaling[ADAPTER])
+            factors[names.modules[name]] = _factors(module)
     return _Split(factors, experts)
+
+
+def _factors(module: Any) -> Factors:
+    """Return the factors of a module of one matrix."""
+    a = module.lora_A[ADAPTER].weight.detach().cpu()
+    b = module.lora_B[ADAPTER].weight.detach().cpu()
+    return Factors(a, b, module.scaling[ADAPTER])
 
 
 def _tensors(adapter: _Split) -> dict[str, Tensor]:
@@ -103,6 +112,18 @@ def _tensors(adapter: _Split) -> dict[str, Tensor]:
     for name, factors in adapter.factors.items():
         tensors[f"{PREFIX}{name}.lora_A.weight"] = factors.a.contiguous().clone()
         tensors[f"{PREFIX}{name}.lora_B.weight"] = factors.b.contiguous().clone()
+    return tensors
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of which each has memory of its own, because safetensors writes no others:
+    tied modules that train whole share it."""
+    seen = set[int]()
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        if storage in seen:
+            tensors[name] = tensor.clone()
+        seen.add(storage)
     return tensors
 
 
@@ -127,9 +148,10 @@ def _stacked_tensors(model: PeftModel, layout: str) -> dict[str, Tensor]:
     return renamed
 
 
-def _config(lora: LoraConfig, adapter: _Split) -> dict[str, Any]:
+def _config(lora: LoraConfig, adapter: _Split, names: PublishedNames) -> dict[str, Any]:
     """Return PEFT's config of the modules by their published names: ranks and scales that are not
-    those of most modules stand under the whole name."""
+    those of most modules stand under the whole name, and so do modules that share the last part of
+    their name with others that are not adapted."""
     config = _plain(lora.to_dict())
     ranks = dict[str, int]()
     alphas = dict[str, float]()
@@ -140,8 +162,15 @@ def _config(lora: LoraConfig, adapter: _Split) -> dict[str, Any]:
             ranks[re.escape(name)] = rank
         if abs(alpha - lora.lora_alpha) > 1e-9 * abs(lora.lora_alpha):
             alphas[re.escape(name)] = alpha
+    unadapted = {
+        name.rpartition(".")[2] for name in names.modules.values() if name not in adapter.factors
+    }
+    targets = {
+        name if name.rpartition(".")[2] in unadapted else name.rpartition(".")[2]
+        for name in adapter.factors
+    }
     return config | {
-        "target_modules": sorted({name.rpartition(".")[2] for name in adapter.factors}),
+        "target_modules": sorted(targets),
         "target_parameters": None,
         "exclude_modules": None,
         "layers_to_transform": None,

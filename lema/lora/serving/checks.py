@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from lema.errors import ConfigError
 from lema.lora.attach import param_filter
@@ -138,6 +140,8 @@ def _gaps(server: Server, model: PreTrainedModel, names: PublishedNames) -> Iter
     """Yield what a server does not take of adapters of experts."""
     if not stacks(server, model) and (missing := names.missing):
         yield f"modules that no published file has as matrices ({first_of(missing)})"
+    if not server.has_routers and (routers := _routers(model, names)):
+        yield f"adapters of routers ({first_of(routers)})"
     for owner in dict.fromkeys(name.rpartition(".")[0] for name in names.experts):
         parameters = _bare(model, owner).named_parameters(recurse=False)
         every = {leaf for leaf, parameter in parameters if parameter.ndim == 3}
@@ -146,6 +150,23 @@ def _gaps(server: Server, model: PreTrainedModel, names: PublishedNames) -> Iter
             left_out = ", ".join(untrained)
             yield f"an adapter of some matrices of experts alone (not {left_out} of {owner})"
             return
+
+
+def _routers(model: PreTrainedModel, names: PublishedNames) -> list[str]:
+    """Return the adapted modules that have a matrix and are no linear layer."""
+    linear = (nn.Linear, nn.Embedding, Conv1D)
+    owners = [
+        name.removesuffix(WEIGHT)
+        for name in names.adapted
+        if name not in names.experts and name.endswith(WEIGHT)
+    ]
+    return [name for name in owners if not isinstance(_plain(model, name), linear)]
+
+
+def _plain(model: PreTrainedModel, name: str) -> nn.Module:
+    """Return a module without PEFT's wrapper of it."""
+    module = _bare(model, name)
+    return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
 
 
 def _bare(model: PreTrainedModel, name: str) -> nn.Module:

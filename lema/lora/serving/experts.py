@@ -26,7 +26,7 @@ from lema.lora.merge import ADAPTER, WRAPPED
 from lema.model.conversions import CopyTrace
 from lema.storage.slices import Move
 
-__all__ = ["ExpertPart", "Factors", "expert_parts", "factors_of", "parameter_wrappers"]
+__all__ = ["WEIGHT", "ExpertPart", "Factors", "expert_parts", "factors_of", "parameter_wrappers"]
 
 WEIGHT = ".weight"
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from peft import LoraConfig
 
-__all__ = ["SERVERS", "Server", "ServerName", "unserved"]
+__all__ = ["SERVERS", "Server", "ServerName", "beside_factors", "unserved"]
 
 ServerName = Literal["vllm", "sglang"]
 
@@ -28,6 +28,7 @@ class Server:
     sources: tuple[str, ...]
     ranks: tuple[int, ...] = ()  # of which the smallest that is large enough is chosen; empty: any
     has_patterns: bool = True  # modules may have ranks and scales of their own
+    has_routers: bool = True  # the matrix that chooses experts may have an adapter
     # Modules that it reads only beside another of the same owner.
     partners: Mapping[str, str] = field(default_factory=dict)
     # Classes whose experts it has in one tensor for all, and reads as PEFT writes them.
@@ -124,6 +125,7 @@ SERVERS: dict[ServerName, Server] = {
             "sglang/srt/lora/mem_pool.py",
         ),
         has_patterns=False,
+        has_routers=False,
         partners={"q_proj": "v_proj", "k_proj": "q_proj", "v_proj": "q_proj"},
     ),
 }
@@ -131,13 +133,11 @@ SERVERS: dict[ServerName, Server] = {
 CHANGES_BASE = ("corda", "loftq", "olora", "pissa")
 
 
-def unserved(server: Server, config: LoraConfig, modules: Collection[str]) -> Iterator[str]:
-    """Yield what a server does not take of an adapter, each a part of a sentence.
+def beside_factors(config: LoraConfig) -> Iterator[str]:
+    """Yield what an adapter trains that is no product of two factors, each a part of a sentence.
 
     Args:
-        server: the release.
         config: PEFT's of the adapter.
-        modules: the names of the adapted modules.
     """
     if config.use_dora:
         yield "DoRA (lora_use_dora)"
@@ -152,6 +152,17 @@ def unserved(server: Server, config: LoraConfig, modules: Collection[str]) -> It
         yield "trained rows of embeddings (lora_trainable_token_indices)"
     if config.layer_replication:
         yield "repeated layers"
+
+
+def unserved(server: Server, config: LoraConfig, modules: Collection[str]) -> Iterator[str]:
+    """Yield what a server does not take of an adapter, each a part of a sentence.
+
+    Args:
+        server: the release.
+        config: PEFT's of the adapter.
+        modules: the names of the adapted modules.
+    """
+    yield from beside_factors(config)
     begin = config.init_lora_weights
     if isinstance(begin, str) and begin.lower().startswith(CHANGES_BASE):
         yield f"a beginning that changes the base's weights (lora_init: {begin})"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 else:
     Below = object
 
-__all__ = ["ReferenceMixin"]
+__all__ = ["TRAINER", "ReferenceMixin"]
 
 TRAINER = "GRPOTrainer"  # whose loss, and nothing before it, looks at the reference
 LOGPS = "ref_per_token_logps"  # TRL's name for them, in what a loss is computed of

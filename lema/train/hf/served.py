@@ -37,7 +37,7 @@ from lema.lora.serving.checks import check_served, published_names, stacks
 from lema.lora.serving.servers import SERVERS
 from lema.storage.atomic import appearing
 from lema.train.hf.peftmodel import StreamedPeftModel
-from lema.train.hf.reference import ReferenceMixin
+from lema.train.hf.reference import TRAINER, ReferenceMixin
 from lema.train.hf.serverchoices import ServerChoices
 from lema.train.hf.vllmserver import Completion, VLLMServer
 
@@ -91,8 +91,8 @@ class ServedMixin(Below):
         kwargs: arguments of the trainer by name.
 
     Raises:
-        ConfigError: the model does not stream, the server takes no such adapter, or `use_vllm` is
-            set.
+        ConfigError: the model does not stream, the server takes no such adapter, the trainer is no
+            `GRPOTrainer`, or `use_vllm` is set.
     """
 
     def __init__(
@@ -103,6 +103,10 @@ class ServedMixin(Below):
         replay_choices: bool = True,
         **kwargs: object,
     ) -> None:
+        if not any(base.__name__ == TRAINER for base in type(self).__mro__):
+            what = f"the trainer is no {TRAINER} of TRL, whose completions a server makes"
+            how = f"put ServedMixin before a {TRAINER}, or leave it out"
+            raise ConfigError(what, where=type(self).__name__, how=how)
         super().__init__(*args, **kwargs)
         if self.args.use_vllm:
             what = "use_vllm sends merged weights to the server"
