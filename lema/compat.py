@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TESTED",
     "adapted_module",
+    "cache_argument",
     "check_fusions",
     "check_target",
     "collecting",
@@ -115,6 +116,11 @@ def models_of(auto: Any) -> Any:
     config.
     """
     return auto._model_mapping
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Return what a model's forward calls the cache of keys and values: `cache` since 5.24."""
+    return "cache" if "cache" in signature(type(model).forward).parameters else "past_key_values"
 
 
 @contextmanager

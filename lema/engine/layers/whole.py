@@ -89,6 +89,12 @@ class WholeLayer:
                     self._location, partial(run, index), state
                 )
 
+    @torch.no_grad()
+    def output(self, lease: Lease, leaves: Leaves, call: LayerCall, state: Tensor) -> Tensor:
+        """Return what the layer makes of one micro-batch, without a graph."""
+        weights = {**lease.weights, **leaves}
+        return self._engine.split.run_layer(self.number, weights, call, state)
+
     def forward(
         self, lease: Lease, rows: Rows, needs_grad: Sequence[bool], saving: Saving
     ) -> _SavedGraphs:

@@ -1,0 +1,366 @@
+"""A layer through which rows go in chunks of their sequence: the layer outer, the chunks inner.
+
+So the layer's weights are leased twice in a step whatever the length, and only one chunk's
+activations and one layer's keys and values are there at once. The forward keeps the layer's input,
+as that of a whole layer does. The backward first makes the keys and values again, stopping the
+layer as soon as they are there; then it takes the chunks in reverse. Each is recomputed alone, and
+differentiated before the next. The gradients of its keys and values from the chunks behind it have
+been summed by then (`lema.model.sequence.cache`).
+
+A micro-batch that is no longer than a chunk goes through the layer at once, and where all of a
+step's are, the layer is an ordinary one (`lema.engine.layers.whole`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from lema.activations.hoststates import HostState
+from lema.activations.stepstore import StepBoundaries
+from lema.engine.engine import Engine
+from lema.engine.layers.layer import LossAndGrad, SavedLayer, TopGradients
+from lema.engine.layers.rows import Rows
+from lema.engine.layers.saving import Saving
+from lema.engine.layers.whole import WholeLayer
+from lema.engine.trained_weights import Leaves
+from lema.model.flow import LayerCall
+from lema.model.sequence.cache import KeysReached, KeysValues, Span
+from lema.model.sequence.chunks import ChunkedCall
+from lema.stream import Lease
+
+__all__ = ["ChunkedLayer"]
+
+Weights: TypeAlias = Mapping[str, Tensor]
+
+
+@dataclass(eq=False)
+class _SavedRows:
+    """What the layer keeps of a step: its inputs, in boundaries, and what the generator drew."""
+
+    calls: Sequence[LayerCall]
+    leaves: Leaves  # for the weights that train
+    boundaries: StepBoundaries
+    needs_grad: Sequence[bool]
+    # the generator's, of each micro-batch before each chunk
+    drawn: list[list[Tensor]] = field(default_factory=list)
+
+
+class ChunkedLayer:
+    """A layer through which rows go in chunks of their sequence.
+
+    Args:
+        engine: the objects that every layer works with.
+        number: which layer it is.
+    """
+
+    def __init__(self, engine: Engine, number: int) -> None:
+        self.number = number
+        self._engine = engine
+        self._module = engine.split.layers[number]
+        self._at_once = WholeLayer(engine, number)
+        self._location = f"in the forward of layer {number}"
+
+    def _cuts(self, rows: Rows) -> bool:
+        """Whether one of the micro-batches is longer than a chunk."""
+        return any(isinstance(call, ChunkedCall) for call in rows.calls[self.number])
+
+    @torch.no_grad()
+    def run(self, lease: Lease, rows: Rows) -> None:
+        """Take rows that have no gradient through the layer."""
+        if not self._cuts(rows):
+            self._at_once.run(lease, rows)
+            return
+        engine = self._engine
+        calls = rows.calls[self.number]
+
+        def run(index: int) -> Tensor | HostState:
+            visit = _Visit(engine, self.number, lease.weights, calls[index])
+            return rows.stored(index, visit.forward(rows.state(index).detach()))
+
+        with rows.computing([self._module]):
+            for index in range(len(rows.states)):
+                engine.stop.poll()
+                drawn = engine.generator_state()
+                rows.states[index] = engine.retry.run_forward(
+                    self._location, partial(run, index), drawn
+                )
+
+    def output(self, lease: Lease, leaves: Leaves, call: LayerCall, state: Tensor) -> Tensor:
+        """Return what the layer makes of one micro-batch, without a graph."""
+        weights = {**lease.weights, **leaves}
+        return _Visit(self._engine, self.number, weights, call).forward(state)
+
+    def forward(
+        self, lease: Lease, rows: Rows, needs_grad: Sequence[bool], saving: Saving
+    ) -> SavedLayer:
+        """Take a step's rows through the layer; see `lema.engine.layers.layer.Layer`."""
+        if not self._cuts(rows):
+            return self._at_once.forward(lease, rows, needs_grad, saving)
+        engine = self._engine
+        number = self.number
+        calls = rows.calls[number]
+        boundaries = saving.boundaries_of(number)
+        assert boundaries is not None, "a layer in chunks keeps its graph"
+        leaves = engine.trained.leaves(number, lease)
+        saved = _SavedRows(calls, leaves, boundaries, needs_grad)
+        weights = {**lease.weights, **leaves}
+        outputs = list[Tensor]()
+        for index, call in enumerate(calls):
+            engine.stop.poll()
+            layer_input = boundaries.keep(number, index, rows.states[index])
+            drawn = engine.generator_state()
+
+            def run(
+                call: LayerCall = call, layer_input: Tensor = layer_input
+            ) -> tuple[Tensor, list[Tensor]]:
+                visit = _Visit(engine, number, weights, call)
+                return visit.forward(layer_input), visit.drawn
+
+            output, states = engine.retry.run_forward(self._location, run, drawn)
+            outputs.append(output)
+            saved.drawn.append(states)
+        rows.put(outputs)
+        return saved
+
+    def backward(
+        self,
+        lease: Lease,
+        saved: SavedLayer,
+        gradients: Sequence[Sequence[Tensor]],
+        *,
+        again: bool,
+    ) -> list[Tensor | None]:
+        """Turn the gradients of the outputs into those of the inputs; see
+        `lema.engine.layers.layer.Layer`.
+        """
+        if not isinstance(saved, _SavedRows):
+            return self._at_once.backward(lease, saved, gradients, again=again)
+        engine = self._engine
+        number = self.number
+        for name, weight in engine.trained.leaves(number, lease).items():
+            # the slot of the forward holds another layer now
+            saved.leaves[name].data = weight.detach()
+        weights = {**lease.weights, **saved.leaves}
+        input_gradients = list[Tensor | None]()
+        for index, call in enumerate(saved.calls):
+            engine.stop.poll()
+            visit = _Visit(engine, number, weights, call, saved.drawn[index])
+            with saved.boundaries.fetch(number, index, again=again) as boundary:
+                visit.make_keys(boundary)
+                input_gradients.append(
+                    visit.backward(boundary, gradients[index][0], needs=saved.needs_grad[index])
+                )
+        return input_gradients
+
+    def differentiate(
+        self,
+        lease: Lease,
+        leaves: Leaves,
+        rows: Rows,
+        needs_grad: Sequence[bool],
+        loss_and_grad: LossAndGrad,
+        *,
+        sums: Sized = (),
+        states: Sequence[Tensor] | None = None,
+    ) -> TopGradients:
+        """Take a step's rows through the top layer, the head and the loss, and back; see
+        `lema.engine.layers.layer.Layer`.
+        """
+        if not self._cuts(rows):
+            return self._at_once.differentiate(
+                lease, leaves, rows, needs_grad, loss_and_grad, sums=sums, states=states
+            )
+        engine = self._engine
+        formed = TopGradients(torch.zeros((), dtype=torch.float32, device=engine.backend.device))
+        weights = {**lease.weights, **leaves}
+        for index, call in enumerate(rows.calls[self.number]):
+            engine.stop.poll()
+            # because what dropout drew when the loss was formed is drawn again
+            if states is not None:
+                engine.backend.set_rng_state(states[index])
+            run = partial(
+                self._differentiate_one,
+                weights,
+                leaves,
+                call,
+                loss_and_grad,
+                index,
+                rows.states[index],
+                needs=needs_grad[index],
+            )
+            drawn = engine.generator_state()
+            formed.add(engine.retry.run_forward(self._location, run, drawn, sums))
+        return formed
+
+    def _differentiate_one(
+        self,
+        weights: Weights,
+        leaves: Leaves,
+        call: LayerCall,
+        loss_and_grad: LossAndGrad,
+        index: int,
+        state: Tensor,
+        *,
+        needs: bool,
+    ) -> TopGradients:
+        """Run one micro-batch through the top layer, the head and the loss, and back."""
+        engine = self._engine
+        top = self.number
+        trace = engine.stream.trace
+        visit = _Visit(engine, top, weights, call)
+        with torch.no_grad(), trace.span("forward", f"layer {top}"):
+            output = visit.forward(state.detach())
+        with engine.retry.at("in the head and the loss"), trace.span("forward", "head and loss"):
+            value, gradient = loss_and_grad(index, output)
+        del output
+        engine.observe(top + 1, [gradient])
+        # put back below, because recomputing draws what the forward drew
+        after = engine.backend.rng_state()
+        location = f"in the backward of layer {top}"
+        with engine.retry.at(location), trace.span("backward", f"layer {top}"):
+            wanted = [*engine.adapters_of(top), *leaves.values()]
+            weight_gradients = [(weight, None) for weight in wanted]
+            sums = _Sums(weight_gradients)
+            input_gradient = visit.backward(state.detach(), gradient, needs=needs, sums=sums)
+        engine.backend.set_rng_state(after)
+        engine.observe(top, [input_gradient] * needs)
+        num_adapters = len(wanted) - len(leaves)
+        for weight, by in sums.pairs[num_adapters:]:
+            if by is not None:
+                weight.grad = by if weight.grad is None else weight.grad.add_(by)
+        return TopGradients(value, [input_gradient], [{}], [sums.pairs[:num_adapters]])
+
+
+@dataclass(eq=False)
+class _Sums:
+    """Tensors, each with the sum of its gradients over chunks; None: it has none."""
+
+    pairs: list[tuple[Tensor, Tensor | None]]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors."""
+        return [tensor for tensor, _ in self.pairs]
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add those of a chunk."""
+        for number, gradient in enumerate(gradients):
+            tensor, total = self.pairs[number]
+            if gradient is not None:
+                self.pairs[number] = tensor, gradient if total is None else total.add_(gradient)
+
+
+class _Visit:
+    """One micro-batch in one layer, chunk after chunk.
+
+    Args:
+        engine: the objects that every layer works with.
+        number: which layer it is.
+        weights: the layer's, by name.
+        call: of the layer on the micro-batch; if it is not in chunks, the micro-batch is one.
+        drawn: the generator's state before each chunk; None: the forward notes it.
+
+    Attributes:
+        drawn: the generator's state before each chunk.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        number: int,
+        weights: Weights,
+        call: LayerCall,
+        drawn: list[Tensor] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._number = number
+        self._weights = weights
+        self._call = call
+        self.drawn = drawn or []
+        self._keys_values: KeysValues | None = None
+
+    def _spans(self, length: int) -> Sequence[Span]:
+        return self._call.spans if isinstance(self._call, ChunkedCall) else [Span(0, length)]
+
+    def forward(self, layer_input: Tensor) -> Tensor:
+        """Return what the layer makes of `[rows, sequence, hidden]`, without a graph; keys and
+        values stay."""
+        outputs = None
+        for chunk, span in enumerate(self._spans(layer_input.shape[1])):
+            self.drawn.append(self._engine.generator_state())
+            with torch.no_grad():
+                output = self._run(chunk, layer_input[:, span.slice])
+            if outputs is None:
+                shape = (*layer_input.shape[:2], *output.shape[2:])
+                outputs = output.new_empty(shape)
+            outputs[:, span.slice] = output
+        assert outputs is not None, "a micro-batch has no tokens"
+        return outputs
+
+    def make_keys(self, layer_input: Tensor) -> None:
+        """Make the keys and values of all chunks but the last, which comes first in the
+        backward."""
+        for chunk, span in enumerate(self._spans(layer_input.shape[1])[:-1]):
+            self._engine.backend.set_rng_state(self.drawn[chunk])
+            with torch.no_grad(), suppress(KeysReached):
+                self._run(chunk, layer_input[:, span.slice], keys_only=True)
+
+    def backward(
+        self, layer_input: Tensor, gradient: Tensor, *, needs: bool, sums: _Sums | None = None
+    ) -> Tensor | None:
+        """Recompute and differentiate the chunks in reverse.
+
+        Args:
+            layer_input: `[rows, sequence, hidden]`.
+            gradient: of what the layer made of it.
+            needs: whether the input's is wanted.
+            sums: what else has a gradient; None: it is added to `.grad` of what trains.
+
+        Returns:
+            The input's gradient, `[rows, sequence, hidden]`; None: it is not wanted.
+        """
+        input_gradient = torch.empty_like(layer_input) if needs else None
+        spans = self._spans(layer_input.shape[1])
+        for chunk in reversed(range(len(spans))):
+            part = spans[chunk].slice
+            self._engine.backend.set_rng_state(self.drawn[chunk])
+            leaf = layer_input[:, part].detach().requires_grad_(needs)
+            with torch.enable_grad():
+                output = self._run(chunk, leaf)
+            if sums is None:
+                torch.autograd.backward([output], [gradient[:, part]])
+                formed = leaf.grad
+            else:
+                leaves = [*[leaf] * needs, *sums.tensors]
+                gradients: Sequence[Tensor | None] = torch.autograd.grad(
+                    [output], leaves, [gradient[:, part]], allow_unused=True
+                )
+                sums.add(gradients[needs:])
+                formed = gradients[0] if needs else None
+            if input_gradient is not None:
+                assert formed is not None, "a layer's input does not reach its output"
+                input_gradient[:, part] = formed
+            del output, leaf, formed
+        return input_gradient
+
+    def _run(self, chunk: int, layer_input: Tensor, *, keys_only: bool = False) -> Tensor:
+        """Run the layer on one chunk."""
+        split = self._engine.split
+        call = self._call
+        run = partial(split.run_layer, self._number, self._weights, compiled=False)
+        if not isinstance(call, ChunkedCall):
+            return run(call, layer_input)
+        if self._keys_values is None:
+            self._keys_values = KeysValues(call.spans[-1].stop)
+        chunk_call = call.chunk(chunk)
+        with call.cache.holding(
+            self._number, call.spans[chunk], self._keys_values, keys_only=keys_only
+        ):
+            return run(chunk_call, layer_input)
