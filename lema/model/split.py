@@ -182,20 +182,20 @@ class Split:
     def _chunk_front(
         self,
         batch: Mapping[str, Tensor],
-        cache: SequenceCache,
+        cache: SequenceCache | None,
         *,
         differentiate: bool = False,
         again: bool = False,
     ) -> Prelude:
         """Run the model up to its layers on one chunk; see `lema.model.sequence.chunks.Front`."""
         name = cache_argument(self.model.base_model if self._scores else self.model)
-        run = partial(self._logits, batch, {"use_cache": True, name: cache})
+        options = NO_CACHE if cache is None else {"use_cache": True, name: cache}
+        run = partial(self._logits, batch, options)
         if not again:
             return self._front(run, differentiate=differentiate)
         drawn = self._backend.rng_state()
         outer_state = self.state.outer.now()
-        tables = nullcontext() if self.tables is None else self.tables.without_lookups()
-        with tables, aside(self.state.outer.modules):
+        with aside(self.state.outer.modules):
             prelude = self._front(run)
         self._backend.set_rng_state(drawn)
         outer_state.restore()
@@ -220,9 +220,7 @@ class Split:
             raise self._refusal(OUT_OF_ORDER)
         return Prelude(tape.hidden, tape.tied())
 
-    def _logits(
-        self, batch: Mapping[str, Tensor], options: Mapping[str, Any] = NO_CACHE
-    ) -> Tensor:
+    def _logits(self, batch: Mapping[str, Tensor], options: Mapping[str, Any] = NO_CACHE) -> Tensor:
         """Run the whole model; of one that scores texts its base, because a score is none of each
         token, and its head is run by the caller of the model."""
         with self.autocast():

@@ -13,7 +13,7 @@ step's are, the layer is an ordinary one (`lema.engine.layers.whole`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,10 +25,11 @@ from torch import Tensor
 from lema.activations.hoststates import HostState
 from lema.activations.stepstore import StepBoundaries
 from lema.engine.engine import Engine
-from lema.engine.layers.layer import LossAndGrad, SavedLayer, TopGradients
+from lema.engine.layers.chunk_check import check_in_chunks
+from lema.engine.layers.layer import LossAndGrad, TopGradients
 from lema.engine.layers.rows import Rows
 from lema.engine.layers.saving import Saving
-from lema.engine.layers.whole import WholeLayer
+from lema.engine.layers.whole import LayerGraphs, WholeLayer
 from lema.engine.trained_weights import Leaves
 from lema.model.flow import LayerCall
 from lema.model.sequence.cache import KeysReached, KeysValues, Span
@@ -66,15 +67,22 @@ class ChunkedLayer:
         self._module = engine.split.layers[number]
         self._at_once = WholeLayer(engine, number)
         self._location = f"in the forward of layer {number}"
+        self._checked = False  # whether it makes the same in chunks as at once
 
-    def _cuts(self, rows: Rows) -> bool:
-        """Whether one of the micro-batches is longer than a chunk."""
-        return any(isinstance(call, ChunkedCall) for call in rows.calls[self.number])
+    def _cuts(self, lease: Lease, rows: Rows) -> bool:
+        """Whether one of the micro-batches is longer than a chunk; the first time, see that the
+        layer may be cut."""
+        calls = rows.calls[self.number]
+        in_chunks = next((call for call in calls if isinstance(call, ChunkedCall)), None)
+        if in_chunks is not None and not self._checked:
+            check_in_chunks(self._engine, lease, in_chunks)
+            self._checked = True
+        return in_chunks is not None
 
     @torch.no_grad()
     def run(self, lease: Lease, rows: Rows) -> None:
         """Take rows that have no gradient through the layer."""
-        if not self._cuts(rows):
+        if not self._cuts(lease, rows):
             self._at_once.run(lease, rows)
             return
         engine = self._engine
@@ -99,9 +107,9 @@ class ChunkedLayer:
 
     def forward(
         self, lease: Lease, rows: Rows, needs_grad: Sequence[bool], saving: Saving
-    ) -> SavedLayer:
+    ) -> LayerGraphs | _SavedRows:
         """Take a step's rows through the layer; see `lema.engine.layers.layer.Layer`."""
-        if not self._cuts(rows):
+        if not self._cuts(lease, rows):
             return self._at_once.forward(lease, rows, needs_grad, saving)
         engine = self._engine
         number = self.number
@@ -132,7 +140,7 @@ class ChunkedLayer:
     def backward(
         self,
         lease: Lease,
-        saved: SavedLayer,
+        saved: LayerGraphs | _SavedRows,
         gradients: Sequence[Sequence[Tensor]],
         *,
         again: bool,
@@ -140,7 +148,7 @@ class ChunkedLayer:
         """Turn the gradients of the outputs into those of the inputs; see
         `lema.engine.layers.layer.Layer`.
         """
-        if not isinstance(saved, _SavedRows):
+        if isinstance(saved, LayerGraphs):
             return self._at_once.backward(lease, saved, gradients, again=again)
         engine = self._engine
         number = self.number
@@ -173,7 +181,7 @@ class ChunkedLayer:
         """Take a step's rows through the top layer, the head and the loss, and back; see
         `lema.engine.layers.layer.Layer`.
         """
-        if not self._cuts(rows):
+        if not self._cuts(lease, rows):
             return self._at_once.differentiate(
                 lease, leaves, rows, needs_grad, loss_and_grad, sums=sums, states=states
             )
@@ -226,8 +234,7 @@ class ChunkedLayer:
         location = f"in the backward of layer {top}"
         with engine.retry.at(location), trace.span("backward", f"layer {top}"):
             wanted = [*engine.adapters_of(top), *leaves.values()]
-            weight_gradients = [(weight, None) for weight in wanted]
-            sums = _Sums(weight_gradients)
+            sums = _Sums([(weight, None) for weight in wanted])
             input_gradient = visit.backward(state.detach(), gradient, needs=needs, sums=sums)
         engine.backend.set_rng_state(after)
         engine.observe(top, [input_gradient] * needs)
@@ -254,7 +261,8 @@ class _Sums:
         for number, gradient in enumerate(gradients):
             tensor, total = self.pairs[number]
             if gradient is not None:
-                self.pairs[number] = tensor, gradient if total is None else total.add_(gradient)
+                # not in place, because autograd may hand one tensor out twice
+                self.pairs[number] = tensor, gradient if total is None else total + gradient
 
 
 class _Visit:

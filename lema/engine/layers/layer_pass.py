@@ -64,9 +64,7 @@ def layers_of(engine: Engine, *, in_chunks: bool = False) -> tuple[Layer[Any], .
     """
     ordinary = ChunkedLayer if in_chunks else WholeLayer
     return tuple(
-        ExpertLayer(engine, number)
-        if number in engine.stream.groups
-        else ordinary(engine, number)
+        ExpertLayer(engine, number) if number in engine.stream.groups else ordinary(engine, number)
         for number in range(engine.split.num_layers)
     )
 

@@ -30,11 +30,11 @@ from lema.model.capture import tensors_in
 from lema.model.flow import LayerCall
 from lema.stream import Lease
 
-__all__ = ["WholeLayer"]
+__all__ = ["LayerGraphs", "WholeLayer"]
 
 
 @dataclass(eq=False)
-class _SavedGraphs:
+class LayerGraphs:
     """The graphs of one layer's micro-batches, and what recomputes those that are not kept."""
 
     calls: Sequence[LayerCall]
@@ -97,7 +97,7 @@ class WholeLayer:
 
     def forward(
         self, lease: Lease, rows: Rows, needs_grad: Sequence[bool], saving: Saving
-    ) -> _SavedGraphs:
+    ) -> LayerGraphs:
         """Take a step's rows through the layer; see `lema.engine.layers.layer.Layer`."""
         engine = self._engine
         saved = self._saved_graphs(lease, rows.calls[self.number], saving)
@@ -117,7 +117,7 @@ class WholeLayer:
 
     def _saved_graphs(
         self, lease: Lease, calls: Sequence[LayerCall], saving: Saving
-    ) -> _SavedGraphs:
+    ) -> LayerGraphs:
         engine = self._engine
         boundaries = saving.boundaries_of(self.number)
         # No product is skipped where weights are cast for it, because it saves what they were cast
@@ -125,7 +125,7 @@ class WholeLayer:
         is_top = self.number == engine.split.num_layers - 1
         split = engine.split
         cast = any((call.autocast or split.cast) != split.dtype for call in calls)
-        return _SavedGraphs(
+        return LayerGraphs(
             calls,
             engine.trained.leaves(self.number, lease),
             boundaries,
@@ -138,7 +138,7 @@ class WholeLayer:
     def _run(
         self,
         lease: Lease,
-        saved: _SavedGraphs,
+        saved: LayerGraphs,
         index: int,
         layer_input: Tensor,
         *,
@@ -180,7 +180,7 @@ class WholeLayer:
         return outputs[0].detach()
 
     def _runner(
-        self, saved: _SavedGraphs, index: int, state: Tensor, *, needs: bool, compiled: bool
+        self, saved: LayerGraphs, index: int, state: Tensor, *, needs: bool, compiled: bool
     ) -> Callable[[Lease], Sequence[Tensor]]:
         """Return the function that runs a micro-batch through the layer again, from the generator's
         first `state`. It does not refer to what is saved as a whole, because its graph is there,
@@ -210,7 +210,7 @@ class WholeLayer:
     def backward(
         self,
         lease: Lease,
-        saved: _SavedGraphs,
+        saved: LayerGraphs,
         gradients: Sequence[Sequence[Tensor]],
         *,
         again: bool,

@@ -138,7 +138,7 @@ class _CacheLayer(CacheLayerMixin):
     """
 
     def __init__(self, cache: SequenceCache, number: int, window: int | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call] # transformers' is
         self._cache = cache
         self._number = number
         self._window = window

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from lema.model.capture import tensors_in
+from lema.errors import is_out_of_memory
+from lema.model.capture import PASSED_THROUGH_THE_MODEL, tensors_in
 from lema.model.flow import LayerCall, Prelude
 from lema.model.sequence.cache import SequenceCache, Span, refusal, windows_of
 from lema.model.sequence.masks import numbers_of_rows, packed_rows, rotary_of_length
@@ -34,7 +35,7 @@ class Front(Protocol):
     def __call__(
         self,
         batch: Mapping[str, Tensor],
-        cache: SequenceCache,
+        cache: SequenceCache | None,
         *,
         differentiate: bool = False,
         again: bool = False,
@@ -43,7 +44,7 @@ class Front(Protocol):
 
         Args:
             batch: the chunk's part of what the model takes.
-            cache: at the chunk.
+            cache: at the chunk; None: the sequence is not cut.
             differentiate: let the hidden state keep its graph.
             again: the hidden state is thrown away, and nothing is left behind.
         """
@@ -90,9 +91,7 @@ class ChunkedRows:
         windows = windows_of(DynamicCache(config=model.config).layers, len(layers))
         self.cache = SequenceCache(windows)
         positions = batch.get(POSITIONS)
-        self._numbers = (
-            None if positions is None or MASK in batch else numbers_of_rows(positions)
-        )
+        self._numbers = None if positions is None or MASK in batch else numbers_of_rows(positions)
         self._calls: list[tuple[LayerCall, ...] | None] = [None] * len(self.spans)
         self._hidden_bytes = 0
 
@@ -123,15 +122,27 @@ class ChunkedRows:
             calls = self._run(chunk, again=True).calls
         return calls[number]
 
+    def sample(self, length: int, size: int) -> tuple[Prelude, ChunkedRows]:
+        """Return what the model makes of the first `length` tokens up to its layers, and the same
+        tokens in chunks of `size`. Nothing is left behind."""
+        batch = {"input_ids": self._batch["input_ids"][:1, :length]}
+        prelude = self._front(batch, None, again=True)
+        return prelude, ChunkedRows(self._model, self._layers, self._front, batch, size)
+
     def _run(self, chunk: int, *, differentiate: bool = False, again: bool = False) -> Prelude:
         span = self.spans[chunk]
         self.cache.move(span)
         with ExitStack() as stack:
             for context in self._contexts():
                 stack.enter_context(context)
-            front = self._front(
-                self._cut(span), self.cache, differentiate=differentiate, again=again
-            )
+            try:
+                front = self._front(
+                    self._cut(span), self.cache, differentiate=differentiate, again=again
+                )
+            except PASSED_THROUGH_THE_MODEL as error:
+                if is_out_of_memory(error):
+                    raise
+                raise refusal(f"the model does not run on a chunk: {error}") from error
         if not all(call.bare and not call.after for call in front.calls):
             raise refusal("its layers hand on more than the hidden state")
         if any(tensor.requires_grad for tensor in tensors_in(_arguments(front.calls))):
