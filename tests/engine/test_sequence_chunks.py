@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from everytype import compare, write_model
+from fulltraining import everything, one_in_the_middle
 from parity import (
     Outcome,
     all_gradients,
@@ -27,9 +28,11 @@ from parity import (
 from preferences import batch_of, examples, parts_of
 from tiny import ARCHITECTURES, NUM_LAYERS, Checkpoint, micro_batches
 from torch import Tensor
+from trainedways import bare_model
 from transformers import LlamaConfig, Phi3Config, PreTrainedConfig
 
 from lema import LemaModel
+from lema.engine.trained_weights import TrainedWeights
 from lema.errors import ConfigError
 from lema.plan.meter import Tally
 
@@ -188,6 +191,48 @@ def test_settings_of_memory_and_of_what_trains(
         draw_b(model.lora_manager)
         expected = streamed_step(model, batches)
     assert_close(chunked_step(checkpoint, batches, **settings), expected)
+
+
+@pytest.mark.parametrize("chosen", [everything, one_in_the_middle])
+def test_weights_of_layers_that_train_themselves(
+    checkpoint_of: CheckpointOf, chosen: Callable[[str], bool]
+) -> None:
+    outcomes = []
+    for chunk in (None, CHUNK):
+        gradients: dict[str, Tensor | None] = {}
+        settings: dict[str, object] = {"gradient_checkpointing": True, "sequence_chunk": chunk}
+        with bare_model(checkpoint_of("qwen3"), settings) as model:
+            model.skeleton.train()
+            layers = f"{model.split.layers_name}."
+            inside = {
+                number: [
+                    name
+                    for name, _ in layer.named_parameters()
+                    if chosen(f"{layers}{number}.{name}")
+                ]
+                for number, layer in enumerate(model.split.layers)
+            }
+            for name, parameter in model.skeleton.named_parameters():
+                parameter.requires_grad_(not name.startswith(layers) and chosen(name))
+
+            def done(
+                layer: int,
+                formed: dict[str, Tensor],
+                gradients: dict[str, Tensor | None] = gradients,
+            ) -> None:
+                gradients |= {f"{layer}.{name}": gradient for name, gradient in formed.items()}
+
+            model.adapter.train_weights(TrainedWeights(inside, done))
+            loss = model.adapter.loss(micro_batches(2))
+            loss.backward()
+            gradients |= {
+                name: parameter.grad
+                for name, parameter in model.skeleton.named_parameters()
+                if parameter.grad is not None
+            }
+        outcomes.append(Outcome(loss.detach(), gradients, torch.get_rng_state()))
+    expected, found = outcomes
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto", "orpo"])

@@ -152,9 +152,7 @@ class ChunkedLayer:
             return self._at_once.backward(lease, saved, gradients, again=again)
         engine = self._engine
         number = self.number
-        for name, weight in engine.trained.leaves(number, lease).items():
-            # the slot of the forward holds another layer now
-            saved.leaves[name].data = weight.detach()
+        engine.trained.follow(number, lease, saved.leaves)
         weights = {**lease.weights, **saved.leaves}
         input_gradients = list[Tensor | None]()
         for index, call in enumerate(saved.calls):
@@ -233,12 +231,12 @@ class ChunkedLayer:
         after = engine.backend.rng_state()
         location = f"in the backward of layer {top}"
         with engine.retry.at(location), trace.span("backward", f"layer {top}"):
-            wanted = [*engine.adapters_of(top), *leaves.values()]
-            sums = _Sums([(weight, None) for weight in wanted])
+            trained = [*engine.adapters_of(top), *leaves.values()]
+            sums = _Sums([(weight, None) for weight in trained])
             input_gradient = visit.backward(state.detach(), gradient, needs=needs, sums=sums)
         engine.backend.set_rng_state(after)
         engine.observe(top, [input_gradient] * needs)
-        num_adapters = len(wanted) - len(leaves)
+        num_adapters = len(trained) - len(leaves)
         for weight, by in sums.pairs[num_adapters:]:
             if by is not None:
                 weight.grad = by if weight.grad is None else weight.grad.add_(by)
@@ -328,11 +326,11 @@ class _Visit:
         Args:
             layer_input: `[rows, sequence, hidden]`.
             gradient: of what the layer made of it.
-            needs: whether the input's is wanted.
+            needs: whether the input's is asked for.
             sums: what else has a gradient; None: it is added to `.grad` of what trains.
 
         Returns:
-            The input's gradient, `[rows, sequence, hidden]`; None: it is not wanted.
+            The input's gradient, `[rows, sequence, hidden]`; None: it is not asked for.
         """
         input_gradient = torch.empty_like(layer_input) if needs else None
         spans = self._spans(layer_input.shape[1])

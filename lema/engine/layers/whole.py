@@ -220,9 +220,7 @@ class WholeLayer:
         """
         engine = self._engine
         number = self.number
-        for name, weight in engine.trained.leaves(number, lease).items():
-            # the slot of the forward holds another layer now
-            saved.leaves[name].data = weight.detach()
+        engine.trained.follow(number, lease, saved.leaves)
         for index, saved_graph in enumerate(saved.graphs):
             assert saved_graph is not None, "the graph of a micro-batch is done with"
             graph, edges = saved_graph

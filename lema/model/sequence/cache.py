@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -94,13 +95,15 @@ class _Extended(torch.autograd.Function):
     in the buffer, from where the later chunks' part of this chunk's own comes."""
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, buffer: _Buffer, span: Span, first: int) -> Tensor:  # noqa: ARG004 - autograd looks at `states`
-        ctx.at = buffer, span, first
+    def forward(
+        ctx: FunctionCtx, states: Tensor, buffer: _Buffer, span: Span, first: int
+    ) -> Tensor:  # noqa: ARG004 - autograd looks at `states`
+        ctx.buffered = buffer, span, first  # type: ignore[attr-defined] # autograd keeps it
         return buffer.between(first, span.stop)
 
     @staticmethod
-    def backward(ctx: Any, gradients: Tensor) -> tuple[Any, ...]:
-        buffer, span, first = ctx.at
+    def backward(ctx: FunctionCtx, gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        buffer, span, first = ctx.buffered  # type: ignore[attr-defined] # as above
         return buffer.add_gradients(gradients, span, first), None, None, None
 
 
@@ -152,8 +155,8 @@ class _CacheLayer(CacheLayerMixin):
         self,
         key_states: Tensor,
         value_states: Tensor,
-        *args: Any,  # noqa: ARG002 - the signature is that of transformers
-        **kwargs: Any,  # noqa: ARG002 - the same
+        *args: object,  # noqa: ARG002 - the signature is that of transformers
+        **kwargs: object,  # noqa: ARG002 - the same
     ) -> tuple[Tensor, Tensor]:
         """Put in a chunk's keys and values; return all that it attends to."""
         return self._cache.extended(self._number, key_states, value_states, self._first)

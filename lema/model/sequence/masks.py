@@ -49,7 +49,7 @@ def packed_rows(attention: str, position_ids: Tensor, numbers: Tensor) -> Iterat
     interfaces: Any = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     make = interfaces[attention]
 
-    def within_rows(*, mask_function: Callable[..., Any], **options: Any) -> Any:
+    def within_rows(*, mask_function: Callable[..., Any], **options: object) -> object:
         by_position = masking_utils.remap_positions_for_packed_sequence(mask_function, position_ids)
         same_row = masking_utils.packed_sequence_mask_function(numbers)
         function = masking_utils.and_masks(by_position, same_row)
@@ -83,12 +83,14 @@ def rotary_of_length(model: nn.Module, layers: nn.ModuleList, longest: Tensor) -
     def forward_of(module: nn.Module) -> Callable[..., Any]:
         forward: Callable[..., Any] = type(module).forward
 
-        def forward_with(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def forward_with(
+            x: Tensor, position_ids: Tensor, *args: object, **kwargs: object
+        ) -> Tensor | tuple[Tensor, ...]:
             last = longest.to(position_ids).expand(*position_ids.shape[:-1], 1)
-            made = forward(module, x, torch.cat([position_ids, last], dim=-1), *args, **kwargs)
-            if isinstance(made, Tensor):
-                return made[..., :-1, :]
-            return tuple(table[..., :-1, :] for table in made)
+            tables = forward(module, x, torch.cat([position_ids, last], dim=-1), *args, **kwargs)
+            if isinstance(tables, Tensor):
+                return tables[..., :-1, :]
+            return tuple(table[..., :-1, :] for table in tables)
 
         return forward_with
 
