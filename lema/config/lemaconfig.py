@@ -516,6 +516,8 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
             "sequence_parallel": self.sequence_parallel,
             "experts_per_slot": isinstance(self.experts_per_slot, int),
             "cache_frozen_prefix": self.cache_frozen_prefix,
+            # whose noise goes by the length of the sequence
+            "neftune_noise_alpha": bool(self.neftune_noise_alpha),
         }
         for setting, conflicts in untested.items():
             if conflicts:

@@ -29,6 +29,7 @@ from lema.engine.head.objectives import LossSettings, Measured, Objective
 from lema.engine.head.pieces import PiecedHead, piece_passes
 from lema.engine.head.routers import router_loss_of
 from lema.engine.head.rows import RowLoss
+from lema.engine.layers.chunked import check_cuts
 from lema.engine.layers.layer_pass import LayerPass, layers_of
 from lema.engine.layers.reference_rows import ReferenceRows, StartingAdapter, reference_rows_of
 from lema.engine.layers.rows import Rows
@@ -100,6 +101,8 @@ class StreamedModel:
         self.engine = Engine(split, stream, backend, runs_again=runs_again, retry=retry)
         self.layers = layers_of(self.engine, in_chunks=sequence_chunk is not None)
         self._sequence_chunk = sequence_chunk
+        if sequence_chunk is not None:
+            check_cuts(self.engine)
         self._away = HostStates(backend)
         self.prefix: PrefixCache | None = None
         self.watchdog: Watchdog | None = None

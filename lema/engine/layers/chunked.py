@@ -31,14 +31,34 @@ from lema.engine.layers.rows import Rows
 from lema.engine.layers.saving import Saving
 from lema.engine.layers.whole import LayerGraphs, WholeLayer
 from lema.engine.trained_weights import Leaves
+from lema.errors import ConfigError
 from lema.model.flow import LayerCall
 from lema.model.sequence.cache import KeysReached, KeysValues, Span
 from lema.model.sequence.chunks import ChunkedCall
 from lema.stream import Lease
 
-__all__ = ["ChunkedLayer"]
+__all__ = ["ChunkedLayer", "check_cuts"]
 
 Weights: TypeAlias = Mapping[str, Tensor]
+
+
+def check_cuts(engine: Engine) -> None:
+    """Refuse to cut sequences in layers where that has not been tested. `ConfigError`: it is so."""
+    split = engine.split
+    untested = {
+        "the device compiles what is run on it": split.lazy,
+        "several processes hold each layer together": split.parallel.size > 1,
+        "layers are compiled": split.compiled is not None,
+        "experts are leased in groups": bool(engine.stream.groups),
+    }
+    for why, conflicts in untested.items():
+        if conflicts:
+            how = "leave it out, or set experts_per_slot: null" if engine.stream.groups else ""
+            raise ConfigError(
+                f"sequences do not go through layers in chunks where {why}",
+                where="sequence_chunk",
+                how=how or "leave it out",
+            )
 
 
 @dataclass(eq=False)

@@ -96,8 +96,12 @@ class _Extended(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, states: Tensor, buffer: _Buffer, span: Span, first: int
-    ) -> Tensor:  # noqa: ARG004 - autograd looks at `states`
+        ctx: FunctionCtx,
+        states: Tensor,  # noqa: ARG004 - autograd looks at it
+        buffer: _Buffer,
+        span: Span,
+        first: int,
+    ) -> Tensor:
         ctx.buffered = buffer, span, first  # type: ignore[attr-defined] # autograd keeps it
         return buffer.between(first, span.stop)
 
