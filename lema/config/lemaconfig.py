@@ -298,7 +298,7 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     """Seconds without progress after which the process ends; None: it only writes the stacks of
     its threads.
     """
-    sequence_chunk: Reported[types.Count | None] = None
+    sequence_chunk: Reported[Annotated[int, Field(ge=2)] | None] = None
     """Tokens of a sequence that go through a layer at once: longer sequences go through each layer
     in chunks, of which only one has activations at a time. Weights are read twice in a step all the
     same. Losses and gradients change by rounding, and with dropout also the random numbers. None:

@@ -15,8 +15,9 @@ from lema.engine.engine import Engine
 from lema.errors import is_out_of_memory
 from lema.model.capture import PASSED_THROUGH_THE_MODEL, without_dropout
 from lema.model.flow import LayerCall
-from lema.model.sequence.cache import KeysValues, refusal
+from lema.model.sequence.cache import refusal
 from lema.model.sequence.chunks import ChunkedCall
+from lema.model.sequence.states import ChunkStates
 from lema.stream import Lease
 
 __all__ = ["check_in_chunks"]
@@ -52,12 +53,12 @@ def check_in_chunks(engine: Engine, lease: Lease, call: ChunkedCall) -> None:
 
     with without_dropout(split.layers[number]):
         expected = run(prelude.calls[number], hidden) - hidden
-        keys_values = KeysValues(hidden.shape[1])
+        states = ChunkStates(hidden.shape[1])
         parts = list[Tensor]()
         try:
             for chunk, span in enumerate(rows.spans):
                 sample_call = rows.call(number, chunk)
-                with rows.cache.holding(number, span, keys_values):
+                with rows.cache.holding(number, span, states):
                     parts.append(run(sample_call, hidden[:, span.slice]))
         except PASSED_THROUGH_THE_MODEL as error:
             if is_out_of_memory(error):

@@ -33,8 +33,9 @@ from lema.engine.layers.whole import LayerGraphs, WholeLayer
 from lema.engine.trained_weights import Leaves
 from lema.errors import ConfigError
 from lema.model.flow import LayerCall
-from lema.model.sequence.cache import KeysReached, KeysValues, Span
+from lema.model.sequence.cache import StatesComplete
 from lema.model.sequence.chunks import ChunkedCall
+from lema.model.sequence.states import ChunkStates, Span
 from lema.stream import Lease
 
 __all__ = ["ChunkedLayer", "check_cuts"]
@@ -179,7 +180,7 @@ class ChunkedLayer:
             engine.stop.poll()
             visit = _Visit(engine, number, weights, call, saved.drawn[index])
             with saved.boundaries.fetch(number, index, again=again) as boundary:
-                visit.make_keys(boundary)
+                visit.make_states(boundary)
                 input_gradients.append(
                     visit.backward(boundary, gradients[index][0], needs=saved.needs_grad[index])
                 )
@@ -310,14 +311,14 @@ class _Visit:
         self._weights = weights
         self._call = call
         self.drawn = drawn or []
-        self._keys_values: KeysValues | None = None
+        self._states: ChunkStates | None = None
 
     def _spans(self, length: int) -> Sequence[Span]:
         return self._call.spans if isinstance(self._call, ChunkedCall) else [Span(0, length)]
 
     def forward(self, layer_input: Tensor) -> Tensor:
-        """Return what the layer makes of `[rows, sequence, hidden]`, without a graph; keys and
-        values stay."""
+        """Return what the layer makes of `[rows, sequence, hidden]`, without a graph; what
+        chunks keep for later ones stays."""
         outputs = None
         for chunk, span in enumerate(self._spans(layer_input.shape[1])):
             self.drawn.append(self._engine.generator_state())
@@ -330,13 +331,15 @@ class _Visit:
         assert outputs is not None, "a micro-batch has no tokens"
         return outputs
 
-    def make_keys(self, layer_input: Tensor) -> None:
-        """Make the keys and values of all chunks but the last, which comes first in the
+    def make_states(self, layer_input: Tensor) -> None:
+        """Make what all chunks but the last keep for later ones; the last comes first in the
         backward."""
-        for chunk, span in enumerate(self._spans(layer_input.shape[1])[:-1]):
+        if not (isinstance(self._call, ChunkedCall) and self._call.keeps):
+            return
+        for chunk, span in enumerate(self._call.spans[:-1]):
             self._engine.backend.set_rng_state(self.drawn[chunk])
-            with torch.no_grad(), suppress(KeysReached):
-                self._run(chunk, layer_input[:, span.slice], keys_only=True)
+            with torch.no_grad(), suppress(StatesComplete):
+                self._run(chunk, layer_input[:, span.slice], stops=True)
 
     def backward(
         self, layer_input: Tensor, gradient: Tensor, *, needs: bool, sums: _Sums | None = None
@@ -360,33 +363,48 @@ class _Visit:
             leaf = layer_input[:, part].detach().requires_grad_(needs)
             with torch.enable_grad():
                 output = self._run(chunk, leaf)
-            if sums is None:
-                torch.autograd.backward([output], [gradient[:, part]])
-                formed = leaf.grad
-            else:
-                leaves = [*[leaf] * needs, *sums.tensors]
-                gradients: Sequence[Tensor | None] = torch.autograd.grad(
-                    [output], leaves, [gradient[:, part]], allow_unused=True
-                )
-                sums.add(gradients[needs:])
-                formed = gradients[0] if needs else None
+            formed = self._differentiate(output, leaf, gradient[:, part], sums)
             if input_gradient is not None:
                 assert formed is not None, "a layer's input does not reach its output"
                 input_gradient[:, part] = formed
             del output, leaf, formed
         return input_gradient
 
-    def _run(self, chunk: int, layer_input: Tensor, *, keys_only: bool = False) -> Tensor:
+    def _differentiate(
+        self, output: Tensor, leaf: Tensor, gradient: Tensor, sums: _Sums | None
+    ) -> Tensor | None:
+        """Differentiate a chunk; return the gradient of its input, if that is asked for."""
+        states = self._states
+        handed_on = [] if states is None else states.roots()
+        entered = [] if states is None else states.leaves()
+        roots = [output, *(state for state, _ in handed_on)]
+        root_gradients = [gradient, *(by for _, by in handed_on)]
+        if sums is None:
+            torch.autograd.backward(roots, root_gradients)
+            of_states: Sequence[Tensor | None] = [state.grad for state in entered]
+            formed = leaf.grad
+        else:
+            needs = leaf.requires_grad
+            inputs = [*[leaf] * needs, *entered, *sums.tensors]
+            gradients: Sequence[Tensor | None] = torch.autograd.grad(
+                roots, inputs, root_gradients, allow_unused=True
+            )
+            formed = gradients[0] if needs else None
+            of_states = gradients[needs : needs + len(entered)]
+            sums.add(gradients[needs + len(entered) :])
+        if states is not None:
+            states.end(of_states)
+        return formed
+
+    def _run(self, chunk: int, layer_input: Tensor, *, stops: bool = False) -> Tensor:
         """Run the layer on one chunk."""
         split = self._engine.split
         call = self._call
         run = partial(split.run_layer, self._number, self._weights, compiled=False)
         if not isinstance(call, ChunkedCall):
             return run(call, layer_input)
-        if self._keys_values is None:
-            self._keys_values = KeysValues(call.spans[-1].stop)
+        if self._states is None:
+            self._states = ChunkStates(call.spans[-1].stop)
         chunk_call = call.chunk(chunk)
-        with call.cache.holding(
-            self._number, call.spans[chunk], self._keys_values, keys_only=keys_only
-        ):
+        with call.cache.holding(self._number, call.spans[chunk], self._states, stops=stops):
             return run(chunk_call, layer_input)

@@ -1,159 +1,78 @@
-"""The keys and values of one layer, through which the chunks of a sequence see the earlier ones.
+"""What a layer keeps of the chunks of a sequence for the chunks after them: keys and values, or
+states.
 
 A layer is called on a chunk with a cache, as in generation: the cache is `transformers`' own class,
-and what it holds is here. A chunk's keys and values are written behind those of the chunks before
-it, and attention is given all of them. In the backward chunks come in reverse, each with a graph of
-its own. What that graph adds to the gradients of earlier keys and values is summed here, and enters
-the graph of the chunk that has made them.
+and what it holds is here (`lema.model.sequence.states`), of one layer at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
+from torch.nn.functional import pad
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from lema.errors import ConfigError
+from lema.model.sequence.states import ChunkStates, Span
 
-__all__ = ["KeysReached", "KeysValues", "SequenceCache", "Span", "windows_of"]
+__all__ = ["StatesComplete", "LayerKind", "SequenceCache", "kinds_of"]
 
 SETTING = "sequence_chunk"
 
 
-class Span(NamedTuple):
-    """The tokens of a chunk: from `start` to before `stop`."""
-
-    start: int
-    stop: int
-
-    @property
-    def slice(self) -> slice:
-        """The same as a slice."""
-        return slice(self.start, self.stop)
+class StatesComplete(Exception):
+    """Stops a layer once a chunk has left what later chunks need, where nothing else is asked."""
 
 
-class KeysReached(Exception):
-    """Stops a layer once a chunk's keys and values are there, where nothing else is asked of it."""
-
-
-class _Buffer:
-    """What a layer makes of each token for later ones, `[rows, heads, sequence, width]`, and the
-    sum of its gradients.
-
-    The sum is in single precision where keys are in half: each chunk adds to it, and a whole
-    sequence would have rounded once.
-    """
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-        self._values: Tensor | None = None
-        self._gradients: Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        tensors = (self._values, self._gradients)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
-
-    def extended(self, states: Tensor, span: Span, first: int) -> Tensor:
-        """Put in those of a chunk; return all from token `first` to the end of the chunk."""
-        if self._values is None:
-            shape = (*states.shape[:-2], self._length, states.shape[-1])
-            self._values = states.new_empty(shape)
-        with torch.no_grad():
-            self._values[..., span.slice, :] = states
-        if states.requires_grad and torch.is_grad_enabled():
-            extended: Tensor = _Extended.apply(states, self, span, first)  # type: ignore[no-untyped-call] # torch's is
-            return extended
-        return self.between(first, span.stop)
-
-    def between(self, first: int, stop: int) -> Tensor:
-        """Return those of some tokens, without a graph."""
-        assert self._values is not None, "no chunk has come"
-        return self._values.detach()[..., first:stop, :]
-
-    def add_gradients(self, gradients: Tensor, span: Span, first: int) -> Tensor:
-        """Add to the gradients of the tokens before a chunk; return the sum of the chunk's own."""
-        assert self._values is not None, "no chunk has come"
-        if self._gradients is None:
-            dtype = torch.promote_types(gradients.dtype, torch.float32)
-            self._gradients = torch.zeros_like(self._values, dtype=dtype)
-        num_before = span.start - first
-        self._gradients[..., first : span.start, :] += gradients[..., :num_before, :]
-        summed = self._gradients[..., span.slice, :] + gradients[..., num_before:, :]
-        return summed.to(gradients.dtype)
-
-
-class _Extended(torch.autograd.Function):
-    """A chunk's keys, or values, behind those of earlier chunks. The gradients of those are summed
-    in the buffer, from where the later chunks' part of this chunk's own comes."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        states: Tensor,  # noqa: ARG004 - autograd looks at it
-        buffer: _Buffer,
-        span: Span,
-        first: int,
-    ) -> Tensor:
-        ctx.buffered = buffer, span, first  # type: ignore[attr-defined] # autograd keeps it
-        return buffer.between(first, span.stop)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        buffer, span, first = ctx.buffered  # type: ignore[attr-defined] # as above
-        return buffer.add_gradients(gradients, span, first), None, None, None
-
-
-class KeysValues:
-    """Keys and values of one layer for one micro-batch, and the sums of their gradients.
+@dataclass(frozen=True)
+class LayerKind:
+    """What a layer keeps of a sequence.
 
     Args:
-        length: tokens of the sequence.
+        attends: whether it keeps keys and values.
+        window: how many tokens a token attends to; None: all before it.
+        num_states: of convolutions, or recurrences.
     """
 
-    def __init__(self, length: int) -> None:
-        self._keys = _Buffer(length)
-        self._values = _Buffer(length)
+    attends: bool
+    window: int | None = None
+    num_states: int = 0
 
     @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return self._keys.nbytes + self._values.nbytes
-
-    def extended(
-        self, keys: Tensor, values: Tensor, span: Span, first: int
-    ) -> tuple[Tensor, Tensor]:
-        """Put in those of a chunk `[rows, heads, chunk, width]`; return all from token `first`
-        to its end."""
-        return self._keys.extended(keys, span, first), self._values.extended(values, span, first)
+    def keeps(self) -> bool:
+        """Whether it keeps anything."""
+        return self.attends or self.num_states > 0
 
 
-class _CacheLayer(CacheLayerMixin):
-    """One layer of the cache, as `transformers` sees it.
+class _AttentionLayer(CacheLayerMixin):
+    """One layer of the cache that keeps keys and values, as `transformers` sees it.
 
     Args:
         cache: the cache.
         number: which layer it is.
-        window: how many tokens a token attends to; None: all before it.
+        kind: what it keeps.
     """
 
-    def __init__(self, cache: SequenceCache, number: int, window: int | None) -> None:
+    def __init__(self, cache: SequenceCache, number: int, kind: LayerKind) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # transformers' is
-        self._cache = cache
-        self._number = number
-        self._window = window
-        self.is_sliding = window is not None
-        self.sliding_window = window
+        self._attention = cache, number, kind.window
+        self.is_sliding = kind.window is not None
+        self.sliding_window = kind.window
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the buffers are made with the first chunk."""
+    def lazy_initialization(self, *args: object, **kwargs: object) -> None:
+        """Do nothing: memory is taken with the first chunk."""
 
     def update(
         self,
@@ -163,22 +82,23 @@ class _CacheLayer(CacheLayerMixin):
         **kwargs: object,  # noqa: ARG002 - the same
     ) -> tuple[Tensor, Tensor]:
         """Put in a chunk's keys and values; return all that it attends to."""
-        return self._cache.extended(self._number, key_states, value_states, self._first)
+        cache, number, _ = self._attention
+        return cache.extended(number, key_states, value_states, self._first)
 
     @property
     def _first(self) -> int:
         """The first token that is attended to."""
-        start = self._cache.span.start
-        return 0 if self._window is None else max(0, start - self._window + 1)
+        cache, _, window = self._attention
+        return 0 if window is None else max(0, cache.span.start - window + 1)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of keys, and which token the first belongs to."""
         first = self._first
-        return self._cache.span.start + query_length - first, first
+        return self.get_seq_length() + query_length - first, first
 
     def get_seq_length(self) -> int:
         """Return how many tokens came before."""
-        return self._cache.span.start
+        return self._attention[0].span.start
 
     def get_max_length(self) -> int:
         """Return -1: there is none."""
@@ -189,26 +109,113 @@ class _CacheLayer(CacheLayerMixin):
         return -1
 
 
+class _StatesLayer(LinearAttentionCacheLayerMixin):
+    """One layer of the cache that keeps states of convolutions and recurrences, as `transformers`
+    sees it; the arguments are those of `_AttentionLayer`.
+    """
+
+    def __init__(self, cache: SequenceCache, number: int, kind: LayerKind) -> None:
+        # Not that of transformers, which makes attributes of what are questions to the cache here.
+        self._recurrence = cache, number
+        self.number_of_states = kind.num_states
+        self.record_past = False
+
+    def lazy_initialization(self, *args: object, **kwargs: object) -> None:
+        """Do nothing: memory is taken with the first chunk."""
+
+    @property
+    def has_previous_state(self) -> dict[int, bool]:  # type: ignore[override] # a question to the cache, not an attribute
+        """Of each state, whether chunks came before."""
+        cache, _ = self._recurrence
+        return dict.fromkeys(range(self.number_of_states), cache.span.start > 0)
+
+    @property
+    def conv_states(self) -> dict[int, Tensor | None]:  # type: ignore[override] # a question to the cache, not an attribute
+        """The last inputs of each convolution, from the chunk before; None: there is none."""
+        return self._entered("convolution")
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor | None]:  # type: ignore[override] # a question to the cache, not an attribute
+        """The state of each recurrence after the chunk before; None: there is none."""
+        return self._entered("recurrence")
+
+    def _entered(self, kind: str) -> dict[int, Tensor | None]:
+        cache, number = self._recurrence
+        return {
+            index: cache.entered(number, f"{kind} {index}")
+            for index in range(self.number_of_states)
+        }
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: object,  # noqa: ARG002 - the signature is that of transformers
+    ) -> Tensor:
+        """Put in the inputs of a convolution `[rows, channels, chunk]`; return them behind those
+        that it still reaches.
+        """
+        cache, number = self._recurrence
+        if conv_kernel_size is None:
+            raise refusal(f"layer {number} does not say how far its convolution reaches")
+        name = f"convolution {state_idx}"
+        before = cache.entered(number, name)
+        missing = conv_kernel_size if before is None else 0
+        inputs = pad(conv_states, (max(0, missing - conv_states.shape[-1]), 0))
+        if before is not None:
+            inputs = torch.cat([before, inputs], dim=-1)
+        cache.left(number, name, inputs[..., -conv_kernel_size:])
+        return inputs
+
+    def update_recurrent_state(
+        self,
+        recurrent_states: Tensor,
+        state_idx: int = 0,
+        **kwargs: object,  # noqa: ARG002 - the signature is that of transformers
+    ) -> Tensor:
+        """Put in the state of a recurrence after a chunk; return it."""
+        cache, number = self._recurrence
+        cache.left(number, f"recurrence {state_idx}", recurrent_states)
+        return recurrent_states
+
+
+class _MixedLayer(_StatesLayer, _AttentionLayer):  # type: ignore[override] # as transformers' own
+    """One layer of the cache that keeps keys and values, and states."""
+
+    def __init__(self, cache: SequenceCache, number: int, kind: LayerKind) -> None:
+        _AttentionLayer.__init__(self, cache, number, kind)
+        _StatesLayer.__init__(self, cache, number, kind)
+
+
 class SequenceCache(Cache):
     """The cache with which the chunks of one micro-batch are called: of one layer at a time.
 
     Args:
-        windows: of each layer, how many tokens a token attends to; None: all before it.
+        kinds: what each layer keeps.
 
     Attributes:
+        kinds: what each layer keeps.
         span: the chunk that is called.
-        updated: whether the layer that runs has put in the chunk's keys and values.
     """
 
-    def __init__(self, windows: Sequence[int | None]) -> None:
-        super().__init__(
-            layers=[_CacheLayer(self, number, window) for number, window in enumerate(windows)]
-        )
+    def __init__(self, kinds: Sequence[LayerKind]) -> None:
+        super().__init__(layers=[self._layer(number, kind) for number, kind in enumerate(kinds)])
+        self.kinds = tuple(kinds)
         self.span = Span(0, 0)
-        self.updated = False
         self._number = -1
-        self._keys_values: KeysValues | None = None
-        self._keys_only = False
+        self._states: ChunkStates | None = None
+        self._noted: list[str] = []  # what the layer has left of the chunk
+        # what each layer leaves of a chunk, as its first run has shown
+        self._expected: dict[int, list[str]] = {}
+        self._stops = False
+
+    def _layer(self, number: int, kind: LayerKind) -> _AttentionLayer | _StatesLayer | DummyLayer:
+        if not kind.keeps:
+            return DummyLayer()
+        if not kind.num_states:
+            return _AttentionLayer(self, number, kind)
+        return (_MixedLayer if kind.attends else _StatesLayer)(self, number, kind)
 
     def move(self, span: Span) -> None:
         """Come to a chunk."""
@@ -216,49 +223,68 @@ class SequenceCache(Cache):
 
     @contextmanager
     def holding(
-        self, number: int, span: Span, keys_values: KeysValues, *, keys_only: bool = False
+        self, number: int, span: Span, states: ChunkStates, *, stops: bool = False
     ) -> Iterator[None]:
-        """Have a layer called on a chunk in the `with` block put its keys and values there.
+        """Have a layer called on a chunk in the `with` block leave what it keeps in `states`.
 
         Args:
             number: the layer.
             span: the chunk.
-            keys_values: those of the chunks before.
-            keys_only: stop the layer with `KeysReached` as soon as they are there.
+            states: what it has left of the chunks before.
+            stops: stop the layer with `StatesComplete` as soon as it has left all.
 
         Raises:
-            ConfigError: the layer keeps none.
+            ConfigError: the layer keeps something else than `transformers` says.
         """
         self.span = span
-        self.updated = False
         self._number = number
-        self._keys_values = keys_values
-        self._keys_only = keys_only
+        self._states = states
+        self._noted = []
+        self._stops = stops
         try:
             yield
         finally:
-            self._keys_values = None
-        if not self.updated:
-            raise refusal(f"layer {number} keeps no keys and values of its own in a cache")
+            self._states = None
+        if self._noted != self._expected.setdefault(number, self._noted):
+            raise refusal(f"layer {number} does not keep the same of every chunk")
+        if self.kinds[number].keeps != bool(self._noted):
+            raise refusal(f"layer {number} keeps nothing of its own in a cache")
 
     def extended(
         self, number: int, keys: Tensor, values: Tensor, first: int
     ) -> tuple[Tensor, Tensor]:
         """Put in a chunk's keys and values; return all from token `first`."""
         length = self.span.stop - self.span.start
-        if self._keys_values is None or number != self._number:
-            raise refusal(f"layer {self._number} reads the cache of layer {number}")
-        if self.updated or keys.shape[-2] != length or values.shape[-2] != length:
+        if keys.shape[-2] != length or values.shape[-2] != length:
             raise refusal(f"layer {number} keeps something else than a key and a value a token")
-        self.updated = True
-        extended = self._keys_values.extended(keys, values, self.span, first)
-        if self._keys_only:
-            raise KeysReached
+        extended = self._running(number).extended(keys, values, self.span, first)
+        self._note("keys and values")
         return extended
 
+    def entered(self, number: int, name: str) -> Tensor | None:
+        """Return a state as the chunk before has left it; None: there is none."""
+        return self._running(number).entered(name, self.span)
 
-def windows_of(layers: Sequence[object], num_layers: int) -> list[int | None]:
-    """Return how far back each layer attends, in tokens; None: to all.
+    def left(self, number: int, name: str, state: Tensor) -> None:
+        """Leave a state for the chunk after this one."""
+        self._running(number).leave(name, state, self.span)
+        self._note(name)
+
+    def _running(self, number: int) -> ChunkStates:
+        if self._states is None or number != self._number:
+            raise refusal(f"layer {self._number} reads the cache of layer {number}")
+        return self._states
+
+    def _note(self, name: str) -> None:
+        if name in self._noted:
+            raise refusal(f"layer {self._number} leaves {name} twice of a chunk")
+        self._noted.append(name)
+        if self._stops and self._noted == self._expected.get(self._number):
+            raise StatesComplete
+
+
+def kinds_of(layers: Sequence[object], num_layers: int) -> list[LayerKind]:
+    """Return what each layer keeps.
 
     Args:
         layers: of the cache that `transformers` makes for the model's config; fewer than there are:
@@ -266,21 +292,26 @@ def windows_of(layers: Sequence[object], num_layers: int) -> list[int | None]:
         num_layers: of the model.
 
     Raises:
-        ConfigError: a layer keeps something else than keys and values.
+        ConfigError: a layer keeps something that is not known here.
     """
-    windows = list[int | None]()
+    kinds = list[LayerKind]()
     for number, layer in enumerate(layers):
-        if type(layer) is DynamicSlidingWindowLayer:
-            windows.append(layer.sliding_window)
+        if isinstance(layer, LinearAttentionLayer) and hasattr(Cache, "get_conv_state"):
+            window: int | None = getattr(layer, "sliding_window", None)
+            attends = isinstance(layer, CacheLayerMixin)
+            kinds.append(LayerKind(attends, window, layer.number_of_states))
+        elif type(layer) is DynamicSlidingWindowLayer:
+            kinds.append(LayerKind(attends=True, window=layer.sliding_window))
         elif type(layer) is DynamicLayer:
-            windows.append(None)
+            kinds.append(LayerKind(attends=True))
+        elif type(layer) is DummyLayer:
+            kinds.append(LayerKind(attends=False))
         else:
-            kind = type(layer).__name__
             raise refusal(
-                f"layer {number} keeps something else than keys and values between two chunks: "
-                f"transformers gives it a {kind}"
+                f"layer {number} keeps something else than keys, values and states between two "
+                f"chunks: transformers gives it a {type(layer).__name__}"
             )
-    return windows + [None] * (num_layers - len(windows))
+    return kinds + [LayerKind(attends=True)] * (num_layers - len(kinds))
 
 
 def refusal(why: str) -> ConfigError:

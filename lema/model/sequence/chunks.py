@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -19,8 +20,9 @@ from transformers import DynamicCache, PreTrainedModel
 from lema.errors import is_out_of_memory
 from lema.model.capture import PASSED_THROUGH_THE_MODEL, tensors_in
 from lema.model.flow import LayerCall, Prelude
-from lema.model.sequence.cache import SequenceCache, Span, refusal, windows_of
+from lema.model.sequence.cache import SequenceCache, kinds_of, refusal
 from lema.model.sequence.masks import numbers_of_rows, packed_rows, rotary_of_length
+from lema.model.sequence.states import Span
 
 __all__ = ["ChunkedCall", "ChunkedRows", "spans_of"]
 
@@ -51,8 +53,11 @@ class Front(Protocol):
 
 
 def spans_of(length: int, size: int) -> list[Span]:
-    """Return the chunks of a sequence of so many tokens, each of `size` but for the last."""
-    return [Span(start, min(start + size, length)) for start in range(0, length, size)]
+    """Return the chunks of a sequence of so many tokens, each of `size` but for the last. That is
+    never a single token, which models take for one that they generate, and change a state in its
+    place."""
+    starts = list(range(0, max(1, length - 1), size))
+    return [Span(start, stop) for start, stop in pairwise([*starts, length])]
 
 
 class ChunkedRows:
@@ -88,8 +93,7 @@ class ChunkedRows:
         self._length = batch["input_ids"].shape[1]
         _check_inputs(self._batch)
         self.spans = spans_of(self._length, size)
-        windows = windows_of(DynamicCache(config=model.config).layers, len(layers))
-        self.cache = SequenceCache(windows)
+        self.cache = SequenceCache(kinds_of(DynamicCache(config=model.config).layers, len(layers)))
         positions = batch.get(POSITIONS)
         self._numbers = None if positions is None or MASK in batch else numbers_of_rows(positions)
         self._calls: list[tuple[LayerCall, ...] | None] = [None] * len(self.spans)
@@ -197,6 +201,11 @@ class ChunkedCall(LayerCall):
     def cache(self) -> SequenceCache:
         """The cache with which the layer is called."""
         return self.rows.cache
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the layer keeps anything of a chunk for later ones."""
+        return self.cache.kinds[self.number].keeps
 
     def chunk(self, index: int) -> LayerCall:
         """Return the call on a chunk."""
