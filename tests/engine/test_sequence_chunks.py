@@ -27,6 +27,7 @@ from parity import (
 )
 from preferences import batch_of, examples, parts_of
 from tiny import ARCHITECTURES, NUM_LAYERS, Checkpoint, micro_batches
+from tinyconfig import tiny_config
 from torch import Tensor
 from trainedways import bare_model
 from transformers import LlamaConfig, Phi3Config, PreTrainedConfig
@@ -128,6 +129,20 @@ def test_rows_of_a_pack_do_not_see_each_other(
     del batch["position_ids"]
     with pytest.raises(AssertionError):
         assert_close(chunked_step(checkpoint, [batch], attn_implementation=attention), found)
+
+
+def test_a_model_that_knows_no_packs_has_none_in_chunks(tmp_path: Path) -> None:
+    directory = write_model(tiny_config("gpt_oss"), tmp_path)
+    checkpoint = Checkpoint(ARCHITECTURES["llama"], directory, directory)
+    (batch,) = micro_batches(1)
+    batch["position_ids"] = torch.tensor([[*range(7), *range(5)], [*range(4), *range(8)]])
+    outcomes = []
+    for chunk in (None, CHUNK):
+        with streamed_model_in_chunks(checkpoint, sequence_chunk=chunk) as model:
+            draw_b(model.lora_manager)
+            outcomes.append(streamed_step(model, [batch]))
+    expected, found = outcomes
+    assert_close(found, expected)
 
 
 SCALED = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8}

@@ -3,7 +3,8 @@
 Chunks are right for a layer in which a token sees earlier tokens only, and these only by what the
 cache hands on. `transformers`' cache says of most types that do not fit that they do not. What it
 does not know of, such as a convolution over tokens or attention to later ones, shows when a layer
-runs both ways. Each layer is asked once, when it is first on lease with its own weights.
+runs both ways. Each layer is asked when it is first on lease with its own weights, and once more
+when batches first have padding.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from lema.errors import is_out_of_memory
 from lema.model.capture import PASSED_THROUGH_THE_MODEL, without_dropout
 from lema.model.flow import LayerCall
 from lema.model.sequence.cache import refusal
-from lema.model.sequence.chunks import ChunkedCall
+from lema.model.sequence.chunks import PADDING, ChunkedCall
 from lema.model.sequence.states import ChunkStates
 from lema.stream import Lease
 
@@ -68,5 +69,6 @@ def check_in_chunks(engine: Engine, lease: Lease, call: ChunkedCall) -> None:
     differences = (torch.cat(parts, dim=1) - hidden - expected).float().norm(dim=-1)
     lengths = expected.float().norm(dim=-1).clamp(min=1e-30)
     half = torch.finfo(split.cast).bits < 32
-    if float((differences / lengths > TOLERANCE[half]).float().mean()) > SHARE:
+    of_tokens = (differences / lengths)[:, PADDING * call.rows.masked :]
+    if float((of_tokens > TOLERANCE[half]).float().mean()) > SHARE:
         raise refusal(f"layer {number} makes something else of a sequence in chunks than at once")

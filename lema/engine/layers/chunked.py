@@ -88,16 +88,17 @@ class ChunkedLayer:
         self._module = engine.split.layers[number]
         self._at_once = WholeLayer(engine, number)
         self._location = f"in the forward of layer {number}"
-        self._checked = False  # whether it makes the same in chunks as at once
+        # with which masks it has been seen to make the same in chunks as at once
+        self._checked = set[bool]()
 
     def _cuts(self, lease: Lease, rows: Rows) -> bool:
         """Whether one of the micro-batches is longer than a chunk; the first time, see that the
         layer may be cut."""
         calls = rows.calls[self.number]
         in_chunks = next((call for call in calls if isinstance(call, ChunkedCall)), None)
-        if in_chunks is not None and not self._checked:
+        if in_chunks is not None and in_chunks.rows.masked not in self._checked:
             check_in_chunks(self._engine, lease, in_chunks)
-            self._checked = True
+            self._checked.add(in_chunks.rows.masked)
         return in_chunks is not None
 
     @torch.no_grad()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,17 +18,17 @@ from torch.nn.functional import pad
 from transformers import Cache
 from transformers.cache_utils import (
     CacheLayerMixin,
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
 
+from lema.compat import empty_cache_layer
 from lema.errors import ConfigError
 from lema.model.sequence.states import ChunkStates, Span
 
-__all__ = ["StatesComplete", "LayerKind", "SequenceCache", "kinds_of"]
+__all__ = ["LayerKind", "SequenceCache", "StatesComplete", "kinds_of"]
 
 SETTING = "sequence_chunk"
 
@@ -200,7 +201,8 @@ class SequenceCache(Cache):
     """
 
     def __init__(self, kinds: Sequence[LayerKind]) -> None:
-        super().__init__(layers=[self._layer(number, kind) for number, kind in enumerate(kinds)])
+        layers: Any = [self._layer(number, kind) for number, kind in enumerate(kinds)]
+        super().__init__(layers=layers)
         self.kinds = tuple(kinds)
         self.span = Span(0, 0)
         self._number = -1
@@ -210,9 +212,10 @@ class SequenceCache(Cache):
         self._expected: dict[int, list[str]] = {}
         self._stops = False
 
-    def _layer(self, number: int, kind: LayerKind) -> _AttentionLayer | _StatesLayer | DummyLayer:
-        if not kind.keeps:
-            return DummyLayer()
+    def _layer(self, number: int, kind: LayerKind) -> object:
+        empty = empty_cache_layer()
+        if not kind.keeps and empty is not None:
+            return empty()
         if not kind.num_states:
             return _AttentionLayer(self, number, kind)
         return (_MixedLayer if kind.attends else _StatesLayer)(self, number, kind)
@@ -304,7 +307,7 @@ def kinds_of(layers: Sequence[object], num_layers: int) -> list[LayerKind]:
             kinds.append(LayerKind(attends=True, window=layer.sliding_window))
         elif type(layer) is DynamicLayer:
             kinds.append(LayerKind(attends=True))
-        elif type(layer) is DummyLayer:
+        elif type(layer) is empty_cache_layer():
             kinds.append(LayerKind(attends=False))
         else:
             raise refusal(

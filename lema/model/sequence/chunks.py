@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Protocol
 
@@ -21,14 +22,21 @@ from lema.errors import is_out_of_memory
 from lema.model.capture import PASSED_THROUGH_THE_MODEL, tensors_in
 from lema.model.flow import LayerCall, Prelude
 from lema.model.sequence.cache import SequenceCache, kinds_of, refusal
-from lema.model.sequence.masks import numbers_of_rows, packed_rows, rotary_of_length
+from lema.model.sequence.masks import (
+    asks_for_packs,
+    numbers_of_rows,
+    packed_rows,
+    rotary_of_length,
+)
 from lema.model.sequence.states import Span
 
-__all__ = ["ChunkedCall", "ChunkedRows", "spans_of"]
+__all__ = ["PADDING", "ChunkedCall", "ChunkedRows", "spans_of"]
 
 MASK = "attention_mask"
 POSITIONS = "position_ids"
 INPUTS = frozenset({"input_ids", MASK, POSITIONS})
+PADDING = 2  # tokens
+PACK = (0, 1, 0, 1)  # positions of two rows
 
 
 class Front(Protocol):
@@ -95,7 +103,9 @@ class ChunkedRows:
         self.spans = spans_of(self._length, size)
         self.cache = SequenceCache(kinds_of(DynamicCache(config=model.config).layers, len(layers)))
         positions = batch.get(POSITIONS)
-        self._numbers = None if positions is None or MASK in batch else numbers_of_rows(positions)
+        self._numbers: Tensor | None = None  # of the rows of packs, to which attention keeps
+        if positions is not None and MASK not in batch and self._keeps_packs():
+            self._numbers = numbers_of_rows(positions)
         self._calls: list[tuple[LayerCall, ...] | None] = [None] * len(self.spans)
         self._hidden_bytes = 0
 
@@ -126,10 +136,26 @@ class ChunkedRows:
             calls = self._run(chunk, again=True).calls
         return calls[number]
 
+    def _keeps_packs(self) -> bool:
+        """Whether the model itself keeps attention within the rows of a pack."""
+        ids = self._batch["input_ids"][:1, : len(PACK)]
+        positions = torch.tensor([PACK], device=ids.device)[:, : ids.shape[1]]
+        sample = {"input_ids": ids, POSITIONS: positions}
+        return asks_for_packs(partial(self._front, sample, None, again=True))
+
+    @property
+    def masked(self) -> bool:
+        """Whether a mask says which tokens are padding."""
+        return MASK in self._batch
+
     def sample(self, length: int, size: int) -> tuple[Prelude, ChunkedRows]:
         """Return what the model makes of the first `length` tokens up to its layers, and the same
-        tokens in chunks of `size`. Nothing is left behind."""
+        tokens in chunks of `size`. If there is a mask, the first `PADDING` of them are padding.
+        Nothing is left behind."""
         batch = {"input_ids": self._batch["input_ids"][:1, :length]}
+        if self.masked:
+            batch[MASK] = torch.ones_like(batch["input_ids"])
+            batch[MASK][:, :PADDING] = 0
         prelude = self._front(batch, None, again=True)
         return prelude, ChunkedRows(self._model, self._layers, self._front, batch, size)
 

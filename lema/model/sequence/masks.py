@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import masking_utils
 
+from lema.compat import by_position_in_pack
 from lema.model.capture import replaced
 from lema.model.sequence.cache import refusal
 from lema.model.state.rotary import goes_by_length
 
-__all__ = ["packed_rows", "rotary_of_length"]
+__all__ = ["asks_for_packs", "numbers_of_rows", "packed_rows", "rotary_of_length"]
 
 # whose masks are tables of what attends to what
 TABLES = ("eager", "sdpa")
@@ -30,11 +31,31 @@ def numbers_of_rows(position_ids: Tensor) -> Tensor | None:
     return numbers if bool(numbers.any()) else None
 
 
+def asks_for_packs(run: Callable[[], object]) -> bool:
+    """Whether a model's own masks keep attention within the rows of a pack: whether `run`, which
+    runs it on one up to its layers, has `transformers` look for them. Some types do not."""
+    find = masking_utils.find_packed_sequence_indices
+    asked = list[bool]()
+
+    def looked(position_ids: Tensor) -> Tensor | None:
+        numbers = find(position_ids)
+        asked.append(numbers is not None)
+        return numbers
+
+    module: Any = masking_utils
+    module.find_packed_sequence_indices = looked
+    try:
+        run()
+    finally:
+        module.find_packed_sequence_indices = find
+    return any(asked)
+
+
 @contextmanager
 def packed_rows(attention: str, position_ids: Tensor, numbers: Tensor) -> Iterator[None]:
     """Keep attention within the rows of a pack, in masks that are made in a `with` block.
 
-    `transformers` does so itself where there is no cache; the two functions are its own.
+    `transformers` does so itself where there is no cache; the functions are its own.
 
     Args:
         attention: the implementation of attention.
@@ -50,7 +71,7 @@ def packed_rows(attention: str, position_ids: Tensor, numbers: Tensor) -> Iterat
     make = interfaces[attention]
 
     def within_rows(*, mask_function: Callable[..., Any], **options: object) -> object:
-        by_position = masking_utils.remap_positions_for_packed_sequence(mask_function, position_ids)
+        by_position = by_position_in_pack(mask_function, position_ids)
         same_row = masking_utils.packed_sequence_mask_function(numbers)
         function = masking_utils.and_masks(by_position, same_row)
         return make(mask_function=function, **{**options, "allow_is_causal_skip": False})
