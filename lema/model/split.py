@@ -176,8 +176,11 @@ class Split:
         """Run the model up to its layers, as `prelude` does, `size` tokens at a time; the calls are
         `ChunkedCall`. `ConfigError`: the model, or the batch, cannot be cut."""
         self._begin(batch, first_layer_weights)
-        rows = ChunkedRows(self.model, self.layers, self._chunk_front, batch, size)
-        return rows.prelude(differentiate=differentiate)
+        return self.rows_in_chunks(batch, size).prelude(differentiate=differentiate)
+
+    def rows_in_chunks(self, batch: Mapping[str, Tensor], size: int) -> ChunkedRows:
+        """Return the chunks of a micro-batch. `ConfigError`: it cannot be cut."""
+        return ChunkedRows(self.model, self.layers, self._chunk_front, batch, size)
 
     def _chunk_front(
         self,

@@ -115,7 +115,7 @@ class ChunkedRows:
         """
         states = list[Tensor]()
         for chunk in range(len(self.spans)):
-            front = self._run(chunk, differentiate=differentiate)
+            front = self.front(chunk, differentiate=differentiate)
             states.append(front.hidden)
             self._hidden_bytes += front.hidden.nbytes
             self._calls[chunk] = front.calls
@@ -133,7 +133,7 @@ class ChunkedRows:
         """Return the call of a layer on a chunk."""
         calls = self._calls[chunk]
         if calls is None:
-            calls = self._run(chunk, again=True).calls
+            calls = self.front(chunk, again=True).calls
         return calls[number]
 
     def _keeps_packs(self) -> bool:
@@ -159,7 +159,8 @@ class ChunkedRows:
         prelude = self._front(batch, None, again=True)
         return prelude, ChunkedRows(self._model, self._layers, self._front, batch, size)
 
-    def _run(self, chunk: int, *, differentiate: bool = False, again: bool = False) -> Prelude:
+    def front(self, chunk: int, *, differentiate: bool = False, again: bool = False) -> Prelude:
+        """Run the model up to its layers on one chunk; see `Front`."""
         span = self.spans[chunk]
         self.cache.move(span)
         with ExitStack() as stack:

@@ -161,8 +161,12 @@ class ChunkStates:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        states = sum(state.nbytes for state in self._states.values())
-        return self._keys.nbytes + self._values.nbytes + states
+        return self._keys.nbytes + self._values.nbytes + self.handed_on_bytes
+
+    @property
+    def handed_on_bytes(self) -> int:
+        """Bytes of the states that chunks have left."""
+        return sum(state.nbytes for state in self._states.values())
 
     def extended(
         self, keys: Tensor, values: Tensor, span: Span, first: int
