@@ -29,11 +29,14 @@ if TYPE_CHECKING:
 __all__ = [
     "TESTED",
     "adapted_module",
+    "by_position_in_pack",
+    "cache_argument",
     "check_fusions",
     "check_target",
     "collecting",
     "delta_factors",
     "dtype_of_files",
+    "empty_cache_layer",
     "encodes_by_itself",
     "expands",
     "grouped_fallback",
@@ -115,6 +118,32 @@ def models_of(auto: Any) -> Any:
     config.
     """
     return auto._model_mapping
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Return what a model's forward calls the cache of keys and values; `past_key_values` is the
+    older name.
+    """
+    return "cache" if "cache" in signature(type(model).forward).parameters else "past_key_values"
+
+
+def empty_cache_layer() -> type[Any] | None:
+    """Return the class of a layer of a cache that keeps nothing; None: there is none (5.24)."""
+    from transformers import cache_utils
+
+    return getattr(cache_utils, "DummyLayer", None)
+
+
+def by_position_in_pack(
+    mask_function: Callable[..., Any], position_ids: Tensor
+) -> Callable[..., Any]:
+    """Return a mask's function that goes by positions in rows of a pack (5.24); earlier releases
+    go by places in the pack.
+    """
+    from transformers import masking_utils
+
+    remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+    return mask_function if remap is None else remap(mask_function, position_ids)
 
 
 @contextmanager

@@ -298,6 +298,11 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     """Seconds without progress after which the process ends; None: it only writes the stacks of
     its threads.
     """
+    sequence_chunk: Reported[Annotated[int, Field(ge=2)] | None] = None
+    """Tokens of a sequence that go through a layer at once: longer sequences go through each layer
+    in chunks, of which only one has activations at a time. Weights are read twice in a step all the
+    same. Losses and gradients change by rounding, and with dropout also the random numbers. None:
+    whole sequences."""
     objective: Refused[ObjectiveName] = "sft"
     """What the run trains on. `sft`: tokens of rows; `dpo`, `ipo`, `orpo`, `simpo`: pairs of
     `chosen` and `rejected` rows; `kto`: rows with a `label`, or pairs."""
@@ -428,6 +433,7 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
             what = "quantize_base converts the weights in the model's own directory, not gbi_path's"
             yield Problem("gbi_path", what, "leave one of the two out")
         yield from self._about_offloading()
+        yield from self._about_chunks()
         yield from disagreements_of_objective(self)
         yield from disagreements_of_batches(
             self,
@@ -497,6 +503,26 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
                 f"{self.pad_to_multiple_of}"
             )
             yield Problem("pad_to_multiple_of", what)
+
+    def _about_chunks(self) -> Iterator[Problem]:
+        """Yield what sequences in chunks have not been tested with."""
+        if self.sequence_chunk is None:
+            return
+        untested = {
+            "gradient_checkpointing: false": self.gradient_checkpointing is False,
+            "torch_compile": self.torch_compile,
+            "arithmetic: fast": self.arithmetic == "fast",
+            "tensor_parallel_size": (self.tensor_parallel_size or 1) > 1,
+            "sequence_parallel": self.sequence_parallel,
+            "experts_per_slot": isinstance(self.experts_per_slot, int),
+            "cache_frozen_prefix": self.cache_frozen_prefix,
+            # whose noise goes by the length of the sequence
+            "neftune_noise_alpha": bool(self.neftune_noise_alpha),
+        }
+        for setting, conflicts in untested.items():
+            if conflicts:
+                what = f"sequences do not go through layers in chunks with {setting}"
+                yield Problem("sequence_chunk", what, "leave one of them out")
 
     def _about_offloading(self) -> Iterator[Problem]:
         mode = self.activation_offloading

@@ -29,6 +29,7 @@ from lema.engine.head.objectives import LossSettings, Measured, Objective
 from lema.engine.head.pieces import PiecedHead, piece_passes
 from lema.engine.head.routers import router_loss_of
 from lema.engine.head.rows import RowLoss
+from lema.engine.layers.chunked import check_cuts
 from lema.engine.layers.layer_pass import LayerPass, layers_of
 from lema.engine.layers.reference_rows import ReferenceRows, StartingAdapter, reference_rows_of
 from lema.engine.layers.rows import Rows
@@ -40,7 +41,7 @@ from lema.engine.step_inputs import MicroBatches, StepInputs
 from lema.engine.trained_weights import TrainedWeights
 from lema.errors import ConfigError
 from lema.model import Split
-from lema.model.flow import LayerCall
+from lema.model.flow import LayerCall, Prelude
 from lema.model.inputs import model_inputs
 from lema.stream import LayerStream, Lease, StreamCounters
 
@@ -60,6 +61,7 @@ class StreamedModel:
         loss: what a step is trained by.
         reference: the adapter of the model that an objective compares with; None: that model has no
             adapter.
+        sequence_chunk: tokens of a sequence that go through a layer at once; None: all.
 
     Attributes:
         engine: the objects that the layers of a pass work with.
@@ -86,6 +88,7 @@ class StreamedModel:
         advise: Callable[[Shortage], str] | None = None,
         loss: LossSettings | None = None,
         reference: StartingAdapter | None = None,
+        sequence_chunk: int | None = None,
     ) -> None:
         self.head = head
         self.activations = activations or Activations(split, backend, stream.trace)
@@ -96,7 +99,10 @@ class StreamedModel:
         recomputes = self.activations.recompute
         retry = OomRetry(stream, backend, split.state, recomputes=recomputes, **advice)
         self.engine = Engine(split, stream, backend, runs_again=runs_again, retry=retry)
-        self.layers = layers_of(self.engine)
+        self.layers = layers_of(self.engine, in_chunks=sequence_chunk is not None)
+        self._sequence_chunk = sequence_chunk
+        if sequence_chunk is not None:
+            check_cuts(self.engine)
         self._away = HostStates(backend)
         self.prefix: PrefixCache | None = None
         self.watchdog: Watchdog | None = None
@@ -510,9 +516,7 @@ class StreamedModel:
             nullcontext() if self.head is None else self.head.standing_in(),
         ):
             for number, batch in enumerate(micro_batches):
-                prelude = self.split.prelude(
-                    model_inputs(batch), weights, differentiate=differentiate
-                )
+                prelude = self._prelude_of(batch, weights, differentiate=differentiate)
                 state = prelude.hidden
                 hidden.append(
                     state if away is None else away.keep(number, *self.split.enter([state]))
@@ -525,6 +529,16 @@ class StreamedModel:
             for layer in range(self.split.num_layers)
         ]
         return tuple(hidden), calls
+
+    def _prelude_of(
+        self, batch: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, differentiate: bool
+    ) -> Prelude:
+        """Run one micro-batch up to the layers; in chunks, if it is longer than one."""
+        inputs = model_inputs(batch)
+        size = self._sequence_chunk
+        if size is None or batch["input_ids"].shape[1] <= size:
+            return self.split.prelude(inputs, weights, differentiate=differentiate)
+        return self.split.prelude_in_chunks(inputs, weights, size, differentiate=differentiate)
 
     def step_saving(
         self, hidden: Sequence[Tensor], lowest: int, end: int, budget: int = 0

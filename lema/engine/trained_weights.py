@@ -82,6 +82,12 @@ class TrainedWeights:
             if parameter.requires_grad
         }
 
+    def follow(self, layer: int, lease: Lease, leaves: Leaves) -> None:
+        """Have leaves of an earlier lease of a layer be the weights of this one, because the slot
+        of that holds another layer now."""
+        for name, weight in self.leaves(layer, lease).items():
+            leaves[name].data = weight.detach()
+
     def end(self, layer: int, leaves: Leaves) -> None:
         """Hand the gradients of a layer over, because nothing adds to them any more in this
         pass.

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from lema.backend import Backend, Parallel
 from lema.backend.registry import has_addresses
+from lema.compat import cache_argument
 from lema.errors import ConfigError, ModelError, is_out_of_memory
 from lema.model import capture
 from lema.model.capture import PASSED_THROUGH_THE_MODEL, replaced, values_unread, without_values
@@ -33,6 +34,8 @@ from lema.model.layers.attached import AttachedLayers
 from lema.model.layers.compiled import CompiledLayers
 from lema.model.layers.routing import replayed
 from lema.model.row_tables import RowTables
+from lema.model.sequence.cache import SequenceCache
+from lema.model.sequence.chunks import ChunkedRows
 from lema.model.skeleton import find_layers, main_dtype, scores_texts
 from lema.model.state.hooks import aside
 from lema.model.state.model import ModelState
@@ -46,6 +49,7 @@ knows.
 """
 
 LEARNING_TOKENS = 8
+NO_CACHE: Mapping[str, Any] = {"use_cache": False}
 OUT_OF_ORDER = "it does not run its layers once each, in their order"
 
 
@@ -159,26 +163,75 @@ class Split:
         else the model's forward takes. `first_layer_weights`: of layer 0, by name; used once, to
         learn what a layer returns. `differentiate`: let the hidden state keep its graph, where
         something before the layers trains. `run`: what to run; None: the model on `batch`."""
+        self._begin(batch, first_layer_weights)
+        return self._front(run or partial(self._logits, batch), differentiate=differentiate)
+
+    def prelude_in_chunks(
+        self,
+        batch: Mapping[str, Tensor],
+        first_layer_weights: Mapping[str, Tensor],
+        size: int,
+        *,
+        differentiate: bool = False,
+    ) -> Prelude:
+        """Run the model up to its layers, as `prelude` does, `size` tokens at a time; the calls are
+        `ChunkedCall`. `ConfigError`: the model, or the batch, cannot be cut."""
+        self._begin(batch, first_layer_weights)
+        return self.rows_in_chunks(batch, size).prelude(differentiate=differentiate)
+
+    def rows_in_chunks(self, batch: Mapping[str, Tensor], size: int) -> ChunkedRows:
+        """Return the chunks of a micro-batch. `ConfigError`: it cannot be cut."""
+        return ChunkedRows(self.model, self.layers, self._chunk_front, batch, size)
+
+    def _chunk_front(
+        self,
+        batch: Mapping[str, Tensor],
+        cache: SequenceCache | None,
+        *,
+        differentiate: bool = False,
+        again: bool = False,
+    ) -> Prelude:
+        """Run the model up to its layers on one chunk; see `lema.model.sequence.chunks.Front`."""
+        name = cache_argument(self.model.base_model if self._scores else self.model)
+        options = NO_CACHE if cache is None else {"use_cache": True, name: cache}
+        run = partial(self._logits, batch, options)
+        if not again:
+            return self._front(run, differentiate=differentiate)
+        drawn = self._backend.rng_state()
+        outer_state = self.state.outer.now()
+        with aside(self.state.outer.modules):
+            prelude = self._front(run)
+        self._backend.set_rng_state(drawn)
+        outer_state.restore()
+        return prelude
+
+    def _begin(
+        self, batch: Mapping[str, Tensor], first_layer_weights: Mapping[str, Tensor]
+    ) -> None:
+        """Learn from a few tokens of the first batch what the model is like."""
         self.state.outer.begin()
         if self.model.training not in self.learned.cuts:
             with self.state.outer.learning(), aside(self.model.modules()):
                 self._learn(self._few(batch), first_layer_weights)
+
+    def _front(self, run: Run, *, differentiate: bool = False) -> Prelude:
+        """Run the model up to its layers."""
         # Stopped where the head begins, because it needs what the layers make, and nothing has run
         # them yet.
         tape = Tape(self.learned.cuts[self.model.training], _stop)
         with torch.set_grad_enabled(differentiate), self._unread(), suppress(_LayerReached):
-            self._followed(tape, run or partial(self._logits, batch), Tensor.detach)
+            self._followed(tape, run, Tensor.detach)
             raise self._refusal(OUT_OF_ORDER)
         return Prelude(tape.hidden, tape.tied())
 
-    def _logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def _logits(self, batch: Mapping[str, Tensor], options: Mapping[str, Any] = NO_CACHE) -> Tensor:
         """Run the whole model; of one that scores texts its base, because a score is none of each
         token, and its head is run by the caller of the model."""
         with self.autocast():
             if self._scores:
-                last: Tensor = self.model.base_model(**batch, use_cache=False)[0]
+                last: Tensor = self.model.base_model(**batch, **options)[0]
                 return last[..., :1]
-            logits: Tensor = self.model(**batch, use_cache=False).logits
+            logits: Tensor = self.model(**batch, **options).logits
         return logits
 
     def _followed(self, tape: Tape, run: Run, make: Callable[[Tensor], Tensor]) -> Any:

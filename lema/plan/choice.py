@@ -175,6 +175,8 @@ def seconds_decide(planner: Planner) -> bool:
     recompute = whether_recomputed(planner.config)
     if limit is None or recompute is False:
         return False
+    if planner.config.sequence_chunk is not None:
+        return False  # because a whole row, which would be timed, need not fit
     if recompute:
         return limit != "auto"
     demand = untimed(planner.demand())

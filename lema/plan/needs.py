@@ -26,6 +26,7 @@ from lema.plan.allocate import (
     whether_recomputed,
 )
 from lema.plan.blueprint import Blueprint
+from lema.plan.chunk_work import in_chunks
 from lema.plan.cost import Allocation, Demand, Traffic, traffic
 from lema.plan.groups import with_waiting
 from lema.plan.machine import MachineState, Memory, unknown_speeds
@@ -133,9 +134,8 @@ class Planner:
                 None,
             )
             measure_args = drawn.names, drawn.parallel, head, measured, drawn.split
-            self.workload_cache[key] = measure(
-                drawn.model, drawn.layers, batch, chunk, *measure_args
-            )
+            work = measure(drawn.model, drawn.layers, batch, chunk, *measure_args)
+            self.workload_cache[key] = in_chunks(work, drawn.split, drawn.layers, batch)
         return with_waiting(self.blueprint, batch, self.workload_cache[key])
 
     def allocation(self, demand: Demand, **changes: Any) -> Allocation:

@@ -133,8 +133,9 @@ def micro_batch_of(config: LemaConfig, rows: int, length: int) -> MicroBatch:
     """Return a micro-batch of a run: what goes beside its rows is the objective's."""
     objective = objective_of(config)
     if objective is None:
-        return MicroBatch(rows, length, packed=bool(config.packing))
-    return MicroBatch(rows, length, objective.reference + 2 * objective.mismatched, settled=True)
+        return MicroBatch(rows, length, packed=bool(config.packing), chunk=config.sequence_chunk)
+    more = objective.reference + 2 * objective.mismatched
+    return MicroBatch(rows, length, more, settled=True, chunk=config.sequence_chunk)
 
 
 def rows_each(config: LemaConfig) -> int:

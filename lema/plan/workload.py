@@ -51,6 +51,8 @@ class MicroBatch:
     settled: bool = False
     # whether each is a pack of several, so layers get a mask that says which token sees which
     packed: bool = False
+    # tokens that go through a layer at once; None: all of a row
+    chunk: int | None = None
 
     @property
     def tokens(self) -> int:

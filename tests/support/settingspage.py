@@ -37,6 +37,7 @@ GROUPS = {
     "Memory": "device_memory host_memory experts_per_slot strategy gradient_checkpointing "
     "activation_offloading "
     "boundary_activations offload_dir embeddings head prefetch_depth loss_chunk_tokens "
+    "sequence_chunk "
     "page_locked cache_frozen_prefix",
     "Device and processes": "device tf32 deterministic torch_compile arithmetic shard_weights "
     "tensor_parallel_size sequence_parallel",

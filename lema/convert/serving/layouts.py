@@ -75,7 +75,7 @@ def stacked_files(model: PeftModel, layout: str) -> AdapterFiles:
         layout: a server's, or PEFT's own (`peft`).
     """
     config = _plain(model.peft_config[ADAPTER].to_dict())
-    return AdapterFiles(_apart(_stacked_tensors(model, layout)), config, 0)
+    return AdapterFiles(_unshared(_stacked_tensors(model, layout)), config, 0)
 
 
 def _split(model: PreTrainedModel, names: PublishedNames) -> _Split:
@@ -98,10 +98,11 @@ def _split(model: PreTrainedModel, names: PublishedNames) -> _Split:
     return _Split(factors, experts)
 
 
-def _factors(module: Any) -> Factors:
+def _factors(module: LoraLayer) -> Factors:
     """Return the factors of a module of one matrix."""
-    a = module.lora_A[ADAPTER].weight.detach().cpu()
-    b = module.lora_B[ADAPTER].weight.detach().cpu()
+    adapted: Any = module  # whose adapters torch takes for tensors
+    a = adapted.lora_A[ADAPTER].weight.detach().cpu()
+    b = adapted.lora_B[ADAPTER].weight.detach().cpu()
     return Factors(a, b, module.scaling[ADAPTER])
 
 
@@ -115,7 +116,7 @@ def _tensors(adapter: _Split) -> dict[str, Tensor]:
     return tensors
 
 
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of which each has memory of its own, because safetensors writes no others:
     tied modules that train whole share it."""
     seen = set[int]()

@@ -205,6 +205,12 @@ class ExpertLayer:
         outputs = self._through_groups(lease, rows.calls[self.number], states)
         rows.put([rows.stored(index, output) for index, output in enumerate(outputs)])
 
+    @torch.no_grad()
+    def output(self, lease: Lease, leaves: Leaves, call: LayerCall, state: Tensor) -> Tensor:
+        """Return what the layer makes of one micro-batch, without a graph."""
+        weights = {**lease.weights, **leaves}
+        return self._engine.split.run_layer(self.number, weights, call, state)
+
     def forward(
         self, lease: Lease, rows: Rows, needs_grad: Sequence[bool], saving: Saving
     ) -> _SavedInputs:

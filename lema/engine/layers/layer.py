@@ -15,6 +15,7 @@ from torch import Tensor
 from lema.engine.layers.rows import Rows
 from lema.engine.layers.saving import Saving
 from lema.engine.trained_weights import Leaves
+from lema.model.flow import LayerCall
 from lema.stream import Lease
 
 __all__ = ["Layer", "LossAndGrad", "SavedLayer", "TopGradients"]
@@ -73,6 +74,11 @@ class Layer(Protocol[Saved]):
 
     def run(self, lease: Lease, rows: Rows) -> None:
         """Take rows that have no gradient through the layer."""
+
+    def output(self, lease: Lease, leaves: Leaves, call: LayerCall, state: Tensor) -> Tensor:
+        """Return what the layer makes of one micro-batch `[batch, sequence, hidden]`, without a
+        graph.
+        """
 
     def forward(
         self, lease: Lease, rows: Rows, needs_grad: Sequence[bool], saving: Saving

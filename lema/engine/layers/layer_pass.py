@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lema.engine.engine import Engine
 from lema.engine.head.gradients import check_not_freed
+from lema.engine.layers.chunked import ChunkedLayer
 from lema.engine.layers.experts import ExpertLayer
 from lema.engine.layers.layer import Layer, SavedLayer
 from lema.engine.layers.reference_rows import ReferenceRows
@@ -57,12 +58,13 @@ class _StartDown:
         }
 
 
-def layers_of(engine: Engine) -> tuple[Layer[Any], ...]:
-    """Return the layers of a model, each of its kind."""
+def layers_of(engine: Engine, *, in_chunks: bool = False) -> tuple[Layer[Any], ...]:
+    """Return the layers of a model, each of its kind; `in_chunks`: sequences go through them in
+    chunks.
+    """
+    ordinary = ChunkedLayer if in_chunks else WholeLayer
     return tuple(
-        ExpertLayer(engine, number)
-        if number in engine.stream.groups
-        else WholeLayer(engine, number)
+        ExpertLayer(engine, number) if number in engine.stream.groups else ordinary(engine, number)
         for number in range(engine.split.num_layers)
     )
 

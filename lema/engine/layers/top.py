@@ -121,11 +121,11 @@ class TopLayer:
         logps = list[Tensor]()
         gradients = list[Tensor]()
         states = list[Tensor]()
-        weights = {**lease.weights, **self._leaves}
 
         def score(index: int) -> tuple[Tensor, Tensor]:
             state = rows.states[index].detach()
-            output = engine.split.run_layer(top, weights, rows.calls[top][index], state)
+            call = rows.calls[top][index]
+            output = self._layer.output(lease, self._leaves, call, state)
             with engine.retry.at("in the head and the loss"):
                 return embed_head.loss_and_grad(index, output.detach())
 

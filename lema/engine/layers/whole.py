@@ -30,11 +30,11 @@ from lema.model.capture import tensors_in
 from lema.model.flow import LayerCall
 from lema.stream import Lease
 
-__all__ = ["WholeLayer"]
+__all__ = ["LayerGraphs", "WholeLayer"]
 
 
 @dataclass(eq=False)
-class _SavedGraphs:
+class LayerGraphs:
     """The graphs of one layer's micro-batches, and what recomputes those that are not kept."""
 
     calls: Sequence[LayerCall]
@@ -89,9 +89,15 @@ class WholeLayer:
                     self._location, partial(run, index), state
                 )
 
+    @torch.no_grad()
+    def output(self, lease: Lease, leaves: Leaves, call: LayerCall, state: Tensor) -> Tensor:
+        """Return what the layer makes of one micro-batch, without a graph."""
+        weights = {**lease.weights, **leaves}
+        return self._engine.split.run_layer(self.number, weights, call, state)
+
     def forward(
         self, lease: Lease, rows: Rows, needs_grad: Sequence[bool], saving: Saving
-    ) -> _SavedGraphs:
+    ) -> LayerGraphs:
         """Take a step's rows through the layer; see `lema.engine.layers.layer.Layer`."""
         engine = self._engine
         saved = self._saved_graphs(lease, rows.calls[self.number], saving)
@@ -111,7 +117,7 @@ class WholeLayer:
 
     def _saved_graphs(
         self, lease: Lease, calls: Sequence[LayerCall], saving: Saving
-    ) -> _SavedGraphs:
+    ) -> LayerGraphs:
         engine = self._engine
         boundaries = saving.boundaries_of(self.number)
         # No product is skipped where weights are cast for it, because it saves what they were cast
@@ -119,7 +125,7 @@ class WholeLayer:
         is_top = self.number == engine.split.num_layers - 1
         split = engine.split
         cast = any((call.autocast or split.cast) != split.dtype for call in calls)
-        return _SavedGraphs(
+        return LayerGraphs(
             calls,
             engine.trained.leaves(self.number, lease),
             boundaries,
@@ -132,7 +138,7 @@ class WholeLayer:
     def _run(
         self,
         lease: Lease,
-        saved: _SavedGraphs,
+        saved: LayerGraphs,
         index: int,
         layer_input: Tensor,
         *,
@@ -174,7 +180,7 @@ class WholeLayer:
         return outputs[0].detach()
 
     def _runner(
-        self, saved: _SavedGraphs, index: int, state: Tensor, *, needs: bool, compiled: bool
+        self, saved: LayerGraphs, index: int, state: Tensor, *, needs: bool, compiled: bool
     ) -> Callable[[Lease], Sequence[Tensor]]:
         """Return the function that runs a micro-batch through the layer again, from the generator's
         first `state`. It does not refer to what is saved as a whole, because its graph is there,
@@ -204,7 +210,7 @@ class WholeLayer:
     def backward(
         self,
         lease: Lease,
-        saved: _SavedGraphs,
+        saved: LayerGraphs,
         gradients: Sequence[Sequence[Tensor]],
         *,
         again: bool,
@@ -214,9 +220,7 @@ class WholeLayer:
         """
         engine = self._engine
         number = self.number
-        for name, weight in engine.trained.leaves(number, lease).items():
-            # the slot of the forward holds another layer now
-            saved.leaves[name].data = weight.detach()
+        engine.trained.follow(number, lease, saved.leaves)
         for index, saved_graph in enumerate(saved.graphs):
             assert saved_graph is not None, "the graph of a micro-batch is done with"
             graph, edges = saved_graph

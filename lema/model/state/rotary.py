@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-__all__ = ["tables_as_they_are", "types_by_length"]
+__all__ = ["goes_by_length", "tables_as_they_are", "types_by_length"]
 
 # In the name of a type, for `transformers`: its forward looks at the positions, and may replace its
 # table.
@@ -24,15 +24,26 @@ RopeTypes: TypeAlias = "str | dict[str, RopeTypes]"  # one, or one for each kind
 def types_by_length(model: nn.Module) -> list[str]:
     """Return the types of rotary embeddings whose table goes by the longest row of a call, so that
     the rows that are computed at once change what is computed of each."""
-    named = [
-        kind for module in model.modules() if (kind := vars(module).get("rope_type")) is not None
-    ]
-    types = {
-        rope_type
-        for kind in named
-        for rope_type in (kind.values() if isinstance(kind, dict) else (kind,))
-    }
-    return sorted(rope_type for rope_type in types if BY_VALUES in rope_type or rope_type == LONG)
+    types = {rope_type for module in model.modules() for rope_type in _types_of(module)}
+    return sorted(filter(_is_by_length, types))
+
+
+def goes_by_length(module: nn.Module) -> bool:
+    """Whether a module is a rotary embedding whose table goes by the longest row of a call."""
+    return any(map(_is_by_length, _types_of(module)))
+
+
+def _types_of(module: nn.Module) -> list[str]:
+    """Return the types of a rotary embedding, one for each kind of layers; of another module
+    none."""
+    kind: str | dict[str, str] | None = vars(module).get("rope_type")
+    if kind is None:
+        return []
+    return [*kind.values()] if isinstance(kind, dict) else [kind]
+
+
+def _is_by_length(rope_type: str) -> bool:
+    return BY_VALUES in rope_type or rope_type == LONG
 
 
 @contextmanager

@@ -192,7 +192,8 @@ class MemoryUse:
             backend,
             stream.trace,
             recompute=allocation.recompute if recompute is None else recompute,
-            saved=allocation.saved,
+            # none where sequences go through layers in chunks, which have no graph to keep
+            saved=allocation.saved if config.sequence_chunk is None else (),
             products=allocation.products,
             saved_on=allocation.saved_on,
             boundaries=allocation.boundaries,
@@ -211,6 +212,7 @@ class MemoryUse:
             advise=partial(advise, self.planner, allocation),
             loss=loss,
             reference=self._reference,
+            sequence_chunk=config.sequence_chunk,
         )
 
 

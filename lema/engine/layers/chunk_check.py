@@ -1,0 +1,74 @@
+"""Whether a layer makes the same of a few tokens in chunks as at once.
+
+Chunks are right for a layer in which a token sees earlier tokens only, and these only by what the
+cache hands on. `transformers`' cache says of most types that do not fit that they do not. What it
+does not know of, such as a convolution over tokens or attention to later ones, shows when a layer
+runs both ways. Each layer is asked when it is first on lease with its own weights, and once more
+when batches first have padding.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lema.engine.engine import Engine
+from lema.errors import is_out_of_memory
+from lema.model.capture import PASSED_THROUGH_THE_MODEL, without_dropout
+from lema.model.flow import LayerCall
+from lema.model.sequence.cache import refusal
+from lema.model.sequence.chunks import PADDING, ChunkedCall
+from lema.model.sequence.states import ChunkStates
+from lema.stream import Lease
+
+__all__ = ["check_in_chunks"]
+
+NUM_TOKENS = 12
+CHUNK = 3
+# of the length of what the layer adds to a token's hidden state, above rounding
+TOLERANCE = {True: 0.1, False: 1e-2}  # by whether it computes in half precision
+# of the tokens: rounding may send a token to other experts, but not many
+SHARE = 0.25
+
+
+@torch.no_grad()
+def check_in_chunks(engine: Engine, lease: Lease, call: ChunkedCall) -> None:
+    """Run a layer on a few tokens of a micro-batch at once, and in chunks.
+
+    Args:
+        engine: the objects that every layer works with.
+        lease: the layer's weights.
+        call: of the layer, on the micro-batch.
+
+    Raises:
+        ConfigError: the layer does not run in chunks, or makes something else.
+    """
+    split = engine.split
+    number = call.number
+    drawn = engine.backend.rng_state()
+    prelude, rows = call.rows.sample(NUM_TOKENS, CHUNK)
+    hidden = prelude.hidden
+
+    def run(sample_call: LayerCall, state: Tensor) -> Tensor:
+        return split.run_layer(number, lease.weights, sample_call, state, compiled=False)
+
+    with without_dropout(split.layers[number]):
+        expected = run(prelude.calls[number], hidden) - hidden
+        states = ChunkStates(hidden.shape[1])
+        parts = list[Tensor]()
+        try:
+            for chunk, span in enumerate(rows.spans):
+                sample_call = rows.call(number, chunk)
+                with rows.cache.holding(number, span, states):
+                    parts.append(run(sample_call, hidden[:, span.slice]))
+        except PASSED_THROUGH_THE_MODEL as error:
+            if is_out_of_memory(error):
+                raise
+            raise refusal(f"layer {number} does not run on a chunk: {error}") from error
+    engine.backend.set_rng_state(drawn)
+    differences = (torch.cat(parts, dim=1) - hidden - expected).float().norm(dim=-1)
+    lengths = expected.float().norm(dim=-1).clamp(min=1e-30)
+    half = torch.finfo(split.cast).bits < 32
+    of_tokens = (differences / lengths)[:, PADDING * call.rows.masked :]
+    if float((of_tokens > TOLERANCE[half]).float().mean()) > SHARE:
+        raise refusal(f"layer {number} makes something else of a sequence in chunks than at once")

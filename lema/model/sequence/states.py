@@ -1,0 +1,202 @@
+"""The memory of what one layer keeps of a sequence's chunks, and the gradients that come back.
+
+Keys and values of a chunk are written behind those of the chunks before it, and attention is given
+all of them. Of a convolution or a recurrence the chunk before has left a state. In the backward
+chunks come in reverse, each with a graph of its own, which begins at what earlier chunks have left.
+What it adds to the gradients of earlier keys and values is summed here, and enters the graph of the
+chunk that has made them; so does the gradient of a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+__all__ = ["ChunkStates", "Span"]
+
+
+class Span(NamedTuple):
+    """The tokens of a chunk: from `start` to before `stop`."""
+
+    start: int
+    stop: int
+
+    @property
+    def slice(self) -> slice:
+        """The same as a slice."""
+        return slice(self.start, self.stop)
+
+
+class _Buffer:
+    """What a layer makes of each token for later ones, `[rows, heads, sequence, width]`, and the
+    sum of its gradients.
+
+    The sum is in single precision where keys are in half: each chunk adds to it, and a whole
+    sequence would have rounded once.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._values: Tensor | None = None
+        self._gradients: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        tensors = (self._values, self._gradients)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def extended(self, states: Tensor, span: Span, first: int) -> Tensor:
+        """Put in those of a chunk; return all from token `first` to the end of the chunk."""
+        if self._values is None:
+            shape = (*states.shape[:-2], self._length, states.shape[-1])
+            self._values = states.new_empty(shape)
+        with torch.no_grad():
+            self._values[..., span.slice, :] = states
+        if states.requires_grad and torch.is_grad_enabled():
+            extended: Tensor = _Extended.apply(states, self, span, first)  # type: ignore[no-untyped-call] # torch's is
+            return extended
+        return self.between(first, span.stop)
+
+    def between(self, first: int, stop: int) -> Tensor:
+        """Return those of some tokens, without a graph."""
+        assert self._values is not None, "no chunk has come"
+        return self._values.detach()[..., first:stop, :]
+
+    def add_gradients(self, gradients: Tensor, span: Span, first: int) -> Tensor:
+        """Add to the gradients of the tokens before a chunk; return the sum of the chunk's own."""
+        assert self._values is not None, "no chunk has come"
+        if self._gradients is None:
+            dtype = torch.promote_types(gradients.dtype, torch.float32)
+            self._gradients = torch.zeros_like(self._values, dtype=dtype)
+        num_before = span.start - first
+        self._gradients[..., first : span.start, :] += gradients[..., :num_before, :]
+        summed = self._gradients[..., span.slice, :] + gradients[..., num_before:, :]
+        return summed.to(gradients.dtype)
+
+
+class _Extended(torch.autograd.Function):
+    """A chunk's keys, or values, behind those of earlier chunks. The gradients of those are summed
+    in the buffer, from where the later chunks' part of this chunk's own comes."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        states: Tensor,  # noqa: ARG004 - autograd looks at it
+        buffer: _Buffer,
+        span: Span,
+        first: int,
+    ) -> Tensor:
+        ctx.buffered = buffer, span, first  # type: ignore[attr-defined] # autograd keeps it
+        return buffer.between(first, span.stop)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        buffer, span, first = ctx.buffered  # type: ignore[attr-defined] # as above
+        return buffer.add_gradients(gradients, span, first), None, None, None
+
+
+class _State:
+    """A state that each chunk leaves to the next: what each has left, by the token after it, and
+    of the chunk that has a graph where that begins and ends."""
+
+    def __init__(self) -> None:
+        self._left: dict[int, Tensor] = {}
+        self.leaf: Tensor | None = None  # what the chunk was given
+        self._exit: Tensor | None = None  # what the chunk leaves
+        self._gradient: Tensor | None = None  # of that, from the chunk after it
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(state.nbytes for state in self._left.values())
+
+    def entered(self, span: Span) -> Tensor | None:
+        """Return what the chunk before has left; None: nothing."""
+        if self.leaf is None and span.start in self._left:
+            state = self._left[span.start].detach()
+            if not torch.is_grad_enabled():
+                return state
+            self.leaf = state.requires_grad_(state.is_floating_point())
+        return self.leaf
+
+    def leave(self, state: Tensor, span: Span) -> None:
+        """Leave a state after a chunk."""
+        if not torch.is_grad_enabled():
+            # A copy, because a view would keep all that it is one of.
+            self._left[span.stop] = state.detach().clone()
+            return
+        self._left.pop(span.stop, None)  # the chunk that it was for is done
+        self._exit = state if state.requires_grad else None
+
+    def root(self) -> tuple[Tensor, Tensor] | None:
+        """Return what the chunk leaves, and its gradient; None: it has none."""
+        if self._exit is None or self._gradient is None:
+            return None
+        return self._exit, self._gradient
+
+    def end(self, gradient: Tensor | None) -> None:
+        """Let go of the chunk's graph; `gradient` is that of what it was given."""
+        self._gradient = gradient
+        self.leaf = None
+        self._exit = None
+
+
+class ChunkStates:
+    """What one layer keeps of one micro-batch for later chunks, and the gradients of that.
+
+    Args:
+        length: tokens of the sequence.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._keys = _Buffer(length)
+        self._values = _Buffer(length)
+        self._states: dict[str, _State] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self._keys.nbytes + self._values.nbytes + self.handed_on_bytes
+
+    @property
+    def handed_on_bytes(self) -> int:
+        """Bytes of the states that chunks have left."""
+        return sum(state.nbytes for state in self._states.values())
+
+    def extended(
+        self, keys: Tensor, values: Tensor, span: Span, first: int
+    ) -> tuple[Tensor, Tensor]:
+        """Put in a chunk's keys and values `[rows, heads, chunk, width]`; return all from token
+        `first` to its end."""
+        return self._keys.extended(keys, span, first), self._values.extended(values, span, first)
+
+    def entered(self, name: str, span: Span) -> Tensor | None:
+        """Return a state as the chunk before has left it; None: there is none."""
+        state = self._states.get(name)
+        return None if state is None else state.entered(span)
+
+    def leave(self, name: str, state: Tensor, span: Span) -> None:
+        """Leave a state after a chunk."""
+        self._states.setdefault(name, _State()).leave(state, span)
+
+    def roots(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the states that the chunk with a graph leaves, with their gradients, as far as
+        they have some."""
+        roots = [state.root() for state in self._states.values()]
+        return [root for root in roots if root is not None]
+
+    def leaves(self) -> list[Tensor]:
+        """Return the states that the chunk with a graph was given."""
+        leaves = [state.leaf for state in self._states.values()]
+        return [leaf for leaf in leaves if leaf is not None]
+
+    def end(self, gradients: Sequence[Tensor | None]) -> None:
+        """Let go of the graph of a chunk; `gradients` are those of its `leaves`."""
+        formed = iter(gradients)
+        for state in self._states.values():
+            state.end(None if state.leaf is None else next(formed))

@@ -1,0 +1,126 @@
+"""The memory of a micro-batch that goes through layers in chunks of its sequence, measured on
+tensors without values.
+
+Operations are counted as those of whole sequences. What is alive at once is that of the last chunk,
+which sees the keys and values of all others, and of what is there for the whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lema.model import Split
+from lema.model.capture import tensors_in
+from lema.model.sequence.chunks import ChunkedRows
+from lema.model.sequence.states import ChunkStates
+from lema.plan.meter import Tally, without_values
+from lema.plan.workload import LayerWork, MicroBatch, Workload, fake_weights, learn
+from lema.stream.placement import LayerBytes
+
+__all__ = ["in_chunks"]
+
+
+def in_chunks(
+    work: Workload, split: Split, layers: Sequence[LayerBytes], batch: MicroBatch
+) -> Workload:
+    """Return what a micro-batch costs that goes through layers in chunks.
+
+    Args:
+        work: what it costs as whole sequences.
+        split: the model, whose layers' weights are on `meta`.
+        layers: what they have on the device.
+        batch: the micro-batch.
+
+    Raises:
+        ConfigError: the model's layers cannot be cut.
+    """
+    if batch.chunk is None or batch.length <= batch.chunk:
+        return work
+    with without_values(split.model):
+        learn(split, layers)
+        # Packs are not looked for, because that is a question about values. Masks are as large.
+        inputs = {"input_ids": torch.ones(batch.rows, batch.length, dtype=torch.long)}
+        rows = split.rows_in_chunks(inputs, batch.chunk)
+        with Tally(split.parallel) as tally:
+            tally.leave_out([*inputs.values(), *split.model.parameters(), *split.model.buffers()])
+            prelude = rows.front(len(rows.spans) - 1)
+            peak = tally.peak
+        of_calls = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+            for call in prelude.calls
+            for tensor in tensors_in(call.captured_values)
+            if tally.counts(tensor)
+        }
+        works = tuple(
+            _layer_in_chunks(split, work.kinds.index(kind), layers, rows, kind_work, work)
+            for kind, kind_work in enumerate(work.works)
+        )
+    # Calls are kept as long as they are no larger than the hidden state; and those of one chunk.
+    call_bytes = min(len(rows.spans) * sum(of_calls.values()), work.hidden_bytes)
+    return replace(
+        work,
+        works=works,
+        call_bytes=call_bytes + sum(of_calls.values()),
+        prelude_bytes=2 * work.hidden_bytes + call_bytes + peak,
+    )
+
+
+def _layer_in_chunks(
+    split: Split,
+    index: int,
+    layers: Sequence[LayerBytes],
+    rows: ChunkedRows,
+    work: LayerWork,
+    workload: Workload,
+) -> LayerWork:
+    """Run two chunks through a layer, the last of them forward and backward."""
+    layer = split.layers[index]
+    weights = fake_weights(layers[index])
+    parameters = list(layer.parameters())
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
+    states = ChunkStates(rows.spans[-1].stop)
+    before, last = range(len(rows.spans))[-2:]
+    with Tally(split.parallel) as tally:
+        tally.leave_out([*parameters, *weights.values(), *layer.buffers()])
+        tally.leave_out([parameter.grad for parameter in parameters])
+
+        def run(chunk: int, layer_input: Tensor) -> Tensor:
+            call = rows.front(chunk).calls[index]
+            with rows.cache.holding(index, rows.spans[chunk], states):
+                return split.run_layer(index, weights, call, layer_input, compiled=False)
+
+        hidden = _hidden(rows, workload)
+        with torch.no_grad():
+            run(before, hidden[:, rows.spans[before].slice])
+        of_states = states.nbytes
+        handed_on = states.handed_on_bytes * (len(rows.spans) - 2)
+        tally.restart_peak()
+        leaf = hidden[:, rows.spans[last].slice].detach().requires_grad_()
+        with torch.enable_grad():
+            output = run(last, leaf)
+        torch.autograd.backward([output], [torch.empty_like(output)])
+        peak = tally.peak - hidden.nbytes
+    for parameter in parameters:
+        parameter.grad = None
+    # and the gradient of the input, which is put together of those of chunks
+    return replace(
+        work,
+        working_bytes=peak + handed_on + hidden.nbytes,
+        forward_bytes=of_states + handed_on + hidden.nbytes,
+        product_bytes=0,
+        product_flops=0,
+    )
+
+
+def _hidden(rows: ChunkedRows, workload: Workload) -> Tensor:
+    """Return what a layer is given, without values."""
+    state = rows.front(0).hidden
+    length = rows.spans[-1].stop
+    assert workload.hidden_bytes == state.nbytes // state.shape[1] * length, "layers hand on more"
+    return torch.empty(state.shape[0], length, *state.shape[2:], dtype=state.dtype)

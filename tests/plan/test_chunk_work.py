@@ -1,0 +1,88 @@
+"""What a plan tells of a step whose sequences go through layers in chunks, and what it takes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from meteredstep import second_step
+from smallrun import settings, write_model
+
+from lema import LemaConfig, LemaModel
+from lema.plan import Allocation
+from lema.plan.blueprint import draw_up
+from lema.plan.chunk_work import in_chunks
+from lema.plan.memory import device_parts
+from lema.plan.step import demand_of, step_shape
+from lema.plan.workload import measure
+
+LENGTH = 1024
+CHUNK = 64
+
+
+def config_of(tmp_path: Path, chunk: int | None) -> LemaConfig:
+    model = tmp_path / "model"
+    if not model.exists():
+        write_model(
+            model,
+            "llama",
+            dtype=torch.float32,
+            hidden_size=128,
+            intermediate_size=352,
+            max_position_embeddings=LENGTH,
+        )
+    options: dict[str, Any] = {"sequence_chunk": chunk, "loss_chunk_tokens": 64}
+    options |= {"batch_size": 2, "micro_batch_size": 1, "max_length": LENGTH}
+    return settings(model, tmp_path, gradient_checkpointing=True, **options)
+
+
+def told_of(config: LemaConfig) -> int:
+    """Return the bytes of a step beside slots, as they are told."""
+    blueprint = draw_up(config)
+    shape = step_shape(config, LENGTH)
+    batch = shape.micro_batch
+    split = blueprint.split
+    work = measure(blueprint.model, blueprint.layers, batch, 64, split=split)
+    demand = demand_of(
+        blueprint.layers,
+        in_chunks(work, split, blueprint.layers, batch),
+        None,
+        shape,
+        outside_bytes=0,
+        adapter_bytes=blueprint.adapter_bytes // 4,  # gradients alone: there is no optimizer
+        lowest=blueprint.lowest_adapted,
+        shared=True,
+    )
+    parts = device_parts(demand, Allocation(3, saved=frozenset()))
+    return sum(size for part, size in parts.items() if part not in ("slots", "residents"))
+
+
+def taken_by(config: LemaConfig) -> int:
+    """Return the most bytes that are alive at once in a real step on the CPU."""
+    model = LemaModel(config)
+    model.initialize_lora()
+    model.skeleton.train()
+    ids = torch.randint(1, 290, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    tally = second_step(model, [{"input_ids": ids, "labels": ids}] * 2)
+    model.close()
+    return tally.peak
+
+
+def test_a_step_in_chunks_takes_what_was_told(tmp_path: Path) -> None:
+    config = config_of(tmp_path, CHUNK)
+    told = told_of(config)
+    assert 0.95 * taken_by(config) <= told <= 1.3 * taken_by(config)
+    assert told < told_of(config_of(tmp_path, None)) / 2
+
+
+def test_what_is_no_longer_than_a_chunk_costs_what_it_cost(tmp_path: Path) -> None:
+    assert told_of(config_of(tmp_path, LENGTH)) == told_of(config_of(tmp_path, None))
+
+
+@pytest.mark.parametrize("limit", ["auto", "2GB"])
+def test_a_limit_of_memory_finds_room_for_rows_in_chunks(tmp_path: Path, limit: str) -> None:
+    config = config_of(tmp_path, CHUNK).model_copy(update={"device_memory": limit})
+    model = LemaModel(config)
+    model.initialize_lora()
+    assert model.allocation.recompute
+    model.close()
