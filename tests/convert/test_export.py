@@ -340,13 +340,22 @@ def test_sglang_reads_queries_and_values_together_only(tmp_path: Path) -> None:
     assert export_adapter(both, tmp_path / "sglang", "sglang").line
 
 
-def test_vllm_s_line_has_the_smallest_rank_that_it_allows(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:The PEFT config's `base_model_name_or_path` was renamed")
+def test_vllm_s_line_has_the_smallest_rank_that_it_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     adapter = saved("llama", tmp_path, lora_rank=12)
     exported = export_adapter(adapter, tmp_path / "mine", "vllm")
     assert "--max-lora-rank 16" in exported.line
     assert exported.line.endswith(f"--lora-modules mine={tmp_path / 'mine'}")
     spaced = export_adapter(adapter, tmp_path / "my own", "vllm")
     assert shlex.split(spaced.line)[-1] == f"my own={tmp_path / 'my own'}"
+    # A base that is named from here is found from wherever the server is started.
+    monkeypatch.chdir(tmp_path)
+    moved = export_adapter(adapter, "moved", "vllm", base_dir="model")
+    assert shlex.split(moved.line)[2] == str(tmp_path / "model")
+    written = json.loads((tmp_path / "moved" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(tmp_path / "model")
     with pytest.raises(ConfigError, match="not empty"):
         export_adapter(adapter, tmp_path / "mine", "vllm")
     with pytest.raises(ConfigError, match="there is no layout 'tgi'"):

@@ -82,6 +82,8 @@ def export_adapter(
         what = f"there is no layout {layout!r}"
         raise ConfigError(what, where="--for", how=f"choose {', '.join(LAYOUTS)}")
     out = free_directory(out_dir, 1)
+    if base_dir is not None:
+        base_dir = _from_anywhere(base_dir)
     opened = open_adapter(adapter_dir, base_dir, trust_remote_code=trust_remote_code, note=note)
     check_separate(out, [opened.directory, opened.base.directory])
     names = published_names(opened.base.skeleton, opened.lora)
@@ -125,11 +127,17 @@ def _check_factors(opened: SavedAdapter, names: PublishedNames) -> None:
         raise ConfigError(what, where="--for per-expert", how=how)
 
 
+def _from_anywhere(model: str | os.PathLike[str]) -> str:
+    """Return the whole path of a directory, because servers are started elsewhere, and a relative
+    one may be taken for a hub id; a hub id as it is."""
+    return str(Path(model).absolute()) if Path(model).is_dir() else str(model)
+
+
 def _server_line(
     server: Server, opened: SavedAdapter, out: Path, config: Mapping[str, Any], *, stacked: bool
 ) -> str:
     """Return the line that starts a server with this adapter."""
-    base = shlex.quote(str(opened.settings.model_name_or_path))
+    base = shlex.quote(_from_anywhere(opened.settings.model_name_or_path))
     named = shlex.quote(f"{out.name}={out}")
     rank = max([config["r"], *config["rank_pattern"].values()])
     if server is SERVERS["sglang"]:
