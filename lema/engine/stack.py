@@ -131,8 +131,11 @@ class StackCall:
 
     def choose(self, choices: RowChoices) -> None:
         """Have routers choose the experts that the next rows of the choices name, also those of a
-        reference.
+        reference. `ConfigError`: they were told before, by a block within this one.
         """
+        if self.preludes[0].calls[0].choices is not None:
+            what = "choices of experts are replayed already, and a token has one of them"
+            raise ConfigError(what, where=CHOICES, how="leave one of the two blocks out")
         size = sum(len(cut.rows) for cut in self.cuts)
         rows = choices.next_rows(size, self.cuts[0].width)
         for computed in filter(None, (self, self.reference)):
@@ -244,7 +247,6 @@ class LayerStack:
                 raise ConfigError(what, where="experts_per_slot", how="set it to null")
             self._gradient_sums = {}
             streamed.engine.train_weights(adapter_leaves(split.layers, self._gradient_sums))
-        self._replays = False  # whether routers are told what to choose
         self.warns = True  # of weights that are streamed once for each batch of an optimizer step
         self.supply: Callable[[StackCall], Sequence[Tensor]] = lambda call: self.run([call])[0]
 
@@ -273,9 +275,6 @@ class LayerStack:
         if split.lazy or split.compiles(0):
             what = "compiled layers cannot be told which experts to choose"
             raise ConfigError(what, where=CHOICES, how="set torch_compile to false")
-        if self._replays:
-            what = "choices of experts are replayed already, and a token has one of them"
-            raise ConfigError(what, where=CHOICES, how="leave the block around this one")
         rows = RowChoices(choices, split.num_layers)
         supply = self.supply
 
@@ -283,13 +282,9 @@ class LayerStack:
             call.choose(rows)
             return supply(call)
 
-        self._replays = True
-        try:
-            with self.supplied_by(supply_chosen):
-                yield
-                rows.check_taken()
-        finally:
-            self._replays = False
+        with self.supplied_by(supply_chosen):
+            yield
+            rows.check_taken()
 
     @property
     def takes_reference(self) -> bool:

@@ -98,11 +98,12 @@ def _split(model: PreTrainedModel, names: PublishedNames) -> _Split:
     return _Split(factors, experts)
 
 
-def _factors(module: Any) -> Factors:
+def _factors(module: LoraLayer) -> Factors:
     """Return the factors of a module of one matrix."""
-    a = module.lora_A[ADAPTER].weight.detach().cpu()
-    b = module.lora_B[ADAPTER].weight.detach().cpu()
-    return Factors(a, b, module.scaling[ADAPTER])
+    layer: Any = module
+    a = layer.lora_A[ADAPTER].weight.detach().cpu()
+    b = layer.lora_B[ADAPTER].weight.detach().cpu()
+    return Factors(a, b, layer.scaling[ADAPTER])
 
 
 def _tensors(adapter: _Split) -> dict[str, Tensor]:

@@ -55,12 +55,15 @@ class ReferenceMixin(Below):
             self.beta = beta
         return completions
 
-    def _compute_loss(self, model: object, inputs: Any, *args: object, **kwargs: object) -> Any:
+    def _compute_loss(
+        self, model: object, inputs: dict[str, Any], *args: object, **kwargs: object
+    ) -> object:
         # Trainers for preferences have a method of this name, with more arguments.
         self._compared = inputs if self._has_reference() and LOGPS not in inputs else None
         try:
             trainer: Any = super()
-            return trainer._compute_loss(model, inputs, *args, **kwargs)
+            loss: object = trainer._compute_loss(model, inputs, *args, **kwargs)
+            return loss
         finally:
             self._compared = None
 

@@ -177,7 +177,9 @@ class ServedMixin(Below):
         }
         return sampling | (self.args.generation_kwargs or {})
 
-    def _compute_loss(self, model: object, inputs: Any, *args: object, **kwargs: object) -> Any:
+    def _compute_loss(
+        self, model: object, inputs: dict[str, Any], *args: object, **kwargs: object
+    ) -> object:
         corrects = self.vllm_importance_sampling_correction and "sampling_per_token_logps" in inputs
         self._sampled = inputs if corrects else None
         self.use_vllm = corrects  # so that TRL multiplies by the ratio
