@@ -131,11 +131,11 @@ class StackCall:
 
     def choose(self, choices: RowChoices) -> None:
         """Have routers choose the experts that the next rows of the choices name, also those of a
-        reference. `ConfigError`: other choices name some already.
+        reference. `ConfigError`: they were told before, by a block within this one.
         """
         if self.preludes[0].calls[0].choices is not None:
             what = "choices of experts are replayed already, and a token has one of them"
-            raise ConfigError(what, where=CHOICES, how="leave the block around this one")
+            raise ConfigError(what, where=CHOICES, how="leave one of the two blocks out")
         size = sum(len(cut.rows) for cut in self.cuts)
         rows = choices.next_rows(size, self.cuts[0].width)
         for computed in filter(None, (self, self.reference)):

@@ -28,7 +28,7 @@ from lema.lora.serving.checks import (
     stacks,
 )
 from lema.lora.serving.experts import WEIGHT
-from lema.lora.serving.servers import SERVERS, Server, ServerName, other_weights
+from lema.lora.serving.servers import SERVERS, Server, ServerName, not_factors
 from lema.storage.atomic import appearing, free_directory
 from lema.storage.regular import check_separate
 from lema.storage.rendering import carry_rendering
@@ -110,7 +110,7 @@ def export_adapter(
 def _check_factors(opened: SavedAdapter, names: PublishedNames) -> None:
     """Make sure that an adapter is factors of published matrices, and nothing else; `ConfigError`:
     all that it is besides is named."""
-    problems = [*other_weights(opened.lora)]
+    problems = [*not_factors(opened.lora)]
     owners = [name.removesuffix(WEIGHT) for name in names.adapted if name.endswith(WEIGHT)]
     skeleton = opened.base.skeleton
     if tables := [

@@ -13,7 +13,7 @@ from typing import Literal
 
 from peft import LoraConfig
 
-__all__ = ["SERVERS", "Server", "ServerName", "other_weights", "unserved"]
+__all__ = ["SERVERS", "Server", "ServerName", "not_factors", "unserved"]
 
 ServerName = Literal["vllm", "sglang"]
 
@@ -133,7 +133,7 @@ SERVERS: dict[ServerName, Server] = {
 CHANGES_BASE = ("corda", "loftq", "olora", "pissa")
 
 
-def other_weights(config: LoraConfig) -> Iterator[str]:
+def not_factors(config: LoraConfig) -> Iterator[str]:
     """Yield what an adapter trains that is no product of two factors, each a part of a sentence.
 
     Args:
@@ -162,7 +162,7 @@ def unserved(server: Server, config: LoraConfig, modules: Collection[str]) -> It
         config: PEFT's of the adapter.
         modules: the names of the adapted modules.
     """
-    yield from other_weights(config)
+    yield from not_factors(config)
     begin = config.init_lora_weights
     if isinstance(begin, str) and begin.lower().startswith(CHANGES_BASE):
         yield f"a beginning that changes the base's weights (lora_init: {begin})"

@@ -181,8 +181,8 @@ class _Replay(TorchFunctionMode):
         highest = int(self._choices.max())
         lowest = int(self._choices.min())
         if highest > last or lowest < FREE:
-            wrong = highest if highest > last else lowest
-            what = f"a choice is {wrong}, and there are experts 0 to {last}"
+            choice = highest if highest > last else lowest
+            what = f"a choice is {choice}, and there are experts 0 to {last}"
             raise ConfigError(what, where=WHERE, how="give those of this model's own routers")
         choices = self._choices.to(indices.device, indices.dtype)
         chosen = torch.where(choices == FREE, indices, choices)
@@ -210,14 +210,14 @@ def _distinct(choices: Tensor, number: int) -> Tensor:
     server has zeros there. `ConfigError`: a token has an expert twice, or has only some."""
     if choices.shape[-1] == 1:
         return choices
-    has_none = (choices == 0).all(dim=-1, keepdim=True)
-    choices = choices.masked_fill(has_none, FREE) if bool(has_none.any()) else choices
+    is_zero = (choices == 0).all(dim=-1, keepdim=True)
+    choices = choices.masked_fill(is_zero, FREE) if bool(is_zero.any()) else choices
     ordered = choices.sort(dim=-1).values
     is_free = (ordered == FREE).all(dim=-1)
-    has_twice = (ordered[:, 1:] == ordered[:, :-1]).any(dim=-1)
-    wrong = ((has_twice | (ordered == FREE).any(dim=-1)) & ~is_free).nonzero()
-    if len(wrong):
-        token = int(wrong[0])
+    is_repeated = (ordered[:, 1:] == ordered[:, :-1]).any(dim=-1)
+    refused = ((is_repeated | (ordered == FREE).any(dim=-1)) & ~is_free).nonzero()
+    if len(refused):
+        token = int(refused[0])
         what = (
             f"the experts of token {token} in layer {number} are {choices[token].tolist()}, and a "
             f"token has as many different ones, or {FREE} in all places"

@@ -55,12 +55,14 @@ class ReferenceMixin(Below):
             self.beta = beta
         return completions
 
-    def _compute_loss(self, model: object, inputs: dict[str, Any], *args: object) -> Tensor:
+    def _compute_loss(
+        self, model: object, inputs: dict[str, Any], *args: object, **kwargs: object
+    ) -> object:
+        # Trainers for preferences have a method of this name, with more arguments.
         self._compared = inputs if self._has_reference() and LOGPS not in inputs else None
         try:
             trainer: Any = super()
-            # further arguments of trainers that have others, such as DPO's
-            loss: Tensor = trainer._compute_loss(model, inputs, *args)
+            loss: object = trainer._compute_loss(model, inputs, *args, **kwargs)
             return loss
         finally:
             self._compared = None

@@ -177,14 +177,14 @@ class ServedMixin(Below):
         }
         return sampling | (self.args.generation_kwargs or {})
 
-    def _compute_loss(self, model: object, inputs: dict[str, Any], *args: object) -> Tensor:
+    def _compute_loss(
+        self, model: object, inputs: dict[str, Any], *args: object, **kwargs: object
+    ) -> object:
         corrects = self.vllm_importance_sampling_correction and "sampling_per_token_logps" in inputs
         self._sampled = inputs if corrects else None
         self.use_vllm = corrects  # so that TRL multiplies by the ratio
         try:
-            trainer: Any = super()
-            loss: Tensor = trainer._compute_loss(model, inputs, *args)
-            return loss
+            return super()._compute_loss(model, inputs, *args, **kwargs)
         finally:
             self.use_vllm = False
             self._sampled = None
