@@ -401,7 +401,7 @@ def test_a_backward_holds_one_chunk_and_what_all_tokens_share(
     [
         ("deepseek_v32", "transformers gives it a DynamicIndexedLayer"),
         ("gemma4_text", "its layers hand on more than the hidden state"),
-        ("jamba", "layer 0 makes something else of a sequence in chunks than at once"),
+        ("jamba", "layer 0 does not go on from the state that a chunk has left"),
         ("paligemma", "layer 0 makes something else of a sequence in chunks than at once"),
         ("openai-gpt", "layer 0 keeps nothing of its own in a cache"),
     ],
