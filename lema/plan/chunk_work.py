@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lema.model import Split
 from lema.model.capture import tensors_in
-from lema.model.sequence.chunks import ChunkedRows
+from lema.model.sequence.chunks import ChunkedRows, most_of_calls
 from lema.model.sequence.states import ChunkStates
 from lema.plan.meter import Tally, without_values
 from lema.plan.workload import LayerWork, MicroBatch, Workload, fake_weights, learn
@@ -59,8 +59,9 @@ def in_chunks(
             _layer_in_chunks(split, work.kinds.index(kind), layers, rows, kind_work, work)
             for kind, kind_work in enumerate(work.works)
         )
-    # Calls are kept as long as they are no larger than the hidden state; and those of one chunk.
-    call_bytes = min(len(rows.spans) * sum(of_calls.values()), work.hidden_bytes)
+    # All calls, or those of one chunk at a time.
+    of_all = len(rows.spans) * sum(of_calls.values())
+    call_bytes = of_all if of_all <= most_of_calls(work.hidden_bytes) else 0
     return replace(
         work,
         works=works,

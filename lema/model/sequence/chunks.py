@@ -27,14 +27,16 @@ from lema.model.sequence.masks import (
     numbers_of_rows,
     packed_rows,
     rotary_of_length,
+    tables_by_length,
 )
 from lema.model.sequence.states import Span
 
-__all__ = ["PADDING", "ChunkedCall", "ChunkedRows", "spans_of"]
+__all__ = ["PADDING", "ChunkedCall", "ChunkedRows", "most_of_calls", "spans_of"]
 
 MASK = "attention_mask"
 POSITIONS = "position_ids"
 INPUTS = frozenset({"input_ids", MASK, POSITIONS})
+CALL_BYTES = 32 << 20
 PADDING = 2  # tokens
 PACK = (0, 1, 0, 1)  # positions of two rows
 
@@ -66,6 +68,15 @@ def spans_of(length: int, size: int) -> list[Span]:
     place."""
     starts = list(range(0, max(1, length - 1), size))
     return [Span(start, stop) for start, stop in pairwise([*starts, length])]
+
+
+def most_of_calls(hidden_bytes: int) -> int:
+    """Return the bytes of a micro-batch's calls, up to which these are kept for the backward.
+
+    Args:
+        hidden_bytes: of its hidden state.
+    """
+    return max(hidden_bytes, CALL_BYTES)
 
 
 class ChunkedRows:
@@ -106,6 +117,7 @@ class ChunkedRows:
         self._numbers: Tensor | None = None  # of the rows of packs, to which attention keeps
         if positions is not None and MASK not in batch and self._keeps_packs():
             self._numbers = numbers_of_rows(positions)
+        self._tables = tables_by_length(model, layers)
         self._calls: list[tuple[LayerCall, ...] | None] = [None] * len(self.spans)
         self._hidden_bytes = 0
 
@@ -119,7 +131,7 @@ class ChunkedRows:
             states.append(front.hidden)
             self._hidden_bytes += front.hidden.nbytes
             self._calls[chunk] = front.calls
-            if self._call_bytes() > self._hidden_bytes:
+            if self._call_bytes() > most_of_calls(self._hidden_bytes):
                 # Masks of long sequences are larger than all else: they are made at each visit.
                 self._calls = [None] * len(self.spans)
         hidden = torch.cat(states, dim=1)
@@ -183,13 +195,10 @@ class ChunkedRows:
     def _contexts(self) -> Iterable[AbstractContextManager[None]]:
         """Yield the contexts in which the model is called on a chunk."""
         positions = self._batch.get(POSITIONS)
-        ids = self._batch["input_ids"]
-        longest = (
-            torch.tensor(self._length - 1, device=ids.device)
-            if positions is None
-            else positions.max()
-        )
-        yield rotary_of_length(self._model, self._layers, longest)
+        if self._tables:
+            ids = self._batch["input_ids"]
+            last = torch.tensor(self._length - 1, device=ids.device)
+            yield rotary_of_length(self._tables, last if positions is None else positions.max())
         if self._numbers is not None and positions is not None:
             attention = self._model.config.get_text_config()._attn_implementation
             yield packed_rows(attention, positions, self._numbers)

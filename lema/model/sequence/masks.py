@@ -3,8 +3,8 @@ on a chunk: the borders of packed rows, and the longest position."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +16,13 @@ from lema.model.capture import replaced
 from lema.model.sequence.cache import refusal
 from lema.model.state.rotary import goes_by_length
 
-__all__ = ["asks_for_packs", "numbers_of_rows", "packed_rows", "rotary_of_length"]
+__all__ = [
+    "asks_for_packs",
+    "numbers_of_rows",
+    "packed_rows",
+    "rotary_of_length",
+    "tables_by_length",
+]
 
 # whose masks are tables of what attends to what
 TABLES = ("eager", "sdpa")
@@ -83,23 +89,23 @@ def packed_rows(attention: str, position_ids: Tensor, numbers: Tensor) -> Iterat
         del interfaces[attention]
 
 
-@contextmanager
-def rotary_of_length(model: nn.Module, layers: nn.ModuleList, longest: Tensor) -> Iterator[None]:
-    """Have rotary embeddings whose table goes by the longest position make that of a whole
-    sequence in a `with` block.
-
-    Args:
-        model: the model.
-        layers: its decoder layers.
-        longest: the longest position of the sequence, one element.
-
-    Raises:
-        ConfigError: there is such a table inside of a layer.
-    """
+def tables_by_length(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
+    """Return the rotary embeddings whose table goes by the longest position. `ConfigError`: there
+    is one inside of a layer."""
     modules = [module for module in model.modules() if goes_by_length(module)]
-    inside = {module for layer in layers for module in layer.modules()}
+    inside = {module for layer in layers for module in layer.modules()} if modules else set()
     if any(module in inside for module in modules):
         raise refusal("its layers make tables of rotary embeddings by the longest position")
+    return modules
+
+
+def rotary_of_length(modules: Sequence[nn.Module], longest: Tensor) -> AbstractContextManager[None]:
+    """Return the context in which rotary embeddings make the table of a whole sequence.
+
+    Args:
+        modules: those whose table goes by the longest position.
+        longest: the longest position of the sequence, one element.
+    """
 
     def forward_of(module: nn.Module) -> Callable[..., Any]:
         forward: Callable[..., Any] = type(module).forward
@@ -115,5 +121,4 @@ def rotary_of_length(model: nn.Module, layers: nn.ModuleList, longest: Tensor) -
 
         return forward_with
 
-    with replaced({module: forward_of(module) for module in modules}):
-        yield
+    return replaced({module: forward_of(module) for module in modules})

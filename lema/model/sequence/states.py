@@ -164,6 +164,11 @@ class ChunkStates:
         return self._keys.nbytes + self._values.nbytes + self.handed_on_bytes
 
     @property
+    def num_handed_on(self) -> int:
+        """How many states each chunk leaves to the next."""
+        return len(self._states)
+
+    @property
     def handed_on_bytes(self) -> int:
         """Bytes of the states that chunks have left."""
         return sum(state.nbytes for state in self._states.values())

@@ -1,0 +1,39 @@
+"""What sequences in chunks are not combined with is said before anything is opened."""
+
+from typing import Any
+
+import pytest
+
+from lema.config import LemaConfig
+from lema.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_checkpointing": False},
+        {"torch_compile": True},
+        {"arithmetic": "fast"},
+        {"tensor_parallel_size": 2},
+        {"experts_per_slot": 4},
+        {"cache_frozen_prefix": True, "shuffle": False},
+        {"neftune_noise_alpha": 5.0},
+    ],
+    ids=lambda one: "-".join(one),
+)
+def test_a_setting_that_chunks_were_not_tested_with_is_named(settings: dict[str, Any]) -> None:
+    LemaConfig("model", **settings)
+    with pytest.raises(ConfigError, match="sequences do not go through layers in chunks") as error:
+        LemaConfig("model", sequence_chunk=256, **settings)
+    assert next(iter(settings)) in str(error.value)
+
+
+@pytest.mark.parametrize("chunk", [1, 0, -4, "auto"])
+def test_a_chunk_has_two_tokens_or_more(chunk: object) -> None:
+    with pytest.raises(ConfigError):
+        LemaConfig("model", sequence_chunk=chunk)
+
+
+def test_layers_are_recomputed() -> None:
+    LemaConfig("model", sequence_chunk=256, boundary_activations="disk")
+    LemaConfig("model", sequence_chunk=2, gradient_checkpointing=True)
