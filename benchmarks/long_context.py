@@ -1,0 +1,122 @@
+"""A step on one long row, whole and in chunks of its sequence: the device memory that a layer's
+backward takes, how often layers are leased, and the time.
+
+    OMP_NUM_THREADS=2 python benchmarks/long_context.py --lengths 4096 16384 --chunk 1024
+
+Every arm is a process of its own, and arms take turns. The device is the CPU, whose tensors of a
+step are counted as they are made (`lema.plan.meter`). Weights are random, fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Shape, report, write_model
+
+from lema import LemaConfig, LemaModel
+from lema.plan.meter import Tally
+
+SHAPE = Shape(1024, 2816, 8, 512, heads=16, kv_heads=4, dtype="float32")
+TINY = Shape(64, 128, 4, 512, heads=4, kv_heads=2, dtype="float32")
+MIDDLE = 1  # a layer that neither embeddings nor the head touch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384], help="of the row")
+    parser.add_argument("--chunk", type=int, default=1024, help="tokens of a chunk")
+    parser.add_argument("--whole-up-to", type=int, default=16384, help="the longest row at once")
+    parser.add_argument("--rounds", type=int, default=1, help="of every arm")
+    parser.add_argument("--tiny", action="store_true", help="a small model, to see that it runs")
+    parser.add_argument("--child", nargs=3, metavar=("MODEL", "LENGTH", "CHUNK"), help="")
+    arguments = parser.parse_args()
+    shape = TINY if arguments.tiny else SHAPE
+    if arguments.child:
+        model, length, chunk = arguments.child
+        print(json.dumps(measured(Path(model), shape, int(length), int(chunk))))
+        return
+    rows = list[dict[str, Any]]()
+    with tempfile.TemporaryDirectory() as name:
+        write_model(Path(name), shape)
+        for _ in range(arguments.rounds):
+            for length in arguments.lengths:
+                chunks = (
+                    (0, arguments.chunk) if length <= arguments.whole_up_to else (arguments.chunk,)
+                )
+                for chunk in chunks:
+                    command = [sys.executable, __file__, "--child", name, str(length), str(chunk)]
+                    if arguments.tiny:
+                        command.append("--tiny")
+                    rows.append(json.loads(subprocess.check_output(command).splitlines()[-1]))
+                    print(json.dumps(rows[-1]), flush=True)
+    if not arguments.tiny:
+        report("long_context", rows, shape)
+
+
+def measured(directory: Path, shape: Shape, length: int, chunk: int) -> dict[str, Any]:
+    """Take two steps on a row, and measure the second; `chunk` 0: at once."""
+    config = LemaConfig(
+        str(directory),
+        device="cpu",
+        strategy="streaming",
+        max_length=length,
+        gradient_checkpointing=True,
+        sequence_chunk=chunk or None,
+        boundary_activations="host",
+        loss_chunk_tokens=1024,
+        lora_rank=16,
+        lora_target_modules="all-linear",
+    )
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, shape.vocabulary, (1, length), generator=generator)
+    batch = {"input_ids": ids, "labels": ids}
+    with closing(LemaModel(config)) as model:
+        model.initialize_lora()
+        model.skeleton.train()
+        layer = model.adapter.layers[MIDDLE]
+        backward = layer.backward
+        held = list[int]()
+
+        def measure(*args: Any, **options: Any) -> Any:
+            before = tally.restart_peak()
+            gradients = backward(*args, **options)
+            held.append(tally.peak - before)
+            return gradients
+
+        layer.backward = measure
+        with Tally() as tally:
+            tally.leave_out([*model.skeleton.parameters(), *model.skeleton.buffers()])
+            model.adapter.loss([batch]).backward()
+        layer.backward = backward
+        for parameter in model.get_trainable_parameters():
+            parameter.grad = None
+        before = model.memory.counters.leases
+        began = time.monotonic()
+        loss = model.adapter.loss([batch])
+        loss.backward()
+        seconds = time.monotonic() - began
+        leases = model.memory.counters.leases - before
+    return {
+        "tokens": length,
+        "chunk": chunk or None,
+        "backward_bytes": held[0],
+        "backward_bytes_per_token": round(held[0] / length),
+        "leases": leases,  # of layers; the top one is leased once
+        "seconds": round(seconds, 2),
+        "loss": float(loss.detach()),
+    }
+
+
+if __name__ == "__main__":
+    main()
