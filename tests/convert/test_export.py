@@ -107,7 +107,7 @@ def delta(module: Any) -> Tensor:
     wrapper: Any = module
     a = wrapper.lora_A[ADAPTER].weight.detach()
     b = wrapper.lora_B[ADAPTER].weight.detach()
-    if wrapper.num_experts == 1:  # the matrix of a router
+    if wrapper.get_param().ndim == 2:  # the matrix of a router
         return b @ a * wrapper.scaling[ADAPTER]
     a = a.reshape(wrapper.num_experts, -1, a.shape[-1])
     b = b.reshape(b.shape[0], -1, wrapper.num_experts)
