@@ -40,15 +40,18 @@ class RowChoices:
     """The choices of rows that calls of a model take one after the other.
 
     Args:
-        choices: `[rows, sequence, layers, experts of each token]`, integers; `FREE` for a token for
-            which a router chooses itself. They may lie in host memory.
+        choices: a tensor `[rows, sequence, layers, experts of each token]` of integers; `FREE` for
+            a token for which a router chooses itself. It may lie in host memory.
         num_layers: how many layers the model has.
 
     Raises:
         ConfigError: they are no such tensor.
     """
 
-    def __init__(self, choices: Tensor, num_layers: int) -> None:
+    def __init__(self, choices: object, num_layers: int) -> None:
+        if not isinstance(choices, Tensor):
+            what = f"choices are a {type(choices).__name__}, and not a tensor of integers"
+            raise ConfigError(what, where=WHERE, how="convert them with torch.as_tensor")
         if (
             choices.dim() != 4
             or choices.shape[2] != num_layers

@@ -281,6 +281,7 @@ def test_choices_that_do_not_fit_are_refused(published: tuple[str, Path]) -> Non
     for told, message in (
         (choices[:, :, :-1], "8 layers"),
         (choices.float(), "not integers"),
+        (choices.tolist(), "choices are a list"),
         (choices.bool(), "not integers"),
         (choices[:3], "choices are left for 3"),
         (choices[:, :-1], "4 rows of 11 tokens"),
