@@ -1,7 +1,7 @@
 // Made by tests/support/plannerpage/write.py from lema/plan and what it stands on; not to be
 // changed by hand.
 "use strict";
-const lemaFacts = {"defaults": {"strategy": "streaming", "gradient_checkpointing": "auto", "activation_offloading": false, "boundary_activations": "auto", "prefetch_depth": null, "torch_compile": false, "micro_batch_size": null, "deterministic": false, "packing": false, "tokens_per_step": null, "gradient_accumulation_steps": 1, "shard_weights": false, "shard_optimizer": false, "micro_batch_tokens": null, "sequence_parallel": false, "pad_to_multiple_of": null, "max_steps": null, "counts_tokens": false, "reference": null, "offloading_tier": null, "group_by_length": false, "shuffle": true, "seed": 42, "host_memory": null}, "objectives": {"sft": {"examples": "rows", "loss": null}, "dpo": {"examples": "pairs", "loss": {"reference": true, "mismatched": false}}, "ipo": {"examples": "pairs", "loss": {"reference": true, "mismatched": false}}, "orpo": {"examples": "pairs", "loss": {"reference": false, "mismatched": false}}, "simpo": {"examples": "pairs", "loss": {"reference": false, "mismatched": false}}, "kto": {"examples": "labelled rows", "loss": {"reference": true, "mismatched": true}}}, "cards": ["t4", "4090", "h200"], "chunks": [1024, 256], "ranks": [8, 64], "lengths": [512, 1024, 2048, 4096, 8192, 16384, 32768], "lengthsOfHead": [512, 1024, 2048, 4096], "parts": [["used", "in use before the first step"], ["slots", "slots that layers stream through"], ["residents", "layers that stay"], ["outside", "embeddings, norm, head"], ["adapters", "adapter, gradients, optimizer"], ["gradients", "gradients of two layers"], ["working", "one micro-batch in one layer"], ["flight", "hidden states between layers"], ["expanded", "weights of one layer, expanded"], ["gathered", "layers assembled from parts"], ["boundaries", "inputs of layers, kept"], ["saved", "activations not recomputed"], ["workspaces", "libraries, and rounding of memory"], ["ring", "buffers that layers are read into"], ["cached", "layers kept in host memory"], ["masters", "weights in fp32"], ["moments", "optimizer state"], ["waiting", "gradients that wait"], ["stepping", "optimizer working memory"], ["process", "interpreter and libraries"], ["model", "the model's files"], ["checkpoint", "one checkpoint"], ["checkpoints", "the checkpoints that are kept"]], "dated": "profiles of lema/plan/machine.py, as of November 2026"};
+const lemaFacts = {"defaults": {"strategy": "streaming", "gradient_checkpointing": "auto", "activation_offloading": false, "boundary_activations": "auto", "prefetch_depth": null, "torch_compile": false, "micro_batch_size": null, "deterministic": false, "packing": false, "tokens_per_step": null, "gradient_accumulation_steps": 1, "shard_weights": false, "shard_optimizer": false, "micro_batch_tokens": null, "sequence_parallel": false, "pad_to_multiple_of": null, "max_steps": null, "counts_tokens": false, "reference": null, "offloading_tier": null, "group_by_length": false, "shuffle": true, "seed": 42, "host_memory": null, "sequence_chunk": null}, "objectives": {"sft": {"examples": "rows", "loss": null}, "dpo": {"examples": "pairs", "loss": {"reference": true, "mismatched": false}}, "ipo": {"examples": "pairs", "loss": {"reference": true, "mismatched": false}}, "orpo": {"examples": "pairs", "loss": {"reference": false, "mismatched": false}}, "simpo": {"examples": "pairs", "loss": {"reference": false, "mismatched": false}}, "kto": {"examples": "labelled rows", "loss": {"reference": true, "mismatched": true}}}, "cards": ["t4", "4090", "h200"], "chunks": [1024, 256], "ranks": [8, 64], "lengths": [512, 1024, 2048, 4096, 8192, 16384, 32768], "lengthsOfHead": [512, 1024, 2048, 4096], "parts": [["used", "in use before the first step"], ["slots", "slots that layers stream through"], ["residents", "layers that stay"], ["outside", "embeddings, norm, head"], ["adapters", "adapter, gradients, optimizer"], ["gradients", "gradients of two layers"], ["working", "one micro-batch in one layer"], ["flight", "hidden states between layers"], ["expanded", "weights of one layer, expanded"], ["gathered", "layers assembled from parts"], ["boundaries", "inputs of layers, kept"], ["saved", "activations not recomputed"], ["workspaces", "libraries, and rounding of memory"], ["ring", "buffers that layers are read into"], ["cached", "layers kept in host memory"], ["masters", "weights in fp32"], ["moments", "optimizer state"], ["waiting", "gradients that wait"], ["stepping", "optimizer working memory"], ["process", "interpreter and libraries"], ["model", "the model's files"], ["checkpoint", "one checkpoint"], ["checkpoints", "the checkpoints that are kept"]], "dated": "profiles of lema/plan/machine.py, as of November 2026"};
 const { Exception, BaseException, ValueError } = stubs;
 stubs.OBJECTIVES = new Map(Object.entries(lemaFacts.objectives));
 stubs.objective_of = (config) => lemaFacts.objectives[config.objective].loss;
@@ -1665,14 +1665,14 @@ const without_values = stubs.without_values;
 const Lease = stubs.Lease;
 const LayerBytes = stubs.LayerBytes;
 class MicroBatch {
-constructor(rows, length, beside = 0, settled = false, packed = false) { this.rows = rows; this.length = length; this.beside = beside; this.settled = settled; this.packed = packed; }
+constructor(rows, length, beside = 0, settled = false, packed = false, chunk = null) { this.rows = rows; this.length = length; this.beside = beside; this.settled = settled; this.packed = packed; this.chunk = chunk; }
 get tokens() {
 const self = this;
 return py.mul(self.rows, self.length);
 }
 }
 MicroBatch.isClass = true;
-MicroBatch.sig = ["rows", "length", "beside", "settled", "packed"];
+MicroBatch.sig = ["rows", "length", "beside", "settled", "packed", "chunk"];
 MicroBatch.fields = MicroBatch.sig;
 class LayerWork {
 constructor(forward, recompute, backward, saved_bytes, working_bytes, forward_bytes, gradient_bytes, exchanges, reduced, product_bytes, product_flops, waiting_bytes = 0) { this.forward = forward; this.recompute = recompute; this.backward = backward; this.saved_bytes = saved_bytes; this.working_bytes = working_bytes; this.forward_bytes = forward_bytes; this.gradient_bytes = gradient_bytes; this.exchanges = exchanges; this.reduced = reduced; this.product_bytes = product_bytes; this.product_flops = product_flops; this.waiting_bytes = waiting_bytes; }
@@ -1819,12 +1819,13 @@ throw py.call(ConfigError, [what], {where: "micro_batch_tokens", how: how});
 return (((tokens == null) && (config.tokens_per_step != null)) ? length : tokens);
 }, ["config", "length"]);
 const micro_batch_of = py.named(function(config, rows, length) {
-let objective;
+let beside, objective;
 objective = py.call(objective_of, [config]);
 if ((objective == null)) {
-return py.call(MicroBatch, [rows, length], {packed: py.bool(config.packing)});
+return py.call(MicroBatch, [rows, length], {packed: py.bool(config.packing), chunk: config.sequence_chunk});
 }
-return py.call(MicroBatch, [rows, length, py.add(objective.reference, py.mul(2, objective.mismatched))], {settled: true});
+beside = py.add(objective.reference, py.mul(2, objective.mismatched));
+return py.call(MicroBatch, [rows, length, beside], {settled: true, chunk: config.sequence_chunk});
 }, ["config", "rows", "length"]);
 const rows_each = py.named(function(config) {
 return (py.eq(py.item(OBJECTIVES, config.objective).examples, "pairs") ? 2 : 1);
@@ -1942,6 +1943,9 @@ const CACHED = 0.5;
 const whether_recomputed = py.named(function(config) {
 if (py.ne(config.gradient_checkpointing, "auto")) {
 return config.gradient_checkpointing;
+}
+if ((config.sequence_chunk != null)) {
+return true;
 }
 if ((py.eq(config.activation_offloading, "hidden_states") || py.has(config.boundary_activations, ["host", "disk"]))) {
 return true;
@@ -2562,6 +2566,7 @@ const surely_fits = lema_plan_allocate.surely_fits;
 const untimed = lema_plan_allocate.untimed;
 const whether_recomputed = lema_plan_allocate.whether_recomputed;
 const Blueprint = stubs.Blueprint;
+const in_chunks = stubs.in_chunks;
 const Allocation = lema_plan_cost.Allocation;
 const Demand = lema_plan_cost.Demand;
 const Traffic = lema_plan_cost.Traffic;
@@ -2846,6 +2851,9 @@ let allocation, demand, limit, recompute, stay;
 limit = planner.config.device_memory;
 recompute = py.call(whether_recomputed, [planner.config]);
 if (((limit == null) || (recompute === false))) {
+return false;
+}
+if ((planner.config.sequence_chunk != null)) {
 return false;
 }
 if (py.t(recompute)) {

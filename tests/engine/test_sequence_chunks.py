@@ -434,7 +434,7 @@ def test_a_loss_of_routers_and_experts_in_groups_are_refused(checkpoint_of: Chec
             model.adapter.add_router_loss(model.config, checkpoint.streamed)
     groups = {"experts_per_slot": 2, "gradient_checkpointing": True}
     with streamed_model(checkpoint, **groups) as model:
-        assert model.memory.stream.groups
+        assert model.adapter.stream.groups
         with pytest.raises(ConfigError, match="experts are leased in groups"):
             check_cuts(model.adapter.engine)
 

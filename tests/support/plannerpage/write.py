@@ -136,6 +136,7 @@ SETTINGS = (  # of a run that a plan asks for, whose defaults the page has
         "counts_tokens",
     ),
     *("reference", "offloading_tier", "group_by_length", "shuffle", "seed", "host_memory"),
+    "sequence_chunk",
 )
 
 
