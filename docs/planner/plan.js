@@ -1819,13 +1819,13 @@ throw py.call(ConfigError, [what], {where: "micro_batch_tokens", how: how});
 return (((tokens == null) && (config.tokens_per_step != null)) ? length : tokens);
 }, ["config", "length"]);
 const micro_batch_of = py.named(function(config, rows, length) {
-let beside, objective;
+let more, objective;
 objective = py.call(objective_of, [config]);
 if ((objective == null)) {
 return py.call(MicroBatch, [rows, length], {packed: py.bool(config.packing), chunk: config.sequence_chunk});
 }
-beside = py.add(objective.reference, py.mul(2, objective.mismatched));
-return py.call(MicroBatch, [rows, length, beside], {settled: true, chunk: config.sequence_chunk});
+more = py.add(objective.reference, py.mul(2, objective.mismatched));
+return py.call(MicroBatch, [rows, length, more], {settled: true, chunk: config.sequence_chunk});
 }, ["config", "rows", "length"]);
 const rows_each = py.named(function(config) {
 return (py.eq(py.item(OBJECTIVES, config.objective).examples, "pairs") ? 2 : 1);

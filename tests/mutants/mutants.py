@@ -60,8 +60,8 @@ MUTANTS = (
     ),
     Mutant(
         "leaves keep the slot of the forward",
-        WHOLE,
-        "saved.leaves[name].data = weight.detach()",
+        "lema/engine/trained_weights.py",
+        "leaves[name].data = weight.detach()",
         "weight.detach()",
         SEEN_BY.trained,
     ),
