@@ -14,6 +14,8 @@ from lema.model import Split
 from lema.model.outer_weights import StoredTensors, load_outside
 from lema.model.partition import local_records
 from lema.model.row_tables import RowTables
+from lema.model.skeleton import find_towers
+from lema.model.towers import check_towers, close_towers, open_towers
 
 __all__ = ["OuterWeights"]
 
@@ -35,10 +37,14 @@ class OuterWeights:
         head: the head, as long as it may be leased in pieces.
         tables: the embeddings that are looked up row by row.
         nbytes: bytes of what is loaded, on the device.
+        towers: the modules that text does not reach: what sees images, for one.
+        closed_towers: those of them that are not loaded, because the settings ask for text alone. A
+            call of one is refused.
         divided: whether the processes that hold the model together have divided it.
 
     Raises:
-        ConfigError: the settings ask for rows or pieces that cannot be.
+        ConfigError: the settings ask for rows, pieces or towers that cannot be.
+        WeightsError: a tower is to be opened, and the files do not have its weights.
     """
 
     def __init__(
@@ -56,7 +62,15 @@ class OuterWeights:
         self.tables: RowTables
         self.head, self.tables = open_embed_head(skeleton, stored, config, backend.parallel)
         unloaded = self.tables.names | self.head.names
-        self.nbytes = load_outside(skeleton, stored, layers_name, unloaded)
+        self.towers = towers = find_towers(skeleton)
+        self.closed_towers = towers if config.modalities == "text" else []
+        if config.modalities != "text":
+            check_towers(skeleton, towers, stored.records, backend.parallel)
+        self.nbytes = load_outside(skeleton, stored, layers_name, unloaded, self.closed_towers)
+        if config.modalities == "text":
+            close_towers(skeleton, towers)
+        else:
+            open_towers(skeleton, towers)
         self.divided = False
 
     def keep_whole(self, chosen: Callable[[str], bool], head: str | None = None) -> None:
@@ -98,6 +112,7 @@ class OuterWeights:
                 replace(self._stored, records=shard_records),
                 split.layers_name,
                 shard_records.keys() - words,
+                self.closed_towers,
             )
             split.adapters_changed()
         self.divided = True
