@@ -358,6 +358,10 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     """What the model reads. text: its towers, which see images or hear, are not read, and rows with
     images are refused. all: the model is of its published class, and its towers are in device
     memory, frozen and whole, so that `lema.streamed` trains on rows with images, audio or video."""
+    towers: Silent[Literal["device", "stream"]] = "device"
+    """Where towers are under `modalities: all`: on the device as a whole, or with one layer after
+    the other streamed there, which takes the memory of two layers, and reads every layer once for
+    each batch with images. What trains in them, as an adapter, needs them on the device."""
     backend_settings: Reported[dict[str, Any]] = Field(default_factory=dict)
     """Settings of a single backend, by name. They may also be given like any other setting."""
 

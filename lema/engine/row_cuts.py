@@ -68,7 +68,7 @@ class RowCuts:
                 and leaf.dim() > 1
                 and len(leaf) == self._size
                 and leaf.is_floating_point()
-                and leaf.shape[:2] != (self._size, self._width)
+                and (leaf.dim() == 2 or leaf.shape[:2] != (self._size, self._width))
                 for leaf in tree_leaves(dict(self._arguments))
             )
         )

@@ -37,8 +37,9 @@ from lema.model.outer_weights import (
 from lema.model.partition import local_records
 from lema.model.quantizable import as_quantized, kind_to_quantize
 from lema.model.row_tables import RowTables
-from lema.model.skeleton import compute_fast, find_layers, find_towers
+from lema.model.skeleton import compute_fast, find_layers
 from lema.model.split import Split
+from lema.model.towers.stacks import unloaded_towers
 from lema.model.weight_names import match_names, target_dtypes
 from lema.plan.trainable_bytes import (
     MASTER_BYTES,
@@ -233,10 +234,10 @@ def draw_up(
     # a reader that is never asked, and opens nothing
     stored = StoredTensors(records, dtypes, device, LayerReader())
     head, tables = open_embed_head(model, stored, config, parallel, backend or config.device)
-    closed = find_towers(model) if config.modalities == "text" else []
+    closed, slots = unloaded_towers(model, stored, config)
     outside = outside_layout(model, stored, name, tables.names | head.names, closed)[1]
     trained = None
-    outside_bytes = outside.nbytes + outside.expanded_bytes
+    outside_bytes = outside.nbytes + outside.expanded_bytes + slots
     if chosen is None:
         whole_bytes, unmatched = _attach(model, config, device, tables, head, parallel.size)
         outside_bytes += whole_bytes

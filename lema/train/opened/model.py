@@ -87,6 +87,7 @@ class OpenedModel:
         """Stop reading, and let numbers come out as before. With `keep_backend` the caller
         continues to use the device.
         """
+        self.outer.close()
         self.stored.reader.close()
         if self.files.quantized is not None:
             self.files.quantized.release()

@@ -10,12 +10,15 @@ from transformers import PreTrainedModel
 from lema.backend import Backend
 from lema.config import LemaConfig
 from lema.engine.head.cut import HeadCut, open_embed_head
+from lema.errors import ConfigError
 from lema.model import Split
 from lema.model.outer_weights import StoredTensors, load_outside
 from lema.model.partition import local_records
 from lema.model.row_tables import RowTables
 from lema.model.skeleton import find_towers
 from lema.model.towers import check_towers, close_towers, open_towers
+from lema.model.towers.stacks import slot_bytes, stack_bytes, streams_towers, tower_stacks
+from lema.train.opened.towers import TowerLayers
 
 __all__ = ["OuterWeights"]
 
@@ -40,6 +43,7 @@ class OuterWeights:
         towers: the modules that text does not reach: what sees images, for one.
         closed_towers: those of them that are not loaded, because the settings ask for text alone. A
             call of one is refused.
+        tower_layers: the layers of towers, where these stream; None: they do not.
         divided: whether the processes that hold the model together have divided it.
 
     Raises:
@@ -66,12 +70,27 @@ class OuterWeights:
         self.closed_towers = towers if config.modalities == "text" else []
         if config.modalities != "text":
             check_towers(skeleton, towers, stored.records, backend.parallel)
-        self.nbytes = load_outside(skeleton, stored, layers_name, unloaded, self.closed_towers)
+        stacks = tower_stacks(skeleton, towers) if streams_towers(config) else {}
+        elsewhere = [*self.closed_towers, *stacks]
+        self.nbytes = load_outside(skeleton, stored, layers_name, unloaded, elsewhere)
+        self.tower_layers: TowerLayers | None = None
+        if streams_towers(config) and towers and not stacks:
+            what = f"no layers to stream were found in {', '.join(towers)}"
+            raise ConfigError(what, where="towers", how="set it to device")
+        if stacks:
+            layers = stack_bytes(stacks, stored)
+            self.tower_layers = TowerLayers(stacks, layers, backend, stored.reader)
+            self.nbytes += slot_bytes(layers, backend)
         if config.modalities == "text":
             close_towers(skeleton, towers)
         else:
             open_towers(skeleton, towers)
         self.divided = False
+
+    def close(self) -> None:
+        """Stop reading layers of towers."""
+        if self.tower_layers is not None:
+            self.tower_layers.stream.leave()
 
     def keep_whole(self, chosen: Callable[[str], bool], head: str | None = None) -> None:
         """Keep embeddings whole whose rows would be read one by one, and a head that would be in

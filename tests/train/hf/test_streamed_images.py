@@ -69,13 +69,13 @@ def opened(directory: Path, adapter: Any = None, **settings: Any) -> Iterator[An
         model.close()
 
 
-def whole_base(directory: Path) -> Any:
+def whole_base(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
     kind = published_class(AutoConfig.from_pretrained(directory))
-    return aligned(kind.from_pretrained(directory, dtype=torch.float32))
+    return aligned(kind.from_pretrained(directory, dtype=dtype))
 
 
-def whole(directory: Path, streamed: PeftModel) -> Any:
-    base = whole_base(directory)
+def whole(directory: Path, streamed: PeftModel, dtype: torch.dtype = torch.float32) -> Any:
+    base = whole_base(directory, dtype)
     torch.manual_seed(SEED)
     return get_peft_model(base, streamed.peft_config["default"])
 
@@ -102,13 +102,17 @@ def farthest(one: Any, other: Any) -> float:
     return max(difference(one[0], other[0]), difference(one[1], other[1]), *gradients)
 
 
-@pytest.mark.parametrize("targets", ["all-linear", TOWERLESS], ids=["all", "text"])
+@pytest.mark.parametrize(
+    ("targets", "towers"),
+    [("all-linear", "device"), (TOWERLESS, "device"), (TOWERLESS, "stream")],
+    ids=["all", "text", "streamed towers"],
+)
 @pytest.mark.parametrize("model_type", STREAMED)
 def test_a_model_that_sees_images_has_the_numbers_of_the_whole_one(
-    model_type: str, targets: str, published: Directories
+    model_type: str, targets: str, towers: str, published: Directories
 ) -> None:
     directory = published(model_type)
-    with opened(directory, lora(target_modules=targets)) as model:
+    with opened(directory, lora(target_modules=targets), towers=towers) as model:
         reference = whole(directory, model)
         for part in (model, reference):
             draw_b(part)
@@ -126,6 +130,33 @@ def test_a_model_that_sees_images_has_the_numbers_of_the_whole_one(
                 getattr(model, f"{recomputation()}_{'enable' if recompute else 'disable'}")()
                 limit = 1e-6 if (model_type, rows) in CLOSE else 0.0
                 assert farthest(step(model, batch), expected) <= limit, rows
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("qwen3_vl", {"embeddings": "disk", "towers": "stream"}),
+        ("qwen3_5", {"embeddings": "host"}),
+        ("gemma3", {"strategy": "resident"}),
+        ("gemma4", {"host_memory": "64MB"}),
+        ("llava", {"dtype": "bfloat16", "towers": "stream"}),
+    ],
+    ids=str,
+)
+def test_wherever_weights_are_the_numbers_are_the_same(
+    model_type: str, settings: dict[str, str], published: Directories
+) -> None:
+    directory = published(model_type)
+    dtype: torch.dtype = getattr(torch, settings.get("dtype", "float32"))
+    with opened(directory, lora(target_modules=TOWERLESS), **settings) as model:
+        reference = whole(directory, model, dtype)
+        for part in (model, reference):
+            draw_b(part)
+            part.train()
+        batch = image_batch(reference, [2, 1, 0])
+        batch["pixel_values"] = batch["pixel_values"].to(dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+            assert farthest(step(model, batch), step(reference, batch)) == 0.0
 
 
 @pytest.mark.parametrize("model_type", ["llava", "qwen3_vl", "gemma3", "qwen3_5", "idefics3"])
@@ -213,6 +244,38 @@ def test_towers_are_read_and_counted_only_where_they_are_asked_for(published: Di
     )
     # Each tensor begins at a multiple of a few bytes.
     assert 0 <= sizes["all"] - sizes["text"] - towers < 64 * 200
+
+
+def test_layers_of_a_tower_are_leased_once_for_a_batch_with_images(published: Directories) -> None:
+    directory = published("llava")
+    base = whole_base(directory)
+    layers = base.model.vision_tower.encoder.layers
+    settings = {"lora_target_modules": ["q_proj"], "device": "cpu", "modalities": "all"}
+    sizes = {
+        towers: draw_up(LemaConfig(str(directory), towers=towers, **settings)).outside_bytes
+        for towers in ("device", "stream")
+    }
+    with opened(directory, lora(target_modules=TOWERLESS), towers="stream") as model:
+        outer = model.opened.outer
+        assert outer.nbytes == sizes["stream"]
+        tower = model.opened.skeleton.get_submodule("model.vision_tower.encoder.layers")
+        assert all(one.is_meta for one in tower.parameters())
+        counters = outer.tower_layers.stream.counters
+        assert counters.leases == 0
+        for batches, images in ((1, [2, 1]), (1, [0, 0]), (2, [1])):
+            step(model, image_batch(base, images))
+            assert outer.tower_layers.stream.counters.leases == batches * len(layers)
+    nbytes = sum(one.nbytes for one in layers.parameters())
+    saved = nbytes - 2 * nbytes // len(layers)
+    # Layers begin and end at pages.
+    assert abs(sizes["device"] - sizes["stream"] - saved) < 4 * 4096
+
+
+def test_what_trains_in_a_tower_keeps_it_from_streaming(published: Directories) -> None:
+    directory = published("llava")
+    refused = pytest.raises(ConfigError, match="layers of towers stream frozen")
+    with refused, opened(directory, towers="stream"):
+        pass
 
 
 def test_a_frozen_tower_runs_without_a_graph(published: Directories) -> None:
