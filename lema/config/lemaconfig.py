@@ -435,6 +435,9 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
         if self.quantize_base is not None and self.gbi_path is not None:
             what = "quantize_base converts the weights in the model's own directory, not gbi_path's"
             yield Problem("gbi_path", what, "leave one of the two out")
+        if self.towers == "stream" and self.modalities == "text":
+            what = "towers: stream says how towers are read, and modalities: text reads none"
+            yield Problem("towers", what, "set modalities to all, or leave towers out")
         yield from self._about_offloading()
         yield from disagreements_of_objective(self)
         yield from disagreements_of_batches(

@@ -77,7 +77,8 @@ def streamed(
         num_labels: scores of a text; None: one. If the checkpoint has no such head, it is drawn
             from `seed`, as `from_pretrained` does, and then the adapter.
         settings: further settings of `LemaConfig`. `gradient_checkpointing` is true unless you set
-            it.
+            it. With `modalities="all"` the model is of the published class, with its towers, and
+            trains on rows with images.
 
     Returns:
         A PEFT model for `Trainer` of transformers and for the trainers of TRL.

@@ -20,17 +20,17 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from publishedclass import published_class
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, Trainer, TrainingArguments
 
 import lema
-from lema import LemaConfig
+from lema import LemaConfig, StreamingMixin
 from lema.errors import ConfigError, ModelError, WeightsError
 from lema.plan.blueprint import draw_up
 
 SEED = 42
 # "it does not run its layers once each": it leaves out layers on text alone, by which it is learnt
 LOOPED = "mllama"
-# transformers 5.24 fails on it itself: its language model's output has no image_outputs
+# transformers 5.24 fails on it itself: its language model's output has no image_outputs. 5.20 does not.
 BROKEN = "llama4"
 STREAMED = [kind for kind in IMAGE_TYPES if kind not in (LOOPED, BROKEN)]
 ROWS = {"several, one and none": [2, 1, 0], "one row": [1], "text alone": [0, 0]}
@@ -278,6 +278,80 @@ def test_what_trains_in_a_tower_keeps_it_from_streaming(published: Directories) 
         pass
 
 
+@pytest.mark.parametrize("towers", ["device", "stream"])
+@pytest.mark.parametrize("model_type", ["llava", "qwen3_vl", "gemma3", "idefics3"])
+def test_it_generates_from_an_image_what_the_whole_model_does(
+    model_type: str, towers: str, published: Directories
+) -> None:
+    directory = published(model_type)
+    with opened(directory, lora(target_modules=TOWERLESS), towers=towers) as model:
+        reference = whole(directory, model)
+        batch = image_batch(reference, [2])
+        del batch["labels"]
+        tokens = []
+        for part in (reference, model):
+            draw_b(part)
+            tokens.append(part.eval().generate(**batch, max_new_tokens=6, do_sample=False))
+        assert torch.equal(*tokens)
+        assert tokens[0].shape[1] > batch["input_ids"].shape[1]
+
+
+class Kept(Trainer):
+    """Keeps the loss of every batch, unrounded."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self.__dict__.setdefault("losses", []).append(loss)
+        return loss
+
+
+class Streaming(StreamingMixin, Kept):
+    pass
+
+
+@pytest.mark.parametrize("trainer", [Kept, Streaming])
+@pytest.mark.parametrize("targets", ["all-linear", TOWERLESS], ids=["all", "text"])
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning", "ignore:gradients are accumulated")
+def test_a_trainer_accumulates_over_batches_with_images(
+    trainer: Any, targets: str, published: Directories, tmp_path: Path
+) -> None:
+    directory = published("qwen3_vl")
+    base = whole_base(directory)
+    batches = [
+        image_batch(base, images, seed=seed)
+        for seed, images in enumerate(([2, 1], [1, 0], [1, 1], [0, 0], [1, 3], [0, 1]))
+    ]
+    options = {recomputation(): True, "save_strategy": "no", "report_to": [], "use_cpu": True}
+    arguments = TrainingArguments(
+        str(tmp_path),
+        num_train_epochs=1,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        disable_tqdm=True,
+        **options,
+    )
+    outcomes = []
+    with opened(directory, lora(target_modules=targets)) as model:
+        for trained, kind in ((whole(directory, model), Kept), (model, trainer)):
+            run = kind(
+                trained, arguments, train_dataset=batches, data_collator=lambda rows: rows[0]
+            )
+            run.train()
+            weights = {
+                name: one.detach().clone()
+                for name, one in trained.named_parameters()
+                if one.requires_grad
+            }
+            outcomes.append((run.losses, weights))
+        leases = model.opened.memory.counters.leases
+        layers = model.opened.split.num_layers
+        assert leases == (3 if trainer is Streaming else 6) * 2 * layers + 1
+    (losses, expected), (streamed_losses, weights) = outcomes
+    assert len(losses) == len(batches) and streamed_losses == losses
+    assert all(torch.equal(one, expected[name]) for name, one in weights.items())
+
+
 def test_a_frozen_tower_runs_without_a_graph(published: Directories) -> None:
     directory = published("llava")
     with opened(directory, lora(target_modules=TOWERLESS)) as model:
@@ -298,6 +372,25 @@ def test_types_that_do_not_run_on_text_are_refused_in_a_sentence(published: Dire
     batch = image_batch(whole_base(directory), [1])
     with opened(directory) as model, pytest.raises(ModelError, match="once each, in their order"):
         model(**batch)
+
+
+def test_a_type_that_transformers_fails_on_is_refused_and_else_has_the_same_numbers(
+    published: Directories,
+) -> None:
+    directory = published(BROKEN)
+    with opened(directory, lora(target_modules=TOWERLESS)) as model:
+        reference = whole(directory, model)
+        for part in (model, reference):
+            draw_b(part)
+            part.train()
+        batch = image_batch(reference, [2, 1, 0])
+        try:
+            expected = step(reference, batch)
+        except AttributeError as error:
+            with pytest.raises(ModelError, match=str(error)):
+                step(model, batch)
+        else:
+            assert farthest(step(model, batch), expected) == 0.0
 
 
 def test_a_checkpoint_without_its_tower_is_refused(published: Directories, tmp_path: Path) -> None:
