@@ -45,6 +45,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 def tokenizer(**tokens: str) -> PreTrainedTokenizerFast:
     names = {0: "<pad>", 1: "<s>", 2: "</s>", IMAGE_TOKEN: IMAGE}
+    # of idefics3
+    names |= {93: "<fake_token_around_image>", 94: "<global-img>", 95: "<end_of_utterance>"}
     vocabulary = {names.get(number, WORDS[number]): number for number in range(SIZE)}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     words.add_special_tokens([AddedToken(IMAGE, special=True)])
@@ -82,7 +84,45 @@ def gemma3() -> Any:
     return Gemma3Processor(images, tokens, chat_template=template, image_seq_length=4)
 
 
-PROCESSORS: dict[str, Callable[[], Any]] = {"llava": llava, "gemma3": gemma3}
+def llava_next() -> Any:
+    from transformers import LlavaNextProcessor
+    from transformers.models.llava_next.image_processing_pil_llava_next import (
+        LlavaNextImageProcessorPil,
+    )
+
+    side = {"height": 28, "width": 28}
+    tiles = [[28, 56], [56, 28], [56, 56]]
+    return LlavaNextProcessor(
+        LlavaNextImageProcessorPil(
+            size={"shortest_edge": 28}, crop_size=side, image_grid_pinpoints=tiles
+        ),
+        tokenizer(),
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        image_token=IMAGE,
+        chat_template=TEMPLATE.replace("IMAGE", IMAGE),
+    )
+
+
+def idefics3() -> Any:
+    from transformers import Idefics3Processor
+    from transformers.models.idefics3.image_processing_pil_idefics3 import (
+        Idefics3ImageProcessorPil,
+    )
+
+    side = {"longest_edge": 32}
+    images = Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False)
+    template = TEMPLATE.replace("IMAGE", IMAGE)
+    return Idefics3Processor(images, tokenizer(), image_seq_len=4, chat_template=template)
+
+
+PROCESSORS: dict[str, Callable[[], Any]] = {
+    "llava": llava,
+    "gemma3": gemma3,
+    "llava_next": llava_next,
+    "idefics3": idefics3,
+}
 
 
 def picture(number: int) -> Image.Image:
