@@ -354,7 +354,7 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     """The folder that keeps the base of `quantize_base`; None: the folder that has the model's
     directory, or, for a model of the hub and where that folder cannot be written to, one in the
     user's cache directory (XDG_CACHE_HOME)."""
-    modalities: Refused[Literal["text", "all"]] = "text"
+    modalities: Silent[Literal["text", "all"]] = "text"
     """What the model reads. text: its towers, which see images or hear, are not read, and rows with
     images are refused. all: the model is of its published class, and its towers are in device
     memory, frozen and whole, so that `lema.streamed` trains on rows with images, audio or video."""

@@ -257,9 +257,10 @@ class StreamedPeftModel(PeftModel):
         )
         self.base_files = BaseFiles(opened.gbi, opened.adapter.stream.unchanged)
 
-    def forward(self, *args: object, **kwargs: object) -> object:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Compute as the model itself does. `ConfigError`: it is given images, audio or video, and
         was opened for text alone."""
+        # Not in `forward`, whose arguments trainers look at.
         foreign = self.opened.foreign_inputs & kwargs.keys()
         # Whole numbers say where images stand, and a processor gives them for text, too.
         if names := sorted(
@@ -267,7 +268,7 @@ class StreamedPeftModel(PeftModel):
         ):
             what = f"{', '.join(names)} cannot be read by the class that trains on text alone"
             raise refusal(what, type(self.opened.skeleton).__name__)
-        outputs: object = super().forward(*args, **kwargs)
+        outputs: object = super().__call__(*args, **kwargs)
         return outputs
 
     def close(self) -> None:
