@@ -51,6 +51,8 @@ ACTING: Mapping[str, str] = {
     "page_locked": "locks memory",
     "prefetch_depth": "takes memory",
     "experts_per_slot": "takes memory",
+    "modalities": "takes the memory of towers",
+    "towers": "says which memory is taken",
     "embeddings": "says which memory is taken",
     "head": "says which memory is taken",
     "cache_frozen_prefix": "takes memory or disk",

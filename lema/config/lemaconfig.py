@@ -359,6 +359,14 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     """The folder that keeps the base of `quantize_base`; None: the folder that has the model's
     directory, or, for a model of the hub and where that folder cannot be written to, one in the
     user's cache directory (XDG_CACHE_HOME)."""
+    modalities: Silent[Literal["text", "all"]] = "text"
+    """What the model reads. text: its towers, which see images or hear, are not read, and rows with
+    images are refused. all: the model is of its published class, and its towers are in device
+    memory, frozen and whole, so that `lema.streamed` trains on rows with images, audio or video."""
+    towers: Silent[Literal["device", "stream"]] = "device"
+    """Where towers are under `modalities: all`: on the device as a whole, or with one layer after
+    the other streamed there, which takes the memory of two layers, and reads every layer once for
+    each batch with images. What trains in them, as an adapter, needs them on the device."""
     backend_settings: Reported[dict[str, Any]] = Field(default_factory=dict)
     """Settings of a single backend, by name. They may also be given like any other setting."""
 
@@ -432,6 +440,9 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
         if self.quantize_base is not None and self.gbi_path is not None:
             what = "quantize_base converts the weights in the model's own directory, not gbi_path's"
             yield Problem("gbi_path", what, "leave one of the two out")
+        if self.towers == "stream" and self.modalities == "text":
+            what = "towers: stream says how towers are read, and modalities: text reads none"
+            yield Problem("towers", what, "set modalities to all, or leave towers out")
         yield from self._about_offloading()
         yield from self._about_chunks()
         yield from disagreements_of_objective(self)

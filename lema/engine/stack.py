@@ -19,15 +19,15 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from itertools import count, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from lema.config.units import human_bytes
 from lema.data.batches import dealt
@@ -37,6 +37,7 @@ from lema.engine.layers.layer_pass import LayerPass
 from lema.engine.layers.reference_rows import ReferenceRows
 from lema.engine.layers.rows import ComputeAs, Rows
 from lema.engine.layers.saving import Saving
+from lema.engine.row_cuts import Cut, RowCuts
 from lema.engine.streamed import StreamedModel
 from lema.engine.trained_weights import AskedGradients, OuterGradients, adapter_leaves
 from lema.errors import ConfigError
@@ -54,14 +55,6 @@ CHOICES = "replaying"  # is said where routers cannot be told what to choose
 # what models call their keys and values, from transformers 5.24 on and before
 CACHES = ("cache", "past_key_values")
 LEARNING_TOKENS = 8
-
-
-class Cut(NamedTuple):
-    """Which rows of a call a micro-batch has, and how many of their tokens."""
-
-    rows: list[int]
-    end: int
-    width: int  # as it was
 
 
 @dataclass(frozen=True)
@@ -217,24 +210,27 @@ class LayerStack:
     taken out. `streamed`: the model. It is driven as before as well: its own passes go by this
     object. `rows`: of a micro-batch, at most; None: all rows of a call. `budget`: returns the bytes
     that the top layer's activations may take while a trainer computes the head and its loss, which
-    spare recomputing it; None: it is recomputed like the others. Its attribute `supply`: returns
-    the last layer's output `[batch, sequence, hidden]` for a call, and that of its reference, if it
-    has one. A trainer that knows more calls that belong together replaces it, and has `run` run
-    them all at once."""
+    spare recomputing it; None: it is recomputed like the others. `images_inside`: whether the
+    module that holds the layers is given images, and not only what towers make of them. Its
+    attribute `supply`: returns the last layer's output `[batch, sequence, hidden]` for a call, and
+    that of its reference, if it has one. A trainer that knows more calls that belong together
+    replaces it, and has `run` run them all at once."""
 
     def __init__(
         self,
         streamed: StreamedModel,
         rows: int | None = None,
         budget: Callable[[], int] | None = None,
+        *,
+        images_inside: bool = False,
     ) -> None:
         self.streamed = streamed
         self.rows = rows
         self._budget = budget
+        self._images_inside = images_inside
         split = streamed.split
         self._owner = split.model.get_submodule(split.layers_name.rpartition(".")[0])
         self._forward: Callable[..., Any] = self._owner.forward
-        self._signature = inspect.signature(self._forward)
         self._steps = _Steps()
         # leases announced for the next pass, and how many stream
         self._ahead: tuple[tuple[int, ...], int] = ((), 0)
@@ -255,6 +251,10 @@ class LayerStack:
             return self._call(*args, **kwargs)
 
         self._owner.forward = forward
+
+    @cached_property
+    def _signature(self) -> inspect.Signature:
+        return inspect.signature(self._forward)
 
     @contextmanager
     def supplied_by(self, supply: Callable[[StackCall], Sequence[Tensor]]) -> Iterator[None]:
@@ -423,6 +423,9 @@ class LayerStack:
                 split.prelude(few, first.weights)
             streamed.backend.set_rng_state(state)
         cuts = self._cuts(arguments)
+        if RowCuts(arguments, cuts).ambiguous:
+            size = sum(len(cut.rows) for cut in cuts)
+            cuts = (Cut([*range(size)], cuts[0].width, cuts[0].width),)
         before = split.state.mark()
         drawn = streamed.backend.rng_state()
         preludes = tuple(self._preludes(arguments, cuts, few, differentiate=differentiate))
@@ -455,16 +458,13 @@ class LayerStack:
         """Run the model's own code before the layers for each of the micro-batches that a call
         is cut into.
         """
-        size = sum(len(cut.rows) for cut in cuts)
+        row_cuts = RowCuts(arguments, cuts, images_inside=self._images_inside)
         part = arguments
         split = self.streamed.split
         outer_hooks = hooks_of(split.state.outer.modules) if len(cuts) > 1 else None
         for cut in cuts:
             if len(cuts) > 1:
-                part = {
-                    name: tree_map(partial(_rows, name, cut, size), value)
-                    for name, value in arguments.items()
-                }
+                part = row_cuts.of(cut)
             run = partial(self._forward, **part)
             with nullcontext() if outer_hooks is None else outer_hooks.of_rows(cut.rows).standing():
                 prelude = split.prelude(few, {}, differentiate=differentiate, run=run)
@@ -546,7 +546,7 @@ class LayerStack:
         per_layer = [[prelude.calls[layer] for prelude in preludes] for layer in range(top + 1)]
         hidden = tuple(prelude.hidden for prelude in preludes)
         differentiated = calls[0].differentiated
-        start = self._started(per_layer, hidden) if differentiated else None
+        start = self._started(calls, per_layer, hidden) if differentiated else None
         # a trainer may make the embeddings' output require a gradient that is not needed
         below = start is not None and (
             start.below or any(call.inputs_differentiated for call in calls)
@@ -596,9 +596,13 @@ class LayerStack:
         return results
 
     def _started(
-        self, per_layer: Sequence[Sequence[LayerCall]], hidden: Sequence[Tensor]
+        self,
+        calls: Sequence[StackCall],
+        per_layer: Sequence[Sequence[LayerCall]],
+        hidden: Sequence[Tensor],
     ) -> _Start:
         """Return where the graph of some calls begins, before their first layer."""
+        one_graph = any(call.inputs_differentiated and len(call.preludes) > 1 for call in calls)
         streamed = self.streamed
         anchor = streamed.engine.anchor
         outside = streamed.trained_outside()
@@ -607,7 +611,8 @@ class LayerStack:
         if self._gradient_sums is None:
             asked = AskedGradients(anchor, [*adapters, *outside])
             start = EmbedHead(streamed.backend, None, hidden, per_layer, outside, asked.of(outside))
-            return _Start(start.start(anchor), start.reach_below, asked.of, asked)
+            states = start.start(anchor, one_graph=one_graph)
+            return _Start(states, start.reach_below, asked.of, asked)
         sums = self._gradient_sums
         start = EmbedHead(streamed.backend, None, hidden, per_layer, outside)
         if start.reach_below:
@@ -758,23 +763,3 @@ class LayerStack:
             "lema.StreamingMixin before your trainer",
             stacklevel=2,
         )
-
-
-def _rows(name: str, cut: Cut, size: int, value: Any) -> Any:
-    """Return a micro-batch's rows of a tensor with `size` rows. `ConfigError`: it has neither
-    one nor one for each.
-    """
-    if not isinstance(value, Tensor) or value.dim() < 2:
-        return value
-    # before them several kinds of positions for each token
-    across = int(name == "position_ids" and value.dim() == 3)
-    if value.shape[across + 1] == cut.width:
-        value = value.narrow(across + 1, 0, cut.end)
-    if value.shape[across] == 1:
-        return value
-    if value.shape[across] != size:
-        what = f"{name} {list(value.shape)} has no row for each of the {size} of the batch"
-        raise ConfigError(
-            what, where=name, how="remove micro_batch_size, so that batches are computed whole"
-        )
-    return value.index_select(across, torch.tensor(cut.rows, device=value.device))

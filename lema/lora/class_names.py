@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import transformers
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -27,7 +27,8 @@ from lema.compat import models_of
 from lema.model import meta_model
 from lema.model.skeleton import auto_class, scores_texts
 
-__all__ = ["ClassNames", "class_names", "compare_classes", "named_reader", "published_class"]
+__all__ = ["ClassNames", "class_names", "class_of_modalities", "compare_classes"]
+__all__ += ["named_reader", "published_class"]
 
 Prefixes = tuple[tuple[str, str], ...]
 
@@ -116,6 +117,21 @@ def published_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
         return None
     trains = models_of(auto_class(config)).get(type(config), None)
     return None if kind is trains or kind.config_class is not type(config) else kind
+
+
+def class_of_modalities(
+    config: PreTrainedConfig, modalities: Literal["text", "all"]
+) -> type[PreTrainedModel] | None:
+    """Return the class that reads what the setting `modalities` asks for: for all, the published
+    one; None: the one that trains on text."""
+    if modalities == "text":
+        return None
+    if not getattr(config, "architectures", None):
+        kind: type[PreTrainedModel] | None = models_of(AutoModelForImageTextToText).get(
+            type(config), None
+        )
+        return kind
+    return published_class(config)
 
 
 def named_reader(config: PreTrainedConfig) -> Callable[[str], bool]:

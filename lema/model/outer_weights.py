@@ -23,7 +23,7 @@ from lema.backend.hostmemory import anonymous
 from lema.backend.registry import has_addresses, in_host_memory
 from lema.errors import ConfigError
 from lema.model.experts import layer_experts
-from lema.model.skeleton import find_towers, is_in
+from lema.model.skeleton import is_in
 from lema.storage.quantized.formats import cut_rows
 from lema.storage.quantized.records import QuantizedRecord, Stored
 from lema.storage.slices import row_ranges, rows_of
@@ -268,12 +268,17 @@ def read_stored(record: Stored, dtype: torch.dtype) -> Tensor:
 
 
 def load_outside(
-    model: PreTrainedModel, stored: StoredTensors, layers_name: str, left_out: Collection[str] = ()
+    model: PreTrainedModel,
+    stored: StoredTensors,
+    layers_name: str,
+    left_out: Collection[str] = (),
+    towers: Collection[str] = (),
 ) -> int:
-    """Make every stored tensor that text reaches outside the decoder layers real, on the device;
-    return their bytes. Tensors that are tied stay one tensor; those `left_out` stay as they are.
+    """Make every stored tensor outside the decoder layers real, on the device;
+    return their bytes. Tensors that are tied stay one tensor; those `left_out` stay as they are,
+    and those in the modules `towers`.
     What no checkpoint has, as rotary tables, is on the device afterwards as well."""
-    outside, byte_layout = outside_layout(model, stored, layers_name, left_out)
+    outside, byte_layout = outside_layout(model, stored, layers_name, left_out, towers)
     tied = _same_object(model)
     real = {
         name: nn.Parameter(tensor, requires_grad=False)
@@ -393,13 +398,19 @@ def _mapped(value: object, change: Callable[[Tensor], Tensor]) -> object:
 
 
 def outside_layout(
-    model: PreTrainedModel, stored: StoredTensors, layers_name: str, left_out: Collection[str] = ()
+    model: PreTrainedModel,
+    stored: StoredTensors,
+    layers_name: str,
+    left_out: Collection[str] = (),
+    towers: Collection[str] = (),
 ) -> tuple[list[str], LayerBytes]:
-    """Name and lay out, tied ones once, stored tensors outside the layers that text reaches, but
-    those `left_out`.
+    """Name and lay out, tied ones once, stored tensors outside the layers and outside the modules
+    `towers`, but those `left_out`.
     """
-    towers = [layers_name, *find_towers(model)]
-    outside = [name for name in stored.records if not is_in(name, towers) and name not in left_out]
+    elsewhere = [layers_name, *towers]
+    outside = [
+        name for name in stored.records if not is_in(name, elsewhere) and name not in left_out
+    ]
     tied = _same_object(model)
     return outside, stored.byte_layout([name for name in outside if tied.get(name, name) == name])
 

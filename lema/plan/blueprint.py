@@ -22,7 +22,7 @@ from lema.engine.head.cut import HeadCut, open_embed_head
 from lema.engine.optim import training_bytes
 from lema.lora import inject_lora_params
 from lema.lora.attach import configured_lora, unmatched_names
-from lema.lora.class_names import class_names, compare_classes
+from lema.lora.class_names import class_names, class_of_modalities, compare_classes
 from lema.lora.serving.checks import check_served
 from lema.model import meta_model, read_config
 from lema.model.computing import Computing, computing_of
@@ -39,6 +39,7 @@ from lema.model.quantizable import as_quantized, kind_to_quantize
 from lema.model.row_tables import RowTables
 from lema.model.skeleton import compute_fast, find_layers
 from lema.model.split import Split
+from lema.model.towers.stacks import unloaded_towers
 from lema.model.weight_names import match_names, target_dtypes
 from lema.plan.trainable_bytes import (
     MASTER_BYTES,
@@ -233,9 +234,10 @@ def draw_up(
     # a reader that is never asked, and opens nothing
     stored = StoredTensors(records, dtypes, device, LayerReader())
     head, tables = open_embed_head(model, stored, config, parallel, backend or config.device)
-    outside = outside_layout(model, stored, name, tables.names | head.names)[1]
+    closed, slots = unloaded_towers(model, stored, config)
+    outside = outside_layout(model, stored, name, tables.names | head.names, closed)[1]
     trained = None
-    outside_bytes = outside.nbytes + outside.expanded_bytes
+    outside_bytes = outside.nbytes + outside.expanded_bytes + slots
     if chosen is None:
         whole_bytes, unmatched = _attach(model, config, device, tables, head, parallel.size)
         outside_bytes += whole_bytes
@@ -247,7 +249,8 @@ def draw_up(
             parallel.shard(model, words)
             records = local_records(model, records, parallel)
             stored = replace(stored, records=records)
-            outside_bytes += outside_layout(model, stored, name, records.keys() - words)[1].nbytes
+            left_out = records.keys() - words
+            outside_bytes += outside_layout(model, stored, name, left_out, closed)[1].nbytes
         layers = layer_bytes(
             records, dtypes, name, len(stack), tables.names, narrow=computing.narrow
         )
@@ -316,7 +319,11 @@ def _opened(config: LemaConfig, trusted: bool, device: Backend | str | None) -> 
     index = GlobalBinaryIndex(config.gbi_path or own_weights(name, directory))
     computing = computing_of(hf_config, index, config, device)
     model = meta_model(
-        hf_config, computing.dtype, config.attn_implementation, trust_remote_code=trusted
+        hf_config,
+        computing.dtype,
+        config.attn_implementation,
+        trust_remote_code=trusted,
+        kind=class_of_modalities(hf_config, config.modalities),
     )
     compare_classes(model, hf_config, trust_remote_code=trusted)
     with warnings.catch_warnings():

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -34,6 +34,7 @@ from lema.lora.base import (
     computed_for,
     note_quantization,
 )
+from lema.lora.class_names import published_class
 from lema.lora.files import (
     adapter_config,
     load_weights,
@@ -49,6 +50,7 @@ from lema.model import Split
 from lema.model.computing import Computing
 from lema.model.files import ModelFiles
 from lema.model.inputs import add_noise
+from lema.model.towers import foreign_inputs
 from lema.plan import Allocation
 from lema.plan.plan import hiding_tokens
 from lema.plan.planner import Planner
@@ -273,6 +275,13 @@ class LemaModel:
         self._check_served(lora)
         self.attach_lora(lora, seed=self.config.seed)
         self.config, self.reference = begins_with(self.config, self._require_adapter(), begun=False)
+
+    @cached_property
+    def foreign_inputs(self) -> frozenset[str]:
+        """Inputs that the published class reads and this one does not: images, for one."""
+        if self._opened.scores:
+            return frozenset()
+        return foreign_inputs(self.skeleton, published_class(self._opened.files.config))
 
     def attach_lora(self, config: LoraConfig, *, seed: int | None = None) -> None:
         """Attach an adapter of PEFT's config.

@@ -40,6 +40,7 @@ RUN = {  # name of a block, and the tests that run it
     "settings example": "tests/house/test_readme.py",
     "operations example": "tests/activations/test_activations_page.py",
     "sft example": "tests/peers_trl/test_trl_page.py",
+    "images example": "tests/peers_trl/test_trl_images.py",
     "reward example": "tests/peers_trl/test_trl_page.py",
     "grpo example": "tests/peers_trl/test_trl_page.py",
     "mixin example": "tests/peers_trl/test_trl_page.py",

@@ -61,12 +61,19 @@ CHOSEN: dict[str, Any] = {
     "experts_per_slot": None,
     "embeddings": "disk",
     "head": "stream",
+    "modalities": "all",
+    "towers": "stream",
     "cache_frozen_prefix": True,
     "activation_offloading": True,
     "boundary_activations": "disk",
 }
 MACHINE = list(CHOSEN)[list(CHOSEN).index("device") :]
-WITH = {"mixture": "train_data", "hub_model_id": "push_to_hub", "hub_private_repo": "push_to_hub"}
+WITH = {
+    "mixture": "train_data",
+    "towers": "modalities",
+    "hub_model_id": "push_to_hub",
+    "hub_private_repo": "push_to_hub",
+}
 
 
 class Nothing(set[str]):

@@ -18,7 +18,7 @@ from lema.config.settings import Change
 GROUPS = {
     "Model": (
         "model_name_or_path revision model_type gbi_path dtype attn_implementation "
-        "check_base_weights"
+        "modalities check_base_weights"
     ),
     "Data": "train_data eval_data eval_split mixture columns chat_template train_on max_length "
     "overlong packing "
@@ -36,7 +36,7 @@ GROUPS = {
     "Adapters": "adapter_name_or_path",
     "Memory": "device_memory host_memory experts_per_slot strategy gradient_checkpointing "
     "activation_offloading "
-    "boundary_activations offload_dir embeddings head prefetch_depth loss_chunk_tokens "
+    "boundary_activations offload_dir embeddings head towers prefetch_depth loss_chunk_tokens "
     "sequence_chunk "
     "page_locked cache_frozen_prefix",
     "Device and processes": "device tf32 deterministic torch_compile arithmetic shard_weights "

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
@@ -85,17 +86,18 @@ class EmbedHead:
         assert self._loss is not None, "the loss is somebody else's"
         return self._loss
 
-    def start(self, anchor: Tensor) -> tuple[Tensor, ...]:
-        """Return the hidden states before the layers; what arrives as their gradients is carried
-        on from there.
-        """
+    def start(self, anchor: Tensor, *, one_graph: bool = False) -> tuple[Tensor, ...]:
+        """Return the hidden states before the layers; what arrives as their gradients is carried on
+        from there. `one_graph`: the micro-batches are parts of what one graph made, as a tower that
+        saw the images of all; it is then differentiated once."""
         if not self._before:
             hidden = tuple(self._hidden)
             self._hidden.clear()  # nothing comes back to them
             return hidden
         alone = tuple(state.detach() for state in self._hidden)
         parameters = () if self._outer is None else self._outer.parameters
-        return detached(lambda *_: alone, self._start_backward, anchor, parameters)
+        backward = partial(self._start_backward, one_graph=one_graph)
+        return detached(lambda *_: alone, backward, anchor, parameters)
 
     def loss_and_grad(self, index: int, output: Tensor) -> tuple[Tensor, Tensor]:
         """Return micro-batch `index`'s share of the loss, and its gradient by the last layer's
@@ -136,10 +138,14 @@ class EmbedHead:
         for index in sorted(self._outputs):
             self._differentiate(index, [], [])
 
-    def _start_backward(self, gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    def _start_backward(
+        self, gradients: Sequence[Tensor], *, one_graph: bool
+    ) -> Sequence[Tensor | None]:
         """Add the gradients of the part before the layers, from those of the hidden states."""
         again = differentiated_again()
         outer = self._outer
+        roots: list[Tensor] = []
+        root_gradients: list[Tensor] = []
         with nullcontext() if outer is None else outer.collected():
             for index, gradient in enumerate(gradients):
                 pairs = [
@@ -156,9 +162,15 @@ class EmbedHead:
                 if not again:
                     self._hidden[index] = self._hidden[index].detach()
                     self._cut_arguments[index] = []
+                if one_graph:
+                    roots += [tensor for tensor, _ in done]
+                    root_gradients += [grad for _, grad in done]
+                    continue
                 self._differentiate(
                     index, [tensor for tensor, _ in done], [grad for _, grad in done], again=again
                 )
+            if roots:
+                torch.autograd.backward(roots, root_gradients, retain_graph=again)
         return () if outer is None else outer.handed_over()
 
     def _differentiate(

@@ -34,6 +34,9 @@ from lema.lora.checks import read_json
 from lema.lora.files import CONFIG, WEIGHTS, fill_adapter, read_safetensors, settings_of
 from lema.lora.materialize import make_real
 from lema.lora.published import config_in_own, publish_files, tensors_in_own
+from lema.model.capture import tensors_in
+from lema.model.skeleton import is_in
+from lema.model.towers import refusal
 from lema.storage.modelfiles import load_generation_config
 from lema.storage.verify import BaseFiles
 from lema.train.model import LemaModel
@@ -74,7 +77,8 @@ def streamed(
         num_labels: scores of a text; None: one. If the checkpoint has no such head, it is drawn
             from `seed`, as `from_pretrained` does, and then the adapter.
         settings: further settings of `LemaConfig`. `gradient_checkpointing` is true unless you set
-            it.
+            it. With `modalities="all"` the model is of the published class, with its towers, and
+            trains on rows with images.
 
     Returns:
         A PEFT model for `Trainer` of transformers and for the trainers of TRL.
@@ -125,6 +129,8 @@ def streamed(
     try:
         opened.keep_whole(lambda _: False, "the trainer's own code runs it")
         _attach(opened, peft_config, task)
+        if opened.outer.tower_layers is not None:
+            opened.outer.tower_layers.check_frozen()
         opened.allocation  # noqa: B018 - now, because limits that are too small should be known before any data is read
         _have_routers_asked(opened)
     except BaseException:
@@ -248,8 +254,28 @@ class StreamedPeftModel(PeftModel):
         """Have the layers of the opened model run in the place of the modules that are here."""
         rows = opened.config.micro_batch_size
         self.opened = opened
-        self.stack = LayerStack(opened.adapter, rows, _free_bytes_of(opened))
+        owner = opened.split.layers_name.rpartition(".")[0]
+        self.stack = LayerStack(
+            opened.adapter,
+            rows,
+            _free_bytes_of(opened),
+            images_inside=any(is_in(tower, [owner]) for tower in opened.outer.towers),
+        )
         self.base_files = BaseFiles(opened.gbi, opened.adapter.stream.unchanged)
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Compute as the model itself does. `ConfigError`: it is given images, audio or video, and
+        was opened for text alone."""
+        # Not in `forward`, whose arguments trainers look at.
+        foreign = self.opened.foreign_inputs & kwargs.keys()
+        # Whole numbers say where images stand, and a processor gives them for text, too.
+        if names := sorted(
+            name for name in foreign if any(map(torch.is_floating_point, tensors_in(kwargs[name])))
+        ):
+            what = f"{', '.join(names)} cannot be read by the class that trains on text alone"
+            raise refusal(what, type(self.opened.skeleton).__name__)
+        outputs: object = super().__call__(*args, **kwargs)
+        return outputs
 
     def close(self) -> None:
         """Stop reading and free the memory. The model cannot be called after that."""

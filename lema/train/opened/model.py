@@ -21,7 +21,7 @@ from lema.data.forms import num_positions
 from lema.engine.numerics import Numerics
 from lema.engine.padding import Padding, padding_of
 from lema.errors import ConfigError
-from lema.lora.class_names import compare_classes
+from lema.lora.class_names import class_of_modalities, compare_classes
 from lema.model import Split, meta_model
 from lema.model.computing import Computing, computing_of
 from lema.model.files import ModelFiles
@@ -87,6 +87,7 @@ class OpenedModel:
         """Stop reading, and let numbers come out as before. With `keep_backend` the caller
         continues to use the device.
         """
+        self.outer.close()
         self.stored.reader.close()
         if self.files.quantized is not None:
             self.files.quantized.release()
@@ -120,6 +121,7 @@ def open_model(
         config.attn_implementation,
         trust_remote_code=trust_remote_code,
         scores=scores,
+        kind=None if scores else class_of_modalities(hf_config, config.modalities),
     )
     compare_classes(skeleton, hf_config, trust_remote_code=trust_remote_code)
     fused = compute_fast(skeleton, config, backend)

@@ -10,10 +10,15 @@ from transformers import PreTrainedModel
 from lema.backend import Backend
 from lema.config import LemaConfig
 from lema.engine.head.cut import HeadCut, open_embed_head
+from lema.errors import ConfigError
 from lema.model import Split
 from lema.model.outer_weights import StoredTensors, load_outside
 from lema.model.partition import local_records
 from lema.model.row_tables import RowTables
+from lema.model.skeleton import find_towers
+from lema.model.towers import check_towers, close_towers, open_towers
+from lema.model.towers.stacks import slot_bytes, stack_bytes, streams_towers, tower_stacks
+from lema.train.opened.towers import TowerLayers
 
 __all__ = ["OuterWeights"]
 
@@ -35,10 +40,15 @@ class OuterWeights:
         head: the head, as long as it may be leased in pieces.
         tables: the embeddings that are looked up row by row.
         nbytes: bytes of what is loaded, on the device.
+        towers: the modules that text does not reach: what sees images, for one.
+        closed_towers: those of them that are not loaded, because the settings ask for text alone. A
+            call of one is refused.
+        tower_layers: the layers of towers, where these stream; None: they do not.
         divided: whether the processes that hold the model together have divided it.
 
     Raises:
-        ConfigError: the settings ask for rows or pieces that cannot be.
+        ConfigError: the settings ask for rows, pieces or towers that cannot be.
+        WeightsError: a tower is to be opened, and the files do not have its weights.
     """
 
     def __init__(
@@ -56,8 +66,31 @@ class OuterWeights:
         self.tables: RowTables
         self.head, self.tables = open_embed_head(skeleton, stored, config, backend.parallel)
         unloaded = self.tables.names | self.head.names
-        self.nbytes = load_outside(skeleton, stored, layers_name, unloaded)
+        self.towers = towers = find_towers(skeleton)
+        self.closed_towers = towers if config.modalities == "text" else []
+        if config.modalities != "text":
+            check_towers(skeleton, towers, stored.records, backend.parallel)
+        stacks = tower_stacks(skeleton, towers) if streams_towers(config) else {}
+        elsewhere = [*self.closed_towers, *stacks]
+        self.nbytes = load_outside(skeleton, stored, layers_name, unloaded, elsewhere)
+        self.tower_layers: TowerLayers | None = None
+        if streams_towers(config) and towers and not stacks:
+            what = f"no layers to stream were found in {', '.join(towers)}"
+            raise ConfigError(what, where="towers", how="set it to device")
+        if stacks:
+            layers = stack_bytes(stacks, stored)
+            self.tower_layers = TowerLayers(stacks, layers, backend, stored.reader)
+            self.nbytes += slot_bytes(layers, backend)
+        if config.modalities == "text":
+            close_towers(skeleton, towers)
+        else:
+            open_towers(skeleton, towers)
         self.divided = False
+
+    def close(self) -> None:
+        """Stop reading layers of towers."""
+        if self.tower_layers is not None:
+            self.tower_layers.stream.leave()
 
     def keep_whole(self, chosen: Callable[[str], bool], head: str | None = None) -> None:
         """Keep embeddings whole whose rows would be read one by one, and a head that would be in
@@ -98,6 +131,7 @@ class OuterWeights:
                 replace(self._stored, records=shard_records),
                 split.layers_name,
                 shard_records.keys() - words,
+                self.closed_towers,
             )
             split.adapters_changed()
         self.divided = True
