@@ -49,6 +49,9 @@ def main() -> None:
     rows = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as name:
         write_model(Path(name), shape)
+        config = Path(name) / "config.json"
+        longest = {"max_position_embeddings": max(arguments.lengths)}
+        config.write_text(json.dumps({**json.loads(config.read_text()), **longest}))
         for _ in range(arguments.rounds):
             for length in arguments.lengths:
                 chunks = (
@@ -89,15 +92,13 @@ def measured(directory: Path, shape: Shape, length: int, chunk: int) -> dict[str
         held = list[int]()
 
         def measure(*args: Any, **options: Any) -> Any:
-            before = tally.restart_peak()
-            gradients = backward(*args, **options)
-            held.append(tally.peak - before)
+            with Tally() as tally:
+                gradients = backward(*args, **options)
+            held.append(tally.peak)
             return gradients
 
         layer.backward = measure
-        with Tally() as tally:
-            tally.leave_out([*model.skeleton.parameters(), *model.skeleton.buffers()])
-            model.adapter.loss([batch]).backward()
+        model.adapter.loss([batch]).backward()
         layer.backward = backward
         for parameter in model.get_trainable_parameters():
             parameter.grad = None
