@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from everytype import write_model as write_type
 from meteredstep import second_step
-from smallrun import settings, write_model
+from smallrun import opened, settings, write_model
+from transformers import MixtralConfig
 
 from lema import LemaConfig, LemaModel
+from lema.errors import MemoryLimitError
 from lema.plan import Allocation
 from lema.plan.blueprint import draw_up
 from lema.plan.chunk_work import in_chunks
@@ -87,3 +90,20 @@ def test_a_limit_of_memory_finds_room_for_rows_in_chunks(tmp_path: Path, limit: 
     model.initialize_lora()
     assert model.allocation.recompute
     model.close()
+
+
+def test_where_only_groups_of_experts_would_fit_memory_is_what_is_short(tmp_path: Path) -> None:
+    """Groups of experts do not go with chunks, so a plan does not choose them."""
+    sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    experts = {"intermediate_size": 512, "num_local_experts": 16, "num_key_value_heads": 4}
+    shape = MixtralConfig(vocab_size=96, max_position_embeddings=LENGTH, **sizes | experts)
+    model = write_type(shape, tmp_path / "model")
+    options: dict[str, Any] = {"device_memory": "12MB", "loss_chunk_tokens": 64}
+    options |= {"batch_size": 1, "max_length": 128, "lora_target_parameters": []}
+    with opened(settings(model, tmp_path, **options)) as whole:
+        assert whole.memory.groups
+    with (
+        opened(settings(model, tmp_path, sequence_chunk=CHUNK, **options)) as cut,
+        pytest.raises(MemoryLimitError),
+    ):
+        assert cut.adapter is not None
