@@ -95,7 +95,7 @@ def chunks_note(batch: MicroBatch, work: Workload | None) -> str | None:
         "states between chunks": max(layer.handed_on_bytes for layer in work.works),
     }
     parts = [f"{human_bytes(size // batch.rows)} of {what}" for what, size in kept.items() if size]
-    return f"{note}; one layer has {' or '.join(parts)} of it"
+    return f"{note}; one layer keeps at most {' and '.join(parts)} of it"
 
 
 def _layer_in_chunks(

@@ -126,7 +126,7 @@ def test_a_plan_says_that_rows_go_in_chunks_and_what_a_layer_keeps_of_one(tmp_pa
     model = write_hollow(tmp_path / "model", shape)
     kept = human_bytes(2 * 2 * 32 * 2 * 4096)
     said = "sequence_chunk: a row of 4,096 tokens goes through each layer in 5 chunks of 1,000; "
-    assert f"{said}one layer has {kept} of keys and values of it" in notes_of(
+    assert f"{said}one layer keeps at most {kept} of keys and values of it" in notes_of(
         model, sequence_chunk=1000
     )
     none_is_cut = "sequence_chunk: no row has more than 4,096 tokens, so none is cut"
