@@ -1675,14 +1675,14 @@ MicroBatch.isClass = true;
 MicroBatch.sig = ["rows", "length", "beside", "settled", "packed", "chunk"];
 MicroBatch.fields = MicroBatch.sig;
 class LayerWork {
-constructor(forward, recompute, backward, saved_bytes, working_bytes, forward_bytes, gradient_bytes, exchanges, reduced, product_bytes, product_flops, waiting_bytes = 0) { this.forward = forward; this.recompute = recompute; this.backward = backward; this.saved_bytes = saved_bytes; this.working_bytes = working_bytes; this.forward_bytes = forward_bytes; this.gradient_bytes = gradient_bytes; this.exchanges = exchanges; this.reduced = reduced; this.product_bytes = product_bytes; this.product_flops = product_flops; this.waiting_bytes = waiting_bytes; }
+constructor(forward, recompute, backward, saved_bytes, working_bytes, forward_bytes, gradient_bytes, exchanges, reduced, product_bytes, product_flops, waiting_bytes = 0, keys_values_bytes = 0, handed_on_bytes = 0) { this.forward = forward; this.recompute = recompute; this.backward = backward; this.saved_bytes = saved_bytes; this.working_bytes = working_bytes; this.forward_bytes = forward_bytes; this.gradient_bytes = gradient_bytes; this.exchanges = exchanges; this.reduced = reduced; this.product_bytes = product_bytes; this.product_flops = product_flops; this.waiting_bytes = waiting_bytes; this.keys_values_bytes = keys_values_bytes; this.handed_on_bytes = handed_on_bytes; }
 at_once(times) {
 const self = this;
 return py.add(py.round(py.mul(py.max(times, 1.0), self.waiting_bytes)), py.bound(self, 'working_bytes'));
 }
 }
 LayerWork.isClass = true;
-LayerWork.sig = ["forward", "recompute", "backward", "saved_bytes", "working_bytes", "forward_bytes", "gradient_bytes", "exchanges", "reduced", "product_bytes", "product_flops", "waiting_bytes"];
+LayerWork.sig = ["forward", "recompute", "backward", "saved_bytes", "working_bytes", "forward_bytes", "gradient_bytes", "exchanges", "reduced", "product_bytes", "product_flops", "waiting_bytes", "keys_values_bytes", "handed_on_bytes"];
 LayerWork.fields = LayerWork.sig;
 LayerWork.prototype.at_once.sig = ["times"];
 class HeadWork {
@@ -2991,7 +2991,7 @@ model_class = py.type(blueprint.model).__name__;
 without_experts = ["a ", py.format(model_class, ""), " has no stacked experts, once in a layer"].join('');
 other_rows = ["objective: ", py.format(config.objective, ""), " has other rows than those that train"].join('');
 lacks_addresses = py.both((backend != null), () => (!py.t(py.call(has_addresses, [backend.device]))));
-reasons = new Map([["torch_compile compiles whole layers", config.torch_compile], ["shard_weights gathers whole layers", config.shard_weights], ["gradient_checkpointing: false keeps the graphs of whole layers", (config.gradient_checkpointing === false)], ["activation_offloading keeps the graphs of whole layers", py.both(keeps_graphs, () => py.ne(config.activation_offloading, "hidden_states"))], [other_rows, py.ne(config.objective, "sft")], [without_experts, (!py.t(blueprint.most_experts))], ["several processes hold the model together", py.gt(blueprint.parallel.size, 1)], ["weights of the layers train", (blueprint.trained != null)], ["this device compiles every size of what it runs", lacks_addresses]]);
+reasons = new Map([["torch_compile compiles whole layers", config.torch_compile], ["shard_weights gathers whole layers", config.shard_weights], ["gradient_checkpointing: false keeps the graphs of whole layers", (config.gradient_checkpointing === false)], ["activation_offloading keeps the graphs of whole layers", py.both(keeps_graphs, () => py.ne(config.activation_offloading, "hidden_states"))], [other_rows, py.ne(config.objective, "sft")], ["sequence_chunk takes sequences through whole layers", (config.sequence_chunk != null)], [without_experts, (!py.t(blueprint.most_experts))], ["several processes hold the model together", py.gt(blueprint.parallel.size, 1)], ["weights of the layers train", (blueprint.trained != null)], ["this device compiles every size of what it runs", lacks_addresses]]);
 return py.next((function*(t26) { for (const t27 of t26) { const [what, applies] = py.list(t27); if (py.t(applies)) { yield what; } } })(py.iter(py.items(reasons))), "");
 }, ["planner"]);
 return {Choice, ENOUGH, FEW_GROUPS, LESS, SETTING, WORTH_IT, _expert_groups, _fastest, _fewer_rows, _heads, _in_groups, _next_smaller, _seconds, _smaller, _smaller_chunks, _why_not_grouped, _with_head, best, candidates, choice_of, cut, seconds_decide};
@@ -3021,6 +3021,7 @@ const with_adapter = stubs.with_adapter;
 const ModelFiles = stubs.ModelFiles;
 const training_rows = stubs.training_rows;
 const main_dtype = stubs.main_dtype;
+const chunks_note = stubs.chunks_note;
 const Allocation = lema_plan_cost.Allocation;
 const crossover = lema_plan_cost.crossover;
 const phases = lema_plan_cost.phases;

@@ -7,12 +7,14 @@ which sees the keys and values of all others, and of what is there for the whole
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from lema.config.units import human_bytes
 from lema.model import Split
 from lema.model.capture import tensors_in
 from lema.model.sequence.chunks import ChunkedRows, most_of_calls
@@ -21,7 +23,7 @@ from lema.plan.meter import Tally, without_values
 from lema.plan.workload import LayerWork, MicroBatch, Workload, fake_weights, learn
 from lema.stream.placement import LayerBytes
 
-__all__ = ["in_chunks"]
+__all__ = ["chunks_note", "in_chunks"]
 
 
 def in_chunks(
@@ -70,6 +72,32 @@ def in_chunks(
     )
 
 
+def chunks_note(batch: MicroBatch, work: Workload | None) -> str | None:
+    """Say how rows go through layers, and what a layer keeps of one; None: they are not cut.
+
+    Args:
+        batch: the micro-batch.
+        work: what it costs; None: it cannot be told.
+    """
+    if batch.chunk is None:
+        return None
+    if batch.length <= batch.chunk:
+        return f"sequence_chunk: no row has more than {batch.chunk:,} tokens, so none is cut"
+    count = math.ceil(batch.length / batch.chunk)
+    note = (
+        f"sequence_chunk: a row of {batch.length:,} tokens goes through each layer in {count:,} "
+        f"chunks of {batch.chunk:,}"
+    )
+    if work is None:
+        return note
+    kept = {
+        "keys and values": max(layer.keys_values_bytes for layer in work.works),
+        "states between chunks": max(layer.handed_on_bytes for layer in work.works),
+    }
+    parts = [f"{human_bytes(size // batch.rows)} of {what}" for what, size in kept.items() if size]
+    return f"{note}; one layer keeps at most {' and '.join(parts)} of it"
+
+
 def _layer_in_chunks(
     split: Split,
     index: int,
@@ -100,7 +128,8 @@ def _layer_in_chunks(
         with torch.no_grad():
             run(before, hidden[:, rows.spans[before].slice])
         of_states = states.nbytes
-        handed_on = states.handed_on_bytes * (len(rows.spans) - 2)
+        of_one_chunk = states.handed_on_bytes
+        handed_on = of_one_chunk * (len(rows.spans) - 2)
         tally.restart_peak()
         leaf = hidden[:, rows.spans[last].slice].detach().requires_grad_()
         with torch.enable_grad():
@@ -116,6 +145,8 @@ def _layer_in_chunks(
         forward_bytes=of_states + handed_on + hidden.nbytes,
         product_bytes=0,
         product_flops=0,
+        keys_values_bytes=of_states - of_one_chunk,
+        handed_on_bytes=of_one_chunk + handed_on,
     )
 
 

@@ -20,6 +20,7 @@ from lema.errors import ConfigError
 from lema.lora.files import with_adapter
 from lema.model.files import ModelFiles, training_rows
 from lema.model.skeleton import main_dtype
+from lema.plan.chunk_work import chunks_note
 from lema.plan.cost import Allocation, crossover, phases, saved_elsewhere
 from lema.plan.groups import ExpertSummary, expert_summary
 from lema.plan.machine import Machine
@@ -529,6 +530,8 @@ def _notes(planner: Planner) -> tuple[str, ...]:
     notes = [planner.machine_state.machine.note] * bool(planner.machine_state.machine.note)
     notes += _of_published_weights(planner.blueprint.layers)
     notes += planner.blueprint.notes
+    if note := chunks_note(planner.shape.micro_batch, planner.workload):
+        notes.append(note)
     return tuple(notes)
 
 

@@ -84,6 +84,10 @@ class LayerWork:
     product_flops: int  # of these products
     # what waits for the layer's experts in the backward, where these are leased in groups
     waiting_bytes: int = 0
+    # keys and values of whole sequences, where these go through the layer in chunks
+    keys_values_bytes: int = 0
+    # states that chunks hand on to the next ones, of all chunks
+    handed_on_bytes: int = 0
 
     def at_once(self, times: float) -> int:
         """Return the most that is alive at once in the layer, of so many micro-batches: of experts

@@ -95,6 +95,13 @@ def test_groups_that_nothing_else_goes_with_are_refused(mixture: Path) -> None:
         list(candidates(uncut(config)))
 
 
+def test_rows_in_chunks_are_offered_no_groups_of_experts(mixture: Path) -> None:
+    config = settings(mixture, experts_per_slot="auto", sequence_chunk=64, micro_batch_size=1)
+    tried = list(candidates(uncut(config)))
+    assert tried[0] == Choice(1, None)
+    assert not any(choice.experts for choice in tried)
+
+
 def test_a_choice_can_be_taken_back(dense: Path) -> None:
     planner = uncut(settings(dense))
     whole = cut(planner, Choice(4, None))

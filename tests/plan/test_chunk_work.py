@@ -5,13 +5,19 @@ from typing import Any
 
 import pytest
 import torch
+from everytype import write_model as write_type
+from hollowmodel import write_hollow
 from meteredstep import second_step
-from smallrun import settings, write_model
+from smallrun import opened, settings, write_model
+from transformers import LlamaConfig, MixtralConfig
 
 from lema import LemaConfig, LemaModel
-from lema.plan import Allocation
+from lema.config.units import human_bytes
+from lema.errors import MemoryLimitError
+from lema.plan import Allocation, make_plan
 from lema.plan.blueprint import draw_up
 from lema.plan.chunk_work import in_chunks
+from lema.plan.machine import profile
 from lema.plan.memory import device_parts
 from lema.plan.step import demand_of, step_shape
 from lema.plan.workload import measure
@@ -87,3 +93,42 @@ def test_a_limit_of_memory_finds_room_for_rows_in_chunks(tmp_path: Path, limit: 
     model.initialize_lora()
     assert model.allocation.recompute
     model.close()
+
+
+def test_where_only_groups_of_experts_would_fit_memory_is_what_is_short(tmp_path: Path) -> None:
+    """Groups of experts do not go with chunks, so a plan does not choose them."""
+    sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    experts = {"intermediate_size": 512, "num_local_experts": 16, "num_key_value_heads": 4}
+    shape = MixtralConfig(vocab_size=96, max_position_embeddings=LENGTH, **sizes | experts)
+    model = write_type(shape, tmp_path / "model")
+    options: dict[str, Any] = {"device_memory": "12MB", "loss_chunk_tokens": 64}
+    options |= {"batch_size": 1, "max_length": 128, "lora_target_parameters": []}
+    with opened(settings(model, tmp_path, **options)) as whole:
+        assert whole.memory.groups
+    with (
+        opened(settings(model, tmp_path, sequence_chunk=CHUNK, **options)) as cut,
+        pytest.raises(MemoryLimitError),
+    ):
+        assert cut.adapter is not None
+
+
+def notes_of(directory: Path, **changes: Any) -> str:
+    settings = {"max_length": 4096, "micro_batch_size": 2, "batch_size": 2} | changes
+    plan, _ = make_plan(LemaConfig(str(directory), device="cpu", **settings), profile("4090"))
+    return "\n".join(plan.notes)
+
+
+def test_a_plan_says_that_rows_go_in_chunks_and_what_a_layer_keeps_of_one(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}
+    shape = LlamaConfig(vocab_size=96, max_position_embeddings=4096, **sizes | heads)
+    shape.dtype = torch.bfloat16
+    model = write_hollow(tmp_path / "model", shape)
+    kept = human_bytes(2 * 2 * 32 * 2 * 4096)
+    said = "sequence_chunk: a row of 4,096 tokens goes through each layer in 5 chunks of 1,000; "
+    assert f"{said}one layer keeps at most {kept} of keys and values of it" in notes_of(
+        model, sequence_chunk=1000
+    )
+    none_is_cut = "sequence_chunk: no row has more than 4,096 tokens, so none is cut"
+    assert none_is_cut in notes_of(model, sequence_chunk=4096)
+    assert "sequence_chunk" not in notes_of(model)
