@@ -199,6 +199,14 @@ def test_types_whose_layers_differ(model_type: str, tmp_path: Path) -> None:
     assert compare(model_type, tmp_path, sequence_chunk=5).worst < 10 * ROUNDING
 
 
+@PARTLY_ADAPTED
+def test_a_hybrid_with_layers_of_attention_among_those_with_a_state(tmp_path: Path) -> None:
+    """Granite's, whose tiny config has none."""
+    config = tiny_config("granitemoehybrid")
+    config.layer_types = ["linear_attention", "full_attention"] * (config.num_hidden_layers // 2)
+    assert compare(config, tmp_path, sequence_chunk=5).worst < 10 * ROUNDING
+
+
 @pytest.mark.parametrize(
     "settings",
     [
