@@ -1,10 +1,10 @@
-"""A step on one long row, whole and in chunks of its sequence: the device memory that a layer's
-backward takes, how often layers are leased, and the time.
+"""A step on one long row, whole and in chunks of its sequence: the time, how often layers are
+leased, and the most memory that the process takes.
 
     OMP_NUM_THREADS=2 python benchmarks/long_context.py --lengths 4096 16384 --chunk 1024
 
-Every arm is a process of its own, and arms take turns. The device is the CPU, whose tensors of a
-step are counted as they are made (`lema.plan.meter`). Weights are random, fp32.
+Every arm is a process of its own, and arms take turns. Weights are random, fp32. The device is the
+CPU, so inputs of layers that wait in host memory count in the memory of the process as well.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Shape, report, write_model
+from common import PeakAnonymous, Shape, report, write_model
 
 from lema import LemaConfig, LemaModel
-from lema.plan.meter import Tally
 
 SHAPE = Shape(1024, 2816, 8, 512, heads=16, kv_heads=4, dtype="float32")
 TINY = Shape(64, 128, 4, 512, heads=4, kv_heads=2, dtype="float32")
-MIDDLE = 1  # a layer that neither embeddings nor the head touch
 
 
 def main() -> None:
@@ -87,32 +85,20 @@ def measured(directory: Path, shape: Shape, length: int, chunk: int) -> dict[str
     with closing(LemaModel(config)) as model:
         model.initialize_lora()
         model.skeleton.train()
-        layer = model.adapter.layers[MIDDLE]
-        backward = layer.backward
-        held = list[int]()
-
-        def measure(*args: Any, **options: Any) -> Any:
-            with Tally() as tally:
-                gradients = backward(*args, **options)
-            held.append(tally.peak)
-            return gradients
-
-        layer.backward = measure
         model.adapter.loss([batch]).backward()
-        layer.backward = backward
         for parameter in model.get_trainable_parameters():
             parameter.grad = None
         before = model.memory.counters.leases
         began = time.monotonic()
-        loss = model.adapter.loss([batch])
-        loss.backward()
+        with PeakAnonymous() as memory:
+            loss = model.adapter.loss([batch])
+            loss.backward()
         seconds = time.monotonic() - began
         leases = model.memory.counters.leases - before
     return {
         "tokens": length,
         "chunk": chunk or None,
-        "backward_bytes": held[0],
-        "backward_bytes_per_token": round(held[0] / length),
+        "peak_bytes": memory.peak,
         "leases": leases,  # of layers; the top one is leased once
         "seconds": round(seconds, 2),
         "loss": float(loss.detach()),

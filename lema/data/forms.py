@@ -329,7 +329,7 @@ def num_positions(config: "PreTrainedConfig") -> int | None:
     None: any number.
     """
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    # -1 is how XLNet's says that it has no limit
+    # -1 is how some configs say that there is no limit
     return None if positions is None or positions < 1 else int(positions)
 
 

@@ -11,6 +11,18 @@ from transformers import CONFIG_MAPPING
 ROOT = Path(__file__).parents[2]
 FILES = sorted([*ROOT.glob("lema/**/*.py"), *ROOT.glob("backends/**/*.py")])
 ORDINARY_WORDS = {"align", "beam", "bit", "clip", "ctrl", "git"}  # and architectures as well
+# Programs that are named after one, and ids of the hub in examples.
+NO_CODE = re.compile(
+    r"llama[._-]?cpp|llama-(?:quantize|server|adapter|cli)|llama-factory|qwen/qwen3-\w+",
+    re.IGNORECASE,
+)
+# Their subject is what others publish by name: chat templates, expressions of tokenizers, and what
+# releases of servers take.
+TABLES = {
+    "lema/data/chat/pieces.py",
+    "lema/data/templates/named.py",
+    "lema/lora/serving/servers.py",
+}
 DEVICES = re.compile(r"cuda|neuron|rocm|(?<![a-z])(xla|xpu|npu|mps|hip)(?![a-z])", re.IGNORECASE)
 
 
@@ -25,11 +37,16 @@ def architectures_in(text: str) -> set[str]:
     } - ORDINARY_WORDS
     alternatives = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
     pattern = re.compile(rf"(?<![a-z0-9])({alternatives})(?![a-z0-9])")
+    text = NO_CODE.sub("", text)
     return {found for form in (text.lower(), words(text)) for found in pattern.findall(form)}
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "file",
+    [file for file in FILES if file.relative_to(ROOT).as_posix() not in TABLES],
+    ids=lambda file: str(file.relative_to(ROOT)),
+)
 def test_no_file_names_an_architecture(file: Path) -> None:
     assert not architectures_in(file.read_text())
 
@@ -42,6 +59,7 @@ def test_no_file_names_an_architecture(file: Path) -> None:
         ("from transformers.models.gpt2 import modeling_gpt2", {"gpt2"}),
         ("QWEN2_MOE_LAYERS", {"qwen2_moe"}),
         ("GPT2LMHeadModel", {"gpt2"}),
+        ("llama.cpp, llama_cpp, LLAMA_CPP, LLaMA-Factory, llama-server", set()),
         ("clip_grad_norm_(bit, optimize, sample, align)", set()),
     ],
 )
@@ -64,6 +82,7 @@ def test_the_core_names_no_device() -> None:
 
 def test_there_are_files_to_look_at() -> None:
     names = {file.relative_to(ROOT).as_posix() for file in FILES}
+    assert names >= TABLES
     assert {
         "lema/engine/streamed.py",
         "lema/stream/lease.py",

@@ -27,7 +27,7 @@ def stop_tokens_of(rows: Rows, tokenizer: "PreTrainedTokenizerBase") -> tuple[in
     A row counts if its last trained tokens are the last but for blanks, which templates write
     between turns. One that was cut to the longest length does not. Only the last end of a row
     counts, because an answer in the middle of a chat may end in a token that elsewhere stands
-    within an answer, as between the channels of gpt-oss."""
+    within an answer, as between channels of one answer."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     special |= set(tokenizer.all_special_ids)
     _, end = end_token(tokenizer)

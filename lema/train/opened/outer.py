@@ -64,9 +64,10 @@ class OuterWeights:
         self._backend = backend
         self.head: HeadCut
         self.tables: RowTables
+        # before rows stand for embeddings, whose weights text does not seem to reach then
+        self.towers = towers = find_towers(skeleton)
         self.head, self.tables = open_embed_head(skeleton, stored, config, backend.parallel)
         unloaded = self.tables.names | self.head.names
-        self.towers = towers = find_towers(skeleton)
         self.closed_towers = towers if config.modalities == "text" else []
         if config.modalities != "text":
             check_towers(skeleton, towers, stored.records, backend.parallel)
