@@ -35,9 +35,9 @@ from lema.engine.generation import leased_forwards
 from lema.engine.head.gradients import EmbedHead
 from lema.engine.layers.layer_pass import LayerPass
 from lema.engine.layers.reference_rows import ReferenceRows
+from lema.engine.layers.row_cuts import Cut, RowCuts
 from lema.engine.layers.rows import ComputeAs, Rows
 from lema.engine.layers.saving import Saving
-from lema.engine.row_cuts import Cut, RowCuts
 from lema.engine.streamed import StreamedModel
 from lema.engine.trained_weights import AskedGradients, OuterGradients, adapter_leaves
 from lema.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lema.engine.row_cuts import Cut, RowCuts
+from lema.engine.layers.row_cuts import Cut, RowCuts
 from lema.errors import ConfigError
 
 CUTS = (Cut([2], 5, 5), Cut([0, 1], 4, 5))
