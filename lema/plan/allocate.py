@@ -66,7 +66,7 @@ def whether_recomputed(config: LemaConfig) -> bool | None:
     """Return whether the settings have layers recomputed; None: as few as memory asks for."""
     if config.gradient_checkpointing != "auto":
         return config.gradient_checkpointing
-    if config.sequence_chunk is not None:
+    if config.sequence_chunk is not None or config.context_parallel_size is not None:
         return True  # because a graph of all chunks is what they are to spare
     if config.activation_offloading == "hidden_states" or config.boundary_activations in (
         "host",

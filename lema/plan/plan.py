@@ -22,6 +22,7 @@ from lema.model.files import ModelFiles, training_rows
 from lema.model.skeleton import main_dtype
 from lema.plan.chunk_work import chunks_note
 from lema.plan.cost import Allocation, crossover, phases, saved_elsewhere
+from lema.plan.divided_rows import divided_note
 from lema.plan.groups import ExpertSummary, expert_summary
 from lema.plan.machine import Machine
 from lema.plan.planner import Planner, StepNeeds, planner_of, timed
@@ -530,6 +531,8 @@ def _notes(planner: Planner) -> tuple[str, ...]:
     notes = [planner.machine_state.machine.note] * bool(planner.machine_state.machine.note)
     notes += _of_published_weights(planner.blueprint.layers)
     notes += planner.blueprint.notes
+    if note := divided_note(planner.config, planner.shape.micro_batch, planner.workload):
+        notes.append(note)
     if note := chunks_note(planner.shape.micro_batch, planner.workload):
         notes.append(note)
     return tuple(notes)

@@ -160,6 +160,7 @@ def router_loss_of(
         "torch_compile": config.torch_compile,
         "cache_frozen_prefix": config.cache_frozen_prefix,
         "sequence_chunk": config.sequence_chunk is not None,
+        "context_parallel_size": config.context_parallel_size is not None,
         "tensor_parallel_size": num_parts > 1,
         f"device: {config.device}": split.lazy,
     }

@@ -35,7 +35,7 @@ from lema.errors import ConfigError
 from lema.model.flow import LayerCall
 from lema.model.sequence.cache import StatesComplete
 from lema.model.sequence.chunks import ChunkedCall
-from lema.model.sequence.states import ChunkStates, Span
+from lema.model.sequence.states import ChunkStates
 from lema.stream import Lease
 
 __all__ = ["ChunkedLayer", "check_cuts"]
@@ -314,21 +314,21 @@ class _Visit:
         self.drawn = drawn or []
         self._states: ChunkStates | None = None
 
-    def _spans(self, length: int) -> Sequence[Span]:
-        return self._call.spans if isinstance(self._call, ChunkedCall) else [Span(0, length)]
+    def _parts(self, length: int) -> Sequence[slice]:
+        return self._call.parts if isinstance(self._call, ChunkedCall) else [slice(0, length)]
 
     def forward(self, layer_input: Tensor) -> Tensor:
         """Return what the layer makes of `[rows, sequence, hidden]`, without a graph; what
         chunks keep for later ones stays."""
         outputs = None
-        for chunk, span in enumerate(self._spans(layer_input.shape[1])):
+        for chunk, part in enumerate(self._parts(layer_input.shape[1])):
             self.drawn.append(self._engine.generator_state())
             with torch.no_grad():
-                output = self._run(chunk, layer_input[:, span.slice])
+                output = self._run(chunk, layer_input[:, part])
             if outputs is None:
                 shape = (*layer_input.shape[:2], *output.shape[2:])
                 outputs = output.new_empty(shape)
-            outputs[:, span.slice] = output
+            outputs[:, part] = output
         assert outputs is not None, "a micro-batch has no tokens"
         return outputs
 
@@ -337,10 +337,10 @@ class _Visit:
         backward."""
         if not (isinstance(self._call, ChunkedCall) and self._call.keeps):
             return
-        for chunk, span in enumerate(self._call.spans[:-1]):
+        for chunk, part in enumerate(self._call.parts[:-1]):
             self._engine.backend.set_rng_state(self.drawn[chunk])
             with torch.no_grad(), suppress(StatesComplete):
-                self._run(chunk, layer_input[:, span.slice], stops=True)
+                self._run(chunk, layer_input[:, part], stops=True)
 
     def backward(
         self, layer_input: Tensor, gradient: Tensor, *, needs: bool, sums: _Sums | None = None
@@ -357,9 +357,9 @@ class _Visit:
             The input's gradient, `[rows, sequence, hidden]`; None: it is not asked for.
         """
         input_gradient = torch.empty_like(layer_input) if needs else None
-        spans = self._spans(layer_input.shape[1])
-        for chunk in reversed(range(len(spans))):
-            part = spans[chunk].slice
+        parts = self._parts(layer_input.shape[1])
+        for chunk in reversed(range(len(parts))):
+            part = parts[chunk]
             self._engine.backend.set_rng_state(self.drawn[chunk])
             leaf = layer_input[:, part].detach().requires_grad_(needs)
             with torch.enable_grad():
@@ -405,7 +405,7 @@ class _Visit:
         if not isinstance(call, ChunkedCall):
             return run(call, layer_input)
         if self._states is None:
-            self._states = ChunkStates(call.spans[-1].stop)
+            self._states = call.new_states()
         chunk_call = call.chunk(chunk)
         with call.cache.holding(self._number, call.spans[chunk], self._states, stops=stops):
             return run(chunk_call, layer_input)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -22,6 +22,8 @@ from lema.errors import is_out_of_memory
 from lema.model.capture import PASSED_THROUGH_THE_MODEL, tensors_in
 from lema.model.flow import LayerCall, Prelude
 from lema.model.sequence.cache import SequenceCache, kinds_of, refusal
+from lema.model.sequence.divided_states import DividedStates
+from lema.model.sequence.division import RowDivision
 from lema.model.sequence.masks import (
     asks_for_packs,
     numbers_of_rows,
@@ -29,7 +31,7 @@ from lema.model.sequence.masks import (
     rotary_of_length,
     tables_by_length,
 )
-from lema.model.sequence.states import Span
+from lema.model.sequence.states import ChunkStates, Span
 
 __all__ = ["PADDING", "ChunkedCall", "ChunkedRows", "most_of_calls", "spans_of"]
 
@@ -87,10 +89,12 @@ class ChunkedRows:
         layers: its decoder layers.
         front: runs it up to them.
         batch: `input_ids`, `[rows, sequence]`, and what else the model takes.
-        size: tokens of a chunk.
+        size: tokens of a chunk; or how processes divide the rows, of which this one has some
+            chunks.
 
     Attributes:
         spans: the chunks.
+        parts: where they lie in the hidden states that this process has.
         cache: with which they are called.
 
     Raises:
@@ -103,7 +107,7 @@ class ChunkedRows:
         layers: torch.nn.ModuleList,
         front: Front,
         batch: Mapping[str, Tensor],
-        size: int,
+        size: int | RowDivision,
     ) -> None:
         self._model = model
         self._layers = layers
@@ -111,7 +115,12 @@ class ChunkedRows:
         self._batch = dict(batch)
         self._length = batch["input_ids"].shape[1]
         _check_inputs(self._batch)
-        self.spans = spans_of(self._length, size)
+        self._division = None if isinstance(size, int) else size
+        self.spans = (
+            spans_of(self._length, size) if isinstance(size, int) else size.of(self._length).spans
+        )
+        ends = [*accumulate((span.stop - span.start for span in self.spans), initial=0)]
+        self.parts = [slice(start, stop) for start, stop in pairwise(ends)]
         self.cache = SequenceCache(kinds_of(DynamicCache(config=model.config).layers, len(layers)))
         positions = batch.get(POSITIONS)
         self._numbers: Tensor | None = None  # of the rows of packs, to which attention keeps
@@ -140,6 +149,20 @@ class ChunkedRows:
             for number in range(len(self._layers))
         )
         return Prelude(hidden, calls)
+
+    def new_states(self, number: int) -> ChunkStates:
+        """Return what is to keep, of one visit of a layer, what its chunks leave."""
+        division = self._division
+        if division is None:
+            return ChunkStates(self._length)
+        names = division.states.get(number, ())
+        device = self._batch["input_ids"].device
+        return DividedStates(division.of(self._length), division, names, device)
+
+    def note_states(self, number: int, names: Sequence[str]) -> None:
+        """Note which states a layer hands from chunk to chunk."""
+        if self._division is not None:
+            self._division.note_states(number, names)
 
     def call(self, number: int, chunk: int) -> LayerCall:
         """Return the call of a layer on a chunk."""
@@ -234,6 +257,11 @@ class ChunkedCall(LayerCall):
         return self.rows.spans
 
     @property
+    def parts(self) -> Sequence[slice]:
+        """Where they lie in the hidden state."""
+        return self.rows.parts
+
+    @property
     def cache(self) -> SequenceCache:
         """The cache with which the layer is called."""
         return self.rows.cache
@@ -242,6 +270,10 @@ class ChunkedCall(LayerCall):
     def keeps(self) -> bool:
         """Whether the layer keeps anything of a chunk for later ones."""
         return self.cache.kinds[self.number].keeps
+
+    def new_states(self) -> ChunkStates:
+        """Return what is to keep what the layer's chunks leave."""
+        return self.rows.new_states(self.number)
 
     def chunk(self, index: int) -> LayerCall:
         """Return the call on a chunk."""

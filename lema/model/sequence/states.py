@@ -164,6 +164,11 @@ class ChunkStates:
         return self._keys.nbytes + self._values.nbytes + self.handed_on_bytes
 
     @property
+    def handed_on(self) -> tuple[str, ...]:
+        """The names of the states that each chunk leaves to the next."""
+        return tuple(self._states)
+
+    @property
     def num_handed_on(self) -> int:
         """How many states each chunk leaves to the next."""
         return len(self._states)
