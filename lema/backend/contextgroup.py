@@ -9,17 +9,18 @@ are made here in the order of ranks, so that all processes round alike.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lema.backend.protocols import Replicas
-from lema.backend.torchrun import PATIENCE, others_there
+from lema.backend.torchrun import PATIENCE, gather_objects, others_there
 from lema.errors import ConfigError
 
-__all__ = ["Carried", "ContextGroup", "join_context"]
+__all__ = ["Carried", "ContextGroup", "check_dividing", "join_context"]
 
 Carried: TypeAlias = Literal["keys and values", "their gradients", "states", "gradients of states"]
 """What processes send each other of a layer."""
@@ -36,17 +37,26 @@ class ContextGroup:
     Args:
         rank: this process's place among them.
         ranks: their places among all processes.
+        exchange: returns the plain data of each of them, in rank order.
         group: of `torch.distributed`; None: all processes.
 
     Attributes:
+        exchange: returns the plain data of each of them, in rank order.
         rank: this process's place among them.
         size: how many they are.
         sent: bytes that this process has sent so far, to all others together.
     """
 
-    def __init__(self, rank: int, ranks: Sequence[int], group: Any = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        exchange: Callable[[object], list[Any]],
+        group: Any = None,
+    ) -> None:
         self.rank = rank
         self.size = len(ranks)
+        self.exchange = exchange
         self._ranks = list(ranks)
         self._group = group
         self.sent: dict[Carried, int] = {}
@@ -54,13 +64,16 @@ class ContextGroup:
         # what has come and was not asked for yet, by sender and number
         self._arrived: dict[tuple[int, int], deque[Tensor]] = {}
 
-    def gather(self, part: Tensor) -> list[Tensor]:
-        """Return every process's tensor, in rank order; all have one shape and dtype."""
+    def gather(self, part: Tensor, what: Carried | None = None) -> list[Tensor]:
+        """Return every process's tensor, in rank order; all have one shape and dtype. `what` it is
+        counted as; None: it is not.
+        """
         sent = _bytes_of(part)
         parts = sent.new_empty(self.size, sent.numel())
         with others_there():
             _all_gather(parts.view(-1), sent, group=self._group)
-        self._count("keys and values", sent.numel() * (self.size - 1))
+        if what is not None:
+            self._count(what, sent.numel() * (self.size - 1))
         return [row.view(part.dtype).view(part.shape) for row in parts]
 
     def sum_scattered(self, parts: Sequence[Tensor]) -> Tensor:
@@ -94,13 +107,7 @@ class ContextGroup:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of every process's tensor, in rank order."""
-        total = torch.zeros_like(tensor)
-        gathered = tensor.new_empty(self.size, tensor.numel())
-        with others_there():
-            _all_gather(gathered.view(-1).view(torch.uint8), _bytes_of(tensor), group=self._group)
-        for row in gathered:
-            total += row.view(tensor.shape)
-        return total
+        return torch.stack(self.gather(tensor)).sum(0)
 
     def send(self, tensor: Tensor, to: int, number: int, what: Carried) -> None:
         """Send a tensor to the process of rank `to`, which asks for it by its `number`; go on
@@ -158,6 +165,28 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
+def check_dividing(replicas: Replicas, size: int | None) -> None:
+    """Refuse processes that cannot be divided into groups of `size`, each of which divides rows.
+
+    Args:
+        replicas: all processes, each with a whole copy of the model.
+        size: how many are to divide a row; None: rows are not divided.
+
+    Raises:
+        ConfigError: it is so.
+    """
+    if size is None:
+        return
+    count = replicas.num_processes
+    if count != replicas.size:
+        what = "rows are not divided where several processes hold one copy of the model"
+        raise ConfigError(what, where=SETTING, how="leave out tensor_parallel_size")
+    if count % size:
+        what = f"{count} process{'' if count == 1 else 'es'} cannot divide rows in groups of {size}"
+        how = f"start a multiple of {size} processes: torchrun --nproc-per-node {size} -m lema ..."
+        raise ConfigError(what, where=f"{SETTING}: {size}", how=how)
+
+
 def join_context(replicas: Replicas, size: int) -> ContextGroup:
     """Return the processes that divide rows with this one: `size` whose ranks follow each other.
     All processes call this.
@@ -169,22 +198,17 @@ def join_context(replicas: Replicas, size: int) -> ContextGroup:
     Raises:
         ConfigError: they cannot be divided into such groups.
     """
+    check_dividing(replicas, size)
     count = replicas.size
-    if count != replicas.num_processes:
-        what = "rows are not divided where several processes hold one copy of the model"
-        raise ConfigError(what, where=SETTING, how="leave out tensor_parallel_size")
-    if count % size:
-        what = f"{count} process{'' if count == 1 else 'es'} cannot divide rows in groups of {size}"
-        how = f"start a multiple of {size} processes: torchrun --nproc-per-node {size} -m lema ..."
-        raise ConfigError(what, where=f"{SETTING}: {size}", how=how)
     first = replicas.rank // size * size
     ranks = range(first, first + size)
     if count == size:
-        return ContextGroup(replicas.rank, ranks)
+        return ContextGroup(replicas.rank, ranks, replicas.exchange)
     dist: Any = torch.distributed
     # every group is made in each process, in the same order
-    groups = [
-        dist.new_group(list(range(start, start + size)), timeout=PATIENCE)
-        for start in range(0, count, size)
-    ]
-    return ContextGroup(replicas.rank - first, ranks, groups[first // size])
+    everyone = [list(range(start, start + size)) for start in range(0, count, size)]
+    devices = [dist.new_group(members, timeout=PATIENCE) for members in everyone]
+    hosts = [dist.new_group(members, timeout=PATIENCE, backend="gloo") for members in everyone]
+    number = first // size
+    exchange = partial(gather_objects, size=size, hosts=hosts[number])
+    return ContextGroup(replicas.rank - first, ranks, exchange, devices[number])

@@ -223,9 +223,15 @@ class StreamedModel:
         """Let `stop` end a run at a layer or micro-batch within `Interrupt.opened`; all
         processes do this, or none.
         """
-        leaving: Leaving = "alone" if self.backend.parallel.size == 1 else "as a copy"
+        # those that divide rows leave as those do that hold a copy together
+        division = self.division
+        copies = self.backend.parallel.size > 1 or division is not None
+        leaving: Leaving = "as a copy" if copies else "alone"
         interrupt = Interrupt(
-            stop, self.backend.replicas, "together" if self.meets else leaving
+            stop,
+            self.backend.replicas,
+            "together" if self.stream.sharded else leaving,
+            None if division is None else division.group.exchange,
         )
         with self.engine.stopping(interrupt):
             yield

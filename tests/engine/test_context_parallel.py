@@ -2,16 +2,13 @@
 those of one process that has whole rows.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tinyconfig
 import torch
-from dividedrows import Job, MicroBatches, Taken, step, steps
+from dividedrows import Job, step, together
 from everytype import write_model
-from forked import run_forked
 from parity import relative_difference
 from tinyconfig import VOCABULARY, tiny_config
 from torch import Tensor
@@ -62,14 +59,6 @@ def batches_of(layout: str) -> list[dict[str, Tensor]]:
 @pytest.fixture(autouse=True)
 def eight_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tinyconfig, "NUM_LAYERS", NUM_LAYERS)
-
-
-def together(jobs: list[Job], count: int, directory: Path) -> list[list[Taken]]:
-    """Return what steps leave in each of so many processes."""
-    out = directory / f"taken-{count}"
-    out.mkdir()
-    run_forked(steps, (jobs, out), count, directory, 300)
-    return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(count)]
 
 
 @pytest.mark.parametrize("count", [2, 4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from everytype import opened
+from forked import run_forked
 from parity import DRAWS, draw_b, trained
 from torch import Tensor
 
@@ -71,13 +73,25 @@ def step(job: Job) -> Taken:
         return Taken(numbers, (float(mean), count), sent)
 
 
-def steps(jobs: Sequence[Job], out: Path) -> None:
+def together(jobs: Sequence[Job], count: int, directory: Path) -> list[list[Taken]]:
+    """Return what steps leave in each of so many processes, which have a directory for files."""
+    out = Path(tempfile.mkdtemp(dir=directory))
+    # in a file, because tensors that are handed to other processes wait for the one that made them
+    torch.save(list(jobs), out / "jobs")
+    run_forked(_steps, (out,), count, directory, 200)
+    return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(count)]
+
+
+def _steps(out: Path) -> None:
     """Take one step after the other, in every process; each writes what they leave."""
+    # once, for all models
+    torch.distributed.init_process_group("gloo")
     results = []
+    jobs: list[Job] = torch.load(out / "jobs", weights_only=False)
     for job in jobs:
         try:
             results.append(step(job))
         except Exception as error:  # noqa: BLE001 - the test looks at it
             results.append(Taken(torch.zeros(1), error=f"{type(error).__name__}: {error}"))
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    torch.save(results, out / f"{rank}.pt")
+    torch.save(results, out / f"{torch.distributed.get_rank()}.pt")
+    torch.distributed.destroy_process_group()

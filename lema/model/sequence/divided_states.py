@@ -192,7 +192,7 @@ class DividedStates(ChunkStates):
             pad(part, (0, 0, 0, longest - part.shape[-2])).contiguous() for part in (keys, values)
         ]
         message = torch.cat([part.view(-1).view(torch.uint8) for part in padded])
-        received = self._division.group.gather(message)
+        received = self._division.group.gather(message, "keys and values")
         for span, message in zip(spans, received, strict=True):
             sizes = [part.nbytes for part in padded]
             for whole, part, sent in zip(self._whole, padded, message.split(sizes), strict=True):

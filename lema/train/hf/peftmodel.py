@@ -113,10 +113,11 @@ def streamed(
         host_memory=host_memory,
         **settings,
     )
-    if config.sequence_chunk is not None:
+    if config.cuts_sequences:
+        divided = config.context_parallel_size is not None
         raise ConfigError(
             "a trainer's own forward does not cut sequences",
-            where="sequence_chunk",
+            where="context_parallel_size" if divided else "sequence_chunk",
             how="leave it out, or train with lema",
         )
     if num_labels is not None and task != SCORES:

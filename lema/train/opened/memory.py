@@ -221,12 +221,12 @@ class MemoryUse:
 
     def _division(self) -> RowDivision | None:
         """Return how processes divide rows; None: each has rows of its own, as one that is alone
-        and does not train has.
+        has, which may generate and evaluate so.
         """
         config = self._config
         size = config.context_parallel_size
         replicas = self._opened.backend.replicas
-        if size is None or (replicas.num_processes == 1 and self._choose is None):
+        if size is None or replicas.num_processes == 1:
             return None
         return RowDivision(join_context(replicas, size), config.sequence_chunk)
 
