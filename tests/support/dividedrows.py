@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from everytype import opened
+from everytype import opened, whole_in, whole_loss
 from forked import run_forked
 from parity import DRAWS, draw_b, trained
 from torch import Tensor
@@ -71,6 +71,19 @@ def step(job: Job) -> Taken:
         mean, count = model.adapter.evaluate(job.batches)
         numbers = torch.cat([value, *(gradient.flatten() for gradient in formed)])
         return Taken(numbers, (float(mean), count), sent)
+
+
+def whole(job: Job) -> Tensor:
+    """Return the loss, and every gradient, of a step of the whole model in double precision."""
+    with opened(job.directory) as model:
+        reference = whole_in(job.directory, torch.float64, model.lora_manager)
+        shifted = model.adapter.shifts_labels
+    reference.double()
+    torch.manual_seed(DRAWS)
+    loss, _ = whole_loss(reference, [dict(batch) for batch in job.batches], shifted=shifted)
+    formed = [parameter.grad for parameter in trained(reference).values()]
+    gradients = [gradient.flatten() for gradient in formed if gradient is not None]
+    return torch.cat([loss.view(1).double(), *gradients])
 
 
 def together(jobs: Sequence[Job], count: int, directory: Path) -> list[list[Taken]]:

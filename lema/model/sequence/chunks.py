@@ -185,9 +185,10 @@ class ChunkedRows:
 
     def sample(self, length: int, size: int) -> tuple[Prelude, ChunkedRows]:
         """Return what the model makes of the first `length` tokens up to its layers, and the same
-        tokens in chunks of `size`. If there is a mask, the first `PADDING` of them are padding.
-        Nothing is left behind."""
-        batch = {"input_ids": self._batch["input_ids"][:1, :length]}
+        tokens in chunks of `size`. Fewer are repeated. If there is a mask, the first `PADDING` of
+        them are padding. Nothing is left behind."""
+        ids = self._batch["input_ids"][:1, :length]
+        batch = {"input_ids": ids.repeat(1, -(-length // ids.shape[1]))[:, :length]}
         if self.masked:
             batch[MASK] = torch.ones_like(batch["input_ids"])
             batch[MASK][:, :PADDING] = 0
