@@ -66,6 +66,7 @@ class StreamedModel:
     Attributes:
         engine: the objects that the layers of a pass work with.
         layers: the decoder layers, each of its kind.
+        sequence_chunk: tokens of a sequence that go through a layer at once; None: all.
         prefix: keeps the hidden states that layers below the lowest trained one make, in a run that
             repeats batches.
         watchdog: reports a pass that comes to no next layer in time; None: there is none.
@@ -100,7 +101,7 @@ class StreamedModel:
         retry = OomRetry(stream, backend, split.state, recomputes=recomputes, **advice)
         self.engine = Engine(split, stream, backend, runs_again=runs_again, retry=retry)
         self.layers = layers_of(self.engine, in_chunks=sequence_chunk is not None)
-        self._sequence_chunk = sequence_chunk
+        self.sequence_chunk = sequence_chunk
         if sequence_chunk is not None:
             check_cuts(self.engine)
         self._away = HostStates(backend)
@@ -535,7 +536,7 @@ class StreamedModel:
     ) -> Prelude:
         """Run one micro-batch up to the layers; in chunks, if it is longer than one."""
         inputs = model_inputs(batch)
-        size = self._sequence_chunk
+        size = self.sequence_chunk
         if size is None or batch["input_ids"].shape[1] <= size:
             return self.split.prelude(inputs, weights, differentiate=differentiate)
         return self.split.prelude_in_chunks(inputs, weights, size, differentiate=differentiate)

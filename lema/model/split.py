@@ -41,12 +41,15 @@ from lema.model.state.hooks import aside
 from lema.model.state.model import ModelState
 from lema.model.weight_names import restored_parameters, stored_name
 
-__all__ = ["Learned", "Run", "Split"]
+__all__ = ["NO_CACHE", "Learned", "ModelCall", "Run", "Split"]
 
 Run = Callable[[], Any]
 """A forward of the model's own, or of the part of it that holds the layers, on inputs that it
 knows.
 """
+
+ModelCall = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Any]
+"""Calls a model, or the part of it that holds the layers, on tokens and with options."""
 
 LEARNING_TOKENS = 8
 NO_CACHE: Mapping[str, Any] = {"use_cache": False}
@@ -179,12 +182,30 @@ class Split:
         self._begin(batch, first_layer_weights)
         return self.rows_in_chunks(batch, size).prelude(differentiate=differentiate)
 
-    def rows_in_chunks(self, batch: Mapping[str, Tensor], size: int) -> ChunkedRows:
-        """Return the chunks of a micro-batch. `ConfigError`: it cannot be cut."""
-        return ChunkedRows(self.model, self.layers, self._chunk_front, batch, size)
+    def rows_in_chunks(
+        self,
+        batch: Mapping[str, Tensor],
+        size: int,
+        call: ModelCall | None = None,
+        *,
+        leaves_out_padding: bool = False,
+    ) -> ChunkedRows:
+        """Return the chunks of a micro-batch. `ConfigError`: it cannot be cut.
+
+        Args:
+            batch: the micro-batch.
+            size: tokens of a chunk.
+            call: calls the part of the model that holds the layers; None: the whole model.
+            leaves_out_padding: as in `ChunkedRows`.
+        """
+        front = partial(self._chunk_front, call or self._logits)
+        return ChunkedRows(
+            self.model, self.layers, front, batch, size, leaves_out_padding=leaves_out_padding
+        )
 
     def _chunk_front(
         self,
+        call: ModelCall,
         batch: Mapping[str, Tensor],
         cache: SequenceCache | None,
         *,
@@ -194,7 +215,7 @@ class Split:
         """Run the model up to its layers on one chunk; see `lema.model.sequence.chunks.Front`."""
         name = cache_argument(self.model.base_model if self._scores else self.model)
         options = NO_CACHE if cache is None else {"use_cache": True, name: cache}
-        run = partial(self._logits, batch, options)
+        run = partial(call, batch, options)
         if not again:
             return self._front(run, differentiate=differentiate)
         drawn = self._backend.rng_state()

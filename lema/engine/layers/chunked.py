@@ -327,7 +327,8 @@ class _Visit:
                 output = self._run(chunk, layer_input[:, span.slice])
             if outputs is None:
                 shape = (*layer_input.shape[:2], *output.shape[2:])
-                outputs = output.new_empty(shape)
+                # zeros, because padding may be in no chunk
+                outputs = output.new_zeros(shape)
             outputs[:, span.slice] = output
         assert outputs is not None, "a micro-batch has no tokens"
         return outputs
@@ -356,7 +357,8 @@ class _Visit:
         Returns:
             The input's gradient, `[rows, sequence, hidden]`; None: it is not asked for.
         """
-        input_gradient = torch.empty_like(layer_input) if needs else None
+        # zeros, because padding may be in no chunk
+        input_gradient = torch.zeros_like(layer_input) if needs else None
         spans = self._spans(layer_input.shape[1])
         for chunk in reversed(range(len(spans))):
             part = spans[chunk].slice

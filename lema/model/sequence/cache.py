@@ -128,7 +128,7 @@ class _StatesLayer(LinearAttentionCacheLayerMixin):
     def has_previous_state(self) -> dict[int, bool]:  # type: ignore[override] # a question to the cache, not an attribute
         """Of each state, whether chunks came before."""
         cache, _ = self._recurrence
-        return dict.fromkeys(range(self.number_of_states), cache.span.start > 0)
+        return dict.fromkeys(range(self.number_of_states), cache.span.start > cache.first)
 
     @property
     def conv_states(self) -> dict[int, Tensor | None]:  # type: ignore[override] # a question to the cache, not an attribute
@@ -194,16 +194,19 @@ class SequenceCache(Cache):
 
     Args:
         kinds: what each layer keeps.
+        first: the first token that is in a chunk.
 
     Attributes:
         kinds: what each layer keeps.
+        first: the first token that is in a chunk.
         span: the chunk that is called.
     """
 
-    def __init__(self, kinds: Sequence[LayerKind]) -> None:
+    def __init__(self, kinds: Sequence[LayerKind], first: int = 0) -> None:
         layers: Any = [self._layer(number, kind) for number, kind in enumerate(kinds)]
         super().__init__(layers=layers)
         self.kinds = tuple(kinds)
+        self.first = first
         self.span = Span(0, 0)
         self._number = -1
         self._states: ChunkStates | None = None

@@ -54,7 +54,8 @@ class _Buffer:
         """Put in those of a chunk; return all from token `first` to the end of the chunk."""
         if self._values is None:
             shape = (*states.shape[:-2], self._length, states.shape[-1])
-            self._values = states.new_empty(shape)
+            # zeros, because padding before the first chunk is masked, but attention multiplies it
+            self._values = states.new_zeros(shape) if span.start else states.new_empty(shape)
         with torch.no_grad():
             self._values[..., span.slice, :] = states
         if states.requires_grad and torch.is_grad_enabled():
