@@ -545,5 +545,7 @@ class StreamedModel:
         self, hidden: Sequence[Tensor], lowest: int, end: int, budget: int = 0
     ) -> Saving:
         """Return what a step keeps of its layers; the arguments are those of `Activations.step`."""
+        size = self.sequence_chunk
+        in_chunks = size is not None and any(state.shape[1] > size for state in hidden)
         with self.retry.at("for the inputs of layers that wait for the backward"):
-            return self.activations.step(hidden, lowest, end, budget)
+            return self.activations.step(hidden, lowest, end, budget, in_chunks=in_chunks)
