@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from lema.backend import Backend, Parallel
 from lema.backend.registry import has_addresses
@@ -34,7 +34,7 @@ from lema.model.layers.attached import AttachedLayers
 from lema.model.layers.compiled import CompiledLayers
 from lema.model.layers.routing import replayed
 from lema.model.row_tables import RowTables
-from lema.model.sequence.cache import SequenceCache
+from lema.model.sequence.cache import LayerKind, SequenceCache, kinds_of
 from lema.model.sequence.chunks import ChunkedRows
 from lema.model.skeleton import find_layers, main_dtype, scores_texts
 from lema.model.state.hooks import aside
@@ -202,6 +202,10 @@ class Split:
         return ChunkedRows(
             self.model, self.layers, front, batch, size, leaves_out_padding=leaves_out_padding
         )
+
+    def sequence_kinds(self) -> list[LayerKind]:
+        """Return what each layer keeps of a sequence. `ConfigError`: it is not known."""
+        return kinds_of(DynamicCache(config=self.model.config).layers, self.num_layers)
 
     def _chunk_front(
         self,

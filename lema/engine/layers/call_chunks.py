@@ -25,6 +25,9 @@ from lema.model.state.hooks import hooks_of
 
 __all__ = ["CallChunks", "check_hooks"]
 
+# Borders of rows in a pack, which its positions say as well: for kernels, which compute in ways that
+# chunks are not compared with, and for layers that keep a state.
+BORDERS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
 BY_TOKEN = (IDS, EMBEDDINGS, MASK, POSITIONS)
 CACHE_OPTION = "use_cache"
 
@@ -59,6 +62,8 @@ class CallChunks:
         self._batch: dict[str, Tensor] = {
             name: given[name] for name in BY_TOKEN if isinstance(given.get(name), Tensor)
         }
+        if POSITIONS in self._batch and not any(kind.num_states for kind in split.sequence_kinds()):
+            given = {name: value for name, value in given.items() if name not in BORDERS}
         name = cache_argument(split.model.base_model)
         self._options = {
             key: value for key, value in given.items() if key not in (*self._batch, name)
