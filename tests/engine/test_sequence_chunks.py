@@ -37,7 +37,7 @@ from lema import LemaModel, streamed
 from lema.engine.layers.chunked import check_cuts
 from lema.engine.trained_weights import TrainedWeights
 from lema.errors import ConfigError
-from lema.plan.meter import Tally
+from lema.plan.work.meter import Tally
 
 CheckpointOf = Callable[..., Checkpoint]
 
