@@ -18,7 +18,7 @@ from lema.errors import MemoryLimitError
 from lema.plan.blueprint import Blueprint
 from lema.plan.budget import MARGIN, solve
 from lema.plan.cost import Allocation, Demand, Speeds, Tier, seconds
-from lema.plan.step import StepShape
+from lema.plan.work.step import StepShape
 from lema.stream.gather import gathered_bytes
 from lema.stream.placement import part_bytes
 

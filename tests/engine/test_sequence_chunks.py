@@ -35,7 +35,7 @@ from transformers import LlamaConfig, Phi3Config, PreTrainedConfig
 from lema import LemaModel
 from lema.engine.trained_weights import TrainedWeights
 from lema.errors import ConfigError
-from lema.plan.meter import Tally
+from lema.plan.work.meter import Tally
 
 CheckpointOf = Callable[..., Checkpoint]
 

@@ -16,7 +16,8 @@ from tinyconfig import tiny_config
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-__all__ = ["IMAGE_TYPES", "image_batch", "image_config", "publish_with_images"]
+__all__ = ["BROKEN", "IMAGE_TYPES", "LOOPED", "STREAMED_IMAGES", "TOWERLESS", "image_batch"]
+__all__ += ["image_config", "publish_with_images"]
 
 IMAGE_TOKEN = 90
 FIRST_SPECIAL = 91  # where the other special tokens begin
@@ -71,6 +72,13 @@ WHOLES: Mapping[str, Mapping[str, Any]] = {
     "kimi_k25": {"projection_hidden_size": 32},
 }
 IMAGE_TYPES = tuple(TOWERS)
+# "it does not run its layers once each": it leaves out layers on text alone, by which it is learnt
+LOOPED = "mllama"
+# transformers 5.24 fails on it itself: its language model's output has no image_outputs. 5.20 does not.
+BROKEN = "llama4"
+STREAMED_IMAGES = tuple(kind for kind in IMAGE_TYPES if kind not in (LOOPED, BROKEN))
+# Names of linear modules of the language model.
+TOWERLESS = r"(?!.*(vision|visual|tower|connector|projector|aligner|abstractor|embed_)).*\.(q_proj|k_proj|o_proj|gate_proj|down_proj|in_proj_qkv|q_a_proj|kv_b_proj)"
 
 
 def image_config(model_type: str) -> PreTrainedConfig:

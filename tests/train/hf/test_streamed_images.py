@@ -13,7 +13,8 @@ import pytest
 import torch
 from aligned import aligned
 from everytype import difference
-from imagerows import IMAGE_TYPES, image_batch, publish_with_images
+from imagerows import BROKEN, LOOPED, TOWERLESS, image_batch, publish_with_images
+from imagerows import STREAMED_IMAGES as STREAMED
 from libraryversions import recomputation
 from parity import draw_b
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -28,15 +29,9 @@ from lema.errors import ConfigError, ModelError, WeightsError
 from lema.plan.blueprint import draw_up
 
 SEED = 42
-# "it does not run its layers once each": it leaves out layers on text alone, by which it is learnt
-LOOPED = "mllama"
-# transformers 5.24 fails on it itself: its language model's output has no image_outputs. 5.20 does not.
-BROKEN = "llama4"
-STREAMED = [kind for kind in IMAGE_TYPES if kind not in (LOOPED, BROKEN)]
 ROWS = {"several, one and none": [2, 1, 0], "one row": [1], "text alone": [0, 0]}
 # Of text alone to a last bit, with towers open or not: products of few tokens by an expert.
 CLOSE = {("qwen3_vl_moe", "text alone")}
-TOWERLESS = r"(?!.*(vision|visual|tower|connector|projector|aligner|abstractor|embed_)).*\.(q_proj|k_proj|o_proj|gate_proj|down_proj|in_proj_qkv|q_a_proj|kv_b_proj)"
 
 Directories = Callable[[str], Path]
 
