@@ -523,7 +523,6 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
             "torch_compile": self.torch_compile,
             "tensor_parallel_size": (self.tensor_parallel_size or 1) > 1,
             "sequence_parallel": self.sequence_parallel,
-            "experts_per_slot": isinstance(self.experts_per_slot, int),
         }
         for setting, conflicts in untested.items():
             if conflicts:
