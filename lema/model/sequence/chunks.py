@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from lema.errors import is_out_of_memory
 from lema.model.capture import PASSED_THROUGH_THE_MODEL, tensors_in
 from lema.model.flow import LayerCall, Prelude
+from lema.model.sequence.blockmask import block_masks
 from lema.model.sequence.cache import SequenceCache, kinds_of, refusal
 from lema.model.sequence.masks import (
     asks_for_packs,
@@ -195,6 +196,7 @@ class ChunkedRows:
     def _contexts(self) -> Iterable[AbstractContextManager[None]]:
         """Yield the contexts in which the model is called on a chunk."""
         positions = self._batch.get(POSITIONS)
+        yield block_masks()
         if self._tables:
             ids = self._batch["input_ids"]
             last = torch.tensor(self._length - 1, device=ids.device)
