@@ -123,11 +123,11 @@ def with_column(row: Row, chat: Chat) -> Chat:
     values = list(value) if isinstance(value, list | tuple) else [value]
     values = [one for one in values if one is not None]
     named = [Picture(one, f"{name}, image {number}") for number, one in enumerate(values, 1)]
-    places = sum(picture.value is None for picture in chat.pictures)
     if named and not chat.pictures:
         chat = _with_words(chat)
         if not chat.pictures:
             return _at_the_beginning(row, chat, named)
+    places = sum(picture.value is None for picture in chat.pictures)
     if places != len(named):
         what = f"the row has {len(named)} images, and its messages have {places} places for them"
         raise row.broken(what, how='give each image one part {"type": "image"} in a message')
