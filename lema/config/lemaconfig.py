@@ -529,15 +529,10 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
         if self.sequence_chunk is None:
             return
         untested = {
-            "gradient_checkpointing: false": self.gradient_checkpointing is False,
             "torch_compile": self.torch_compile,
-            "arithmetic: fast": self.arithmetic == "fast",
             "tensor_parallel_size": (self.tensor_parallel_size or 1) > 1,
             "sequence_parallel": self.sequence_parallel,
             "experts_per_slot": isinstance(self.experts_per_slot, int),
-            "cache_frozen_prefix": self.cache_frozen_prefix,
-            # whose noise goes by the length of the sequence
-            "neftune_noise_alpha": bool(self.neftune_noise_alpha),
         }
         for setting, conflicts in untested.items():
             if conflicts:
