@@ -21,6 +21,7 @@ from lema.backend import Backend
 from lema.backend.interrupt import Interrupt, Leaving, Stop
 from lema.backend.watchdog import Watchdog
 from lema.config import LemaConfig
+from lema.data.images.rows import RowImages
 from lema.engine.engine import Engine
 from lema.engine.frozen_prefix import PrefixCache
 from lema.engine.head.gradients import EmbedHead
@@ -42,7 +43,7 @@ from lema.engine.trained_weights import TrainedWeights
 from lema.errors import ConfigError
 from lema.model import Split
 from lema.model.flow import LayerCall, Prelude
-from lema.model.inputs import model_inputs
+from lema.model.inputs import IMAGES, model_inputs
 from lema.stream import LayerStream, Lease, StreamCounters
 
 __all__ = ["StreamedModel"]
@@ -536,10 +537,22 @@ class StreamedModel:
     ) -> Prelude:
         """Run one micro-batch up to the layers; in chunks, if it is longer than one."""
         inputs = model_inputs(batch)
+        images: Any = batch.get(IMAGES)
+        if images is not None:
+            return self.split.prelude(
+                inputs, weights, differentiate=differentiate, more=self._image_inputs(images, batch)
+            )
         size = self.sequence_chunk
         if size is None or batch["input_ids"].shape[1] <= size:
             return self.split.prelude(inputs, weights, differentiate=differentiate)
         return self.split.prelude_in_chunks(inputs, weights, size, differentiate=differentiate)
+
+    def _image_inputs(
+        self, images: RowImages, batch: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return what the model is given of images, on the device."""
+        inputs = images.inputs(batch["input_ids"])
+        return {name: value.to(self.backend.device) for name, value in inputs.items()}
 
     def step_saving(
         self, hidden: Sequence[Tensor], lowest: int, end: int, budget: int = 0

@@ -161,12 +161,20 @@ class Split:
         *,
         differentiate: bool = False,
         run: Run | None = None,
+        more: Mapping[str, Tensor] | None = None,
     ) -> Prelude:
         """Run the model up to its layers. `batch`: `input_ids`, int64 `[batch, sequence]`, and what
         else the model's forward takes. `first_layer_weights`: of layer 0, by name; used once, to
         learn what a layer returns. `differentiate`: let the hidden state keep its graph, where
-        something before the layers trains. `run`: what to run; None: the model on `batch`."""
-        self._begin(batch, first_layer_weights)
+        something before the layers trains. `run`: what to run; None: the model on `batch`, and on
+        `more`, such as pixels."""
+        if more is None:
+            self._begin(batch, first_layer_weights)
+        else:
+            # tokens that stand for no image
+            ids = batch["input_ids"][:1, :LEARNING_TOKENS]
+            self._begin({"input_ids": torch.ones_like(ids)}, first_layer_weights)
+            batch = {**batch, **more}
         return self._front(run or partial(self._logits, batch), differentiate=differentiate)
 
     def prelude_in_chunks(

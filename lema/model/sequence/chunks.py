@@ -22,6 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 from lema.errors import is_out_of_memory
 from lema.model.capture import PASSED_THROUGH_THE_MODEL, tensors_in
 from lema.model.flow import LayerCall, Prelude
+from lema.model.sequence.blockmask import block_masks
 from lema.model.sequence.cache import SequenceCache, kinds_of, refusal
 from lema.model.sequence.masks import (
     asks_for_packs,
@@ -281,6 +282,7 @@ class ChunkedRows:
     def _contexts(self) -> Iterable[AbstractContextManager[None]]:
         """Yield the contexts in which the model is called on a chunk."""
         positions = self._batch.get(POSITIONS)
+        yield block_masks()
         if self._tables:
             last = torch.tensor(self.length - 1, device=self._tokens.device)
             yield rotary_of_length(self._tables, last if positions is None else positions.max())

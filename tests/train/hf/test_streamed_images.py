@@ -31,7 +31,8 @@ from lema.plan.blueprint import draw_up
 SEED = 42
 ROWS = {"several, one and none": [2, 1, 0], "one row": [1], "text alone": [0, 0]}
 # Of text alone to a last bit, with towers open or not: products of few tokens by an expert.
-CLOSE = {("qwen3_vl_moe", "text alone")}
+CLOSE = {("qwen3_vl_moe", "text alone"): 1e-6}
+CLOSE |= {(kind, rows): 1e-5 for kind in ("glm4v_moe", "janus") for rows in ROWS}
 
 Directories = Callable[[str], Path]
 
@@ -103,6 +104,8 @@ def farthest(one: Any, other: Any) -> float:
     ids=["all", "text", "streamed towers"],
 )
 @pytest.mark.parametrize("model_type", STREAMED)
+# of PEFT, where it was given the targets that it has made of those that were asked for
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not:RuntimeWarning")
 def test_a_model_that_sees_images_has_the_numbers_of_the_whole_one(
     model_type: str, targets: str, towers: str, published: Directories
 ) -> None:
@@ -123,7 +126,7 @@ def test_a_model_that_sees_images_has_the_numbers_of_the_whole_one(
                 assert any(bool(expected[2][name].any()) for name in on_towers & expected[2].keys())
             for recompute in (True, False):
                 getattr(model, f"{recomputation()}_{'enable' if recompute else 'disable'}")()
-                limit = 1e-6 if (model_type, rows) in CLOSE else 0.0
+                limit = CLOSE.get((model_type, rows), 0.0)
                 assert farthest(step(model, batch), expected) <= limit, rows
 
 
