@@ -129,6 +129,15 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     pack do not attend to each other. "wrapped": join rows of any length and cut every `max_length`
     tokens, for raw text. "bfd": the packs of TRL's strategy of that name, made of each thousand
     rows in the order of the data."""
+    image_folder: Silent[types.Location | None] = None
+    """The folder below which the images lie that rows name by path; paths are relative to it. None:
+    the folder of each data file, or the current one for rows from memory."""
+    image_urls: Silent[bool] = False
+    """Fetch images that rows name by URL (http, https), once at each start."""
+    max_image_pixels: Silent[types.Count] = 50_000_000
+    """The most pixels of an image, by its header, before it is decoded."""
+    max_image_bytes: Silent[types.Count] = 32 * 1024**2
+    """The most bytes of an image's file."""
     columns: OfData[types.Columns] = Field(default_factory=dict)
     """Your names of the columns, by LEMA's names: {prompt: question, completion: answer}. `role`
     and `content` are fields of a message."""
@@ -300,6 +309,11 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     """Seconds without progress after which the process ends; None: it only writes the stacks of
     its threads.
     """
+    rope_parameters: Refused[types.RopeParameters | None] = None
+    """Rotary parameters that replace the model's own, as `rope_parameters` of a config.json has
+    them, for rows that are longer than the model was made for: {rope_type: yarn, factor: 4.0}. What
+    is left out of the base and of layer types is the model's. The adapter keeps them, and they go
+    into a merged model's config.json. null: the model's own."""
     sequence_chunk: Reported[Annotated[int, Field(ge=2)] | None] = None
     """Tokens of a sequence that go through a layer at once: longer sequences go through each layer
     in chunks, of which only one has activations at a time. Weights are read twice in a step all the
@@ -527,19 +541,21 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
         if self.sequence_chunk is None and setting != DIVIDED:
             return
         untested = {
-            "gradient_checkpointing: false": self.gradient_checkpointing is False,
             "torch_compile": self.torch_compile,
-            "arithmetic: fast": self.arithmetic == "fast",
             "tensor_parallel_size": (self.tensor_parallel_size or 1) > 1,
             "sequence_parallel": self.sequence_parallel,
-            "experts_per_slot": isinstance(self.experts_per_slot, int),
-            "cache_frozen_prefix": self.cache_frozen_prefix,
-            # whose noise goes by the length of the sequence
-            "neftune_noise_alpha": bool(self.neftune_noise_alpha),
         }
         if setting == DIVIDED:
-            # whose losses are of whole rows
-            untested |= {f"objective: {self.objective}": self.objective != "sft"}
+            untested |= {
+                # whose losses are of whole rows
+                f"objective: {self.objective}": self.objective != "sft",
+                # which goes by the length of the sequence
+                "neftune_noise_alpha": bool(self.neftune_noise_alpha),
+                "gradient_checkpointing: false": self.gradient_checkpointing is False,
+                "arithmetic: fast": self.arithmetic == "fast",
+                "experts_per_slot": isinstance(self.experts_per_slot, int),
+                "cache_frozen_prefix": self.cache_frozen_prefix,
+            }
         for other, conflicts in untested.items():
             if conflicts:
                 way = "are not divided over processes" if setting == DIVIDED else _IN_CHUNKS

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lema.config import LemaConfig
 from lema.data.chat.messages import read_messages
 from lema.data.chat.template import in_forms, open_template
 from lema.data.chat.tokens import check_roles, encoded
@@ -111,12 +112,16 @@ def prompt_ids(
 
 
 def fitting(
-    rows: Sequence[Row], prompts: Sequence[Sequence[int]], new: int, model: PreTrainedConfig
+    rows: Sequence[Row],
+    prompts: Sequence[Sequence[int]],
+    new: int,
+    model: PreTrainedConfig,
+    settings: LemaConfig | None = None,
 ) -> None:
     """Refuse prompts with no tokens, with tokens that the model has no row of embeddings for, or
-    with more than it has positions for, as the config of its text part says, `model`. `DataError`:
-    it names the first."""
-    positions = num_positions(model)
+    with more than it has positions for, as the config of its text part says, `model`, and the
+    `settings`. `DataError`: it names the first."""
+    positions = num_positions(model, settings)
     for row, prompt in zip(rows, prompts, strict=True):
         if not prompt:
             raise row.broken(

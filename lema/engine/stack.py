@@ -32,7 +32,16 @@ from torch.utils._pytree import tree_leaves
 from lema.config.units import human_bytes
 from lema.data.batches import dealt
 from lema.engine.generation import leased_forwards
+from lema.engine.generation.prefill import Prefill
 from lema.engine.head.gradients import EmbedHead
+from lema.engine.layers.call_chunks import (
+    CACHES,
+    CallChunks,
+    autocast_dtype,
+    check_hooks,
+    named_arguments,
+    shape_of,
+)
 from lema.engine.layers.layer_pass import LayerPass
 from lema.engine.layers.reference_rows import ReferenceRows
 from lema.engine.layers.row_cuts import Cut, RowCuts
@@ -43,6 +52,8 @@ from lema.engine.trained_weights import AskedGradients, OuterGradients, adapter_
 from lema.errors import ConfigError
 from lema.model.flow import LayerCall, Prelude
 from lema.model.layers.routing import RowChoices
+from lema.model.sequence.chunks import ChunkedCall
+from lema.model.sequence.states import Span
 from lema.model.state.hooks import aside, hooks_of
 from lema.stream.schedule import fetched_per_step, in_parts
 
@@ -52,8 +63,6 @@ __all__ = ["LayerStack", "StackCall"]
 COLLECTED = ("output_hidden_states", "output_attentions")
 ROUTED = "output_router_logits"  # is answered here, because a loss may be formed of it
 CHOICES = "replaying"  # is said where routers cannot be told what to choose
-# what models call their keys and values, from transformers 5.24 on and before
-CACHES = ("cache", "past_key_values")
 LEARNING_TOKENS = 8
 
 
@@ -80,6 +89,16 @@ class StackCall:
         hidden = [prelude.hidden for prelude in self.preludes]
         # Not compiled, because that would be another graph of each layer.
         return Rows(calls, hidden, compute_as=self.compute_as, compiled=False)
+
+    @property
+    def seen(self) -> list[tuple[list[int], Span]]:
+        """Which tokens of which rows are computed: not those that were cut off, nor padding that
+        is in no chunk."""
+        spans = [
+            _span_of(prelude.calls[0], cut)
+            for cut, prelude in zip(self.cuts, self.preludes, strict=True)
+        ]
+        return [(cut.rows, span) for cut, span in zip(self.cuts, spans, strict=True)]
 
     def joins(self, call: StackCall) -> bool:
         """Whether both can be run at once."""
@@ -138,18 +157,35 @@ class StackCall:
                     call.choose(of_cut[:, :, layer].flatten(0, 1))
 
 
-def _check_unseen(cuts: Sequence[Cut], gradient: Tensor) -> None:
-    """Refuse a loss that counts positions that were cut off, by its gradient `[batch,
-    sequence, hidden]`.
+def _span_of(call: LayerCall, cut: Cut) -> Span:
+    """Return the tokens of a micro-batch that a call of a layer computes."""
+    if isinstance(call, ChunkedCall):
+        return Span(call.spans[0].start, call.spans[-1].stop)
+    return Span(0, cut.end)
+
+
+def _check_unseen(seen: Sequence[tuple[list[int], Span]], gradient: Tensor) -> None:
+    """Refuse a loss that counts positions that were not computed.
+
+    Args:
+        seen: which tokens of which rows were.
+        gradient: of what the layers made, `[batch, sequence, hidden]`.
     """
+    width = gradient.shape[1]
     unseen = [
-        gradient[cut.rows, cut.end :].abs().gt(0).any() for cut in cuts if cut.end < cut.width
+        gradient[rows, part].abs().gt(0).any()
+        for rows, span in seen
+        for part in (slice(span.start), slice(span.stop, None))
+        if (span.start if part.stop is not None else width - span.stop)
     ]
     if unseen and bool(torch.stack(unseen).any()):
-        what = "the loss counts masked tokens at the end of rows, which were not computed"
+        what = (
+            "the loss counts masked tokens at the beginning or the end of rows, which were not "
+            "computed"
+        )
         how = (
-            "give them the label -100, or remove micro_batch_size, so that batches are "
-            "computed whole"
+            "give them the label -100, or remove micro_batch_size and sequence_chunk, so that "
+            "batches are computed whole"
         )
         raise ConfigError(what, where="labels", how=how)
 
@@ -243,6 +279,8 @@ class LayerStack:
                 raise ConfigError(what, where="experts_per_slot", how="set it to null")
             self._gradient_sums = {}
             streamed.engine.train_weights(adapter_leaves(split.layers, self._gradient_sums))
+        size = streamed.sequence_chunk
+        self._prefill = None if size is None else Prefill(streamed.engine, size, streamed.layers)
         self.warns = True  # of weights that are streamed once for each batch of an optimizer step
         self.supply: Callable[[StackCall], Sequence[Tensor]] = lambda call: self.run([call])[0]
 
@@ -366,6 +404,11 @@ class LayerStack:
             raise ConfigError(what, where=ROUTED, how=how)
         cache_name = next((name for name in CACHES if arguments.get(name) is not None), None)
         if (cache_name or self._asked("use_cache", arguments)) and not differentiated:
+            prefill = None if self._asked(ROUTED, arguments) else self._prefill
+            if prefill is not None and prefill.takes(arguments, uses_cache=True):
+                self._learn()
+                self._ahead = ((), 0)  # because what is announced is another pass
+                return prefill.run(self._forward, arguments)
             with (
                 split.autocast(self._ambient()),
                 split.replaced(leased_forwards(split, self.streamed.stream)),
@@ -382,18 +425,19 @@ class LayerStack:
         if takes_more or "use_cache" in self._signature.parameters:
             arguments["use_cache"] = False
         call = self._noted(arguments, differentiated=differentiated)
-        result = split.finish(self.supply(call)[0], partial(self._forward, **arguments))
+        output = self.supply(call)[0]
+        chunks = self._chunks(arguments)
+        if chunks is None:
+            result = split.finish(output, partial(self._forward, **arguments))
+        else:
+            result = chunks.finish(output)
         if call.routed:
             result.router_logits = call.router_logits()
         return result
 
     def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by name."""
-        arguments = dict(self._signature.bind_partial(*args, **kwargs).arguments)
-        for name, parameter in self._signature.parameters.items():
-            if parameter.kind is parameter.VAR_KEYWORD:
-                arguments |= arguments.pop(name, {})
-        return arguments
+        return named_arguments(self._signature, args, kwargs)
 
     def _asked(self, name: str, arguments: Mapping[str, Any]) -> bool:
         asked = arguments.get(name)
@@ -407,21 +451,9 @@ class LayerStack:
             isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(arguments)
         )
         differentiate = differentiated and (inputs or bool(streamed.trained_outside()))
-        device = streamed.backend.device
-        few = {"input_ids": torch.ones(1, LEARNING_TOKENS, dtype=torch.long, device=device)}
         ambient = self._ambient()
         routed = self._asked(ROUTED, arguments)
-        if not split.has_learned(few):
-            # restored, because these few tokens are not training data
-            state = streamed.backend.rng_state()
-            self._ahead = ((), 0)  # because what was announced does not begin with a lease for this
-            with (
-                streamed.stream.lease(0) as first,
-                self._without_routers(),
-                aside(split.model.modules()),
-            ):
-                split.prelude(few, first.weights)
-            streamed.backend.set_rng_state(state)
+        few = self._learn()
         cuts = self._cuts(arguments)
         if RowCuts(arguments, cuts).ambiguous:
             size = sum(len(cut.rows) for cut in cuts)
@@ -443,9 +475,30 @@ class LayerStack:
                     if layer_hooks is None or len(cuts) == 1
                     else layer_hooks.of_rows(cut.rows)
                 )
+                if isinstance(call, ChunkedCall):
+                    check_hooks(hooks_here)
                 call.call_as(ambient, hooks_here)
                 call.ask_routers(routed)
         return StackCall(arguments, preludes, differentiated, inputs, self._trained(), cuts, routed)
+
+    def _learn(self) -> dict[str, Tensor]:
+        """See what layers return, if that is not known; return a few tokens."""
+        streamed = self.streamed
+        split = streamed.split
+        device = streamed.backend.device
+        few = {"input_ids": torch.ones(1, LEARNING_TOKENS, dtype=torch.long, device=device)}
+        if not split.has_learned(few):
+            # restored, because these few tokens are not training data
+            state = streamed.backend.rng_state()
+            self._ahead = ((), 0)  # because what was announced does not begin with a lease for this
+            with (
+                streamed.stream.lease(0) as first,
+                self._without_routers(),
+                aside(split.model.modules()),
+            ):
+                split.prelude(few, first.weights)
+            streamed.backend.set_rng_state(state)
+        return few
 
     def _preludes(
         self,
@@ -467,8 +520,22 @@ class LayerStack:
                 part = row_cuts.of(cut)
             run = partial(self._forward, **part)
             with nullcontext() if outer_hooks is None else outer_hooks.of_rows(cut.rows).standing():
-                prelude = split.prelude(few, {}, differentiate=differentiate, run=run)
+                chunks = self._chunks(part)
+                if chunks is None:
+                    prelude = split.prelude(few, {}, differentiate=differentiate, run=run)
+                else:
+                    prelude = chunks.prelude(differentiate=differentiate)
             yield prelude
+
+    def _chunks(self, arguments: Mapping[str, Any]) -> CallChunks | None:
+        """Return the chunks of a call with these arguments; None: its rows are no longer than
+        one."""
+        size = self.streamed.sequence_chunk
+        if size is None or shape_of(arguments)[1] <= size:
+            return None
+        streamed = self.streamed
+        device = streamed.backend.device
+        return CallChunks(streamed.split, self._forward, arguments, size, device)
 
     @contextmanager
     def _without_routers(self) -> Iterator[None]:
@@ -487,18 +554,13 @@ class LayerStack:
 
     def _ambient(self) -> torch.dtype | None:
         """Return the dtype of products where the model is called; None: none is set."""
-        kind = self.streamed.backend.device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return autocast_dtype(self.streamed.backend.device.type)
 
     def _cuts(self, arguments: Mapping[str, Any]) -> tuple[Cut, ...]:
         """Return the micro-batches of a call, as its attention mask `[batch, sequence]` has the
         lengths of its rows.
         """
-        size, width = (
-            arguments["inputs_embeds"]
-            if arguments.get("input_ids") is None
-            else arguments["input_ids"]
-        ).shape[:2]
+        size, width = shape_of(arguments)
         mask = arguments.get("attention_mask")
         lengths = [width] * size
         if self.rows is None or size <= self.rows:
@@ -588,7 +650,7 @@ class LayerStack:
         for call, of_reference in zip(calls, extra, strict=True):
             output = call.joined([next(states) for _ in call.preludes])
             if step is not None:
-                output.register_hook(partial(_check_unseen, call.cuts))
+                output.register_hook(partial(_check_unseen, call.seen))
                 output.register_hook(lambda _: self._begin_backward(step))
             results.append([output])
             if call.reference is not None and of_reference is not None:
@@ -656,6 +718,8 @@ class LayerStack:
             if layer_hooks is not None:
                 if reference_rows.all:
                     raise layer_hooks.refusal("the rows of a reference go through the layer, too")
+                if any(isinstance(call, ChunkedCall) for call in calls[begin]):
+                    check_hooks(layer_hooks)
                 of_layer, states = layer_hooks.before(calls[begin], rows.take())
                 calls = [*calls[:begin], of_layer, *calls[end:]]
                 rows = Rows(calls, list(states))

@@ -29,6 +29,10 @@ from lema.data.chat.stop_tokens import stop_tokens_of
 from lema.data.chat.template import date_for
 from lema.data.dataset import first_rows
 from lema.data.forms import with_chat_template
+from lema.data.images.limits import ImageLimits
+from lema.data.images.processor import ImageProcessor
+from lema.data.images.reading import ImageReading
+from lema.data.images.sources import Spool, check_folder
 from lema.data.packed import PackedTokens
 from lema.data.preference import PreferenceDataset, prepare_preferences
 from lema.data.read import mixed
@@ -36,16 +40,18 @@ from lema.data.sets.preshuffle import last_rows_split
 from lema.data.sets.sources import data_files, given_files, templates_of
 from lema.data.templates.named import end_token
 from lema.errors import DataError, ModelError, message_of
+from lema.model.sequence.rope import read_rope, rope_of, set_rope, write_rope
 from lema.storage import resolve_model
 from lema.storage.hub import own_weights
 from lema.storage.modelfiles import (
     check_code,
     keep_to_libraries,
     load_generation_config,
+    load_processor,
     load_tokenizer,
     read_config_file,
 )
-from lema.storage.regular import check_inside, read_regular
+from lema.storage.regular import check_inside, expanded, read_regular
 from lema.storage.rendering import (
     GENERATION,
     read_row_forms,
@@ -56,6 +62,8 @@ from lema.storage.rendering import (
 )
 
 if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
     from lema.model.quantizable import QuantizedDirectory
 
 __all__ = ["ModelFiles", "read_config", "read_data", "training_rows"]
@@ -88,12 +96,18 @@ class ModelFiles:
             name, revision=revision, trust_remote_code=trust_remote_code
         )
         self.config = read_config(self.directory, trust_remote_code=trust_remote_code)
+        self._adapter = adapter
+        self._begun = settings.adapter_name_or_path
+        override = settings.rope_parameters
+        if override is None and self.adapter is not None:
+            override = read_rope(self.adapter)
+        if override is not None:
+            set_rope(self.config, override)
+        self._has_rope = override is not None
         self.trusted = trust_remote_code
         self.stop_tokens: tuple[int, ...] = ()  # tokens that ended the texts which were trained on
         self._noted_forms: tuple[str, ...] = ()  # of the rows that this process trains on
         self._forms = forms_of(settings)
-        self._adapter = adapter
-        self._begun = settings.adapter_name_or_path
         self.weights = Path(settings.gbi_path or own_weights(name, self.directory))
         self.quantized = quantized
         if quantized is not None:
@@ -123,11 +137,36 @@ class ModelFiles:
         )
         how += "of its own that you trust, add --trust-remote-code"
         tokenizer = load_tokenizer(self.directory, trusted=self.trusted, how=how)
+        if self._settings.modalities == "all" and self._forms.chat_template is None:
+            # which has places for images, and which some models have beside the tokenizer's
+            template = getattr(self.processor, "chat_template", None)
+            if template is not None and template != tokenizer.chat_template:
+                tokenizer = with_chat_template(tokenizer, template)
         if self._forms.chat_template is None and self.adapter is not None:
             templates = read_templates(self.adapter)
             if templates is not None and templates != tokenizer.chat_template:
                 tokenizer = with_chat_template(tokenizer, templates)
         return self._forms.with_template(tokenizer)
+
+    @cached_property
+    def processor(self) -> ProcessorMixin | None:
+        """The processor in the directory, of text and images; None: there is none. Errors are those
+        of `load_processor`."""
+        return load_processor(self.directory, trusted=self.trusted)
+
+    def image_processor(self) -> ImageProcessor:
+        """Return what makes tokens and tensors of chats with images. `DataError`: the directory has
+        no processor of images."""
+        processor = self.processor
+        if processor is None or getattr(processor, "image_processor", None) is None:
+            what = "the rows have images, and the model's directory has no processor of images"
+            how = "put preprocessor_config.json and what was published with it next to the weights"
+            raise DataError(what, where=str(self.directory), how=how)
+        names = ("image_token_id", "image_token_index")
+        tokens = [getattr(self.config, name, None) for name in names]
+        return ImageProcessor(
+            processor, self.tokenizer, [token for token in tokens if isinstance(token, int)]
+        )
 
     @cached_property
     def adapter(self) -> Path | None:
@@ -137,6 +176,13 @@ class ModelFiles:
         if self._adapter is None and self._begun is not None:
             return resolve_model(self._begun)
         return self._adapter
+
+    @property
+    def rope_parameters(self) -> dict[str, object] | None:
+        """The rotary parameters that take the place of the model's own, in full; None: it has
+        these.
+        """
+        return rope_of(self.config) if self._has_rope else None
 
     def dated(self, settings: LemaConfig, then: str | None = None) -> LemaConfig:
         """Return the settings with the date of today where a chat template asks for it and they
@@ -214,6 +260,7 @@ class ModelFiles:
                 write_templates(directory, templates)
         if forms := self.row_forms:
             write_row_forms(directory, forms)
+        write_rope(directory, self.rope_parameters)
         source = self._generation_directory()
         if not self.stop_tokens and source == self.directory:
             return
@@ -325,6 +372,15 @@ def training_rows(
     return first_rows(mixed(config, rows), config.max_train_samples), eval_rows
 
 
+def image_reading(config: LemaConfig, files: ModelFiles) -> ImageReading:
+    """Return what the images of rows are read with. `DataError`: their folder is not there."""
+    folder = None if config.image_folder is None else expanded(config.image_folder)
+    limits = ImageLimits(folder, config.image_urls, config.max_image_pixels, config.max_image_bytes)
+    check_folder(limits)
+    spool = Spool(None if config.offload_dir is None else expanded(config.offload_dir))
+    return ImageReading(files.image_processor, limits, spool)
+
+
 def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
     """Read and tokenise data files, or rows, with the tokenizer of a model and the config's limits.
 
@@ -336,8 +392,9 @@ def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
         first = config.max_train_samples if data is config.train_data else config.max_eval_samples
         data = data_files(cast("Any", data), first)  # of data sets by name, one after the other
     text = files.config.get_text_config()
-    forms = replace(forms_of(config), chat_template=None)  # the tokenizer has it
-    longest = longest_row(config.max_length, num_positions(text))
+    # the tokenizer has the template
+    forms = replace(forms_of(config), chat_template=None, pictures=config.modalities == "all")
+    longest = longest_row(config.max_length, num_positions(text, config))
     options: dict[str, Any] = {
         "max_length": sys.maxsize
         if config.packing == "wrapped"
@@ -347,6 +404,8 @@ def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
         "forms": forms,
         "cache": folder_of(config.data_cache),
     }
+    if config.modalities == "all":
+        options["images"] = image_reading(config, files)
     examples = OBJECTIVES[config.objective].examples
     if examples != "rows":
         return prepare_preferences(

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import Literal
 
@@ -28,7 +28,7 @@ from lema.errors import ConfigError
 from lema.model.capture import has_values
 from lema.model.inputs import HostCopies, Inputs
 from lema.model.outer_weights import StoredTensors
-from lema.model.skeleton import find_embed_head, find_layers
+from lema.model.skeleton import find_embed_head, find_layers, find_towers, is_in
 from lema.model.weight_names import grouped
 
 __all__ = ["RowTables"]
@@ -103,6 +103,10 @@ class _Choice:
         self._input_embedding = find_embed_head(model)[0]
         self.whole_input = ""
 
+    @cached_property
+    def _towers(self) -> list[str]:
+        return find_towers(self._model)
+
     def tables(self) -> dict[str, _Table]:
         """Return the embeddings to look up row by row, by the name of their weight.
         `ConfigError`: the input embeddings cannot be.
@@ -124,6 +128,8 @@ class _Choice:
             part = in_layers and self._num_parts > 1  # each process has its part of the layer
             if ((nbytes < LEAST_BYTES or self._divided) and not is_required) or part:
                 continue
+            if not is_input and is_in(path, self._towers):
+                continue  # because text, by which it is tried, shows nothing of how it is read
             why = self._why_not_by_rows(name, module)
             if why is None:
                 row = self._stored.byte_layout([name]).read_bytes // module.num_embeddings

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -105,12 +106,11 @@ OUTPUTS: Mapping[str, bool] = {
 
 
 def auto_class(config: PreTrainedConfig) -> type[Any]:
-    """Return the class of `transformers` that makes the model of a config: the one of image-text
-    models where there is no causal one, since these train on text alone as well."""
-    if type(config) in models_of(AutoModelForCausalLM):
-        return AutoModelForCausalLM
-    is_image_text = type(config) in models_of(AutoModelForImageTextToText)
-    return AutoModelForImageTextToText if is_image_text else AutoModelForCausalLM
+    """Return the class of `transformers` that makes the model of a config: where there is no causal
+    one, the one of models that see images, or else of those that hear, since these train on text
+    alone as well."""
+    kinds = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
+    return next((kind for kind in kinds if type(config) in models_of(kind)), AutoModelForCausalLM)
 
 
 def scores_texts(model: PreTrainedModel) -> bool:

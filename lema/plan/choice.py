@@ -16,7 +16,7 @@ from lema.plan.allocate import layers_stay, untimed, whether_recomputed
 from lema.plan.blueprint import Blueprint
 from lema.plan.cost import seconds
 from lema.plan.needs import Planner
-from lema.plan.step import StepShape, rows_each
+from lema.plan.work.step import StepShape, rows_each
 
 __all__ = ["Choice", "best", "candidates", "choice_of", "cut", "seconds_decide"]
 
@@ -322,7 +322,9 @@ def _why_not_grouped(planner: Planner) -> str:
             keeps_graphs and config.activation_offloading != "hidden_states"
         ),
         other_rows: config.objective != "sft",
-        "sequence_chunk takes sequences through whole layers": config.sequence_chunk is not None,
+        "context_parallel_size takes parts of rows through whole layers": (
+            config.context_parallel_size is not None
+        ),
         without_experts: not blueprint.most_experts,
         "several processes hold the model together": blueprint.parallel.size > 1,
         "weights of the layers train": blueprint.trained is not None,

@@ -6,7 +6,7 @@ from lema.config import LemaConfig
 from lema.config.units import human_bytes
 from lema.data.forms import longest_row
 from lema.model.sequence.division import NUM_ROUNDS
-from lema.plan.workload import MicroBatch, Workload
+from lema.plan.work.workload import MicroBatch, Workload
 
 __all__ = ["divided_note", "in_parts"]
 

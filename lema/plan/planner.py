@@ -34,8 +34,8 @@ from lema.plan.machine import (
 )
 from lema.plan.measure import calibrate, estimate, probe, process_bytes
 from lema.plan.needs import Planner, StepNeeds
-from lema.plan.step import Timings, by_arithmetic, step_shape
-from lema.plan.workload import MicroBatch, Workload
+from lema.plan.work.step import Timings, by_arithmetic, step_shape
+from lema.plan.work.workload import MicroBatch, Workload
 
 __all__ = [
     "MachineState",
@@ -91,7 +91,7 @@ def planner_of(
         }
         drawn["elsewhere"] = machine is not None
         blueprint = blueprint or draw_up(config, backend=backend, **drawn)
-        positions = num_positions(blueprint.model.config)
+        positions = num_positions(blueprint.model.config, config)
         config = in_parts(config, positions)
         shape = step_shape(config, positions, processes, parts=parallel.size)
         planner = Planner(
@@ -138,7 +138,7 @@ def opened_planner(config: LemaConfig, blueprint: Blueprint, backend: Backend) -
     """Return the planner of a model that is open on a backend, with the least memory that any
     process has.
     """
-    positions = num_positions(blueprint.model.config)
+    positions = num_positions(blueprint.model.config, config)
     config = in_parts(config, positions)
     _, shares = share_of(backend.replicas, config.context_parallel_size or 1)
     shape = step_shape(config, positions, shares, blueprint.parallel.size)

@@ -16,7 +16,8 @@ from tinyconfig import tiny_config
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-__all__ = ["IMAGE_TYPES", "image_batch", "image_config", "publish_with_images"]
+__all__ = ["BROKEN", "IMAGE_TYPES", "LOOPED", "STREAMED_IMAGES", "TOWERLESS", "image_batch"]
+__all__ += ["image_config", "publish_with_images"]
 
 IMAGE_TOKEN = 90
 FIRST_SPECIAL = 91  # where the other special tokens begin
@@ -63,14 +64,60 @@ TOWERS: Mapping[str, Mapping[str, Any]] = {
         "projector_input_dim": 32,
         "projector_output_dim": 32,
     },
+    "cohere2_vision": {"image_size": 28, "patch_size": 7},
+    "deepseek_vl_hybrid": {"image_size": 16, "patch_size": 8},
+    "ernie4_5_vl_moe": {"patch_size": 4},
+    "exaone4_5": {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]},
+    "glm46v": {"patch_size": 4, "image_size": 16},
+    "glm4v_moe": {"patch_size": 4, "image_size": 16},
+    "glm_ocr": {"patch_size": 4, "image_size": 16},
+    "got_ocr2": {"image_size": 64, "patch_size": 8},
+    # so many positions that its table would be looked up row by row if it were one of words
+    "hunyuan_vl": {"patch_size": 4, "max_image_size": 1600},
+    "janus": {"image_size": 28},
+    "lfm2_vl": {"patch_size": 4},
+    "lighton_ocr": {"image_size": 32, "patch_size": 4},
+    "llava_onevision": {"image_size": 28},
+    "paddleocr_vl": {"patch_size": 4},
+    "qwen3_5_moe": {"patch_size": 4},
+    "video_llava": {"image_size": 28},
+    "vipllava": {"image_size": 28},
     "mllama": {"image_size": 28, "vision_output_dim": 64, "intermediate_layers_indices": [1]},
 }
+TILINGS = [[28, 56], [56, 28], [56, 56]]
 WHOLES: Mapping[str, Mapping[str, Any]] = {
-    "llava_next": {"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]},
+    "deepseek_vl_hybrid": {
+        "high_res_vision_config": {
+            "model_type": "sam_vision_model",
+            "hidden_size": 32,
+            "output_channels": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": 32,
+            "patch_size": 8,
+            "window_size": 5,
+            "global_attn_indexes": [1],
+            "mlp_dim": 32,
+        }
+    },
+    "exaone4_5": {"image_token_id": IMAGE_TOKEN},
+    "llava_next": {"image_grid_pinpoints": TILINGS},
+    "llava_onevision": {"image_grid_pinpoints": TILINGS},
+    "vipllava": {"vision_feature_layers": [-1, -2]},
     "gemma3": {"mm_tokens_per_image": 4},
     "kimi_k25": {"projection_hidden_size": 32},
 }
+# Types with a kind of each token, text or image, of which their positions are made.
+BY_KIND = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v")
+BY_KIND += ("glm46v", "glm4v_moe", "glm_ocr", "ernie4_5_vl_moe", "exaone4_5", "hunyuan_vl")
 IMAGE_TYPES = tuple(TOWERS)
+# "it does not run its layers once each": it leaves out layers on text alone, by which it is learnt
+LOOPED = "mllama"
+# transformers 5.24 fails on it itself: its language model's output has no image_outputs. 5.20 does not.
+BROKEN = "llama4"
+STREAMED_IMAGES = tuple(kind for kind in IMAGE_TYPES if kind not in (LOOPED, BROKEN))
+# Names of linear modules of the language model.
+TOWERLESS = r"(?!.*(vision|visual|tower|connector|projector|aligner|abstractor|embed_)).*\.(q_proj|k_proj|o_proj|gate_proj|down_proj|up_proj|in_proj_qkv|q_a_proj|kv_b_proj)"
 
 
 def image_config(model_type: str) -> PreTrainedConfig:
@@ -173,13 +220,34 @@ def _tiles(config: Any, number: int) -> Pixels:
     }
 
 
+def _two_sizes(config: Any, number: int) -> Pixels:
+    side = config.high_res_vision_config.image_size
+    fine = _drawn(1, 3, side, side, seed=number)
+    return {**_whole_images(config, number), "high_res_pixel_values": fine}
+
+
+def _masked(config: Any, number: int) -> Pixels:
+    side = config.vision_config.patch_size
+    height, width = ((4, 4), (4, 2), (2, 4))[number % 3]
+    count = height * width
+    pixels = torch.zeros(1, 16, 3 * side**2)
+    pixels[:, :count] = _drawn(1, count, 3 * side**2, seed=number)
+    shape = torch.tensor([[height, width]])
+    mask = (torch.arange(16) < count).long()[None]
+    return {"pixel_values": pixels, "spatial_shapes": shape, "pixel_attention_mask": mask}
+
+
 DRAWN: Mapping[str, Callable[[Any, int], Pixels]] = {
     **dict.fromkeys(TOWERS, _whole_images),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _patches),
-    **dict.fromkeys(("qwen3_5", "glm4v"), _patches),
+    **dict.fromkeys(BY_KIND, _patches),
+    "deepseek_vl_hybrid": _two_sizes,
     "kimi_k25": _patches_kimi,
+    "lfm2_vl": _masked,
+    "lighton_ocr": _sized,
     "llava_next": _tiled_images,
+    "llava_onevision": _tiled_images,
     "mistral3": _sized,
+    "paddleocr_vl": _patches_kimi,
     "gemma4": _positioned,
     "mllama": _tiles,
 }
@@ -224,7 +292,7 @@ def image_batch(whole: Any, images: Sequence[int], words: int = 9, seed: int = 0
     if kind in ("gemma3", "paligemma"):
         types = seen if kind == "gemma3" else (torch.arange(width) >= width - 4).expand_as(ids)
         batch["token_type_ids"] = types.long()
-    if kind in ("gemma4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v"):
+    if kind in (*BY_KIND, "gemma4", "paddleocr_vl"):
         batch["mm_token_type_ids"] = seen.long()
     if not sum(images):
         return batch

@@ -13,11 +13,9 @@ step's are, the layer is an ordinary one (`lema.engine.layers.whole`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
-from contextlib import suppress
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,7 +23,8 @@ from torch import Tensor
 from lema.activations.hoststates import HostState
 from lema.activations.stepstore import StepBoundaries
 from lema.engine.engine import Engine
-from lema.engine.layers.chunk_check import check_in_chunks
+from lema.engine.layers.chunk_check import ChunkChecks
+from lema.engine.layers.chunk_visit import ChunkVisit, GradientSums, Weights
 from lema.engine.layers.layer import LossAndGrad, TopGradients
 from lema.engine.layers.rows import Rows
 from lema.engine.layers.saving import Saving
@@ -33,14 +32,9 @@ from lema.engine.layers.whole import LayerGraphs, WholeLayer
 from lema.engine.trained_weights import Leaves
 from lema.errors import ConfigError
 from lema.model.flow import LayerCall
-from lema.model.sequence.cache import StatesComplete
-from lema.model.sequence.chunks import ChunkedCall
-from lema.model.sequence.states import ChunkStates
 from lema.stream import Lease
 
 __all__ = ["ChunkedLayer", "check_cuts"]
-
-Weights: TypeAlias = Mapping[str, Tensor]
 
 
 def check_cuts(engine: Engine) -> None:
@@ -50,15 +44,13 @@ def check_cuts(engine: Engine) -> None:
         "the device compiles what is run on it": split.lazy,
         "several processes hold each layer together": split.parallel.size > 1,
         "layers are compiled": split.compiled is not None,
-        "experts are leased in groups": bool(engine.stream.groups),
     }
     for why, conflicts in untested.items():
         if conflicts:
-            how = "leave it out, or set experts_per_slot: null" if engine.stream.groups else ""
             raise ConfigError(
                 f"sequences do not go through layers in chunks where {why}",
                 where="sequence_chunk",
-                how=how or "leave it out",
+                how="leave it out",
             )
 
 
@@ -88,18 +80,14 @@ class ChunkedLayer:
         self._module = engine.split.layers[number]
         self._at_once = WholeLayer(engine, number)
         self._location = f"in the forward of layer {number}"
-        # with which masks it has been seen to make the same in chunks as at once
-        self._checked = set[bool]()
+        self._checks = ChunkChecks(engine, number)
 
     def _cuts(self, lease: Lease, rows: Rows) -> bool:
-        """Whether one of the micro-batches is longer than a chunk; the first time, see that the
-        layer may be cut."""
-        calls = rows.calls[self.number]
-        in_chunks = next((call for call in calls if isinstance(call, ChunkedCall)), None)
-        if in_chunks is not None and in_chunks.rows.masked not in self._checked:
-            check_in_chunks(self._engine, lease, in_chunks)
-            self._checked.add(in_chunks.rows.masked)
-        return in_chunks is not None
+        """Whether one of the micro-batches is longer than a chunk."""
+        run_layer = self._engine.split.run_layer
+        return self._checks.cuts(
+            rows, partial(run_layer, self.number, lease.weights, compiled=False)
+        )
 
     @torch.no_grad()
     def run(self, lease: Lease, rows: Rows) -> None:
@@ -111,8 +99,10 @@ class ChunkedLayer:
         calls = rows.calls[self.number]
 
         def run(index: int) -> Tensor | HostState:
-            visit = _Visit(engine, self.number, lease.weights, calls[index])
-            return rows.stored(index, visit.forward(rows.state(index).detach()))
+            visit = ChunkVisit(engine, self.number, lease.weights, calls[index])
+            output = visit.forward(rows.state(index).detach())
+            visit.note_routers(output, differentiable=False)
+            return rows.stored(index, output)
 
         with rows.computing([self._module]):
             for index in range(len(rows.states)):
@@ -125,7 +115,7 @@ class ChunkedLayer:
     def output(self, lease: Lease, leaves: Leaves, call: LayerCall, state: Tensor) -> Tensor:
         """Return what the layer makes of one micro-batch, without a graph."""
         weights = {**lease.weights, **leaves}
-        return _Visit(self._engine, self.number, weights, call).forward(state)
+        return ChunkVisit(self._engine, self.number, weights, call).forward(state)
 
     def forward(
         self, lease: Lease, rows: Rows, needs_grad: Sequence[bool], saving: Saving
@@ -150,8 +140,10 @@ class ChunkedLayer:
             def run(
                 call: LayerCall = call, layer_input: Tensor = layer_input
             ) -> tuple[Tensor, list[Tensor]]:
-                visit = _Visit(engine, number, weights, call)
-                return visit.forward(layer_input), visit.drawn
+                visit = ChunkVisit(engine, number, weights, call)
+                output = visit.forward(layer_input)
+                visit.note_routers(output)
+                return output, visit.drawn
 
             output, states = engine.retry.run_forward(self._location, run, drawn)
             outputs.append(output)
@@ -179,11 +171,13 @@ class ChunkedLayer:
         input_gradients = list[Tensor | None]()
         for index, call in enumerate(saved.calls):
             engine.stop.poll()
-            visit = _Visit(engine, number, weights, call, saved.drawn[index])
+            visit = ChunkVisit(engine, number, weights, call, saved.drawn[index])
             with saved.boundaries.fetch(number, index, again=again) as boundary:
                 visit.make_states(boundary)
+                output_gradient, *of_routers = gradients[index]
+                needs = saved.needs_grad[index]
                 input_gradients.append(
-                    visit.backward(boundary, gradients[index][0], needs=saved.needs_grad[index])
+                    visit.backward(boundary, output_gradient, of_routers, needs=needs)
                 )
         return input_gradients
 
@@ -242,170 +236,34 @@ class ChunkedLayer:
         engine = self._engine
         top = self.number
         trace = engine.stream.trace
-        visit = _Visit(engine, top, weights, call)
+        visit = ChunkVisit(engine, top, weights, call)
         with torch.no_grad(), trace.span("forward", f"layer {top}"):
             output = visit.forward(state.detach())
+            visit.note_routers(output)
         with engine.retry.at("in the head and the loss"), trace.span("forward", "head and loss"):
             value, gradient = loss_and_grad(index, output)
         del output
         engine.observe(top + 1, [gradient])
+        routed = dict[Tensor, Tensor | None]()
+        of_routers = list[Tensor]()
+        if engine.routers is not None:
+            share, routed = engine.routers.loss_and_grad(index)
+            value = value + share
+            of_top = [routed.pop(logits) for logits in call.routers or ()]
+            of_routers = [by for by in of_top if by is not None]
         # put back below, because recomputing draws what the forward drew
         after = engine.backend.rng_state()
         location = f"in the backward of layer {top}"
         with engine.retry.at(location), trace.span("backward", f"layer {top}"):
             trained = [*engine.adapters_of(top), *leaves.values()]
-            sums = _Sums([(weight, None) for weight in trained])
-            input_gradient = visit.backward(state.detach(), gradient, needs=needs, sums=sums)
+            sums = GradientSums([(weight, None) for weight in trained])
+            input_gradient = visit.backward(
+                state.detach(), gradient, of_routers, needs=needs, sums=sums
+            )
         engine.backend.set_rng_state(after)
         engine.observe(top, [input_gradient] * needs)
         num_adapters = len(trained) - len(leaves)
         for weight, by in sums.pairs[num_adapters:]:
             if by is not None:
                 weight.grad = by if weight.grad is None else weight.grad.add_(by)
-        return TopGradients(value, [input_gradient], [{}], [sums.pairs[:num_adapters]])
-
-
-@dataclass(eq=False)
-class _Sums:
-    """Tensors, each with the sum of its gradients over chunks; None: it has none."""
-
-    pairs: list[tuple[Tensor, Tensor | None]]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors."""
-        return [tensor for tensor, _ in self.pairs]
-
-    def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add those of a chunk."""
-        for number, gradient in enumerate(gradients):
-            tensor, total = self.pairs[number]
-            if gradient is not None:
-                # not in place, because autograd may hand one tensor out twice
-                self.pairs[number] = tensor, gradient if total is None else total + gradient
-
-
-class _Visit:
-    """One micro-batch in one layer, chunk after chunk.
-
-    Args:
-        engine: the objects that every layer works with.
-        number: which layer it is.
-        weights: the layer's, by name.
-        call: of the layer on the micro-batch; if it is not in chunks, the micro-batch is one.
-        drawn: the generator's state before each chunk; None: the forward notes it.
-
-    Attributes:
-        drawn: the generator's state before each chunk.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        number: int,
-        weights: Weights,
-        call: LayerCall,
-        drawn: list[Tensor] | None = None,
-    ) -> None:
-        self._engine = engine
-        self._number = number
-        self._weights = weights
-        self._call = call
-        self.drawn = drawn or []
-        self._states: ChunkStates | None = None
-
-    def _parts(self, length: int) -> Sequence[slice]:
-        return self._call.parts if isinstance(self._call, ChunkedCall) else [slice(0, length)]
-
-    def forward(self, layer_input: Tensor) -> Tensor:
-        """Return what the layer makes of `[rows, sequence, hidden]`, without a graph; what
-        chunks keep for later ones stays."""
-        outputs = None
-        for chunk, part in enumerate(self._parts(layer_input.shape[1])):
-            self.drawn.append(self._engine.generator_state())
-            with torch.no_grad():
-                output = self._run(chunk, layer_input[:, part])
-            if outputs is None:
-                shape = (*layer_input.shape[:2], *output.shape[2:])
-                outputs = output.new_empty(shape)
-            outputs[:, part] = output
-        assert outputs is not None, "a micro-batch has no tokens"
-        return outputs
-
-    def make_states(self, layer_input: Tensor) -> None:
-        """Make what all chunks but the last keep for later ones; the last comes first in the
-        backward."""
-        if not (isinstance(self._call, ChunkedCall) and self._call.keeps):
-            return
-        for chunk, part in enumerate(self._call.parts[:-1]):
-            self._engine.backend.set_rng_state(self.drawn[chunk])
-            with torch.no_grad(), suppress(StatesComplete):
-                self._run(chunk, layer_input[:, part], stops=True)
-
-    def backward(
-        self, layer_input: Tensor, gradient: Tensor, *, needs: bool, sums: _Sums | None = None
-    ) -> Tensor | None:
-        """Recompute and differentiate the chunks in reverse.
-
-        Args:
-            layer_input: `[rows, sequence, hidden]`.
-            gradient: of what the layer made of it.
-            needs: whether the input's is asked for.
-            sums: what else has a gradient; None: it is added to `.grad` of what trains.
-
-        Returns:
-            The input's gradient, `[rows, sequence, hidden]`; None: it is not asked for.
-        """
-        input_gradient = torch.empty_like(layer_input) if needs else None
-        parts = self._parts(layer_input.shape[1])
-        for chunk in reversed(range(len(parts))):
-            part = parts[chunk]
-            self._engine.backend.set_rng_state(self.drawn[chunk])
-            leaf = layer_input[:, part].detach().requires_grad_(needs)
-            with torch.enable_grad():
-                output = self._run(chunk, leaf)
-            formed = self._differentiate(output, leaf, gradient[:, part], sums)
-            if input_gradient is not None:
-                assert formed is not None, "a layer's input does not reach its output"
-                input_gradient[:, part] = formed
-            del output, leaf, formed
-        return input_gradient
-
-    def _differentiate(
-        self, output: Tensor, leaf: Tensor, gradient: Tensor, sums: _Sums | None
-    ) -> Tensor | None:
-        """Differentiate a chunk; return the gradient of its input, if that is asked for."""
-        states = self._states
-        handed_on = [] if states is None else states.roots()
-        entered = [] if states is None else states.leaves()
-        roots = [output, *(state for state, _ in handed_on)]
-        root_gradients = [gradient, *(by for _, by in handed_on)]
-        if sums is None:
-            torch.autograd.backward(roots, root_gradients)
-            of_states: Sequence[Tensor | None] = [state.grad for state in entered]
-            formed = leaf.grad
-        else:
-            needs = leaf.requires_grad
-            inputs = [*[leaf] * needs, *entered, *sums.tensors]
-            gradients: Sequence[Tensor | None] = torch.autograd.grad(
-                roots, inputs, root_gradients, allow_unused=True
-            )
-            formed = gradients[0] if needs else None
-            of_states = gradients[needs : needs + len(entered)]
-            sums.add(gradients[needs + len(entered) :])
-        if states is not None:
-            states.end(of_states)
-        return formed
-
-    def _run(self, chunk: int, layer_input: Tensor, *, stops: bool = False) -> Tensor:
-        """Run the layer on one chunk."""
-        split = self._engine.split
-        call = self._call
-        run = partial(split.run_layer, self._number, self._weights, compiled=False)
-        if not isinstance(call, ChunkedCall):
-            return run(call, layer_input)
-        if self._states is None:
-            self._states = call.new_states()
-        chunk_call = call.chunk(chunk)
-        with call.cache.holding(self._number, call.spans[chunk], self._states, stops=stops):
-            return run(chunk_call, layer_input)
+        return TopGradients(value, [input_gradient], [routed], [sums.pairs[:num_adapters]])

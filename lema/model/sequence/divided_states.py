@@ -10,6 +10,7 @@ back there; both travel while other parts of the layer are computed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,54 +18,31 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.functional import pad
 
 from lema.model.sequence.division import DividedRow, RowDivision
-from lema.model.sequence.states import ChunkStates, Span
+from lema.model.sequence.states import Attended, ChunkStates, Span
 
 __all__ = ["DividedStates"]
 
 OF_GRADIENTS = 1000  # is added to the number of a state in messages about its gradient
 
 
-class _Whole:
-    """What a layer makes of each token of the row for later ones, `[rows, heads, sequence, width]`,
-    and what this process's chunks add to the gradients of it, summed in single precision at least.
+class _Attended(Attended):
+    """The keys and values that a chunk attends to. The gradients of its own come from all
+    processes.
+
+    Args:
+        states: what the layer keeps.
+        arguments: of `Attended`.
+        span: the chunk.
     """
 
-    def __init__(self, length: int) -> None:
-        self._length = length
-        self._values: Tensor | None = None
-        self._gradients: Tensor | None = None
+    def __init__(self, states: DividedStates, arguments: tuple[Any, Any, Span, int]) -> None:
+        super().__init__(*arguments)
+        self._states = states
+        self._chunk = arguments[2]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        tensors = (self._values, self._gradients)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
-
-    def put(self, states: Tensor, span: Span) -> None:
-        """Put in those of a chunk."""
-        if self._values is None:
-            shape = (*states.shape[:-2], self._length, states.shape[-1])
-            self._values = states.new_empty(shape)
-        self._values[..., span.slice, :] = states
-
-    def between(self, first: int, stop: int) -> Tensor:
-        """Return those of some tokens."""
-        assert self._values is not None, "no chunk has come"
-        return self._values[..., first:stop, :]
-
-    def add_gradients(self, gradients: Tensor, first: int) -> None:
-        """Add to the gradients of the tokens from `first` on."""
-        assert self._values is not None, "no chunk has come"
-        if self._gradients is None:
-            dtype = torch.promote_types(gradients.dtype, torch.float32)
-            self._gradients = torch.zeros_like(self._values, dtype=dtype)
-        stop = first + gradients.shape[-2]
-        self._gradients[..., first:stop, :] += gradients
-
-    def gradients_of(self, span: Span) -> Tensor:
-        """Return what has been added for the tokens of a chunk."""
-        assert self._gradients is not None, "no gradient has come"
-        return self._gradients[..., span.slice, :]
+    def own_gradients(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the chunk's own keys and values."""
+        return self._states.own_gradients(self._chunk)
 
 
 class _Extended(torch.autograd.Function):
@@ -85,7 +63,9 @@ class _Extended(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         states, span, first = ctx.extended  # type: ignore[attr-defined] # as above
-        return *states.summed(gradients[0], gradients[1], span, first), None, None, None
+        for sums, gradient in zip(states.attended(span, first).sums(), gradients, strict=True):
+            sums += gradient
+        return *states.own_gradients(span), None, None, None
 
 
 class _Arrival(torch.autograd.Function):
@@ -148,7 +128,7 @@ class DividedStates(ChunkStates):
         self._division = division
         self._names = list(names)
         self._device = device
-        self._whole = _Whole(row.length), _Whole(row.length)
+        self._trains = False  # whether keys or values of the chunk with a graph have a gradient
         self._gathered = set[int]()  # rounds
         # by the state's name and the token after it
         self._received: dict[tuple[str, int], Tensor] = {}
@@ -162,8 +142,7 @@ class DividedStates(ChunkStates):
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        received = sum(state.nbytes for state in self._received.values())
-        return super().nbytes + received + sum(whole.nbytes for whole in self._whole)
+        return super().nbytes + sum(state.nbytes for state in self._received.values())
 
     def extended(
         self, keys: Tensor, values: Tensor, span: Span, first: int
@@ -175,15 +154,19 @@ class DividedStates(ChunkStates):
         if number not in self._gathered:
             self._gather(keys.detach(), values.detach(), self._row.rounds[number])
             self._gathered.add(number)
-        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+        self._trains = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
+        if self._trains:
             extended: tuple[Tensor, Tensor] = _Extended.apply(keys, values, self, span, first)  # type: ignore[no-untyped-call] # torch's is
             return extended
         return self.between(first, span.stop)
 
     def between(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of some tokens, without a graph."""
-        keys, values = self._whole
-        return keys.between(first, stop), values.between(first, stop)
+        return self._keys.between(first, stop), self._values.between(first, stop)
+
+    def attended(self, span: Span, first: int) -> Attended:
+        """Return the keys and values from token `first` to the end of a chunk, by blocks."""
+        return _Attended(self, (self._keys, self._values, span, first))
 
     def _gather(self, keys: Tensor, values: Tensor, spans: Sequence[Span]) -> None:
         longest = max(span.stop - span.start for span in spans)
@@ -195,32 +178,27 @@ class DividedStates(ChunkStates):
         received = self._division.group.gather(message, "keys and values")
         for span, message in zip(spans, received, strict=True):
             sizes = [part.nbytes for part in padded]
-            for whole, part, sent in zip(self._whole, padded, message.split(sizes), strict=True):
+            buffers = (self._keys, self._values)
+            for buffer, part, sent in zip(buffers, padded, message.split(sizes), strict=True):
                 states = sent.view(part.dtype).view(part.shape)
-                whole.put(states[..., : span.stop - span.start, :], span)
+                buffer.put(states[..., : span.stop - span.start, :], span)
 
-    def summed(
-        self, of_keys: Tensor, of_values: Tensor, span: Span, first: int
-    ) -> tuple[Tensor, Tensor]:
-        """Add the gradients of the tokens that a chunk attends to; return the sum of the chunk's
-        own over all processes and later rounds.
+    def own_gradients(self, span: Span) -> tuple[Tensor, Tensor]:
+        """Return the sums of the gradients of a chunk's own keys and values, of what chunks of all
+        processes have added in this round and in later ones.
         """
-        gradients = (of_keys, of_values)
-        for whole, gradient in zip(self._whole, gradients, strict=True):
-            whole.add_gradients(gradient, first)
-        spans = self._row.rounds[self._row.round_of(span)]
-        parts = [
-            torch.cat([whole.gradients_of(other).flatten() for whole in self._whole])
-            for other in spans
-        ]
-        total = self._division.group.sum_scattered(parts)
-        mine = [whole.gradients_of(span) for whole in self._whole]
-        keys, values = (
-            flat.view(part.shape).to(gradient.dtype)
-            for flat, part, gradient in zip(
-                total.split([part.numel() for part in mine]), mine, gradients, strict=True
-            )
-        )
+        sums = self._keys.sums(), self._values.sums()
+        own = [each[..., span.slice, :] for each in sums]
+        if self._trains:  # else no process asks
+            parts = [
+                torch.cat([each[..., other.slice, :].flatten() for each in sums])
+                for other in self._row.rounds[self._row.round_of(span)]
+            ]
+            total = self._division.group.sum_scattered(parts)
+            flat = total.split([part.numel() for part in own])
+            own = [part.view(shaped.shape) for part, shaped in zip(flat, own, strict=True)]
+        dtypes = [values.dtype for values in self.between(0, 1)]
+        keys, values = (part.to(dtype) for part, dtype in zip(own, dtypes, strict=True))
         return keys, values
 
     def _elsewhere(self, owner: int | None) -> bool:

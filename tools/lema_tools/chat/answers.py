@@ -60,7 +60,7 @@ class Answers:
         self._seed = seed
         self._planned = 0  # tokens of the longest chat that memory is planned for
         text_config = model.skeleton.config.get_text_config()
-        self._positions = num_positions(text_config)
+        self._positions = num_positions(text_config, model.config)
         half = (self._positions or 2 * MOST_NEW) // 2
         self._max_new_tokens = max_new_tokens or min(MOST_NEW, max(1, half))
 
@@ -153,7 +153,9 @@ class Answers:
                 return ids, left_out
             if left_out + 2 >= len(conversation.turns):
                 config = self.model.skeleton.config.get_text_config()
-                fitting([row], [ids], self._max_new_tokens, config)  # which refuses it
+                fitting(
+                    [row], [ids], self._max_new_tokens, config, self.model.config
+                )  # which refuses it
                 raise DataError("the message is too long for the model", where=row.origin)
             left_out += 2
 

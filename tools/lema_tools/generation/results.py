@@ -110,7 +110,8 @@ class ResultWriter:
         model = self.model
         first = self.model.backend.replicas.first
         ids = [prompt_ids(row, model.tokenizer, form=form) for row in self.rows]
-        fitting(self.rows, ids, new, model.skeleton.config.get_text_config())
+        text = model.skeleton.config.get_text_config()
+        fitting(self.rows, ids, new, text, model.config)
         plan = plan_of(model, ids, new, batch_size, kv, choose=True)
         size = plan.rows if plan is not None else batch_size or min(64, len(ids))
         if plan is not None and first and not self.bare:
