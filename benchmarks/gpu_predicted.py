@@ -7,8 +7,8 @@ from lema.engine.head.loss import CHUNK_TOKENS
 from lema.engine.optim import training_bytes
 from lema.model.skeleton import find_layers
 from lema.plan.memory import device_parts
-from lema.plan.step import demand_of, step_shape
-from lema.plan.workload import measure
+from lema.plan.work.step import demand_of, step_shape
+from lema.plan.work.workload import measure
 
 __all__ = ["predicted_parts", "predicted_seconds"]
 

@@ -42,8 +42,8 @@ from lema.plan.cost import Demand, LayerCost, Speeds
 from lema.plan.machine import PROFILES
 from lema.plan.planner import Planner, machine_state_of
 from lema.plan.simulation.simulator import Simulated, simulate
-from lema.plan.step import StepShape, by_arithmetic
-from lema.plan.workload import MicroBatch, Workload, measure
+from lema.plan.work.step import StepShape, by_arithmetic
+from lema.plan.work.workload import MicroBatch, Workload, measure
 
 MODELS = ["8B", "70B", "405B"]
 TIMES = [0.5, 1.0, 1.5, 3.0]

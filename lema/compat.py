@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ __all__ = [
     "releases",
     "template_functions",
     "untested",
+    "without_video",
 ]
 
 # The minor releases that all tests have run with (`constraints.txt`), and those that `tox -e
@@ -319,3 +321,42 @@ def processes_kind() -> object:
     from accelerate.state import AcceleratorState
 
     return AcceleratorState._shared_state.get("distributed_type")
+
+
+@contextmanager
+def without_video() -> Iterator[None]:
+    """Have processors of images and video be made without the part for video, where torchvision,
+    which that part needs, is not installed. Their parts for images and text work without it, and
+    `transformers` makes no processor from only these."""
+    from transformers import processing_utils
+
+    kind: Any = processing_utils.ProcessorMixin
+    mapping: Any = getattr(processing_utils, "MODALITY_TO_AUTOPROCESSOR_MAPPING", None)
+    if find_spec("torchvision") is not None or mapping is None:
+        yield
+        return
+    check = kind.check_argument_for_proper_class
+    lookup = type(mapping).__getitem__
+
+    def check_argument(self: Any, name: str, argument: object) -> object:
+        absent = argument is None and name == "video_processor"
+        return None if absent else check(self, name, argument)
+
+    def found(self: Any, name: str) -> Any:
+        return _NoVideo if name == "video_processor" else lookup(self, name)
+
+    kind.check_argument_for_proper_class = check_argument
+    type(mapping).__getitem__ = found
+    try:
+        yield
+    finally:
+        kind.check_argument_for_proper_class = check
+        type(mapping).__getitem__ = lookup
+
+
+class _NoVideo:
+    """Stands in for what loads the part of a processor for video."""
+
+    @staticmethod
+    def from_pretrained(*_: object, **__: object) -> None:
+        """Load nothing."""

@@ -12,20 +12,18 @@ from lema.errors import (
     WHOLE_DISK,
     ConfigError,
     DiskError,
+    DiskFull,
     LemaError,
     MemoryLimitError,
     Stopped,
     is_out_of_memory,
 )
+from lema.storage.diskspace import SMALLER_FILES_HINT, is_full, is_too_large
 
 __all__ = ["run"]
 
 _FULL = "free some space; earlier files are untouched"
-_DISK_FAILURES = {
-    errno.ENOSPC: _FULL,
-    errno.EDQUOT: _FULL,
-    errno.EROFS: "choose a directory that may be written to",
-}
+_DISK_FAILURES = {errno.EROFS: "choose a directory that may be written to"}
 _DISK_FAILURES |= dict.fromkeys(FAILING_DISK, WHOLE_DISK)
 
 
@@ -66,14 +64,15 @@ def _run(commands: typer.Typer, arguments: Sequence[str], by: str) -> int:
 def _as_lema_error(error: Exception) -> LemaError:
     if isinstance(error, LemaError):
         return error
+    if is_too_large(error):
+        what = "a file became larger than this shell or its filesystem allows"
+        return DiskError(what, where=_named(error), how=SMALLER_FILES_HINT)
+    if is_full(error):
+        return DiskFull("the disk is full", where=_named(error), how=_FULL)
     if isinstance(error, OSError) and error.errno in _DISK_FAILURES:
-        return DiskError(
-            str(error.strerror), where=str(error.filename or ""), how=_DISK_FAILURES[error.errno]
-        )
+        return DiskError(str(error.strerror), where=_named(error), how=_DISK_FAILURES[error.errno])
     if isinstance(error, OSError) and error.strerror:
-        return ConfigError(
-            str(error.strerror), where=str(error.filename or ""), how="give another path"
-        )
+        return ConfigError(str(error.strerror), where=_named(error), how="give another path")
     if is_out_of_memory(error):
         message, *_ = str(error).splitlines() or [""]
         how = "lower prefetch_depth, micro_batch_size or max_length, or set device_memory"
@@ -87,3 +86,7 @@ def _as_lema_error(error: Exception) -> LemaError:
         return unfit
     how = "LEMA does not know this error; run the command with --debug to see where it occurred"
     return LemaError(f"{type(error).__name__}: {error}", how=how)
+
+
+def _named(error: Exception) -> str:
+    return str(getattr(error, "filename", None) or "")

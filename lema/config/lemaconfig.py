@@ -127,6 +127,15 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     pack do not attend to each other. "wrapped": join rows of any length and cut every `max_length`
     tokens, for raw text. "bfd": the packs of TRL's strategy of that name, made of each thousand
     rows in the order of the data."""
+    image_folder: Silent[types.Location | None] = None
+    """The folder below which the images lie that rows name by path; paths are relative to it. None:
+    the folder of each data file, or the current one for rows from memory."""
+    image_urls: Silent[bool] = False
+    """Fetch images that rows name by URL (http, https), once at each start."""
+    max_image_pixels: Silent[types.Count] = 50_000_000
+    """The most pixels of an image, by its header, before it is decoded."""
+    max_image_bytes: Silent[types.Count] = 32 * 1024**2
+    """The most bytes of an image's file."""
     columns: OfData[types.Columns] = Field(default_factory=dict)
     """Your names of the columns, by LEMA's names: {prompt: question, completion: answer}. `role`
     and `content` are fields of a message."""
@@ -530,15 +539,10 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
         if self.sequence_chunk is None:
             return
         untested = {
-            "gradient_checkpointing: false": self.gradient_checkpointing is False,
             "torch_compile": self.torch_compile,
-            "arithmetic: fast": self.arithmetic == "fast",
             "tensor_parallel_size": (self.tensor_parallel_size or 1) > 1,
             "sequence_parallel": self.sequence_parallel,
             "experts_per_slot": isinstance(self.experts_per_slot, int),
-            "cache_frozen_prefix": self.cache_frozen_prefix,
-            # whose noise goes by the length of the sequence
-            "neftune_noise_alpha": bool(self.neftune_noise_alpha),
         }
         for setting, conflicts in untested.items():
             if conflicts:

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from lema.data.columns import IGNORED
 from lema.data.dataset import Rows, grouped_by_length, lengths_of
+from lema.data.images.rows import IMAGES, RowImages
 from lema.data.mixing.order import RowOrder, Shuffle, row_order
 from lema.errors import DataError
 
@@ -27,13 +28,15 @@ OF_ROWS = frozenset({"example"})
 
 class Batch(TypedDict):
     """One batch: `input_ids`, `labels` and `attention_mask` are int64 `[batch, sequence]`.
-    `attention_mask` is absent when no row is padded. Packs have `position_ids` instead, 0 where a
+    `attention_mask` is absent when no row is padded. `images` is there if any row of the data has
+    some. Packs have `position_ids` instead, 0 where a
     row begins and at padding."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     attention_mask: NotRequired[torch.Tensor]
     position_ids: NotRequired[torch.Tensor]
+    images: NotRequired[RowImages]
 
 
 def dealt(
@@ -90,7 +93,11 @@ def split_batch(batch: Mapping[str, Any], rows: int | None) -> list[dict[str, to
     """Cut a batch into micro-batches of at most `rows` rows, each as wide as its longest; None: one
     micro-batch. Columns at the end that no row of the micro-batch attends to or learns are left
     out."""
-    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    tensors = {
+        name: value
+        for name, value in batch.items()
+        if isinstance(value, torch.Tensor | RowImages)
+    }
     size = len(tensors["input_ids"])
     step = rows or size
     parts = [
@@ -109,8 +116,11 @@ def split_batch(batch: Mapping[str, Any], rows: int | None) -> list[dict[str, to
         for name in [
             name for name in part.keys() - OF_ROWS if name.startswith("mismatched_") == bool(prefix)
         ]:
-            if part[name].dim() == 2 and part[name].shape[1] == width:
-                part[name] = part[name][:, :end]
+            tensor = part[name]
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            if tensor.dim() == 2 and tensor.shape[1] == width:
+                part[name] = tensor[:, :end]
     return parts
 
 
@@ -150,10 +160,14 @@ def collate(
             for row in rows
         ]
         return Batch(input_ids=input_ids, labels=labels, position_ids=torch.stack(positions))
-    if min(lengths) == shape[1]:
-        return Batch(input_ids=input_ids, labels=labels)
-    mask = torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
-    return Batch(input_ids=input_ids, labels=labels, attention_mask=mask.long())
+    batch = Batch(input_ids=input_ids, labels=labels)
+    if min(lengths) != shape[1]:
+        mask = torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
+        batch["attention_mask"] = mask.long()
+    of_rows: list[Any] = [row.get(IMAGES) for row in rows]
+    if (images := RowImages.joined(of_rows)) is not None:
+        batch["images"] = images
+    return batch
 
 
 class _RowLengths:

@@ -17,6 +17,7 @@ __all__ = [
     "ALPACA_HEAD",
     "FLAGS",
     "IGNORED",
+    "IMAGE_COLUMNS",
     "Example",
     "Kind",
     "Text",
@@ -53,6 +54,7 @@ _EXTRA_COLUMNS: dict[str, tuple[str, ...]] = {
     "prompt": ("tools",),
     "instruction": ("input",),
 }
+IMAGE_COLUMNS = ("images", "image")  # of chats, where the model sees them
 _OF_FORMATS = ("system", "history")  # of instructions in a form that the settings name
 FLAGS = frozenset(("train", "weight"))  # of any row: false or 0 leaves it out
 
@@ -141,6 +143,7 @@ def unused(row: Row, kind: Kind, forms: Forms = _AS_IT_IS) -> list[str]:
     """The names of the columns that hold something and that nothing is read from."""
     used = {*kind, *_EXTRA_COLUMNS.get(kind[0], ()), *FLAGS}
     used |= {"system"} & forms.columns.keys()
+    used |= set(IMAGE_COLUMNS) if forms.pictures else set()
     if kind[0] == "instruction":
         used |= set(_OF_FORMATS) if _formatted(forms) else _OF_FORMATS & forms.columns.keys()
     return sorted(
@@ -270,7 +273,8 @@ def _prompt_completion(row: Row, forms: Forms) -> Example:
         )
     length = len(before.messages)
     flags = (None,) * length + after.flags if after.flags else ()
-    return Chat(before.messages + after.messages, before.tools, length, flags)
+    pictures = before.pictures + after.pictures
+    return Chat(before.messages + after.messages, before.tools, length, flags, pictures)
 
 
 def _instruction(row: Row, forms: Forms, *, chat_template: bool) -> Example:

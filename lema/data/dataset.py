@@ -21,11 +21,13 @@ import numpy.typing as npt
 from lema.data.columns import IGNORED
 from lema.data.files import Row
 from lema.data.forms import Rows
+from lema.data.images.rows import IMAGES, ImageRecord, RowImages
 from lema.data.row_forms import BITS, RowForm
 from lema.data.sets.preshuffle import surviving_order
 from lema.errors import DataError
 
 __all__ = [
+    "CUT_IMAGE",
     "ROW",
     "Columns",
     "Counts",
@@ -62,6 +64,7 @@ ROW = np.dtype(
 )
 PACKED = struct.Struct("<qqiiiiii")  # the same, for one row
 LABELLED = 1 << 16  # the mark of a row whose labels are stored
+CUT_IMAGE = "dropped, because the cut would take an image"  # of a row that is too long
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,8 @@ class Table:
     notes: tuple[str, ...] = ()  # what a user should know of the data
     skipped: Sequence[Skipped] | Any = ()  # an iterable, which may read a file
     keeper: Keeper | None = None  # None: nothing is kept
+    images: Mapping[int, RowImages] = field(default_factory=dict)  # by the number of the row
+    without_images: RowImages | None = None  # of all other rows, if any row has images
 
 
 @dataclass(slots=True)
@@ -140,8 +145,17 @@ class Columns:
     skipped: list[Skipped] = field(default_factory=list)
     # as of `lema.data.forms.Remarks`
     remarks: dict[str, tuple[int, str]] = field(default_factory=dict)
+    images: dict[int, ImageRecord] = field(default_factory=dict)  # by the number of the row
 
-    def append(self, row: Row, ids: Numbers, labels: Numbers, cut: Numbers, mark: int = 0) -> None:
+    def append(
+        self,
+        row: Row,
+        ids: Numbers,
+        labels: Numbers,
+        cut: Numbers,
+        mark: int = 0,
+        images: ImageRecord | None = None,
+    ) -> None:
         """Take in a tokenised row, lists or arrays; `cut` has the labels of the tokens that were
         cut off its end.
         """
@@ -155,6 +169,8 @@ class Columns:
         else:
             np.invert(stored, out=stored, where=~learnt)
         self.tokens.frombytes(stored.tobytes())
+        if images is not None:
+            self.images[len(self.rows) // PACKED.size] = images
         source = self.sources.setdefault(row.source, len(self.sources))
         about = (
             len(ids),
@@ -168,10 +184,10 @@ class Columns:
         if len(cut):
             self.skip(row, "truncated", len(ids) + len(cut), cut=len(cut), cut_trained=lost)
 
-    def drop(self, row: Row, tokens: int) -> None:
+    def drop(self, row: Row, tokens: int, why: str = "dropped") -> None:
         """Count a row that is left out for its length."""
         self.dropped += 1
-        self.skip(row, "dropped", tokens)
+        self.skip(row, why, tokens)
 
     def leave_out(self, row: Row) -> None:
         """Count a row that says not to be trained on."""
@@ -245,7 +261,10 @@ class TokenDataset(Sequence[TokenRow]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         ids, labels = self._row(index)
-        return {"input_ids": ids.tolist(), "labels": labels.tolist()}
+        row: dict[str, Any] = {"input_ids": ids.tolist(), "labels": labels.tolist()}
+        if (images := self.images(index)) is not None:
+            row[IMAGES] = images
+        return row
 
     def __repr__(self) -> str:
         return f"TokenDataset({self.counts})"
@@ -261,6 +280,15 @@ class TokenDataset(Sequence[TokenRow]):
             return stored[:length], stored[length:]
         learnt = stored >= 0
         return np.where(learnt, stored, ~stored), np.where(learnt, stored, np.int32(IGNORED))
+
+    def images(self, index: int) -> RowImages | None:
+        """The images of row `index`, none in a row without; None: no row of the data has any."""
+        return self._table.images.get(int(self._rows[index]), self._table.without_images)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether any row of the data has images."""
+        return bool(self._table.images)
 
     @property
     def lengths(self) -> npt.NDArray[np.int32]:
@@ -394,6 +422,8 @@ class TokenDataset(Sequence[TokenRow]):
         for index in range(len(self)):
             ids, labels = self._row(index)
             digest.update(len(ids).to_bytes(8, "little") + ids.tobytes() + labels.tobytes())
+            if (images := self.images(index)) is not None:
+                digest.update(images.digest)
         if keeper is not None:
             keeper.put(which, digest.hexdigest())
         return digest.hexdigest()

@@ -84,6 +84,7 @@ class Forms:
     drops_system: bool = False  # whether chats' own system messages are left out
     row_format: str | Mapping[str, Any] = "auto"  # how instructions are written
     truncation_side: Literal["right", "left"] = "right"
+    pictures: bool = False  # whether rows may hold images
 
     def of_data_set(self, options: Mapping[str, Any]) -> "Forms":
         """Return the forms with the settings that a data set has of its own."""

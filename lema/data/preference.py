@@ -22,17 +22,20 @@ import torch
 
 from lema.data.batches import Batch, collate
 from lema.data.chat.messages import Chat, read_messages, read_tools
+from lema.data.chat.pictures import Picture, has_pictures
 from lema.data.chat.template import Ahead, open_template, render_ahead
 from lema.data.chat.tokens import DATED, encoded
-from lema.data.columns import IGNORED, left_out, parse, with_system
-from lema.data.dataset import Columns, TokenDataset, eval_mask
+from lema.data.columns import IGNORED, IMAGE_COLUMNS, left_out, parse, with_system
+from lema.data.dataset import CUT_IMAGE, Columns, TokenDataset, eval_mask
 from lema.data.files import Row
 from lema.data.forms import Forms, Remarks, check_ids, num_alike
+from lema.data.images.reading import ImageReading, RowPictures, with_column
+from lema.data.images.rows import IMAGES, ImageRecord
 from lema.data.read import Overlong, table_of
 from lema.data.readers import Reader, Readers
 from lema.data.row_forms import BITS, RowForm
 from lema.data.sets.preshuffle import datasets_order
-from lema.data.sets.sources import given_files
+from lema.data.sets.sources import folders_of, given_files
 from lema.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -99,7 +102,16 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
         ]
 
     def _cut(self, row: TokenRow) -> TokenRow:
-        return {name: values[: self._max_length] for name, values in row.items()}
+        # images are in prompts, of which nothing is cut off here
+        return {
+            name: values if name == IMAGES else values[: self._max_length]
+            for name, values in row.items()
+        }
+
+    @property
+    def has_images(self) -> bool:
+        """Whether any example has images."""
+        return self.rows.has_images
 
     @property
     def lengths(self) -> npt.NDArray[np.int32]:
@@ -196,9 +208,10 @@ class PreferenceDataset(Sequence[list[TokenRow]]):
         begins = _start(completion_row["labels"])
         completion = completion_row["input_ids"][begins:]
         labels = [IGNORED] * start + completion
-        return self._cut(
-            {"input_ids": prompt_row["input_ids"][:start] + completion, "labels": labels}
-        )
+        row = {"input_ids": prompt_row["input_ids"][:start] + completion, "labels": labels}
+        if IMAGES in prompt_row:
+            row[IMAGES] = prompt_row[IMAGES]
+        return self._cut(row)
 
 
 def _form_of(values: Sequence[Any]) -> RowForm:
@@ -216,8 +229,10 @@ def prepare_preferences(
     vocab_size: int | None = None,
     forms: Forms | None = None,
     cache: Path | None = None,
+    images: ImageReading | None = None,
 ) -> PreferenceDataset:
-    """Read and tokenise examples, given and cached as `prepare_data` takes them; with `labelled`
+    """Read and tokenise examples, given and cached as `prepare_data` takes them, their `images` as
+    well; with `labelled`
     they are rows with a label, which a pair is made two of. "drop" leaves out the example of a
     longer row; so is one of which no token of a completion would be left. `DataError`: no rows, a
     malformed row (named by file and line), or none left."""
@@ -227,26 +242,31 @@ def prepare_preferences(
         what = "rows with labels are cut at their end, because completions change their prompts"
         raise ConfigError(what, where="truncation_side", how="leave it out, or set overlong: drop")
 
+    images = None if images is None else images.at(folders_of(files))
+
     def gather(rows: Iterable[Row], _: Row | None = None) -> Columns:
         remarks = Remarks()
         columns = Columns(remarks=remarks.counts)
         for reader, group in readers.grouped(rows):
             assert reader.tokenizer is not None, "examples are never token ids"
-            for row, examples, ahead in _read(group, reader, labelled=labelled):
+            for row, examples, ahead, pictures in _read(
+                group, reader, images, labelled=labelled
+            ):
                 if examples is None:
                     columns.leave_out(row)
                     continue
-                encoding = _Encoding(reader.tokenizer, row, reader.forms.template_date, ahead)
+                seen = None if images is None or not pictures else images.pictures(row, pictures)
+                date = reader.forms.template_date
+                encoding = _Encoding(reader.tokenizer, row, date, ahead, images, seen)
                 for number, (values, label) in enumerate(examples):
-                    tokens = _tokenized(values, encoding, vocab_size)
+                    tokens, record = _tokenized(values, encoding, vocab_size)
                     if encoding.date is not None and not isinstance(values[0], str):
                         remarks.add(row, DATED.format(encoding.date))
                     mark = GOOD * label | SECOND * (number > 0)
                     side = reader.forms.truncation_side
                     formed = replace(row, form=BITS[_form_of(values)])
-                    _take(
-                        columns, formed, tokens, mark, _Limits(max_length, overlong, labelled, side)
-                    )
+                    limits = _Limits(max_length, overlong, labelled, side)
+                    _take(columns, formed, tokens, mark, limits, record)
         return columns
 
     settings: dict[str, Any] = {
@@ -257,7 +277,8 @@ def prepare_preferences(
     date = readers.run.forms.template_date
     settings |= {} if date is None else {"template_date": date}
     settings |= readers.run.forms.described() | readers.described()
-    rows = TokenDataset(table_of(data, files, gather, readers.run.tokenizer, settings, cache))
+    tokenizer = readers.run.tokenizer
+    rows = TokenDataset(table_of(data, files, gather, tokenizer, settings, cache, images))
     marks = rows.marks[:: 1 if labelled else 2]
     dataset = PreferenceDataset(
         rows, (marks & GOOD).astype(np.int64) if labelled else None, max_length
@@ -283,19 +304,30 @@ def _take(
     tokens: Sequence[tuple[list[int], list[int]]],
     mark: int,
     limits: _Limits,
+    record: ImageRecord | None,
 ) -> None:
     """Take in the rows of an example, or drop it."""
     max_length, _, labelled, side = limits
+    longest = max(len(ids) for ids, _ in tokens)
     if not _fits(row, tokens, limits):
-        columns.drop(row, max(len(ids) for ids, _ in tokens))
+        columns.drop(row, longest)
         return
-    for ids, learnt in tokens:
-        if side == "left" and not labelled:
-            columns.append(row, ids[-max_length:], learnt[-max_length:], learnt[:-max_length], mark)
+    left = side == "left" and not labelled
+    records = [
+        None if record is None else record.shifted(max(0, len(ids) - max_length) if left else 0)
+        for ids, _ in tokens
+    ]
+    if any(one is not None and not one.is_whole(max_length) for one in records):
+        columns.drop(row, longest, CUT_IMAGE)
+        return
+    for (ids, learnt), images in zip(tokens, records, strict=True):
+        if left:
+            cut = learnt[:-max_length]
+            columns.append(row, ids[-max_length:], learnt[-max_length:], cut, mark, images)
             continue
         # Labelled rows stay whole, because completions also stand behind shorter prompts.
         end = len(ids) if labelled else max_length
-        columns.append(row, ids[:end], learnt[:end], learnt[max_length:], mark)
+        columns.append(row, ids[:end], learnt[:end], learnt[max_length:], mark, images)
 
 
 def _fits(row: Row, tokens: Sequence[tuple[list[int], list[int]]], limits: _Limits) -> bool:
@@ -400,20 +432,23 @@ def _value(row: Row, column: str, forms: Forms, *, may_be_empty: bool = False) -
 
 
 def _read(
-    rows: Iterable[Row], reader: Reader, *, labelled: bool
-) -> Iterator[tuple[Row, Examples, Ahead]]:
-    """Yield each row with its examples and what templates have written for them, of several rows at
-    once, because that is faster. What is wrong with a row is raised after those before it are
+    rows: Iterable[Row], reader: Reader, images: ImageReading | None, *, labelled: bool
+) -> Iterator[tuple[Row, Examples, Ahead, tuple[Picture, ...]]]:
+    """Yield each row with its examples, what templates have written for them, and its pictures, of
+    several rows at once, because that is faster. What is wrong with a row is raised after those before it are
     yielded."""
     tokenizer, date = reader.tokenizer, reader.forms.template_date
     assert tokenizer is not None, "examples are never token ids"
-    for batch in _batches(map(reader.forms.renamed, rows), reader.forms, labelled=labelled):
+    renamed = map(reader.forms.renamed, rows)
+    for batch in _batches(renamed, reader.forms, images, labelled=labelled):
         asked = []
-        for row, examples in batch:
+        for row, examples, _ in batch:
             for prompt, *wholes in (values for values, _ in examples or ()):
                 if isinstance(prompt, list):
                     with suppress(DataError):  # which is raised when it is rendered alone
-                        template = open_template(tokenizer, read_tools(row), row, date)
+                        template = open_template(
+                            tokenizer, read_tools(row), row, date, messages=prompt
+                        )
                         asked.append((template, prompt, True))
                         asked += [
                             (template, conversation, False)
@@ -421,18 +456,21 @@ def _read(
                             if isinstance(conversation, list)
                         ]
         ahead = render_ahead(asked)
-        yield from ((row, examples, ahead) for row, examples in batch)
+        yield from ((row, examples, ahead, pictures) for row, examples, pictures in batch)
 
 
 def _batches(
-    rows: Iterable[Row], forms: Forms, *, labelled: bool
-) -> Iterator[list[tuple[Row, Examples]]]:
-    batch = list[tuple[Row, Examples]]()
+    rows: Iterable[Row], forms: Forms, images: ImageReading | None, *, labelled: bool
+) -> Iterator[list[tuple[Row, Examples, tuple[Picture, ...]]]]:
+    batch = list[tuple[Row, Examples, tuple[Picture, ...]]]()
     size = 0
     try:
         for row in rows:
             examples = None if left_out(row) else list(_values(row, forms, labelled=labelled))
-            batch.append((row, examples))
+            pictures: tuple[Picture, ...] = ()
+            if examples:
+                examples, pictures = _with_images(row, examples, forms, images)
+            batch.append((row, examples, pictures))
             size += sum(len(str(value)) for value in row.values.values())
             if len(batch) == BATCH or size > BATCH_CHARACTERS:
                 yield batch
@@ -452,6 +490,47 @@ def _values(row: Row, forms: Forms, *, labelled: bool) -> Iterator[tuple[list[Va
         yield [sides[0][0], *(prompt + completion for prompt, completion in sides)], label  # type: ignore[operator] # two texts, or two lists
 
 
+def _with_images(
+    row: Row, examples: list[tuple[list[Value], bool]], forms: Forms, images: ImageReading | None
+) -> tuple[list[tuple[list[Value], bool]], tuple[Picture, ...]]:
+    """Return the examples of a row with its images in their prompts, and the images. `DataError`:
+    images stand elsewhere, or the model is opened for text alone."""
+    prompt = examples[0][0][0]
+    if images is None:
+        if any(
+            not isinstance(value, str) and has_pictures(value)
+            for values, _ in examples
+            for value in values
+        ):
+            what = "'content' holds something other than text"
+            raise row.broken(what, how="set modalities: all for a model that sees images")
+        return examples, ()
+    if isinstance(prompt, str):
+        if any(row.values.get(name) not in (None, [], ()) for name in IMAGE_COLUMNS):
+            what = "the row has images, and only chats have places for them"
+            raise row.broken(what, how="write the row as messages")
+        return examples, ()
+    chat = with_column(row, Chat(prompt, pictures=_pictures(row, forms)))
+    for (_, *wholes), _ in examples:
+        if any(has_pictures(whole[len(prompt) :]) for whole in wholes):
+            what = "a completion holds an image, and images belong to prompts"
+            raise row.broken(what, how="move the image to the prompt")
+    changed: list[tuple[list[Value], bool]] = [
+        ([chat.messages, *(chat.messages + whole[len(prompt) :] for whole in wholes)], label)  # type: ignore[operator] # lists, as the prompt
+        for (_, *wholes), label in examples
+    ]
+    return changed, chat.pictures
+
+
+def _pictures(row: Row, forms: Forms) -> tuple[Picture, ...]:
+    """Return the images that the messages of a row name, of its prompt."""
+    column = next(name for name in ("prompt", "chosen", "completion") if row.values.get(name))
+    value = row.values[column]
+    values = [value] if isinstance(value, Mapping) else value
+    inner = Row({column: values}, row.source, row.line)
+    return read_messages(inner, column, forms.fields, forms.roles).pictures
+
+
 class _Encoding(NamedTuple):
     """How the values of a row become tokens."""
 
@@ -459,6 +538,21 @@ class _Encoding(NamedTuple):
     row: Row
     date: str | None
     ahead: Ahead
+    reading: ImageReading | None = None  # None: rows have no images
+    pictures: RowPictures | None = None  # those of the row; None: it has none
+
+    def image_ids_of(self, value: Value, *, is_prompt: bool) -> tuple[list[int], ImageRecord]:
+        """Return the tokens of messages with images, and the record of these."""
+        assert self.reading is not None, "rows with images are refused where none are read"
+        assert self.pictures is not None, "the row has images"
+        assert not isinstance(value, str), "only chats have images"
+        row = self.row
+        template = open_template(
+            self.tokenizer, read_tools(row), row, self.date, self.ahead, messages=value
+        )
+        text = template.render(value, row, prompt=is_prompt)
+        expanded, record = self.reading.expanded(text, (), self.pictures, row)
+        return expanded.ids.tolist(), record
 
     def ids_of(self, value: Value, *, is_prompt: bool = False) -> list[int]:
         """Return the tokens of a prompt, or of a prompt with a completion, which ends in the
@@ -492,12 +586,20 @@ class _Encoding(NamedTuple):
 
 def _tokenized(
     values: Sequence[Value], encoding: _Encoding, vocab_size: int | None
-) -> list[tuple[list[int], list[int]]]:
+) -> tuple[list[tuple[list[int], list[int]]], ImageRecord | None]:
     """Return the tokens of each side, and labels that are -100 in the prompt, which is as long
-    on all sides.
+    on all sides; and the record of the prompt's images, if it has some.
     """
-    before = encoding.ids_of(values[0], is_prompt=True)
-    wholes = [encoding.ids_of(value) for value in values[1:]]
+    record = None
+    if encoding.pictures is None:
+        before = encoding.ids_of(values[0], is_prompt=True)
+        wholes = [encoding.ids_of(value) for value in values[1:]]
+    else:
+        before, record = encoding.image_ids_of(values[0], is_prompt=True)
+        wholes = [encoding.image_ids_of(value, is_prompt=False)[0] for value in values[1:]]
+        if any(ids[: record.end] != before[: record.end] for ids in wholes):
+            what = "the chat template writes the images of the prompt otherwise with an answer"
+            raise encoding.row.broken(what, how="use the chat template of the model's processor")
     start = min(num_alike(before, ids) for ids in wholes)
     for ids in wholes:
         if len(ids) <= max(start, 1):
@@ -505,7 +607,7 @@ def _tokenized(
                 "a completion has no token to train on", how="remove the row, or fill it"
             )
         check_ids(encoding.row, {"input_ids": ids}, vocab_size)
-    return [(ids, [IGNORED] * start + ids[start:]) for ids in wholes]
+    return [(ids, [IGNORED] * start + ids[start:]) for ids in wholes], record
 
 
 def _start(labels: Sequence[int]) -> int:

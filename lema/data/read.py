@@ -4,6 +4,7 @@ used.
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
@@ -11,12 +12,22 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 from lema.config import LemaConfig
 from lema.data import cache as token_cache
 from lema.data.columns import Kind, detect, num_trained, unused
-from lema.data.dataset import Columns, Table, TokenDataset
+from lema.data.dataset import CUT_IMAGE, Columns, Table, TokenDataset
 from lema.data.files import Row
 from lema.data.forms import Forms, Remarks
+from lema.data.images.reading import ImageReading
+from lema.data.images.rows import ImageRecord
 from lema.data.mixing.sampling import Sampling, check_rates
 from lema.data.readers import Readers
-from lema.data.sets.sources import DataFile, Sources, data_files, given_files, read_rows, rows_in
+from lema.data.sets.sources import (
+    DataFile,
+    Sources,
+    data_files,
+    folders_of,
+    given_files,
+    read_rows,
+    rows_in,
+)
 from lema.data.tokenize import Ints, Reading, tokenize_rows
 from lema.errors import ConfigError, DataError, DiskError
 from lema.storage.diskspace import make_private
@@ -42,6 +53,7 @@ def prepare_data(
     vocab_size: int | None = None,
     forms: Forms | None = None,
     cache: Path | None = None,
+    images: ImageReading | None = None,
 ) -> TokenDataset:
     """Read, recognise and tokenise training data. The columns of a file say what its rows are:
     `input_ids` (+ `labels`), `messages` or `conversations`, `prompt` + `completion`, `instruction`
@@ -61,6 +73,8 @@ def prepare_data(
         forms: which columns are meant, which chat template, and what is trained on; None: as above.
         cache: a folder in which the tokens of large files are kept for later calls; None: they are
             not.
+        images: what images of rows are read with; None: rows have none. With it no tokens are
+            kept.
     """
     if max_length < 2:
         what = f"rows of {max_length} tokens have nothing to predict"
@@ -74,8 +88,9 @@ def prepare_data(
     files = given_files(data)
     readers = Readers(files, forms or Forms(), tokenizer)
     remarks = Remarks()
+    images = None if images is None else images.at(folders_of(files))
     readings = {
-        id(reader): Reading(reader.tokenizer, reader.forms, vocab_size, remarks)
+        id(reader): Reading(reader.tokenizer, reader.forms, vocab_size, remarks, images)
         for reader in readers.all()
     }
 
@@ -86,8 +101,9 @@ def prepare_data(
             side = reader.forms.truncation_side
             kinds = _with_kinds(group, reader.forms, reading, first)
             for row, ids, labels in tokenize_rows(kinds, reading):
+                record = None if images is None else images.records.pop(row.origin, None)
                 if len(ids):
-                    _take(columns, row, ids, labels, max_length, overlong, side)
+                    _take(columns, row, ids, labels, max_length, overlong, side, record)
                 else:
                     columns.leave_out(row)
         return columns
@@ -103,7 +119,7 @@ def prepare_data(
     settings |= {} if date is None else {"template_date": date}
     settings |= readers.run.forms.described() | readers.described()
     tokenizer = readers.run.tokenizer
-    return TokenDataset(table_of(data, files, gather, tokenizer, settings, cache))
+    return TokenDataset(table_of(data, files, gather, tokenizer, settings, cache, images))
 
 
 def _take(
@@ -114,6 +130,7 @@ def _take(
     max_length: int,
     overlong: Overlong,
     side: Literal["right", "left"],
+    record: ImageRecord | None = None,
 ) -> None:
     length = len(ids)
     if length > max_length and overlong == "error":
@@ -124,10 +141,13 @@ def _take(
     left = side == "left" and length > max_length
     span = slice(-max_length, None) if left else slice(max_length)
     cut = labels[:-max_length] if left else labels[max_length:]
-    if len(cut) and (overlong == "drop" or num_trained(labels[span]) == 0):
+    record = None if record is None else record.shifted(length - max_length if left else 0)
+    if record is not None and not record.is_whole(max_length):
+        columns.drop(row, length, CUT_IMAGE)
+    elif len(cut) and (overlong == "drop" or num_trained(labels[span]) == 0):
         columns.drop(row, length)
     else:
-        columns.append(row, ids[span], labels[span], cut)
+        columns.append(row, ids[span], labels[span], cut, images=record)
 
 
 def table_of(
@@ -137,13 +157,14 @@ def table_of(
     tokenizer: "PreTrainedTokenizerBase | None",
     settings: Mapping[str, Any],
     cache: Path | None,
+    images: ImageReading | None = None,
 ) -> Table:
     """Return data as tokens: those of large files from the folder `cache`, all others gathered in
-    memory. `settings` are what else decides the tokens. `DataError`: no row is left; that and
+    memory, as those of rows with `images`. `settings` are what else decides the tokens. `DataError`: no row is left; that and
     `DiskError`: as `lema.data.cache.cached`."""
     notes = list[str]()
     table = None
-    if cache is not None and files is not None:
+    if cache is not None and files is not None and images is None:
         # A tokenizer that cannot be saved cannot be told from another, so nothing is kept for it.
         with suppress(NotImplementedError):
             size = sum(file.num_bytes for file in files)
@@ -166,6 +187,12 @@ def table_of(
     if table is None:
         columns = gather(rows_of(data) if files is None else rows_in(files), None)
         table = columns.table((*notes, *Remarks(columns.remarks).lines()))
+        if images is not None and columns.images:
+            table = replace(
+                table,
+                images={number: images.rows(record) for number, record in columns.images.items()},
+                without_images=images.rows(None),
+            )
     if not len(table.rows):
         how = (
             f"raise max_length={settings['max_length']} or shorten the rows"

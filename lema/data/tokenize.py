@@ -14,9 +14,20 @@ from lema.data.chat.messages import Chat
 from lema.data.chat.pieces import Ids, Learnt
 from lema.data.chat.tokens import Chats, check_words, tokenizing
 from lema.data.chat.turns import Span, TemplateCache
-from lema.data.columns import IGNORED, Example, Kind, Text, Tokens, left_out, num_trained, parse
+from lema.data.columns import (
+    IGNORED,
+    IMAGE_COLUMNS,
+    Example,
+    Kind,
+    Text,
+    Tokens,
+    left_out,
+    num_trained,
+    parse,
+)
 from lema.data.files import Row
 from lema.data.forms import Forms, Remarks, check_ids
+from lema.data.images.reading import ImageReading, with_column
 from lema.data.row_forms import form_bit
 from lema.errors import DataError
 
@@ -42,6 +53,7 @@ class Reading:
     forms: Forms = field(default_factory=Forms)
     vocab_size: int | None = None  # tokens that the model knows; None: ids are not checked
     remarks: Remarks = field(default_factory=Remarks)
+    images: ImageReading | None = None  # None: rows have no images
 
     @cached_property
     def tokenize(self) -> Callable[[str, Sequence[Span], bool], tuple[Ids, Learnt]]:
@@ -175,6 +187,24 @@ def _example(row: Row, kind: Kind, reading: Reading) -> Example:
         )
     if isinstance(example, Text) and reading.forms.system_prompt and not _has_system(reading.forms):
         reading.remarks.add(row, "system_prompt is of chats; rows of text do not get it")
+    return _with_images(row, example, reading)
+
+
+def _with_images(row: Row, example: Example, reading: Reading) -> Example:
+    """Return an example with the images of its row. `DataError`: there are some, and the model is
+    opened for text alone, or the row is no chat."""
+    if reading.images is None:
+        if isinstance(example, Chat) and example.pictures:
+            how = "set modalities: all for a model that sees images"
+            raise row.broken(
+                "'content' holds something other than text", at=example.pictures[0].at, how=how
+            )
+        return example
+    if isinstance(example, Chat):
+        return with_column(row, example)
+    if any(row.values.get(name) not in (None, [], ()) for name in IMAGE_COLUMNS):
+        what = "the row has images, and only chats have places for them"
+        raise row.broken(what, how="write the row as messages")
     return example
 
 
@@ -187,6 +217,8 @@ def _draft(row: Row, example: Example, reading: Reading) -> Draft:
     if isinstance(example, Tokens):
         return example
     if isinstance(example, Chat):
+        if example.pictures:
+            return _draft_with_images(row, example, reading)
         if reading.forms.train_on == "contents":
             tokens = reading.chats.contents(example, row)
             return tokens and Tokens(*tokens)
@@ -196,6 +228,24 @@ def _draft(row: Row, example: Example, reading: Reading) -> Draft:
         return _separated(example, reading)
     text = example.prompt + example.completion
     return text, [(0 if reading.forms.train_on == "all" else len(example.prompt), len(text))], False
+
+
+def _draft_with_images(row: Row, example: Chat, reading: Reading) -> Draft:
+    """Return a chat with images as tokens, and keep the record of its images for the row."""
+    assert reading.images is not None, "rows with images are refused where none are read"
+    if reading.forms.train_on == "contents":
+        what = "train_on: contents is for rows of text, and this one has images"
+        raise row.broken(what, how="set train_on: assistant")
+    rendered = reading.chats.render(example, row)
+    if rendered is None:
+        return None
+    text, spans = rendered
+    check_words(row, text)
+    pictures = reading.images.pictures(row, example.pictures)
+    expanded, record = reading.images.expanded(text, spans, pictures, row)
+    reading.images.records[row.origin] = record
+    labels = np.where(expanded.learnt, expanded.ids, np.int32(IGNORED))
+    return Tokens(expanded.ids.tolist(), labels.tolist())
 
 
 def _separated(example: Text, reading: Reading) -> Tokens:

@@ -69,7 +69,9 @@ class Padding:
         if longer == length:
             return padded
         tokens = {
-            name for name, tensor in padded.items() if tensor.dim() == 2 and name not in OF_ROWS
+            name
+            for name, tensor in padded.items()
+            if isinstance(tensor, Tensor) and tensor.dim() == 2 and name not in OF_ROWS
         }
         more = (0, longer - length)
         return {

@@ -33,6 +33,7 @@ from lema.config.units import human_bytes
 from lema.data.batches import dealt
 from lema.engine.generation import leased_forwards
 from lema.engine.head.gradients import EmbedHead
+from lema.engine.layers.call_chunks import CallChunks, check_hooks
 from lema.engine.layers.layer_pass import LayerPass
 from lema.engine.layers.reference_rows import ReferenceRows
 from lema.engine.layers.row_cuts import Cut, RowCuts
@@ -43,6 +44,8 @@ from lema.engine.trained_weights import AskedGradients, OuterGradients, adapter_
 from lema.errors import ConfigError
 from lema.model.flow import LayerCall, Prelude
 from lema.model.layers.routing import RowChoices
+from lema.model.sequence.chunks import ChunkedCall
+from lema.model.sequence.states import Span
 from lema.model.state.hooks import aside, hooks_of
 from lema.stream.schedule import fetched_per_step, in_parts
 
@@ -80,6 +83,16 @@ class StackCall:
         hidden = [prelude.hidden for prelude in self.preludes]
         # Not compiled, because that would be another graph of each layer.
         return Rows(calls, hidden, compute_as=self.compute_as, compiled=False)
+
+    @property
+    def seen(self) -> list[tuple[list[int], Span]]:
+        """Which tokens of which rows are computed: not those that were cut off, nor padding that
+        is in no chunk."""
+        spans = [
+            _span_of(prelude.calls[0], cut)
+            for cut, prelude in zip(self.cuts, self.preludes, strict=True)
+        ]
+        return [(cut.rows, span) for cut, span in zip(self.cuts, spans, strict=True)]
 
     def joins(self, call: StackCall) -> bool:
         """Whether both can be run at once."""
@@ -138,18 +151,43 @@ class StackCall:
                     call.choose(of_cut[:, :, layer].flatten(0, 1))
 
 
-def _check_unseen(cuts: Sequence[Cut], gradient: Tensor) -> None:
-    """Refuse a loss that counts positions that were cut off, by its gradient `[batch,
-    sequence, hidden]`.
+def _span_of(call: LayerCall, cut: Cut) -> Span:
+    """Return the tokens of a micro-batch that a call of a layer computes."""
+    if isinstance(call, ChunkedCall):
+        return Span(call.spans[0].start, call.spans[-1].stop)
+    return Span(0, cut.end)
+
+
+def _shape_of(arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many rows a call has, and how many tokens each has."""
+    ids: Tensor | None = arguments.get("input_ids")
+    tokens: Tensor = arguments["inputs_embeds"] if ids is None else ids
+    num_rows, width = tokens.shape[:2]
+    return num_rows, width
+
+
+def _check_unseen(seen: Sequence[tuple[list[int], Span]], gradient: Tensor) -> None:
+    """Refuse a loss that counts positions that were not computed.
+
+    Args:
+        seen: which tokens of which rows were.
+        gradient: of what the layers made, `[batch, sequence, hidden]`.
     """
+    width = gradient.shape[1]
     unseen = [
-        gradient[cut.rows, cut.end :].abs().gt(0).any() for cut in cuts if cut.end < cut.width
+        gradient[rows, part].abs().gt(0).any()
+        for rows, span in seen
+        for part in (slice(span.start), slice(span.stop, None))
+        if (span.start if part.stop is not None else width - span.stop)
     ]
     if unseen and bool(torch.stack(unseen).any()):
-        what = "the loss counts masked tokens at the end of rows, which were not computed"
+        what = (
+            "the loss counts masked tokens at the beginning or the end of rows, which were not "
+            "computed"
+        )
         how = (
-            "give them the label -100, or remove micro_batch_size, so that batches are "
-            "computed whole"
+            "give them the label -100, or remove micro_batch_size and sequence_chunk, so that "
+            "batches are computed whole"
         )
         raise ConfigError(what, where="labels", how=how)
 
@@ -382,7 +420,12 @@ class LayerStack:
         if takes_more or "use_cache" in self._signature.parameters:
             arguments["use_cache"] = False
         call = self._noted(arguments, differentiated=differentiated)
-        result = split.finish(self.supply(call)[0], partial(self._forward, **arguments))
+        output = self.supply(call)[0]
+        chunks = self._chunks(arguments)
+        if chunks is None:
+            result = split.finish(output, partial(self._forward, **arguments))
+        else:
+            result = chunks.finish(output)
         if call.routed:
             result.router_logits = call.router_logits()
         return result
@@ -443,6 +486,8 @@ class LayerStack:
                     if layer_hooks is None or len(cuts) == 1
                     else layer_hooks.of_rows(cut.rows)
                 )
+                if isinstance(call, ChunkedCall):
+                    check_hooks(hooks_here)
                 call.call_as(ambient, hooks_here)
                 call.ask_routers(routed)
         return StackCall(arguments, preludes, differentiated, inputs, self._trained(), cuts, routed)
@@ -467,8 +512,22 @@ class LayerStack:
                 part = row_cuts.of(cut)
             run = partial(self._forward, **part)
             with nullcontext() if outer_hooks is None else outer_hooks.of_rows(cut.rows).standing():
-                prelude = split.prelude(few, {}, differentiate=differentiate, run=run)
+                chunks = self._chunks(part)
+                if chunks is None:
+                    prelude = split.prelude(few, {}, differentiate=differentiate, run=run)
+                else:
+                    prelude = chunks.prelude(differentiate=differentiate)
             yield prelude
+
+    def _chunks(self, arguments: Mapping[str, Any]) -> CallChunks | None:
+        """Return the chunks of a call with these arguments; None: its rows are no longer than
+        one."""
+        size = self.streamed.sequence_chunk
+        if size is None or _shape_of(arguments)[1] <= size:
+            return None
+        return CallChunks(
+            self.streamed.split, self._forward, arguments, size, ambient=self._ambient()
+        )
 
     @contextmanager
     def _without_routers(self) -> Iterator[None]:
@@ -494,11 +553,7 @@ class LayerStack:
         """Return the micro-batches of a call, as its attention mask `[batch, sequence]` has the
         lengths of its rows.
         """
-        size, width = (
-            arguments["inputs_embeds"]
-            if arguments.get("input_ids") is None
-            else arguments["input_ids"]
-        ).shape[:2]
+        size, width = _shape_of(arguments)
         mask = arguments.get("attention_mask")
         lengths = [width] * size
         if self.rows is None or size <= self.rows:
@@ -588,7 +643,7 @@ class LayerStack:
         for call, of_reference in zip(calls, extra, strict=True):
             output = call.joined([next(states) for _ in call.preludes])
             if step is not None:
-                output.register_hook(partial(_check_unseen, call.cuts))
+                output.register_hook(partial(_check_unseen, call.seen))
                 output.register_hook(lambda _: self._begin_backward(step))
             results.append([output])
             if call.reference is not None and of_reference is not None:
@@ -656,6 +711,8 @@ class LayerStack:
             if layer_hooks is not None:
                 if reference_rows.all:
                     raise layer_hooks.refusal("the rows of a reference go through the layer, too")
+                if any(isinstance(call, ChunkedCall) for call in calls[begin]):
+                    check_hooks(layer_hooks)
                 of_layer, states = layer_hooks.before(calls[begin], rows.take())
                 calls = [*calls[:begin], of_layer, *calls[end:]]
                 rows = Rows(calls, list(states))

@@ -21,6 +21,7 @@ from lema.backend import Backend
 from lema.backend.interrupt import Interrupt, Leaving, Stop
 from lema.backend.watchdog import Watchdog
 from lema.config import LemaConfig
+from lema.data.images.rows import RowImages
 from lema.engine.engine import Engine
 from lema.engine.frozen_prefix import PrefixCache
 from lema.engine.head.gradients import EmbedHead
@@ -42,7 +43,7 @@ from lema.engine.trained_weights import TrainedWeights
 from lema.errors import ConfigError
 from lema.model import Split
 from lema.model.flow import LayerCall, Prelude
-from lema.model.inputs import model_inputs
+from lema.model.inputs import IMAGES, model_inputs
 from lema.stream import LayerStream, Lease, StreamCounters
 
 __all__ = ["StreamedModel"]
@@ -66,6 +67,7 @@ class StreamedModel:
     Attributes:
         engine: the objects that the layers of a pass work with.
         layers: the decoder layers, each of its kind.
+        sequence_chunk: tokens of a sequence that go through a layer at once; None: all.
         prefix: keeps the hidden states that layers below the lowest trained one make, in a run that
             repeats batches.
         watchdog: reports a pass that comes to no next layer in time; None: there is none.
@@ -100,7 +102,7 @@ class StreamedModel:
         retry = OomRetry(stream, backend, split.state, recomputes=recomputes, **advice)
         self.engine = Engine(split, stream, backend, runs_again=runs_again, retry=retry)
         self.layers = layers_of(self.engine, in_chunks=sequence_chunk is not None)
-        self._sequence_chunk = sequence_chunk
+        self.sequence_chunk = sequence_chunk
         if sequence_chunk is not None:
             check_cuts(self.engine)
         self._away = HostStates(backend)
@@ -535,14 +537,28 @@ class StreamedModel:
     ) -> Prelude:
         """Run one micro-batch up to the layers; in chunks, if it is longer than one."""
         inputs = model_inputs(batch)
-        size = self._sequence_chunk
+        images: Any = batch.get(IMAGES)
+        if images is not None:
+            return self.split.prelude(
+                inputs, weights, differentiate=differentiate, more=self._image_inputs(images, batch)
+            )
+        size = self.sequence_chunk
         if size is None or batch["input_ids"].shape[1] <= size:
             return self.split.prelude(inputs, weights, differentiate=differentiate)
         return self.split.prelude_in_chunks(inputs, weights, size, differentiate=differentiate)
+
+    def _image_inputs(
+        self, images: RowImages, batch: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return what the model is given of images, on the device."""
+        inputs = images.inputs(batch["input_ids"])
+        return {name: value.to(self.backend.device) for name, value in inputs.items()}
 
     def step_saving(
         self, hidden: Sequence[Tensor], lowest: int, end: int, budget: int = 0
     ) -> Saving:
         """Return what a step keeps of its layers; the arguments are those of `Activations.step`."""
+        size = self.sequence_chunk
+        in_chunks = size is not None and any(state.shape[1] > size for state in hidden)
         with self.retry.at("for the inputs of layers that wait for the backward"):
-            return self.activations.step(hidden, lowest, end, budget)
+            return self.activations.step(hidden, lowest, end, budget, in_chunks=in_chunks)

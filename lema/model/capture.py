@@ -209,6 +209,19 @@ def tensors_in(value: object) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+@contextmanager
+def interface_replaced(
+    interfaces: MutableMapping[str, Any], name: str, function: Callable[..., Any]
+) -> Iterator[None]:
+    """Have one of `transformers`' tables of functions by name hold another in a `with` block."""
+    before = interfaces[name]
+    interfaces[name] = function
+    try:
+        yield
+    finally:
+        interfaces[name] = before
+
+
 def changed(value: Tree, change: Callable[[Any], Any]) -> Tree:
     """Return a value with what `change` makes of it or else, in nested tuples, lists and
     dictionaries, of their items. What nothing is changed in is returned itself, because the model

@@ -29,6 +29,10 @@ from lema.data.chat.stop_tokens import stop_tokens_of
 from lema.data.chat.template import date_for
 from lema.data.dataset import first_rows
 from lema.data.forms import with_chat_template
+from lema.data.images.limits import ImageLimits
+from lema.data.images.processor import ImageProcessor
+from lema.data.images.reading import ImageReading
+from lema.data.images.sources import Spool, check_folder
 from lema.data.packed import PackedTokens
 from lema.data.preference import PreferenceDataset, prepare_preferences
 from lema.data.read import mixed
@@ -42,10 +46,11 @@ from lema.storage.modelfiles import (
     check_code,
     keep_to_libraries,
     load_generation_config,
+    load_processor,
     load_tokenizer,
     read_config_file,
 )
-from lema.storage.regular import check_inside, read_regular
+from lema.storage.regular import check_inside, expanded, read_regular
 from lema.storage.rendering import (
     GENERATION,
     read_row_forms,
@@ -56,6 +61,8 @@ from lema.storage.rendering import (
 )
 
 if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
     from lema.model.quantizable import QuantizedDirectory
 
 __all__ = ["ModelFiles", "read_config", "read_data", "training_rows"]
@@ -123,11 +130,36 @@ class ModelFiles:
         )
         how += "of its own that you trust, add --trust-remote-code"
         tokenizer = load_tokenizer(self.directory, trusted=self.trusted, how=how)
+        if self._settings.modalities == "all" and self._forms.chat_template is None:
+            # which has places for images, and which some models have beside the tokenizer's
+            template = getattr(self.processor, "chat_template", None)
+            if template is not None and template != tokenizer.chat_template:
+                tokenizer = with_chat_template(tokenizer, template)
         if self._forms.chat_template is None and self.adapter is not None:
             templates = read_templates(self.adapter)
             if templates is not None and templates != tokenizer.chat_template:
                 tokenizer = with_chat_template(tokenizer, templates)
         return self._forms.with_template(tokenizer)
+
+    @cached_property
+    def processor(self) -> ProcessorMixin | None:
+        """The processor in the directory, of text and images; None: there is none. Errors are those
+        of `load_processor`."""
+        return load_processor(self.directory, trusted=self.trusted)
+
+    def image_processor(self) -> ImageProcessor:
+        """Return what makes tokens and tensors of chats with images. `DataError`: the directory has
+        no processor of images."""
+        processor = self.processor
+        if processor is None or getattr(processor, "image_processor", None) is None:
+            what = "the rows have images, and the model's directory has no processor of images"
+            how = "put preprocessor_config.json and what was published with it next to the weights"
+            raise DataError(what, where=str(self.directory), how=how)
+        names = ("image_token_id", "image_token_index")
+        tokens = [getattr(self.config, name, None) for name in names]
+        return ImageProcessor(
+            processor, self.tokenizer, [token for token in tokens if isinstance(token, int)]
+        )
 
     @cached_property
     def adapter(self) -> Path | None:
@@ -325,6 +357,17 @@ def training_rows(
     return first_rows(mixed(config, rows), config.max_train_samples), eval_rows
 
 
+def image_reading(config: LemaConfig, files: ModelFiles) -> ImageReading:
+    """Return what the images of rows are read with. `DataError`: their folder is not there."""
+    folder = None if config.image_folder is None else expanded(config.image_folder)
+    limits = ImageLimits(
+        folder, config.image_urls, config.max_image_pixels, config.max_image_bytes
+    )
+    check_folder(limits)
+    spool = Spool(None if config.offload_dir is None else expanded(config.offload_dir))
+    return ImageReading(files.image_processor, limits, spool)
+
+
 def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
     """Read and tokenise data files, or rows, with the tokenizer of a model and the config's limits.
 
@@ -336,7 +379,10 @@ def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
         first = config.max_train_samples if data is config.train_data else config.max_eval_samples
         data = data_files(cast("Any", data), first)  # of data sets by name, one after the other
     text = files.config.get_text_config()
-    forms = replace(forms_of(config), chat_template=None)  # the tokenizer has it
+    # the tokenizer has the template
+    forms = replace(
+        forms_of(config), chat_template=None, pictures=config.modalities == "all"
+    )
     longest = longest_row(config.max_length, num_positions(text))
     options: dict[str, Any] = {
         "max_length": sys.maxsize
@@ -347,6 +393,8 @@ def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
         "forms": forms,
         "cache": folder_of(config.data_cache),
     }
+    if config.modalities == "all":
+        options["images"] = image_reading(config, files)
     examples = OBJECTIVES[config.objective].examples
     if examples != "rows":
         return prepare_preferences(

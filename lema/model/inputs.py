@@ -23,10 +23,11 @@ from transformers.integrations.neftune import activate_neftune
 from lema.backend import Backend, Upload
 from lema.errors import ConfigError
 
-__all__ = ["HostCopies", "Inputs", "Lookups", "add_noise", "model_inputs"]
+__all__ = ["IMAGES", "HostCopies", "Inputs", "Lookups", "add_noise", "model_inputs"]
 
 MODEL_INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "token_type_ids"})
 TARGETS = "targets"
+IMAGES = "images"  # of a micro-batch: what becomes pixels when it comes to the model
 ALIGNMENT = 256  # of a tensor in memory: a multiple of torch's own
 NUM_BUFFERS = 2  # the copy of one step may be under way while those of the next are gathered
 LEAST_BYTES = 4096  # of a buffer
@@ -237,11 +238,14 @@ class Inputs:
             id(tensor): tensor
             for batch in micro_batches
             for tensor in batch.values()
-            if tensor.device.type == "cpu"
+            if isinstance(tensor, Tensor) and tensor.device.type == "cpu"
         }
         if self._shared or not here:
             return [
-                {name: tensor.to(device) for name, tensor in batch.items()}
+                {
+                    name: tensor.to(device) if isinstance(tensor, Tensor) else tensor
+                    for name, tensor in batch.items()
+                }
                 for batch in micro_batches
             ]
         on_device = self._upload(list(here.values()))
@@ -265,11 +269,15 @@ class Inputs:
             [{**model_inputs(batch), TARGETS: target} for batch, target in pairs]
         )
         there = [batch.pop(TARGETS) for batch in on_device]
+        for batch, original in zip(on_device, micro_batches, strict=True):
+            if IMAGES in original:
+                batch[IMAGES] = original[IMAGES]
         if lookups is not None:
             lookups.expect(len(micro_batches))
             for batch, original in zip(on_device, micro_batches, strict=True):
                 for name, tensor in batch.items():
-                    lookups.copies.note(tensor, original[name])
+                    if name != IMAGES:
+                        lookups.copies.note(tensor, original[name])
         return on_device, there
 
     def _upload(self, tensors: Sequence[Tensor]) -> list[Tensor]:

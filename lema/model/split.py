@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from lema.backend import Backend, Parallel
 from lema.backend.registry import has_addresses
@@ -34,19 +34,22 @@ from lema.model.layers.attached import AttachedLayers
 from lema.model.layers.compiled import CompiledLayers
 from lema.model.layers.routing import replayed
 from lema.model.row_tables import RowTables
-from lema.model.sequence.cache import SequenceCache
+from lema.model.sequence.cache import LayerKind, SequenceCache, kinds_of
 from lema.model.sequence.chunks import ChunkedRows
 from lema.model.skeleton import find_layers, main_dtype, scores_texts
 from lema.model.state.hooks import aside
 from lema.model.state.model import ModelState
 from lema.model.weight_names import restored_parameters, stored_name
 
-__all__ = ["Learned", "Run", "Split"]
+__all__ = ["NO_CACHE", "Learned", "ModelCall", "Run", "Split"]
 
 Run = Callable[[], Any]
 """A forward of the model's own, or of the part of it that holds the layers, on inputs that it
 knows.
 """
+
+ModelCall = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Any]
+"""Calls a model, or the part of it that holds the layers, on tokens and with options."""
 
 LEARNING_TOKENS = 8
 NO_CACHE: Mapping[str, Any] = {"use_cache": False}
@@ -158,12 +161,20 @@ class Split:
         *,
         differentiate: bool = False,
         run: Run | None = None,
+        more: Mapping[str, Tensor] | None = None,
     ) -> Prelude:
         """Run the model up to its layers. `batch`: `input_ids`, int64 `[batch, sequence]`, and what
         else the model's forward takes. `first_layer_weights`: of layer 0, by name; used once, to
         learn what a layer returns. `differentiate`: let the hidden state keep its graph, where
-        something before the layers trains. `run`: what to run; None: the model on `batch`."""
-        self._begin(batch, first_layer_weights)
+        something before the layers trains. `run`: what to run; None: the model on `batch`, and on
+        `more`, such as pixels."""
+        if more is None:
+            self._begin(batch, first_layer_weights)
+        else:
+            # tokens that stand for no image
+            ids = batch["input_ids"][:1, :LEARNING_TOKENS]
+            self._begin({"input_ids": torch.ones_like(ids)}, first_layer_weights)
+            batch = {**batch, **more}
         return self._front(run or partial(self._logits, batch), differentiate=differentiate)
 
     def prelude_in_chunks(
@@ -179,12 +190,34 @@ class Split:
         self._begin(batch, first_layer_weights)
         return self.rows_in_chunks(batch, size).prelude(differentiate=differentiate)
 
-    def rows_in_chunks(self, batch: Mapping[str, Tensor], size: int) -> ChunkedRows:
-        """Return the chunks of a micro-batch. `ConfigError`: it cannot be cut."""
-        return ChunkedRows(self.model, self.layers, self._chunk_front, batch, size)
+    def rows_in_chunks(
+        self,
+        batch: Mapping[str, Tensor],
+        size: int,
+        call: ModelCall | None = None,
+        *,
+        leaves_out_padding: bool = False,
+    ) -> ChunkedRows:
+        """Return the chunks of a micro-batch. `ConfigError`: it cannot be cut.
+
+        Args:
+            batch: the micro-batch.
+            size: tokens of a chunk.
+            call: calls the part of the model that holds the layers; None: the whole model.
+            leaves_out_padding: as in `ChunkedRows`.
+        """
+        front = partial(self._chunk_front, call or self._logits)
+        return ChunkedRows(
+            self.model, self.layers, front, batch, size, leaves_out_padding=leaves_out_padding
+        )
+
+    def sequence_kinds(self) -> list[LayerKind]:
+        """Return what each layer keeps of a sequence. `ConfigError`: it is not known."""
+        return kinds_of(DynamicCache(config=self.model.config).layers, self.num_layers)
 
     def _chunk_front(
         self,
+        call: ModelCall,
         batch: Mapping[str, Tensor],
         cache: SequenceCache | None,
         *,
@@ -194,7 +227,7 @@ class Split:
         """Run the model up to its layers on one chunk; see `lema.model.sequence.chunks.Front`."""
         name = cache_argument(self.model.base_model if self._scores else self.model)
         options = NO_CACHE if cache is None else {"use_cache": True, name: cache}
-        run = partial(self._logits, batch, options)
+        run = partial(call, batch, options)
         if not again:
             return self._front(run, differentiate=differentiate)
         drawn = self._backend.rng_state()

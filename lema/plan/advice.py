@@ -14,8 +14,8 @@ from lema.plan.choice import choice_of, cut
 from lema.plan.cost import Allocation, Demand, Tier
 from lema.plan.memory import device_parts
 from lema.plan.needs import Planner
-from lema.plan.step import StepShape, micro_batch_of
-from lema.plan.workload import MicroBatch
+from lema.plan.work.step import StepShape, micro_batch_of
+from lema.plan.work.workload import MicroBatch
 
 __all__ = ["advise"]
 

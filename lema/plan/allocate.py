@@ -18,7 +18,7 @@ from lema.errors import MemoryLimitError
 from lema.plan.blueprint import Blueprint
 from lema.plan.budget import MARGIN, solve
 from lema.plan.cost import Allocation, Demand, Speeds, Tier, seconds
-from lema.plan.step import StepShape
+from lema.plan.work.step import StepShape
 from lema.stream.gather import gathered_bytes
 from lema.stream.placement import part_bytes
 
@@ -64,10 +64,11 @@ CACHED = 0.5  # of the free memory: files that take no more stay in the system's
 
 def whether_recomputed(config: LemaConfig) -> bool | None:
     """Return whether the settings have layers recomputed; None: as few as memory asks for."""
+    chunk = config.sequence_chunk
+    if chunk is not None and (config.max_length is None or config.max_length > chunk):
+        return True  # because a graph of all chunks is what they are to spare
     if config.gradient_checkpointing != "auto":
         return config.gradient_checkpointing
-    if config.sequence_chunk is not None:
-        return True  # because a graph of all chunks is what they are to spare
     if config.activation_offloading == "hidden_states" or config.boundary_activations in (
         "host",
         "disk",

@@ -16,7 +16,7 @@ from lema.plan.allocate import layers_stay, untimed, whether_recomputed
 from lema.plan.blueprint import Blueprint
 from lema.plan.cost import seconds
 from lema.plan.needs import Planner
-from lema.plan.step import StepShape, rows_each
+from lema.plan.work.step import StepShape, rows_each
 
 __all__ = ["Choice", "best", "candidates", "choice_of", "cut", "seconds_decide"]
 

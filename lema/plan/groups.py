@@ -19,8 +19,8 @@ from lema.model.capture import replaced
 from lema.model.experts import most_pairs
 from lema.model.outer_weights import ExpertParts
 from lema.plan.blueprint import Blueprint
-from lema.plan.meter import Tally, without_values
-from lema.plan.workload import (
+from lema.plan.work.meter import Tally, without_values
+from lema.plan.work.workload import (
     MicroBatch,
     Workload,
     cost_kinds,

@@ -41,8 +41,8 @@ from lema.model.state.snapshot import rehearsed
 from lema.plan.blueprint import Blueprint
 from lema.plan.cost import Overhead, Speeds
 from lema.plan.machine import Machine
-from lema.plan.step import LayerSeconds, StepShape, Timings, by_arithmetic
-from lema.plan.workload import MicroBatch, Workload, calls_of
+from lema.plan.work.step import LayerSeconds, StepShape, Timings, by_arithmetic
+from lema.plan.work.workload import MicroBatch, Workload, calls_of
 from lema.stream import LayerStream
 from lema.stream.placement import LayerBytes, SlotTensor
 from lema.stream.speed import ENOUGH, REPEATS, Clock, median_seconds, read_speed, upload_speed

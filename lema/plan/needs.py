@@ -26,15 +26,15 @@ from lema.plan.allocate import (
     whether_recomputed,
 )
 from lema.plan.blueprint import Blueprint
-from lema.plan.chunk_work import in_chunks
 from lema.plan.cost import Allocation, Demand, Traffic, traffic
 from lema.plan.groups import with_waiting
 from lema.plan.machine import MachineState, Memory, unknown_speeds
 from lema.plan.memory import device_parts, host_parts
 from lema.plan.simulation.simulator import Simulated, simulate
-from lema.plan.step import StepShape, Timings, demand_of
 from lema.plan.trainable_bytes import training_of
-from lema.plan.workload import MicroBatch, Workload, measure
+from lema.plan.work.chunk_work import in_chunks
+from lema.plan.work.step import StepShape, Timings, demand_of
+from lema.plan.work.workload import MicroBatch, Workload, measure
 
 __all__ = ["Planner", "StepNeeds"]
 

@@ -20,14 +20,14 @@ from lema.errors import ConfigError
 from lema.lora.files import with_adapter
 from lema.model.files import ModelFiles, training_rows
 from lema.model.skeleton import main_dtype
-from lema.plan.chunk_work import chunks_note
 from lema.plan.cost import Allocation, crossover, phases, saved_elsewhere
 from lema.plan.groups import ExpertSummary, expert_summary
 from lema.plan.machine import Machine
 from lema.plan.planner import Planner, StepNeeds, planner_of, timed
 from lema.plan.simulation.simulator import Simulated
-from lema.plan.step import StepShape, step_shape
-from lema.plan.workload import MicroBatch, Workload
+from lema.plan.work.chunk_work import chunks_note
+from lema.plan.work.step import StepShape, step_shape
+from lema.plan.work.workload import MicroBatch, Workload
 from lema.storage.quantized.formats import LIBRARY
 from lema.stream.placement import LayerBytes
 

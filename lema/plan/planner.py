@@ -32,8 +32,8 @@ from lema.plan.machine import (
 )
 from lema.plan.measure import calibrate, estimate, probe, process_bytes
 from lema.plan.needs import Planner, StepNeeds
-from lema.plan.step import Timings, by_arithmetic, step_shape
-from lema.plan.workload import MicroBatch, Workload
+from lema.plan.work.step import Timings, by_arithmetic, step_shape
+from lema.plan.work.workload import MicroBatch, Workload
 
 __all__ = [
     "MachineState",

@@ -8,7 +8,7 @@ import shutil
 import stat
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +18,7 @@ __all__ = [
     "check_free_bytes",
     "disk_errors",
     "is_full",
+    "is_too_large",
     "make_private",
     "not_written",
     "unsaved",
@@ -29,6 +30,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 MARGIN = 1 << 20  # for the other files: settings, generators' states, the log so far
 FREE_SPACE_HINT = (
     "free some space, or choose an output_dir on another disk; earlier files are untouched"
+)
+SMALLER_FILES_HINT = (
+    "raise the limit on a file's size (ulimit -f), or choose a directory on a filesystem that "
+    "takes larger files; earlier files are untouched"
 )
 
 
@@ -110,14 +115,30 @@ def is_full(error: BaseException) -> bool:
     """Whether an error came of a disk, or a quota, that was full; safetensors says so in words
     alone.
     """
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, DiskFull) or (isinstance(seen, OSError) and seen.errno in FULL):
-            return True
-        if any(f"(os error {number})" in str(seen) for number in FULL):
-            return True
-        seen = seen.__cause__
-    return False
+    return any(isinstance(cause, DiskFull) for cause in _causes(error)) or _says(error, FULL)
+
+
+def is_too_large(error: BaseException) -> bool:
+    """Whether an error came of a file that became larger than the shell (`ulimit -f`) or the
+    filesystem allows; safetensors says so in words alone.
+    """
+    return _says(error, (errno.EFBIG,))
+
+
+def _says(error: BaseException, numbers: Collection[int]) -> bool:
+    """Whether an error, or what it came of, has one of these numbers of the system."""
+    return any(
+        (isinstance(cause, OSError) and cause.errno in numbers)
+        or any(f"(os error {number})" in str(cause) for number in numbers)
+        for cause in _causes(error)
+    )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
 
 
 def not_written(what: str, error: BaseException, where: Path) -> DiskError:
@@ -126,6 +147,8 @@ def not_written(what: str, error: BaseException, where: Path) -> DiskError:
     """
     failing = isinstance(error, OSError) and error.errno in FAILING_DISK
     how = WHOLE_DISK if failing else "check that the directory is writable"
+    if is_too_large(error):
+        how = SMALLER_FILES_HINT
     kind, how = (DiskFull, FREE_SPACE_HINT) if is_full(error) else (DiskError, how)
     return kind(what, where=str(where), how=how)
 

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lema.compat import without_video
 from lema.config.acting import LIBRARY_ATTENTION
 from lema.errors import ConfigError, DataError, ModelError, WeightsError, unreadable
 from lema.storage.header import read_json, regular_size
@@ -27,7 +28,12 @@ from lema.storage.index import MAX_CONFIG_BYTES
 from lema.storage.regular import check_inside, read_regular
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import (
+        GenerationConfig,
+        PreTrainedConfig,
+        PreTrainedTokenizerBase,
+        ProcessorMixin,
+    )
 
 __all__ = [
     "TEMPLATES",
@@ -37,7 +43,7 @@ __all__ = [
     "known_types",
     "load_generation_config",
 ]
-__all__ += ["load_tokenizer", "parts_of", "read_config_file", "require_commit"]
+__all__ += ["load_processor", "load_tokenizer", "parts_of", "read_config_file", "require_commit"]
 
 # tokenizer, templates, settings
 COMPANIONS = (
@@ -48,6 +54,7 @@ COMPANIONS = (
     "*.tiktoken",
 )
 CODE = ("*.py",)
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")  # one of these is there
 TEMPLATES = "additional_chat_templates"
 MAX_BYTES = 500_000_000  # ten times the largest tokenizers
 # thirty times the longest published; what is longer takes Jinja seconds to compile
@@ -94,6 +101,26 @@ def load_tokenizer(directory: Path, *, trusted: bool, how: str) -> "PreTrainedTo
             )
             raise DataError(what, where=str(directory), how=how)
     return tokenizer
+
+
+def load_processor(directory: Path, *, trusted: bool) -> "ProcessorMixin | None":
+    """Load the processor of a model's directory, and run code that comes with it if `trusted`; None:
+    there is none, as beside models of text. `DataError`: it cannot be loaded, or one of its files
+    is not what it should be."""
+    if not any((directory / name).is_file() for name in PROCESSOR_FILES):
+        return None
+    check_companions(directory)
+    _check_growth(directory / "tokenizer.json")
+    _check_arguments(directory / "tokenizer_config.json")
+    from transformers import AutoProcessor, ProcessorMixin
+
+    how = "use the processor's files that were published with the model"
+    with (
+        library_errors(directory, "the model has no processor that can be loaded", how),
+        without_video(),
+    ):
+        processor = AutoProcessor.from_pretrained(directory, trust_remote_code=trusted)
+    return processor if isinstance(processor, ProcessorMixin) else None
 
 
 @contextmanager

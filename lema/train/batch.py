@@ -18,13 +18,13 @@ from lema.data.read import Data, mixed
 from lema.engine import StreamedModel
 from lema.engine.head.loss import IGNORED
 from lema.engine.packing import Packs, check_packing, packs_of
-from lema.errors import DataError
+from lema.errors import ConfigError, DataError
 from lema.model.files import ModelFiles, read_data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["Dataset", "as_batch", "as_rows", "pack_rows", "packed"]
+__all__ = ["Dataset", "as_batch", "as_rows", "check_images", "pack_rows", "packed"]
 
 NAMES = ("input_ids", "labels", "attention_mask")
 
@@ -205,6 +205,21 @@ def _is_numbered(data: object) -> TypeGuard[Rows]:
         and hasattr(data, "__getitem__")
         and not isinstance(data, str | Mapping)
     )
+
+
+def check_images(rows: Rows, config: LemaConfig) -> None:
+    """Refuse, with `ConfigError`, settings that do not go with rows that have images."""
+    if not getattr(rows, "has_images", False):
+        return
+    if config.packing:
+        what = "the rows have images, whose positions a model counts anew in each row, not in a pack"
+        raise ConfigError(what, where="packing", how="set it to false")
+    if config.sequence_chunk is not None:
+        what = "the rows have images, which a model puts among the tokens of a whole sequence"
+        raise ConfigError(what, where="sequence_chunk", how="leave it out")
+    if config.cache_frozen_prefix:
+        what = "the rows have images, and what layers make of them is not kept between epochs"
+        raise ConfigError(what, where="cache_frozen_prefix", how="set it to false")
 
 
 def packed(

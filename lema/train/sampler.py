@@ -12,7 +12,7 @@ from lema.data import Batches
 from lema.data.dataset import Rows
 from lema.engine.padding import Padding
 from lema.errors import ConfigError
-from lema.plan.step import tokens_at_once
+from lema.plan.work.step import tokens_at_once
 
 __all__ = ["StepSampler", "batches_of"]
 

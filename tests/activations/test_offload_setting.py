@@ -21,7 +21,7 @@ from lema.plan.machine import PROFILES
 from lema.plan.memory import host_parts
 from lema.plan.plan import plan_with
 from lema.plan.planner import planner_of
-from lema.plan.step import step_shape
+from lema.plan.work.step import step_shape
 from lema.train.metrics import read_metrics
 from lema_cpu import CpuBackend
 

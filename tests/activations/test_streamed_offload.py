@@ -28,7 +28,7 @@ from lema.activations.stepstore import SavedGraphs
 from lema.backend import Backend
 from lema.engine.recompute import Graph
 from lema.errors import DiskError
-from lema.plan.meter import Tally
+from lema.plan.work.meter import Tally
 from lema.stream.ring import DeviceSlot
 from lema_cpu import CpuBackend
 

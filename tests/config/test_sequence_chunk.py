@@ -11,13 +11,9 @@ from lema.errors import ConfigError
 @pytest.mark.parametrize(
     "settings",
     [
-        {"gradient_checkpointing": False},
         {"torch_compile": True},
-        {"arithmetic": "fast"},
         {"tensor_parallel_size": 2},
         {"experts_per_slot": 4},
-        {"cache_frozen_prefix": True, "shuffle": False},
-        {"neftune_noise_alpha": 5.0},
     ],
     ids=lambda one: "-".join(one),
 )

@@ -21,7 +21,7 @@ from lema import LemaConfig, LemaModel
 from lema.activations.boundaries import NUM_BUFFERS, TierName
 from lema.activations.stepstore import BoundaryArena
 from lema.backend import Backend, Download, Downloaded
-from lema.plan.meter import Tally
+from lema.plan.work.meter import Tally
 
 CheckpointOf = Callable[..., Checkpoint]
 OutcomeOf = Callable[..., Outcome]

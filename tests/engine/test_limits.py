@@ -14,8 +14,8 @@ from lema.engine.optim import training_bytes
 from lema.errors import MemoryLimitError
 from lema.plan import Allocation
 from lema.plan.cost import Speeds
-from lema.plan.meter import Tally
-from lema.plan.step import LayerSeconds
+from lema.plan.work.meter import Tally
+from lema.plan.work.step import LayerSeconds
 
 LENGTH = 64
 ROWS = 2

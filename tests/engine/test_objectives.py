@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 from lema.config import LemaConfig
 from lema.engine.head.objectives import grpo, objective_of
 from lema.errors import DataError
-from lema.plan.meter import Tally
+from lema.plan.work.meter import Tally
 
 CheckpointOf = Callable[..., Checkpoint]
 TIGHT = 2e-6

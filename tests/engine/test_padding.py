@@ -16,7 +16,7 @@ from lema.engine.head.loss import split_batch
 from lema.engine.padding import Padding, padding_of
 from lema.engine.step_inputs import StepInputs
 from lema.errors import ConfigError, DataError
-from lema.plan.step import step_shape
+from lema.plan.work.step import step_shape
 
 
 def masked(rows: int = 4) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from transformers import GPTNeoXConfig, JambaConfig, LlamaConfig, NemotronHConfi
 from lema import LemaModel
 from lema.engine.skip_matmuls import LastLinear, SavedProducts
 from lema.model.shared_inputs import Product
-from lema.plan.workload import MicroBatch
+from lema.plan.work.workload import MicroBatch
 
 CheckpointOf = Callable[..., Checkpoint]
 

@@ -25,7 +25,6 @@ from parity import (
     whole_model,
     whole_step,
 )
-from peft import LoraConfig
 from preferences import batch_of, examples, parts_of
 from tiny import ARCHITECTURES, NUM_LAYERS, Checkpoint, micro_batches
 from tinyconfig import tiny_config
@@ -33,11 +32,10 @@ from torch import Tensor
 from trainedways import bare_model
 from transformers import LlamaConfig, Phi3Config, PreTrainedConfig
 
-from lema import LemaModel, streamed
-from lema.engine.layers.chunked import check_cuts
+from lema import LemaModel
 from lema.engine.trained_weights import TrainedWeights
 from lema.errors import ConfigError
-from lema.plan.meter import Tally
+from lema.plan.work.meter import Tally
 
 CheckpointOf = Callable[..., Checkpoint]
 
@@ -432,21 +430,3 @@ def test_a_model_of_unknown_inputs_is_refused(checkpoint_of: CheckpointOf) -> No
         pytest.raises(ConfigError, match="token_type_ids"),
     ):
         streamed_step(model, [batch])
-
-
-def test_a_loss_of_routers_and_experts_in_groups_are_refused(checkpoint_of: CheckpointOf) -> None:
-    checkpoint = checkpoint_of("mixtral")
-    with streamed_model_in_chunks(checkpoint, router_aux_loss_coef=0.1) as model:
-        refused = pytest.raises(ConfigError, match="routers cannot be combined with sequence_chunk")
-        with refused:
-            model.adapter.add_router_loss(model.config, checkpoint.streamed)
-    groups = {"experts_per_slot": 2, "gradient_checkpointing": True}
-    with streamed_model(checkpoint, **groups) as model:
-        assert model.adapter.stream.groups
-        with pytest.raises(ConfigError, match="experts are leased in groups"):
-            check_cuts(model.adapter.engine)
-
-
-def test_a_model_for_the_trainers_of_others_is_refused(checkpoint_of: CheckpointOf) -> None:
-    with pytest.raises(ConfigError, match="own forward does not cut sequences"):
-        streamed(checkpoint_of("llama").streamed, LoraConfig(r=2), device="cpu", sequence_chunk=4)

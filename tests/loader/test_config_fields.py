@@ -41,7 +41,7 @@ from lema.convert.prepare import prepare
 from lema.errors import ModelError, WeightsError
 from lema.model.skeleton import auto_class
 from lema.plan.blueprint import draw_up
-from lema.plan.workload import MicroBatch, measure
+from lema.plan.work.workload import MicroBatch, measure
 from lema.storage import GlobalBinaryIndex
 from lema.storage.modelfiles import load_generation_config
 

@@ -14,7 +14,7 @@ from lema.errors import ConfigError
 from lema.model.state.attention import COMPILED, attention_without_values, supported_only
 from lema.plan.blueprint import draw_up
 from lema.plan.plan import make_plan
-from lema.plan.workload import MicroBatch, measure
+from lema.plan.work.workload import MicroBatch, measure
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -27,7 +27,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from lema import LemaConfig
 from lema.plan.blueprint import draw_up
 from lema.plan.inference.keyvalues import text_bytes
-from lema.plan.workload import MicroBatch, measure
+from lema.plan.work.workload import MicroBatch, measure
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -14,7 +14,7 @@ from transformers import Gemma4TextConfig
 from lema import LemaConfig
 from lema.model.capture import Between
 from lema.plan.blueprint import draw_up
-from lema.plan.workload import MicroBatch, measure
+from lema.plan.work.workload import MicroBatch, measure
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -28,9 +28,9 @@ from lema.model.partition import layout_of, planned_parallel, whole_tensor
 from lema.plan import Allocation
 from lema.plan.blueprint import draw_up
 from lema.plan.memory import device_parts
-from lema.plan.meter import Tally
-from lema.plan.step import demand_of, step_shape
-from lema.plan.workload import measure
+from lema.plan.work.meter import Tally
+from lema.plan.work.step import demand_of, step_shape
+from lema.plan.work.workload import measure
 from lema.train.steps import no_event
 
 LAYERS = 8

@@ -28,7 +28,7 @@ from lema.plan.cost import Demand, LayerCost, Speeds
 from lema.plan.machine import profile
 from lema.plan.memory import device_parts
 from lema.plan.planner import planner_of
-from lema.plan.step import by_arithmetic
+from lema.plan.work.step import by_arithmetic
 from lema_neuron.divide import Division
 from lema_neuron.standin import StandIn
 from lema_neuron.vocabulary import words_of

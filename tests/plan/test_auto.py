@@ -25,7 +25,7 @@ from lema.plan.cost import Speeds
 from lema.plan.machine import profile
 from lema.plan.plan import plan_with
 from lema.plan.planner import Planner, planner_of
-from lema.plan.workload import layer_work
+from lema.plan.work.workload import layer_work
 from lema.stream.stream import LayerStream
 
 ROWS = 8
@@ -108,7 +108,7 @@ def test_no_layer_is_looked_at_twice_with_the_same_rows(
         looked.append((index, *states[0].shape))
         return layer_work(split, index, stored, call, states, trained)
 
-    monkeypatch.setattr("lema.plan.workload.layer_work", look)
+    monkeypatch.setattr("lema.plan.work.workload.layer_work", look)
     planner = on(model, 26_000_000, loss_chunk_tokens=16)
     assert plan_with(planner).room.largest_micro_batch >= planner.shape.micro_batch.rows
     assert len(looked) > 2 and sorted(set(looked)) == sorted(looked)

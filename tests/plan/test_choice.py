@@ -14,7 +14,7 @@ from lema.plan.blueprint import draw_up
 from lema.plan.choice import Choice, candidates, choice_of, cut
 from lema.plan.machine import machine_state_of, profile
 from lema.plan.needs import Planner
-from lema.plan.step import step_shape
+from lema.plan.work.step import step_shape
 
 ROWS = 4
 LENGTH = 512

@@ -16,11 +16,11 @@ from lema.config.units import human_bytes
 from lema.errors import MemoryLimitError
 from lema.plan import Allocation, make_plan
 from lema.plan.blueprint import draw_up
-from lema.plan.chunk_work import in_chunks
 from lema.plan.machine import profile
 from lema.plan.memory import device_parts
-from lema.plan.step import demand_of, step_shape
-from lema.plan.workload import measure
+from lema.plan.work.chunk_work import in_chunks
+from lema.plan.work.step import demand_of, step_shape
+from lema.plan.work.workload import measure
 
 LENGTH = 512
 CHUNK = 64

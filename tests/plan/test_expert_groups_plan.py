@@ -21,8 +21,8 @@ from lema.plan.groups import with_waiting
 from lema.plan.machine import PROFILES
 from lema.plan.memory import device_parts
 from lema.plan.planner import planner_of
-from lema.plan.step import StepShape, demand_of, step_shape
-from lema.plan.workload import Workload, measure
+from lema.plan.work.step import StepShape, demand_of, step_shape
+from lema.plan.work.workload import Workload, measure
 from lema_tools.models.checkpoints import named
 from lema_tools.models.published import write_hollow
 

@@ -26,8 +26,8 @@ from lema.plan import Plan, make_plan
 from lema.plan.machine import PROFILES, profile
 from lema.plan.plan import plan_with
 from lema.plan.planner import Planner, machine_state_of, planner_of
-from lema.plan.step import by_arithmetic, step_shape
-from lema.plan.workload import measure
+from lema.plan.work.step import by_arithmetic, step_shape
+from lema.plan.work.workload import measure
 from lema.stream.reader import LayerReader
 
 

@@ -21,9 +21,9 @@ from lema.plan import Machine
 from lema.plan.blueprint import draw_up
 from lema.plan.cost import Speeds
 from lema.plan.machine import profile
-from lema.plan.meter import Tally
 from lema.plan.planner import MachineState, StepNeeds, machine_state_of, planner_of
-from lema.plan.workload import MicroBatch, measure
+from lema.plan.work.meter import Tally
+from lema.plan.work.workload import MicroBatch, measure
 from lema.train.full.training import FullTraining
 
 LENGTH = 64

@@ -27,10 +27,18 @@ from lema.plan import Allocation
 from lema.plan.blueprint import Blueprint, draw_up
 from lema.plan.cost import Demand
 from lema.plan.memory import device_parts
-from lema.plan.meter import Tally, without_values
 from lema.plan.planner import fitted_planner, machine_state_of, planner_of
-from lema.plan.step import StepShape, demand_of, step_shape
-from lema.plan.workload import MicroBatch, Workload, _Chunks, _Leases, fake_weights, learn, measure
+from lema.plan.work.meter import Tally, without_values
+from lema.plan.work.step import StepShape, demand_of, step_shape
+from lema.plan.work.workload import (
+    MicroBatch,
+    Workload,
+    _Chunks,
+    _Leases,
+    fake_weights,
+    learn,
+    measure,
+)
 from lema.stream.reader import LayerReader
 
 LENGTH = 96

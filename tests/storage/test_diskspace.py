@@ -4,6 +4,8 @@ comes from.
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +15,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from lema.errors import DiskError, DiskFull
-from lema.storage.diskspace import MARGIN, check_free_bytes, free_bytes, is_full, not_written
+from lema.storage.diskspace import (
+    MARGIN,
+    check_free_bytes,
+    free_bytes,
+    is_full,
+    is_too_large,
+    not_written,
+)
 
 
 def disk_of(monkeypatch: pytest.MonkeyPatch, free: int, blocks: int = 100) -> list[Path]:
@@ -85,3 +94,27 @@ def test_safetensors_says_it_in_words(tmp_path: Path) -> None:
     assert is_full(
         SafetensorError(str(caught.value).replace("(os error 2)", f"(os error {errno.ENOSPC})"))
     )
+
+
+def test_a_limit_on_the_size_of_files_is_told_from_a_full_disk(tmp_path: Path) -> None:
+    """safetensors meets the limit in a shell that has one, as `ulimit -f` sets it."""
+    code = (
+        "import resource, signal, sys, torch\n"
+        "from safetensors.torch import save_file\n"
+        "from lema.cli.exitcodes import run\n"
+        "import typer\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "commands = typer.Typer()\n"
+        "@commands.command()\n"
+        "def save() -> None:\n"
+        "    save_file({'one': torch.zeros(4096)}, sys.argv[1])\n"
+        "sys.exit(run(commands, []))\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "file")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == DiskError.exit_code, ended.stderr
+    assert "ulimit -f" in ended.stderr and "does not know this error" not in ended.stderr
+    too_large = OSError(errno.EFBIG, "File too large")
+    assert is_too_large(too_large) and not is_full(too_large)
+    assert "ulimit -f" in not_written("it could not be written", too_large, tmp_path).how

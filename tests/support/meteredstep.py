@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lema import LemaModel
-from lema.plan.meter import Tally
+from lema.plan.work.meter import Tally
 
 __all__ = ["second_step"]
 

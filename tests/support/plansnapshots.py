@@ -35,7 +35,7 @@ from lema.plan.inference.capacity import plan_rows, plan_texts
 from lema.plan.machine import Machine, machine_state_of, profile
 from lema.plan.plan import brief
 from lema.plan.planner import Planner, fitted_planner, planner_of
-from lema.plan.step import by_arithmetic, step_shape
+from lema.plan.work.step import by_arithmetic, step_shape
 from lema_cpu import CpuBackend
 from lema_tools.models.checkpoints import named
 from lema_tools.models.published import write_hollow as write_published

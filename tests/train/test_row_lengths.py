@@ -19,7 +19,7 @@ from whole import gradients_of, whole_of
 from lema.data import Batches, collate
 from lema.data.batches import dealt, split_batch
 from lema.data.preference import EXAMPLE, ExampleColumn
-from lema.plan.step import step_shape
+from lema.plan.work.step import step_shape
 from lema.train.sampler import StepSampler
 
 LENGTHS = (5, 40, 7, 3, 22, 9, 61, 4, 12, 3, 30, 8)

@@ -32,7 +32,7 @@ from lema.data.dataset import grouped_by_length, shuffled
 from lema.engine.padding import Padding
 from lema.errors import ConfigError
 from lema.plan.plan import make_plan
-from lema.plan.step import step_shape
+from lema.plan.work.step import step_shape
 from lema.train.sampler import StepSampler, batches_of
 
 LENGTHS = (5, 40, 7, 3, 22, 9, 61, 4, 12, 3, 30, 8, 2, 17, 2, 26, 33, 6, 11, 50)

@@ -11,14 +11,16 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from lema.data.chat.pictures import PICTURE
+
 __all__ = ["Marked", "Piece", "has_marks", "mark_messages", "without_marks"]
 
 FIRST = 0x108000
 LAST = 0x10FFFD
 _MARKS = re.compile(f"[{chr(FIRST)}-{chr(LAST)}]")
 # Templates cut messages at tags, such as those around reasoning, and ask whether a message begins
-# or ends with one.
-TAG = re.compile(r"<[^<>\s][^<>]{0,40}>|\[/?[A-Z_]{2,20}\]")
+# or ends with one. An image is between words as a tag is.
+TAG = re.compile(rf"<[^<>\s][^<>]{{0,40}}>|\[/?[A-Z_]{{2,20}}\]|{PICTURE}")
 # stretches of one text that are marked; between tags of a long page of HTML there are thousands
 _MOST = 16
 
@@ -100,7 +102,7 @@ def _stretches(text: str) -> list[tuple[int, int]]:
     at = 0
     borders = (
         [(tag.start(), tag.end()) for tag in TAG.finditer(text)]
-        if "<" in text or "[" in text
+        if "<" in text or "[" in text or PICTURE in text
         else []
     )
     for start, end in [*borders, (len(text), len(text))]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lema.data.chat.pictures import PICTURE, Picture, check_text, picture_of
 from lema.data.files import Row
 from lema.data.forms import at_path, flag_of, list_of, text_of
 
@@ -49,6 +50,8 @@ class Chat:
     prompt_length: int | None = None
     # of each message, whether the data say to train on it; empty: they do not say
     flags: tuple[bool | None, ...] = ()
+    # the images, in the order in which they stand in the messages
+    pictures: tuple[Picture, ...] = ()
 
     def answers(self) -> list[int]:
         """The assistant's messages that may be trained on: those after the prompt, unless the
@@ -74,6 +77,7 @@ def read_messages(
     how = f'write {{"{role_key}": "user", "{content_key}": "..."}}'
     messages = []
     flags = []
+    pictures = list[Picture]()
     value = row.values[column]
     alone = isinstance(value, Mapping) and column in _SIDES
     raw_messages = [value] if alone else list_of(row, column)
@@ -100,7 +104,7 @@ def read_messages(
             message["tool_calls"] = _tool_calls(row, message["tool_calls"], at)
         else:
             message.pop("tool_calls", None)
-        message["content"] = _content(row, message, content_key, at, how)
+        message["content"] = _content(row, message, content_key, at, how, pictures)
         flags.append(_flag(row, message, at))
         messages.append(message)
     return Chat(
@@ -108,6 +112,7 @@ def read_messages(
         read_tools(row),
         None,
         tuple(flags) if any(flag is not None for flag in flags) else (),
+        tuple(pictures),
     )
 
 
@@ -124,10 +129,12 @@ def _how_to_name(message: Mapping[str, Any], how: str) -> str:
     return f"{how}, or set columns: {{role: FIELD, content: FIELD}}"
 
 
-def _content(row: Row, message: Mapping[str, Any], key: str, at: str, how: str) -> str | None:
+def _content(
+    row: Row, message: Mapping[str, Any], key: str, at: str, how: str, pictures: list[Picture]
+) -> str | None:
     """The words of a message, its parts joined, since templates for words alone show parts as
     nothing, or refuse them; a template that takes parts alone is given the words as one
-    (`forms_of_messages`)."""
+    (`forms_of_messages`). An image is one character there, and is added to `pictures`."""
     content = message["content"]
     if content is None:
         if not message.get("tool_calls"):
@@ -135,14 +142,23 @@ def _content(row: Row, message: Mapping[str, Any], key: str, at: str, how: str) 
             raise row.broken(_lacks(key, message), at=at, how=how)
         return None
     if not isinstance(content, (list, tuple)):
-        return text_of(row, content, f"'{key}'", at)
-    if any(not isinstance(block, Mapping) or block.get("type") != "text" for block in content):
-        raise row.broken(
-            "'content' holds something other than text", at=at, how="only text can be trained on"
-        )
-    return "".join(
-        text_of(row, block.get("text"), "the text of a content block", at) for block in content
-    )
+        return check_text(row, text_of(row, content, f"'{key}'", at), at)
+    words = []
+    for block in content:
+        if not isinstance(block, Mapping):
+            what = f"a part of 'content' should be an object, not {type(block).__name__}"
+            raise row.broken(what, at=at, how='write {"type": "text", "text": "..."}')
+        if block.get("type") == "text":
+            text = text_of(row, block.get("text"), "the text of a content block", at)
+            words.append(check_text(row, text, at))
+            continue
+        picture = picture_of(row, block, at)
+        if message["role"] == "assistant":
+            what = "an answer holds an image, and models with images write text"
+            raise row.broken(what, at=at, how="move the image to a message before it")
+        pictures.append(picture)
+        words.append(PICTURE)
+    return "".join(words)
 
 
 def _flag(row: Row, message: dict[str, Any], at: str) -> bool | None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jinja2
 
+from lema.data.chat.pictures import has_pictures, parts_of
 from lema.data.chat.process import Limits, Refusal, Rendition, Request, rendered
 from lema.data.chat.recording import applied
 from lema.data.files import Row
@@ -93,6 +94,7 @@ class Template:
         tools: JSON schemas of tools; None: there are none.
         date: that it is told for today, YYYY-MM-DD; None: today's.
         ahead: what has been rendered already (`render_ahead`).
+        in_parts: whether every content is given as a list of parts, because there are images.
     """
 
     text: str
@@ -100,6 +102,7 @@ class Template:
     tools: list[Any] | None
     date: str | None = None
     ahead: Ahead = field(default_factory=dict, compare=False)
+    in_parts: bool = False
 
     @property
     def marks_answers(self) -> bool:
@@ -147,7 +150,10 @@ class Template:
     def apply(self, messages: Messages, **options: Any) -> object:
         """Apply the template as `transformers` does."""
         return self.tokenizer.apply_chat_template(
-            messages, tools=self.tools, tokenize=False, **options
+            parts_of(messages) if self.in_parts else messages,
+            tools=self.tools,
+            tokenize=False,
+            **options,
         )
 
 
@@ -272,9 +278,10 @@ def open_template(
     row: Row,
     date: str | None = None,
     ahead: Ahead | None = None,
+    messages: Sequence[dict[str, Any]] = (),
 ) -> Template:
     """Return the tokenizer's template, which is told the `date` for today; None: today's. What it
-    has rendered already may be given, `ahead`. `DataError`: it has none, or one that could take all
+    has rendered already may be given, `ahead`. It is for all chats that begin with `messages`. `DataError`: it has none, or one that could take all
     time or memory."""
     if not tokenizer.chat_template:
         how = (
@@ -290,7 +297,8 @@ def open_template(
             f"{refused}, which no chat template needs",
             how="do not use this template unless you trust it",
         )
-    return Template(text, tokenizer, tools, date, {} if ahead is None else ahead)
+    known = {} if ahead is None else ahead
+    return Template(text, tokenizer, tools, date, known, has_pictures(messages))
 
 
 class _Refused(jinja2.TemplateError):

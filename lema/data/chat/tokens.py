@@ -70,7 +70,9 @@ class Chats:
             with suppress(DataError):  # which `render` raises
                 asked.append(
                     (
-                        open_template(self.tokenizer, chat.tools, row, self.date),
+                        open_template(
+                            self.tokenizer, chat.tools, row, self.date, messages=chat.messages
+                        ),
                         chat.messages,
                         False,
                     )
@@ -129,7 +131,9 @@ class Chats:
             unknown = [message["role"] for message in chat.messages if message["role"] not in ROLES]
             how = f"map the roles: roles: {{assistant: {unknown[-1]}}}" if unknown else ""
             raise row.broken(what, how=how)
-        template = open_template(self.tokenizer, chat.tools, row, self.date, self.ahead)
+        template = open_template(
+            self.tokenizer, chat.tools, row, self.date, self.ahead, chat.messages
+        )
         if self.date is not None:
             self.remarks.add(row, DATED.format(self.date))
         check_roles(chat, template, row)

@@ -145,7 +145,8 @@ class Rendered:
         """
         last = self.messages[-1]
         following = {"role": "tool" if last.get("tool_calls") else "user", "content": "."}
-        key = ("next", self.template.text, following["role"], *self._signatures)
+        about = self.template.text, self.template.in_parts, following["role"]
+        key = ("next", *about, *self._signatures)
         if key not in self.cache.tails:
             try:
                 tail = last_mark(
@@ -365,6 +366,7 @@ class Rendered:
             key = (
                 self.template.text,
                 self.template.tools is None,
+                self.template.in_parts,
                 self._piece(end).after,
                 *self._signatures[:count],
             )

@@ -27,7 +27,7 @@ from lema.storage.hubdata import HubData, is_hub
 from lema.storage.regular import expanded
 
 __all__ = ["DataFile", "Source", "data_files", "find_files", "load_rows", "local_paths"]
-__all__ += ["given_files", "names_of", "read_rows", "rows_in", "templates_of"]
+__all__ += ["folders_of", "given_files", "names_of", "read_rows", "rows_in", "templates_of"]
 
 Span: TypeAlias = tuple[int, int]
 """The number of the first row, from 0, and of the one after the last."""
@@ -341,6 +341,11 @@ def _expand(source: str | Path) -> list[Path]:
             what = f"cannot read a {file.suffix or 'nameless'} file"
             raise DataError(what, where=str(file), how=f"give {accepted()}")
     return files
+
+
+def folders_of(files: Iterable[DataFile] | None) -> dict[str, Path]:
+    """Return the folders of files by what their rows name as their source; none of a stream."""
+    return {file.label: file.path.parent for file in files or () if file.stream is None}
 
 
 def given_files(data: object) -> list[DataFile] | None:

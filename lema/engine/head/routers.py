@@ -159,7 +159,6 @@ def router_loss_of(
         f"objective: {config.objective}": config.objective != "sft",
         "torch_compile": config.torch_compile,
         "cache_frozen_prefix": config.cache_frozen_prefix,
-        "sequence_chunk": config.sequence_chunk is not None,
         "tensor_parallel_size": num_parts > 1,
         f"device: {config.device}": split.lazy,
     }

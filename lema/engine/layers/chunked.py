@@ -14,8 +14,8 @@ step's are, the layer is an ordinary one (`lema.engine.layers.whole`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -112,7 +112,9 @@ class ChunkedLayer:
 
         def run(index: int) -> Tensor | HostState:
             visit = _Visit(engine, self.number, lease.weights, calls[index])
-            return rows.stored(index, visit.forward(rows.state(index).detach()))
+            output = visit.forward(rows.state(index).detach())
+            visit.note_routers(output, differentiable=False)
+            return rows.stored(index, output)
 
         with rows.computing([self._module]):
             for index in range(len(rows.states)):
@@ -151,7 +153,9 @@ class ChunkedLayer:
                 call: LayerCall = call, layer_input: Tensor = layer_input
             ) -> tuple[Tensor, list[Tensor]]:
                 visit = _Visit(engine, number, weights, call)
-                return visit.forward(layer_input), visit.drawn
+                output = visit.forward(layer_input)
+                visit.note_routers(output)
+                return output, visit.drawn
 
             output, states = engine.retry.run_forward(self._location, run, drawn)
             outputs.append(output)
@@ -182,8 +186,10 @@ class ChunkedLayer:
             visit = _Visit(engine, number, weights, call, saved.drawn[index])
             with saved.boundaries.fetch(number, index, again=again) as boundary:
                 visit.make_states(boundary)
+                output_gradient, *of_routers = gradients[index]
+                needs = saved.needs_grad[index]
                 input_gradients.append(
-                    visit.backward(boundary, gradients[index][0], needs=saved.needs_grad[index])
+                    visit.backward(boundary, output_gradient, of_routers, needs=needs)
                 )
         return input_gradients
 
@@ -245,24 +251,34 @@ class ChunkedLayer:
         visit = _Visit(engine, top, weights, call)
         with torch.no_grad(), trace.span("forward", f"layer {top}"):
             output = visit.forward(state.detach())
+            visit.note_routers(output)
         with engine.retry.at("in the head and the loss"), trace.span("forward", "head and loss"):
             value, gradient = loss_and_grad(index, output)
         del output
         engine.observe(top + 1, [gradient])
+        routed = dict[Tensor, Tensor | None]()
+        of_routers = list[Tensor]()
+        if engine.routers is not None:
+            share, routed = engine.routers.loss_and_grad(index)
+            value = value + share
+            of_top = [routed.pop(logits) for logits in call.routers or ()]
+            of_routers = [by for by in of_top if by is not None]
         # put back below, because recomputing draws what the forward drew
         after = engine.backend.rng_state()
         location = f"in the backward of layer {top}"
         with engine.retry.at(location), trace.span("backward", f"layer {top}"):
             trained = [*engine.adapters_of(top), *leaves.values()]
             sums = _Sums([(weight, None) for weight in trained])
-            input_gradient = visit.backward(state.detach(), gradient, needs=needs, sums=sums)
+            input_gradient = visit.backward(
+                state.detach(), gradient, of_routers, needs=needs, sums=sums
+            )
         engine.backend.set_rng_state(after)
         engine.observe(top, [input_gradient] * needs)
         num_adapters = len(trained) - len(leaves)
         for weight, by in sums.pairs[num_adapters:]:
             if by is not None:
                 weight.grad = by if weight.grad is None else weight.grad.add_(by)
-        return TopGradients(value, [input_gradient], [{}], [sums.pairs[:num_adapters]])
+        return TopGradients(value, [input_gradient], [routed], [sums.pairs[:num_adapters]])
 
 
 @dataclass(eq=False)
@@ -313,6 +329,9 @@ class _Visit:
         self._call = call
         self.drawn = drawn or []
         self._states: ChunkStates | None = None
+        # whether somebody asks what routers make, and what they have made of each chunk
+        self._asks = call.routers is not None
+        self._routed = list[list[Tensor]]()
 
     def _spans(self, length: int) -> Sequence[Span]:
         return self._call.spans if isinstance(self._call, ChunkedCall) else [Span(0, length)]
@@ -321,16 +340,40 @@ class _Visit:
         """Return what the layer makes of `[rows, sequence, hidden]`, without a graph; what
         chunks keep for later ones stays."""
         outputs = None
+        self._routed.clear()
         for chunk, span in enumerate(self._spans(layer_input.shape[1])):
             self.drawn.append(self._engine.generator_state())
             with torch.no_grad():
                 output = self._run(chunk, layer_input[:, span.slice])
             if outputs is None:
                 shape = (*layer_input.shape[:2], *output.shape[2:])
-                outputs = output.new_empty(shape)
+                # zeros, because padding may be in no chunk
+                outputs = output.new_zeros(shape)
             outputs[:, span.slice] = output
         assert outputs is not None, "a micro-batch has no tokens"
         return outputs
+
+    def note_routers(self, output: Tensor, *, differentiable: bool = True) -> None:
+        """Note in the call what the layer's routers have made of all chunks, if somebody asks.
+
+        Args:
+            output: what the layer has made.
+            differentiable: whether gradients of it may come.
+        """
+        if self._call.routers is None:
+            return
+        num_rows, length = output.shape[:2]
+        spans = self._spans(length)
+        of_sequence = list[Tensor]()
+        for parts in zip(*self._routed, strict=True):
+            # zeros, because padding may be in no chunk
+            logits = parts[0].new_zeros(num_rows, length, parts[0].shape[-1])
+            for span, part in zip(spans, parts, strict=True):
+                logits[:, span.slice] = part.reshape(num_rows, -1, part.shape[-1])
+            logits = logits.flatten(0, 1) if parts[0].dim() == 2 else logits
+            of_sequence.append(logits.requires_grad_(differentiable))
+        self._routed.clear()
+        self._call.routers[:] = of_sequence
 
     def make_states(self, layer_input: Tensor) -> None:
         """Make what all chunks but the last keep for later ones; the last comes first in the
@@ -343,28 +386,46 @@ class _Visit:
                 self._run(chunk, layer_input[:, span.slice], stops=True)
 
     def backward(
-        self, layer_input: Tensor, gradient: Tensor, *, needs: bool, sums: _Sums | None = None
+        self,
+        layer_input: Tensor,
+        gradient: Tensor,
+        of_routers: Sequence[Tensor],
+        *,
+        needs: bool,
+        sums: _Sums | None = None,
     ) -> Tensor | None:
         """Recompute and differentiate the chunks in reverse.
 
         Args:
             layer_input: `[rows, sequence, hidden]`.
             gradient: of what the layer made of it.
+            of_routers: the gradients of what its routers made of it, if somebody asks.
             needs: whether the input's is asked for.
             sums: what else has a gradient; None: it is added to `.grad` of what trains.
 
         Returns:
             The input's gradient, `[rows, sequence, hidden]`; None: it is not asked for.
         """
-        input_gradient = torch.empty_like(layer_input) if needs else None
+        # zeros, because padding may be in no chunk
+        input_gradient = torch.zeros_like(layer_input) if needs else None
         spans = self._spans(layer_input.shape[1])
+        num_rows, length = layer_input.shape[:2]
+        self._asks = bool(of_routers)
         for chunk in reversed(range(len(spans))):
             part = spans[chunk].slice
             self._engine.backend.set_rng_state(self.drawn[chunk])
             leaf = layer_input[:, part].detach().requires_grad_(needs)
             with torch.enable_grad():
-                output = self._run(chunk, leaf)
-            formed = self._differentiate(output, leaf, gradient[:, part], sums)
+                output = self._run(chunk, leaf, again=True)
+            roots = [(output, gradient[:, part])]
+            if of_routers:
+                roots += [
+                    (logits, by.view(num_rows, length, -1)[:, part].reshape(logits.shape))
+                    for logits, by in zip(self._routed.pop(), of_routers, strict=True)
+                    if logits.requires_grad
+                ]
+            formed = self._differentiate(roots, leaf, sums)
+            del roots
             if input_gradient is not None:
                 assert formed is not None, "a layer's input does not reach its output"
                 input_gradient[:, part] = formed
@@ -372,14 +433,15 @@ class _Visit:
         return input_gradient
 
     def _differentiate(
-        self, output: Tensor, leaf: Tensor, gradient: Tensor, sums: _Sums | None
+        self, made: Sequence[tuple[Tensor, Tensor]], leaf: Tensor, sums: _Sums | None
     ) -> Tensor | None:
-        """Differentiate a chunk; return the gradient of its input, if that is asked for."""
+        """Differentiate a chunk; return the gradient of its input, if that is asked for. `made`:
+        what the layer has made of it, with gradients."""
         states = self._states
         handed_on = [] if states is None else states.roots()
         entered = [] if states is None else states.leaves()
-        roots = [output, *(state for state, _ in handed_on)]
-        root_gradients = [gradient, *(by for _, by in handed_on)]
+        roots = [root for root, _ in (*made, *handed_on)]
+        root_gradients = [by for _, by in (*made, *handed_on)]
         if sums is None:
             torch.autograd.backward(roots, root_gradients)
             of_states: Sequence[Tensor | None] = [state.grad for state in entered]
@@ -397,15 +459,38 @@ class _Visit:
             states.end(of_states)
         return formed
 
-    def _run(self, chunk: int, layer_input: Tensor, *, stops: bool = False) -> Tensor:
-        """Run the layer on one chunk."""
-        split = self._engine.split
+    def _run(
+        self, chunk: int, layer_input: Tensor, *, stops: bool = False, again: bool = False
+    ) -> Tensor:
+        """Run the layer on one chunk.
+
+        Args:
+            chunk: its number.
+            layer_input: of the chunk.
+            stops: stop as soon as the chunk has left what later ones need.
+            again: this is a recomputation, and what the call has noted stays.
+        """
         call = self._call
-        run = partial(split.run_layer, self._number, self._weights, compiled=False)
+        in_chunks = isinstance(call, ChunkedCall)
+        one = call.chunk(chunk) if isinstance(call, ChunkedCall) else call
+        if again and not in_chunks:
+            one = replace(one)
+        one.ask_routers(self._asks and not stops)
+        with self._holding(chunk, stops=stops):
+            output = self._engine.split.run_layer(
+                self._number, self._weights, one, layer_input, compiled=False
+            )
+        if one.routers is not None:
+            self._routed.append([*one.routers])
+        if in_chunks:
+            one.drop_routers()
+        return output
+
+    def _holding(self, chunk: int, *, stops: bool) -> AbstractContextManager[None]:
+        """Return the context in which a chunk leaves what it keeps here."""
+        call = self._call
         if not isinstance(call, ChunkedCall):
-            return run(call, layer_input)
+            return nullcontext()
         if self._states is None:
             self._states = ChunkStates(call.spans[-1].stop)
-        chunk_call = call.chunk(chunk)
-        with call.cache.holding(self._number, call.spans[chunk], self._states, stops=stops):
-            return run(chunk_call, layer_input)
+        return call.cache.holding(self._number, call.spans[chunk], self._states, stops=stops)

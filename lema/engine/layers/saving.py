@@ -105,7 +105,15 @@ class Activations:
         """Recompute each layer in the backward, or keep its graph; a lazy device recomputes all."""
         self.recompute = enable or self._lazy
 
-    def step(self, hidden: Sequence[Tensor], lowest: int, end: int, budget: int = 0) -> Saving:
+    def step(
+        self,
+        hidden: Sequence[Tensor],
+        lowest: int,
+        end: int,
+        budget: int = 0,
+        *,
+        in_chunks: bool = False,
+    ) -> Saving:
         """Return what a step keeps of its layers.
 
         Args:
@@ -113,10 +121,13 @@ class Activations:
             lowest: the lowest layer that gradients reach.
             end: the layer after the last of the pass.
             budget: bytes for activations of the top layer.
+            in_chunks: whether sequences go through layers in chunks, whose graphs are not kept.
 
         Raises:
             DiskError: the disk has no space for it.
         """
+        if in_chunks:
+            return Saving(self.arena.step(hidden, range(lowest, end)) if lowest < end else None)
         again = [
             layer for layer in range(lowest, end) if self.recompute and layer not in self.saved
         ]

@@ -26,6 +26,7 @@ from transformers.cache_utils import (
 
 from lema.compat import empty_cache_layer
 from lema.errors import ConfigError
+from lema.model.sequence.attention import Handed, attention_in_blocks
 from lema.model.sequence.states import ChunkStates, Span
 
 __all__ = ["LayerKind", "SequenceCache", "StatesComplete", "kinds_of"]
@@ -128,7 +129,7 @@ class _StatesLayer(LinearAttentionCacheLayerMixin):
     def has_previous_state(self) -> dict[int, bool]:  # type: ignore[override] # a question to the cache, not an attribute
         """Of each state, whether chunks came before."""
         cache, _ = self._recurrence
-        return dict.fromkeys(range(self.number_of_states), cache.span.start > 0)
+        return dict.fromkeys(range(self.number_of_states), cache.span.start > cache.first)
 
     @property
     def conv_states(self) -> dict[int, Tensor | None]:  # type: ignore[override] # a question to the cache, not an attribute
@@ -194,19 +195,23 @@ class SequenceCache(Cache):
 
     Args:
         kinds: what each layer keeps.
+        first: the first token that is in a chunk.
 
     Attributes:
         kinds: what each layer keeps.
+        first: the first token that is in a chunk.
         span: the chunk that is called.
     """
 
-    def __init__(self, kinds: Sequence[LayerKind]) -> None:
+    def __init__(self, kinds: Sequence[LayerKind], first: int = 0) -> None:
         layers: Any = [self._layer(number, kind) for number, kind in enumerate(kinds)]
         super().__init__(layers=layers)
         self.kinds = tuple(kinds)
+        self.first = first
         self.span = Span(0, 0)
         self._number = -1
         self._states: ChunkStates | None = None
+        self._handed: Handed | None = None
         self._noted: list[str] = []  # what the layer has left of the chunk
         # what each layer leaves of a chunk, as its first run has shown
         self._expected: dict[int, list[str]] = {}
@@ -242,12 +247,15 @@ class SequenceCache(Cache):
         self.span = span
         self._number = number
         self._states = states
+        self._handed = None
         self._noted = []
         self._stops = stops
         try:
-            yield
+            with attention_in_blocks(lambda: self._handed):
+                yield
         finally:
             self._states = None
+            self._handed = None
         if self._noted != self._expected.setdefault(number, self._noted):
             raise refusal(f"layer {number} does not keep the same of every chunk")
         if self.kinds[number].keeps != bool(self._noted):
@@ -260,7 +268,9 @@ class SequenceCache(Cache):
         length = self.span.stop - self.span.start
         if keys.shape[-2] != length or values.shape[-2] != length:
             raise refusal(f"layer {number} keeps something else than a key and a value a token")
-        extended = self._running(number).extended(keys, values, self.span, first)
+        states = self._running(number)
+        extended = states.extended(keys, values, self.span, first)
+        self._handed = Handed(*extended, (keys, values), states.attended(self.span, first))
         self._note("keys and values")
         return extended
 

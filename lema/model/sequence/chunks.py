@@ -15,12 +15,14 @@ from itertools import pairwise
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
 from lema.errors import is_out_of_memory
 from lema.model.capture import PASSED_THROUGH_THE_MODEL, tensors_in
 from lema.model.flow import LayerCall, Prelude
+from lema.model.sequence.blockmask import block_masks
 from lema.model.sequence.cache import SequenceCache, kinds_of, refusal
 from lema.model.sequence.masks import (
     asks_for_packs,
@@ -30,12 +32,25 @@ from lema.model.sequence.masks import (
     tables_by_length,
 )
 from lema.model.sequence.states import Span
+from lema.model.state.hooks import is_hooked
 
-__all__ = ["PADDING", "ChunkedCall", "ChunkedRows", "most_of_calls", "spans_of"]
+__all__ = [
+    "EMBEDDINGS",
+    "IDS",
+    "MASK",
+    "PADDING",
+    "POSITIONS",
+    "ChunkedCall",
+    "ChunkedRows",
+    "most_of_calls",
+    "spans_of",
+]
 
+IDS = "input_ids"
+EMBEDDINGS = "inputs_embeds"
 MASK = "attention_mask"
 POSITIONS = "position_ids"
-INPUTS = frozenset({"input_ids", MASK, POSITIONS})
+INPUTS = frozenset({IDS, MASK, POSITIONS})
 CALL_BYTES = 32 << 20
 PADDING = 2  # tokens
 PACK = (0, 1, 0, 1)  # positions of two rows
@@ -62,12 +77,23 @@ class Front(Protocol):
         """
 
 
-def spans_of(length: int, size: int) -> list[Span]:
-    """Return the chunks of a sequence of so many tokens, each of `size` but for the last. That is
-    never a single token, which models take for one that they generate, and change a state in its
-    place."""
-    starts = list(range(0, max(1, length - 1), size))
+def spans_of(length: int, size: int, first: int = 0) -> list[Span]:
+    """Return the chunks of the tokens from `first` to before `length`, each of `size` but for the
+    last. That is never a single token, which models take for one that they generate, and change a
+    state in its place."""
+    starts = list(range(first, max(first + 1, length - 1), size))
     return [Span(start, stop) for start, stop in pairwise([*starts, length])]
+
+
+def tokens_inside(mask: Tensor) -> Span:
+    """Return the tokens between the padding that all rows of `mask`, `[rows, sequence]`, have at
+    their beginning and at their end; all, if every token is padding."""
+    seen = (mask != 0).any(dim=0).nonzero().flatten()
+    if not len(seen):
+        return Span(0, mask.shape[1])
+    first, last = seen[[0, -1]].tolist()
+    # never one token alone; see `spans_of`
+    return Span(max(0, min(first, last - 1)), last + 1)
 
 
 def most_of_calls(hidden_bytes: int) -> int:
@@ -86,11 +112,15 @@ class ChunkedRows:
         model: the model.
         layers: its decoder layers.
         front: runs it up to them.
-        batch: `input_ids`, `[rows, sequence]`, and what else the model takes.
+        batch: `input_ids`, `[rows, sequence]`, or `inputs_embeds`, `[rows, sequence, hidden]`, and
+            what else the model takes.
         size: tokens of a chunk.
+        leaves_out_padding: whether tokens that are padding in all rows, before all others or after
+            them, are in no chunk. What is made of them is zero.
 
     Attributes:
         spans: the chunks.
+        length: tokens of the sequence.
         cache: with which they are called.
 
     Raises:
@@ -100,19 +130,27 @@ class ChunkedRows:
     def __init__(
         self,
         model: PreTrainedModel,
-        layers: torch.nn.ModuleList,
+        layers: nn.ModuleList,
         front: Front,
         batch: Mapping[str, Tensor],
         size: int,
+        *,
+        leaves_out_padding: bool = False,
     ) -> None:
         self._model = model
         self._layers = layers
         self._front = front
         self._batch = dict(batch)
-        self._length = batch["input_ids"].shape[1]
-        _check_inputs(self._batch)
-        self.spans = spans_of(self._length, size)
-        self.cache = SequenceCache(kinds_of(DynamicCache(config=model.config).layers, len(layers)))
+        # looked up already where there are no ids
+        self._tokens = batch[IDS] if IDS in batch else batch[EMBEDDINGS]
+        self.length = self._tokens.shape[1]
+        _check_inputs(self._batch, self._tokens)
+        inside = Span(0, self.length)
+        if leaves_out_padding and MASK in batch:
+            inside = tokens_inside(batch[MASK])
+        self.spans = spans_of(inside.stop, size, inside.start)
+        kinds = kinds_of(DynamicCache(config=model.config).layers, len(layers))
+        self.cache = SequenceCache(kinds, inside.start)
         positions = batch.get(POSITIONS)
         self._numbers: Tensor | None = None  # of the rows of packs, to which attention keeps
         if positions is not None and MASK not in batch and self._keeps_packs():
@@ -126,8 +164,9 @@ class ChunkedRows:
         micro-batch, and the call of every layer, which calls it on each chunk.
         """
         states = list[Tensor]()
+        embeddings = self._embeddings(differentiate=differentiate)
         for chunk in range(len(self.spans)):
-            front = self.front(chunk, differentiate=differentiate)
+            front = self.front(chunk, embeddings, differentiate=differentiate)
             states.append(front.hidden)
             self._hidden_bytes += front.hidden.nbytes
             self._calls[chunk] = front.calls
@@ -135,6 +174,9 @@ class ChunkedRows:
                 # Masks of long sequences are larger than all else: they are made at each visit.
                 self._calls = [None] * len(self.spans)
         hidden = torch.cat(states, dim=1)
+        outside = (0, 0, self.spans[0].start, self.length - self.spans[-1].stop)
+        if any(outside):
+            hidden = pad(hidden, outside)
         calls = tuple(
             ChunkedCall((), {}, hidden_is_keyword=False, rows=self, number=number)
             for number in range(len(self._layers))
@@ -150,10 +192,15 @@ class ChunkedRows:
 
     def _keeps_packs(self) -> bool:
         """Whether the model itself keeps attention within the rows of a pack."""
-        ids = self._batch["input_ids"][:1, : len(PACK)]
-        positions = torch.tensor([PACK], device=ids.device)[:, : ids.shape[1]]
-        sample = {"input_ids": ids, POSITIONS: positions}
+        tokens = self._tokens[:1, : len(PACK)]
+        positions = torch.tensor([PACK], device=tokens.device)[:, : tokens.shape[1]]
+        sample = {self._name: tokens, POSITIONS: positions}
         return asks_for_packs(partial(self._front, sample, None, again=True))
+
+    @property
+    def _name(self) -> str:
+        """What the model calls its tokens."""
+        return IDS if IDS in self._batch else EMBEDDINGS
 
     @property
     def masked(self) -> bool:
@@ -164,15 +211,39 @@ class ChunkedRows:
         """Return what the model makes of the first `length` tokens up to its layers, and the same
         tokens in chunks of `size`. If there is a mask, the first `PADDING` of them are padding.
         Nothing is left behind."""
-        batch = {"input_ids": self._batch["input_ids"][:1, :length]}
+        tokens = self._tokens[:1, :length].detach()
+        batch = {self._name: tokens}
         if self.masked:
-            batch[MASK] = torch.ones_like(batch["input_ids"])
+            batch[MASK] = tokens.new_ones(tokens.shape[:2], dtype=torch.long)
             batch[MASK][:, :PADDING] = 0
         prelude = self._front(batch, None, again=True)
         return prelude, ChunkedRows(self._model, self._layers, self._front, batch, size)
 
-    def front(self, chunk: int, *, differentiate: bool = False, again: bool = False) -> Prelude:
-        """Run the model up to its layers on one chunk; see `Front`."""
+    def _embeddings(self, *, differentiate: bool) -> Tensor | None:
+        """Return what the model looks up for all tokens, where somebody has a hook on it: noise
+        goes by the length of the sequence. None: nobody has."""
+        if IDS not in self._batch:
+            return None
+        try:
+            table = self._model.get_input_embeddings()
+        except (NotImplementedError, AttributeError):
+            return None
+        if not isinstance(table, nn.Module) or not is_hooked(table):
+            return None
+        with torch.set_grad_enabled(differentiate):
+            embeddings: Tensor = table(self._tokens)
+        return embeddings
+
+    def front(
+        self,
+        chunk: int,
+        embeddings: Tensor | None = None,
+        *,
+        differentiate: bool = False,
+        again: bool = False,
+    ) -> Prelude:
+        """Run the model up to its layers on one chunk; see `Front`. `embeddings` of all tokens
+        stand for their ids."""
         span = self.spans[chunk]
         self.cache.move(span)
         with ExitStack() as stack:
@@ -180,7 +251,10 @@ class ChunkedRows:
                 stack.enter_context(context)
             try:
                 front = self._front(
-                    self._cut(span), self.cache, differentiate=differentiate, again=again
+                    self._cut(span, embeddings),
+                    self.cache,
+                    differentiate=differentiate,
+                    again=again,
                 )
             except PASSED_THROUGH_THE_MODEL as error:
                 if is_out_of_memory(error):
@@ -195,19 +269,23 @@ class ChunkedRows:
     def _contexts(self) -> Iterable[AbstractContextManager[None]]:
         """Yield the contexts in which the model is called on a chunk."""
         positions = self._batch.get(POSITIONS)
+        yield block_masks()
         if self._tables:
-            ids = self._batch["input_ids"]
-            last = torch.tensor(self._length - 1, device=ids.device)
+            last = torch.tensor(self.length - 1, device=self._tokens.device)
             yield rotary_of_length(self._tables, last if positions is None else positions.max())
         if self._numbers is not None and positions is not None:
             attention = self._model.config.get_text_config()._attn_implementation
             yield packed_rows(attention, positions, self._numbers)
 
-    def _cut(self, span: Span) -> dict[str, Tensor]:
+    def _cut(self, span: Span, embeddings: Tensor | None) -> dict[str, Tensor]:
         """Return a chunk's part of what the model takes. A mask is of all tokens up to its end."""
+        batch = self._batch
+        if embeddings is not None:
+            batch = {name: tensor for name, tensor in batch.items() if name != IDS}
+            batch[EMBEDDINGS] = embeddings
         return {
             name: tensor[:, : span.stop] if name == MASK else tensor[:, span.slice]
-            for name, tensor in self._batch.items()
+            for name, tensor in batch.items()
         }
 
     def _call_bytes(self) -> int:
@@ -244,18 +322,23 @@ class ChunkedCall(LayerCall):
         return self.cache.kinds[self.number].keeps
 
     def chunk(self, index: int) -> LayerCall:
-        """Return the call on a chunk."""
-        return self.rows.call(self.number, index)
+        """Return the call on a chunk, as the model was called."""
+        call = self.rows.call(self.number, index)
+        call.call_as(self.autocast, self.hooks)
+        if self.choices is not None:
+            by_row = self.choices.unflatten(0, (-1, self.rows.length))
+            call.choose(by_row[:, self.spans[index].slice].flatten(0, 1))
+        return call
 
 
 def _arguments(calls: Iterable[LayerCall]) -> list[object]:
     return [call.captured_values for call in calls]
 
 
-def _check_inputs(batch: Mapping[str, Tensor]) -> None:
-    if unknown := sorted(batch.keys() - INPUTS):
+def _check_inputs(batch: Mapping[str, Tensor], tokens: Tensor) -> None:
+    if unknown := sorted(batch.keys() - INPUTS - {EMBEDDINGS}):
         raise refusal(f"batches have {', '.join(unknown)}, which may belong to the whole sequence")
-    shape = batch["input_ids"].shape
+    shape = tokens.shape[:2]
     for name, tensor in batch.items():
-        if tensor.shape != shape:
+        if tensor is not tokens and tensor.shape != shape:
             raise refusal(f"{name} is {[*tensor.shape]}, not {[*shape]} as the tokens are")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import masking_utils
 
 from lema.compat import by_position_in_pack
-from lema.model.capture import replaced
+from lema.model.capture import interface_replaced, replaced
 from lema.model.sequence.cache import refusal
 from lema.model.state.rotary import goes_by_length
 
@@ -82,11 +82,8 @@ def packed_rows(attention: str, position_ids: Tensor, numbers: Tensor) -> Iterat
         function = masking_utils.and_masks(by_position, same_row)
         return make(mask_function=function, **{**options, "allow_is_causal_skip": False})
 
-    interfaces[attention] = within_rows
-    try:
+    with interface_replaced(interfaces, attention, within_rows):
         yield
-    finally:
-        del interfaces[attention]
 
 
 def tables_by_length(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-__all__ = ["ChunkStates", "Span"]
+__all__ = ["Attended", "ChunkStates", "Span"]
 
 
 class Span(NamedTuple):
@@ -54,7 +54,8 @@ class _Buffer:
         """Put in those of a chunk; return all from token `first` to the end of the chunk."""
         if self._values is None:
             shape = (*states.shape[:-2], self._length, states.shape[-1])
-            self._values = states.new_empty(shape)
+            # zeros, because padding before the first chunk is masked, but attention multiplies it
+            self._values = states.new_zeros(shape) if span.start else states.new_empty(shape)
         with torch.no_grad():
             self._values[..., span.slice, :] = states
         if states.requires_grad and torch.is_grad_enabled():
@@ -67,16 +68,27 @@ class _Buffer:
         assert self._values is not None, "no chunk has come"
         return self._values.detach()[..., first:stop, :]
 
-    def add_gradients(self, gradients: Tensor, span: Span, first: int) -> Tensor:
-        """Add to the gradients of the tokens before a chunk; return the sum of the chunk's own."""
+    def sums(self) -> Tensor:
+        """Return the sums of the gradients of all tokens."""
         assert self._values is not None, "no chunk has come"
         if self._gradients is None:
-            dtype = torch.promote_types(gradients.dtype, torch.float32)
+            dtype = torch.promote_types(self._values.dtype, torch.float32)
             self._gradients = torch.zeros_like(self._values, dtype=dtype)
-        num_before = span.start - first
-        self._gradients[..., first : span.start, :] += gradients[..., :num_before, :]
-        summed = self._gradients[..., span.slice, :] + gradients[..., num_before:, :]
-        return summed.to(gradients.dtype)
+        return self._gradients
+
+    def add_gradients(self, gradients: Tensor, span: Span, first: int) -> Tensor:
+        """Add to the gradients of the tokens from `first` to the end of a chunk; return the sum of
+        the chunk's own."""
+        self.sums()[..., first : span.stop, :] += gradients
+        return self.own_gradients(span)
+
+    def own_gradients(self, span: Span) -> Tensor:
+        """Return the sum of the gradients of a chunk's own; it is handed out once."""
+        assert self._values is not None, "no chunk has come"
+        own = self.sums()[..., span.slice, :]
+        summed = own.to(self._values.dtype, copy=True)
+        own.zero_()
+        return summed
 
 
 class _Extended(torch.autograd.Function):
@@ -98,6 +110,37 @@ class _Extended(torch.autograd.Function):
     def backward(ctx: FunctionCtx, gradients: Tensor) -> tuple[Tensor, None, None, None]:
         buffer, span, first = ctx.buffered  # type: ignore[attr-defined] # as above
         return buffer.add_gradients(gradients, span, first), None, None, None
+
+
+class Attended:
+    """The keys and values that a chunk attends to, and the sums of their gradients.
+
+    Args:
+        keys: of all tokens.
+        values: of all tokens.
+        span: the chunk.
+        first: the first token that is attended to.
+    """
+
+    def __init__(self, keys: _Buffer, values: _Buffer, span: Span, first: int) -> None:
+        self._keys = keys
+        self._values = values
+        self._span = span
+        self._first = first
+
+    def block(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return some keys and values `[rows, heads, n, width]`, counted from the first."""
+        ends = self._first + start, self._first + stop
+        return self._keys.between(*ends), self._values.between(*ends)
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """Return the sums of the gradients of all that the chunk attends to, to add to."""
+        part = slice(self._first, self._span.stop)
+        return self._keys.sums()[..., part, :], self._values.sums()[..., part, :]
+
+    def own_gradients(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the chunk's own keys and values."""
+        return self._keys.own_gradients(self._span), self._values.own_gradients(self._span)
 
 
 class _State:
@@ -179,6 +222,10 @@ class ChunkStates:
         """Put in a chunk's keys and values `[rows, heads, chunk, width]`; return all from token
         `first` to its end."""
         return self._keys.extended(keys, span, first), self._values.extended(values, span, first)
+
+    def attended(self, span: Span, first: int) -> Attended:
+        """Return the keys and values from token `first` to the end of a chunk, by blocks."""
+        return Attended(self._keys, self._values, span, first)
 
     def entered(self, name: str, span: Span) -> Tensor | None:
         """Return a state as the chunk before has left it; None: there is none."""

@@ -26,7 +26,15 @@ from torch.utils.hooks import BackwardHook
 
 from lema.errors import ConfigError
 
-__all__ = ["HookSnapshot", "LayerHooks", "ModelHooks", "aside", "hooks_of", "part_of_model"]
+__all__ = [
+    "HookSnapshot",
+    "LayerHooks",
+    "ModelHooks",
+    "aside",
+    "hooks_of",
+    "is_hooked",
+    "part_of_model",
+]
 
 KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 OPTIONS = (

@@ -22,8 +22,8 @@ from lema.engine.generation.forward import layer_caches
 from lema.errors import LemaError, ModelError
 from lema.model import Split
 from lema.model.capture import PASSED_THROUGH_THE_MODEL, tensors_in, values_unread
-from lema.plan.meter import Tally, without_values
-from lema.plan.workload import VALUES_NEEDED, cost_kinds, fake_weights
+from lema.plan.work.meter import Tally, without_values
+from lema.plan.work.workload import VALUES_NEEDED, cost_kinds, fake_weights
 from lema.stream.placement import LayerBytes
 
 __all__ = ["TextBytes", "text_bytes"]

@@ -113,12 +113,6 @@ def streamed(
         host_memory=host_memory,
         **settings,
     )
-    if config.sequence_chunk is not None:
-        raise ConfigError(
-            "a trainer's own forward does not cut sequences",
-            where="sequence_chunk",
-            how="leave it out, or train with lema",
-        )
     if num_labels is not None and task != SCORES:
         how = f'leave it out, or set task_type="{SCORES}" in the LoraConfig'
         raise ConfigError(

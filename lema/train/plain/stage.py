@@ -15,7 +15,7 @@ from lema.data.dataset import Rows, first_rows
 from lema.data.sets.sources import names_of
 from lema.engine import StreamedModel
 from lema.errors import ConfigError
-from lema.train.batch import packed
+from lema.train.batch import check_images, packed
 from lema.train.checkpoint.format import PREFIX, checkpoints, forget_old_checkpoints
 from lema.train.checkpoint.resume import Reporter
 from lema.train.evaluate import evaluate, passes_of_rows
@@ -183,6 +183,9 @@ def plain_data(
         what = "it gives shares to the data sets in train_data, but fit got other rows"
         how = "call fit(config.train_data), or remove mixture"
         raise ConfigError(what, where="mixture", how=how)
+    check_images(dataset, config)
+    if eval_dataset is not None:
+        check_images(eval_dataset, config)
     rows = packed(first_rows(dataset, config.max_train_samples), steps.model, config, report)
     sampler = StepSampler(rows, config, replicas, steps.model.padding)
     if config.tokens_per_step is not None:

@@ -18,8 +18,8 @@ from transformers import CONFIG_MAPPING
 from lema.backend import Parallel
 from lema.engine.head.cut import HeadCut
 from lema.plan.blueprint import Blueprint
-from lema.plan.meter import Tally
-from lema.plan.workload import Workload
+from lema.plan.work.meter import Tally
+from lema.plan.work.workload import Workload
 from lema.storage.quantized.formats import KINDS, LIBRARIES
 from lema_tools.models.published import layout_of, write_headers
 from plannerpage.hollowforms import AS_PUBLISHED, FORMS
@@ -82,8 +82,8 @@ def _of_heads(kind: str, heads: int) -> dict[str, Any]:
     with TemporaryDirectory() as scratch:
         drawn, shapes = _sample(kind, heads, Path(scratch))
         with (
-            patch("lema.plan.workload.Tally", TracedTally),
-            patch("lema.plan.workload.sum", total, create=True),
+            patch("lema.plan.work.workload.Tally", TracedTally),
+            patch("lema.plan.work.workload.sum", total, create=True),
             patch("lema.engine.skip_matmuls.sum", total, create=True),
             patch.object(HeadCut, "spans", _spans),
         ):

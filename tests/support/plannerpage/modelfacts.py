@@ -17,7 +17,7 @@ from lema.model.outer_weights import buffer_bytes
 from lema.model.skeleton import main_dtype
 from lema.plan.blueprint import Blueprint, draw_up
 from lema.plan.choice import LESS
-from lema.plan.workload import MicroBatch, Workload, measure
+from lema.plan.work.workload import MicroBatch, Workload, measure
 from lema_tools.models.checkpoints import Checkpoint, config_of
 from lema_tools.models.published import SETTINGS
 from plannerpage.hollowforms import AS_PUBLISHED, FORMS, write_form

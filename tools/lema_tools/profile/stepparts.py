@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from lema.backend import Backend
 from lema.backend.trace import NoTrace
 from lema.engine.head.loss import split_batch
-from lema.plan.meter import FORMULAS
+from lema.plan.work.meter import FORMULAS
 from lema.stream.speed import median_seconds, read_speed
 from lema.train import LemaModel
 from lema.train.phases.file import PhaseFile, read_sources

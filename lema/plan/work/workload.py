@@ -30,7 +30,7 @@ from lema.errors import LemaError, ModelError
 from lema.model import Split
 from lema.model.capture import tensors_in
 from lema.model.flow import LayerCall, Prelude
-from lema.plan.meter import Tally, without_values
+from lema.plan.work.meter import Tally, without_values
 from lema.stream import Lease
 from lema.stream.placement import LayerBytes
 

@@ -19,8 +19,8 @@ from lema.model import Split
 from lema.model.capture import tensors_in
 from lema.model.sequence.chunks import ChunkedRows, most_of_calls
 from lema.model.sequence.states import ChunkStates
-from lema.plan.meter import Tally, without_values
-from lema.plan.workload import LayerWork, MicroBatch, Workload, fake_weights, learn
+from lema.plan.work.meter import Tally, without_values
+from lema.plan.work.workload import LayerWork, MicroBatch, Workload, fake_weights, learn
 from lema.stream.placement import LayerBytes
 
 __all__ = ["chunks_note", "in_chunks"]

@@ -15,7 +15,7 @@ from lema.errors import ConfigError
 from lema.plan.cost import Demand, LayerCost
 from lema.plan.machine import Machine
 from lema.plan.trainable_bytes import TrainedBytes
-from lema.plan.workload import MicroBatch, Workload
+from lema.plan.work.workload import MicroBatch, Workload
 from lema.stream.placement import LayerBytes
 
 __all__ = [

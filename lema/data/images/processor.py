@@ -1,0 +1,213 @@
+"""The model's published processor: it writes as many tokens for an image as the model's tower
+makes, and the tensors that the tower reads.
+
+Nothing of that is known here. The processor is given rendered chats and images as any trainer
+gives them, and its tokenizer is watched: where the trained words are in the text that it is given,
+two marks tell, which the tokenizer itself never sees.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lema.data.chat.pieces import Ids, Learnt
+from lema.data.chat.tokens import tokenizing
+from lema.data.chat.turns import Span
+from lema.data.files import Row
+from lema.errors import LemaError, message_of
+from lema.storage.modelfiles import library_errors
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Expanded", "ImageProcessor"]
+
+MARK = chr(0x107FFC)  # at the beginning and at the end of trained words, for the processor's input
+OF_TOKENS = ("input_ids", "attention_mask")
+HOW = "use the processor that was published with the model"
+OFFSETS = "text_replacement_offsets"
+WRITES = "get_text_with_replacements"  # the method of releases that tell the offsets
+OF_TYPES = "token_type"  # is in the names of columns that say what each token is
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """A text with images as tokens.
+
+    Attributes:
+        ids: the tokens, int32 `[sequence]`.
+        learnt: which of them are trained on, `[sequence]`; none of an image.
+        images: of each token whether it is an image's, `[sequence]`.
+    """
+
+    ids: Ids
+    learnt: Learnt
+    images: Learnt
+
+
+class ImageProcessor:
+    """A processor that was published with a model.
+
+    Args:
+        processor: the processor.
+        tokenizer: that tokenises the rows of the run.
+        image_tokens: the tokens that the model replaces by what its tower makes.
+    """
+
+    def __init__(
+        self,
+        processor: object,
+        tokenizer: PreTrainedTokenizerBase,
+        image_tokens: Sequence[int],
+    ) -> None:
+        self._processor: Any = copy.copy(processor)
+        self._watched = _Watched(tokenizer)
+        self._processor.tokenizer = self._watched
+        self._tokenizer = tokenizer
+        # whether the processor tells where in its text it has written what for an image
+        self._offsets = {f"return_{OFFSETS}": True} if hasattr(processor, WRITES) else {}
+        self._image_tokens = np.array(sorted(set(image_tokens)), dtype=np.int32)
+
+    @property
+    def name(self) -> str:
+        """What the processor is called."""
+        return type(self._processor).__name__
+
+    @cached_property
+    def _tokenize(self) -> Callable[[str, Sequence[Span], bool], tuple[Ids, Learnt]]:
+        return tokenizing(self._tokenizer)
+
+    def expand(
+        self, text: str, spans: Sequence[Span], images: Sequence[Image], row: Row
+    ) -> Expanded:
+        """Return a rendered chat as tokens, with those of its images.
+
+        Args:
+            text: the chat as its template writes it, with a word for each image.
+            spans: the stretches that are trained on.
+            images: in their order in the text.
+            row: where they are from.
+
+        Raises:
+            DataError: the processor refuses them, or changes the words.
+        """
+        if MARK in text:
+            what = f"a message has the character U+{ord(MARK):X}, which LEMA uses as a mark"
+            raise row.broken(what, how="remove it")
+        with _refused(row):
+            outputs = self._processor(
+                text=[_marked(text, spans)],
+                images=[list(images)],
+                add_special_tokens=False,
+                **self._offsets,
+            )
+        marked = self._watched.marked_texts[0]
+        parts = marked.split(MARK)
+        borders = np.cumsum([len(part) for part in parts]).tolist()[:-1]
+        if len(borders) != 2 * len(spans):
+            what = f"{self.name} changes the words of the chat"
+            raise row.broken(what, how=HOW)
+        in_text = list(zip(borders[::2], borders[1::2], strict=True))
+        ids, learnt = self._tokenize("".join(parts), in_text, True)
+        if ids.tolist() != np.asarray(outputs["input_ids"][0]).tolist():
+            what = f"{self.name} makes other tokens of this chat than its tokenizer"
+            raise row.broken(what, how=HOW)
+        of_images: Learnt = np.isin(ids, self._image_tokens)
+        for offset in (outputs.get(OFFSETS) or [[]])[0]:
+            in_marked = [at - marked.count(MARK, 0, at) for at in offset["new_span"]]
+            of_images |= self._tokenize("".join(parts), [(in_marked[0], in_marked[1])], True)[1]
+        if images and not of_images.any():
+            what = "the chat template writes nothing for the images of this chat"
+            how = "use the chat template of the model's processor, or give chat_template"
+            raise row.broken(what, how=how)
+        return Expanded(ids, learnt & ~of_images, of_images)
+
+    def inputs(
+        self, texts: Sequence[str | None], images: Sequence[Sequence[Image]]
+    ) -> dict[str, Tensor]:
+        """Return what the processor makes of some rows together.
+
+        Args:
+            texts: rendered chats; None: of a row without images.
+            images: those of each row.
+
+        Returns:
+            Its tensors by name, padded on the right; those of tokens are `[rows, sequence]`.
+        """
+        blank = self._tokenizer.eos_token or self._tokenizer.pad_token or "."
+        padded = self._watched.padding()
+        with library_errors(self.name, "the model's processor fails on a batch", HOW):
+            outputs = self._processor(
+                text=[blank if text is None else text for text in texts],
+                images=[list(of_row) for of_row in images] if any(images) else None,
+                add_special_tokens=False,
+                padding=padded,
+                padding_side="right",
+                return_tensors="pt",
+            )
+        return {
+            name: value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
+            for name, value in cast("Mapping[str, Any]", outputs).items()
+        }
+
+
+class _Watched:
+    """A tokenizer that keeps the texts which it was given last, and tokenises them without marks.
+
+    Args:
+        tokenizer: does the work.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self.marked_texts: list[str] = []
+
+    def __call__(self, text: str | list[str], *args: object, **kwargs: object) -> object:
+        texts = [text] if isinstance(text, str) else list(text)
+        self.marked_texts = texts
+        plain = [one.replace(MARK, "") for one in texts]
+        call: Any = self._tokenizer
+        return call(plain[0] if isinstance(text, str) else plain, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def padding(self) -> bool:
+        """Make sure that rows can be padded: with which token is nothing to them."""
+        if self._tokenizer.pad_token is None:
+            self._tokenizer = copy.copy(self._tokenizer)
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+        return True
+
+
+@contextmanager
+def _refused(row: Row) -> Iterator[None]:
+    """Have any error of a processor name the row: its files are from outside, and what it is given
+    as well."""
+    try:
+        yield
+    except LemaError:
+        raise
+    except Exception as error:
+        what = f"the model's processor refuses this row: {message_of(error)}"
+        how = "compare the images of the row with the words for them in its chat"
+        raise row.broken(what, how=how) from error
+
+
+def _marked(text: str, spans: Sequence[Span]) -> str:
+    parts = []
+    at = 0
+    for border in (border for span in spans for border in span):
+        parts += [text[at:border], MARK]
+        at = border
+    return "".join([*parts, text[at:]])

@@ -1,0 +1,153 @@
+"""The images of some rows: where they are, and, once they are computed with, their tensors.
+
+A micro-batch carries this in place of pixels. So images are decoded when the micro-batch comes to
+the model, and what is made of them can go when the tower has read it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import overload
+
+from torch import Tensor
+
+from lema.data.images.processor import OF_TOKENS, OF_TYPES, ImageProcessor
+from lema.data.images.sources import ImageSource
+from lema.errors import DataError
+
+__all__ = ["IMAGES", "ImageRecord", "RowImages"]
+
+IMAGES = "images"
+"""The name of the images in a row, and in a micro-batch."""
+
+
+@dataclass(frozen=True)
+class ImageRecord:
+    """The images of one row.
+
+    Attributes:
+        text: the rendered chat, with a word for each image.
+        sources: where the images are, in their order.
+        start: tokens of the whole row that were cut off its beginning.
+        end: tokens of the whole row up to the end of its last image.
+        spans: the first token of each image in the whole row, and the one after its last.
+        sizes: width and height of each image.
+    """
+
+    text: str
+    sources: tuple[ImageSource, ...]
+    start: int
+    end: int
+    spans: tuple[tuple[int, int], ...] = ()
+    sizes: tuple[tuple[int, int], ...] = ()
+
+    def shifted(self, start: int) -> ImageRecord:
+        """Return the record of the row without so many tokens at its beginning."""
+        return replace(self, start=start)
+
+    def is_whole(self, max_length: int) -> bool:
+        """Whether every image is in a row that is cut to so many tokens."""
+        begins = self.spans[0][0] if self.spans else self.start
+        return begins >= self.start and self.end - self.start <= max_length
+
+    @property
+    def digest(self) -> bytes:
+        """What tells the images, and where they stand, from others."""
+        about = hashlib.sha256(self.text.encode("utf-8", "surrogatepass"))
+        for source in self.sources:
+            about.update(source.digest)
+        return about.digest()
+
+
+class RowImages(Sequence[ImageRecord | None]):
+    """The images of the rows of a micro-batch, one entry a row; None: the row has none.
+
+    Args:
+        records: those of each row.
+        processor: of the model.
+        max_pixels: of an image.
+    """
+
+    def __init__(
+        self, records: Sequence[ImageRecord | None], processor: ImageProcessor, max_pixels: int
+    ) -> None:
+        self.records = tuple(records)
+        self._processor = processor
+        self._max_pixels = max_pixels
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    @overload
+    def __getitem__(self, index: int) -> ImageRecord | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> RowImages: ...
+    def __getitem__(self, index: int | slice) -> ImageRecord | None | RowImages:
+        if isinstance(index, slice):
+            return RowImages(self.records[index], self._processor, self._max_pixels)
+        return self.records[index]
+
+    @classmethod
+    def joined(cls, parts: Sequence[RowImages | None]) -> RowImages | None:
+        """Return the images of rows one after the other; None: no row of the data has any."""
+        first = next((part for part in parts if part is not None), None)
+        if first is None:
+            return None
+        records = [None if part is None else part.records[0] for part in parts]
+        return cls(records, first._processor, first._max_pixels)
+
+    @property
+    def num_images(self) -> int:
+        """How many images there are."""
+        return sum(len(record.sources) for record in self.records if record is not None)
+
+    @property
+    def digest(self) -> bytes:
+        """What tells these images from others."""
+        about = hashlib.sha256()
+        for record in self.records:
+            about.update(b"" if record is None else record.digest)
+        return about.digest()
+
+    def inputs(self, input_ids: Tensor) -> dict[str, Tensor]:
+        """Decode the images, and return what the model is given besides tokens and mask.
+
+        Args:
+            input_ids: of the same rows, int64 `[rows, sequence]`, padded on the right.
+
+        Returns:
+            What the processor makes: pixels as they come, and columns of tokens `[rows, sequence]`,
+            0 where no image is.
+
+        Raises:
+            DataError: an image cannot be read any more, or is another one.
+        """
+        texts = [None if record is None else record.text for record in self.records]
+        images = [
+            []
+            if record is None
+            else [source.load(self._max_pixels) for source in record.sources]
+            for record in self.records
+        ]
+        outputs = self._processor.inputs(texts, images)
+        ids = outputs["input_ids"]
+        inputs = {
+            name: value
+            for name, value in outputs.items()
+            if name not in OF_TOKENS and OF_TYPES not in name
+        }
+        columns = {name: value for name, value in outputs.items() if OF_TYPES in name}
+        inputs |= {name: value.new_zeros(input_ids.shape) for name, value in columns.items()}
+        for number, record in enumerate(self.records):
+            if record is None:
+                continue
+            whole = slice(record.start, record.end)
+            here = slice(0, record.end - record.start)
+            if not ids[number, whole].equal(input_ids[number, here].to(ids.device, ids.dtype)):
+                what = "the model's processor makes other tokens of the row than when it was read"
+                raise DataError(what, where=record.sources[0].origin, how="start the run anew")
+            for name, value in columns.items():
+                inputs[name][number, here] = value[number, whole]
+        return inputs

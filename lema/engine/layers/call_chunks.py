@@ -1,0 +1,124 @@
+"""A call of the module that holds the layers, by a caller of its own, whose rows go through the
+layers in chunks of their sequence.
+
+The model's own code before the layers is called on one chunk at a time, with the caller's options,
+and so is what comes after them. Neither makes a mask of the whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from lema.compat import cache_argument
+from lema.errors import ConfigError
+from lema.model import Split
+from lema.model.flow import Prelude
+from lema.model.sequence.cache import refusal
+from lema.model.sequence.chunks import EMBEDDINGS, IDS, MASK, POSITIONS, ChunkedRows
+from lema.model.state.hooks import hooks_of
+
+__all__ = ["CallChunks", "check_hooks"]
+
+# Borders of rows in a pack, which its positions say as well: for kernels, which compute in ways that
+# chunks are not compared with, and for layers that keep a state.
+BORDERS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
+BY_TOKEN = (IDS, EMBEDDINGS, MASK, POSITIONS)
+CACHE_OPTION = "use_cache"
+
+
+class CallChunks:
+    """The chunks of a call.
+
+    Args:
+        split: the model.
+        forward: that of the module that holds the layers.
+        arguments: of it, by name.
+        size: tokens of a chunk.
+        ambient: the dtype of products where the model is called; None: none is set.
+
+    Raises:
+        ConfigError: it has arguments that may belong to the whole sequence.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        forward: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        size: int,
+        ambient: torch.dtype | None = None,
+    ) -> None:
+        self._split = split
+        self._forward = forward
+        self._size = size
+        self._ambient = ambient
+        given = {name: value for name, value in arguments.items() if value is not None}
+        self._batch: dict[str, Tensor] = {
+            name: given[name] for name in BY_TOKEN if isinstance(given.get(name), Tensor)
+        }
+        if POSITIONS in self._batch and not any(kind.num_states for kind in split.sequence_kinds()):
+            given = {name: value for name, value in given.items() if name not in BORDERS}
+        name = cache_argument(split.model.base_model)
+        self._options = {
+            key: value for key, value in given.items() if key not in (*self._batch, name)
+        }
+        table = split.model.get_input_embeddings()
+        owner = split.model.get_submodule(split.layers_name.rpartition(".")[0])
+        outside = {*owner.modules()} - {owner, table, *split.layers.modules()}
+        check_hooks(hooks_of(outside))
+        for key, value in self._options.items():
+            if isinstance(value, Tensor) and value.dim():
+                raise refusal(f"the model is given {key}, which may belong to the whole sequence")
+
+    @property
+    def rows(self) -> ChunkedRows:
+        """The chunks of the rows that the call has; padding that all rows share is in none."""
+        return self._split.rows_in_chunks(
+            self._batch, self._size, self._call, leaves_out_padding=True
+        )
+
+    def prelude(self, *, differentiate: bool) -> Prelude:
+        """Run the model's own code before the layers."""
+        return self.rows.prelude(differentiate=differentiate)
+
+    def finish(self, hidden: Tensor) -> Any:
+        """Return what the module makes of the last layer's output, `[rows, sequence, hidden]`."""
+        parts = []
+        # of tokens alone, because nothing else reaches what comes after the layers
+        tokens = {name: self._batch[name] for name in (IDS, EMBEDDINGS) if name in self._batch}
+        options = {CACHE_OPTION: False} if CACHE_OPTION in self._options else {}
+        for start in range(0, hidden.shape[1], self._size):
+            part = slice(start, start + self._size)
+            batch = {name: tensor[:, part] for name, tensor in tokens.items()}
+            run = partial(self._call, batch, options)
+            parts.append(self._split.finish(hidden[:, part], run))
+        return tree_map(_joined, *parts)
+
+    def _call(self, batch: Mapping[str, Tensor], options: Mapping[str, Any]) -> Any:
+        # said again, because calls are made again in the backward, where nothing is set
+        device = self._split.model.device.type
+        enabled = self._ambient is not None
+        with torch.autocast(device, dtype=self._ambient, enabled=enabled):
+            return self._forward(**{**self._options, **batch, **options})
+
+
+def check_hooks(hooks: object) -> None:
+    """Refuse hooks in, or on, layers through which sequences go in chunks. `ConfigError`: there
+    are some."""
+    if hooks is not None:
+        raise ConfigError(
+            "hooks on layers, and on modules around them, would see chunks of a sequence",
+            where="sequence_chunk",
+            how="remove the hooks, or leave it out",
+        )
+
+
+def _joined(*parts: Any) -> Any:
+    """Return what the module has made of all chunks: tensors have a sequence."""
+    return torch.cat(parts, dim=1) if isinstance(parts[0], Tensor) else parts[0]

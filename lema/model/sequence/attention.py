@@ -1,0 +1,380 @@
+"""Attention of a chunk to all tokens before it, over one block of keys at a time.
+
+`transformers` repeats keys and values for each head of queries where there is a mask, and hands the
+whole mask to the kernel: both grow with the sequence. Here the queries of a group lie behind each
+other, so that one product is of all of them with their key, and a block's scores are merged with
+those of the blocks before it by the logarithm of their sum (Milakov and Gimelshein, 2018; Dao et
+al., 2022). The backward makes each block's scores again. Gradients of keys and values are added
+where those of later chunks have been summed.
+
+Where torch has a kernel of its own for attention that needs no mask, that computes each group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from inspect import signature
+from itertools import product
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import FunctionCtx
+from torch.nn.attention import bias
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lema.model.capture import interface_replaced
+from lema.model.sequence.blockmask import ATTENTION, BlockMask
+from lema.model.sequence.states import Attended
+
+__all__ = ["Handed", "attention_in_blocks"]
+
+KEYS = 256  # of a block
+SCORES = 1 << 18  # at once: so many stay in a core's own cache
+# Arguments of `transformers`' function that are answered here; of others it must have none.
+ANSWERED = frozenset(
+    {"module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal"}
+)
+
+
+class Handed(NamedTuple):
+    """The keys and values that the cache has handed to a layer last.
+
+    Args:
+        keys: all that the chunk attends to, as the layer was given them.
+        values: the same.
+        own: keys and values of the chunk itself, with their graph.
+        attended: where they are, and the sums of their gradients.
+    """
+
+    keys: Tensor
+    values: Tensor
+    own: tuple[Tensor, Tensor]
+    attended: Attended
+
+
+class _Memory(Protocol):
+    """Keys and values, and the sums of their gradients, of which blocks are views."""
+
+    def block(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values from `start` to before `stop`, `[rows, heads, n, width]`."""
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """Return what gradients of all keys and values are added to."""
+
+    def own_gradients(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients of those that the graph has made."""
+
+
+@contextmanager
+def attention_in_blocks(handed: Callable[[], Handed | None]) -> Iterator[None]:
+    """Compute attention in blocks where layers are called on a chunk in the `with` block.
+
+    Args:
+        handed: returns what the cache has handed out last.
+    """
+    interfaces: Any = ALL_ATTENTION_FUNCTIONS
+    theirs = interfaces[ATTENTION]
+    if theirs is not sdpa_attention_forward:
+        yield  # somebody's own
+        return
+    with interface_replaced(interfaces, ATTENTION, partial(_attend, theirs, handed)):
+        yield
+
+
+def _attend(
+    theirs: Callable[..., tuple[Tensor, None]],
+    handed: Callable[[], Handed | None],
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention as `transformers`' function for `sdpa` does, with its arguments."""
+    others = options.keys() & {*signature(theirs).parameters, "softcap", "output_attentions"}
+    groups = getattr(module, "num_key_value_groups", 1)
+    if (
+        not isinstance(attention_mask, BlockMask)
+        or dropout
+        or any(_is_set(options[name]) for name in others - ANSWERED)
+        or query.shape[1] != groups * key.shape[1]
+        or key.shape[1] != value.shape[1]
+    ):
+        return theirs(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    by_group = query.unflatten(1, (-1, groups))
+    if _has_kernel(by_group[:, :, 0], key, value):
+        output = _by_kernel(by_group, key, value, attention_mask, scale)
+    else:
+        last = handed()
+        memory: _Memory
+        if last is not None and key is last.keys and value is last.values:
+            memory, own = last.attended, last.own
+        else:
+            memory, own = _Given(key, value), (key, value)
+        output = _InBlocks.apply(by_group, *own, memory, attention_mask, scale)  # type: ignore[no-untyped-call] # torch's is
+    return output.flatten(1, 2).transpose(1, 2).contiguous(), None
+
+
+def _is_set(option: object) -> bool:
+    return not (option is None or option is False)
+
+
+def _has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether torch has a kernel for attention to all tokens before each that is given no mask."""
+    asked: Any = bias
+    parameters = asked.SDPAParams(query, key, value, None, 0.0, False, False)
+    return bool(
+        asked.can_use_flash_attention(parameters) or asked.can_use_efficient_attention(parameters)
+    )
+
+
+def _by_kernel(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
+    """Return attention `[rows, heads, groups, chunk, width]`, each group in a kernel of torch's."""
+    num_queries, num_keys = query.shape[-2], key.shape[-2]
+    given: Any = mask.full()
+    by_order = bias.causal_lower_right(num_queries, num_keys)
+    if torch.equal(given, by_order._materialize(query.device).expand_as(given)):
+        given = by_order
+    of_groups = [
+        scaled_dot_product_attention(group, key, value, attn_mask=given, scale=scale)
+        for group in query.unbind(2)
+    ]
+    return torch.stack(of_groups, dim=2)
+
+
+class _Given:
+    """Keys and values as a layer was given them, of which autograd wants the gradients."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self._keys = keys.detach()
+        self._values = values.detach()
+        self._sums: tuple[Tensor, Tensor] | None = None
+
+    def block(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values from `start` to before `stop`."""
+        return self._keys[..., start:stop, :], self._values[..., start:stop, :]
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """Return what gradients of all keys and values are added to."""
+        if self._sums is None:
+            self._sums = _zeros_like(self._keys), _zeros_like(self._values)
+        return self._sums
+
+    def own_gradients(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients."""
+        keys, values = self.sums()
+        return keys.to(self._keys.dtype), values.to(self._values.dtype)
+
+
+def _zeros_like(tensor: Tensor) -> Tensor:
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
+
+
+class _InBlocks(torch.autograd.Function):
+    """Attention of a chunk over blocks of keys."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        query: Tensor,
+        own_keys: Tensor,  # noqa: ARG004 - autograd looks at it
+        own_values: Tensor,  # noqa: ARG004 - the same
+        memory: _Memory,
+        mask: BlockMask,
+        scale: float,
+    ) -> Tensor:
+        """Return `[rows, heads, groups, chunk, width]` of a `query` of that shape."""
+        device = query.device.type
+        dtype = query.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
+            tiles = _Tiles(query)
+            merged = _merged(tiles, memory, mask, scale)
+        output, log_sums = map(tiles.joined, merged)
+        output = output.to(dtype)
+        ctx.save_for_backward(query, output, log_sums)
+        ctx.attention = memory, mask, scale  # type: ignore[attr-defined] # autograd keeps it
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the queries, and of the chunk's own keys and values."""
+        query, output, log_sums = ctx.saved_tensors
+        memory, mask, scale = ctx.attention
+        tiles = _Tiles(query)
+        dtype = tiles.queries[0].dtype
+        # of the softmax: what each score's gradient has less than that of its probability
+        shares = (gradient.to(dtype) * output.to(dtype)).sum(-1, keepdim=True)
+        given = map(tiles.cut, (gradient, log_sums, shares))
+        of_query = _differentiated(tiles, memory, mask, scale, *given)
+        of_keys, of_values = memory.own_gradients()
+        wanted = ctx.needs_input_grad
+        return (
+            tiles.joined(of_query).to(query.dtype) if wanted[0] else None,
+            of_keys if wanted[1] else None,
+            of_values if wanted[2] else None,
+            None,
+            None,
+            None,
+        )
+
+
+class _Tiles:
+    """Queries `[rows, heads, groups, chunk, width]` in tiles `[rows, heads, groups * n, width]` of
+    a few tokens, in single precision at least.
+
+    Attributes:
+        queries: the tiles.
+        parts: which of the chunk's tokens each has.
+    """
+
+    def __init__(self, query: Tensor) -> None:
+        self._rows, self._heads, self.groups, length, _ = query.shape
+        self._fake = isinstance(query, FakeTensor)
+        step = max(1, SCORES // KEYS // self.groups)
+        self.parts = [slice(start, start + step) for start in range(0, length, step)]
+        self._dtype = torch.promote_types(query.dtype, torch.float32)
+        self.queries = self.cut(query)
+
+    def cut(self, tensor: Tensor) -> list[Tensor]:
+        """Return a tensor shaped as the queries in tiles."""
+        return [
+            tensor[:, :, :, part]
+            .reshape(self._rows, self._heads, -1, tensor.shape[-1])
+            .to(self._dtype)
+            for part in self.parts
+        ]
+
+    def joined(self, tiles: Sequence[Tensor]) -> Tensor:
+        """Return what is in tiles, `[rows, heads, groups, chunk, width]`."""
+        return torch.cat([tile.unflatten(2, (self.groups, -1)) for tile in tiles], dim=3)
+
+    def blocks(self, memory: _Memory, mask: BlockMask) -> Iterator[_Block]:
+        """Yield the blocks of keys that any query sees."""
+        for start in range(0, mask.shape[-1], KEYS):
+            stop = min(start + KEYS, mask.shape[-1])
+            hidden = mask.hidden(start, stop)
+            if not hidden.all:
+                keys, values = (part.to(self._dtype) for part in memory.block(start, stop))
+                yield _Block(start, stop, keys, values, hidden.mask)
+            if self._fake:
+                break  # for all are alike, and leave nothing behind
+
+    def heads(self) -> list[tuple[int, int, int]]:
+        """Return the number of each tile, with each row and each head."""
+        heads = list(product(range(len(self.parts)), range(self._rows), range(self._heads)))
+        return heads[:1] if self._fake else heads
+
+
+class _Block(NamedTuple):
+    """A block of keys and values, `[rows, heads, keys, width]`.
+
+    Args:
+        start: the first token.
+        stop: the token after the last.
+        keys: of the block.
+        values: of the block.
+        hidden: `[rows or 1, 1, chunk, keys]`, true where a query does not see a key; None: all are
+            seen.
+    """
+
+    start: int
+    stop: int
+    keys: Tensor
+    values: Tensor
+    hidden: Tensor | None
+
+    def scores(self, query: Tensor, row: int, head: int, part: slice, groups: int) -> Tensor:
+        """Return the scores of a tile's queries of one head of keys, `[groups * n, keys]`; minus
+        infinity where a key is not seen."""
+        scores = query @ self.keys[row, head].T
+        if self.hidden is not None:
+            hidden = self.hidden[row % len(self.hidden), 0, part]
+            scores.unflatten(0, (groups, -1)).masked_fill_(hidden, float("-inf"))
+        return scores
+
+
+def _merged(
+    tiles: _Tiles, memory: _Memory, mask: BlockMask, scale: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return attention, and the logarithms of the sums of scores, in tiles."""
+    queries = [query * scale for query in tiles.queries]
+    outputs = list[Tensor]()
+    width = None
+    lowest = torch.finfo(queries[0].dtype).min
+    highest = [query.new_full((*query.shape[:-1], 1), lowest) for query in queries]
+    sums = [torch.zeros_like(most) for most in highest]
+    for block in tiles.blocks(memory, mask):
+        if width is None:
+            width = block.values.shape[-1]
+            outputs = [query.new_zeros(*query.shape[:-1], width) for query in queries]
+        for tile, row, head in tiles.heads():
+            scores = block.scores(
+                queries[tile][row, head], row, head, tiles.parts[tile], tiles.groups
+            )
+            most, total = highest[tile][row, head], sums[tile][row, head]
+            higher = torch.maximum(most, scores.amax(-1, keepdim=True))
+            factor = most.sub_(higher).exp_()
+            total.mul_(factor)
+            output = outputs[tile][row, head].mul_(factor)
+            most.copy_(higher)
+            scores.sub_(higher).exp_()
+            total.add_(scores.sum(-1, keepdim=True))
+            output.addmm_(scores, block.values[row, head])
+    for output, total, most in zip(outputs, sums, highest, strict=True):
+        # A query that sees nothing has a sum of zero: it gets zero, and gives no gradient.
+        output.div_(total.masked_fill(total == 0, 1.0))
+        most.add_(total.log_()).masked_fill_(total == float("-inf"), float("inf"))
+    return outputs, highest
+
+
+def _differentiated(
+    tiles: _Tiles,
+    memory: _Memory,
+    mask: BlockMask,
+    scale: float,
+    gradients: Sequence[Tensor],
+    log_sums: Sequence[Tensor],
+    shares: Sequence[Tensor],
+) -> list[Tensor]:
+    """Add to the gradients of keys and values; return those of queries in tiles.
+
+    Args:
+        tiles: the queries.
+        memory: keys and values.
+        mask: which keys are seen.
+        scale: the factor of scores.
+        gradients: of what attention has returned.
+        log_sums: the logarithms of the sums of scores.
+        shares: what a score's gradient has less than that of its probability.
+    """
+    queries = [query * scale for query in tiles.queries]
+    of_queries = [torch.zeros_like(query) for query in queries]
+    all_of_keys, all_of_values = memory.sums()
+    for block in tiles.blocks(memory, mask):
+        part = slice(block.start, block.stop)
+        of_keys, of_values = all_of_keys[..., part, :], all_of_values[..., part, :]
+        for tile, row, head in tiles.heads():
+            query, gradient = queries[tile][row, head], gradients[tile][row, head]
+            probabilities = block.scores(query, row, head, tiles.parts[tile], tiles.groups)
+            probabilities.sub_(log_sums[tile][row, head]).exp_()
+            of_values[row, head].addmm_(probabilities.T, gradient)
+            of_scores = gradient @ block.values[row, head].T
+            of_scores.sub_(shares[tile][row, head]).mul_(probabilities)
+            of_keys[row, head].addmm_(of_scores.T, query)
+            of_queries[tile][row, head].addmm_(of_scores, block.keys[row, head])
+    return [of_query.mul_(scale) for of_query in of_queries]
