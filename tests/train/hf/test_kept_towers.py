@@ -85,6 +85,8 @@ def tower_bytes(model: Any) -> int:
     )
 
 
+# of PEFT, where it was given the targets that it has made of those that were asked for
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not:RuntimeWarning")
 @pytest.mark.parametrize("model_type", [*STREAMED_IMAGES, *SOUND_TYPES])
 def test_a_second_epoch_and_a_second_run_read_no_tower(model_type: str, tmp_path: Path) -> None:
     hears = model_type in SOUND_TYPES
@@ -192,7 +194,9 @@ def test_a_damaged_output_is_made_anew(harm: str, tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="damaged and made anew"):
             assert farthest(step(model, batch), expected) == 0.0
         assert model.opened.outer.kept_towers.loaded
-    assert file.read_bytes() == sound
+    with opened(directory, cache) as model:
+        assert farthest(step(model, batch), expected) == 0.0
+        assert not model.opened.outer.kept_towers.loaded
 
 
 def test_a_full_folder_is_read_and_gets_no_larger(tmp_path: Path) -> None:
