@@ -94,9 +94,7 @@ def split_batch(batch: Mapping[str, Any], rows: int | None) -> list[dict[str, to
     micro-batch. Columns at the end that no row of the micro-batch attends to or learns are left
     out."""
     tensors = {
-        name: value
-        for name, value in batch.items()
-        if isinstance(value, torch.Tensor | RowImages)
+        name: value for name, value in batch.items() if isinstance(value, torch.Tensor | RowImages)
     }
     size = len(tensors["input_ids"])
     step = rows or size

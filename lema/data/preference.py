@@ -249,9 +249,7 @@ def prepare_preferences(
         columns = Columns(remarks=remarks.counts)
         for reader, group in readers.grouped(rows):
             assert reader.tokenizer is not None, "examples are never token ids"
-            for row, examples, ahead, pictures in _read(
-                group, reader, images, labelled=labelled
-            ):
+            for row, examples, ahead, pictures in _read(group, reader, images, labelled=labelled):
                 if examples is None:
                     columns.leave_out(row)
                     continue

@@ -360,9 +360,7 @@ def training_rows(
 def image_reading(config: LemaConfig, files: ModelFiles) -> ImageReading:
     """Return what the images of rows are read with. `DataError`: their folder is not there."""
     folder = None if config.image_folder is None else expanded(config.image_folder)
-    limits = ImageLimits(
-        folder, config.image_urls, config.max_image_pixels, config.max_image_bytes
-    )
+    limits = ImageLimits(folder, config.image_urls, config.max_image_pixels, config.max_image_bytes)
     check_folder(limits)
     spool = Spool(None if config.offload_dir is None else expanded(config.offload_dir))
     return ImageReading(files.image_processor, limits, spool)
@@ -380,9 +378,7 @@ def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
         data = data_files(cast("Any", data), first)  # of data sets by name, one after the other
     text = files.config.get_text_config()
     # the tokenizer has the template
-    forms = replace(
-        forms_of(config), chat_template=None, pictures=config.modalities == "all"
-    )
+    forms = replace(forms_of(config), chat_template=None, pictures=config.modalities == "all")
     longest = longest_row(config.max_length, num_positions(text))
     options: dict[str, Any] = {
         "max_length": sys.maxsize

@@ -150,9 +150,7 @@ def check_folder(limits: ImageLimits) -> None:
         )
 
 
-def _content(
-    picture: Picture, row: Row, limits: ImageLimits
-) -> tuple[bytes, Path | None, str]:
+def _content(picture: Picture, row: Row, limits: ImageLimits) -> tuple[bytes, Path | None, str]:
     """Return the bytes of an image, the file they are in, if any, and what to call it."""
     value = picture.value
     if isinstance(value, Mapping):
@@ -188,7 +186,11 @@ def _named(
     value: str, row: Row, limits: ImageLimits, *, encoded: bool
 ) -> tuple[bytes, Path | None, str]:
     if encoded:
-        return _from_base64(value.partition(",")[2] if value[:5] == "data:" else value, limits), None, ""
+        return (
+            _from_base64(value.partition(",")[2] if value[:5] == "data:" else value, limits),
+            None,
+            "",
+        )
     if value[:5].lower() == "data:":
         head, comma, body = value.partition(",")
         if not comma or not head.lower().endswith(";base64"):

@@ -32,7 +32,9 @@ def cut(arguments: Arguments) -> list[dict[str, Any]] | None:
         arguments: by name; what is no tensor is the same for all.
     """
     tensors = {
-        name: value for name, value in arguments.items() if isinstance(value, Tensor) and value.dim()
+        name: value
+        for name, value in arguments.items()
+        if isinstance(value, Tensor) and value.dim()
     }
     if not tensors:
         return None

@@ -68,7 +68,9 @@ def towers_identity(
         "programs": {name: version(name) for name in PROGRAMS},
         "class": type(model).__name__,
         "config": settings,
-        "attention": [str(getattr(part, "_attn_implementation", None)) for part in parts_of(model.config)],
+        "attention": [
+            str(getattr(part, "_attn_implementation", None)) for part in parts_of(model.config)
+        ],
         "weights": base_fingerprint(leaves),
         "types": {name: str(stored.dtypes[name]) for name in names},
         "device": stored.backend.device.type,

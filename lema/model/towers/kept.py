@@ -76,7 +76,10 @@ class KeptTowers:
         self._backend = backend
         self._inside = False
         owners = [
-            (module, name) for module in model.modules() for name in METHODS if hasattr(module, name)
+            (module, name)
+            for module in model.modules()
+            for name in METHODS
+            if hasattr(module, name)
         ]
         if not owners:
             what = f"{type(model).__name__} has no method that computes the output of its towers"
@@ -88,7 +91,9 @@ class KeptTowers:
 
     def check_frozen(self) -> None:
         """Refuse, with `ConfigError`, what trains in the towers: their outputs change with it."""
-        if any(parameter.requires_grad for tower in self._towers for parameter in tower.parameters()):
+        if any(
+            parameter.requires_grad for tower in self._towers for parameter in tower.parameters()
+        ):
             raise _refusal("something in the towers trains, so that their outputs change")
 
     def _ready(self) -> None:

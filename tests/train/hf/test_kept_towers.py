@@ -102,9 +102,7 @@ def test_a_second_epoch_and_a_second_run_read_no_tower(model_type: str, tmp_path
                 misses = kept.store.misses
                 for counts in EPOCH:
                     batch = (
-                        sound_batch(model_type, counts)
-                        if hears
-                        else image_batch(reference, counts)
+                        sound_batch(model_type, counts) if hears else image_batch(reference, counts)
                     )
                     numbers = step(model, batch)
                     assert farthest(numbers, step(reference, batch)) <= LIMIT
