@@ -3011,6 +3011,7 @@ const human_bytes = lema_config_units.human_bytes;
 const human_count = lema_config_units.human_count;
 const Batches = stubs.Batches;
 const TokenDataset = stubs.TokenDataset;
+const beyond_positions = stubs.beyond_positions;
 const num_positions = stubs.num_positions;
 const PreferenceDataset = stubs.PreferenceDataset;
 const CHUNK_TOKENS = stubs.CHUNK_TOKENS;

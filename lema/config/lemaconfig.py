@@ -307,6 +307,11 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     """Seconds without progress after which the process ends; None: it only writes the stacks of
     its threads.
     """
+    rope_parameters: Refused[types.RopeParameters | None] = None
+    """Rotary parameters that replace the model's own, as `rope_parameters` of a config.json has
+    them, for rows that are longer than the model was made for: {rope_type: yarn, factor: 4.0}. What
+    is left out of the base and of layer types is the model's. The adapter keeps them, and they go
+    into a merged model's config.json. null: the model's own."""
     sequence_chunk: Reported[Annotated[int, Field(ge=2)] | None] = None
     """Tokens of a sequence that go through a layer at once: longer sequences go through each layer
     in chunks, of which only one has activations at a time. Weights are read twice in a step all the
@@ -381,8 +386,8 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     for later epochs and starts, which then read no tower. true: a folder in the user's cache
     directory (XDG_CACHE_HOME); false: no folder. Towers then run on one image at a time."""
     tower_cache_size: Silent[types.Memory] = "20GB"
-    """The most bytes of the files in `tower_cache`; a fraction is one of the disk. What does not fit
-    is computed in every epoch."""
+    """The most bytes of the files in `tower_cache`; a fraction is one of the disk. What does not
+    fit is computed in every epoch."""
     backend_settings: Reported[dict[str, Any]] = Field(default_factory=dict)
     """Settings of a single backend, by name. They may also be given like any other setting."""
 
@@ -542,7 +547,6 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
             "torch_compile": self.torch_compile,
             "tensor_parallel_size": (self.tensor_parallel_size or 1) > 1,
             "sequence_parallel": self.sequence_parallel,
-            "experts_per_slot": isinstance(self.experts_per_slot, int),
         }
         for setting, conflicts in untested.items():
             if conflicts:

@@ -166,6 +166,18 @@ def _dtype(value: Any) -> object:
     return dtype_name(value) if type(value).__module__ == "torch" else value
 
 
+def _rope_parameters(value: dict[str, object]) -> dict[str, object]:
+    kinds = [part for part in value.values() if isinstance(part, dict)]
+    if not value or (kinds and len(kinds) < len(value)):
+        raise ValueError("must have the keys of one rotary embedding, or one for each layer type")
+    if kinds:
+        return {kind: _rope_parameters(dict(part)) for kind, part in value.items()}  # type: ignore[call-overload] # all are mappings
+    renamed = {"rope_type" if key == "type" else key: part for key, part in value.items()}
+    if not isinstance(renamed.get("rope_type"), str):
+        raise ValueError("must name a rope_type, such as yarn, llama3, longrope, dynamic or linear")
+    return renamed
+
+
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 # A number, or None where the plan of the run chooses it, which may be written as auto.
@@ -181,6 +193,7 @@ Names = Annotated[Name | Annotated[list[Name], Field(min_length=1)], BeforeValid
 Columns = Annotated[dict[Name, Name], AfterValidator(_columns)]
 RowSplit = Annotated[int | float, BeforeValidator(_split)]
 Strategy = Annotated[MemoryStrategy, BeforeValidator(_strategy)]
+RopeParameters = Annotated[dict[str, object], AfterValidator(_rope_parameters)]
 Pattern = Annotated[Name, AfterValidator(_pattern)]
 Patterns = Annotated[
     Pattern | Annotated[list[Pattern], Field(min_length=1)], BeforeValidator(_listed)

@@ -91,6 +91,7 @@ def open_adapter(
             dtype=settings.dtype,
             trust_remote_code=trust_remote_code,
             quantized=None if quantized is None else quantized.path,
+            rope_parameters=settings.rope_parameters,
         )
     if quantized is not None:
         note(

@@ -20,6 +20,7 @@ from lema.errors import WeightsError
 from lema.lora.class_names import ClassNames, compare_classes, named_reader
 from lema.model import meta_model, read_config
 from lema.model.quantizable import with_quantization
+from lema.model.sequence.rope import SETTING, RopeParameters, rope_of, set_rope
 from lema.model.weight_names import NameMap, checkpoint_dtype, map_names, target_dtypes
 from lema.storage import GlobalBinaryIndex, resolve_model
 from lema.storage.atomic import appearing
@@ -94,15 +95,19 @@ def open_stored(
     dtype: str | None = None,
     trust_remote_code: bool = False,
     quantized: Path | None = None,
+    rope_parameters: RopeParameters | None = None,
 ) -> StoredModel:
     """Open a model's config and headers, of a directory, one of its files, or a hub id with its
     `revision`. `weights` says where these lie if elsewhere, and `quantized` where they lie
-    quantised; `dtype` is what to write the model in, None: the checkpoint's. Where the files do not
-    have all of the class that the config names, the class that trains is opened, with a warning.
+    quantised; `dtype` is what to write the model in, None: the checkpoint's. `rope_parameters` take
+    the place of the model's. Where the files do not have all of the class that the config names,
+    the class that trains is opened, with a warning.
     `WeightsError`: the model is missing or damaged, does not fit its config, or must be prepared
     first."""
     directory = resolve_model(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
     config = read_config(directory, trust_remote_code=trust_remote_code)
+    if rope_parameters is not None:
+        set_rope(config, rope_parameters)
     index = GlobalBinaryIndex(quantized or weights or own_weights(name_or_path, directory))
     if quantized is not None:
         config = with_quantization(config, quantized)
@@ -112,6 +117,8 @@ def open_stored(
     )
     classes = compare_classes(model, config, trust_remote_code=trust_remote_code)
     changes = changes | rewritten_config(dtype)
+    if rope_parameters is not None:
+        changes[SETTING] = rope_of(config)
     return StoredModel(directory, index, model, classes, names, target_dtypes(model), changes)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from lema.convert.mergemark import MERGE_NAME
 from lema.errors import ModelError
 from lema.model.outer_weights import read_stored
+from lema.model.sequence.rope import SETTING, with_rope
 from lema.storage import TensorFile
 from lema.storage.atomic import replace_file
 from lema.storage.header import TensorRecord
@@ -120,12 +121,13 @@ def copy_companions(directory: Path, out: Path, *, code: bool = False) -> None:
 
 def write_config(source: Path, out: Path, changes: Mapping[str, Any]) -> None:
     """Copy a `config.json` into the directory `out`, with `changes`: dtypes by name; None takes a
-    key away. What a part of the config, as that of the text, says of the same is changed too; where
-    changes say how weights are quantised, no part says so any more. The key that names other files
-    of weights than the usual ones is left out, because those that are written have the usual names.
+    key away, and rotary parameters are those of the text's part. What a part of the config, as that
+    of the text, says of the same is changed too; where changes say how weights are quantised, no
+    part says so any more. The key that names other files of weights than the usual ones is left
+    out, because those that are written have the usual names.
     """
     config = json.loads(read_regular(source))
-    plain = {
+    plain: dict[str, Any] = {
         key: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
         for key, value in changes.items()
     }
@@ -134,10 +136,11 @@ def write_config(source: Path, out: Path, changes: Mapping[str, Any]) -> None:
         config.pop("torch_dtype", None)  # the older name of the same key
     if "quantization_config" in plain:
         _drop_quantization(config)
+    rope = plain.pop(SETTING, None)
     added = {key: value for key, value in plain.items() if value is not None and key not in config}
-    replace_file(
-        out / "config.json", (json.dumps(_changed(config, plain) | added, indent=2) + "\n").encode()
-    )
+    written = _changed(config, plain) | added
+    written = written if rope is None else with_rope(written, rope)
+    replace_file(out / "config.json", (json.dumps(written, indent=2) + "\n").encode())
 
 
 OF_PARTS = ("dtype", "torch_dtype", "tie_word_embeddings")

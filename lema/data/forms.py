@@ -30,6 +30,7 @@ __all__ = [
     "Rows",
     "TrainOn",
     "at_path",
+    "beyond_positions",
     "check_ids",
     "flag_of",
     "forms_of",
@@ -325,13 +326,57 @@ def num_alike(first: Sequence[Any], second: Sequence[Any]) -> int:
 DEFAULT_LENGTH = 1024  # tokens; what TRL cuts at
 
 
-def num_positions(config: "PreTrainedConfig") -> int | None:
+def num_positions(config: "PreTrainedConfig", settings: LemaConfig | None = None) -> int | None:
     """Return the most tokens that a model takes at once, as the config of its text part says;
     None: any number.
+
+    Args:
+        config: of the model.
+        settings: of a run. Rotary embeddings have a value for every position, so rows may be as
+            long as `max_length` says, or as `rope_parameters` reach.
     """
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
     # -1 is how some configs say that there is no limit
-    return None if positions is None or positions < 1 else int(positions)
+    if positions is None or positions < 1:
+        return None
+    if settings is None or not getattr(text, "rope_parameters", None):
+        return int(positions)
+    override = settings.rope_parameters or {}
+    kinds = [kind for kind in override.values() if isinstance(kind, dict)] or [override]
+    reaches = [_reach(kind, int(positions)) for kind in kinds]
+    return max(int(positions), settings.max_length or 0, *reaches)
+
+
+def _reach(rope: Mapping[str, Any], positions: int) -> int:
+    """Return the positions that rotary parameters are made for."""
+    original = rope.get("original_max_position_embeddings") or positions
+    factor = rope.get("factor") or 1
+    return int(factor * original) if isinstance(factor, int | float) else positions
+
+
+def beyond_positions(config: "PreTrainedConfig", settings: LemaConfig) -> list[str]:
+    """Say that rows may be longer than a model was made for, with nothing set for that; empty: they
+    are not, or something is.
+
+    Args:
+        config: of the model.
+        settings: of the run.
+    """
+    positions = num_positions(config)
+    length = settings.max_length
+    rope = getattr(config.get_text_config(), "rope_parameters", None)
+    if settings.rope_parameters is not None or not (rope and positions and length):
+        return []
+    if length <= positions:
+        return []
+    return [
+        f"max_length is {length:,}, and the model was made for {positions:,} positions "
+        "(max_position_embeddings): later ones are new to it; rope_parameters, such as "
+        "{rope_type: yarn, factor: "
+        f"{length / positions:.3g}"
+        "}, make it read longer rows"
+    ]
 
 
 def longest_row(max_length: int | None, positions: int | None) -> int:

@@ -508,11 +508,11 @@ def _with_images(
             what = "the row has images, and only chats have places for them"
             raise row.broken(what, how="write the row as messages")
         return examples, ()
-    chat = with_column(row, Chat(prompt, pictures=_pictures(row, forms)))
     for (_, *wholes), _ in examples:
         if any(has_pictures(whole[len(prompt) :]) for whole in wholes):
             what = "a completion holds an image, and images belong to prompts"
             raise row.broken(what, how="move the image to the prompt")
+    chat = with_column(row, Chat(prompt, pictures=_pictures(row, forms)))
     changed: list[tuple[list[Value], bool]] = [
         ([chat.messages, *(chat.messages + whole[len(prompt) :] for whole in wholes)], label)  # type: ignore[operator] # lists, as the prompt
         for (_, *wholes), label in examples

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lema.config import LemaConfig
 from lema.data.chat.messages import Chat, read_messages
 from lema.data.chat.pictures import KINDS
 from lema.data.chat.template import in_forms, open_template
@@ -180,12 +181,16 @@ def has_images(row: Row) -> bool:
 
 
 def fitting(
-    rows: Sequence[Row], prompts: Sequence[Sequence[int]], new: int, model: PreTrainedConfig
+    rows: Sequence[Row],
+    prompts: Sequence[Sequence[int]],
+    new: int,
+    model: PreTrainedConfig,
+    settings: LemaConfig | None = None,
 ) -> None:
     """Refuse prompts with no tokens, with tokens that the model has no row of embeddings for, or
-    with more than it has positions for, as the config of its text part says, `model`. `DataError`:
-    it names the first."""
-    positions = num_positions(model)
+    with more than it has positions for, as the config of its text part says, `model`, and the
+    `settings`. `DataError`: it names the first."""
+    positions = num_positions(model, settings)
     for row, prompt in zip(rows, prompts, strict=True):
         if not prompt:
             raise row.broken(

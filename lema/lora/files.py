@@ -40,6 +40,7 @@ from lema.lora.serving.gathered import LORA_A, published_adapter
 from lema.lora.shards import PREFIX
 from lema.model.outer_weights import put
 from lema.model.partition import local_adapter
+from lema.model.sequence.rope import with_saved_rope
 from lema.storage import resolve_model
 from lema.storage.atomic import finish_directory
 from lema.storage.diskspace import not_written
@@ -86,6 +87,7 @@ def read_settings(
         raise AdapterError(
             f"there is neither {CONFIG_NAME} nor {CONFIG}", where=str(directory), how=how
         )
+    config = with_saved_rope(config, directory)
     if saved is None:
         return config, None
     if "lora_dropout" in overrides:
@@ -133,6 +135,7 @@ def with_adapter(config: LemaConfig, directory: Path | None = None) -> LemaConfi
     if config.adapter_name_or_path is None:
         return config
     directory = directory or resolve_model(config.adapter_name_or_path)
+    config = with_saved_rope(config, directory, begins=True)
     saved = the_lora_config(directory)
     if config.objective != "sft":
         # because these objectives train without, as TRL's `disable_dropout` has it

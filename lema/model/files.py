@@ -40,6 +40,7 @@ from lema.data.sets.preshuffle import last_rows_split
 from lema.data.sets.sources import data_files, given_files, templates_of
 from lema.data.templates.named import end_token
 from lema.errors import DataError, ModelError, message_of
+from lema.model.sequence.rope import read_rope, rope_of, set_rope, write_rope
 from lema.storage import resolve_model
 from lema.storage.hub import own_weights
 from lema.storage.modelfiles import (
@@ -95,12 +96,18 @@ class ModelFiles:
             name, revision=revision, trust_remote_code=trust_remote_code
         )
         self.config = read_config(self.directory, trust_remote_code=trust_remote_code)
+        self._adapter = adapter
+        self._begun = settings.adapter_name_or_path
+        override = settings.rope_parameters
+        if override is None and self.adapter is not None:
+            override = read_rope(self.adapter)
+        if override is not None:
+            set_rope(self.config, override)
+        self._has_rope = override is not None
         self.trusted = trust_remote_code
         self.stop_tokens: tuple[int, ...] = ()  # tokens that ended the texts which were trained on
         self._noted_forms: tuple[str, ...] = ()  # of the rows that this process trains on
         self._forms = forms_of(settings)
-        self._adapter = adapter
-        self._begun = settings.adapter_name_or_path
         self.weights = Path(settings.gbi_path or own_weights(name, self.directory))
         self.quantized = quantized
         if quantized is not None:
@@ -169,6 +176,13 @@ class ModelFiles:
         if self._adapter is None and self._begun is not None:
             return resolve_model(self._begun)
         return self._adapter
+
+    @property
+    def rope_parameters(self) -> dict[str, object] | None:
+        """The rotary parameters that take the place of the model's own, in full; None: it has
+        these.
+        """
+        return rope_of(self.config) if self._has_rope else None
 
     def dated(self, settings: LemaConfig, then: str | None = None) -> LemaConfig:
         """Return the settings with the date of today where a chat template asks for it and they
@@ -246,6 +260,7 @@ class ModelFiles:
                 write_templates(directory, templates)
         if forms := self.row_forms:
             write_row_forms(directory, forms)
+        write_rope(directory, self.rope_parameters)
         source = self._generation_directory()
         if not self.stop_tokens and source == self.directory:
             return
@@ -379,7 +394,7 @@ def read_data(config: LemaConfig, files: ModelFiles, data: Any) -> Any:
     text = files.config.get_text_config()
     # the tokenizer has the template
     forms = replace(forms_of(config), chat_template=None, pictures=config.modalities == "all")
-    longest = longest_row(config.max_length, num_positions(text))
+    longest = longest_row(config.max_length, num_positions(text, config))
     options: dict[str, Any] = {
         "max_length": sys.maxsize
         if config.packing == "wrapped"

@@ -37,6 +37,7 @@ from lema.model.outer_weights import (
 from lema.model.partition import local_records
 from lema.model.quantizable import as_quantized, kind_to_quantize
 from lema.model.row_tables import RowTables
+from lema.model.sequence.rope import set_rope
 from lema.model.skeleton import compute_fast, find_layers
 from lema.model.split import Split
 from lema.model.towers.stacks import unloaded_towers
@@ -316,6 +317,8 @@ def _opened(config: LemaConfig, trusted: bool, device: Backend | str | None) -> 
         name, revision=config.revision, trust_remote_code=trusted, download=False
     )
     hf_config = read_config(directory, trust_remote_code=trusted)
+    if config.rope_parameters is not None:
+        set_rope(hf_config, config.rope_parameters)
     index = GlobalBinaryIndex(config.gbi_path or own_weights(name, directory))
     computing = computing_of(hf_config, index, config, device)
     model = meta_model(

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 from lema.config import LemaConfig
 from lema.config.units import human_bytes, human_count
 from lema.data import Batches, TokenDataset
-from lema.data.forms import num_positions
+from lema.data.forms import beyond_positions, num_positions
 from lema.data.preference import PreferenceDataset
 from lema.engine.head.loss import CHUNK_TOKENS
 from lema.engine.packing import Packs, packs_of
@@ -214,7 +214,7 @@ def make_plan(
 def _with_tokens(planner: Planner) -> Planner:
     """Return the planner with steps of as many tokens as hide reading behind computing."""
     config = planner.config.model_copy(update={"tokens_per_step": hiding_tokens(planner)})
-    positions = num_positions(planner.blueprint.model.config)
+    positions = num_positions(planner.blueprint.model.config, config)
     shape = step_shape(config, positions, planner.processes, parts=planner.blueprint.parallel.size)
     return replace(planner, config=config, shape=shape)
 
@@ -530,6 +530,7 @@ def _notes(planner: Planner) -> tuple[str, ...]:
     notes = [planner.machine_state.machine.note] * bool(planner.machine_state.machine.note)
     notes += _of_published_weights(planner.blueprint.layers)
     notes += planner.blueprint.notes
+    notes += beyond_positions(planner.blueprint.model.config, planner.config)
     if note := chunks_note(planner.shape.micro_batch, planner.workload):
         notes.append(note)
     return tuple(notes)

@@ -89,7 +89,7 @@ def planner_of(
         }
         drawn["elsewhere"] = machine is not None
         blueprint = blueprint or draw_up(config, backend=backend, **drawn)
-        positions = num_positions(blueprint.model.config)
+        positions = num_positions(blueprint.model.config, config)
         shape = step_shape(config, positions, processes, parts=parallel.size)
         planner = Planner(
             config, blueprint, machine_state, None, None, shape, processes, device_memory
@@ -135,7 +135,7 @@ def opened_planner(config: LemaConfig, blueprint: Blueprint, backend: Backend) -
     """Return the planner of a model that is open on a backend, with the least memory that any
     process has.
     """
-    positions = num_positions(blueprint.model.config)
+    positions = num_positions(blueprint.model.config, config)
     shape = step_shape(config, positions, backend.replicas.size, blueprint.parallel.size)
     return Planner(config, blueprint, this_machine(backend), None, None, shape, backend=backend)
 

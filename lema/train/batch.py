@@ -260,5 +260,5 @@ def pack_rows(rows: Rows, config: LemaConfig, model_config: "PreTrainedConfig") 
     """
     if not config.packing:
         return rows
-    length = longest_row(config.max_length, num_positions(model_config))
+    length = longest_row(config.max_length, num_positions(model_config, config))
     return packs_of(rows, length, config)

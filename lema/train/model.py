@@ -50,6 +50,7 @@ from lema.model import Split
 from lema.model.computing import Computing
 from lema.model.files import ModelFiles
 from lema.model.inputs import add_noise
+from lema.model.sequence.rope import check_rope
 from lema.model.towers import foreign_inputs
 from lema.plan import Allocation
 from lema.plan.plan import hiding_tokens
@@ -118,6 +119,9 @@ class LemaModel:
         num_labels: int | None = None,
     ) -> None:
         config = with_adapter(config, None if files is None else files.adapter)
+        files = files or ModelFiles(config, trust_remote_code=trust_remote_code)
+        if config.rope_parameters is not None:  # in full, as checkpoints and cards have them
+            config = config.model_copy(update={"rope_parameters": files.rope_parameters})
         self.config = config
         self.trusted = trust_remote_code
         self._opened = open_model(
@@ -339,6 +343,8 @@ class LemaModel:
             ConfigError: the model has an adapter already.
         """
         path = Path(directory)
+        if self.config.rope_parameters is None:
+            check_rope(None, path)
         saved = the_lora_config(path, "SEQ_CLS" if self._opened.scores else "CAUSAL_LM")
         if dropout is not None:
             saved = with_options(saved, lora_dropout=dropout)

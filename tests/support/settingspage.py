@@ -18,7 +18,7 @@ from lema.config.settings import Change
 GROUPS = {
     "Model": (
         "model_name_or_path revision model_type gbi_path dtype attn_implementation "
-        "modalities check_base_weights"
+        "rope_parameters modalities check_base_weights"
     ),
     "Data": "train_data eval_data eval_split mixture columns chat_template train_on max_length "
     "overlong packing "

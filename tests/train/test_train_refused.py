@@ -211,7 +211,7 @@ def test_data_that_cannot_be_trained_on_is_refused_by_line(
         ({"device": "abacus"}, 2, ["no backend named 'abacus' is installed", "cpu"]),
         ({"device": "cpu:1"}, 2, ["one device"]),
         ({"train_data": None}, 2, ["names no training data"]),
-        ({"max_length": 4096}, 2, ["128 positions"]),
+        ({"rope_parameters": {"rope_type": "yarn"}}, 2, ["rope_parameters", "{'factor'}"]),
         ({"lora_target_modules": ["c_attn"]}, 2, ["c_attn", "q_proj"]),
         ({"lora_modules_to_save": ["layers"]}, 2, ["model.layers contains whole decoder layers"]),
         ({"model_type": "gpt2"}, 2, ["'llama', not 'gpt2'"]),

@@ -29,6 +29,7 @@ from lema.lora.serving.checks import (
 )
 from lema.lora.serving.experts import WEIGHT
 from lema.lora.serving.servers import SERVERS, Server, ServerName, not_factors
+from lema.model.sequence.rope import rope_of, write_rope
 from lema.storage.atomic import appearing, free_directory
 from lema.storage.regular import check_separate
 from lema.storage.rendering import carry_rendering
@@ -101,6 +102,7 @@ def export_adapter(
     with appearing(out) as partial:
         files.write(partial)
         carry_rendering(opened.directory, partial)
+        write_rope(partial, opened.settings.rope_parameters)
         if line:
             text = f"```bash\n{line}\n```\n"
             (partial / "SERVE.md").write_text(text, encoding="utf-8", newline="\n")
@@ -133,6 +135,18 @@ def _from_anywhere(model: str | os.PathLike[str]) -> str:
     return str(Path(model).absolute()) if Path(model).is_dir() else str(model)
 
 
+def _rope_overrides(opened: SavedAdapter) -> str:
+    """Return the rotary parameters that a server is to take for the base's, as a word of a shell;
+    empty: the base's own."""
+    parameters = opened.settings.rope_parameters
+    if parameters is None:
+        return ""
+    overrides: dict[str, object] = {"rope_parameters": rope_of(opened.base.skeleton.config)}
+    if "text_config" in opened.base.skeleton.config.sub_configs:
+        overrides = {"text_config": overrides}
+    return shlex.quote(json.dumps(overrides))
+
+
 def _server_line(
     server: Server, opened: SavedAdapter, out: Path, config: Mapping[str, Any], *, stacked: bool
 ) -> str:
@@ -140,13 +154,16 @@ def _server_line(
     base = shlex.quote(_from_anywhere(opened.settings.model_name_or_path))
     named = shlex.quote(f"{out.name}={out}")
     rank = max([config["r"], *config["rank_pattern"].values()])
+    rope = _rope_overrides(opened)
     if server is SERVERS["sglang"]:
+        flag = f" --json-model-override-args {rope}" if rope else ""
         return (
-            f"python -m sglang.launch_server --model-path {base} --enable-lora "
+            f"python -m sglang.launch_server --model-path {base}{flag} --enable-lora "
             f"--max-lora-rank {rank} --lora-paths {named}"
         )
     largest = next(allowed for allowed in server.ranks if allowed >= rank)
-    start = f"vllm serve {base} --enable-lora --max-lora-rank {largest} --lora-modules "
+    flag = f" --hf-overrides {rope}" if rope else ""
+    start = f"vllm serve {base}{flag} --enable-lora --max-lora-rank {largest} --lora-modules "
     if not stacked or not opened.lora.target_parameters:
         return f"{start}{named}"
     # Only a server with --enable-mixed-moe-lora-format reads the declaration.

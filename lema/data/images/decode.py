@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMATS", "Unusable", "decoded"]
 
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
 
 
 class Unusable(Exception):
@@ -52,6 +52,7 @@ def decoded(content: bytes, max_pixels: int) -> Image:
     except ImportError as error:
         what = "images are read by Pillow, which is not installed"
         raise ConfigError(what, where="modalities", how=installing("images")) from error
+    Image.init()  # which finds the formats that are asked for by name
     if not content:
         raise Unusable("the file is empty")
     if (size := _webp_size(content)) is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -50,8 +50,26 @@ class ImageRecord:
 
     def is_whole(self, max_length: int) -> bool:
         """Whether every image is in a row that is cut to so many tokens."""
-        begins = self.spans[0][0] if self.spans else self.start
+        begins = min((start for start, _ in self.spans), default=self.start)
         return begins >= self.start and self.end - self.start <= max_length
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the images have."""
+        return sum(end - start for start, end in self.spans)
+
+    def described(self) -> list[dict[str, Any]]:
+        """Return what there is to say of each image; see `RowImages.described`."""
+        known = len(self.spans) == len(self.sources)
+        images = []
+        for number, (source, size) in enumerate(zip(self.sources, self.sizes, strict=True)):
+            start, end = self.spans[number] if known else (None, None)
+            tokens = None if start is None or end is None else end - start
+            first = None if start is None else start - self.start
+            images.append(
+                {"name": source.name, "size": list(size), "first": first, "tokens": tokens}
+            )
+        return images
 
     @property
     def digest(self) -> bytes:
@@ -124,6 +142,12 @@ class RowImages(Sequence[ImageRecord | None]):
     def num_images(self) -> int:
         """How many images there are."""
         return sum(len(record.sources) for record in self.records if record is not None)
+
+    def described(self) -> list[list[dict[str, Any]]]:
+        """Return what there is to say of the images of each row: their names and sizes, and where in
+        the row they begin and how many tokens they have; None, if images without a word between
+        them share their tokens."""
+        return [[] if record is None else record.described() for record in self.records]
 
     @property
     def digest(self) -> bytes:

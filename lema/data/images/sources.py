@@ -16,6 +16,7 @@ import tempfile
 import threading
 import urllib.error
 import urllib.request
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,8 +56,8 @@ class Spool:
         """Keep bytes; return where they begin."""
         with self._lock:
             if self._file is None:
-                # it lives as long as this object
                 self._file = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115
+                weakref.finalize(self, self._file.close)
             start = self._end
             self._file.seek(start)
             self._file.write(content)

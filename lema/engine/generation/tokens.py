@@ -60,12 +60,12 @@ def complete(
     more: Mapping[str, Tensor] | None = None,
 ) -> list[Generated]:
     """Return what is made for each prompt of token ids; as `num_return_sequences`, more than one
-    for each. `more`: what the model is given besides, as pixels are. `generation_config` has the settings of generation that came with the model, if any
-    did; `options` are those of `transformers`' `generate`. `on_token` is called after each token
-    with how many texts got one, of beams it is not. `DataError`: there is no prompt, or one has no
-    tokens, or one that the model has no row for. `ConfigError`: an option is none that
-    `transformers` knows, or a text is to stop at an empty string; `ModelError`: the model's own
-    code fails."""
+    for each. `generation_config` has the settings of generation that came with the model, if any
+    did; `options` are those of `transformers`' `generate`. `more`: what the model is given besides
+    tokens, as pixels are. `on_token` is called after each token with how many texts got one, of
+    beams it is not. `DataError`: there is no prompt, or one has no tokens, or one that the model
+    has no row for. `ConfigError`: an option is none that `transformers` knows, or a text is to stop
+    at an empty string; `ModelError`: the model's own code fails."""
     directory = Path(split.model.config.name_or_path or "")
     if split.model.config.is_encoder_decoder:
         what = "the model's config says that it has an encoder, which this model has not"

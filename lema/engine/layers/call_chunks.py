@@ -25,8 +25,8 @@ from lema.model.state.hooks import hooks_of
 
 __all__ = ["CallChunks", "check_hooks"]
 
-# Borders of rows in a pack, which its positions say as well: for kernels, which compute in ways that
-# chunks are not compared with, and for layers that keep a state.
+# Borders of rows in a pack, which its positions say as well. They are for kernels that compute
+# attention within rows, and for layers that keep a state.
 BORDERS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
 BY_TOKEN = (IDS, EMBEDDINGS, MASK, POSITIONS)
 CACHE_OPTION = "use_cache"

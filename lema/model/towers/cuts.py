@@ -82,14 +82,18 @@ def trimmed(arguments: Arguments) -> dict[str, Tensor]:
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     if len(tensors) < 2:
         return tensors
-    for name, tensor in tensors.items():
-        for dim in range(1, tensor.dim()) if len(tensor) == 1 else ():
-            others = [other for other in range(tensor.dim()) if other != dim]
-            there = (tensor != 0).sum(dim=others).nonzero()
-            end = int(there[-1]) + 1 if len(there) else 1
-            tensor = tensor.narrow(dim, 0, end)  # noqa: PLW2901 - one dimension after the other
-        tensors[name] = tensor
-    return tensors
+    return {
+        name: _without_zeros(tensor) if len(tensor) == 1 else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _without_zeros(tensor: Tensor) -> Tensor:
+    for dim in range(1, tensor.dim()):
+        others = [other for other in range(tensor.dim()) if other != dim]
+        there = (tensor != 0).sum(dim=others).nonzero()
+        tensor = tensor.narrow(dim, 0, int(there[-1]) + 1 if len(there) else 1)
+    return tensor
 
 
 def joined(parts: Sequence[Outputs]) -> dict[str, Any] | None:

@@ -8,7 +8,6 @@ to replace one file by another would gain nothing.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -124,7 +123,7 @@ class TowerStore:
 
 def _size(file: Path) -> int:
     try:
-        return os.stat(file).st_size
+        return file.stat().st_size
     except FileNotFoundError:  # another process replaced it
         return 0
 

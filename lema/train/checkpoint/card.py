@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from pprint import pformat
 from typing import Any
 
 from huggingface_hub import HfApi, ModelCardData, errors
@@ -19,6 +20,7 @@ from lema.backend.findings import program_versions
 from lema.config import LemaConfig, markdown
 from lema.errors import ConfigError, DataError
 from lema.model.files import ModelFiles
+from lema.model.sequence.rope import ROPE
 from lema.storage.regular import is_path
 
 __all__ = ["CARD", "make_repository", "model_card", "upload", "write_card"]
@@ -38,6 +40,7 @@ PUBLISHED = (
     ),
     "generation_config.json",
     "row_forms.json",
+    ROPE,
 )
 OF_THIS_MACHINE = {
     "model_name_or_path",
@@ -56,6 +59,20 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base}), {name})
+tokenizer = AutoTokenizer.from_pretrained({name})
+```"""
+
+
+USE_ROPE = """\
+```python
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+config = AutoConfig.from_pretrained({base})
+# the adapter was trained with these instead of the model's own
+config.get_text_config().rope_parameters = {rope}
+base = AutoModelForCausalLM.from_pretrained({base}, config=config)
+model = PeftModel.from_pretrained(base, {name})
 tokenizer = AutoTokenizer.from_pretrained({name})
 ```"""
 
@@ -91,13 +108,14 @@ def model_card(
             f"An adapter (LoRA) of {markdown.code(shown)}, trained with LEMA; the objective is "
             f"{config.objective}."
         ),
-        USE.format(
+        (USE if config.rope_parameters is None else USE_ROPE).format(
             # a path as it was given, because the code shall run where the model is; what is
             # published has none
             base=markdown.python_text(shown if config.push_to_hub else base),
             name=markdown.python_text(
                 config.output_dir if local and not config.push_to_hub else name
             ),
+            rope=pformat(config.rope_parameters, width=88),
         ),
         markdown.table("Adapter", _adapter(config)),
         markdown.table("Data", data),

@@ -75,6 +75,10 @@ class FullTraining:
             raise ConfigError(
                 what, where=f"optim: {config.optim}", how="remove optim, or train adapters"
             )
+        if config.rope_parameters is not None:
+            what = "a model whose weights train keeps the rotary parameters of its config.json"
+            how = "leave it out, or write the parameters into that file"
+            raise ConfigError(what, where="rope_parameters", how=how)
         self.optimizer = make_optimizer(
             self.masters.values(), config, model.split.model, self.masters
         )

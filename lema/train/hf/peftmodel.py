@@ -35,6 +35,7 @@ from lema.lora.files import CONFIG, WEIGHTS, fill_adapter, read_safetensors, set
 from lema.lora.materialize import make_real
 from lema.lora.published import config_in_own, publish_files, tensors_in_own
 from lema.model.capture import tensors_in
+from lema.model.sequence.rope import check_rope, read_rope, write_rope
 from lema.model.skeleton import is_in
 from lema.model.towers import refusal
 from lema.storage.modelfiles import load_generation_config
@@ -105,6 +106,8 @@ def streamed(
         **({} if fresh is None else settings_of(fresh, task)),
         **settings,
     }
+    if fresh is None:
+        settings.setdefault("rope_parameters", read_rope(Path(peft_config)))  # type: ignore[arg-type] # a directory
     config = LemaConfig(
         model_name_or_path=str(model_name_or_path),
         dtype=dtype,
@@ -363,6 +366,7 @@ class StreamedPeftModel(PeftModel):
             if (directory / WEIGHTS).is_file() and (directory / CONFIG).is_file():
                 publish_files(self.opened.skeleton, directory, CONFIG, WEIGHTS)
                 write_base(directory, base)
+                write_rope(directory, opened.files.rope_parameters)
 
     def load_adapter(
         self, model_id: str | PathLike[str], adapter_name: str, *args: Any, **kwargs: Any
@@ -371,6 +375,7 @@ class StreamedPeftModel(PeftModel):
         PEFT's reader does.
         """
         path = Path(model_id)
+        check_rope(self.opened.files.rope_parameters, path)
         if not (path / WEIGHTS).is_file():
             return super().load_adapter(str(model_id), adapter_name, *args, **kwargs)
         tensors = tensors_in_own(

@@ -346,7 +346,9 @@ class Samples(TrainerCallback):
     def _written(self, form: PromptForm) -> list[list[int]]:
         """Return the token ids of the prompts."""
         ids = [prompt_ids(row, self._model.tokenizer, form=form) for row in self._rows]
-        fitting(self._rows, ids, self._new, self._model.skeleton.config.get_text_config())
+        model = self._model
+        text = model.skeleton.config.get_text_config()
+        fitting(self._rows, ids, self._new, text, model.config)
         return ids
 
     def on_train_begin(

@@ -17,7 +17,7 @@ from lema.backend import Backend
 from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
 from lema.convert.quantized_base import with_quantized_base
-from lema.data.forms import num_positions
+from lema.data.forms import beyond_positions, num_positions
 from lema.engine.numerics import Numerics
 from lema.engine.padding import Padding, padding_of
 from lema.errors import ConfigError
@@ -112,7 +112,8 @@ def open_model(
     backend = backend or open_backend(config)
     gbi = GlobalBinaryIndex(files.weights)
     computing = computing_of(hf_config, gbi, config, backend)
-    _warn_of_config(hf_config, computing.notes if backend.replicas.first else ())
+    notes = (*computing.notes, *beyond_positions(hf_config, config))
+    _warn_of_config(hf_config, notes if backend.replicas.first else ())
     if scores := num_labels is not None:
         hf_config.num_labels = num_labels
     skeleton = meta_model(
@@ -147,7 +148,7 @@ def open_model(
             tables=outer.tables,
             cast=computing.autocast,
         ),
-        padding=padding_of(config, backend.parallel.size, num_positions(hf_config)),
+        padding=padding_of(config, backend.parallel.size, num_positions(hf_config, config)),
         trace=trace,
         scores=scores,
         head_generator=draw_head(skeleton, backend.device, config.seed) if scores else None,

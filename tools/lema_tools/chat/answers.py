@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from lema.data.chat.pictures import Picture
 from lema.data.files import Row
 from lema.data.forms import num_positions
-from lema.data.chat.pictures import Picture
 from lema.data.prompts import Prompt, fitting, prompt_ids, prompt_of
 from lema.errors import ConfigError, DataError
 from lema.plan.inference.capacity import TextPlan
@@ -64,7 +64,7 @@ class Answers:
         self._reading = reading_of(model, [Row({}, MESSAGE, 1)])
         self._planned = 0  # tokens of the longest chat that memory is planned for
         text_config = model.skeleton.config.get_text_config()
-        self._positions = num_positions(text_config)
+        self._positions = num_positions(text_config, model.config)
         half = (self._positions or 2 * MOST_NEW) // 2
         self._max_new_tokens = max_new_tokens or min(MOST_NEW, max(1, half))
 
@@ -163,8 +163,8 @@ class Answers:
         return Answer(completion.text, left_out, completion.tokens)
 
     def _prompt(self, conversation: Conversation) -> tuple[Prompt, int]:
-        """Return a chat as the model is given it, without its oldest turns where it is too long with them,
-        and how many messages were left out."""
+        """Return a chat as the model is given it, without its oldest turns where it is too long
+        with them, and how many messages were left out."""
         left_out = 0
         while True:
             messages = conversation.messages(left_out)
@@ -175,7 +175,9 @@ class Answers:
                 return prompt, left_out
             if left_out + 2 >= len(conversation.turns):
                 config = self.model.skeleton.config.get_text_config()
-                fitting([row], [ids], self._max_new_tokens, config)  # which refuses it
+                ids = [prompt.ids]
+                # which refuses it
+                fitting([row], ids, self._max_new_tokens, config, self.model.config)
                 raise DataError("the message is too long for the model", where=row.origin)
             left_out += 2
 

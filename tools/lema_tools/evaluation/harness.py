@@ -111,7 +111,7 @@ def harness_model(
     attributes = {
         "tokenizer": tokenizer,
         "tokenizer_name": str(model.config.model_name_or_path).replace("/", "__"),
-        "max_length": num_positions(config) or POSITIONS,
+        "max_length": num_positions(config, model.config) or POSITIONS,
         "eot_token_id": tokenizer.eos_token_id,
         "prefix_token_id": int(
             tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id

@@ -113,7 +113,8 @@ class ResultWriter:
         reading = reading_of(model, self.rows)
         prompts = [prompt_of(row, model.tokenizer, form=form, reading=reading) for row in self.rows]
         ids = [prompt.ids for prompt in prompts]
-        fitting(self.rows, ids, new, model.skeleton.config.get_text_config())
+        text = model.skeleton.config.get_text_config()
+        fitting(self.rows, ids, new, text, model.config)
         plan = plan_of(model, ids, new, batch_size, kv, choose=True)
         size = plan.rows if plan is not None else batch_size or min(64, len(ids))
         if plan is not None and first and not self.bare:

@@ -1,7 +1,10 @@
 """The model of axolotl's runs: its files, and the types that it is kept in."""
 
+from collections.abc import Mapping
+
 from lema_tools.importing.full import masters
 from lema_tools.importing.ledger import Ledger
+from lema_tools.importing.ropes import carry_rope
 
 __all__ = ["model"]
 
@@ -25,9 +28,15 @@ def model(ledger: Ledger) -> None:
         if ledger[key]:
             ledger.lost(key, "LEMA trains the text part of models with images, on text")
     for key in ("model_config", "overrides_of_model_config", "overrides_of_model_kwargs"):
-        if ledger[key]:
+        if not ledger[key]:
+            continue
+        overrides = ledger[key] if isinstance(ledger[key], Mapping) else {key: ledger[key]}
+        others = overrides.keys() - carry_rope(ledger, overrides)
+        if others:
             what = "LEMA reads the model's config.json: change the values there"
             ledger.lost(key, what)
+        else:
+            ledger.same(key, "rope_parameters")
     if ledger["tokens"] or ledger["added_tokens_overrides"]:
         key = "tokens" if ledger["tokens"] else "added_tokens_overrides"
         what = "LEMA adds no tokens: add them to the model's tokenizer and embeddings first"

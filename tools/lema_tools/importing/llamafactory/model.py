@@ -3,6 +3,7 @@
 from lema.errors import ConfigError
 from lema_tools.importing.fourbits import SCALES_TOO, four_bits
 from lema_tools.importing.ledger import Ledger
+from lema_tools.importing.ropes import rope_of_length
 
 __all__ = ["model"]
 
@@ -114,7 +115,6 @@ def _quantised(ledger: Ledger) -> None:
 
 
 CHANGES = {
-    "rope_scaling": "LEMA takes rotary embeddings as config.json has them: write it there",
     "shift_attn": "LEMA has no shifted sparse attention",
     "mixture_of_depths": "LEMA has no mixture of depths",
     "resize_vocab": "LEMA does not resize the embeddings: save a resized model, and name that",
@@ -135,8 +135,29 @@ def _changed(ledger: Ledger) -> None:
     ledger.carry(
         "moe_aux_loss_coef", "router_aux_loss_coef", None if coefficient is None else coefficient
     )
+    _rope(ledger)
     for key, why in CHANGES.items():
         if why and not ledger.is_default(key) and ledger[key]:
             ledger.lost(key, why)
         elif why:
             ledger.same(key, "none, in both")
+
+
+def _rope(ledger: Ledger) -> None:
+    """Carry rotary parameters, whose factor LLaMA-Factory makes of the rows' length."""
+    kind = ledger["rope_scaling"]
+    length = int(ledger["cutoff_len"])
+    positions = ledger.model_config.get("max_position_embeddings")
+    if not kind:
+        ledger.same("rope_scaling", "none, in both")
+    elif not positions:
+        what = "its factor goes by the model's config.json, which is not here: set rope_parameters"
+        ledger.lost("rope_scaling", what)
+    elif length <= positions:
+        ledger.same("rope_scaling", "off, in both, of rows no longer than the model's positions")
+    elif (parameters := rope_of_length(str(kind), length, positions)) is None:
+        what = "of dynamic ones LLaMA-Factory raises the length from which they change"
+        ledger.lost("rope_scaling", f"{what}: set rope_parameters")
+    else:
+        ledger.put(rope_parameters=parameters)
+        ledger.same("rope_scaling", f"rope_parameters: {parameters}")

@@ -40,7 +40,7 @@ def _lengths(ledger: Ledger) -> None:
     packing = True if ledger["neat_packing"] else ledger["packing"]
     length = int(ledger["cutoff_len"]) - bool(packing)
     positions = ledger.model_config.get("max_position_embeddings")
-    longest = min(length, positions or length)
+    longest = length if ledger["rope_scaling"] else min(length, positions or length)
     if stage != "pt":
         ledger.put(max_length=longest, overlong="error")
         what = (

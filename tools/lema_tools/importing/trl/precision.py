@@ -6,6 +6,7 @@ from typing import Any
 from lema.errors import ConfigError
 from lema_tools.importing.fourbits import SCALES_TOO
 from lema_tools.importing.full import masters
+from lema_tools.importing.ropes import carry_rope
 from lema_tools.importing.trl.ledger import Ledger
 
 __all__ = ["model"]
@@ -32,6 +33,8 @@ def model(ledger: Ledger) -> None:
         "low_cpu_mem_usage",
     ):
         options.pop(name, None)
+    for name in carry_rope(ledger, options):
+        options.pop(name)
     if options:
         names = ", ".join(sorted(options))
         ledger.lost("model_init_kwargs", f"LEMA gives from_pretrained no {names}")

@@ -33,7 +33,9 @@ def _length(ledger: Ledger) -> None:
     if length is None and positions is None:
         what = "TRL cuts no row; set max_length to the positions that the model's config has"
         ledger.lost("max_length", what)
-    elif length is None or length > (positions or length):
+    elif length is None or (
+        length > (positions or length) and "rope_parameters" not in ledger.translation.settings
+    ):
         ledger.put(max_length=positions)
         what = f"max_length: {positions}, the model's positions; TRL also computes longer rows"
         ledger.differs("max_length", what)
