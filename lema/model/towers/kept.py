@@ -13,6 +13,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields as fields_of
 from functools import wraps
 from hashlib import sha256
 from typing import Any
@@ -241,7 +242,8 @@ def _as_kind(kind: str, outputs: dict[str, Any], owner: nn.Module) -> object:
     made = next((vars(module)[kind] for module in modules if kind in vars(module)), None)
     if not (isinstance(made, type) and issubclass(made, ModelOutput)):
         raise ModelError(f"transformers has no {kind} for what towers make", where=SETTING)
-    fields = {name: value for name, value in outputs.items() if name in made.__dataclass_fields__}
+    known = {field.name for field in fields_of(made)}
+    fields = {name: value for name, value in outputs.items() if name in known}
     output = made(**fields)
     for name in outputs.keys() - fields.keys():
         setattr(output, name, outputs[name])

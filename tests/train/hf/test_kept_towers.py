@@ -30,8 +30,10 @@ from lema.model.towers.store import TowerOutputs, TowerStore
 SEED = 42
 EPOCH = ([2, 1, 0], [0, 0], [1, 2])
 TEXT = TOWERLESS.replace("tower", "tower|audio")
-# Of types whose towers round otherwise where one image is computed alone, or whose text does so.
 LIMIT = 1e-5
+# Types whose towers round otherwise where one image is computed alone, or whose experts do so.
+ROUNDED = ("deepseek_vl_hybrid", "gemma4", "glm4v_moe", "got_ocr2", "janus", "lighton_ocr")
+ROUNDED += ("mistral3", "qwen3_vl_moe", "vipllava")
 
 
 @contextmanager
@@ -87,7 +89,7 @@ def tower_bytes(model: Any) -> int:
 
 # of PEFT, where it was given the targets that it has made of those that were asked for
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not:RuntimeWarning")
-@pytest.mark.parametrize("model_type", [*STREAMED_IMAGES, *SOUND_TYPES])
+@pytest.mark.parametrize("model_type", [*STREAMED_IMAGES, "voxtral"])
 def test_a_second_epoch_and_a_second_run_read_no_tower(model_type: str, tmp_path: Path) -> None:
     hears = model_type in SOUND_TYPES
     write = publish_with_sounds if hears else publish_with_images
@@ -105,7 +107,8 @@ def test_a_second_epoch_and_a_second_run_read_no_tower(model_type: str, tmp_path
                         sound_batch(model_type, counts) if hears else image_batch(reference, counts)
                     )
                     numbers = step(model, batch)
-                    assert farthest(numbers, step(reference, batch)) <= LIMIT
+                    limit = LIMIT if model_type in ROUNDED else 0.0
+                    assert farthest(numbers, step(reference, batch)) <= limit
                     outcomes.append(numbers)
                 assert (kept.store.misses > misses) == ((run, epoch) == (0, 0))
             assert kept.loaded == (run == 0) and kept.store.hits > 0
@@ -229,6 +232,13 @@ def test_what_trains_or_draws_in_a_tower_is_refused(tmp_path: Path) -> None:
             model(**batch)
     with pytest.raises(ConfigError, match="modalities: text reads no towers"):
         lema.streamed(directory, adapter, tower_cache=True, device="cpu")
+
+
+def test_a_type_whose_towers_have_no_method_is_refused(tmp_path: Path) -> None:
+    directory = publish_with_sounds("qwen2_audio", tmp_path / "model")
+    refused = pytest.raises(ConfigError, match="has no method that computes the output")
+    with refused, opened(directory, tmp_path / "cache"):
+        pass
 
 
 def test_a_store_gives_back_trees_of_any_type(tmp_path: Path) -> None:
