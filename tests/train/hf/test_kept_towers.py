@@ -33,7 +33,7 @@ TEXT = TOWERLESS.replace("tower", "tower|audio")
 LIMIT = 1e-5
 # Types whose towers round otherwise where one image is computed alone, or whose experts do so.
 ROUNDED = ("deepseek_vl_hybrid", "gemma4", "glm4v_moe", "got_ocr2", "janus", "lighton_ocr")
-ROUNDED += ("mistral3", "qwen3_vl_moe", "vipllava")
+ROUNDED += ("mistral3", "qwen3_vl_moe", "vipllava", "voxtral")
 
 
 @contextmanager
