@@ -28,6 +28,8 @@ ACTING: Mapping[str, str] = {
     "eval_prompts": "reads any path",
     "chat_template": "reads any path, unless it is the Jinja text itself",
     "adapter_name_or_path": "reads any path, or loads from the hub",
+    "image_folder": "lets rows name images in any folder",
+    "image_urls": "connects to any server that rows name",
     "data_cache": "writes to any path, unless it is true or false",
     "quantize_base_cache": "writes to any path",
     "tower_cache": "writes to any path, unless it is true or false",
@@ -70,6 +72,8 @@ OF_TRAINING = frozenset(
         "eval_prompts",
         "mixture",
         "data_cache",
+        "image_folder",
+        "image_urls",
         "adapter_name_or_path",
         "report_to",
     }

@@ -22,7 +22,7 @@ import torch
 
 from lema.data.batches import Batch, collate
 from lema.data.chat.messages import Chat, read_messages, read_tools
-from lema.data.chat.pictures import Picture, has_pictures
+from lema.data.chat.pictures import PICTURE, Picture, has_pictures
 from lema.data.chat.template import Ahead, open_template, render_ahead
 from lema.data.chat.tokens import DATED, encoded
 from lema.data.columns import IGNORED, IMAGE_COLUMNS, left_out, parse, with_system
@@ -275,8 +275,8 @@ def prepare_preferences(
     date = readers.run.forms.template_date
     settings |= {} if date is None else {"template_date": date}
     settings |= readers.run.forms.described() | readers.described()
-    tokenizer = readers.run.tokenizer
-    rows = TokenDataset(table_of(data, files, gather, tokenizer, settings, cache, images))
+    run = readers.run.tokenizer
+    rows = TokenDataset(table_of(data, files, gather, run, settings, cache, images))
     marks = rows.marks[:: 1 if labelled else 2]
     dataset = PreferenceDataset(
         rows, (marks & GOOD).astype(np.int64) if labelled else None, max_length
@@ -433,8 +433,8 @@ def _read(
     rows: Iterable[Row], reader: Reader, images: ImageReading | None, *, labelled: bool
 ) -> Iterator[tuple[Row, Examples, Ahead, tuple[Picture, ...]]]:
     """Yield each row with its examples, what templates have written for them, and its pictures, of
-    several rows at once, because that is faster. What is wrong with a row is raised after those before it are
-    yielded."""
+    several rows at once, because that is faster. What is wrong with a row is raised after those
+    before it are yielded."""
     tokenizer, date = reader.tokenizer, reader.forms.template_date
     assert tokenizer is not None, "examples are never token ids"
     renamed = map(reader.forms.renamed, rows)
@@ -509,7 +509,7 @@ def _with_images(
             raise row.broken(what, how="write the row as messages")
         return examples, ()
     for (_, *wholes), _ in examples:
-        if any(has_pictures(whole[len(prompt) :]) for whole in wholes):
+        if any(PICTURE in str(whole[len(prompt) :]) for whole in wholes):
             what = "a completion holds an image, and images belong to prompts"
             raise row.broken(what, how="move the image to the prompt")
     chat = with_column(row, Chat(prompt, pictures=_pictures(row, forms)))

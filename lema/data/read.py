@@ -160,8 +160,8 @@ def table_of(
     images: ImageReading | None = None,
 ) -> Table:
     """Return data as tokens: those of large files from the folder `cache`, all others gathered in
-    memory, as those of rows with `images`. `settings` are what else decides the tokens. `DataError`: no row is left; that and
-    `DiskError`: as `lema.data.cache.cached`."""
+    memory, as those of rows with `images`. `settings` are what else decides the tokens.
+    `DataError`: no row is left; that and `DiskError`: as `lema.data.cache.cached`."""
     notes = list[str]()
     table = None
     if cache is not None and files is not None and images is None:

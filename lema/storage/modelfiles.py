@@ -104,9 +104,9 @@ def load_tokenizer(directory: Path, *, trusted: bool, how: str) -> "PreTrainedTo
 
 
 def load_processor(directory: Path, *, trusted: bool) -> "ProcessorMixin | None":
-    """Load the processor of a model's directory, and run code that comes with it if `trusted`; None:
-    there is none, as beside models of text. `DataError`: it cannot be loaded, or one of its files
-    is not what it should be."""
+    """Load the processor of a model's directory, and run code that comes with it if `trusted`.
+    None: there is none, as beside models of text. `DataError`: it cannot be loaded, or one of its
+    files is not what it should be."""
     if not any((directory / name).is_file() for name in PROCESSOR_FILES):
         return None
     check_companions(directory)

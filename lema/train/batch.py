@@ -212,9 +212,7 @@ def check_images(rows: Rows, config: LemaConfig) -> None:
     if not getattr(rows, "has_images", False):
         return
     if config.packing:
-        what = (
-            "the rows have images, whose positions a model counts anew in each row, not in a pack"
-        )
+        what = "the rows have images, whose positions a model counts anew for each row of a batch"
         raise ConfigError(what, where="packing", how="set it to false")
     if config.sequence_chunk is not None:
         what = "the rows have images, which a model puts among the tokens of a whole sequence"

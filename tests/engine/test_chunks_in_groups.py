@@ -3,6 +3,7 @@ those of whole sequences to rounding, and each group is leased as often.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def compared(
             draw_b(model.lora_manager)
             assert model.memory.groups
             batches = micro_batches(3, padding=padding)
-            outcome, cost = counted(model, lambda: streamed_step(model, batches))
+            outcome, cost = counted(model, partial(streamed_step, model, batches))
             outcomes.append(outcome)
             costs.append(cost)
     expected, found = outcomes

@@ -281,8 +281,8 @@ def open_template(
     messages: Sequence[dict[str, Any]] = (),
 ) -> Template:
     """Return the tokenizer's template, which is told the `date` for today; None: today's. What it
-    has rendered already may be given, `ahead`. It is for all chats that begin with `messages`. `DataError`: it has none, or one that could take all
-    time or memory."""
+    has rendered already may be given, `ahead`. It is for all chats that begin with `messages`.
+    `DataError`: it has none, or one that could take all time or memory."""
     if not tokenizer.chat_template:
         how = (
             "use the tokenizer of an instruct model, give chat_template: FILE, or use prompt + "

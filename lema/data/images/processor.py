@@ -28,7 +28,7 @@ from lema.storage.modelfiles import library_errors
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 __all__ = ["Expanded", "ImageProcessor"]
 
@@ -69,7 +69,7 @@ class ImageProcessor:
 
     def __init__(
         self,
-        processor: object,
+        processor: ProcessorMixin,
         tokenizer: PreTrainedTokenizerBase,
         image_tokens: Sequence[int],
     ) -> None:

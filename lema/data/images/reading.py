@@ -117,9 +117,8 @@ def with_column(row: Row, chat: Chat) -> Chat:
     if name is None:
         if any(picture.value is None for picture in chat.pictures):
             what = "a message has a part for an image, and the row has no column 'images'"
-            raise row.broken(
-                what, how='add "images": [PATH], or write {"type": "image", "path": PATH}'
-            )
+            how = 'add "images": [PATH], or write {"type": "image", "path": PATH}'
+            raise row.broken(what, how=how)
         return chat
     value = row.values[name]
     values = list(value) if isinstance(value, list | tuple) else [value]

@@ -103,7 +103,7 @@ class RowImages(Sequence[ImageRecord | None]):
     def __getitem__(self, index: int) -> ImageRecord | None: ...
     @overload
     def __getitem__(self, index: slice) -> RowImages: ...
-    def __getitem__(self, index: int | slice) -> ImageRecord | None | RowImages:
+    def __getitem__(self, index: int | slice) -> ImageRecord | RowImages | None:
         if isinstance(index, slice):
             return RowImages(self.records[index], self._processor, self._max_pixels)
         return self.records[index]
@@ -144,9 +144,8 @@ class RowImages(Sequence[ImageRecord | None]):
         return sum(len(record.sources) for record in self.records if record is not None)
 
     def described(self) -> list[list[dict[str, Any]]]:
-        """Return what there is to say of the images of each row: their names and sizes, and where in
-        the row they begin and how many tokens they have; None, if images without a word between
-        them share their tokens."""
+        """Return what there is to say of the images of each row: names, sizes, where in the row they
+        begin, and how many tokens they have; None, if they cannot be told apart."""
         return [[] if record is None else record.described() for record in self.records]
 
     @property

@@ -187,11 +187,8 @@ def _named(
     value: str, row: Row, limits: ImageLimits, *, encoded: bool
 ) -> tuple[bytes, Path | None, str]:
     if encoded:
-        return (
-            _from_base64(value.partition(",")[2] if value[:5] == "data:" else value, limits),
-            None,
-            "",
-        )
+        text = value.partition(",")[2] if value[:5] == "data:" else value
+        return _from_base64(text, limits), None, ""
     if value[:5].lower() == "data:":
         head, comma, body = value.partition(",")
         if not comma or not head.lower().endswith(";base64"):

@@ -24,6 +24,7 @@ from lema.data.chat.tokens import to_continue
 from lema.data.files import Row
 from lema.data.forms import check_ids
 from lema.engine.generation.forward import KeyValues, streaming_forward
+from lema.engine.generation.prefill import Prefill
 from lema.engine.generation.stopping import Generated, StopCriteria
 from lema.engine.head.pieces import PiecedHead
 from lema.errors import ConfigError, DataError, LemaError, ModelError
@@ -57,15 +58,18 @@ def complete(
     keys_values: KeyValues = "device",
     on_token: Callable[[int], object] = lambda _: None,
     head: PiecedHead | None = None,
+    prefill: Prefill | None = None,
     more: Mapping[str, Tensor] | None = None,
 ) -> list[Generated]:
     """Return what is made for each prompt of token ids; as `num_return_sequences`, more than one
     for each. `generation_config` has the settings of generation that came with the model, if any
-    did; `options` are those of `transformers`' `generate`. `more`: what the model is given besides
-    tokens, as pixels are. `on_token` is called after each token with how many texts got one, of
-    beams it is not. `DataError`: there is no prompt, or one has no tokens, or one that the model
-    has no row for. `ConfigError`: an option is none that `transformers` knows, or a text is to stop
-    at an empty string; `ModelError`: the model's own code fails."""
+    did; `options` are those of `transformers`' `generate`. `on_token` is called after each token
+    with how many texts got one, of beams it is not. `prefill`: takes long prompts through the
+    layers in chunks; None: prompts go at once. `more`: what the model is given besides tokens, as
+    pixels are, with which prompts go at once. `DataError`: there is no prompt, or one has no
+    tokens, or one that the model has no row for. `ConfigError`: an option is none that
+    `transformers` knows, or a text is to stop at an empty string; `ModelError`: the model's own
+    code fails."""
     directory = Path(split.model.config.name_or_path or "")
     if split.model.config.is_encoder_decoder:
         what = "the model's config says that it has an encoder, which this model has not"
@@ -101,7 +105,7 @@ def complete(
             reported,
             torch.no_grad(),
             split.autocast(),
-            streaming_forward(split, stream, keys_values, head),
+            streaming_forward(split, stream, keys_values, head, prefill),
         ):
             sequences: Tensor = cast(Any, split.model).generate(
                 **{name: tensor.to(device) for name, tensor in inputs.items()},

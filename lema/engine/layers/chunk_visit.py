@@ -270,5 +270,5 @@ class ChunkVisit:
         if not isinstance(call, ChunkedCall):
             return nullcontext()
         if self._states is None:
-            self._states = ChunkStates(call.spans[-1].stop)
+            self._states = call.rows.states()
         return call.cache.holding(self._number, call.spans[chunk], self._states, stops=stops)

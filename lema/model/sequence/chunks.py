@@ -31,7 +31,7 @@ from lema.model.sequence.masks import (
     rotary_of_length,
     tables_by_length,
 )
-from lema.model.sequence.states import Span
+from lema.model.sequence.states import ChunkStates, Span
 from lema.model.state.hooks import is_hooked
 
 __all__ = [
@@ -158,6 +158,7 @@ class ChunkedRows:
         self._tables = tables_by_length(model, layers)
         self._calls: list[tuple[LayerCall, ...] | None] = [None] * len(self.spans)
         self._hidden_bytes = 0
+        self._kept: list[ChunkStates] | None = None
 
     def prelude(self, *, differentiate: bool = False) -> Prelude:
         """Run the model up to its layers, chunk after chunk; return the hidden state of the whole
@@ -182,6 +183,18 @@ class ChunkedRows:
             for number in range(len(self._layers))
         )
         return Prelude(hidden, calls)
+
+    def states(self) -> ChunkStates:
+        """Return what takes the states of a layer through which the chunks are to go."""
+        states = ChunkStates(self.spans[-1].stop)
+        if self._kept is not None:
+            self._kept.append(states)
+        return states
+
+    def keep_states(self) -> list[ChunkStates]:
+        """Return a list to which the states of each layer are added from now on."""
+        self._kept = []
+        return self._kept
 
     def call(self, number: int, chunk: int) -> LayerCall:
         """Return the call of a layer on a chunk."""

@@ -176,6 +176,10 @@ class _State:
         self._left.pop(span.stop, None)  # the chunk that it was for is done
         self._exit = state if state.requires_grad else None
 
+    def last(self) -> Tensor:
+        """Return what the last chunk has left."""
+        return self._left[max(self._left)]
+
     def root(self) -> tuple[Tensor, Tensor] | None:
         """Return what the chunk leaves, and its gradient; None: it has none."""
         if self._exit is None or self._gradient is None:
@@ -222,6 +226,17 @@ class ChunkStates:
         """Put in a chunk's keys and values `[rows, heads, chunk, width]`; return all from token
         `first` to its end."""
         return self._keys.extended(keys, span, first), self._values.extended(values, span, first)
+
+    def keys_values(self, length: int) -> tuple[Tensor, Tensor] | None:
+        """Return keys and values of so many tokens, `[rows, heads, length, width]`, without a
+        graph; None: there are none."""
+        if not self._keys.nbytes:
+            return None
+        return self._keys.between(0, length), self._values.between(0, length)
+
+    def last_states(self) -> dict[str, Tensor]:
+        """Return the states that the last chunk has left, by name."""
+        return {name: state.last() for name, state in self._states.items()}
 
     def attended(self, span: Span, first: int) -> Attended:
         """Return the keys and values from token `first` to the end of a chunk, by blocks."""

@@ -31,8 +31,10 @@ from lema.data.images.rows import RowImages
 from lema.data.prompts import fitting, prompt_ids, read_prompts, written
 from lema.data.row_forms import PromptForm
 from lema.engine import complete
-from lema.engine.generation import Finish, KeyValues, checked, encoded
+from lema.engine.engine import Engine
+from lema.engine.generation import Finish, KeyValues, Prefill, checked, encoded
 from lema.engine.head.pieces import PiecedHead
+from lema.engine.layers.chunked import check_cuts
 from lema.errors import ConfigError, ModelError
 from lema.model import Split
 from lema.model.files import ModelFiles
@@ -252,6 +254,7 @@ def completions(
     _same_generators(model)
     several = int(options.get("num_return_sequences") or 1)
     strings = options.get("stop_strings") or ()
+    prefill = _prefill_of(model, keys_values)
     for number, rows in enumerate(batches_of(prompts, batch_size)):
         if all(index in done for index in rows):
             continue
@@ -277,6 +280,7 @@ def completions(
                 keys_values=keys_values,
                 on_token=on_token,
                 head=model.head_in_pieces(),
+                prefill=prefill,
                 more=more,
             )
         yield [
@@ -294,6 +298,17 @@ def completions(
             for position, continuation in enumerate(continuations)
             if rows[position // several] not in done
         ]
+
+
+def _prefill_of(model: TextModel, keys_values: KeyValues) -> Prefill | None:
+    """Return what takes long prompts through the layers in chunks; None: they go at once."""
+    size = model.config.sequence_chunk
+    if size is None:
+        return None
+    engine = Engine(model.split, model.memory, model.backend)
+    check_cuts(engine)
+    head = model.head_in_pieces()
+    return Prefill(engine, size, offloads=keys_values == "host", head=head)
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], strings: Sequence[str]) -> str:
