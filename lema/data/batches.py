@@ -163,8 +163,8 @@ def collate(
         mask = torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
         batch["attention_mask"] = mask.long()
     of_rows: list[Any] = [row.get(IMAGES) for row in rows]
-    if (images := RowImages.joined(of_rows)) is not None:
-        batch["images"] = images
+    if any(of_rows):
+        batch["images"] = RowImages.joined(of_rows)
     return batch
 
 
