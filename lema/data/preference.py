@@ -22,7 +22,7 @@ import torch
 
 from lema.data.batches import Batch, collate
 from lema.data.chat.messages import Chat, read_messages, read_tools
-from lema.data.chat.pictures import PICTURE, Picture, has_pictures
+from lema.data.chat.pictures import Picture, has_pictures
 from lema.data.chat.template import Ahead, open_template, render_ahead
 from lema.data.chat.tokens import DATED, encoded
 from lema.data.columns import IGNORED, IMAGE_COLUMNS, left_out, parse, with_system
@@ -511,7 +511,10 @@ def _with_images(
             raise row.broken(what, how="write the row as messages")
         return examples, ()
     for (_, *conversations), _ in examples:
-        if any(PICTURE in str(messages[len(prompt) :]) for messages in conversations):
+        if any(
+            not isinstance(messages, str) and has_pictures(messages[len(prompt) :])
+            for messages in conversations
+        ):
             what = "a completion holds an image, and images belong to prompts"
             raise row.broken(what, how="move the image to the prompt")
     chat = with_column(row, Chat(prompt, pictures=_pictures(row, forms)))
