@@ -163,8 +163,9 @@ def collate(
         mask = torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
         batch["attention_mask"] = mask.long()
     of_rows: list[Any] = [row.get(IMAGES) for row in rows]
-    if any(of_rows):
-        batch["images"] = RowImages.joined(of_rows)
+    images = RowImages.joined(of_rows) if any(of_rows) else None
+    if images is not None:
+        batch["images"] = images
     return batch
 
 

@@ -108,10 +108,11 @@ class RowImages(Sequence[ImageRecord | None]):
         return self.records[index]
 
     @classmethod
-    def joined(cls, parts: Sequence[RowImages | None]) -> RowImages:
-        """Return the images of rows one after the other; None: a row of data that have none. At
-        least one row is of data that have some."""
-        first = next(part for part in parts if part is not None)
+    def joined(cls, parts: Sequence[RowImages | None]) -> RowImages | None:
+        """Return the images of rows one after the other; None: no row of the data has any."""
+        first = next((part for part in parts if part is not None), None)
+        if first is None:
+            return None
         records = [None if part is None else part.records[0] for part in parts]
         return cls(records, first._processor, first._max_pixels)
 
