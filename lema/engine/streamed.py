@@ -547,9 +547,7 @@ class StreamedModel:
             return self.split.prelude(inputs, weights, differentiate=differentiate)
         return self.split.prelude_in_chunks(inputs, weights, size, differentiate=differentiate)
 
-    def _image_inputs(
-        self, images: RowImages, batch: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def _image_inputs(self, images: RowImages, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the model is given of images, on the device."""
         inputs = images.inputs(batch["input_ids"])
         return {name: value.to(self.backend.device) for name, value in inputs.items()}
