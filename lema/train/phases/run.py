@@ -25,7 +25,7 @@ from lema.backend.trace import NO_TRACE, NoTrace
 from lema.config import LemaConfig
 from lema.config.printing import line_printer
 from lema.data.mixture import Source
-from lema.errors import Stopped
+from lema.errors import ConfigError, Stopped
 from lema.model.files import ModelFiles
 from lema.model.partition import open_backend
 from lema.storage.locks import one_run
