@@ -103,7 +103,9 @@ def test_every_step_of_two_epochs_is_that_of_the_whole_model(model: Path, tmp_pa
     assert sampler.num_steps == 3
     for step in range(sampler.num_steps):
         groups = sampler._batches.groups(sampler._of(step))
-        total = sum(int((torch.tensor(data[n]["labels"])[1:] != -100).sum()) for g in groups for n in g)
+        total = sum(
+            int((torch.tensor(data[n]["labels"])[1:] != -100).sum()) for g in groups for n in g
+        )
         for numbers in groups:
             texts = [
                 processor.apply_chat_template(rows[number]["messages"], tokenize=False)
@@ -124,7 +126,11 @@ def test_every_step_of_two_epochs_is_that_of_the_whole_model(model: Path, tmp_pa
             width = inputs["input_ids"].shape[1]
             labels = torch.stack(
                 [
-                    pad(one := torch.tensor(data[number]["labels"]), (0, width - len(one)), value=-100)
+                    pad(
+                        one := torch.tensor(data[number]["labels"]),
+                        (0, width - len(one)),
+                        value=-100,
+                    )
                     for number in numbers
                 ]
             )
