@@ -187,7 +187,8 @@ class Split:
         differentiate: bool = False,
     ) -> Prelude:
         """Run the model up to its layers, as `prelude` does, `size` tokens at a time, or the
-        chunks that this process has of a division; the calls are `ChunkedCall`. `ConfigError`: the model, or the batch, cannot be cut."""
+        chunks that this process has of a division; the calls are `ChunkedCall`. `ConfigError`: the
+        model, or the batch, cannot be cut."""
         self._begin(batch, first_layer_weights)
         return self.rows_in_chunks(batch, size).prelude(differentiate=differentiate)
 
