@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import lema
-from lema.engine.layers.reference_rows import computing_with
+from lema.model.layers.adapters import computing_with
 from lema.errors import ConfigError, ModelError
 
 DRAWN = torch.Generator().manual_seed(5)
