@@ -80,12 +80,9 @@ class Heads:
         self._failed: set[int] = set()
 
     def _parameters(self, adapter: str) -> list[nn.Parameter]:
-        """Return the parameters of an adapter that lie outside the layers."""
-        return [
-            parameter
-            for path, parameter in self._adapters[adapter].parameters.items()
-            if self._inside not in path
-        ]
+        """Return the parameters of an adapter that lie outside the layers, if it trains."""
+        named = self._adapters[adapter].parameters if adapter in self._adapters else {}
+        return [parameter for path, parameter in named.items() if self._inside not in path]
 
     def score(self, part: MicroBatch, hidden: Tensor, *, differentiate: bool) -> Tensor:
         """Return the gradient of a micro-batch's loss by the last layer's output `[rows, tokens,

@@ -32,7 +32,7 @@ from lema.train.learner.heads import Heads, Scored
 from lema.train.learner.rows import AdapterRows, micro_batches_of
 from lema.train.model import LemaModel
 
-__all__ = ["Learner"]
+__all__ = ["EMPTY", "Learner"]
 
 EMPTY = "default"  # PEFT's name of its first adapter, which is there so that there is one
 LARGEST_SEED = 2**63
@@ -48,6 +48,7 @@ class Learner:
         targets: what adapters may adapt.
         micro_batch_tokens: tokens of a micro-batch with their padding, at most; but a row is never
             divided.
+        longest: tokens of a row, at most.
         reserved: bytes of device memory that adapters may take; None: as many as there are.
 
     Attributes:
@@ -60,12 +61,14 @@ class Learner:
         targets: Targets,
         *,
         micro_batch_tokens: int,
+        longest: int,
         reserved: int | None = None,
     ) -> None:
         self.model = StreamedPeftModel.around(opened)
         self._opened = opened
         self._targets = targets
         self._micro_batch_tokens = micro_batch_tokens
+        self._longest = longest
         self._reserved = reserved
         self._adapters: dict[str, Adapter] = {}
 
@@ -75,6 +78,7 @@ class Learner:
         model_name_or_path: str | PathLike[str],
         *,
         micro_batch_tokens: int = 4096,
+        longest: int = 4096,
         reserve: tuple[int, int] = (1, 64),
         trust_remote_code: bool = False,
         **settings: Any,
@@ -85,6 +89,7 @@ class Learner:
             model_name_or_path: model directory or hub id.
             micro_batch_tokens: tokens of a micro-batch with their padding, at most; but a row is
                 never divided.
+            longest: tokens of a row, at most; memory is planned for such rows.
             reserve: how many adapters of which rank the memory is planned for.
             trust_remote_code: run the model's own code.
             settings: settings of `LemaConfig`.
@@ -106,7 +111,12 @@ class Learner:
         """
         config = LemaConfig(
             model_name_or_path=str(model_name_or_path),
-            **{"gradient_checkpointing": True, **settings},
+            **{
+                "gradient_checkpointing": True,
+                "micro_batch_size": max(1, micro_batch_tokens // longest),
+                "max_length": longest,
+                **settings,
+            },
         )
         opened = LemaModel(config, trust_remote_code=trust_remote_code)
         try:
@@ -128,7 +138,13 @@ class Learner:
             count, rank = reserve
             reserved = _reserve(opened, count * targets.nbytes(rank))
             opened.allocation  # noqa: B018 - now, because limits that are too small should be known at once
-            return cls(opened, targets, micro_batch_tokens=micro_batch_tokens, reserved=reserved)
+            return cls(
+                opened,
+                targets,
+                micro_batch_tokens=micro_batch_tokens,
+                longest=longest,
+                reserved=reserved,
+            )
         except BaseException:
             opened.close()
             raise
@@ -153,9 +169,31 @@ class Learner:
         """How many tokens the model has."""
         return int(self._opened.skeleton.config.get_text_config().vocab_size)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of a row, at most."""
+        positions = getattr(
+            self._opened.skeleton.config.get_text_config(), "max_position_embeddings", None
+        )
+        return min(self._longest, positions or self._longest)
+
     def close(self) -> None:
         """Stop reading and free the memory."""
         self.model.close()
+
+    def check(self, spec: AdapterSpec) -> None:
+        """Make sure that an adapter can be. `ConfigError`: it would adapt nothing;
+        `MemoryLimitError`: it takes more memory than was planned for all.
+        """
+        self._targets.chosen(spec)
+        if self._reserved is not None and self._targets.nbytes(spec.rank) > self._reserved:
+            raise self._too_large(spec, self._reserved)
+
+    def _too_large(self, spec: AdapterSpec, left: int) -> MemoryLimitError:
+        needed = human_bytes(self._targets.nbytes(spec.rank))
+        what = f"an adapter of rank {spec.rank} takes {needed}, and {human_bytes(left)} are left"
+        how = "remove an adapter, take a lower rank, or plan for more adapters"
+        return MemoryLimitError(what, where="adapters", how=how)
 
     def add(self, name: str, spec: AdapterSpec) -> Adapter:
         """Attach a new adapter, with the values that PEFT draws for its seed.
@@ -169,14 +207,8 @@ class Learner:
         self._targets.chosen(spec)
         if self._reserved is not None:
             taken = sum(adapter.nbytes for adapter in self._adapters.values())
-            needed = self._targets.nbytes(spec.rank)
-            if taken + needed > self._reserved:
-                what = (
-                    f"an adapter of rank {spec.rank} takes {human_bytes(needed)}, and "
-                    f"{human_bytes(self._reserved - taken)} are left of what adapters may take"
-                )
-                how = "remove an adapter, take a lower rank, or plan for more adapters"
-                raise MemoryLimitError(what, where=f"adapter {name}", how=how)
+            if taken + self._targets.nbytes(spec.rank) > self._reserved:
+                raise self._too_large(spec, self._reserved - taken)
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(spec.seed % LARGEST_SEED)
             self.model.add_adapter(name, self._targets.lora(spec))
@@ -209,7 +241,9 @@ class Learner:
         Raises:
             WeightsError: the base's files have changed since they were opened.
         """
-        self.model.save_pretrained(str(directory), selected_adapters=[name])
+        # without the base's head, which PEFT would add where the head is adapted
+        options = {"selected_adapters": [name], "save_embedding_layers": False}
+        self.model.save_pretrained(str(directory), **options)
 
     def run(
         self,
@@ -231,8 +265,14 @@ class Learner:
             DataError: an adapter is not there.
         """
         for request in requests:
-            if request.adapter not in self._adapters:
+            known = self._adapters if differentiate else self.model.peft_config
+            if request.adapter not in known:
                 raise DataError("the adapter is not there", where=request.adapter)
+        if differentiate:
+            # because PEFT lets no adapter train but the active one, where it attaches another
+            for request in requests:
+                for parameter in self._adapters[request.adapter].parameters.values():
+                    parameter.requires_grad_(True)
         streamed = self._opened.adapter
         engine = streamed.engine
         parts = [*micro_batches_of(requests, self._micro_batch_tokens)]
