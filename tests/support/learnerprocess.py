@@ -1,4 +1,7 @@
-"""`lema serve-learner` in a process of its own, which can be killed and started again."""
+"""`lema serve-learner` in a process of its own, which can be killed and started again.
+
+What it imports is imported once: each start is a fork of a process that has done so.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,29 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 __all__ = ["LearnerProcess", "free_port"]
 
-RUN = "import sys; from lema_tools.learner import serve_learner; import typer; typer.run(serve_learner)"
+FORKS = """
+import os, sys
+import typer, uvicorn
+import lema_tools.learner.app, lema_tools.learner.service, lema.train.learner.learner
+from lema_tools.learner import serve_learner
+sys.argv = ["lema serve-learner", *sys.argv[1:]]
+for line in sys.stdin:
+    if line.startswith("wait"):
+        _, status = os.waitpid(int(line.split()[1]), 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+        continue
+    pid = os.fork()
+    if pid == 0:
+        typer.run(serve_learner)
+        os._exit(0)
+    print(pid, flush=True)
+"""
 
 
 def free_port() -> int:
@@ -31,12 +51,21 @@ class LearnerProcess:
         self.port = free_port()
         self.directory = directory
         self._log = directory.with_suffix(".log")
-        self._command = [
-            *(sys.executable, "-c", RUN, str(model), "--name", "tiny", "--port", str(self.port)),
+        self._pid: int | None = None
+        command = [
+            *(sys.executable, "-c", FORKS, str(model), "--name", "tiny", "--port", str(self.port)),
             *("--directory", str(directory), "--set", "device=cpu", "--max-length", "64"),
             *("--max-rank", "8", "--micro-batch-tokens", "24", *arguments),
         ]
-        self._process: subprocess.Popen[bytes] | None = None
+        with self._log.open("ab") as log:
+            self._forks = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, "PYTHONWARNINGS": "ignore"},
+                text=True,
+            )
 
     @property
     def url(self) -> str:
@@ -46,17 +75,18 @@ class LearnerProcess:
     def secret(self) -> str:
         return (self.directory / "token").read_text().split()[1]
 
+    def _asked(self, line: str) -> int:
+        assert self._forks.stdin is not None and self._forks.stdout is not None
+        self._forks.stdin.write(f"{line}\n")
+        self._forks.stdin.flush()
+        return int(self._forks.stdout.readline())
+
     def start(self) -> None:
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "PYTHONWARNINGS": "ignore"},
-            )
+        self._pid = self._asked("start")
         while not self._answers():
-            assert self._process.poll() is None, self._log.read_text()
-            time.sleep(0.05)
+            os.kill(self._pid, 0)
+            assert self._forks.poll() is None, self._log.read_text()
+            time.sleep(0.02)
 
     def _answers(self) -> bool:
         connection = HTTPConnection("127.0.0.1", self.port, timeout=5)
@@ -69,12 +99,15 @@ class LearnerProcess:
             connection.close()
 
     def kill(self, how: signal.Signals = signal.SIGKILL) -> int:
-        assert self._process is not None
-        self._process.send_signal(how)
-        status = self._process.wait()
-        self._process = None
+        """End it by a signal; return its exit status, or minus the signal."""
+        assert self._pid is not None
+        os.kill(self._pid, how)
+        status = self._asked(f"wait {self._pid}")
+        self._pid = None
         return status
 
     def stop(self) -> None:
-        if self._process is not None:
-            self.kill()
+        if self._pid is not None:
+            with suppress(ProcessLookupError):
+                self.kill()
+        self._forks.communicate()

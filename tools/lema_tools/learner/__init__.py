@@ -71,14 +71,14 @@ def serve_learner(
     Requests that wait go through the layers in one pass, whichever adapters they are of.
     """
     try:
-        import uvicorn
+        from lema_tools.learner.app import application
+        from lema_tools.learner.listening import listen
     except ImportError as error:
         raise ConfigError(
-            "a library of this command is missing: uvicorn",
+            f"a library of this command is missing: {error.name}",
             how='pip install "lema-lora[learner]"',
         ) from error
     from lema_tools.learner.access import Tokens
-    from lema_tools.learner.app import application
 
     file = token_file or directory / "token"
     tokens = Tokens.of(file)
@@ -104,17 +104,7 @@ def serve_learner(
                 "way: put a proxy with TLS before it (docs/learner.md)",
                 err=True,
             )
-        uvicorn.run(
-            application(service, tokens, most_bytes=max_request * MEGABYTE),
-            host=host,
-            port=port,
-            log_level="warning",
-            server_header=False,
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=5,
-            limit_concurrency=4096,
-            h11_max_incomplete_event_size=65_536,
-        )
+        listen(application(service, tokens, most_bytes=max_request * MEGABYTE), host, port)
     finally:
         service.learner.close()
 
