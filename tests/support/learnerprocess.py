@@ -21,7 +21,7 @@ __all__ = ["LearnerProcess", "free_port"]
 FORKS = """
 import os, sys
 import typer, uvicorn
-import lema_tools.learner.app, lema_tools.learner.service, lema.train.learner.learner
+import lema_tools.learner.app, lema_tools.learner.listening, lema_tools.learner.service
 from lema_tools.learner import serve_learner
 sys.argv = ["lema serve-learner", *sys.argv[1:]]
 for line in sys.stdin:

@@ -9,6 +9,7 @@ import typer
 
 from lema.cli.arguments import Settings, Trust, settings_of
 from lema.errors import ConfigError
+from lema.storage.regular import check_separate
 
 if TYPE_CHECKING:
     from lema_tools.learner.sampling import ServedSampler
@@ -63,6 +64,9 @@ def serve_learner(
         int, typer.Option(min=1, help="Requests of an adapter that may wait.")
     ] = 256,
     max_request: Annotated[int, typer.Option(min=1, help="Megabytes of a request, at most.")] = 64,
+    check: Annotated[
+        bool, typer.Option("--check", help="Open all that is served, say so, and end.")
+    ] = False,
     settings: Settings = None,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -72,7 +76,7 @@ def serve_learner(
     """
     try:
         from lema_tools.learner.app import application
-        from lema_tools.learner.listening import listen
+        from lema_tools.learner.listening import bound, listen
     except ImportError as error:
         raise ConfigError(
             f"a library of this command is missing: {error.name}",
@@ -80,6 +84,10 @@ def serve_learner(
         ) from error
     from lema_tools.learner.access import Tokens
 
+    if sampler is not None and not sampler.startswith(("http://", "https://")):
+        raise ConfigError("this is no URL of a server", where="--sampler", how="http://HOST:PORT")
+    check_separate(directory, [Path(model)])
+    listening = None if check else bound(host, port)
     file = token_file or directory / "token"
     tokens = Tokens.of(file)
     service = _service(
@@ -97,14 +105,18 @@ def serve_learner(
         settings=settings_of(settings),
     )
     try:
-        typer.echo(f"http://{host}:{port} serves {service.name}; the secret is in {file}", err=True)
+        if listening is None:
+            typer.echo(f"{service.name} can be served; the secret is in {file}", err=True)
+            return
+        where = f"http://{host}:{listening.getsockname()[1]}"
+        typer.echo(f"{where} serves {service.name}; the secret is in {file}", err=True)
         if host not in (LOOPBACK, "::1", "localhost"):
             typer.echo(
                 "whoever reaches this address can try secrets, and what is sent can be read on the "
                 "way: put a proxy with TLS before it (docs/learner.md)",
                 err=True,
             )
-        listen(application(service, tokens, most_bytes=max_request * MEGABYTE), host, port)
+        listen(application(service, tokens, most_bytes=max_request * MEGABYTE), listening)
     finally:
         service.learner.close()
 

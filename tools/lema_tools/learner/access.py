@@ -16,6 +16,7 @@ from typing import Any
 
 from lema.errors import ConfigError
 from lema.storage.diskspace import disk_errors
+from lema.storage.regular import check_target, read_regular
 
 __all__ = ["Gate", "Tokens"]
 
@@ -48,6 +49,7 @@ class Tokens:
             ConfigError: others may read it, or it is no file of secrets.
             DiskError: it cannot be made.
         """
+        check_target(file)
         if not file.exists():
             with disk_errors(file):
                 file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -57,12 +59,13 @@ class Tokens:
                     stream.write(f"{FIRST} {PREFIX}{token_urlsafe(32)}\n")
                     stream.flush()
                     os.fsync(stream.fileno())
+        content = read_regular(file)
         if file.stat().st_mode & 0o077:
             raise ConfigError(
                 "others may read the secrets", where=str(file), how=f"chmod 600 {file}"
             )
         digests = {}
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(content.decode("utf-8", "replace").splitlines(), 1):
             name, _, secret = line.strip().partition(" ")
             if not line.strip() or line.startswith("#"):
                 continue

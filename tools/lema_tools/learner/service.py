@@ -399,6 +399,8 @@ class Service:
             raise NotThere(f"request {seq_id} of this model has not arrived")
 
         def find() -> Result | None:
+            if not self._worker.is_given(name):
+                return None
             result = self.answers.kept(name) or self._store.result(model, seq_id)
             if result is None and seq_id <= self._store.state(model).seq_id:
                 raise Gone(f"the answer {name} was kept for a while, and is no more")

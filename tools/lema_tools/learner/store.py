@@ -206,6 +206,10 @@ class Store:
         content = f"{result.kind} {result.digest}\n".encode() + result.body
         replace_file(self._models / model.folder / "results" / str(seq_id), content)
 
+    def forget_result(self, model: ModelName, seq_id: int) -> None:
+        """Drop an answer that was never given."""
+        (self._models / model.folder / "results" / str(seq_id)).unlink(missing_ok=True)
+
     def result(self, model: ModelName, seq_id: int) -> Result | None:
         """Return the answer to a request; None: there is none, or no more."""
         file = self._models / model.folder / "results" / str(seq_id)

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from lema.errors import ConfigError, DataError, DiskError, LemaError, MemoryLimitError
+from lema.errors import ConfigError, DataError, LemaError, MemoryLimitError
 from lema.train.learner.adapter import AdamSettings
 from lema.train.learner.heads import Scored
 from lema.train.learner.learner import Learner
@@ -69,6 +69,8 @@ class Worker:
         self._published = published
         self._models: dict[ModelName, ModelFile] = {}
         self._resident: OrderedDict[ModelName, None] = OrderedDict()
+        # answers that are on disk before what they tell of is, and are not given yet
+        self._ungiven: set[str] = set()
         self._steps: dict[Kind, Callable[[Job], None]] = {
             "optim_step": self._optim_step,
             "load": self._load,
@@ -115,15 +117,20 @@ class Worker:
         result = _failure(error, job.digest)
         name = future_of(model, job.request.seq_id)
         self._meter.add("failed_requests")
+        kept = None
         try:
-            if isinstance(error, DiskError):
-                # so that it is not taken after a restart, since its client is told that it failed
-                self._store.forget_request(model, job.request.seq_id)
             self._store.write_result(model, job.request.seq_id, result)
         except LemaError:
-            self._answers.bring(name, result)
-        else:
-            self._answers.bring(name)
+            self._store.forget_result(model, job.request.seq_id)
+            kept = result
+        # so that it is not taken once more, since its client is told that it failed
+        self._store.forget_request(model, job.request.seq_id)
+        self._ungiven.discard(name)
+        self._answers.bring(name, kept)
+
+    def is_given(self, name: str) -> bool:
+        """Whether an answer that is on disk may be given."""
+        return name not in self._ungiven
 
     def _finish(self, job: Job, result: Result) -> None:
         """Answer a job."""
@@ -134,9 +141,12 @@ class Worker:
         """Answer a job that has changed values: first its answer is on disk, then they are, then it
         is given. A kill between the two has the job done once more, with the same outcome.
         """
+        name = future_of(job.model, job.request.seq_id)
+        self._ungiven.add(name)
         self._store.write_result(job.model, job.request.seq_id, result)
         self._write_state(job.model, job.request.seq_id)
-        self._answers.bring(future_of(job.model, job.request.seq_id))
+        self._ungiven.discard(name)
+        self._answers.bring(name)
 
     def _write_state(self, model: ModelName, seq_id: int) -> None:
         adapter = self._learner.adapters[model.folder]
@@ -329,14 +339,14 @@ class Worker:
         for request in self._store.requests(model):
             if not state.seq_id < request.seq_id < before:
                 continue
+            result = self._store.result(model, request.seq_id)
+            if result is None or result.kind == "error":
+                continue
             if request.kind == "rows":
                 if (again := self._rows_again(model, request)) is not None:
                     rows.append(again)
             elif request.kind in ("optim_step", "load"):
                 flush()
-                result = self._store.result(model, request.seq_id)
-                if result is None or result.kind == "error":
-                    continue
                 if request.kind == "optim_step":
                     learner.step(model.folder, AdamSettings(**json.loads(request.body)))
                 else:
