@@ -387,6 +387,13 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
     """Where towers are under `modalities: all`: on the device as a whole, or with one layer after
     the other streamed there, which takes the memory of two layers, and reads every layer once for
     each batch with images. What trains in them, as an adapter, needs them on the device."""
+    tower_cache: Silent[bool | types.Location] = False
+    """The folder that keeps what towers make of each image, by its pixels and the towers' weights,
+    for later epochs and starts, which then read no tower. true: a folder in the user's cache
+    directory (XDG_CACHE_HOME); false: no folder. Towers then run on one image at a time."""
+    tower_cache_size: Silent[types.Memory] = "20GB"
+    """The most bytes of the files in `tower_cache`; a fraction is one of the disk. What does not
+    fit is computed in every epoch."""
     backend_settings: Reported[dict[str, Any]] = Field(default_factory=dict)
     """Settings of a single backend, by name. They may also be given like any other setting."""
 
@@ -463,6 +470,9 @@ class LemaConfig(RowSettings, ResultSettings, BatchSettings, AdapterSettings, _F
         if self.towers == "stream" and self.modalities == "text":
             what = "towers: stream says how towers are read, and modalities: text reads none"
             yield Problem("towers", what, "set modalities to all, or leave towers out")
+        if self.tower_cache is not False and self.modalities == "text":
+            what = "tower_cache keeps what towers make, and modalities: text reads no towers"
+            yield Problem("tower_cache", what, "set modalities to all, or leave tower_cache out")
         yield from self._about_offloading()
         yield from self._about_chunks()
         yield from disagreements_of_objective(self)

@@ -132,8 +132,7 @@ def streamed(
     try:
         opened.keep_whole(lambda _: False, "the trainer's own code runs it")
         _attach(opened, peft_config, task)
-        if opened.outer.tower_layers is not None:
-            opened.outer.tower_layers.check_frozen()
+        opened.outer.check_frozen()
         opened.allocation  # noqa: B018 - now, because limits that are too small should be known before any data is read
         _have_routers_asked(opened)
     except BaseException:

@@ -27,6 +27,7 @@ from transformers import (
 from lema.backend import Backend
 from lema.config import LemaConfig
 from lema.data.files import Row
+from lema.data.images.rows import RowImages
 from lema.data.prompts import fitting, prompt_ids, read_prompts, written
 from lema.data.row_forms import PromptForm
 from lema.engine import complete
@@ -234,6 +235,7 @@ def completions(
     batch_size: int,
     options: Mapping[str, Any],
     *,
+    images: Sequence[RowImages | None] | None = None,
     keys_values: KeyValues = "device",
     seed: int | None = None,
     done: Collection[int] = (),
@@ -243,8 +245,8 @@ def completions(
 
     The `options` are of `transformers`' `generate`, and `stop_strings`. Each batch begins with the
     `seed` and its own number; None: random numbers go on where they are. Prompts that are `done`
-    need no text; a batch of such alone is left out, and no other batch changes by it. `on_token` is
-    called after each token with how many texts got one.
+    need no text; a batch of such alone is left out, and no other batch changes by it. `images` are
+    those of each prompt; they are decoded when their batch begins. `on_token` is called after each token with how many texts got one.
 
     Raises `DataError` of no prompt, or one without tokens; `ConfigError` of an option, or where
     rows are divided.
@@ -259,6 +261,8 @@ def completions(
         if seed is not None:
             torch.manual_seed(seed + number)
         ids = [prompts[index] for index in rows]
+        of_rows = None if images is None else RowImages.joined([images[index] for index in rows])
+        more = None if of_rows is None else of_rows.before_answers(ids)
         arguments = (
             model.split,
             model.memory,
@@ -277,6 +281,7 @@ def completions(
                 on_token=on_token,
                 head=model.head_in_pieces(),
                 prefill=prefill,
+                more=more,
             )
         yield [
             Completion(
