@@ -163,7 +163,8 @@ def collate(
         mask = torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
         batch["attention_mask"] = mask.long()
     of_rows: list[Any] = [row.get(IMAGES) for row in rows]
-    if (images := RowImages.joined(of_rows)) is not None:
+    images = RowImages.joined(of_rows) if any(of_rows) else None
+    if images is not None:
         batch["images"] = images
     return batch
 

@@ -101,6 +101,7 @@ def test_tokens_are_those_of_prompts_at_once(
     assert all(texts[0])
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("padding", [(0, 0), (3, 0), (4, 9)])
 @pytest.mark.parametrize(
     "model_type", ["llama", "gemma3_text", "qwen3_next", "mamba2", "lfm2", "falcon_h1"]

@@ -297,8 +297,8 @@ def open_template(
             f"{refused}, which no chat template needs",
             how="do not use this template unless you trust it",
         )
-    known = {} if ahead is None else ahead
-    return Template(text, tokenizer, tools, date, known, has_pictures(messages))
+    renditions = {} if ahead is None else ahead
+    return Template(text, tokenizer, tools, date, renditions, has_pictures(messages))
 
 
 class _Refused(jinja2.TemplateError):

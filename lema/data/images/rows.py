@@ -60,10 +60,10 @@ class ImageRecord:
 
     def described(self) -> list[dict[str, Any]]:
         """Return what there is to say of each image; see `RowImages.described`."""
-        known = len(self.spans) == len(self.sources)
+        separate = len(self.spans) == len(self.sources)
         images = []
         for number, (source, size) in enumerate(zip(self.sources, self.sizes, strict=True)):
-            start, end = self.spans[number] if known else (None, None)
+            start, end = self.spans[number] if separate else (None, None)
             tokens = None if start is None or end is None else end - start
             first = None if start is None else start - self.start
             images.append(
@@ -144,8 +144,8 @@ class RowImages(Sequence[ImageRecord | None]):
         return sum(len(record.sources) for record in self.records if record is not None)
 
     def described(self) -> list[list[dict[str, Any]]]:
-        """Return what there is to say of the images of each row: names, sizes, where in the row they
-        begin, and how many tokens they have; None, if they cannot be told apart."""
+        """Return what there is to say of the images of each row: names and sizes, the places of
+        their first tokens, and how many tokens they have; None, if they cannot be separated."""
         return [[] if record is None else record.described() for record in self.records]
 
     @property
@@ -186,11 +186,11 @@ class RowImages(Sequence[ImageRecord | None]):
         for number, record in enumerate(self.records):
             if record is None:
                 continue
-            whole = slice(record.start, record.end)
+            in_row = slice(record.start, record.end)
             here = slice(0, record.end - record.start)
-            if not ids[number, whole].equal(input_ids[number, here].to(ids.device, ids.dtype)):
+            if not ids[number, in_row].equal(input_ids[number, here].to(ids.device, ids.dtype)):
                 what = "the model's processor makes other tokens of the row than when it was read"
                 raise DataError(what, where=record.sources[0].origin, how="start the run anew")
             for name, value in columns.items():
-                inputs[name][number, here] = value[number, whole]
+                inputs[name][number, here] = value[number, in_row]
         return inputs

@@ -22,6 +22,7 @@ from lema.engine.layers.call_chunks import CACHES, CallChunks, shape_of
 from lema.engine.layers.layer import Layer
 from lema.engine.layers.layer_pass import LayerPass, layers_of
 from lema.engine.layers.rows import Rows
+from lema.model.flow import Prelude
 from lema.model.sequence.states import ChunkStates
 
 __all__ = ["Prefill"]
@@ -95,16 +96,14 @@ class Prefill:
         cache = DynamicCache(config=split.model.config) if given is None else given
         chunks = CallChunks(split, forward, arguments, self._size, engine.backend.device)
         rows = chunks.rows(leaves_out_padding=_ends_in_tokens(arguments))
-        prelude = rows.prelude()
+        in_layers = _in_front(rows.prelude())
         order = stream.forward_order()
         if not stream.announced:
             stream.announce(order)
-        in_layers = Rows([[call] for call in prelude.calls], [prelude.hidden])
         states = rows.keep_states()
         for number in LayerPass(engine, self._layers, in_layers).up():
-            for left in states:
-                _hand_over(cache, number, left, rows.length)
-            states.clear()
+            while states:  # taken out, because the next layer needs the room
+                _hand_over(cache, number, states.pop(), rows.length)
             if self._offloads:
                 cache.layers[number].offload()
         if len(self._layers) == stream.num_visited:  # else the head's pieces come next
@@ -127,11 +126,21 @@ class Prefill:
                 split.prelude(few, first.weights)
 
 
+def _in_front(prelude: Prelude) -> Rows:
+    """Return the rows in front of the first layer."""
+    return Rows([[call] for call in prelude.calls], [prelude.hidden])
+
+
 def _hand_over(cache: DynamicCache, number: int, left: ChunkStates, length: int) -> None:
     """Give a cache what a layer has left of a sequence."""
     keys_values = left.keys_values(length)
     if keys_values is not None:
         cache.update(*keys_values, number)
+        layer: Any = cache.layers[number]
+        if layer.is_sliding:
+            # Copies, because it keeps the last ones as views of all.
+            layer.keys = layer.keys.clone()
+            layer.values = layer.values.clone()
     for name, state in left.last_states().items():
         kind, _, index = name.partition(" ")
         if kind == "convolution":

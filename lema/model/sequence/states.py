@@ -52,16 +52,20 @@ class _Buffer:
 
     def extended(self, states: Tensor, span: Span, first: int) -> Tensor:
         """Put in those of a chunk; return all from token `first` to the end of the chunk."""
+        self.put(states, span)
+        if states.requires_grad and torch.is_grad_enabled():
+            extended: Tensor = _Extended.apply(states, self, span, first)  # type: ignore[no-untyped-call] # torch's is
+            return extended
+        return self.between(first, span.stop)
+
+    def put(self, states: Tensor, span: Span) -> None:
+        """Put in those of a chunk."""
         if self._values is None:
             shape = (*states.shape[:-2], self._length, states.shape[-1])
             # zeros, because padding before the first chunk is masked, but attention multiplies it
             self._values = states.new_zeros(shape) if span.start else states.new_empty(shape)
         with torch.no_grad():
             self._values[..., span.slice, :] = states
-        if states.requires_grad and torch.is_grad_enabled():
-            extended: Tensor = _Extended.apply(states, self, span, first)  # type: ignore[no-untyped-call] # torch's is
-            return extended
-        return self.between(first, span.stop)
 
     def between(self, first: int, stop: int) -> Tensor:
         """Return those of some tokens, without a graph."""
@@ -209,6 +213,11 @@ class ChunkStates:
     def nbytes(self) -> int:
         """Bytes on the device."""
         return self._keys.nbytes + self._values.nbytes + self.handed_on_bytes
+
+    @property
+    def handed_on(self) -> tuple[str, ...]:
+        """The names of the states that each chunk leaves to the next."""
+        return tuple(self._states)
 
     @property
     def num_handed_on(self) -> int:

@@ -116,6 +116,12 @@ def streamed(
         host_memory=host_memory,
         **settings,
     )
+    if config.context_parallel_size is not None:
+        raise ConfigError(
+            "a trainer's own forward does not divide rows over processes",
+            where="context_parallel_size",
+            how="leave it out, or train with lema",
+        )
     if num_labels is not None and task != SCORES:
         how = f'leave it out, or set task_type="{SCORES}" in the LoraConfig'
         raise ConfigError(
