@@ -19,7 +19,15 @@ from lema.errors import ConfigError, LemaError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["Alone", "Downloaded", "SingleProcess", "check_alike", "first_alone", "share_of", "sum_gradients"]
+__all__ = [
+    "Alone",
+    "Downloaded",
+    "SingleProcess",
+    "check_alike",
+    "first_alone",
+    "share_of",
+    "sum_gradients",
+]
 
 
 class Alone:

@@ -46,6 +46,7 @@ ACTING: Mapping[str, str] = {
     "backend_settings": "are of that device",
     "tensor_parallel_size": "needs as many processes",
     "sequence_parallel": "needs several processes",
+    "context_parallel_size": "needs as many processes",
     "shard_weights": "needs several processes",
     "shard_optimizer": "needs several processes",
     "strategy": "may take the memory of the whole model",

@@ -166,12 +166,10 @@ def has_images(row: Row) -> bool:
     """Whether a row names images, in a column of its own or in its messages."""
     if any(row.values.get(name) not in (None, [], ()) for name in IMAGE_COLUMNS):
         return True
-    turns = row.values.get("messages") or row.values.get("prompt")
-    contents = (
-        [turn.get("content") for turn in turns if isinstance(turn, Mapping)]
-        if isinstance(turns, list | tuple)
-        else []
-    )
+    messages = row.values.get("messages") or row.values.get("prompt")
+    if not isinstance(messages, list | tuple):
+        return False
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
     return any(
         isinstance(part, Mapping) and part.get("type") in KINDS
         for content in contents

@@ -30,6 +30,7 @@ from lema.model.experts import (
     form_no_frozen_gradients,
 )
 from lema.model.flow import CannotCut, LayerCall, Prelude, Suspended, Tape, find_cut
+from lema.model.layers.adapters import computing_with
 from lema.model.layers.attached import AttachedLayers
 from lema.model.layers.compiled import CompiledLayers
 from lema.model.layers.routing import replayed
@@ -417,7 +418,12 @@ class Split:
             if call.choices is None
             else replayed(self.layers[index], index, self.experts_of(index), call.choices)
         )
-        with self.autocast(call.autocast), capture.routed(call.routers), inside, choosing:
+        adapted = (
+            nullcontext()
+            if call.adapter is None
+            else computing_with(call.adapter, [self.layers[index]])
+        )
+        with self.autocast(call.autocast), capture.routed(call.routers), inside, choosing, adapted:
             if graphs is not None and torch.is_grad_enabled() and not hidden.requires_grad:
                 # so that one graph serves all layers: the lowest needs none
                 hidden = hidden.detach().requires_grad_()

@@ -1,4 +1,6 @@
-"""What a process is planned to hold that divides rows with others: its parts as chunks of the row."""
+"""What a process is planned to hold that divides rows with others: its parts are chunks of a
+row.
+"""
 
 from __future__ import annotations
 

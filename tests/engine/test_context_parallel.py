@@ -15,10 +15,6 @@ from parity import relative_difference
 from tinyconfig import EXCEPTIONS, VOCABULARY, tiny_config
 from torch import Tensor
 
-from lema.backend.contextgroup import ContextGroup
-from lema.errors import ConfigError
-from lema.model.sequence.division import RowDivision
-
 NUM_LAYERS = 8
 ROUNDING = 1e-6  # of the loss and all gradients in one vector
 # A delta rule rounds much: whole rows, too, are farther from fp64 than that.
@@ -93,7 +89,7 @@ def assert_equal(
             assert taken.evaluated[0] == pytest.approx(expected.evaluated[0], rel=1e-6), name
 
 
-def by_rounding(job: Job, taken: Taken, expected: Taken) -> bool:  # noqa: ARG001 - as `as_far` is called
+def by_rounding(job: Job, taken: Taken, expected: Taken) -> bool:
     return relative_difference(taken.numbers, expected.numbers) < ROUNDING
 
 
@@ -116,9 +112,7 @@ def as_far(job: Job, taken: Taken, expected: Taken) -> bool:
     ],
     ids=["few-2", "attention-2", "attention-4", "states-2", "states-4"],
 )
-def test_a_step_is_that_of_one_process(
-    model_types: list[str], count: int, tmp_path: Path
-) -> None:
+def test_a_step_is_that_of_one_process(model_types: list[str], count: int, tmp_path: Path) -> None:
     jobs = jobs_of(model_types, count, tmp_path)
     assert_equal(jobs, together(list(jobs.values()), count, tmp_path), by_rounding)
 

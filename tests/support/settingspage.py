@@ -40,7 +40,7 @@ GROUPS = {
     "sequence_chunk "
     "page_locked cache_frozen_prefix",
     "Device and processes": "device tf32 deterministic torch_compile arithmetic shard_weights "
-    "tensor_parallel_size sequence_parallel",
+    "tensor_parallel_size sequence_parallel context_parallel_size",
     "What a run leaves": "output_dir save_steps",
 }
 LAST = "What a run leaves"

@@ -5,6 +5,7 @@ and what stays in memory.
 from __future__ import annotations
 
 import json
+import re
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -299,3 +300,44 @@ def test_memory_does_not_grow_with_the_number_of_images(
     assert many == 1000 + 2 * 8
     assert images_of_many == images_of_few <= 2  # those of a micro-batch
     assert pixels_of_many == pixels_of_few > 0
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def with_model(text: str, model: Path) -> str:
+    """Return settings for a small model in the place of theirs."""
+    text = text.replace("Qwen/Qwen3-VL-8B-Instruct", str(model))
+    return text.replace("max_length: 4096", "max_length: 64").replace("0.02", "0.25")
+
+
+def test_the_rows_of_the_page_train_with_its_settings(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "images.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"<!-- images rows -->\n```yaml\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    for name, settings in (
+        ("page.yaml", text),
+        ("config.yaml", (ROOT / "configs" / "lora_images.yaml").read_text(encoding="utf-8")),
+    ):
+        Path("data").mkdir(exist_ok=True)
+        rows = image_rows(Path("data"), 8)
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        Path("data/photos.jsonl").write_text(lines)
+        Path(name).write_text(with_model(settings, model))
+        options = ["--set", "device=cpu", "--set", f"output_dir=out-{name}"]
+        assert lema("train", name, *options) == 0, capsys.readouterr().err
+        assert (Path(f"out-{name}") / "adapter_model.safetensors").is_file()
+
+
+def test_init_sees_that_rows_have_images(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path, model, image_rows(tmp_path, 6))
+    file = tmp_path / "made.yaml"
+    given = ["--data", str(tmp_path / "rows.jsonl"), "--output", str(file)]
+    assert lema("init", str(model), *given) == 0, capsys.readouterr().err
+    assert "\nmodalities: all\n" in file.read_text()
+    options = ["--set", "max_steps=1", "--set", f"output_dir={tmp_path / 'made'}"]
+    assert lema("train", str(file), *options, "--set", "device=cpu") == 0, capsys.readouterr().err

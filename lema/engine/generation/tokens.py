@@ -105,7 +105,7 @@ def complete(
             reported,
             torch.no_grad(),
             split.autocast(),
-            streaming_forward(split, stream, keys_values, head, prefill),
+            streaming_forward(split, stream, keys_values, head, prefill if more is None else None),
         ):
             sequences: Tensor = cast(Any, split.model).generate(
                 **{name: tensor.to(device) for name, tensor in inputs.items()},

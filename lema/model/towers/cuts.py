@@ -9,7 +9,7 @@ shapes. Where neither fits, nothing is guessed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ POOLED = "pooler_output"  # what `transformers` calls that which takes the place
 PLACES = 5  # dimensions of pixels by row: rows, images, channels, height and width
 GRID_SIZES = (2, 3)  # numbers of a grid: rows and columns, or frames before them
 Arguments = Mapping[str, Any]
+Tree: TypeAlias = Any  # a tensor, or a list or tuple of trees
 Outputs = Mapping[str, Any]
 """What towers make of images, by the names of `transformers`: tensors, or lists of them."""
 
@@ -90,13 +91,13 @@ def trimmed(arguments: Arguments) -> dict[str, Tensor]:
 
 def _without_zeros(tensor: Tensor) -> Tensor:
     for dim in range(1, tensor.dim()):
-        others = [other for other in range(tensor.dim()) if other != dim]
-        there = (tensor != 0).sum(dim=others).nonzero()
+        outer_dims = [outer for outer in range(tensor.dim()) if outer != dim]
+        there = (tensor != 0).sum(dim=outer_dims).nonzero()
         tensor = tensor.narrow(dim, 0, int(there[-1]) + 1 if len(there) else 1)
     return tensor
 
 
-def joined(parts: Sequence[Outputs]) -> dict[str, Any] | None:
+def joined(parts: Sequence[Outputs]) -> dict[str, object] | None:
     """Return what towers make of some images together, of what they make of each; None: that cannot
     be told.
 
@@ -108,18 +109,18 @@ def joined(parts: Sequence[Outputs]) -> dict[str, Any] | None:
     names = parts[0].keys()
     if any(part.keys() != names for part in parts):
         return None
-    whole: dict[str, Any] = {}
+    batch: dict[str, object] = {}
     for name in names:
         values = [part[name] for part in parts]
         counts = [_num_tokens(part.get(POOLED)) for part in parts]
-        value = _pooled(values) if name == POOLED else _beside(values, counts)
+        value = _pooled(values) if name == POOLED else _per_token(values, counts)
         if value is None:
             return None
-        whole[name] = value
-    return whole
+        batch[name] = value
+    return batch
 
 
-def _pooled(values: Sequence[Any]) -> Any:
+def _pooled(values: Sequence[Tree]) -> Tree | None:
     """Join what takes the place of tokens: a list has an entry for each image, and a tensor an
     entry for each image or token."""
     if all(isinstance(value, list | tuple) for value in values):
@@ -127,13 +128,13 @@ def _pooled(values: Sequence[Any]) -> Any:
     return _concatenated(values)
 
 
-def _beside(values: Sequence[Any], counts: Sequence[int]) -> Any:
+def _per_token(values: Sequence[Tree], counts: Sequence[int]) -> Tree | None:
     """Join what is given to later layers for each token; what has another length is no image's, and
     the same for all."""
     if all(isinstance(value, list | tuple) for value in values):
         if len({len(value) for value in values}) != 1:
             return None
-        items = [_beside(items, counts) for items in zip(*values, strict=True)]
+        items = [_per_token(items, counts) for items in zip(*values, strict=True)]
         return None if any(item is None for item in items) else type(values[0])(items)
     if not all(isinstance(value, Tensor) for value in values):
         return None
@@ -142,14 +143,14 @@ def _beside(values: Sequence[Any], counts: Sequence[int]) -> Any:
     return values[0] if all(torch.equal(values[0], value) for value in values[1:]) else None
 
 
-def _concatenated(values: Sequence[Any]) -> Tensor | None:
+def _concatenated(values: Sequence[object]) -> Tensor | None:
     if not all(isinstance(value, Tensor) for value in values):
         return None
     shapes = {value.shape[1:] for value in values}
     return torch.cat([*values]) if len(shapes) == 1 else None
 
 
-def _num_tokens(value: Any) -> int:
+def _num_tokens(value: object) -> int:
     if isinstance(value, list | tuple):
         return sum(map(_num_tokens, value))
     return value.shape[:-1].numel() if isinstance(value, Tensor) else 0

@@ -20,6 +20,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lema.errors import DiskError, ReadError, WeightsError
+from lema.model.towers.cuts import Tree
 from lema.storage.atomic import replace_file
 from lema.storage.header import read_header
 from lema.storage.verify import load_record
@@ -148,7 +149,7 @@ def _digest(about: str, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _described(value: Any, tensors: dict[str, Tensor]) -> Any:
+def _described(value: Tree, tensors: dict[str, Tensor]) -> Tree:
     """Return a tree as JSON has it, its tensors by number; these are added to `tensors`."""
     if isinstance(value, Mapping):
         return {"by_name": {name: _described(item, tensors) for name, item in value.items()}}
@@ -160,7 +161,7 @@ def _described(value: Any, tensors: dict[str, Tensor]) -> Any:
     return name
 
 
-def _restored(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _restored(tree: Tree, tensors: Mapping[str, Tensor]) -> Tree:
     if isinstance(tree, str):
         return tensors[tree]
     ((kind, items),) = tree.items()

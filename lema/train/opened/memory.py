@@ -218,7 +218,6 @@ class MemoryUse:
             division=self._division(),
         )
 
-
     def _division(self) -> RowDivision | None:
         """Return how processes divide rows; None: each has rows of its own, as one that is alone
         has, which may generate and evaluate so.

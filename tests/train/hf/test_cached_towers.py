@@ -97,7 +97,7 @@ def test_a_second_epoch_and_a_second_run_read_no_tower(model_type: str, tmp_path
     outcomes = []
     for run in range(2):
         with opened(directory, tmp_path / "cache") as model:
-            kept = model.opened.outer.kept_towers
+            kept = model.opened.outer.cached_towers
             assert not kept.loaded and tower_bytes(model) == 0
             reference = whole(directory, model)
             for epoch in range(2):
@@ -127,7 +127,7 @@ def test_layers_of_a_tower_that_stream_are_not_read_either(tmp_path: Path) -> No
                 for counts in EPOCH:
                     step(model, image_batch(reference, counts))
             counters = model.opened.outer.tower_layers.stream.counters
-            images = model.opened.outer.kept_towers.store.misses
+            images = model.opened.outer.cached_towers.store.misses
             assert images == (3 if run == 0 else 0)
             layers = len(reference.get_base_model().model.visual.blocks)
             assert counters.leases == images * layers
@@ -139,7 +139,7 @@ def test_frames_of_a_video_are_kept_as_images_are(tmp_path: Path) -> None:
     directory = publish_with_images("qwen3_vl", tmp_path / "model")
     with opened(directory, tmp_path / "cache") as model:
         reference = whole(directory, model)
-        store = model.opened.outer.kept_towers.store
+        store = model.opened.outer.cached_towers.store
         batch = video_batch(reference, [2, 1])
         expected = step(reference, batch)
         assert farthest(step(model, batch), expected) <= LIMIT
@@ -156,7 +156,7 @@ def test_other_weights_and_other_pixels_are_computed(tmp_path: Path) -> None:
         step(model, batch)
         batch["pixel_values"][0, 0, 0, 0] += 1e-3
         assert farthest(step(model, batch), step(reference, batch)) <= LIMIT
-        store = model.opened.outer.kept_towers.store
+        store = model.opened.outer.cached_towers.store
         assert (store.misses, store.hits) == (2, 0)
         base = reference.get_base_model()
     with torch.no_grad():
@@ -167,7 +167,7 @@ def test_other_weights_and_other_pixels_are_computed(tmp_path: Path) -> None:
     other.save_pretrained(tmp_path / "other")
     with opened(tmp_path / "other", tmp_path / "cache") as model:
         assert farthest(step(model, batch), step(whole(tmp_path / "other", model), batch)) <= LIMIT
-        store = model.opened.outer.kept_towers.store
+        store = model.opened.outer.cached_towers.store
         assert (store.misses, store.hits) == (1, 0)
 
 
@@ -194,10 +194,10 @@ def test_a_damaged_output_is_made_anew(harm: str, tmp_path: Path) -> None:
     with opened(directory, cache) as model:
         with pytest.warns(UserWarning, match="damaged and made anew"):
             assert farthest(step(model, batch), expected) == 0.0
-        assert model.opened.outer.kept_towers.loaded
+        assert model.opened.outer.cached_towers.loaded
     with opened(directory, cache) as model:
         assert farthest(step(model, batch), expected) == 0.0
-        assert not model.opened.outer.kept_towers.loaded
+        assert not model.opened.outer.cached_towers.loaded
 
 
 def test_a_full_folder_is_read_and_gets_no_larger(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_full_folder_is_read_and_gets_no_larger(tmp_path: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert farthest(step(model, batch), step(reference, batch)) <= LIMIT
-        store = model.opened.outer.kept_towers.store
+        store = model.opened.outer.cached_towers.store
         nbytes = sum(file.stat().st_size for file in cache.rglob("*.safetensors"))
         assert 0 < nbytes == store.nbytes <= 2000
         assert store.hits > 0

@@ -25,10 +25,10 @@ from transformers.utils import ModelOutput
 
 from lema.backend import Backend
 from lema.errors import ConfigError, ModelError
-from lema.model.towers.cuts import POOLED, cut, is_nothing, joined, trimmed
+from lema.model.towers.cuts import POOLED, Tree, cut, is_nothing, joined, trimmed
 from lema.model.towers.store import TowerOutputs, TowerStore
 
-__all__ = ["KeptTowers"]
+__all__ = ["CachedTowers"]
 
 METHODS = ("get_image_features", "get_video_features", "get_audio_features")
 # Inputs of tokens, which some models hand on with everything else that they are given.
@@ -41,7 +41,7 @@ UNREAD = ("hidden_states", "attentions", "last_hidden_state")
 SETTING = "tower_cache"
 
 
-class KeptTowers:
+class CachedTowers:
     """The towers of one model, whose outputs are kept from here on.
 
     Args:
@@ -86,7 +86,7 @@ class KeptTowers:
             what = f"{type(model).__name__} has no method that computes the output of its towers"
             raise _refusal(what)
         for module, name in owners:
-            vars(module)[name] = self._kept(module, name)
+            vars(module)[name] = self._caching(module, name)
         for tower in self._towers:
             vars(tower)["forward"] = self._read_first(tower)
 
@@ -112,7 +112,7 @@ class KeptTowers:
 
         return forward
 
-    def _kept(self, owner: nn.Module, name: str) -> Callable[..., object]:
+    def _caching(self, owner: nn.Module, name: str) -> Callable[..., object]:
         run: Callable[..., Any] = getattr(owner, name)
         signature = inspect.signature(run)
 
@@ -134,35 +134,35 @@ class KeptTowers:
     ) -> object:
         """Return what towers make of the images of one call."""
         self.check_frozen()
-        given = {
+        inputs = {
             key: value
             for key, value in arguments.items()
             if value is not None and key not in OF_TOKENS
         }
-        images = cut(given)
-        if images is None or not _plain(given):
+        images = cut(inputs)
+        if images is None or not _plain(inputs):
             shapes = {
-                key: list(value.shape) for key, value in given.items() if isinstance(value, Tensor)
+                key: list(value.shape) for key, value in inputs.items() if isinstance(value, Tensor)
             }
             raise _refusal(f"images of {type(owner).__name__} cannot be told apart in {shapes}")
         if len(images) > 1:
             images = [image for image in images if not is_nothing(image)] or images[:1]
         parts = [self._of_image(run, name, image) for image in images]
-        whole = joined([part.values for part in parts])
+        batch = joined([part.values for part in parts])
         kinds = {part.kind for part in parts}
-        if whole is None or len(kinds) != 1:
+        if batch is None or len(kinds) != 1:
             what = f"what towers of {type(owner).__name__} make of several images cannot be joined"
             raise _refusal(what)
-        device = next(value.device for value in given.values() if isinstance(value, Tensor))
-        return _as_kind(kinds.pop(), _moved(whole, device), owner)
+        device = next(value.device for value in inputs.values() if isinstance(value, Tensor))
+        return _as_kind(kinds.pop(), _moved(batch, device), owner)
 
     def _of_image(
         self, run: Callable[..., Any], name: str, arguments: dict[str, Any]
     ) -> TowerOutputs:
         """Return what towers make of one image; in host memory, where it was there."""
         key = self._key(name, arguments)
-        if (kept := self.store.read(key)) is not None:
-            return kept
+        if (stored := self.store.read(key)) is not None:
+            return stored
         self._ready()
         self._inside = True
         drawn = self._backend.rng_state()
@@ -173,7 +173,7 @@ class KeptTowers:
             self._inside = False
         if not torch.equal(drawn, self._backend.rng_state()):
             raise _refusal("the towers draw random numbers (dropout), so that outputs change")
-        outputs = _taken_apart(output)
+        outputs = _outputs_of(output)
         self.store.write(key, outputs)
         return outputs
 
@@ -213,7 +213,7 @@ def _plain(arguments: Mapping[str, Any]) -> bool:
     return True
 
 
-def _taken_apart(output: Any) -> TowerOutputs:
+def _outputs_of(output: object) -> TowerOutputs:
     """Return what is read after towers of what they made. `ConfigError`: it is of no class that is
     known here."""
     if isinstance(output, ModelOutput):
@@ -239,18 +239,18 @@ def _as_kind(kind: str, outputs: dict[str, Any], owner: nn.Module) -> object:
     if not kind:
         return outputs[POOLED]
     modules = (sys.modules[type(owner).__module__], modeling_outputs)
-    made = next((vars(module)[kind] for module in modules if kind in vars(module)), None)
-    if not (isinstance(made, type) and issubclass(made, ModelOutput)):
+    output_type = next((vars(module)[kind] for module in modules if kind in vars(module)), None)
+    if not (isinstance(output_type, type) and issubclass(output_type, ModelOutput)):
         raise ModelError(f"transformers has no {kind} for what towers make", where=SETTING)
-    known = {field.name for field in fields_of(made)}
-    fields = {name: value for name, value in outputs.items() if name in known}
-    output = made(**fields)
+    names = {field.name for field in fields_of(output_type)}
+    fields = {name: value for name, value in outputs.items() if name in names}
+    output = output_type(**fields)
     for name in outputs.keys() - fields.keys():
         setattr(output, name, outputs[name])
     return output
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _moved(value: Tree, device: torch.device) -> Tree:
     if isinstance(value, dict):
         return {name: _moved(item, device) for name, item in value.items()}
     if isinstance(value, list | tuple):
