@@ -183,6 +183,8 @@ class MemoryUse:
         config = self._config
         allocation = self.allocation
         warn_of_no_use(config, shared=backend.memory().shared, lazy=opened.split.lazy)
+        chunk = config.sequence_chunk
+        chunk = self.planner.shape.micro_batch.chunk if chunk == "auto" else chunk
         recompute = whether_recomputed(config)
         loss = loss_settings_of(config, backend.replicas.size)
         if loss.objective is not None:
@@ -193,7 +195,7 @@ class MemoryUse:
             stream.trace,
             recompute=allocation.recompute if recompute is None else recompute,
             # none where sequences go through layers in chunks, which have no graph to keep
-            saved=allocation.saved if config.sequence_chunk is None else (),
+            saved=allocation.saved if chunk is None else (),
             products=allocation.products,
             saved_on=allocation.saved_on,
             boundaries=allocation.boundaries,
@@ -212,7 +214,7 @@ class MemoryUse:
             advise=partial(advise, self.planner, allocation),
             loss=loss,
             reference=self._reference,
-            sequence_chunk=config.sequence_chunk,
+            sequence_chunk=chunk,
         )
 
 

@@ -114,6 +114,7 @@ LEFT_OUT = {
     "Memory",
     "LayerStream.forward_order",
     "Planner.work",
+    "Planner._run",
     "Planner._elsewhere",
     "MicroBatch.inputs",
     "_notes",
