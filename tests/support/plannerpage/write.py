@@ -124,6 +124,7 @@ LEFT_OUT = {
     "_agree",
     "_host_memory_shared",
     "Plan.to_dict",
+    "Plan.long_rows",
 }
 SETTINGS = (  # of a run that a plan asks for, whose defaults the page has
     *("strategy", "gradient_checkpointing", "activation_offloading", "boundary_activations"),
