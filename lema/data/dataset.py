@@ -285,6 +285,12 @@ class TokenDataset(Sequence[TokenRow]):
         """The images of row `index`, none in a row without; None: no row of the data has any."""
         return self._table.images.get(int(self._rows[index]), self._table.without_images)
 
+    def image_tokens(self) -> int:
+        """How many tokens the images of all rows have."""
+        rows = (self.images(index) for index in range(len(self)))
+        records = (record for row in rows if row is not None for record in row.records)
+        return sum(record.num_tokens for record in records if record is not None)
+
     @property
     def has_images(self) -> bool:
         """Whether any row of the data has images."""

@@ -3,6 +3,7 @@ model's experts."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -69,17 +70,42 @@ def with_waiting(drawn: Blueprint, batch: MicroBatch, work: Workload) -> Workloa
     if drawn.parts is None:
         return work
     if (key := (batch, drawn.experts)) not in drawn.waiting:
-        drawn.waiting[key] = waiting_of(drawn, batch)
+        drawn.waiting[key] = _waiting_in_chunks(drawn, batch)
     waiting_by_kind: dict[int, Waiting] = drawn.waiting[key]
     works = list(work.works)
+    in_chunks = batch.chunk is not None and batch.length > batch.chunk
     for kind, waiting in waiting_by_kind.items():
+        working_bytes = waiting.working(runs_again=drawn.runs_again)
+        if in_chunks:
+            # with the experts, which are not run there, and so a little more than it takes
+            working_bytes = max(waiting.group, works[kind].working_bytes)
         works[kind] = replace(
             works[kind],
-            working_bytes=waiting.working(runs_again=drawn.runs_again),
+            working_bytes=working_bytes,
             forward_bytes=waiting.head,
             waiting_bytes=waiting.waiting(runs_again=drawn.runs_again),
         )
     return replace(work, works=tuple(works))
+
+
+def _waiting_in_chunks(drawn: Blueprint, batch: MicroBatch) -> dict[int, Waiting]:
+    """Return what `waiting_of` does, of chunks, if the micro-batch goes through layers in several:
+    all wait while a group of experts works on one, and no graph does.
+    """
+    if batch.chunk is None or batch.length <= batch.chunk:
+        return waiting_of(drawn, batch)
+    of_one = waiting_of(drawn, replace(batch, length=batch.chunk, chunk=None))
+    count = math.ceil(batch.length / batch.chunk)
+    return {
+        kind: replace(
+            waiting,
+            saved=0,
+            # with a copy of the layer's input, and what the layer adds to its experts' result
+            states=2 * count * waiting.states,
+            head=count * waiting.head,
+        )
+        for kind, waiting in of_one.items()
+    }
 
 
 def waiting_of(blueprint: Blueprint, batch: MicroBatch) -> dict[int, Waiting]:

@@ -13,7 +13,6 @@ from lema.errors import ConfigError
     [
         {"torch_compile": True},
         {"tensor_parallel_size": 2},
-        {"experts_per_slot": 4},
     ],
     ids=lambda one: "-".join(one),
 )

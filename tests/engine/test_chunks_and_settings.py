@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Outcome, all_gradients, draw_b, relative_difference, streamed_model, streamed_step
+from parity import (
+    Outcome,
+    all_gradients,
+    draw_b,
+    relative_difference,
+    streamed_model,
+    streamed_step,
+)
 from smallrun import logged, opened, settings, token_rows
 from tiny import NUM_LAYERS, Checkpoint, micro_batches
 
@@ -129,7 +136,10 @@ def test_where_no_row_is_longer_than_a_chunk_graphs_are_kept(checkpoint_of: Chec
     outcomes = []
     for chunk in (None, 14):
         with streamed_model(
-            checkpoint_of("llama"), gradient_checkpointing=False, sequence_chunk=chunk, max_length=14
+            checkpoint_of("llama"),
+            gradient_checkpointing=False,
+            sequence_chunk=chunk,
+            max_length=14,
         ) as model:
             draw_b(model.lora_manager)
             assert not model.adapter.activations.recompute
@@ -170,7 +180,5 @@ def test_later_epochs_leave_frozen_layers_out(llama: Path, tmp_path: Path) -> No
 
 def test_what_is_refused_says_why(checkpoint_of: CheckpointOf) -> None:
     refused = pytest.raises(ConfigError, match="torch_compile")
-    with refused, streamed_model(
-        checkpoint_of("llama"), sequence_chunk=CHUNK, torch_compile=True
-    ):
+    with refused, streamed_model(checkpoint_of("llama"), sequence_chunk=CHUNK, torch_compile=True):
         pass

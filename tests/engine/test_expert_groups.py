@@ -273,13 +273,13 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     forward or later.
     """
     found = list[str]()
-    results = experts._Groups.results
+    results = experts.ExpertGroups.results
 
     def watched(*args: Any) -> list[Tensor]:
         found.append(args[2] if len(args) > 2 else "forward")
         return results(*args)
 
-    monkeypatch.setattr(experts._Groups, "results", watched)
+    monkeypatch.setattr(experts.ExpertGroups, "results", watched)
     return found
 
 

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 from lema import LemaConfig
 from lema.errors import MemoryLimitError
 from lema.plan import make_plan
-from lema.plan.lengths import LongRows
+from lema.plan.work.lengths import LongRows
 from lema.plan.machine import profile
 
 LENGTH = 16384

@@ -17,7 +17,15 @@ from transformers import PreTrainedTokenizerFast
 
 from lema.compat import without_video
 
-__all__ = ["PROCESSORS", "picture", "publish_with_processor", "tokenizer", "words"]
+__all__ = [
+    "PROCESSORS",
+    "image_examples",
+    "image_rows",
+    "picture",
+    "publish_with_processor",
+    "tokenizer",
+    "words",
+]
 
 SIZE = 96
 IMAGE = "<image>"
@@ -174,3 +182,44 @@ def picture(number: int) -> Image.Image:
 def words(start: int, count: int) -> str:
     """Return some words of the tokenizer."""
     return " ".join(WORDS[5 + (7 * start + 3 * number) % 70] for number in range(count))
+
+
+def image_rows(folder: Path, count: int = 9) -> list[dict[str, Any]]:
+    """Return chats with one, two and no images, whose files are written to a folder."""
+    rows = []
+    for number in range(count):
+        paths = written_pictures(folder, number, (1, 2, 0)[number % 3])
+        asked: list[dict[str, Any]] = [{"type": "image"}] * len(paths)
+        asked = [*asked, {"type": "text", "text": words(number, 3)}]
+        answer = [{"type": "text", "text": words(number + 1, 5 + number % 4)}]
+        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        rows.append({"messages": messages, "images": paths})
+    return rows
+
+
+def image_examples(folder: Path, count: int = 8, *, labelled: bool = False) -> list[dict[str, Any]]:
+    """Return pairs of answers to prompts with an image, or answers with a label."""
+    rows = []
+    for number in range(count):
+        paths = written_pictures(folder, number, 1 + number % 2)
+        asked: list[dict[str, Any]] = [{"type": "image"}] * len(paths)
+        asked = [*asked, {"type": "text", "text": words(number, 3)}]
+        answers = [
+            [{"role": "assistant", "content": words(number + more, 4 + number % 3)}]
+            for more in (1, 4)
+        ]
+        row: dict[str, Any] = {"prompt": [{"role": "user", "content": asked}], "images": paths}
+        if labelled:
+            row |= {"completion": answers[0], "label": number % 2 == 0}
+        else:
+            row |= {"chosen": answers[0], "rejected": answers[1]}
+        rows.append(row)
+    return rows
+
+
+def written_pictures(folder: Path, number: int, count: int) -> list[str]:
+    """Write images of a row; return their names in the folder."""
+    names = [f"{number}_{place}.png" for place in range(count)]
+    for place, name in enumerate(names):
+        picture(3 * number + place).save(folder / name)
+    return names

@@ -108,7 +108,7 @@ def described(
     numbers, edges = np.histogram(lengths, bins=min(BARS, int(lengths.max() - lengths.min()) + 1))
     shown = []
     for index in range(min(count, len(rows))):
-        ids, labels = rows[index].values()
+        ids, labels = (rows[index][name] for name in ("input_ids", "labels"))
         texts = [
             str(token_id) if tokenizer is None else tokenizer.decode([token_id]) for token_id in ids
         ]
@@ -118,9 +118,13 @@ def described(
         tokens = [
             {"id": token_id, "text": text, "trained": learnt} for token_id, text, learnt in triples
         ]
-        shown.append({"origin": rows.origin(index), "tokens": tokens})
+        row: dict[str, Any] = {"origin": rows.origin(index), "tokens": tokens}
+        if (images := rows.images(index)) is not None:
+            row["images"] = images.described()[0]
+        shown.append(row)
     return {
         "counts": asdict(rows.counts),
+        **_images_of(rows),
         "sources": rows.num_rows_of(),
         "lengths": {
             "mean": round(float(lengths.mean()), 1),
@@ -134,6 +138,28 @@ def described(
         "notes": list(rows.notes),
         "skipped": list(rows.skipped(SHOWN)),
         "first": shown,
+    }
+
+
+def _images_of(rows: "TokenDataset") -> dict[str, Any]:
+    """Return how many images there are, and the tokens and sizes of them all; of data without
+    images nothing."""
+    if not rows.has_images:
+        return {}
+    images = [
+        image
+        for index in range(len(rows))
+        if (of_row := rows.images(index)) is not None
+        for image in of_row.described()[0]
+    ]
+    counted = [image["tokens"] for image in images if image["tokens"] is not None]
+    return {
+        "images": {
+            "number": len(images),
+            "tokens": rows.image_tokens(),
+            "longest": max(counted, default=None),
+            "largest": max((image["size"] for image in images), key=lambda size: size[0] * size[1]),
+        }
     }
 
 
@@ -153,6 +179,14 @@ def _lines(about: dict[str, Any], counts: str) -> Iterator[tuple[str, str]]:
             f"{lengths['longest']:,} tokens"
         ),
     )
+    if (images := about.get("images")) is not None:
+        width, height = images["largest"]
+        longest = "" if images["longest"] is None else f", at most {images['longest']:,} each"
+        yield (
+            "images",
+            f"{images['number']:,} with {images['tokens']:,} tokens{longest}; the largest has "
+            f"{width:,} x {height:,} pixels",
+        )
     most = max(number for _, number in lengths["histogram"])
     for start, number in lengths["histogram"]:
         yield "from", f"{start:>7,}  {'█' * -(-number * WIDTH // most):<{WIDTH}}  {number:,}"
@@ -179,7 +213,19 @@ def _tokens(row: dict[str, Any], *, plain: bool) -> "Text":
 
     styled = Text(f"\n{row['origin']}: ")
     styled.append("[trained on]\n" if plain else "trained on\n", "" if plain else "bold green")
-    for token in row["tokens"]:
+    begins = {image["first"]: image for image in row.get("images", ()) if image["tokens"]}
+    inside = 0
+    for number, token in enumerate(row["tokens"]):
+        if (image := begins.get(number)) is not None:
+            width, height = image["size"]
+            styled.append(
+                printable(f"<{image['name']}, {width} x {height}, {image['tokens']:,} tokens>"),
+                "" if plain else "cyan",
+            )
+            styled.append("|", "" if plain else "dim")
+            inside = number + image["tokens"]
+        if number < inside:
+            continue
         text = printable(
             token["text"].replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t")
         )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMATS", "Unusable", "decoded"]
 
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
 
 
 class Unusable(Exception):
@@ -48,10 +48,11 @@ def decoded(content: bytes, max_pixels: int) -> Image:
         ConfigError: Pillow is not installed.
     """
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
         what = "images are read by Pillow, which is not installed"
         raise ConfigError(what, where="modalities", how=installing("images")) from error
+    Image.init()  # which finds the formats that are asked for by name
     if not content:
         raise Unusable("the file is empty")
     if (size := _webp_size(content)) is not None:
@@ -68,7 +69,7 @@ def decoded(content: bytes, max_pixels: int) -> Image:
                 return turned.convert("RGB")
     except Unusable:
         raise
-    except Image.UnidentifiedImageError as error:
+    except UnidentifiedImageError as error:
         what = f"this is no image of a format that is read ({', '.join(FORMATS)})"
         raise Unusable(what) from error
     except Image.DecompressionBombError as error:

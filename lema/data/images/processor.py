@@ -28,7 +28,7 @@ from lema.storage.modelfiles import library_errors
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 __all__ = ["Expanded", "ImageProcessor"]
 
@@ -48,11 +48,14 @@ class Expanded:
         ids: the tokens, int32 `[sequence]`.
         learnt: which of them are trained on, `[sequence]`; none of an image.
         images: of each token whether it is an image's, `[sequence]`.
+        spans: the first token of each image, and the one after its last; one for all where they
+            cannot be told apart.
     """
 
     ids: Ids
     learnt: Learnt
     images: Learnt
+    spans: tuple[Span, ...]
 
 
 class ImageProcessor:
@@ -66,13 +69,13 @@ class ImageProcessor:
 
     def __init__(
         self,
-        processor: object,
+        processor: ProcessorMixin,
         tokenizer: PreTrainedTokenizerBase,
         image_tokens: Sequence[int],
     ) -> None:
         self._processor: Any = copy.copy(processor)
         self._watched = _Watched(tokenizer)
-        self._processor.tokenizer = self._watched
+        vars(self._processor)["tokenizer"] = self._watched
         self._tokenizer = tokenizer
         # whether the processor tells where in its text it has written what for an image
         self._offsets = {f"return_{OFFSETS}": True} if hasattr(processor, WRITES) else {}
@@ -122,15 +125,25 @@ class ImageProcessor:
         if ids.tolist() != np.asarray(outputs["input_ids"][0]).tolist():
             what = f"{self.name} makes other tokens of this chat than its tokenizer"
             raise row.broken(what, how=HOW)
-        of_images: Learnt = np.isin(ids, self._image_tokens)
-        for offset in (outputs.get(OFFSETS) or [[]])[0]:
-            in_marked = [at - marked.count(MARK, 0, at) for at in offset["new_span"]]
-            of_images |= self._tokenize("".join(parts), [(in_marked[0], in_marked[1])], True)[1]
+        written = [
+            (start - marked.count(MARK, 0, start), end - marked.count(MARK, 0, end))
+            for start, end in (offset["new_span"] for offset in (outputs.get(OFFSETS) or [[]])[0])
+        ]
+        # every second one, so that no two of them touch each other
+        masks = [
+            self._tokenize("".join(parts), of_parity, True)[1]
+            for of_parity in (written[::2], written[1::2])
+            if of_parity
+        ] or [np.isin(ids, self._image_tokens)]
+        of_images: Learnt = np.logical_or.reduce(masks) | np.isin(ids, self._image_tokens)
         if images and not of_images.any():
             what = "the chat template writes nothing for the images of this chat"
             how = "use the chat template of the model's processor, or give chat_template"
             raise row.broken(what, how=how)
-        return Expanded(ids, learnt & ~of_images, of_images)
+        runs = sorted(run for mask in masks for run in _runs(mask))
+        if len(runs) != len(images) and runs:
+            runs = [(runs[0][0], max(end for _, end in runs))]
+        return Expanded(ids, learnt & ~of_images, of_images, tuple(runs))
 
     def inputs(
         self, texts: Sequence[str | None], images: Sequence[Sequence[Image]]
@@ -175,12 +188,13 @@ class _Watched:
     def __call__(self, text: str | list[str], *args: object, **kwargs: object) -> object:
         texts = [text] if isinstance(text, str) else list(text)
         self.marked_texts = texts
-        plain = [one.replace(MARK, "") for one in texts]
+        plain = [with_marks.replace(MARK, "") for with_marks in texts]
         call: Any = self._tokenizer
         return call(plain[0] if isinstance(text, str) else plain, *args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
+    def __getattr__(self, name: str) -> object:
+        value: object = getattr(self._tokenizer, name)
+        return value
 
     def padding(self) -> bool:
         """Make sure that rows can be padded: with which token is nothing to them."""
@@ -202,6 +216,13 @@ def _refused(row: Row) -> Iterator[None]:
         what = f"the model's processor refuses this row: {message_of(error)}"
         how = "compare the images of the row with the words for them in its chat"
         raise row.broken(what, how=how) from error
+
+
+def _runs(mask: Learnt) -> list[Span]:
+    """Return where a mask is true: the first place of each stretch, and the one after its last."""
+    changes = np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8))
+    borders = np.flatnonzero(changes).tolist()
+    return list(zip(borders[::2], borders[1::2], strict=True))
 
 
 def _marked(text: str, spans: Sequence[Span]) -> str:

@@ -11,7 +11,6 @@ import numpy as np
 
 from lema.data.chat.messages import Chat
 from lema.data.chat.pictures import PICTURE, Picture
-from lema.data.chat.pieces import Learnt
 from lema.data.chat.turns import Span
 from lema.data.columns import IMAGE_COLUMNS
 from lema.data.files import Row
@@ -100,8 +99,7 @@ class ImageReading:
         places = np.flatnonzero(expanded.images)
         end = int(places[-1]) + 1 if len(places) else 0
         sizes = tuple(image.size for image in pictures.images)
-        spans_of_images = _spans(expanded.images, len(sizes))
-        return expanded, ImageRecord(text, pictures.sources, 0, end, spans_of_images, sizes)
+        return expanded, ImageRecord(text, pictures.sources, 0, end, expanded.spans, sizes)
 
     def rows(self, record: ImageRecord | None) -> RowImages:
         """Return the images of one row, for its micro-batch."""
@@ -119,22 +117,25 @@ def with_column(row: Row, chat: Chat) -> Chat:
     if name is None:
         if any(picture.value is None for picture in chat.pictures):
             what = "a message has a part for an image, and the row has no column 'images'"
-            raise row.broken(what, how='add "images": [PATH], or write {"type": "image", "path": PATH}')
+            how = 'add "images": [PATH], or write {"type": "image", "path": PATH}'
+            raise row.broken(what, how=how)
         return chat
     value = row.values[name]
     values = list(value) if isinstance(value, list | tuple) else [value]
-    values = [one for one in values if one is not None]
-    named = [Picture(one, f"{name}, image {number}") for number, one in enumerate(values, 1)]
-    places = sum(picture.value is None for picture in chat.pictures)
+    named = [
+        Picture(image, f"{name}, image {number}")
+        for number, image in enumerate((image for image in values if image is not None), 1)
+    ]
     if named and not chat.pictures:
         chat = _with_words(chat)
         if not chat.pictures:
             return _at_the_beginning(row, chat, named)
+    places = sum(picture.value is None for picture in chat.pictures)
     if places != len(named):
         what = f"the row has {len(named)} images, and its messages have {places} places for them"
         raise row.broken(what, how='give each image one part {"type": "image"} in a message')
     following = iter(named)
-    pictures = (next(following) if one.value is None else one for one in chat.pictures)
+    pictures = (next(following) if picture.value is None else picture for picture in chat.pictures)
     return replace(chat, pictures=tuple(pictures))
 
 
@@ -161,13 +162,3 @@ def _at_the_beginning(row: Row, chat: Chat, named: Sequence[Picture]) -> Chat:
         "the row has images, and no message is the user's",
         how='give each image one part {"type": "image"} in a message',
     )
-
-
-def _spans(of_images: Learnt, count: int) -> tuple[tuple[int, int], ...]:
-    """Return where images stand, one span for each; where several touch each other, or one is cut
-    by other tokens, one span for all."""
-    borders = np.flatnonzero(np.diff(np.concatenate([[False], of_images, [False]]).astype(np.int8)))
-    spans = [(int(a), int(b)) for a, b in zip(borders[::2], borders[1::2], strict=True)]
-    if len(spans) == count or not spans:
-        return tuple(spans)
-    return ((spans[0][0], spans[-1][1]),)

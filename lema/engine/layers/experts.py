@@ -33,13 +33,20 @@ from lema.model.flow import LayerCall, Suspended
 from lema.stream import LayerStream, Lease
 from lema.stream.schedule import ExpertGroup
 
-__all__ = ["ExpertLayer", "call_in_groups"]
+__all__ = [
+    "ExpertGroups",
+    "ExpertLayer",
+    "SavedInputs",
+    "Sums",
+    "call_in_groups",
+    "resumed",
+]
 
 Sums = dict[nn.Parameter, Tensor]
 
 
 @dataclass(frozen=True)
-class _Groups:
+class ExpertGroups:
     """The groups of experts of one layer, which is on lease; `at` says where memory runs out, if
     somebody asks.
     """
@@ -167,11 +174,11 @@ def call_in_groups(
     half = split.suspended(
         lease.layer, lambda: split.call_layer(lease.layer, lease.weights, args, kwargs)
     )
-    return half.resume(_Groups(split, stream, lease).results([(None, half.expert_inputs)])[0])
+    return half.resume(ExpertGroups(split, stream, lease).results([(None, half.expert_inputs)])[0])
 
 
 @dataclass(eq=False)
-class _SavedInputs:
+class SavedInputs:
     """What the layer keeps of a step: its inputs, in boundaries, and what runs it again."""
 
     calls: Sequence[LayerCall]
@@ -194,9 +201,9 @@ class ExpertLayer:
         self.number = number
         self._engine = engine
 
-    def _groups(self, lease: Lease) -> _Groups:
+    def _groups(self, lease: Lease) -> ExpertGroups:
         engine = self._engine
-        return _Groups(engine.split, engine.stream, lease, engine.retry.at)
+        return ExpertGroups(engine.split, engine.stream, lease, engine.retry.at)
 
     @torch.no_grad()
     def run(self, lease: Lease, rows: Rows) -> None:
@@ -213,7 +220,7 @@ class ExpertLayer:
 
     def forward(
         self, lease: Lease, rows: Rows, needs_grad: Sequence[bool], saving: Saving
-    ) -> _SavedInputs:
+    ) -> SavedInputs:
         """Take a step's rows through the layer; see `lema.engine.layers.layer.Layer`."""
         engine = self._engine
         number = self.number
@@ -221,7 +228,7 @@ class ExpertLayer:
         boundaries = saving.boundaries_of(number)
         assert boundaries is not None, "a layer in groups keeps its graph"
         asks_routers = calls[0].routers is not None
-        saved = _SavedInputs(calls, boundaries, needs_grad, asks_routers)
+        saved = SavedInputs(calls, boundaries, needs_grad, asks_routers)
 
         def layer_inputs() -> Iterator[Tensor]:
             for index, (state, needs) in enumerate(zip(rows.states, needs_grad, strict=True)):
@@ -261,7 +268,7 @@ class ExpertLayer:
         outputs = []
         for index, (call, half) in enumerate(zip(calls, halves, strict=True)):
             with torch.no_grad():
-                outputs.append(_resumed(engine, call, half, results[index]))
+                outputs.append(resumed(engine, call.autocast, half, results[index]))
             results[index] = halves[index] = expert_inputs[index] = None  # type: ignore[call-overload] # it is done with
         engine.backend.set_rng_state(after)
         return outputs
@@ -269,7 +276,7 @@ class ExpertLayer:
     def backward(
         self,
         lease: Lease,
-        saved: _SavedInputs,
+        saved: SavedInputs,
         gradients: Sequence[Sequence[Tensor]],
         *,
         again: bool,
@@ -303,7 +310,7 @@ class ExpertLayer:
             torch.autograd.backward([parameter], [adapters.pop(parameter)])  # adds to .grad
         return input_gradients
 
-    def _parts(self, lease: Lease, saved: _SavedInputs, *, again: bool) -> list[_Part]:
+    def _parts(self, lease: Lease, saved: SavedInputs, *, again: bool) -> list[_Part]:
         """Run each micro-batch again as far as its experts."""
         parts = list[_Part]()
         for index, (call, state) in enumerate(zip(saved.calls, saved.states, strict=True)):
@@ -421,10 +428,12 @@ def _half(engine: Engine, lease: Lease, call: LayerCall, hidden: Tensor) -> Susp
     return engine.split.suspended(lease.layer, run)
 
 
-def _resumed(engine: Engine, call: LayerCall, half: Suspended, result: Tensor) -> Tensor:
+def resumed(
+    engine: Engine, autocast: torch.dtype | None, half: Suspended, result: Tensor
+) -> Tensor:
     """Return what the layer returns, given its experts' result."""
     engine.backend.set_rng_state(half.drawn)
-    with engine.split.autocast(call.autocast):
+    with engine.split.autocast(autocast):
         output: Tensor = half.resume(result)
     return output
 
@@ -492,7 +501,9 @@ class _Part:
         self._result = result.detach().requires_grad_()
         with torch.enable_grad():
             # A copy, because models add to their experts' result in place.
-            self.output = _resumed(self._engine, self._call, self._half, self._result.clone())
+            self.output = resumed(
+                self._engine, self._call.autocast, self._half, self._result.clone()
+            )
         return self.output
 
     def begin(self, gradient: Tensor, result: Tensor | None = None) -> Tensor:

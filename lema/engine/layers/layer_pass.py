@@ -20,6 +20,7 @@ from torch import Tensor
 from lema.engine.engine import Engine
 from lema.engine.head.gradients import check_not_freed
 from lema.engine.layers.chunked import ChunkedLayer
+from lema.engine.layers.chunked_experts import ChunkedExpertLayer
 from lema.engine.layers.experts import ExpertLayer
 from lema.engine.layers.layer import Layer, SavedLayer
 from lema.engine.layers.reference_rows import ReferenceRows
@@ -63,8 +64,9 @@ def layers_of(engine: Engine, *, in_chunks: bool = False) -> tuple[Layer[Any], .
     chunks.
     """
     ordinary = ChunkedLayer if in_chunks else WholeLayer
+    in_groups = ChunkedExpertLayer if in_chunks else ExpertLayer
     return tuple(
-        ExpertLayer(engine, number) if number in engine.stream.groups else ordinary(engine, number)
+        (in_groups if number in engine.stream.groups else ordinary)(engine, number)
         for number in range(engine.split.num_layers)
     )
 
