@@ -35,7 +35,7 @@ from lema.model.layers.compiled import CompiledLayers
 from lema.model.layers.routing import replayed
 from lema.model.row_tables import RowTables
 from lema.model.sequence.cache import LayerKind, SequenceCache, kinds_of
-from lema.model.sequence.chunks import ChunkedRows
+from lema.model.sequence.chunks import ChunkedRows, Room
 from lema.model.skeleton import find_layers, main_dtype, scores_texts
 from lema.model.state.hooks import aside
 from lema.model.state.model import ModelState
@@ -184,11 +184,13 @@ class Split:
         size: int,
         *,
         differentiate: bool = False,
+        room: Room | None = None,
     ) -> Prelude:
         """Run the model up to its layers, as `prelude` does, `size` tokens at a time; the calls are
-        `ChunkedCall`. `ConfigError`: the model, or the batch, cannot be cut."""
+        `ChunkedCall`. `room`: makes room for the hidden state; None: it is on the device.
+        `ConfigError`: the model, or the batch, cannot be cut."""
         self._begin(batch, first_layer_weights)
-        return self.rows_in_chunks(batch, size).prelude(differentiate=differentiate)
+        return self.rows_in_chunks(batch, size).prelude(differentiate=differentiate, room=room)
 
     def rows_in_chunks(
         self,

@@ -50,9 +50,14 @@ class _StartDown:
     hidden: list[Tensor | None]
     of_routers: dict[int, list[list[Tensor | None]]]
 
-    def scale(self, factor: Tensor) -> None:
-        """Multiply them."""
-        self.hidden = [_scaled(gradient, factor) for gradient in self.hidden]
+    def scale(self, factor: Tensor, *, in_place: bool) -> None:
+        """Multiply them; `in_place`: those of hidden states, which may be in host memory."""
+        if in_place:
+            for gradient in self.hidden:
+                if gradient is not None:
+                    gradient.mul_(factor.to(gradient))
+        else:
+            self.hidden = [_scaled(gradient, factor) for gradient in self.hidden]
         self.of_routers = {
             number: [[_scaled(gradient, factor) for gradient in row] for row in rows]
             for number, rows in self.of_routers.items()
@@ -250,7 +255,7 @@ class LayerPass:
             raise ConfigError(what, where="backward", how="form the loss once more")
         self._start = None
         if self._top is not None:
-            start.scale(self._top.backward(gradients[0]))
+            start.scale(self._top.backward(gradients[0]), in_place=self._rows.room is not None)
         return self._down(start.hidden, start.of_routers)
 
     def _down(
