@@ -55,9 +55,7 @@ def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
 
 
 def _chunk(kind: bytes, body: bytes) -> bytes:
-    return (
-        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-    )
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
 
 def _png(width: int, height: int, *more: bytes) -> bytes:

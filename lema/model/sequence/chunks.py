@@ -52,6 +52,7 @@ MASK = "attention_mask"
 POSITIONS = "position_ids"
 INPUTS = frozenset({IDS, MASK, POSITIONS})
 CALL_BYTES = 32 << 20
+MOST_IN_HOST = 4 << 20  # of calls, where hidden states are not on the device either
 PADDING = 2  # tokens
 PACK = (0, 1, 0, 1)  # positions of two rows
 
@@ -185,8 +186,9 @@ class ChunkedRows:
                     hidden = room(shape, front.hidden.dtype).zero_()
                 hidden[:, self.spans[chunk].slice] = front.hidden
             self._calls[chunk] = front.calls
-            if self._call_bytes() > most_of_calls(self._hidden_bytes):
-                # Masks of long sequences are larger than all else: they are made at each visit.
+            most = MOST_IN_HOST if room is not None else most_of_calls(self._hidden_bytes)
+            if self._call_bytes() > most:
+                # What grows with the sequence is made at each visit.
                 self._calls = [None] * len(self.spans)
         if hidden is None:
             hidden = torch.cat(states, dim=1)
