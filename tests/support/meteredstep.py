@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lema import LemaModel
 from lema.plan.work.meter import Tally
@@ -30,7 +31,8 @@ def device_bytes(model: LemaModel, micro_batches: Sequence[dict[str, Any]]) -> i
     allocate = backend.host_buffer
 
     def host_buffer(nbytes: int) -> Tensor:
-        memory = allocate(nbytes)
+        with _disable_current_modes():
+            memory = allocate(nbytes)
         tally.leave_out([memory])
         return memory
 
