@@ -338,15 +338,15 @@ def without_video() -> Iterator[None]:
     check = kind.check_argument_for_proper_class
     lookup = type(mapping).__getitem__
 
-    def check_argument(self: Any, name: str, argument: object) -> object:
+    def check_argument(self: object, name: str, argument: object) -> object:
         absent = argument is None and name == "video_processor"
         return None if absent else check(self, name, argument)
 
-    def found(self: Any, name: str) -> Any:
+    def loader(self: object, name: str) -> object:
         return _NoVideo if name == "video_processor" else lookup(self, name)
 
     kind.check_argument_for_proper_class = check_argument
-    type(mapping).__getitem__ = found
+    type(mapping).__getitem__ = loader
     try:
         yield
     finally:

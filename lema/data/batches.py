@@ -93,15 +93,13 @@ def split_batch(batch: Mapping[str, Any], rows: int | None) -> list[dict[str, to
     """Cut a batch into micro-batches of at most `rows` rows, each as wide as its longest; None: one
     micro-batch. Columns at the end that no row of the micro-batch attends to or learns are left
     out."""
-    tensors = {
-        name: value
-        for name, value in batch.items()
-        if isinstance(value, torch.Tensor | RowImages)
+    values: dict[str, Any] = {
+        name: value for name, value in batch.items() if isinstance(value, torch.Tensor | RowImages)
     }
-    size = len(tensors["input_ids"])
+    size = len(values["input_ids"])
     step = rows or size
     parts = [
-        {name: value[at : at + step] for name, value in tensors.items()}
+        {name: value[at : at + step] for name, value in values.items()}
         for at in range(0, size, step)
     ]
     for prefix, part in ((prefix, part) for prefix in ("", "mismatched_") for part in parts):
@@ -165,7 +163,8 @@ def collate(
         mask = torch.arange(shape[1]) < torch.tensor(lengths)[:, None]
         batch["attention_mask"] = mask.long()
     of_rows: list[Any] = [row.get(IMAGES) for row in rows]
-    if (images := RowImages.joined(of_rows)) is not None:
+    images = RowImages.joined(of_rows) if any(of_rows) else None
+    if images is not None:
         batch["images"] = images
     return batch
 

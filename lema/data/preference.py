@@ -232,16 +232,14 @@ def prepare_preferences(
     images: ImageReading | None = None,
 ) -> PreferenceDataset:
     """Read and tokenise examples, given and cached as `prepare_data` takes them, their `images` as
-    well; with `labelled`
-    they are rows with a label, which a pair is made two of. "drop" leaves out the example of a
-    longer row; so is one of which no token of a completion would be left. `DataError`: no rows, a
-    malformed row (named by file and line), or none left."""
+    well; with `labelled` they are rows with a label, which a pair is made two of. "drop" leaves out
+    the example of a longer row; so is one of which no token of a completion would be left.
+    `DataError`: no rows, a malformed row (named by file and line), or none left."""
     files = given_files(data)
     readers = Readers(files, forms or Forms(), tokenizer)
     if labelled and readers.cuts_left():
         what = "rows with labels are cut at their end, because completions change their prompts"
         raise ConfigError(what, where="truncation_side", how="leave it out, or set overlong: drop")
-
     images = None if images is None else images.at(folders_of(files))
 
     def gather(rows: Iterable[Row], _: Row | None = None) -> Columns:
@@ -249,9 +247,7 @@ def prepare_preferences(
         columns = Columns(remarks=remarks.counts)
         for reader, group in readers.grouped(rows):
             assert reader.tokenizer is not None, "examples are never token ids"
-            for row, examples, ahead, pictures in _read(
-                group, reader, images, labelled=labelled
-            ):
+            for row, examples, ahead, pictures in _read(group, reader, images, labelled=labelled):
                 if examples is None:
                     columns.leave_out(row)
                     continue
@@ -277,14 +273,18 @@ def prepare_preferences(
     date = readers.run.forms.template_date
     settings |= {} if date is None else {"template_date": date}
     settings |= readers.run.forms.described() | readers.described()
-    tokenizer = readers.run.tokenizer
-    rows = TokenDataset(table_of(data, files, gather, tokenizer, settings, cache, images))
+    run = readers.run.tokenizer
+    rows = TokenDataset(table_of(data, files, gather, run, settings, cache, images))
+    return _as_examples(rows, max_length, labelled=labelled)
+
+
+def _as_examples(rows: TokenDataset, max_length: int, *, labelled: bool) -> PreferenceDataset:
+    """Return rows as examples. Rejected rows come after all chosen ones, because next to a row with
+    its prompt a completion is not mismatched."""
     marks = rows.marks[:: 1 if labelled else 2]
     dataset = PreferenceDataset(
         rows, (marks & GOOD).astype(np.int64) if labelled else None, max_length
     )
-    # Rejected rows come after all chosen ones, because next to a row with its prompt a completion
-    # is not mismatched.
     second = (marks & SECOND) > 0
     return dataset.select(np.argsort(second, kind="stable")) if second.any() else dataset
 
@@ -317,7 +317,7 @@ def _take(
         None if record is None else record.shifted(max(0, len(ids) - max_length) if left else 0)
         for ids, _ in tokens
     ]
-    if any(one is not None and not one.is_whole(max_length) for one in records):
+    if any(images is not None and not images.is_whole(max_length) for images in records):
         columns.drop(row, longest, CUT_IMAGE)
         return
     for (ids, learnt), images in zip(tokens, records, strict=True):
@@ -435,8 +435,8 @@ def _read(
     rows: Iterable[Row], reader: Reader, images: ImageReading | None, *, labelled: bool
 ) -> Iterator[tuple[Row, Examples, Ahead, tuple[Picture, ...]]]:
     """Yield each row with its examples, what templates have written for them, and its pictures, of
-    several rows at once, because that is faster. What is wrong with a row is raised after those before it are
-    yielded."""
+    several rows at once, because that is faster. What is wrong with a row is raised after those
+    before it are yielded."""
     tokenizer, date = reader.tokenizer, reader.forms.template_date
     assert tokenizer is not None, "examples are never token ids"
     renamed = map(reader.forms.renamed, rows)
@@ -510,14 +510,23 @@ def _with_images(
             what = "the row has images, and only chats have places for them"
             raise row.broken(what, how="write the row as messages")
         return examples, ()
-    for (_, *wholes), _ in examples:
-        if any(has_pictures(whole[len(prompt) :]) for whole in wholes):
+    for (_, *conversations), _ in examples:
+        if any(
+            not isinstance(messages, str) and has_pictures(messages[len(prompt) :])
+            for messages in conversations
+        ):
             what = "a completion holds an image, and images belong to prompts"
             raise row.broken(what, how="move the image to the prompt")
     chat = with_column(row, Chat(prompt, pictures=_pictures(row, forms)))
     changed: list[tuple[list[Value], bool]] = [
-        ([chat.messages, *(chat.messages + whole[len(prompt) :] for whole in wholes)], label)  # type: ignore[operator] # lists, as the prompt
-        for (_, *wholes), label in examples
+        (
+            [
+                chat.messages,
+                *(chat.messages + messages[len(prompt) :] for messages in conversations),  # type: ignore[operator] # lists, as the prompt
+            ],
+            label,
+        )
+        for (_, *conversations), label in examples
     ]
     return changed, chat.pictures
 

@@ -76,15 +76,7 @@ def prepare_data(
         images: what images of rows are read with; None: rows have none. With it no tokens are
             kept.
     """
-    if max_length < 2:
-        what = f"rows of {max_length} tokens have nothing to predict"
-        raise DataError(what, where="max_length", how="allow 2 or more")
-    if overlong not in ("truncate", "drop", "error"):
-        raise DataError(
-            f"{overlong!r} is not an option for long rows",
-            where="overlong",
-            how="truncate, drop or error",
-        )
+    _check_lengths(max_length, overlong)
     files = given_files(data)
     readers = Readers(files, forms or Forms(), tokenizer)
     remarks = Remarks()
@@ -120,6 +112,18 @@ def prepare_data(
     settings |= readers.run.forms.described() | readers.described()
     tokenizer = readers.run.tokenizer
     return TokenDataset(table_of(data, files, gather, tokenizer, settings, cache, images))
+
+
+def _check_lengths(max_length: int, overlong: Overlong) -> None:
+    if max_length < 2:
+        what = f"rows of {max_length} tokens have nothing to predict"
+        raise DataError(what, where="max_length", how="allow 2 or more")
+    if overlong not in ("truncate", "drop", "error"):
+        raise DataError(
+            f"{overlong!r} is not an option for long rows",
+            where="overlong",
+            how="truncate, drop or error",
+        )
 
 
 def _take(
@@ -160,8 +164,8 @@ def table_of(
     images: ImageReading | None = None,
 ) -> Table:
     """Return data as tokens: those of large files from the folder `cache`, all others gathered in
-    memory, as those of rows with `images`. `settings` are what else decides the tokens. `DataError`: no row is left; that and
-    `DiskError`: as `lema.data.cache.cached`."""
+    memory, as those of rows with `images`. `settings` are what else decides the tokens.
+    `DataError`: no row is left; that and `DiskError`: as `lema.data.cache.cached`."""
     notes = list[str]()
     table = None
     if cache is not None and files is not None and images is None:

@@ -322,6 +322,9 @@ def _why_not_grouped(planner: Planner) -> str:
             keeps_graphs and config.activation_offloading != "hidden_states"
         ),
         other_rows: config.objective != "sft",
+        "context_parallel_size takes parts of rows through whole layers": (
+            config.context_parallel_size is not None
+        ),
         without_experts: not blueprint.most_experts,
         "several processes hold the model together": blueprint.parallel.size > 1,
         "weights of the layers train": blueprint.trained is not None,

@@ -21,6 +21,7 @@ from lema.lora.files import with_adapter
 from lema.model.files import ModelFiles, training_rows
 from lema.model.skeleton import main_dtype
 from lema.plan.cost import Allocation, crossover, phases, saved_elsewhere
+from lema.plan.divided_rows import divided_note
 from lema.plan.groups import ExpertSummary, expert_summary
 from lema.plan.machine import Machine
 from lema.plan.planner import Planner, StepNeeds, planner_of, timed
@@ -531,6 +532,8 @@ def _notes(planner: Planner) -> tuple[str, ...]:
     notes += _of_published_weights(planner.blueprint.layers)
     notes += planner.blueprint.notes
     notes += beyond_positions(planner.blueprint.model.config, planner.config)
+    if note := divided_note(planner.config, planner.shape.micro_batch, planner.workload):
+        notes.append(note)
     if note := chunks_note(planner.shape.micro_batch, planner.workload):
         notes.append(note)
     return tuple(notes)

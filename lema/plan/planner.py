@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lema.backend import Backend, SingleProcess
+from lema.backend.group import share_of
 from lema.config import LemaConfig
 from lema.config.types import MemoryStrategy
 from lema.data.forms import num_positions
@@ -21,6 +22,7 @@ from lema.model.partition import planned_parallel
 from lema.model.skeleton import main_dtype
 from lema.plan.blueprint import Blueprint, draw_up
 from lema.plan.choice import best, seconds_decide
+from lema.plan.divided_rows import in_parts
 from lema.plan.groups import active_experts
 from lema.plan.machine import (
     Machine,
@@ -90,6 +92,7 @@ def planner_of(
         drawn["elsewhere"] = machine is not None
         blueprint = blueprint or draw_up(config, backend=backend, **drawn)
         positions = num_positions(blueprint.model.config, config)
+        config = in_parts(config, positions)
         shape = step_shape(config, positions, processes, parts=parallel.size)
         planner = Planner(
             config, blueprint, machine_state, None, None, shape, processes, device_memory
@@ -136,7 +139,9 @@ def opened_planner(config: LemaConfig, blueprint: Blueprint, backend: Backend) -
     process has.
     """
     positions = num_positions(blueprint.model.config, config)
-    shape = step_shape(config, positions, backend.replicas.size, blueprint.parallel.size)
+    config = in_parts(config, positions)
+    _, shares = share_of(backend.replicas, config.context_parallel_size or 1)
+    shape = step_shape(config, positions, shares, blueprint.parallel.size)
     return Planner(config, blueprint, this_machine(backend), None, None, shape, backend=backend)
 
 

@@ -43,7 +43,14 @@ __all__ = [
     "known_types",
     "load_generation_config",
 ]
-__all__ += ["load_processor", "load_tokenizer", "parts_of", "read_config_file", "require_commit"]
+__all__ += [
+    "has_processor",
+    "load_processor",
+    "load_tokenizer",
+    "parts_of",
+    "read_config_file",
+    "require_commit",
+]
 
 # tokenizer, templates, settings
 COMPANIONS = (
@@ -103,11 +110,16 @@ def load_tokenizer(directory: Path, *, trusted: bool, how: str) -> "PreTrainedTo
     return tokenizer
 
 
+def has_processor(directory: Path) -> bool:
+    """Whether a model's directory has the file of a processor."""
+    return any((directory / name).is_file() for name in PROCESSOR_FILES)
+
+
 def load_processor(directory: Path, *, trusted: bool) -> "ProcessorMixin | None":
-    """Load the processor of a model's directory, and run code that comes with it if `trusted`; None:
-    there is none, as beside models of text. `DataError`: it cannot be loaded, or one of its files
-    is not what it should be."""
-    if not any((directory / name).is_file() for name in PROCESSOR_FILES):
+    """Load the processor of a model's directory, and run code that comes with it if `trusted`.
+    None: there is none, as beside models of text. `DataError`: it cannot be loaded, or one of its
+    files is not what it should be."""
+    if not has_processor(directory):
         return None
     check_companions(directory)
     _check_growth(directory / "tokenizer.json")

@@ -35,10 +35,11 @@ DIRECTORY = Path("lema-demo")  # the default; relative, as a user's is
 STEPS = 24
 # configs that several processes run: tests/neuron/test_launch.py has the commands in their headers
 NEURON = "neuron_"
+IMAGES = "lora_images"  # which tests/train/test_image_runs.py runs with a model that sees images
 CONFIGS = sorted(
     file
     for file in (Path(__file__).parents[2] / "configs").glob("*.yaml")
-    if not file.name.startswith(NEURON)
+    if not file.name.startswith((NEURON, IMAGES))
 )
 
 

@@ -136,7 +136,9 @@ def test_bytes_of_parquet_and_objects_of_pillow_are_read(
     assert_first(read(str(tmp_path / "rows.parquet")))
     assert_first(read(iter([chat(PART, images=[picture(1)])])))
     assert_first(read(iter([chat({**PART, "image": content()})])))
-    assert_first(read(iter([chat(PART, images=[tmp_path / "one.png"])]), image_folder=str(tmp_path)))
+    assert_first(
+        read(iter([chat(PART, images=[tmp_path / "one.png"])]), image_folder=str(tmp_path))
+    )
 
 
 def test_several_images_and_none_in_one_file(read: Callable[..., Any]) -> None:
@@ -176,7 +178,10 @@ REFUSED = {
     "a pipe": (chat(PART, images=["pipe.png"]), "pipe"),
     "a directory": (chat(PART, images=["folder.png"]), "directory"),
     "text": (chat(PART, images=["text.png"]), "no image of a format"),
-    "fewer places": (chat(PART, images=["one.png", "two.png"]), "2 images, and its messages have 1"),
+    "fewer places": (
+        chat(PART, images=["one.png", "two.png"]),
+        "2 images, and its messages have 1",
+    ),
     "fewer images": (chat(PART, PART, images=["one.png"]), "1 images, and its messages have 2"),
     "no column": (chat(PART), "no column 'images'"),
     "no base64": (chat({**PART, "base64": "%%%"}), "no base64"),
@@ -185,9 +190,18 @@ REFUSED = {
     "a number": (chat(PART, images=[7]), "an image is a int"),
     "an empty object": (chat(PART, images=[{}]), "neither bytes nor a path"),
     "video": (chat({"type": "video", "path": "a.mp4"}), "holds video"),
-    "a word of the processor": (chat(PART, {"type": "text", "text": "<image>"}, images=["one.png"]), "processor refuses"),
+    "a word of the processor": (
+        chat(PART, {"type": "text", "text": "<image>"}, images=["one.png"]),
+        "processor refuses",
+    ),
     "an image in an answer": (
-        {"messages": [{"role": "user", "content": "w5"}, {"role": "assistant", "content": [PART]}], "images": ["one.png"]},
+        {
+            "messages": [
+                {"role": "user", "content": "w5"},
+                {"role": "assistant", "content": [PART]},
+            ],
+            "images": ["one.png"],
+        },
         "an answer holds an image",
     ),
     "text with images": ({"text": "w5 w6", "images": ["one.png"]}, "only chats"),
@@ -310,7 +324,10 @@ def test_no_cut_goes_through_an_image(read: Callable[..., Any], side: str) -> No
     assert data.counts.dropped == skipped.count("dropped, because the cut would take an image")
     with pytest.raises(DataError, match="more than max_length"):
         read(rows, max_length=length, overlong="error")
-    assert read([*rows, chat(PART, images=["one.png"])], max_length=13, overlong="drop").counts.rows == 2
+    assert (
+        read([*rows, chat(PART, images=["one.png"])], max_length=13, overlong="drop").counts.rows
+        == 2
+    )
 
 
 def test_pairs_take_their_images_in_the_prompt(read: Callable[..., Any]) -> None:
@@ -322,8 +339,7 @@ def test_pairs_take_their_images_in_the_prompt(read: Callable[..., Any]) -> None
     ]
     explicit, implicit = read(rows, objective="dpo")
     assert explicit == [
-        {**row, "images": images["images"]}
-        for row, images in zip(implicit, explicit, strict=True)
+        {**row, "images": images["images"]} for row, images in zip(implicit, explicit, strict=True)
     ]
     assert explicit[0]["input_ids"] == TOKENS
     assert explicit[0]["labels"] == LABELS

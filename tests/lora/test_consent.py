@@ -38,6 +38,8 @@ CHOSEN: dict[str, Any] = {
     "chat_template": "/dev/zero",
     "adapter_name_or_path": "someone/adapter",
     "data_cache": "/somewhere",
+    "image_folder": "/somewhere",
+    "image_urls": True,
     "output_dir": "/somewhere",
     "overwrite_output_dir": True,
     "offload_dir": "/somewhere",

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from imageprocessors import (
     image_examples,
     image_rows,
     publish_with_processor,
-    words,
 )
 from parity import draw_b, trained
 from peft import get_peft_model
@@ -139,7 +137,9 @@ def _in_parts(chat: Any) -> Any:
 
 def assert_same_gradients(model: LemaModel, reference: Any, limit: float = 0.0) -> None:
     own = trained(model.lora_manager)
-    assert any(bool(parameter.grad.any()) for parameter in own.values() if parameter.grad is not None)
+    assert any(
+        bool(parameter.grad.any()) for parameter in own.values() if parameter.grad is not None
+    )
     for name, parameter in trained(reference).items():
         gradient = own[name].grad
         if gradient is None or parameter.grad is None:
@@ -294,7 +294,7 @@ def test_kto_with_images_compares_each_prompt_with_another_completion(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"packing": True}, "whose positions a model counts anew"),
+        ({"packing": True}, "whose positions a model counts anew for each row"),
         ({"sequence_chunk": 8}, "among the tokens of a whole sequence"),
         ({"cache_frozen_prefix": True, "shuffle": False}, "not kept between epochs"),
     ],

@@ -5,6 +5,7 @@ and what stays in memory.
 from __future__ import annotations
 
 import json
+import re
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -103,7 +104,9 @@ def test_every_step_of_two_epochs_is_that_of_the_whole_model(model: Path, tmp_pa
     assert sampler.num_steps == 3
     for step in range(sampler.num_steps):
         groups = sampler._batches.groups(sampler._of(step))
-        total = sum(int((torch.tensor(data[n]["labels"])[1:] != -100).sum()) for g in groups for n in g)
+        total = sum(
+            int((torch.tensor(data[n]["labels"])[1:] != -100).sum()) for g in groups for n in g
+        )
         for numbers in groups:
             texts = [
                 processor.apply_chat_template(rows[number]["messages"], tokenize=False)
@@ -124,7 +127,11 @@ def test_every_step_of_two_epochs_is_that_of_the_whole_model(model: Path, tmp_pa
             width = inputs["input_ids"].shape[1]
             labels = torch.stack(
                 [
-                    pad(one := torch.tensor(data[number]["labels"]), (0, width - len(one)), value=-100)
+                    pad(
+                        one := torch.tensor(data[number]["labels"]),
+                        (0, width - len(one)),
+                        value=-100,
+                    )
                     for number in numbers
                 ]
             )
@@ -293,3 +300,44 @@ def test_memory_does_not_grow_with_the_number_of_images(
     assert many == 1000 + 2 * 8
     assert images_of_many == images_of_few <= 2  # those of a micro-batch
     assert pixels_of_many == pixels_of_few > 0
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def with_model(text: str, model: Path) -> str:
+    """Return settings for a small model in the place of theirs."""
+    text = text.replace("Qwen/Qwen3-VL-8B-Instruct", str(model))
+    return text.replace("max_length: 4096", "max_length: 64").replace("0.02", "0.25")
+
+
+def test_the_rows_of_the_page_train_with_its_settings(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "images.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"<!-- images rows -->\n```yaml\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    for name, settings in (
+        ("page.yaml", text),
+        ("config.yaml", (ROOT / "configs" / "lora_images.yaml").read_text(encoding="utf-8")),
+    ):
+        Path("data").mkdir(exist_ok=True)
+        rows = image_rows(Path("data"), 8)
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        Path("data/photos.jsonl").write_text(lines)
+        Path(name).write_text(with_model(settings, model))
+        options = ["--set", "device=cpu", "--set", f"output_dir=out-{name}"]
+        assert lema("train", name, *options) == 0, capsys.readouterr().err
+        assert (Path(f"out-{name}") / "adapter_model.safetensors").is_file()
+
+
+def test_init_sees_that_rows_have_images(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path, model, image_rows(tmp_path, 6))
+    file = tmp_path / "made.yaml"
+    given = ["--data", str(tmp_path / "rows.jsonl"), "--output", str(file)]
+    assert lema("init", str(model), *given) == 0, capsys.readouterr().err
+    assert "\nmodalities: all\n" in file.read_text()
+    options = ["--set", "max_steps=1", "--set", f"output_dir={tmp_path / 'made'}"]
+    assert lema("train", str(file), *options, "--set", "device=cpu") == 0, capsys.readouterr().err

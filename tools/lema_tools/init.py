@@ -9,7 +9,7 @@ import shlex
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -87,6 +87,7 @@ def init(
     ]
     import_libraries(context, trusted=False)
     from lema.plan.machine import profile as find_profile
+    from lema.storage.modelfiles import has_processor
     from lema.storage.regular import check_separate
 
     if profile is not None:
@@ -99,9 +100,11 @@ def init(
     with contextlib.ExitStack() as stack:
         directory, name, needs = _model(model, stack)
         check_separate(output, [directory, data])
-        rows = look_at(data)
+        rows = look_at(data, sees_images=has_processor(directory))
         typer.echo(f"{data}: {rows.line}")
-        choice, host_reason = _choice(directory, machine, sizes[0], sizes[1], profile)
+        choice, host_reason = _choice(
+            directory, machine, sizes[0], sizes[1], profile, has_images=rows.has_images
+        )
     _write(output, choice, (name, needs), data, rows, host_reason)
     for line in _summary(output, choice, machine):
         typer.echo(line)
@@ -153,6 +156,8 @@ def _choice(
     device_memory: int | None,
     host_memory: int | None,
     profile: str | None,
+    *,
+    has_images: bool,
 ) -> "tuple[Choice, str]":
     """Return what is chosen for a model, and where the limit of host memory is from."""
     from lema.config.units import human_bytes
@@ -168,7 +173,8 @@ def _choice(
             f"Of the {human_bytes(machine.host_total)} of this machine, "
             f"{human_bytes(machine.host_free)} were free."
         )
-    (choice,) = choices(directory, [device_memory], profile, host)
+    modalities: Literal["text", "all"] = "all" if has_images else "text"
+    (choice,) = choices(directory, [device_memory], profile, host, modalities)
     if isinstance(choice, MemoryLimitError):
         raise choice
     return choice, reason

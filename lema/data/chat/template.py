@@ -281,8 +281,8 @@ def open_template(
     messages: Sequence[dict[str, Any]] = (),
 ) -> Template:
     """Return the tokenizer's template, which is told the `date` for today; None: today's. What it
-    has rendered already may be given, `ahead`. It is for all chats that begin with `messages`. `DataError`: it has none, or one that could take all
-    time or memory."""
+    has rendered already may be given, `ahead`. It is for all chats that begin with `messages`.
+    `DataError`: it has none, or one that could take all time or memory."""
     if not tokenizer.chat_template:
         how = (
             "use the tokenizer of an instruct model, give chat_template: FILE, or use prompt + "
@@ -297,8 +297,8 @@ def open_template(
             f"{refused}, which no chat template needs",
             how="do not use this template unless you trust it",
         )
-    known = {} if ahead is None else ahead
-    return Template(text, tokenizer, tools, date, known, has_pictures(messages))
+    renditions = {} if ahead is None else ahead
+    return Template(text, tokenizer, tools, date, renditions, has_pictures(messages))
 
 
 class _Refused(jinja2.TemplateError):

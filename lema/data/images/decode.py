@@ -48,7 +48,7 @@ def decoded(content: bytes, max_pixels: int) -> Image:
         ConfigError: Pillow is not installed.
     """
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
         what = "images are read by Pillow, which is not installed"
         raise ConfigError(what, where="modalities", how=installing("images")) from error
@@ -69,7 +69,7 @@ def decoded(content: bytes, max_pixels: int) -> Image:
                 return turned.convert("RGB")
     except Unusable:
         raise
-    except Image.UnidentifiedImageError as error:
+    except UnidentifiedImageError as error:
         what = f"this is no image of a format that is read ({', '.join(FORMATS)})"
         raise Unusable(what) from error
     except Image.DecompressionBombError as error:

@@ -28,7 +28,7 @@ from lema.storage.modelfiles import library_errors
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 __all__ = ["Expanded", "ImageProcessor"]
 
@@ -69,13 +69,13 @@ class ImageProcessor:
 
     def __init__(
         self,
-        processor: object,
+        processor: ProcessorMixin,
         tokenizer: PreTrainedTokenizerBase,
         image_tokens: Sequence[int],
     ) -> None:
         self._processor: Any = copy.copy(processor)
         self._watched = _Watched(tokenizer)
-        self._processor.tokenizer = self._watched
+        vars(self._processor)["tokenizer"] = self._watched
         self._tokenizer = tokenizer
         # whether the processor tells where in its text it has written what for an image
         self._offsets = {f"return_{OFFSETS}": True} if hasattr(processor, WRITES) else {}
@@ -127,7 +127,7 @@ class ImageProcessor:
             raise row.broken(what, how=HOW)
         written = [
             (start - marked.count(MARK, 0, start), end - marked.count(MARK, 0, end))
-            for start, end in (one["new_span"] for one in (outputs.get(OFFSETS) or [[]])[0])
+            for start, end in (offset["new_span"] for offset in (outputs.get(OFFSETS) or [[]])[0])
         ]
         # every second one, so that no two of them touch each other
         masks = [
@@ -188,12 +188,13 @@ class _Watched:
     def __call__(self, text: str | list[str], *args: object, **kwargs: object) -> object:
         texts = [text] if isinstance(text, str) else list(text)
         self.marked_texts = texts
-        plain = [one.replace(MARK, "") for one in texts]
+        plain = [with_marks.replace(MARK, "") for with_marks in texts]
         call: Any = self._tokenizer
         return call(plain[0] if isinstance(text, str) else plain, *args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
+    def __getattr__(self, name: str) -> object:
+        value: object = getattr(self._tokenizer, name)
+        return value
 
     def padding(self) -> bool:
         """Make sure that rows can be padded: with which token is nothing to them."""

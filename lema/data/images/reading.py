@@ -117,12 +117,15 @@ def with_column(row: Row, chat: Chat) -> Chat:
     if name is None:
         if any(picture.value is None for picture in chat.pictures):
             what = "a message has a part for an image, and the row has no column 'images'"
-            raise row.broken(what, how='add "images": [PATH], or write {"type": "image", "path": PATH}')
+            how = 'add "images": [PATH], or write {"type": "image", "path": PATH}'
+            raise row.broken(what, how=how)
         return chat
     value = row.values[name]
     values = list(value) if isinstance(value, list | tuple) else [value]
-    values = [one for one in values if one is not None]
-    named = [Picture(one, f"{name}, image {number}") for number, one in enumerate(values, 1)]
+    named = [
+        Picture(image, f"{name}, image {number}")
+        for number, image in enumerate((image for image in values if image is not None), 1)
+    ]
     if named and not chat.pictures:
         chat = _with_words(chat)
         if not chat.pictures:
@@ -132,7 +135,7 @@ def with_column(row: Row, chat: Chat) -> Chat:
         what = f"the row has {len(named)} images, and its messages have {places} places for them"
         raise row.broken(what, how='give each image one part {"type": "image"} in a message')
     following = iter(named)
-    pictures = (next(following) if one.value is None else one for one in chat.pictures)
+    pictures = (next(following) if picture.value is None else picture for picture in chat.pictures)
     return replace(chat, pictures=tuple(pictures))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
+import torch
 from torch import Tensor
 
 from lema.data.images.processor import OF_TOKENS, OF_TYPES, ImageProcessor
@@ -59,10 +60,10 @@ class ImageRecord:
 
     def described(self) -> list[dict[str, Any]]:
         """Return what there is to say of each image; see `RowImages.described`."""
-        known = len(self.spans) == len(self.sources)
+        separate = len(self.spans) == len(self.sources)
         images = []
         for number, (source, size) in enumerate(zip(self.sources, self.sizes, strict=True)):
-            start, end = self.spans[number] if known else (None, None)
+            start, end = self.spans[number] if separate else (None, None)
             tokens = None if start is None or end is None else end - start
             first = None if start is None else start - self.start
             images.append(
@@ -102,10 +103,31 @@ class RowImages(Sequence[ImageRecord | None]):
     def __getitem__(self, index: int) -> ImageRecord | None: ...
     @overload
     def __getitem__(self, index: slice) -> RowImages: ...
-    def __getitem__(self, index: int | slice) -> ImageRecord | None | RowImages:
+    def __getitem__(self, index: int | slice) -> ImageRecord | RowImages | None:
         if isinstance(index, slice):
             return RowImages(self.records[index], self._processor, self._max_pixels)
         return self.records[index]
+
+    def before_answers(self, prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Return what the model is given besides tokens and mask where prompts are padded on the
+        left, because answers follow them; see `inputs`.
+
+        Args:
+            prompts: the tokens of each row.
+        """
+        width = max(map(len, prompts))
+        ids = torch.zeros(len(prompts), width, dtype=torch.long)
+        for number, prompt in enumerate(prompts):
+            ids[number, : len(prompt)] = torch.tensor(prompt)
+        inputs = self.inputs(ids)
+        for name, value in inputs.items():
+            if OF_TYPES in name:
+                rows = [
+                    row.roll(width - len(prompt))
+                    for row, prompt in zip(value, prompts, strict=True)
+                ]
+                inputs[name] = torch.stack(rows)
+        return inputs
 
     @classmethod
     def joined(cls, parts: Sequence[RowImages | None]) -> RowImages | None:
@@ -122,9 +144,8 @@ class RowImages(Sequence[ImageRecord | None]):
         return sum(len(record.sources) for record in self.records if record is not None)
 
     def described(self) -> list[list[dict[str, Any]]]:
-        """Return what there is to say of the images of each row: their names and sizes, and where in
-        the row they begin and how many tokens they have; None, if images without a word between
-        them share their tokens."""
+        """Return what there is to say of the images of each row: names and sizes, the places of
+        their first tokens, and how many tokens they have; None, if they cannot be separated."""
         return [[] if record is None else record.described() for record in self.records]
 
     @property
@@ -150,9 +171,7 @@ class RowImages(Sequence[ImageRecord | None]):
         """
         texts = [None if record is None else record.text for record in self.records]
         images = [
-            []
-            if record is None
-            else [source.load(self._max_pixels) for source in record.sources]
+            [] if record is None else [source.load(self._max_pixels) for source in record.sources]
             for record in self.records
         ]
         outputs = self._processor.inputs(texts, images)
@@ -167,11 +186,11 @@ class RowImages(Sequence[ImageRecord | None]):
         for number, record in enumerate(self.records):
             if record is None:
                 continue
-            whole = slice(record.start, record.end)
+            in_row = slice(record.start, record.end)
             here = slice(0, record.end - record.start)
-            if not ids[number, whole].equal(input_ids[number, here].to(ids.device, ids.dtype)):
+            if not ids[number, in_row].equal(input_ids[number, here].to(ids.device, ids.dtype)):
                 what = "the model's processor makes other tokens of the row than when it was read"
                 raise DataError(what, where=record.sources[0].origin, how="start the run anew")
             for name, value in columns.items():
-                inputs[name][number, here] = value[number, whole]
+                inputs[name][number, here] = value[number, in_row]
         return inputs

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 from lema.data.chat.pictures import Picture
 from lema.data.files import Row
@@ -151,9 +151,7 @@ def check_folder(limits: ImageLimits) -> None:
         )
 
 
-def _content(
-    picture: Picture, row: Row, limits: ImageLimits
-) -> tuple[bytes, Path | None, str]:
+def _content(picture: Picture, row: Row, limits: ImageLimits) -> tuple[bytes, Path | None, str]:
     """Return the bytes of an image, the file they are in, if any, and what to call it."""
     value = picture.value
     if isinstance(value, Mapping):
@@ -171,7 +169,7 @@ def _content(
     if isinstance(value, str):
         return _named(value, row, limits, encoded=picture.encoded)
     if hasattr(value, "getexif") and hasattr(value, "convert"):
-        return _saved(value, limits), None, ""
+        return _saved(cast("Image", value), limits), None, ""
     what = f"an image is a {type(value).__name__}"
     raise Unusable(what, "give a path, bytes, a data URL, or an image of PIL")
 
@@ -189,7 +187,8 @@ def _named(
     value: str, row: Row, limits: ImageLimits, *, encoded: bool
 ) -> tuple[bytes, Path | None, str]:
     if encoded:
-        return _from_base64(value.partition(",")[2] if value[:5] == "data:" else value, limits), None, ""
+        text = value.partition(",")[2] if value[:5] == "data:" else value
+        return _from_base64(text, limits), None, ""
     if value[:5].lower() == "data:":
         head, comma, body = value.partition(",")
         if not comma or not head.lower().endswith(";base64"):
@@ -265,7 +264,7 @@ def _fetched(url: str, limits: ImageLimits) -> bytes:
         raise Unusable(f"{url[:200]!r} cannot be fetched: {error}", "check the URL") from error
 
 
-def _saved(image: Any, limits: ImageLimits) -> bytes:
+def _saved(image: Image, limits: ImageLimits) -> bytes:
     """Return an image of PIL as the bytes of a file that gives the same pixels."""
     from PIL import ImageOps
 

@@ -106,11 +106,14 @@ def _check_in_chunks(engine: Engine, call: ChunkedCall, run: RunLayer) -> None:
                 raise
             raise refusal(f"layer {number} does not run on a chunk: {error}") from error
     engine.backend.set_rng_state(drawn)
+    call.rows.note_states(number, states.handed_on)
     if not goes_on:
         raise refusal(f"layer {number} does not go on from the state that a chunk has left")
     errors = (difference - expected).float().norm(dim=-1)
     lengths = expected.float().norm(dim=-1).clamp(min=1e-30)
-    half = torch.finfo(split.cast).bits < 32
+    # the caller may have products in half precision of what is in single precision
+    computing = torch.is_autocast_enabled(hidden.device.type)
+    half = computing or torch.finfo(split.cast).bits < 32
     of_tokens = (errors / lengths)[:, PADDING * call.rows.masked :]
     if float((of_tokens > TOLERANCE[half]).float().mean()) > SHARE:
         raise refusal(f"layer {number} makes something else of a sequence in chunks than at once")

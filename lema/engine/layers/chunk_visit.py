@@ -76,8 +76,8 @@ class ChunkVisit:
         self._routed = list[list[Tensor]]()
 
     def spans(self, length: int) -> Sequence[Span]:
-        """Return the chunks of a micro-batch of so many tokens."""
-        return self._call.spans if isinstance(self._call, ChunkedCall) else [Span(0, length)]
+        """Return the chunks of a micro-batch of so many tokens, as they lie in its hidden state."""
+        return self._call.parts if isinstance(self._call, ChunkedCall) else [Span(0, length)]
 
     def forward(self, layer_input: Tensor, room: HostRoom | None = None) -> Tensor:
         """Return what the layer makes of `[rows, sequence, hidden]`, without a graph; what
@@ -139,7 +139,7 @@ class ChunkVisit:
         backward."""
         if not (isinstance(self._call, ChunkedCall) and self._call.keeps):
             return
-        for chunk, span in enumerate(self._call.spans[:-1]):
+        for chunk, span in enumerate(self._call.parts[:-1]):
             self._engine.backend.set_rng_state(self.drawn[chunk])
             with torch.no_grad(), suppress(StatesComplete):
                 self._run(chunk, self._on_device(layer_input[:, span.slice]), stops=True)
@@ -287,5 +287,5 @@ class ChunkVisit:
         if not isinstance(call, ChunkedCall):
             return nullcontext()
         if self._states is None:
-            self._states = ChunkStates(call.spans[-1].stop)
+            self._states = call.rows.states(self._number)
         return call.cache.holding(self._number, call.spans[chunk], self._states, stops=stops)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Protocol, TypeAlias
 
 import torch
@@ -24,6 +24,8 @@ from lema.model.capture import PASSED_THROUGH_THE_MODEL, tensors_in
 from lema.model.flow import LayerCall, Prelude
 from lema.model.sequence.blockmask import block_masks
 from lema.model.sequence.cache import SequenceCache, kinds_of, refusal
+from lema.model.sequence.divided_states import DividedStates
+from lema.model.sequence.division import RowDivision
 from lema.model.sequence.masks import (
     asks_for_packs,
     numbers_of_rows,
@@ -31,7 +33,7 @@ from lema.model.sequence.masks import (
     rotary_of_length,
     tables_by_length,
 )
-from lema.model.sequence.states import Span
+from lema.model.sequence.states import ChunkStates, Span
 from lema.model.state.hooks import is_hooked
 
 __all__ = [
@@ -119,12 +121,14 @@ class ChunkedRows:
         front: runs it up to them.
         batch: `input_ids`, `[rows, sequence]`, or `inputs_embeds`, `[rows, sequence, hidden]`, and
             what else the model takes.
-        size: tokens of a chunk.
+        size: tokens of a chunk; or how processes divide the rows, of which this one has some
+            chunks.
         leaves_out_padding: whether tokens that are padding in all rows, before all others or after
             them, are in no chunk. What is made of them is zero.
 
     Attributes:
         spans: the chunks.
+        parts: where they lie in the hidden states that this process has.
         length: tokens of the sequence.
         cache: with which they are called.
 
@@ -138,7 +142,7 @@ class ChunkedRows:
         layers: nn.ModuleList,
         front: Front,
         batch: Mapping[str, Tensor],
-        size: int,
+        size: int | RowDivision,
         *,
         leaves_out_padding: bool = False,
     ) -> None:
@@ -153,7 +157,14 @@ class ChunkedRows:
         inside = Span(0, self.length)
         if leaves_out_padding and MASK in batch:
             inside = tokens_inside(batch[MASK])
-        self.spans = spans_of(inside.stop, size, inside.start)
+        self._division = None if isinstance(size, int) else size
+        if isinstance(size, int):
+            self.spans = spans_of(inside.stop, size, inside.start)
+            self.parts = self.spans
+        else:
+            self.spans = size.of(self.length).spans
+            ends = [*accumulate((span.stop - span.start for span in self.spans), initial=0)]
+            self.parts = [Span(start, stop) for start, stop in pairwise(ends)]
         kinds = kinds_of(DynamicCache(config=model.config).layers, len(layers))
         self.cache = SequenceCache(kinds, inside.start)
         positions = batch.get(POSITIONS)
@@ -163,6 +174,7 @@ class ChunkedRows:
         self._tables = tables_by_length(model, layers)
         self._calls: list[tuple[LayerCall, ...] | None] = [None] * len(self.spans)
         self._hidden_bytes = 0
+        self._kept: list[ChunkStates] | None = None
 
     def prelude(self, *, differentiate: bool = False, room: Room | None = None) -> Prelude:
         """Run the model up to its layers, chunk after chunk; return the hidden state of the whole
@@ -193,13 +205,36 @@ class ChunkedRows:
         if hidden is None:
             hidden = torch.cat(states, dim=1)
             outside = (0, 0, self.spans[0].start, self.length - self.spans[-1].stop)
-            if any(outside):
+            if any(outside) and self._division is None:
                 hidden = pad(hidden, outside)
         calls = tuple(
             ChunkedCall((), {}, hidden_is_keyword=False, rows=self, number=number)
             for number in range(len(self._layers))
         )
         return Prelude(hidden, calls)
+
+    def states(self, number: int) -> ChunkStates:
+        """Return what takes the states of a layer through which the chunks are to go."""
+        division = self._division
+        if division is None:
+            states = ChunkStates(self.spans[-1].stop)
+        else:
+            names = division.states.get(number, ())
+            row = division.of(self.length)
+            states = DividedStates(row, division, names, self._tokens.device)
+        if self._kept is not None:
+            self._kept.append(states)
+        return states
+
+    def note_states(self, number: int, names: Sequence[str]) -> None:
+        """Note which states a layer hands from chunk to chunk."""
+        if self._division is not None:
+            self._division.note_states(number, names)
+
+    def keep_states(self) -> list[ChunkStates]:
+        """Return a list to which the states of each layer are added from now on."""
+        self._kept = []
+        return self._kept
 
     def call(self, number: int, chunk: int) -> LayerCall:
         """Return the call of a layer on a chunk."""
@@ -227,9 +262,11 @@ class ChunkedRows:
 
     def sample(self, length: int, size: int) -> tuple[Prelude, ChunkedRows]:
         """Return what the model makes of the first `length` tokens up to its layers, and the same
-        tokens in chunks of `size`. If there is a mask, the first `PADDING` of them are padding.
-        Nothing is left behind."""
+        tokens in chunks of `size`. Fewer are repeated. If there is a mask, the first `PADDING` of
+        them are padding. Nothing is left behind."""
         tokens = self._tokens[:1, :length].detach()
+        repeats = -(-length // tokens.shape[1])
+        tokens = tokens.repeat(1, repeats, *[1] * (tokens.dim() - 2))[:, :length]
         batch = {self._name: tokens}
         if self.masked:
             batch[MASK] = tokens.new_ones(tokens.shape[:2], dtype=torch.long)
@@ -328,6 +365,11 @@ class ChunkedCall(LayerCall):
     def spans(self) -> Sequence[Span]:
         """The chunks."""
         return self.rows.spans
+
+    @property
+    def parts(self) -> Sequence[Span]:
+        """Where they lie in the hidden state."""
+        return self.rows.parts
 
     @property
     def cache(self) -> SequenceCache:

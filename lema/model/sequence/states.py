@@ -52,16 +52,20 @@ class _Buffer:
 
     def extended(self, states: Tensor, span: Span, first: int) -> Tensor:
         """Put in those of a chunk; return all from token `first` to the end of the chunk."""
+        self.put(states, span)
+        if states.requires_grad and torch.is_grad_enabled():
+            extended: Tensor = _Extended.apply(states, self, span, first)  # type: ignore[no-untyped-call] # torch's is
+            return extended
+        return self.between(first, span.stop)
+
+    def put(self, states: Tensor, span: Span) -> None:
+        """Put in those of a chunk."""
         if self._values is None:
             shape = (*states.shape[:-2], self._length, states.shape[-1])
             # zeros, because padding before the first chunk is masked, but attention multiplies it
             self._values = states.new_zeros(shape) if span.start else states.new_empty(shape)
         with torch.no_grad():
             self._values[..., span.slice, :] = states
-        if states.requires_grad and torch.is_grad_enabled():
-            extended: Tensor = _Extended.apply(states, self, span, first)  # type: ignore[no-untyped-call] # torch's is
-            return extended
-        return self.between(first, span.stop)
 
     def between(self, first: int, stop: int) -> Tensor:
         """Return those of some tokens, without a graph."""
@@ -176,6 +180,10 @@ class _State:
         self._left.pop(span.stop, None)  # the chunk that it was for is done
         self._exit = state if state.requires_grad else None
 
+    def last(self) -> Tensor:
+        """Return what the last chunk has left."""
+        return self._left[max(self._left)]
+
     def root(self) -> tuple[Tensor, Tensor] | None:
         """Return what the chunk leaves, and its gradient; None: it has none."""
         if self._exit is None or self._gradient is None:
@@ -207,6 +215,11 @@ class ChunkStates:
         return self._keys.nbytes + self._values.nbytes + self.handed_on_bytes
 
     @property
+    def handed_on(self) -> tuple[str, ...]:
+        """The names of the states that each chunk leaves to the next."""
+        return tuple(self._states)
+
+    @property
     def num_handed_on(self) -> int:
         """How many states each chunk leaves to the next."""
         return len(self._states)
@@ -222,6 +235,17 @@ class ChunkStates:
         """Put in a chunk's keys and values `[rows, heads, chunk, width]`; return all from token
         `first` to its end."""
         return self._keys.extended(keys, span, first), self._values.extended(values, span, first)
+
+    def keys_values(self, length: int) -> tuple[Tensor, Tensor] | None:
+        """Return keys and values of so many tokens, `[rows, heads, length, width]`, without a
+        graph; None: there are none."""
+        if not self._keys.nbytes:
+            return None
+        return self._keys.between(0, length), self._values.between(0, length)
+
+    def last_states(self) -> dict[str, Tensor]:
+        """Return the states that the last chunk has left, by name."""
+        return {name: state.last() for name, state in self._states.items()}
 
     def attended(self, span: Span, first: int) -> Attended:
         """Return the keys and values from token `first` to the end of a chunk, by blocks."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lema.config import LemaConfig
 from lema.config.units import human_bytes, human_count
@@ -73,6 +73,7 @@ def choices(
     memories: Sequence[int],
     profile: str | None = None,
     host_memory: str | None = None,
+    modalities: Literal["text", "all"] = "text",
 ) -> Iterator[Choice | MemoryLimitError]:
     """Yield for each amount of device memory, which rise, what is chosen for the model in
     `directory`, or why nothing fits. The model is looked at once for all of them.
@@ -82,11 +83,13 @@ def choices(
         memories: bytes of device memory.
         profile: whose speeds the plan has; None: the one that is most like the device.
         host_memory: what the settings say of it; None: half of the profile's.
+        modalities: what the rows have: all, if they have images.
 
     Raises:
         ModelError: what the model takes cannot be told.
     """
     common = {"device": "cpu", "lora_target_parameters": list[str](), **BASE}
+    common["modalities"] = modalities
     blueprint = draw_up(LemaConfig(str(directory), **common), elsewhere=True)
     common["max_length"] = longest_row(None, num_positions(blueprint.model.config))
     cache: dict[Any, Any] = {}

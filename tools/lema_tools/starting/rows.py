@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lema.data.columns import detect
+from lema.data.columns import IMAGE_COLUMNS, detect
 from lema.data.files import Row
 from lema.data.forms import Forms
 from lema.data.sets.sources import find_files, read_rows
@@ -62,6 +62,11 @@ class DataRows:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def has_images(self) -> bool:
+        """Whether the rows have images."""
+        return self.settings.get("modalities") == "all"
+
+    @property
     def line(self) -> str:
         """What a user is told of them."""
         about = "" if self.counted else "about "
@@ -70,6 +75,7 @@ class DataRows:
         how = f", with columns: {_mapping(renamed)}" if renamed else ""
         objective = self.settings.get("objective")
         how += f", with objective: {objective}" if objective else ""
+        how += ", with images" if self.has_images else ""
         names = ", ".join(self.columns)
         return f"{about}{self.count:,} {rows} with the columns {names}, read as {self.kind}{how}"
 
@@ -81,11 +87,12 @@ class DataRows:
         return lines
 
 
-def look_at(data: str | Path) -> DataRows:
+def look_at(data: str | Path, *, sees_images: bool = False) -> DataRows:
     """Look at the rows of files.
 
     Args:
         data: a file, a directory or a glob.
+        sees_images: whether the model has a processor of images; else images are not looked for.
 
     Raises:
         DataError: there are no files, they cannot be read, or no kind of row has such columns.
@@ -94,8 +101,29 @@ def look_at(data: str | Path) -> DataRows:
     first = next(iter(read_rows(files)))
     columns = tuple(str(name) for name, value in first.values.items() if value is not None)
     kind, settings = _kind_of(first)
+    if sees_images and _has_images(first):
+        settings = {**settings, "modalities": "all"}
     count, counted = _count(files)
     return DataRows(columns, kind, count, counted, settings)
+
+
+def _has_images(row: Row) -> bool:
+    """Whether a row has a column of images, or messages with a part that is one."""
+    if any(row.values.get(name) for name in IMAGE_COLUMNS):
+        return True
+    messages = (
+        message
+        for column in ("messages", "prompt", "chosen")
+        if isinstance(value := row.values.get(column), list)
+        for message in value
+    )
+    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
+    return any(
+        isinstance(part, Mapping) and str(part.get("type")).startswith("image")
+        for content in contents
+        if isinstance(content, list)
+        for part in content
+    )
 
 
 def _kind_of(row: Row) -> tuple[str, dict[str, Any]]:
